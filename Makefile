@@ -1,0 +1,44 @@
+# Every target sets up .venv by itself and says what it does.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check serve bench exactness chaos clean
+
+$(STAMP): pyproject.toml
+	@echo "==> creating $(VENV) and installing Ratchet with its development tools (first time: a few minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch>=2.13,<2.14"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	@echo "==> main job on real data: killed, preempted, service restarted; compared with an undisturbed run"
+	$(BIN)/python -m examples.demo
+
+test: $(STAMP)
+	@echo "==> running the tests"
+	$(BIN)/python -m pytest
+
+check: $(STAMP)
+	@echo "==> ruff, mypy --strict, import rules"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+serve: $(STAMP)
+	$(BIN)/ratchet serve
+
+exactness: $(STAMP)
+	$(BIN)/python -m tests.e2e.exactness --n $(or $(N),24)
+
+chaos: $(STAMP)
+	$(BIN)/python -m tests.e2e.chaos --n $(or $(N),20)
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY))
+
+clean:
+	rm -rf $(VENV) .ratchet

@@ -1,0 +1,254 @@
+"""Bodies of the REST API, shared by the service (which writes them) and the client (which reads them)."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, Generic, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ratchet_contract.phases import AttemptPhase, Cause, Desired, JobPhase, Outcome
+from ratchet_contract.resume import Base, ResumeReport
+from ratchet_contract.spec import Resolved
+from ratchet_hooks.summary import HookSummary
+
+T = TypeVar("T")
+
+
+class View(BaseModel):
+    """Times are UTC, RFC 3339 with ``Z``. NaN and infinities travel as strings."""
+
+    model_config = ConfigDict(ser_json_inf_nan="strings")
+
+
+class Page(View, Generic[T]):
+    """One page. ``next_cursor`` None: the end. A cursor is opaque and belongs to the query that made it."""
+
+    items: list[T]
+    next_cursor: str | None = None
+
+
+class Warning_(View):
+    """Something in a spec that is legal but without effect, or risky; ``pointer`` is a JSON pointer into the spec."""
+
+    pointer: str
+    code: str
+    detail: str
+
+
+class ProgressView(View):
+    step: int = 0
+    total_steps: int | None = None
+    data_epoch: int | None = None
+    steps_at_risk: int = Field(0, description="Steps done since the last committed checkpoint.")
+
+
+class BudgetView(View):
+    preemptions: int = 0
+    max_preemptions: int | None = None
+    failures: int = 0
+    max_failures: int
+    attempts_without_progress: int = 0
+
+
+class JobView(View):
+    id: str
+    name: str
+    phase: JobPhase
+    desired: Desired
+    reason: str | None = Field(
+        None, description="Machine word: a cause, or why it waits (backoff, no-slot, no-progress ...)."
+    )
+    message: str | None = Field(None, description="The same for people, with what to do next.")
+    labels: dict[str, str]
+    priority: int
+    spec: dict[str, Any]
+    resolved: Resolved
+    warnings: list[Warning_] = []
+    epoch: int = Field(description="Number of the newest attempt; 0 before the first.")
+    progress: ProgressView
+    budgets: BudgetView
+    hook: str
+    last_checkpoint: str | None = None
+    forked_from: str | None = Field(None, description="<job id>/<checkpoint id>")
+    created_at: datetime
+    updated_at: datetime
+    started_at: datetime | None = None
+    ended_at: datetime | None = None
+    not_before: datetime | None = None
+
+
+class PlanView(View):
+    """``?dry_run=true``: what would be run, and everything that was checked. Nothing is stored."""
+
+    spec: dict[str, Any]
+    resolved: Resolved
+    warnings: list[Warning_]
+    launch: dict[str, Any] = Field(
+        description="The launcher's request: agent command, rank commands, variables (no secret values)."
+    )
+
+
+class NodeView(View):
+    node: int
+    host: str | None = None
+    pid: int | None = None
+    gpus: list[int] = []
+    phase: AttemptPhase
+
+
+class AttemptView(View):
+    job_id: str
+    number: int
+    phase: AttemptPhase
+    outcome: Outcome | None = None
+    cause: Cause | None = None
+    rank: int | None = Field(None, description="The rank the cause comes from.")
+    exit_code: int | None = None
+    message: str | None = None
+    base: Base | None = None
+    last_step: int = 0
+    steps_done: int = Field(0, description="last_step - base.step: steps executed by this attempt.")
+    steps_lost: int | None = Field(
+        None, description="Executed, but not in any checkpoint that a later attempt can start from."
+    )
+    committed_step: int | None = None
+    resume_report: ResumeReport | None = None
+    nodes: list[NodeView] = []
+    created_at: datetime
+    training_at: datetime | None = None
+    ended_at: datetime | None = None
+
+
+class CheckpointView(View):
+    id: str
+    job_id: str
+    step: int
+    epoch: int
+    parent: Base | None = None
+    state: Literal["committed", "quarantined", "deleted"]
+    reason: str
+    finished: bool = False
+    adopted: bool = Field(False, description="Found valid on disk after its report was lost.")
+    pinned: bool = False
+    digest: str
+    size: int
+    files: int
+    seconds: float | None = None
+    verified_at: datetime | None = None
+    verification: Literal["ok", "damaged"] | None = None
+    verification_error: str | None = None
+    created_at: datetime
+
+
+class CheckpointDetail(CheckpointView):
+    """With what the manifest says, when it can still be read."""
+
+    manifest: dict[str, Any] | None = None
+
+
+class EventView(View):
+    id: int
+    job_id: str
+    at: datetime
+    type: str
+    epoch: int | None = None
+    message: str
+    data: dict[str, Any] = {}
+
+
+class HookView(View):
+    """The newest summaries; ``ranks`` has one entry per rank that reported."""
+
+    job_id: str
+    name: str
+    wrapper: str | None
+    parameters: dict[str, Any]
+    stateful: bool
+    phase: str | None = None
+    iteration: int | None = None
+    compression_rate: float | None = None
+    elements_before: int | None = None
+    elements_after: int | None = None
+    bytes_before: int | None = None
+    bytes_after: int | None = None
+    residual_norm: dict[int, float | None] = Field({}, description="Per rank; null where the hook keeps none.")
+    memory_bytes: int | None = None
+    step: int | None = None
+    checkpoint_iteration: int | None = Field(None, description="Iteration in the last committed checkpoint.")
+    checkpoint_id: str | None = None
+    ranks: list[HookSummary] = []
+    updated_at: datetime | None = None
+
+
+class MetricPoint(View):
+    step: int
+    epoch: int
+    value: float
+    at: datetime
+
+
+class MetricSeries(View):
+    name: str
+    points: list[MetricPoint]
+
+
+class MetricsView(View):
+    job_id: str
+    series: list[MetricSeries]
+
+
+class LogLine(View):
+    """``id`` is ``<attempt>.<rank>.<byte offset after the line>``: what ``Last-Event-ID`` takes."""
+
+    id: str
+    attempt: int
+    rank: int
+    text: str
+
+
+class HookInfo(View):
+    name: str
+    title: str
+    available: bool
+    stateful: bool
+    replicas: str
+    backends: list[str]
+    wrappers: list[str] = []
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of the hook's part of the spec.")
+    warnings: list[str] = []
+
+
+class ResumeRequest(View):
+    model_config = ConfigDict(extra="forbid")
+
+    from_step: int | None = Field(None, ge=0, description="Step of a committed checkpoint of this job's lineage.")
+
+
+class ForkRequest(View):
+    model_config = ConfigDict(extra="forbid")
+
+    checkpoint_id: str | None = Field(None, description="Default: the newest committed one.")
+    name: str | None = None
+    spec: dict[str, Any] = Field({}, description="Merged over the parent's spec, key by key (RFC 7386).")
+
+
+class PatchRequest(View):
+    model_config = ConfigDict(extra="forbid")
+
+    labels: dict[str, str | None] | None = Field(None, description="null removes a label.")
+    priority: int | None = Field(None, ge=-1000, le=1000)
+
+
+class PinRequest(View):
+    model_config = ConfigDict(extra="forbid")
+
+    pinned: bool = True
+
+
+class VerifyResult(View):
+    id: str
+    verification: Literal["ok", "damaged"]
+    error: str | None = None
+    bytes_checked: int
+    seconds: float

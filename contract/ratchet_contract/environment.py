@@ -1,0 +1,43 @@
+"""The names of all environment variables that Ratchet sets or reads; nobody else spells them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+# read by client and service
+HOME: Final = "RATCHET_HOME"  # the run directory; default ./.ratchet
+SERVER: Final = "RATCHET_SERVER"  # base URL; default: from $RATCHET_HOME/service.json
+DATABASE_URL: Final = "RATCHET_DATABASE_URL"
+
+# set by the agent for every rank
+LAUNCH_FILE: Final = "RATCHET_LAUNCH_FILE"  # absolute path of launch.json
+JOB_ID: Final = "RATCHET_JOB_ID"
+EPOCH: Final = "RATCHET_EPOCH"
+ATTEMPT_DIR: Final = "RATCHET_ATTEMPT_DIR"
+AGENT_PID: Final = "RATCHET_AGENT_PID"
+STORE_FD: Final = "RATCHET_STORE_FD"  # rank 0 only: inherited fd of the bound listening socket for the TCPStore
+
+# torchrun's names, set as torchrun sets them
+RANK: Final = "RANK"
+LOCAL_RANK: Final = "LOCAL_RANK"
+WORLD_SIZE: Final = "WORLD_SIZE"
+LOCAL_WORLD_SIZE: Final = "LOCAL_WORLD_SIZE"
+GROUP_RANK: Final = "GROUP_RANK"
+GROUP_WORLD_SIZE: Final = "GROUP_WORLD_SIZE"
+ROLE_RANK: Final = "ROLE_RANK"
+ROLE_WORLD_SIZE: Final = "ROLE_WORLD_SIZE"
+ROLE_NAME: Final = "ROLE_NAME"
+MASTER_ADDR: Final = "MASTER_ADDR"
+MASTER_PORT: Final = "MASTER_PORT"
+TORCHELASTIC_RUN_ID: Final = "TORCHELASTIC_RUN_ID"
+TORCHELASTIC_RESTART_COUNT: Final = "TORCHELASTIC_RESTART_COUNT"
+TORCHELASTIC_USE_AGENT_STORE: Final = "TORCHELASTIC_USE_AGENT_STORE"
+
+# Names that a spec's env or secrets may not set: the agent owns them.
+RESERVED_PREFIXES: Final = ("RATCHET_", "TORCHELASTIC_")
+RESERVED_NAMES: Final = frozenset(
+    {
+        RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, ROLE_RANK, ROLE_WORLD_SIZE, ROLE_NAME,
+        MASTER_ADDR, MASTER_PORT, "CUDA_VISIBLE_DEVICES",
+    }
+)  # fmt: skip

@@ -1,0 +1,90 @@
+"""One tree of errors, each with a stable ``code``; only the HTTP edge knows which status a code gets.
+
+RatchetError
+├── SpecError            a job spec that cannot be honoured; carries field errors with JSON pointers
+├── NotFound             no such job, attempt, checkpoint, hook
+├── Conflict             the action does not fit the phase, a stale epoch, a reused idempotency key
+├── Refused              too large, bad cursor, missing token, wrong protocol version
+├── CheckpointError      damaged, incomplete or missing checkpoint data
+├── StateError           a state that cannot be captured or restored; names the key
+└── WorkerError          what a rank reports about itself
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from pydantic import BaseModel, ConfigDict
+
+
+class FieldProblem(BaseModel):
+    """One wrong field: JSON pointer into the body (``/hook/start_powerSGD_iter``), a stable code and a sentence."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    pointer: str
+    code: str
+    detail: str
+
+
+class Problem(BaseModel):
+    """RFC 9457 ``application/problem+json`` body; ``code`` never changes once published."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+    instance: str | None = None
+    errors: list[FieldProblem] = []
+
+
+class RatchetError(Exception):
+    """Base of all errors that a user may see. ``detail`` says what is wrong and what to do next."""
+
+    code: str = "error"
+
+    def __init__(self, detail: str, *, code: str | None = None, errors: list[FieldProblem] | None = None, **extra: Any):
+        super().__init__(detail)
+        self.detail = detail
+        if code is not None:
+            self.code = code
+        self.errors = errors or []
+        self.extra = extra
+
+
+class SpecError(RatchetError):
+    code = "invalid-spec"
+
+
+class NotFound(RatchetError):
+    code = "not-found"
+
+
+class Conflict(RatchetError):
+    code = "conflict"
+
+
+class Refused(RatchetError):
+    code = "refused"
+
+
+class CheckpointError(RatchetError):
+    code = "checkpoint-damaged"
+
+
+class StateError(RatchetError):
+    code = "state-not-encodable"
+
+
+class WorkerError(RatchetError):
+    code = "worker-error"
+
+
+class UserError(WorkerError):
+    """Cannot heal by a retry: wrong entrypoint, import error, spec that the worker's machine cannot run. Exit code 78."""
+
+    code = "user-error"
+
+
+PROBLEM_TYPE_PREFIX: Final = "urn:ratchet:problem:"

@@ -1,0 +1,26 @@
+"""Reserved exit codes of ranks and agents. ``result.json`` is the truth; codes are for engines that see nothing else."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ratchet_contract.phases import Cause
+
+EXIT_COMPLETED: Final = 0
+EXIT_EXCEPTION: Final = 1
+EXIT_CHECKPOINT_ERROR: Final = 74  # sysexits EX_IOERR
+EXIT_LEASE_LOST: Final = 75  # sysexits EX_TEMPFAIL
+EXIT_USER_ERROR: Final = 78  # sysexits EX_CONFIG: permanent, never retried
+EXIT_HANG: Final = 124
+EXIT_PREEMPTED: Final = 143  # 128 + SIGTERM: stopped at an agreed step with a checkpoint
+
+CAUSE_OF_EXIT_CODE: Final[dict[int, Cause]] = {
+    EXIT_COMPLETED: Cause.COMPLETED,
+    EXIT_EXCEPTION: Cause.EXCEPTION,
+    EXIT_CHECKPOINT_ERROR: Cause.CHECKPOINT_ERROR,
+    EXIT_LEASE_LOST: Cause.LEASE_LOST,
+    EXIT_USER_ERROR: Cause.USER_ERROR,
+    EXIT_HANG: Cause.HANG,
+    EXIT_PREEMPTED: Cause.SIGTERM,
+}
+"""What a code means where no better record exists; a negative code is ``-signal`` and means rank-killed."""

@@ -1,0 +1,137 @@
+"""The manifest: the last-written file of a checkpoint. No manifest, no checkpoint.
+
+Tensor names are ``shared/<name>`` (equal on all ranks, cut into slices over them) or ``rank/<r>/<name>`` (private).
+A rank file is a safetensors file; its ``__metadata__["state"]`` holds that rank's JSON state. File digests are XXH3-128 over
+all bytes; the manifest's own digest is SHA-256 over its canonical JSON without the ``digest`` field.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ratchet_contract.errors import CheckpointError
+from ratchet_contract.paths import checkpoint_dir_name
+from ratchet_contract.resume import Base
+from ratchet_hooks.summary import HookSummary
+
+FORMAT_VERSION: Final = 1
+STATE_METADATA_KEY: Final = "state"
+SHARED_PREFIX: Final = "shared/"
+RANK_PREFIX: Final = "rank/"
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FileEntry(_Model):
+    """One rank file: size in bytes, XXH3-128 of all its bytes in hex."""
+
+    name: str
+    rank: int
+    size: int = Field(ge=0)
+    xxh3_128: str
+
+
+class TensorEntry(_Model):
+    """One stored piece. ``offset``/``nbytes`` are bytes from the file's start; ``shape`` is the whole tensor's; ``start`` is
+    the first element (row-major) that this piece holds; a private tensor is always whole. ``dtype`` is safetensors' name."""
+
+    name: str
+    file: str
+    offset: int = Field(ge=0)
+    nbytes: int = Field(ge=0)
+    shape: list[int]
+    dtype: str
+    start: int = 0
+
+
+class HookRecord(_Model):
+    """Which hook made the state: name and parameters as in the spec, and the version of the state's format."""
+
+    name: str
+    parameters: dict[str, Any]
+    state_version: int
+
+
+class Manifest(_Model):
+    format_version: int = FORMAT_VERSION
+    job_id: str
+    step: int = Field(ge=0)
+    epoch: int = Field(ge=1)
+    parent: Base
+    world_size: int = Field(ge=1)
+    created: str
+    reason: Literal["schedule", "stop", "request", "end"]
+    spec_digest: str
+    code_digest: str | None = None
+    data_digest: str | None = None
+    replicas: Literal["equal", "subgroup", "rank"]
+    shared_digest: str | None = Field(
+        None, description="XXH3-128 of every shared tensor's bytes; all ranks reported the same."
+    )
+    bucket_layout: list[list[str]] | None = Field(
+        None, description="Parameter names per bucket, as DDP hands them to the hook."
+    )
+    hook: HookRecord
+    hook_summaries: list[HookSummary] = []
+    environment: dict[str, str | int | float | bool | None] = {}
+    finished: bool = Field(False, description="True for the final checkpoint of a job that ran to its end.")
+    files: list[FileEntry]
+    tensors: list[TensorEntry]
+    digest: str = ""
+
+    @property
+    def id(self) -> str:
+        return checkpoint_dir_name(self.step, self.epoch)
+
+    @property
+    def base(self) -> Base:
+        """This checkpoint as the base of a later attempt."""
+        return Base(step=self.step, epoch=self.epoch, digest=self.digest)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all rank files."""
+        return sum(f.size for f in self.files)
+
+
+def _canonical(data: dict[str, Any]) -> bytes:
+    body = {k: v for k, v in data.items() if k != "digest"}
+    return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def seal(manifest: Manifest) -> tuple[Manifest, bytes]:
+    """The manifest with its digest, and the bytes to write."""
+    data = manifest.model_dump(mode="json")
+    digest = hashlib.sha256(_canonical(data)).hexdigest()
+    data["digest"] = digest
+    return manifest.model_copy(update={"digest": digest}), json.dumps(data, indent=1, allow_nan=False).encode()
+
+
+def open_manifest(raw: bytes) -> Manifest:
+    """Parse and check a manifest's bytes. Raises ``CheckpointError`` (torn, altered, newer format)."""
+    try:
+        data = json.loads(raw)
+        if not isinstance(data, dict):
+            raise ValueError("not a JSON object")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"manifest is not valid JSON: {error}") from None
+    version = data.get("format_version")
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"manifest has format version {version!r}, this Ratchet reads up to {FORMAT_VERSION}: upgrade Ratchet",
+            code="checkpoint-newer",
+        )
+    if hashlib.sha256(_canonical(data)).hexdigest() != data.get("digest"):
+        raise CheckpointError("manifest does not match its own digest: it was altered or torn")
+    try:
+        return Manifest.model_validate(data)
+    except ValidationError as error:
+        raise CheckpointError(
+            f"manifest is malformed: {error.errors()[0]['msg']} at {error.errors()[0]['loc']}"
+        ) from None

@@ -1,0 +1,259 @@
+"""Files and messages between launcher, agent, ranks and service. All JSON; all checked on arrival."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ratchet_contract.phases import AttemptPhase, Cause, Desired
+from ratchet_contract.resume import Base, ResumeReport, Segment
+from ratchet_contract.spec import JobSpec, Resolved
+from ratchet_contract.version import PROTOCOL_VERSION
+from ratchet_hooks.summary import HookSummary
+
+
+class Message(BaseModel):
+    """Unknown keys are refused; NaN and infinities travel as the strings "NaN", "Infinity", "-Infinity"."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
+
+
+class ServiceFile(Message):
+    """``service.json``: how a process on this machine finds the running service."""
+
+    protocol: int = PROTOCOL_VERSION
+    url: str
+    pid: int
+    started_at: str
+
+
+class ForkSource(Message):
+    """The checkpoint, of another job, that a forked job's first attempt starts from."""
+
+    job_root: str
+    step: int
+    epoch: int
+    digest: str
+
+
+class LaunchFile(Message):
+    """Everything the agent and the ranks need to know; secrets are named, never valued."""
+
+    protocol: int = PROTOCOL_VERSION
+    job_id: str
+    epoch: int
+    node: int = 0
+    world_size: int
+    ranks: list[int] = Field(description="Global ranks of this node, in local order.")
+    spec: JobSpec
+    resolved: Resolved
+    job_root: str
+    attempt_dir: str
+    workdir: str = Field(description="The code snapshot, or an empty directory of the attempt.")
+    gpus: list[int] = []
+    report_token: str
+    service_file: str
+    lineage: list[Segment] = Field(
+        [], description="Which checkpoints on disk may be resumed from; newest valid one wins."
+    )
+    fork: ForkSource | None = None
+    desired: Desired = Desired.RUN
+
+
+class AgentFile(Message):
+    """``agent.json``: who holds the lock. ``start_time`` is field 22 of /proc/<pid>/stat, in clock ticks since boot."""
+
+    pid: int
+    start_time: int
+    host: str
+
+
+class Control(Message):
+    """``control.json``: the newest wish. Level-triggered; ``checkpoint_request`` grows by one for each "save now"."""
+
+    desired: Desired = Desired.RUN
+    cause: Cause | None = Field(
+        None, description="The cause a stop will have: api-suspend, api-cancel, api-preempt, sigterm ..."
+    )
+    checkpoint_request: int = 0
+
+
+# --- rank -> agent (spool lines) ---------------------------------------------------------------------------------------
+
+
+class Started(Message):
+    kind: Literal["started"] = "started"
+    rank: int
+    pid: int
+    host: str
+    at: str
+    device: str
+    torch: str
+
+
+class Training(Message):
+    """The group is restored and begins to train; sent by rank 0 after ``base.json`` was synced."""
+
+    kind: Literal["training"] = "training"
+    rank: int
+    at: str
+    base: Base
+    total_steps: int | None = None
+
+
+class Resumed(Message):
+    kind: Literal["resumed"] = "resumed"
+    rank: int
+    at: str
+    report: ResumeReport
+
+
+class Metrics(Message):
+    kind: Literal["metrics"] = "metrics"
+    rank: int
+    at: str
+    step: int
+    values: dict[str, float]
+
+
+class Progress(Message):
+    kind: Literal["progress"] = "progress"
+    rank: int
+    at: str
+    step: int
+    total_steps: int | None = None
+    data_epoch: int | None = None
+
+
+class HookState(Message):
+    kind: Literal["hook"] = "hook"
+    rank: int
+    at: str
+    summary: HookSummary
+
+
+class CheckpointCommitted(Message):
+    kind: Literal["checkpoint"] = "checkpoint"
+    rank: int
+    at: str
+    step: int
+    epoch: int
+    digest: str
+    size: int
+    files: int
+    seconds: float
+    reason: Literal["schedule", "stop", "request", "end"]
+    parent: Base
+    finished: bool = False
+
+
+class CheckpointFailed(Message):
+    kind: Literal["checkpoint_failed"] = "checkpoint_failed"
+    rank: int
+    at: str
+    step: int
+    error: str
+
+
+class CheckpointDeleted(Message):
+    kind: Literal["checkpoint_deleted"] = "checkpoint_deleted"
+    rank: int
+    at: str
+    step: int
+    epoch: int
+
+
+class Quarantined(Message):
+    kind: Literal["quarantined"] = "quarantined"
+    rank: int
+    at: str
+    step: int
+    epoch: int
+    error: str
+
+
+class Note(Message):
+    """Anything worth an event row: warnings, user events. ``type`` is a short kebab-case word."""
+
+    kind: Literal["note"] = "note"
+    rank: int
+    at: str
+    type: str = Field(max_length=64)
+    message: str = Field(max_length=4000)
+    data: dict[str, Any] = {}
+
+
+RankMessage = Annotated[
+    Started | Training | Resumed | Metrics | Progress | HookState | CheckpointCommitted | CheckpointFailed
+    | CheckpointDeleted | Quarantined | Note,
+    Field(discriminator="kind"),
+]  # fmt: skip
+
+
+class RankResult(Message):
+    """A rank's last word, written by rename before it exits. ``traceback`` is the user's, shortened to the last 16 kB."""
+
+    rank: int
+    cause: Cause
+    at: str
+    last_step: int
+    message: str | None = None
+    traceback: str | None = None
+
+
+class RankEnd(Message):
+    """What the agent saw of one rank. A negative exit code is ``-signal``; None: killed by the teardown, not by itself."""
+
+    rank: int
+    exit_code: int | None
+    last_step: int
+    result: RankResult | None = None
+
+
+class AttemptResult(Message):
+    """``result.json``: the truth about how an attempt ended on this node."""
+
+    protocol: int = PROTOCOL_VERSION
+    job_id: str
+    epoch: int
+    node: int = 0
+    cause: Cause
+    rank: int | None = Field(None, description="The rank that the cause comes from.")
+    exit_code: int | None = None
+    message: str | None = None
+    last_step: int
+    base: Base | None = None
+    started_at: str
+    ended_at: str
+    ranks: list[RankEnd]
+
+
+# --- agent -> service --------------------------------------------------------------------------------------------------
+
+
+class RankBatch(Message):
+    """Consecutive spool lines of one rank; the first has sequence number ``from_seq`` (counted from 1)."""
+
+    rank: int
+    from_seq: int = Field(ge=1)
+    messages: list[RankMessage] = Field(max_length=1000)
+
+
+class AgentReport(Message):
+    protocol: int = PROTOCOL_VERSION
+    job_id: str
+    epoch: int
+    node: int = 0
+    phase: AttemptPhase
+    last_step: int = 0
+    batches: list[RankBatch] = []
+    result: AttemptResult | None = None
+
+
+class ReportAck(Message):
+    """The service's answer: what is stored (per rank, the highest sequence number) and what is wanted."""
+
+    protocol: int = PROTOCOL_VERSION
+    acked: dict[int, int]
+    control: Control

@@ -1,0 +1,146 @@
+"""Where everything lies below the run directory. Pure path arithmetic; nothing here touches the disk.
+
+<home>/service.json                      url, pid, protocol of the running service (loopback only)
+<home>/ratchet.db
+<home>/code/<digest>/                    snapshots of user code
+<home>/jobs/<job id>/checkpoints/step-000000001200.a0007/{rank-00000-of-00002.safetensors, MANIFEST.json}
+<home>/jobs/<job id>/quarantine/         damaged checkpoints, moved here whole
+<home>/jobs/<job id>/attempts/0007/      one launch: files of AttemptPaths
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+MANIFEST_NAME: Final = "MANIFEST.json"
+DELETED_MANIFEST_NAME: Final = "MANIFEST.json.deleted"
+_CHECKPOINT_RE = re.compile(r"^step-(\d{12})\.a(\d{4,})$")
+_RANK_FILE_RE = re.compile(r"^rank-(\d{5})-of-(\d{5})\.safetensors$")
+
+
+def checkpoint_dir_name(step: int, epoch: int) -> str:
+    """``step-000000001200.a0007``; this is also the checkpoint's id in the API."""
+    return f"step-{step:012d}.a{epoch:04d}"
+
+
+def parse_checkpoint_dir_name(name: str) -> tuple[int, int] | None:
+    """``(step, epoch)``, or None if the name is not a checkpoint's."""
+    match = _CHECKPOINT_RE.match(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def rank_file_name(rank: int, world_size: int) -> str:
+    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def parse_rank_file_name(name: str) -> tuple[int, int] | None:
+    """``(rank, world size)``, or None."""
+    match = _RANK_FILE_RE.match(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+@dataclass(frozen=True)
+class HomePaths:
+    """Paths below the run directory ``home``."""
+
+    home: Path
+
+    @property
+    def service_file(self) -> Path:
+        return self.home / "service.json"
+
+    @property
+    def database(self) -> Path:
+        return self.home / "ratchet.db"
+
+    @property
+    def code(self) -> Path:
+        return self.home / "code"
+
+    @property
+    def jobs(self) -> Path:
+        return self.home / "jobs"
+
+    def job(self, job_id: str) -> JobPaths:
+        return JobPaths(self.jobs / job_id)
+
+
+@dataclass(frozen=True)
+class JobPaths:
+    root: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def quarantine(self) -> Path:
+        return self.root / "quarantine"
+
+    def checkpoint(self, step: int, epoch: int) -> Path:
+        return self.checkpoints / checkpoint_dir_name(step, epoch)
+
+    def attempt(self, epoch: int) -> AttemptPaths:
+        return AttemptPaths(self.root / "attempts" / f"{epoch:04d}")
+
+
+@dataclass(frozen=True)
+class AttemptPaths:
+    """Files of one launch on one node."""
+
+    root: Path
+
+    @property
+    def launch_file(self) -> Path:
+        """What the agent is to run (``LaunchFile``); written by the launcher, mode 0600."""
+        return self.root / "launch.json"
+
+    @property
+    def lock_file(self) -> Path:
+        """Held with ``flock`` by the agent while it lives: the proof of life that zombies and reused pids cannot fake."""
+        return self.root / "agent.lock"
+
+    @property
+    def agent_file(self) -> Path:
+        """``AgentFile``: pid and start time of the agent."""
+        return self.root / "agent.json"
+
+    @property
+    def agent_log(self) -> Path:
+        return self.root / "agent.log"
+
+    @property
+    def control_file(self) -> Path:
+        """``Control``: what is wanted of the ranks; written by the agent by rename, polled by each rank's side thread."""
+        return self.root / "control.json"
+
+    @property
+    def base_file(self) -> Path:
+        """``Base``: the checkpoint this attempt resumed from, written and synced by rank 0 before it trains."""
+        return self.root / "base.json"
+
+    @property
+    def result_file(self) -> Path:
+        """``AttemptResult``: written once by the agent, last of all."""
+        return self.root / "result.json"
+
+    def log(self, rank: int) -> Path:
+        return self.root / "logs" / f"rank-{rank:05d}.log"
+
+    def counter(self, rank: int) -> Path:
+        return self.root / "counters" / f"rank-{rank:05d}.bin"
+
+    def spool(self, rank: int) -> Path:
+        """JSON lines, one ``RankMessage`` each, appended by the rank; line number (from 1) is the sequence number."""
+        return self.root / "spool" / f"rank-{rank:05d}.jsonl"
+
+    def rank_result(self, rank: int) -> Path:
+        """``RankResult``: written by the rank as its last act."""
+        return self.root / "results" / f"rank-{rank:05d}.json"
+
+    @property
+    def tmp(self) -> Path:
+        return self.root / "tmp"

@@ -1,0 +1,212 @@
+"""Phases, causes and the one transition table. Total over phase x event; a test walks all of it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+
+class JobPhase(StrEnum):
+    QUEUED = "QUEUED"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    STOPPING = "STOPPING"
+    SUSPENDED = "SUSPENDED"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+    @property
+    def terminal(self) -> bool:
+        return self in (JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.CANCELLED)
+
+    @property
+    def active(self) -> bool:
+        """An attempt exists and may be alive."""
+        return self in (JobPhase.STARTING, JobPhase.RUNNING, JobPhase.STOPPING)
+
+
+class Desired(StrEnum):
+    """Level-triggered wish of the API; goes back to ``run`` when reached."""
+
+    RUN = "run"
+    SUSPEND = "suspend"
+    CANCEL = "cancel"
+    PREEMPT = "preempt"
+
+
+class AttemptPhase(StrEnum):
+    LAUNCHING = "LAUNCHING"
+    RUNNING = "RUNNING"
+    STOPPING = "STOPPING"
+    ENDED = "ENDED"
+
+
+class Outcome(StrEnum):
+    SUCCEEDED = "succeeded"
+    PREEMPTED = "preempted"
+    SUSPENDED = "suspended"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+    LOST = "lost"
+
+
+class Budget(StrEnum):
+    NONE = "none"
+    PREEMPTIONS = "max_preemptions"
+    FAILURES = "max_failures"
+    FATAL = "fatal"  # ends the job at once
+
+
+class Cause(StrEnum):
+    """Why an attempt ended. Each maps itself to an outcome and the budget it counts against."""
+
+    COMPLETED = "completed"
+    API_PREEMPT = "api-preempt"
+    SIGTERM = "sigterm"
+    HIGHER_PRIORITY = "higher-priority"
+    NODE_LOST = "node-lost"
+    EVICTED = "evicted"
+    TIME_LIMIT = "time-limit"
+    API_SUSPEND = "api-suspend"
+    API_CANCEL = "api-cancel"
+    EXCEPTION = "exception"
+    RANK_KILLED = "rank-killed"
+    OOM = "oom"
+    HANG = "hang"
+    CHECKPOINT_ERROR = "checkpoint-error"
+    USER_ERROR = "user-error"
+    TIMEOUT = "timeout"  # policy.timeout of the job reached
+    LEASE_LOST = "lease-lost"
+    LAUNCHER_ERROR = "launcher-error"
+    UNKNOWN = "unknown"
+
+    @property
+    def outcome(self) -> Outcome:
+        return _OUTCOMES[self][0]
+
+    @property
+    def budget(self) -> Budget:
+        return _OUTCOMES[self][1]
+
+
+_P, _F, _L = (Outcome.PREEMPTED, Budget.PREEMPTIONS), (Outcome.FAILED, Budget.FAILURES), (Outcome.LOST, Budget.FAILURES)
+_OUTCOMES: Final[dict[Cause, tuple[Outcome, Budget]]] = {
+    Cause.COMPLETED: (Outcome.SUCCEEDED, Budget.NONE),
+    Cause.API_PREEMPT: _P, Cause.SIGTERM: _P, Cause.HIGHER_PRIORITY: _P, Cause.NODE_LOST: _P, Cause.EVICTED: _P,
+    Cause.TIME_LIMIT: _P,
+    Cause.API_SUSPEND: (Outcome.SUSPENDED, Budget.NONE),
+    Cause.API_CANCEL: (Outcome.CANCELLED, Budget.NONE),
+    Cause.EXCEPTION: _F, Cause.RANK_KILLED: _F, Cause.OOM: _F, Cause.HANG: _F, Cause.CHECKPOINT_ERROR: _F,
+    Cause.USER_ERROR: (Outcome.FAILED, Budget.FATAL),
+    Cause.TIMEOUT: (Outcome.FAILED, Budget.FATAL),
+    Cause.LEASE_LOST: _L, Cause.LAUNCHER_ERROR: _L, Cause.UNKNOWN: _L,
+}  # fmt: skip
+
+CAUSE_PRECEDENCE: Final[tuple[Cause, ...]] = (
+    Cause.USER_ERROR, Cause.LEASE_LOST, Cause.OOM, Cause.HANG, Cause.CHECKPOINT_ERROR, Cause.EXCEPTION, Cause.RANK_KILLED,
+    Cause.TIMEOUT, Cause.API_CANCEL, Cause.API_SUSPEND, Cause.API_PREEMPT, Cause.HIGHER_PRIORITY, Cause.SIGTERM,
+    Cause.EVICTED, Cause.TIME_LIMIT, Cause.NODE_LOST, Cause.LAUNCHER_ERROR, Cause.UNKNOWN, Cause.COMPLETED,
+)  # fmt: skip
+"""Several results of one attempt become one cause: the first of this list that occurs. The agent applies it only to results
+that ended before the group was torn down: survivors of a killed rank see broken connections, which are not the cause."""
+
+
+class Event(StrEnum):
+    """What may happen to a job: API actions first, then what the reconciler sees."""
+
+    SUSPEND = "suspend"
+    RESUME = "resume"
+    CANCEL = "cancel"
+    PREEMPT = "preempt"
+    CHECKPOINT = "checkpoint"
+    PATCH = "patch"
+    DELETE = "delete"
+    FORK = "fork"
+    LAUNCH = "launch"  # an attempt row was made and handed to the launcher
+    TRAINING = "training"  # the group has begun to train
+    END_SUCCEEDED = "end-succeeded"
+    END_SUSPENDED = "end-suspended"
+    END_CANCELLED = "end-cancelled"
+    END_REQUEUE = "end-requeue"
+    END_FAILED = "end-failed"
+
+
+class Step(NamedTuple):
+    """A cell of the table. ``phase`` None: the event is refused with 409 and ``code``. ``desired`` None: left as it is."""
+
+    phase: JobPhase | None
+    desired: Desired | None = None
+    code: str = ""
+    fresh_budgets: bool = False
+
+
+_Q, _S, _R, _T = JobPhase.QUEUED, JobPhase.STARTING, JobPhase.RUNNING, JobPhase.STOPPING
+_Z, _OK, _KO, _CA = JobPhase.SUSPENDED, JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.CANCELLED
+_NO = Step(None, code="wrong-phase")
+_OVER = Step(None, code="job-ended")
+_STALE = Step(None, code="not-running")
+
+
+def _rows() -> dict[JobPhase, dict[Event, Step]]:
+    e, d = Event, Desired
+    ends = {
+        e.END_SUCCEEDED: Step(_OK, d.RUN), e.END_SUSPENDED: Step(_Z, d.RUN), e.END_CANCELLED: Step(_CA, d.RUN),
+        e.END_REQUEUE: Step(_Q, d.RUN), e.END_FAILED: Step(_KO, d.RUN),
+    }  # fmt: skip
+    no_end = dict.fromkeys(ends, _STALE)
+
+    def stay(p: JobPhase, delete: Step = _NO) -> dict[Event, Step]:
+        return {e.PATCH: Step(p), e.FORK: Step(p), e.DELETE: delete}
+
+    def live(p: JobPhase, training: Step) -> dict[Event, Step]:
+        return {
+            e.SUSPEND: Step(_T, d.SUSPEND), e.RESUME: Step(p), e.CANCEL: Step(_T, d.CANCEL),
+            e.PREEMPT: Step(_T, d.PREEMPT), e.CHECKPOINT: Step(p), e.LAUNCH: _NO, e.TRAINING: training, **stay(p), **ends,
+        }  # fmt: skip
+
+    def over(p: JobPhase, resume: Step) -> dict[Event, Step]:
+        return {
+            e.SUSPEND: _OVER, e.RESUME: resume, e.CANCEL: Step(p) if p is _CA else _OVER, e.PREEMPT: _OVER,
+            e.CHECKPOINT: _OVER, e.LAUNCH: _OVER, e.TRAINING: _STALE, **stay(p, Step(p)), **no_end,
+        }  # fmt: skip
+
+    return {
+        # FAILED and SUSPENDED straight from QUEUED happen when no attempt is alive: launch impossible, no-progress, suspend.
+        _Q: {
+            e.SUSPEND: Step(_Z, d.RUN), e.RESUME: Step(_Q), e.CANCEL: Step(_CA, d.RUN), e.PREEMPT: _STALE,
+            e.CHECKPOINT: _STALE, e.LAUNCH: Step(_S), e.TRAINING: _STALE, **stay(_Q), **no_end,
+            e.END_FAILED: Step(_KO, d.RUN),
+        },
+        _S: live(_S, Step(_R)),
+        _R: live(_R, Step(_R)),
+        _T: {
+            # A stronger wish replaces a weaker one: cancel > suspend > preempt; resume turns a suspend into stop-and-requeue.
+            e.SUSPEND: Step(_T, d.SUSPEND), e.RESUME: Step(_T, d.PREEMPT), e.CANCEL: Step(_T, d.CANCEL),
+            e.PREEMPT: Step(_T), e.CHECKPOINT: _NO, e.LAUNCH: _NO, e.TRAINING: Step(_T), **stay(_T), **ends,
+        },
+        _Z: {
+            e.SUSPEND: Step(_Z), e.RESUME: Step(_Q, d.RUN), e.CANCEL: Step(_CA, d.RUN), e.PREEMPT: _STALE,
+            e.CHECKPOINT: _STALE, e.LAUNCH: _NO, e.TRAINING: _STALE, **stay(_Z), **no_end,
+        },
+        _OK: over(_OK, _OVER),
+        _KO: over(_KO, Step(_Q, d.RUN, fresh_budgets=True)),
+        _CA: over(_CA, Step(_Q, d.RUN, fresh_budgets=True)),
+    }  # fmt: skip
+
+
+TRANSITIONS: Final[dict[JobPhase, dict[Event, Step]]] = _rows()
+
+
+def next_step(phase: JobPhase, event: Event, desired: Desired = Desired.RUN) -> Step:
+    """The cell for (phase, event). While STOPPING for a cancel, only cancel and the ends are left: the rest is refused.
+
+    Shapes: none. Never raises for enum members: the table is total.
+    """
+    if (
+        phase is JobPhase.STOPPING
+        and desired is Desired.CANCEL
+        and event in (Event.SUSPEND, Event.RESUME, Event.PREEMPT)
+    ):
+        return Step(None, code="wrong-phase")
+    return TRANSITIONS[phase][event]

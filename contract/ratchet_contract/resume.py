@@ -1,0 +1,63 @@
+"""Lineage, base and the resume report of an attempt."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+ComponentStatus = Literal["exact", "redistributed", "reset", "absent", "not-exact"]
+Verdict = Literal["fresh", "exact", "not-exact"]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Segment(_Model):
+    """Checkpoints of ``epoch`` with ``after_step < step <= until_step`` belong to the lineage (None: no upper end)."""
+
+    epoch: int
+    after_step: int
+    until_step: int | None = None
+
+    def holds(self, step: int, epoch: int) -> bool:
+        return epoch == self.epoch and step > self.after_step and (self.until_step is None or step <= self.until_step)
+
+
+class Base(_Model):
+    """What an attempt started from. ``checkpoint`` fields are None for a start from scratch (step 0)."""
+
+    step: int = 0
+    epoch: int | None = None
+    digest: str | None = None
+
+
+class ComponentReport(_Model):
+    """How one component of one rank came back. ``reason`` is a sentence, always there unless ``exact``."""
+
+    component: str  # model, optimizer, scheduler, scaler, buffers, rng, hook, layout, data, user:<name>
+    rank: int
+    status: ComponentStatus
+    reason: str | None = None
+
+
+class EnvironmentDifference(_Model):
+    """One recorded fact that is not the same now. Facts that cannot change a bit (host name) are not recorded."""
+
+    key: str
+    recorded: str | int | float | bool | None
+    current: str | int | float | bool | None
+
+
+class ResumeReport(_Model):
+    """Written by rank 0 before the first step of an attempt; ``exact`` only when every component and fact is the same."""
+
+    verdict: Verdict
+    base: Base
+    world_size: int
+    recorded_world_size: int | None = None
+    components: list[ComponentReport] = []
+    differences: list[EnvironmentDifference] = []
+    quarantined: list[str] = []
+    notes: list[str] = []

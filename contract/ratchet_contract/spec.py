@@ -1,0 +1,211 @@
+"""The job spec: what a user may ask for. Unknown keys are refused; what cannot be honoured yet is refused by name.
+
+``parse_spec`` is the only door: it turns JSON or YAML data into a ``JobSpec`` or raises ``SpecError`` with one
+``FieldProblem`` (JSON pointer, code, sentence) per fault.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from ratchet_contract.environment import RESERVED_NAMES, RESERVED_PREFIXES
+from ratchet_hooks.specs import AllreduceSpec, HookSpec, normalise_hook
+
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*$")
+_NAME = r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$"
+_ENTRYPOINT = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")
+_ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+_LABEL = re.compile(r"^[A-Za-z0-9]([-A-Za-z0-9_./]{0,61}[A-Za-z0-9])?$")
+
+
+def _duration(value: Any) -> Any:
+    if isinstance(value, str):
+        match = _DURATION.match(value)
+        if match is None:
+            raise ValueError("a duration is a number of seconds or a number with s, m, h or d, like 90, '30s' or '2h'")
+        return float(match[1]) * _UNITS[match[2]]
+    return value
+
+
+Seconds = Annotated[float, BeforeValidator(_duration), Field(gt=0, allow_inf_nan=False, le=10 * 365 * 86400)]
+JsonValue = Any
+
+
+class SpecModel(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, str_strip_whitespace=True)
+
+
+class TaskSpec(SpecModel):
+    """A task class and its arguments; Ratchet runs the loop."""
+
+    entrypoint: str = Field(description="module:attribute, found on the snapshot of `code` and the interpreter's path.")
+    args: dict[str, JsonValue] = Field({}, description="Keyword arguments of the task, JSON values.")
+
+    @field_validator("entrypoint")
+    @classmethod
+    def _syntax(cls, value: str) -> str:
+        if not _ENTRYPOINT.match(value):
+            raise ValueError(f"entrypoint must look like 'package.module:ClassName', not {value!r}")
+        return value
+
+
+class CodeSpec(SpecModel):
+    path: str = Field(
+        min_length=1, description="A directory on the service's machine, snapshotted by digest at submission."
+    )
+
+
+class SecretSpec(SpecModel):
+    from_env: str = Field(description="Variable of the launcher's environment; the value is never stored or shown.")
+
+
+class WorldSpec(SpecModel):
+    nodes: int = Field(1, ge=1, le=1024)
+    ranks_per_node: int = Field(1, ge=1, le=1024)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+class ResourcesSpec(SpecModel):
+    cpus_per_rank: int | None = Field(
+        None, ge=1, le=1024, description="Threads per rank; part of the result's bits on CPU."
+    )
+    memory: str | None = None
+    gpu: str | None = None
+
+
+class DdpSpec(SpecModel):
+    bucket_cap_mb: float | None = Field(None, gt=0, le=100_000, allow_inf_nan=False)
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = False
+    find_unused_parameters: bool = False
+    broadcast_buffers: bool = True
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+
+
+class CheckpointSpec(SpecModel):
+    every_steps: int | None = Field(
+        100, ge=1, description="Steps between scheduled checkpoints; null: only at stops and the end."
+    )
+    keep_last: int = Field(3, ge=2, le=10_000, description="Newest checkpoints kept; never fewer than two.")
+    uri: str | None = None
+
+
+class PolicySpec(SpecModel):
+    max_preemptions: int | None = Field(None, ge=0, description="null: unlimited.")
+    max_failures: int = Field(
+        3, ge=0, description="Failed or lost attempts before the job fails; reset by real progress."
+    )
+    on_hook_mismatch: Literal["fail", "reset", "redistribute"] = "fail"
+    timeout: Seconds | None = Field(None, description="Wall-clock limit over all attempts' running time.")
+    startup_deadline: Seconds = Field(
+        300.0, description="From launch to the first step, then the attempt ends as a hang."
+    )
+    step_deadline: Seconds = Field(
+        300.0, description="Without any progress of a rank, then the attempt ends as a hang."
+    )
+    stop_grace: Seconds = Field(120.0, description="From a stop request until ranks are killed.")
+    backoff: Seconds = Field(1.0, description="First delay after a failure; doubles, with jitter, up to 5 minutes.")
+
+
+class LauncherSpec(SpecModel):
+    kind: Literal["local", "kubernetes", "slurm"] = "local"
+
+
+class JobSpec(SpecModel):
+    """A whole job. Exactly one of ``task`` and ``script`` is given."""
+
+    name: str = Field(pattern=_NAME, description="RFC 1035 label: lower case, digits, '-', up to 63 characters.")
+    task: TaskSpec | None = None
+    script: list[str] | None = Field(None, min_length=1, description="A Python file below `code` and its arguments.")
+    code: CodeSpec | None = None
+    python: str | None = Field(
+        None, description="The user's interpreter or virtual environment; it needs ratchet-train[worker]."
+    )
+    env: dict[str, str] = {}
+    secrets: dict[str, SecretSpec] = {}
+    world: WorldSpec = WorldSpec()
+    resources: ResourcesSpec = ResourcesSpec()
+    ddp: DdpSpec = DdpSpec()
+    hook: Annotated[HookSpec, BeforeValidator(normalise_hook)] = AllreduceSpec()
+    nccl: dict[str, str] = Field({}, description="NCCL_* variables; a warning when the backend is not NCCL.")
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    policy: PolicySpec = PolicySpec()
+    determinism: Literal["strict", "warn", "off"] = "warn"
+    launcher: LauncherSpec = LauncherSpec()
+    labels: dict[str, str] = Field({}, max_length=64)
+    priority: int = Field(0, ge=-1000, le=1000)
+    seed: int = Field(0, ge=0, le=2**63 - 1)
+    ttl: Seconds | None = Field(None, description="Seconds after the end until the job and its files are deleted.")
+
+    @field_validator("env", "nccl", mode="before")
+    @classmethod
+    def _stringify(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {
+                k: str(v) if isinstance(v, int | float) and not isinstance(v, bool) else v for k, v in value.items()
+            }
+        return value
+
+    @field_validator("env", "secrets")
+    @classmethod
+    def _env_names(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name, item in value.items():
+            if not _ENV_NAME.match(name):
+                raise ValueError(f"{name!r} is not a variable name")
+            if name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES):
+                raise ValueError(f"{name} is set by the agent and cannot be given in a spec")
+            if isinstance(item, str) and "\0" in item:
+                raise ValueError(f"the value of {name} has a NUL character")
+        return value
+
+    @field_validator("nccl")
+    @classmethod
+    def _nccl_names(cls, value: dict[str, str]) -> dict[str, str]:
+        for name in value:
+            if not name.startswith("NCCL_") or not _ENV_NAME.match(name):
+                raise ValueError(f"{name!r} is not an NCCL_* variable")
+        return value
+
+    @field_validator("labels")
+    @classmethod
+    def _labels(cls, value: dict[str, str]) -> dict[str, str]:
+        for key, text in value.items():
+            if not _LABEL.match(key):
+                raise ValueError(f"label key {key!r} must be 1 to 63 letters, digits, '-', '_', '.', '/'")
+            if len(text) > 255:
+                raise ValueError(f"the value of label {key!r} is longer than 255 characters")
+        return value
+
+    @model_validator(mode="after")
+    def _one_of(self) -> JobSpec:
+        if (self.task is None) == (self.script is None):
+            raise ValueError(
+                "give exactly one of task (entrypoint and args) and script (a Python file with its arguments)"
+            )
+        return self
+
+    def digest(self) -> str:
+        """Hex SHA-256 of the canonical JSON of everything that can change the training's result."""
+        irrelevant = {"name", "labels", "priority", "ttl", "policy", "launcher", "secrets", "checkpoint"}
+        data = self.model_dump(mode="json", exclude=irrelevant)
+        return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+class Resolved(SpecModel):
+    """Every ``auto`` of a spec, resolved once per job at submission and the same for all its attempts."""
+
+    device: Literal["cpu", "cuda"]
+    backend: Literal["gloo", "nccl"]
+    threads_per_rank: int
+    python: str
+    code_digest: str | None = None

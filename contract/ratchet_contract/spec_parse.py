@@ -1,0 +1,213 @@
+"""From JSON or YAML data to a ``JobSpec``, with errors a person can act on."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from ratchet_contract.errors import FieldProblem, SpecError
+from ratchet_contract.spec import JobSpec
+from ratchet_hooks.registry import HOOKS
+from ratchet_hooks.specs import canonical_hook_name, normalise_hook
+
+_NOT_YET = "is not available yet in this version; remove it"
+
+
+def parse_spec(data: Any) -> JobSpec:
+    """Validate ``data`` (decoded JSON or YAML). Raises ``SpecError`` with every fault found."""
+    if not isinstance(data, dict):
+        raise SpecError("a job spec is a mapping (JSON object or YAML mapping)", code="invalid-spec")
+    early = _later_keys(data) + _hook_name(data.get("hook"))
+    if early:
+        raise SpecError(_sentence(early), errors=early)
+    try:
+        spec = JobSpec.model_validate(data)
+    except ValidationError as error:
+        problems = [problem_of(e, JobSpec) for e in error.errors(include_url=False)]
+        raise SpecError(_sentence(problems), errors=problems) from None
+    problems = cross_check(spec)
+    if problems:
+        raise SpecError(_sentence(problems), errors=problems)
+    return spec
+
+
+def load_spec_text(text: str) -> Any:
+    """Decode a spec file's text, YAML or JSON (JSON is a subset of YAML). Raises ``SpecError`` with line and column."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise SpecError(f"not valid YAML{where}: {getattr(error, 'problem', error)}", code="invalid-yaml") from None
+
+
+def _sentence(problems: Sequence[FieldProblem]) -> str:
+    first = problems[0]
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"{first.pointer or '/'}: {first.detail}{more}"
+
+
+def _later_keys(data: dict[str, Any]) -> list[FieldProblem]:
+    """Keys of the design that this version does not honour: refused, never ignored."""
+    found = [
+        FieldProblem(pointer=f"/{key}", code="not-available", detail=f"{key} {_NOT_YET}")
+        for key in ("image", "volumes", "image_pull_secrets", "node_selector")
+        if data.get(key) is not None
+    ]
+    nested = (("resources", "memory"), ("resources", "gpu"), ("checkpoint", "uri"))
+    for outer, inner in nested:
+        if isinstance(data.get(outer), dict) and data[outer].get(inner) is not None:
+            found.append(
+                FieldProblem(pointer=f"/{outer}/{inner}", code="not-available", detail=f"{outer}.{inner} {_NOT_YET}")
+            )
+    return found
+
+
+def _hook_name(value: Any) -> list[FieldProblem]:
+    value = normalise_hook(value)
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return []
+    name = canonical_hook_name(value["name"])
+    if name in HOOKS and not HOOKS[name].available:
+        ready = ", ".join(n for n, e in HOOKS.items() if e.available)
+        return [
+            FieldProblem(
+                pointer="/hook/name",
+                code="hook-not-available",
+                detail=f"hook {name} is not available yet; available: {ready}",
+            )
+        ]
+    if name not in HOOKS:
+        return [
+            FieldProblem(
+                pointer="/hook/name",
+                code="unknown-hook",
+                detail=f"no hook is named {value['name']!r}{nearest(name, HOOKS)}",
+            )
+        ]
+    wrapper = value.get("wrapper")
+    if wrapper is not None:
+        return [
+            FieldProblem(
+                pointer="/hook/wrapper",
+                code="hook-not-available",
+                detail=f"wrappers around {name} are not available yet; set wrapper to null",
+            )
+        ]
+    return []
+
+
+def nearest(word: str, known: Any) -> str:
+    """``"; did you mean 'x'?"`` for the closest of ``known``, or an empty string."""
+    lower = {str(k).lower(): str(k) for k in known}
+    match = difflib.get_close_matches(word.lower(), list(lower), n=1, cutoff=0.6)
+    return f"; did you mean {lower[match[0]]!r}?" if match else ""
+
+
+def pointer_of(loc: Sequence[str | int]) -> str:
+    """JSON pointer (RFC 6901) of a pydantic location, without the tags of discriminated unions."""
+    parts = [str(p).replace("~", "~0").replace("/", "~1") for i, p in enumerate(loc) if not _is_tag(loc, i)]
+    return "".join(f"/{p}" for p in parts)
+
+
+def _is_tag(loc: Sequence[str | int], i: int) -> bool:
+    return i == 1 and loc[0] == "hook" and loc[1] in HOOKS
+
+
+def problem_of(error: Any, model: type[BaseModel]) -> FieldProblem:
+    """One pydantic error as a ``FieldProblem``; unknown keys get the nearest known one."""
+    loc, kind = error["loc"], error["type"]
+    detail = error["msg"].removeprefix("Value error, ")
+    if kind == "extra_forbidden":
+        known = _known_keys(model, loc[:-1])
+        detail = f"unknown key {loc[-1]!r}{nearest(str(loc[-1]), known)}"
+        return FieldProblem(pointer=pointer_of(loc), code="unknown-key", detail=detail)
+    if kind == "missing":
+        return FieldProblem(pointer=pointer_of(loc), code="missing", detail="this key is required")
+    return FieldProblem(pointer=pointer_of(loc), code=kind.replace("_", "-"), detail=detail)
+
+
+def _known_keys(model: type[BaseModel], loc: Sequence[str | int]) -> list[str]:
+    current: type[BaseModel] | None = model
+    for part in loc:
+        if part in HOOKS:
+            current = HOOKS[str(part)].spec
+            continue
+        field = current.model_fields.get(str(part)) if current else None
+        current = _model_in(field.annotation) if field else None
+    return list(current.model_fields) if current else []
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((m for a in get_args(annotation) if (m := _model_in(a))), None)
+
+
+def cross_check(spec: JobSpec) -> list[FieldProblem]:
+    """Rules over several fields that need no machine: what can never work, or is for later, is refused here."""
+    out: list[FieldProblem] = []
+
+    def refuse(pointer: str, code: str, detail: str) -> None:
+        out.append(FieldProblem(pointer=pointer, code=code, detail=detail))
+
+    if spec.world.nodes > 1:
+        refuse(
+            "/world/nodes",
+            "not-available",
+            "more than one node is not available yet; use ranks_per_node on one machine",
+        )
+    if spec.launcher.kind != "local":
+        refuse("/launcher/kind", "not-available", f"launcher {spec.launcher.kind} is not available yet; use local")
+    if spec.ddp.backend == "nccl" and spec.world.device == "cpu":
+        refuse(
+            "/ddp/backend", "backend-device", "NCCL moves CUDA tensors only: use backend gloo (or auto) with device cpu"
+        )
+    if spec.ddp.static_graph and spec.ddp.find_unused_parameters:
+        refuse(
+            "/ddp/find_unused_parameters",
+            "ddp-conflict",
+            "static_graph finds unused parameters itself; give only one of them",
+        )
+    if spec.script is not None:
+        _check_script(spec, refuse)
+    both = sorted(set(spec.env) & set(spec.secrets))
+    for name in both:
+        refuse(f"/secrets/{name}", "duplicate-variable", f"{name} is given in env and in secrets; keep one")
+    threads = spec.env.get("OMP_NUM_THREADS")
+    if threads is not None:
+        if not threads.isdigit() or int(threads) < 1:
+            refuse("/env/OMP_NUM_THREADS", "invalid-value", f"OMP_NUM_THREADS must be a number >= 1, not {threads!r}")
+        elif spec.resources.cpus_per_rank not in (None, int(threads)):
+            refuse(
+                "/env/OMP_NUM_THREADS",
+                "thread-conflict",
+                "OMP_NUM_THREADS and resources.cpus_per_rank say different things; give one",
+            )
+    for name in set(spec.nccl) & set(spec.env):
+        refuse(f"/nccl/{name}", "duplicate-variable", f"{name} is given in env and in nccl; keep one")
+    return out
+
+
+def _check_script(spec: JobSpec, refuse: Any) -> None:
+    assert spec.script is not None
+    path = PurePosixPath(spec.script[0])
+    if spec.code is None:
+        refuse("/code", "missing", "a script needs code: {path: DIRECTORY} so that every attempt runs the same files")
+    if path.suffix != ".py" or path.is_absolute() or ".." in path.parts:
+        refuse(
+            "/script/0",
+            "invalid-script",
+            f"a script is a .py file below code.path, given relative to it, not {spec.script[0]!r}",
+        )
+
+
+def canonical_json(data: Any) -> bytes:
+    """Sorted keys, no spaces: the form that digests and idempotency keys are computed over."""
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()

@@ -1,0 +1,9 @@
+"""Versions that two processes compare when they meet."""
+
+from __future__ import annotations
+
+from typing import Final
+
+RATCHET_VERSION: Final = "0.1.0"
+PROTOCOL_VERSION: Final = 1
+"""Agent <-> service messages, launch.json, result.json. A different number is refused by either side."""

@@ -1,0 +1,37 @@
+"""What the API shows of a running hook: plain JSON, made by the worker, never unpickled by anyone. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+HookPhase = Literal["steady", "warm-up", "compressing", "local"]
+
+
+class HookSummary(BaseModel):
+    """One rank's view of its hook at one step.
+
+    ``compression_rate`` is ``elements_before / elements_after`` as sent since compression started (torch's
+    ``compression_stats``), 1.0 for a hook that does not compress; for fp16 the element counts are equal and ``bytes_*`` show
+    the gain. ``bytes_before``/``bytes_after`` are bytes of gradient handed to / sent by the hook in the last iteration.
+    ``residual_norm`` is the L2 norm of this rank's whole error-feedback residual, ``memory_bytes`` what the state holds.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    wrapper: str | None = None
+    parameters: dict[str, float | int | bool | str | None] = {}
+    rank: int
+    step: int
+    phase: HookPhase
+    iteration: int
+    compression_rate: float
+    elements_before: int
+    elements_after: int
+    bytes_before: int
+    bytes_after: int
+    residual_norm: float | None = None
+    memory_bytes: int = 0
+    buckets: int = 0
