@@ -1,0 +1,54 @@
+"""What each process may import, seen at run time in a fresh interpreter: import-linter cannot see lazy tables."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "fastapi", "sqlalchemy", "alembic", "uvicorn", "numpy")
+
+_PROGRAM = """
+import importlib, json, pkgutil, sys
+package = importlib.import_module(sys.argv[1])
+for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    if module.name.split(".")[-1] in json.loads(sys.argv[2]):
+        continue
+    importlib.import_module(module.name)
+print(json.dumps([name for name in json.loads(sys.argv[3]) if name in sys.modules]))
+"""
+
+
+def loaded(package: str, skip: tuple[str, ...] = ()) -> set[str]:
+    """Names of HEAVY that importing every module of ``package`` brings into a fresh process."""
+    skipped = ("__main__", *skip)
+    arguments = [sys.executable, "-c", _PROGRAM, package, json.dumps(skipped), json.dumps(HEAVY)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    ("package", "forbidden"),
+    [
+        ("ratchet_service", {"torch"}),
+        ("ratchet_store", {"torch", "fastapi", "sqlalchemy", "numpy"}),
+        ("ratchet_contract", {"torch", "fastapi", "sqlalchemy", "numpy"}),
+        ("ratchet_client", {"torch", "fastapi", "sqlalchemy", "numpy"}),
+        ("ratchet_worker", {"fastapi", "sqlalchemy", "alembic", "uvicorn"}),
+    ],
+)
+def test_package_never_loads(package: str, forbidden: set[str]) -> None:
+    assert not loaded(package) & forbidden
+
+
+@pytest.mark.parametrize(
+    "module", ["ratchet_worker.agent", "ratchet_hooks.specs", "ratchet_hooks.registry", "ratchet_client.cli"]
+)
+def test_module_starts_without_torch(module: str) -> None:
+    program = f"import sys, {module}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,128 @@
+"""Wrong specs and the errors they get; right ones and what they become."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ratchet_contract.errors import SpecError
+from ratchet_contract.spec_parse import load_spec_text, parse_spec
+
+TASK = {"entrypoint": "mine:Task"}
+
+
+def spec(**more: Any) -> dict[str, Any]:
+    return {"name": "job", "task": TASK, **more}
+
+
+WRONG = [
+    ([], "", "invalid-spec", "mapping"),
+    ({"task": TASK}, "/name", "missing", "required"),
+    (spec(name="Has Capitals"), "/name", "string-pattern-mismatch", ""),
+    (spec(name="x" * 64), "/name", "string-pattern-mismatch", ""),
+    (spec(chekpoint={}), "/chekpoint", "unknown-key", "'checkpoint'"),
+    (spec(checkpoint={"every_step": 5}), "/checkpoint/every_step", "unknown-key", "'every_steps'"),
+    (
+        spec(hook={"name": "powerSGD", "start_powersgd_iter": 5}),
+        "/hook/start_powersgd_iter",
+        "unknown-key",
+        "'start_powerSGD_iter'",
+    ),
+    (spec(hook={"name": "powerSGD", "start_powerSGD_iter": 1}), "/hook", "value-error", "rebuilds its buckets"),
+    (
+        spec(hook={"name": "powerSGD", "matrix_approximation_rank": 0}),
+        "/hook/matrix_approximation_rank",
+        "greater-than-equal",
+        "",
+    ),
+    (spec(hook="powersdg"), "/hook/name", "unknown-hook", "'powerSGD'"),
+    (spec(hook="noop"), "/hook/name", "hook-not-available", "available: allreduce"),
+    (spec(hook={"name": "powerSGD", "wrapper": "fp16"}), "/hook/wrapper", "hook-not-available", ""),
+    (spec(task={"entrypoint": "no_colon"}), "/task/entrypoint", "value-error", "package.module:ClassName"),
+    (spec(task={"entrypoint": "a:b; import os"}), "/task/entrypoint", "value-error", ""),
+    (spec(script=["train.py"]), "", "value-error", "exactly one"),
+    ({"name": "job"}, "", "value-error", "exactly one"),
+    ({"name": "job", "script": ["train.py"]}, "/code", "missing", ""),
+    ({"name": "job", "script": ["../t.py"], "code": {"path": "."}}, "/script/0", "invalid-script", ""),
+    ({"name": "job", "script": ["/etc/t.py"], "code": {"path": "."}}, "/script/0", "invalid-script", ""),
+    (spec(world={"nodes": 2}), "/world/nodes", "not-available", ""),
+    (spec(launcher={"kind": "slurm"}), "/launcher/kind", "not-available", ""),
+    (spec(image="a/b"), "/image", "not-available", ""),
+    (spec(volumes=[]), "/volumes", "not-available", ""),
+    (spec(resources={"memory": "4G"}), "/resources/memory", "not-available", ""),
+    (spec(checkpoint={"uri": "s3://b"}), "/checkpoint/uri", "not-available", ""),
+    (spec(checkpoint={"keep_last": 1}), "/checkpoint/keep_last", "greater-than-equal", ""),
+    (spec(ddp={"backend": "nccl"}, world={"device": "cpu"}), "/ddp/backend", "backend-device", "gloo"),
+    (
+        spec(ddp={"static_graph": True, "find_unused_parameters": True}),
+        "/ddp/find_unused_parameters",
+        "ddp-conflict",
+        "",
+    ),
+    (spec(ddp={"bucket_cap_mb": float("nan")}), "/ddp/bucket_cap_mb", "finite-number", ""),
+    (spec(env={"RANK": "3"}), "/env", "value-error", "set by the agent"),
+    (spec(env={"RATCHET_EPOCH": "3"}), "/env", "value-error", "set by the agent"),
+    (spec(env={"OMP_NUM_THREADS": "many"}), "/env/OMP_NUM_THREADS", "invalid-value", ""),
+    (spec(env={"OMP_NUM_THREADS": 2}, resources={"cpus_per_rank": 1}), "/env/OMP_NUM_THREADS", "thread-conflict", ""),
+    (spec(env={"A": "1"}, secrets={"A": {"from_env": "B"}}), "/secrets/A", "duplicate-variable", ""),
+    (spec(nccl={"PATH": "x"}), "/nccl", "value-error", "NCCL_"),
+    (spec(policy={"timeout": "ten minutes"}), "/policy/timeout", "value-error", "'2h'"),
+    (spec(policy={"timeout": 0}), "/policy/timeout", "greater-than", ""),
+    (spec(determinism="maybe"), "/determinism", "literal-error", ""),
+    (spec(labels={"": "x"}), "/labels", "value-error", ""),
+    (spec(seed=-1), "/seed", "greater-than-equal", ""),
+]
+
+
+@pytest.mark.parametrize(("data", "pointer", "code", "word"), WRONG)
+def test_wrong_spec_names_field_code_and_cure(data: Any, pointer: str, code: str, word: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_spec(data)
+    problems = [(p.pointer, p.code) for p in caught.value.errors] or [("", caught.value.code)]
+    assert (pointer, code) in problems
+    assert word in " ".join([caught.value.detail, *(p.detail for p in caught.value.errors)])
+
+
+def test_every_fault_is_reported_at_once() -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_spec(spec(sed=1, world={"nods": 1}, determinism="x"))
+    assert {p.pointer for p in caught.value.errors} == {"/sed", "/world/nods", "/determinism"}
+
+
+def test_the_example_of_the_design_is_accepted_in_yaml() -> None:
+    text = """
+    name: digits-powersgd
+    task: {entrypoint: "ratchet_worker.tasks.digits:DigitsTask", args: {epochs: 20}}
+    python: null
+    env: {OMP_NUM_THREADS: "4"}
+    world: {nodes: 1, ranks_per_node: 2, device: auto}
+    resources: {cpus_per_rank: null, memory: null, gpu: null}
+    hook: {name: powerSGD_hook, matrix_approximation_rank: 2, start_powerSGD_iter: 10, wrapper: null}
+    nccl: {NCCL_NSOCKS_PERTHREAD: 4, NCCL_SOCKET_NTHREADS: 2}
+    checkpoint: {every_steps: 50, keep_last: 3, uri: null}
+    policy: {max_preemptions: null, max_failures: 3, on_hook_mismatch: fail, timeout: 2h}
+    labels: {team: vision}
+    """
+    job = parse_spec(load_spec_text(text))
+    assert job.hook.name == "powerSGD"
+    assert job.nccl["NCCL_NSOCKS_PERTHREAD"] == "4"
+    assert job.policy.timeout == 7200.0
+
+
+def test_a_spec_survives_its_own_json() -> None:
+    job = parse_spec(spec(hook={"name": "powerSGD", "start_powerSGD_iter": 10}, policy={"timeout": "90s"}))
+    assert parse_spec(job.model_dump(mode="json")) == job
+
+
+def test_yaml_errors_say_where() -> None:
+    with pytest.raises(SpecError) as caught:
+        load_spec_text("name: a\n  task: [")
+    assert caught.value.code == "invalid-yaml" and "line 2" in caught.value.detail
+
+
+def test_the_digest_follows_what_changes_the_result_and_nothing_else() -> None:
+    base = parse_spec(spec()).digest()
+    assert parse_spec(spec(labels={"a": "b"}, priority=3, ttl="1d")).digest() == base
+    assert parse_spec(spec(seed=1)).digest() != base
+    assert parse_spec(spec(hook="fp16_compress")).digest() != base
