@@ -1,0 +1,103 @@
+"""Sessions on SQLite or PostgreSQL: short transactions, committed before anything is answered.
+
+SQLite runs in WAL mode with foreign keys; every write transaction starts with BEGIN IMMEDIATE, so that two writers wait for
+each other at the start and never fail half way (a read that turns into a write could not wait). Reads start deferred.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.engine import URL, Connection, Engine, make_url
+from sqlalchemy.orm import Session
+
+BUSY_TIMEOUT_MS: Final = 20_000
+_READ_ONLY: Final = "ratchet_read_only"
+
+
+def utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+def sqlite_url(path: Path) -> str:
+    return URL.create("sqlite", database=str(path.resolve())).render_as_string(hide_password=False)
+
+
+def normalise_url(url: str) -> URL:
+    """``postgres://`` and ``postgresql://`` mean psycopg 3. Raises ``ValueError`` for other databases."""
+    parsed = make_url(url)
+    if parsed.drivername in ("postgres", "postgresql", "postgresql+psycopg"):
+        return parsed.set(drivername="postgresql+psycopg")
+    if parsed.drivername in ("sqlite", "sqlite+pysqlite"):
+        if not parsed.database or parsed.database == ":memory:":
+            raise ValueError(
+                "an in-memory SQLite database would lose every job: give a file, sqlite:////path/ratchet.db"
+            )
+        return parsed
+    raise ValueError(f"database {parsed.drivername!r} is not supported: use sqlite:///FILE or postgresql://...")
+
+
+class Database:
+    """One engine; ``write()`` and ``read()`` give sessions that end with the ``with`` block."""
+
+    def __init__(self, url: str) -> None:
+        self.url = normalise_url(url)
+        options: dict[str, Any] = {"pool_size": 10, "max_overflow": 40, "json_serializer": _strict_json}
+        if self.url.drivername.startswith("postgresql"):
+            options |= {"pool_pre_ping": True, "connect_args": {"connect_timeout": 10}}
+        else:
+            options |= {"connect_args": {"timeout": BUSY_TIMEOUT_MS / 1000}}
+        self.engine: Engine = sa.create_engine(self.url, **options)
+        if self.is_sqlite:
+            event.listen(self.engine, "connect", _sqlite_connect)
+            event.listen(self.engine, "begin", _sqlite_begin)
+        self._reader = self.engine.execution_options(**{_READ_ONLY: True})
+
+    @property
+    def is_sqlite(self) -> bool:
+        return self.engine.dialect.name == "sqlite"
+
+    @contextmanager
+    def write(self) -> Iterator[Session]:
+        """A session in a write transaction: committed when the block ends, rolled back when it raises."""
+        with Session(self.engine, expire_on_commit=False) as session, session.begin():
+            yield session
+
+    @contextmanager
+    def read(self) -> Iterator[Session]:
+        """A session for reading: it sees one moment on SQLite, committed rows on PostgreSQL; nothing it does is kept."""
+        with Session(self._reader, expire_on_commit=False, autoflush=False) as session:
+            try:
+                yield session
+            finally:
+                session.rollback()
+
+    def dispose(self) -> None:
+        self.engine.dispose()
+
+
+def _strict_json(value: Any) -> str:
+    """NaN is no JSON: PostgreSQL would refuse the row, SQLite would keep something nobody can read."""
+    return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+
+
+def _sqlite_connect(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None  # this module says BEGIN, not the driver
+    cursor = connection.cursor()
+    cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+    cursor.execute("PRAGMA journal_mode = WAL")
+    cursor.execute("PRAGMA synchronous = FULL")  # an acknowledged job survives a power cut
+    cursor.execute("PRAGMA foreign_keys = ON")
+    cursor.close()
+
+
+def _sqlite_begin(connection: Connection) -> None:
+    read_only = connection.get_execution_options().get(_READ_ONLY, False)
+    connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")

@@ -1,0 +1,248 @@
+"""The database's tables. Phases are written by ``transitions`` alone; everything an attempt writes carries its epoch.
+
+Steps, epochs and sizes are 64-bit. JSON columns hold what pydantic's ``model_dump(mode="json")`` gives, never NaN.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from ratchet_contract.paths import checkpoint_dir_name
+from ratchet_contract.phases import AttemptPhase, Cause, Desired, JobPhase, Outcome
+from ratchet_service.columns import BigId, Json, UtcDateTime, word
+
+JOB_ID_LENGTH = 16  # "job-" and 12 base32 characters
+
+
+class Base(DeclarativeBase):
+    """Names every constraint, so that migrations can name them too."""
+
+    metadata = sa.MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "ck": "ck_%(table_name)s_%(constraint_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+    type_annotation_map = {  # noqa: RUF012
+        datetime: UtcDateTime(),
+        dict[str, Any]: Json,
+        list[dict[str, Any]]: Json,
+        int: sa.BigInteger(),
+        JobPhase: word(JobPhase),
+        Desired: word(Desired),
+        AttemptPhase: word(AttemptPhase),
+        Outcome: word(Outcome),
+        Cause: sa.Enum(Cause, native_enum=False, length=32, values_callable=lambda e: [m.value for m in e]),
+    }
+
+
+def _job_id() -> Mapped[str]:
+    return mapped_column(sa.String(JOB_ID_LENGTH), sa.ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+
+
+class Job(Base):
+    """One job. ``version`` counts changes of phase, wish, labels and priority (the ETag); progress does not touch it."""
+
+    __tablename__ = "jobs"
+    __table_args__ = (
+        sa.Index("ix_jobs_phase_not_before", "phase", "not_before"),
+        sa.Index("ix_jobs_created_at_id", "created_at", "id"),
+        sa.Index("ix_jobs_name_id", "name", "id"),
+        sa.Index("ix_jobs_priority_id", "priority", "id"),
+    )
+
+    id: Mapped[str] = mapped_column(sa.String(JOB_ID_LENGTH), primary_key=True)
+    name: Mapped[str] = mapped_column(sa.String(63))
+    phase: Mapped[JobPhase] = mapped_column(default=JobPhase.QUEUED)
+    desired: Mapped[Desired] = mapped_column(default=Desired.RUN)
+    desired_cause: Mapped[Cause | None]  # the cause a stop will have; None while desired is run
+    desired_at: Mapped[datetime | None]  # when the wish was set: stop_grace counts from here
+    reason: Mapped[str | None] = mapped_column(sa.String(64))
+    message: Mapped[str | None] = mapped_column(sa.Text)
+    spec: Mapped[dict[str, Any]]
+    resolved: Mapped[dict[str, Any]]
+    warnings: Mapped[list[dict[str, Any]]] = mapped_column(default=list)
+    spec_digest: Mapped[str] = mapped_column(sa.String(64))
+    priority: Mapped[int] = mapped_column(default=0)
+    version: Mapped[int] = mapped_column(default=1)
+
+    epoch: Mapped[int] = mapped_column(default=0)  # number of the newest attempt
+    step: Mapped[int] = mapped_column(default=0)
+    total_steps: Mapped[int | None]
+    data_epoch: Mapped[int | None]
+    committed_step: Mapped[int] = mapped_column(default=0)  # best committed step of the lineage
+    checkpoint_request: Mapped[int] = mapped_column(default=0)  # grows by one for each "save now"
+
+    preemptions: Mapped[int] = mapped_column(default=0)
+    failures: Mapped[int] = mapped_column(default=0)
+    no_progress: Mapped[int] = mapped_column(default=0)  # attempts in a row that committed no new step
+    not_before: Mapped[datetime | None]
+    running_seconds: Mapped[float] = mapped_column(sa.Double(), default=0.0)  # of ended attempts, for policy.timeout
+
+    lease_owner: Mapped[str | None] = mapped_column(sa.String(128))
+    lease_token: Mapped[str | None] = mapped_column(sa.String(64))
+    lease_expires_at: Mapped[datetime | None]
+
+    ttl: Mapped[float | None] = mapped_column(sa.Double())  # seconds after the end
+    forked_from: Mapped[str | None] = mapped_column(sa.String(96))  # "<job id>/<checkpoint id>"
+    fork_source: Mapped[dict[str, Any] | None]  # messages.ForkSource
+    resume_from: Mapped[
+        dict[str, Any] | None
+    ]  # {"step": int, "epoch": int}: asked for explicitly, until an attempt takes it
+
+    created_at: Mapped[datetime]
+    updated_at: Mapped[datetime]
+    started_at: Mapped[datetime | None]  # first attempt launched
+    ended_at: Mapped[datetime | None]
+
+
+class JobLabel(Base):
+    __tablename__ = "job_labels"
+    __table_args__ = (sa.Index("ix_job_labels_key_value", "key", "value"),)
+
+    job_id: Mapped[str] = _job_id()
+    key: Mapped[str] = mapped_column(sa.String(63), primary_key=True)
+    value: Mapped[str] = mapped_column(sa.String(255))
+
+
+class Attempt(Base):
+    """One launch of a job's group; ``number`` is the epoch. ``base_step`` is None until the group says what it resumed."""
+
+    __tablename__ = "attempts"
+
+    job_id: Mapped[str] = _job_id()
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    phase: Mapped[AttemptPhase] = mapped_column(default=AttemptPhase.LAUNCHING)
+    outcome: Mapped[Outcome | None]
+    cause: Mapped[Cause | None]
+    rank: Mapped[int | None]
+    exit_code: Mapped[int | None]
+    message: Mapped[str | None] = mapped_column(sa.Text)
+    base_step: Mapped[int | None]
+    base_epoch: Mapped[int | None]
+    base_digest: Mapped[str | None] = mapped_column(sa.String(64))
+    last_step: Mapped[int] = mapped_column(default=0)
+    committed_step: Mapped[int | None]  # newest step this attempt committed
+    steps_lost: Mapped[int | None]
+    resume_report: Mapped[dict[str, Any] | None]
+    report_token_hash: Mapped[str] = mapped_column(sa.String(64))  # hex SHA-256
+    launch: Mapped[dict[str, Any]] = mapped_column(default=dict)  # the launcher's plan
+    results: Mapped[dict[str, Any]] = mapped_column(
+        default=dict
+    )  # {node: AttemptResult}; the reconciler decides on them
+    created_at: Mapped[datetime]
+    training_at: Mapped[datetime | None]
+    ended_at: Mapped[datetime | None]
+
+
+class AttemptNode(Base):
+    """One node of an attempt. ``acked`` is {rank: highest stored sequence number}, keys as text."""
+
+    __tablename__ = "attempt_nodes"
+    __table_args__ = (
+        sa.ForeignKeyConstraint(["job_id", "attempt"], ["attempts.job_id", "attempts.number"], ondelete="CASCADE"),
+    )
+
+    job_id: Mapped[str] = mapped_column(sa.String(JOB_ID_LENGTH), primary_key=True)
+    attempt: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    node: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    host: Mapped[str | None] = mapped_column(sa.String(255))
+    pid: Mapped[int | None]
+    start_time: Mapped[int | None]  # field 22 of /proc/<pid>/stat
+    gpus: Mapped[list[int]] = mapped_column(Json, default=list)
+    cpu_slots: Mapped[list[int]] = mapped_column(Json, default=list)
+    phase: Mapped[AttemptPhase] = mapped_column(default=AttemptPhase.LAUNCHING)
+    acked: Mapped[dict[str, int]] = mapped_column(Json, default=dict)
+    reported_at: Mapped[datetime | None]  # last report that stored anything
+
+
+class Checkpoint(Base):
+    __tablename__ = "checkpoints"
+
+    job_id: Mapped[str] = _job_id()
+    step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    epoch: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    digest: Mapped[str] = mapped_column(sa.String(64))
+    parent: Mapped[dict[str, Any] | None]  # resume.Base
+    size: Mapped[int]
+    files: Mapped[int]
+    seconds: Mapped[float | None] = mapped_column(sa.Double())
+    reason: Mapped[str] = mapped_column(sa.String(16))
+    finished: Mapped[bool] = mapped_column(default=False)
+    state: Mapped[str] = mapped_column(sa.String(16), default="committed")  # committed, quarantined, deleted
+    adopted: Mapped[bool] = mapped_column(default=False)
+    pinned: Mapped[bool] = mapped_column(default=False)
+    verified_at: Mapped[datetime | None]
+    verification: Mapped[str | None] = mapped_column(sa.String(16))  # ok, damaged
+    verification_error: Mapped[str | None] = mapped_column(sa.Text)
+    hook_iteration: Mapped[int | None]
+    created_at: Mapped[datetime]
+
+    @property
+    def name(self) -> str:
+        """The API's id, and the directory's name."""
+        return checkpoint_dir_name(self.step, self.epoch)
+
+
+class Event(Base):
+    """History; rows are only ever added. Whoever adds one holds the job's row, so ids of one job grow in commit order."""
+
+    __tablename__ = "events"
+    __table_args__ = (sa.Index("ix_events_job_id_id", "job_id", "id"), {"sqlite_autoincrement": True})
+
+    id: Mapped[int] = mapped_column(BigId, primary_key=True)
+    job_id: Mapped[str] = mapped_column(sa.String(JOB_ID_LENGTH), sa.ForeignKey("jobs.id", ondelete="CASCADE"))
+    at: Mapped[datetime]
+    type: Mapped[str] = mapped_column(sa.String(64))
+    epoch: Mapped[int | None]
+    message: Mapped[str] = mapped_column(sa.Text)
+    data: Mapped[dict[str, Any]] = mapped_column(default=dict)
+
+
+class IdempotencyKey(Base):
+    """``status`` None: the first request is still running."""
+
+    __tablename__ = "idempotency_keys"
+    __table_args__ = (sa.Index("ix_idempotency_keys_created_at", "created_at"),)
+
+    scope: Mapped[str] = mapped_column(sa.String(64), primary_key=True)  # hex SHA-256 of caller, method and path
+    key: Mapped[str] = mapped_column(sa.String(255), primary_key=True)
+    body_hash: Mapped[str] = mapped_column(sa.String(64))
+    token: Mapped[str] = mapped_column(sa.String(32))  # of the request that runs
+    status: Mapped[int | None]
+    headers: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    body: Mapped[str | None] = mapped_column(sa.Text)
+    created_at: Mapped[datetime]
+
+
+class Metric(Base):
+    """One value per name and step; a later epoch replaces an earlier one. Not-a-number is stored as such (double)."""
+
+    __tablename__ = "metrics"
+
+    job_id: Mapped[str] = _job_id()
+    name: Mapped[str] = mapped_column(sa.String(200), primary_key=True)
+    step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    epoch: Mapped[int]
+    value: Mapped[float | None] = mapped_column(sa.Double())  # None: NaN (SQLite stores NaN as NULL)
+    at: Mapped[datetime]
+
+
+class HookSample(Base):
+    """A rank's hook summary at one step; a later epoch replaces an earlier one; thinned when there are too many."""
+
+    __tablename__ = "hook_samples"
+
+    job_id: Mapped[str] = _job_id()
+    rank: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    epoch: Mapped[int]
+    summary: Mapped[dict[str, Any]]
+    at: Mapped[datetime]
