@@ -74,10 +74,7 @@ class Database:
     def read(self) -> Iterator[Session]:
         """A session for reading: it sees one moment on SQLite, committed rows on PostgreSQL; nothing it does is kept."""
         with Session(self._reader, expire_on_commit=False, autoflush=False) as session:
-            try:
-                yield session
-            finally:
-                session.rollback()
+            yield session
 
     def dispose(self) -> None:
         self.engine.dispose()

@@ -1,0 +1,22 @@
+"""Alembic's entry: runs on the connection that ``ratchet_service.migrate`` hands over."""
+
+from __future__ import annotations
+
+from alembic import context
+
+from ratchet_service.models import Base
+
+
+def run() -> None:
+    context.configure(
+        connection=context.config.attributes["connection"],
+        target_metadata=Base.metadata,
+        compare_type=True,
+        transactional_ddl=True,
+        render_as_batch=True,
+    )
+    with context.begin_transaction():
+        context.run_migrations()
+
+
+run()

@@ -1,0 +1,125 @@
+"""The only writer of a job's phase: one guarded UPDATE and its event row in the same transaction.
+
+Whoever writes events of a job holds the job's row (``lock_job`` or an UPDATE of it), so the ids of one job's events grow in
+the order of their commits and a follower that remembers the last id misses none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import CursorResult
+from sqlalchemy.orm import Session
+
+from ratchet_contract.errors import Conflict, NotFound
+from ratchet_contract.phases import Cause, Desired, Event, JobPhase, Step, next_step
+from ratchet_service import models
+from ratchet_service.database import utc_now
+from ratchet_service.models import Job
+
+_DETAILS = {
+    "wrong-phase": "the job is {phase}; {event} does not apply to it",
+    "job-ended": "the job has ended ({phase}); {event} does not apply any more",
+    "not-running": "the job is {phase} and has no running attempt; {event} needs one",
+}
+_CAUSES = {
+    Desired.SUSPEND: Cause.API_SUSPEND,
+    Desired.CANCEL: Cause.API_CANCEL,
+    Desired.PREEMPT: Cause.API_PREEMPT,
+}
+
+
+def lock_job(session: Session, job_id: str) -> Job:
+    """The job, held until the transaction ends. Raises ``NotFound``."""
+    query = sa.select(Job).where(Job.id == job_id).with_for_update().execution_options(populate_existing=True)
+    job = session.scalar(query)
+    if job is None:
+        raise no_such_job(job_id)
+    return job
+
+
+def no_such_job(job_id: str) -> NotFound:
+    return NotFound(f"there is no job {job_id!r}", code="job-not-found")
+
+
+def check(job: Job, event: Event) -> Step:
+    """The table's cell for the job's phase. Raises ``Conflict`` where the event is refused."""
+    step = next_step(job.phase, event, job.desired)
+    if step.phase is None:
+        text = _DETAILS[step.code].format(phase=job.phase.value, event=event.value)
+        if job.phase is JobPhase.STOPPING and job.desired is Desired.CANCEL:
+            text = f"the job is being cancelled; {event.value} comes too late"
+        raise Conflict(text, code=step.code, phase=job.phase.value)
+    return step
+
+
+def apply(
+    session: Session,
+    job_id: str,
+    event: Event,
+    *,
+    expected_epoch: int | None = None,
+    cause: Cause | None = None,
+    reason: str | None = None,
+    message: str | None = None,
+    data: dict[str, Any] | None = None,
+    values: dict[str, Any] | None = None,
+) -> Job:
+    """Carry ``event`` out: phase, wish and ``values`` (other columns) in one guarded UPDATE, and an event row.
+
+    ``cause`` is the cause a stop will have, where it is not the API's own. ``reason`` and ``message`` replace the job's
+    (None clears them). Raises ``NotFound``; ``Conflict`` where the table refuses, where ``expected_epoch`` is not the job's
+    epoch (code ``stale-epoch``), or where somebody else changed the job in between (code ``changed-meanwhile``).
+    """
+    job = lock_job(session, job_id)
+    if expected_epoch is not None and job.epoch != expected_epoch:
+        raise Conflict(f"attempt {expected_epoch} is not the newest one ({job.epoch})", code="stale-epoch")
+    step = check(job, event)
+    assert step.phase is not None
+    before = job.phase
+    changes = _changes(job, step, step.phase, cause) | {"reason": reason, "message": message} | (values or {})
+    statement = sa.update(Job).where(Job.id == job_id, Job.phase == before, Job.desired == job.desired)
+    if expected_epoch is not None:
+        statement = statement.where(Job.epoch == expected_epoch)
+    result = session.execute(statement.values(**changes).execution_options(synchronize_session=False))
+    assert isinstance(result, CursorResult)
+    if result.rowcount != 1:
+        raise Conflict("the job changed at the same moment: read it and try again", code="changed-meanwhile")
+    session.refresh(job)
+    text = message or (f"{before.value} -> {job.phase.value}" if before is not job.phase else event.value)
+    facts = {"from": before.value, "to": job.phase.value, "desired": job.desired.value} | (data or {})
+    if reason is not None:
+        facts["reason"] = reason
+    add_event(session, job_id, event.value, text, epoch=job.epoch or None, data=facts)
+    return job
+
+
+def _changes(job: Job, step: Step, phase: JobPhase, cause: Cause | None) -> dict[str, Any]:
+    now = utc_now()
+    out: dict[str, Any] = {"phase": phase, "updated_at": now, "version": Job.version + 1}
+    if step.desired is not None and step.desired is not job.desired:
+        out["desired"] = step.desired
+        out["desired_cause"] = None if step.desired is Desired.RUN else (cause or _CAUSES[step.desired])
+        out["desired_at"] = None if step.desired is Desired.RUN else (job.desired_at or now)
+    if phase.terminal and not job.phase.terminal:
+        out |= {"ended_at": now, "not_before": None}
+    if job.phase.terminal and not phase.terminal:
+        out["ended_at"] = None
+    if step.fresh_budgets:
+        out |= {"preemptions": 0, "failures": 0, "no_progress": 0, "running_seconds": 0.0, "not_before": None}
+    return out
+
+
+def add_event(
+    session: Session,
+    job_id: str,
+    type_: str,
+    message: str,
+    *,
+    epoch: int | None = None,
+    data: dict[str, Any] | None = None,
+) -> None:
+    """Append to the job's history. The caller holds the job's row."""
+    row = models.Event(job_id=job_id, at=utc_now(), type=type_, epoch=epoch, message=message, data=data or {})
+    session.add(row)

@@ -1,0 +1,44 @@
+"""Fixtures: every database test runs on SQLite and on PostgreSQL. Schema made once by the migrations, emptied between tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import sqlalchemy as sa
+
+from ratchet_service.database import Database, sqlite_url
+from ratchet_service.migrate import upgrade
+from ratchet_service.models import Base
+from tests.support.postgres import postgres_server
+
+ENGINES = ("sqlite", "postgresql")
+
+
+@pytest.fixture(scope="session")
+def postgres_url() -> Iterator[str]:
+    """A server of this test run's own."""
+    with postgres_server() as url:
+        yield url
+
+
+@pytest.fixture(scope="session", params=ENGINES)
+def migrated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
+    """A database with the newest schema."""
+    if request.param == "sqlite":
+        url = sqlite_url(tmp_path_factory.mktemp("sqlite") / "ratchet.db")
+    else:
+        url = request.getfixturevalue("postgres_url")
+    database = Database(url)
+    upgrade(database)
+    yield database
+    database.dispose()
+
+
+@pytest.fixture
+def database(migrated: Database) -> Database:
+    """The same, with no rows in it."""
+    with migrated.write() as session:
+        for table in reversed(Base.metadata.sorted_tables):
+            session.execute(sa.delete(table))
+    return migrated

