@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ratchet_contract.phases import Cause
+from ratchet_contract.phases import Cause, Outcome
 
 EXIT_COMPLETED: Final = 0
 EXIT_EXCEPTION: Final = 1
@@ -24,3 +24,18 @@ CAUSE_OF_EXIT_CODE: Final[dict[int, Cause]] = {
     EXIT_PREEMPTED: Cause.SIGTERM,
 }
 """What a code means where no better record exists; a negative code is ``-signal`` and means rank-killed."""
+
+
+def exit_code_of(cause: Cause) -> int:
+    """The code a rank or an agent ends with for ``cause``."""
+    codes = {
+        Cause.COMPLETED: EXIT_COMPLETED,
+        Cause.CHECKPOINT_ERROR: EXIT_CHECKPOINT_ERROR,
+        Cause.LEASE_LOST: EXIT_LEASE_LOST,
+        Cause.USER_ERROR: EXIT_USER_ERROR,
+        Cause.HANG: EXIT_HANG,
+    }
+    if cause in codes:
+        return codes[cause]
+    stopped = cause.outcome in (Outcome.PREEMPTED, Outcome.SUSPENDED, Outcome.CANCELLED)
+    return EXIT_PREEMPTED if stopped else EXIT_EXCEPTION

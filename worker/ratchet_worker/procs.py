@@ -1,0 +1,174 @@
+"""Processes on Linux: death with the parent, what /proc tells, and sweeping what a rank left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_CHILD_SUBREAPER: Final = 36
+_PF_EXITING: Final = 0x4
+_PROC: Final = Path("/proc")
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl({option}): {os.strerror(code)}")
+
+
+def die_with_parent(expected_ppid: int) -> None:
+    """SIGKILL for this process when the parent's *thread* that forked it ends; a rank's first act.
+
+    Does not return when the parent is gone already. Changing credentials afterwards would clear it (prctl(2)).
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != expected_ppid:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def become_subreaper() -> None:
+    """Orphans of this process's descendants become its children, so that none gets out of sight."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/<pid>/stat from number 3 (state) on, or None when there is no such process."""
+    try:
+        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return None
+
+
+def start_time(pid: int) -> int:
+    """Field 22: clock ticks since boot; with the pid it names a process for good. Raises ``ProcessLookupError``."""
+    fields = _stat(pid)
+    if fields is None:
+        raise ProcessLookupError(pid)
+    return int(fields[19])
+
+
+def state(pid: int) -> str | None:
+    """One letter of proc(5): R, S, D, T (stopped), t (traced), Z ...; None when there is no such process."""
+    fields = _stat(pid)
+    return fields[0] if fields else None
+
+
+def is_exiting(pid: int) -> bool:
+    """The process is dead or on its way out: a signal sent now is not what ends it."""
+    fields = _stat(pid)
+    return fields is None or fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
+
+
+def pids() -> Iterator[int]:
+    for entry in _PROC.iterdir():
+        if entry.name.isdigit():
+            yield int(entry.name)
+
+
+def descendants(root: int) -> set[int]:
+    """All processes below ``root``, zombies included."""
+    parents = {pid: int(fields[1]) for pid in pids() if (fields := _stat(pid)) is not None}
+    found = {root}
+    while more := {pid for pid, parent in parents.items() if parent in found and pid not in found}:
+        found |= more
+    return found - {root}
+
+
+def has_variable(pid: int, assignment: bytes) -> bool:
+    """Whether ``NAME=value`` is in the environment that ``pid`` was started with; False when it may not be read."""
+    try:
+        return assignment in (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def kill_group(pgid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Signal a process group; nothing happens when it is gone."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pgid, number)
+
+
+def sweep(variable: str, value: str, *, deadline: float = 5.0) -> list[int]:
+    """SIGKILL every process started with ``variable=value`` and every descendant of this one, again until none is left.
+
+    Needs ``become_subreaper`` to see those that changed session and environment. Returns the pids that are still alive
+    after ``deadline`` seconds (in an uninterruptible system call); this process itself is spared.
+    """
+    assignment = os.fsencode(f"{variable}={value}")
+    own = os.getpid()
+    end = time.monotonic() + deadline
+    while True:
+        marked = {pid for pid in pids() if pid != own and has_variable(pid, assignment)} | descendants(own)
+        alive = {pid for pid in marked if state(pid) not in ("Z", "X", None)}
+        for pid in alive:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        reap_orphans(keep=set())
+        if not alive or time.monotonic() > end:
+            return sorted(alive)
+        time.sleep(0.01)
+
+
+def reap_orphans(keep: set[int]) -> None:
+    """Collect dead children that came here as orphans; children in ``keep`` are left to those who wait for them."""
+    own = os.getpid()
+    for pid in pids():
+        fields = _stat(pid)
+        if fields and fields[0] == "Z" and int(fields[1]) == own and pid not in keep:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+class OomWatch:
+    """Has the kernel killed for want of memory? Counts ``oom_kill`` of this cgroup, else of the machine."""
+
+    def __init__(self) -> None:
+        self._source = _oom_source()
+        self._last = self._count()
+
+    def happened(self) -> bool:
+        """True when the count grew since the last call (or since the start)."""
+        count = self._count()
+        grew = count > self._last
+        self._last = count
+        return grew
+
+    def _count(self) -> int:
+        try:
+            for line in self._source.read_text().splitlines():
+                name, _, value = line.partition(" ")
+                if name == "oom_kill":
+                    return int(value)
+        except (OSError, ValueError):
+            pass
+        return 0
+
+
+def _oom_source() -> Path:
+    mount = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError):
+        for line in (_PROC / "self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                candidate = mount / path.lstrip("/") / "memory.events"
+            elif "memory" in controllers.split(","):
+                candidate = mount / "memory" / path.lstrip("/") / "memory.oom_control"
+            else:
+                continue
+            if candidate.is_file():
+                return candidate
+    return _PROC / "vmstat"
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a directory of temporary files; what cannot be deleted stays."""
+    shutil.rmtree(path, ignore_errors=True)

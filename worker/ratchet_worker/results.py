@@ -1,0 +1,164 @@
+"""How ranks end, and how their ends become the one cause of an attempt."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from pydantic import ValidationError
+
+from ratchet_contract.exit_codes import CAUSE_OF_EXIT_CODE
+from ratchet_contract.messages import Control, RankEnd, RankResult
+from ratchet_contract.phases import CAUSE_PRECEDENCE, Cause, Desired, Outcome
+from ratchet_worker.files import write_atomic
+
+TRACEBACK_LIMIT: Final = 16 * 1024
+_TIE: Final = 0.01  # seconds; the kernel's clock for file times is no finer than 4 ms
+
+
+def write_rank_result(path: Path, result: RankResult) -> None:
+    """A rank's last word, by rename, before it leaves the process group: the file's time tells who failed first."""
+    if result.traceback is not None and len(result.traceback) > TRACEBACK_LIMIT:
+        result = result.model_copy(update={"traceback": result.traceback[-TRACEBACK_LIMIT:]})
+    write_atomic(path, result.model_dump_json().encode())
+
+
+def read_rank_result(path: Path) -> tuple[RankResult, float] | None:
+    """The result and when it was written (Unix seconds); None when it is missing or not whole."""
+    try:
+        return RankResult.model_validate_json(path.read_bytes()), path.stat().st_mtime
+    except (OSError, ValidationError):
+        return None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """One rank's end and when it began: the time of its result, or of its death if that came first (Unix seconds)."""
+
+    end: RankEnd
+    at: float
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the agent knows besides. ``overdue``: the stop's grace passed and ranks were killed; ``moved``: some rank made
+    progress meanwhile; ``oom``: ranks that died while the kernel's out-of-memory killer was at work."""
+
+    fenced: str | None = None
+    hung: tuple[int, ...] = ()
+    hang_message: str = ""
+    oom: frozenset[int] = field(default_factory=frozenset)
+    stop: Control | None = None
+    overdue: bool = False
+    moved: bool = True
+
+
+class Conclusion(NamedTuple):
+    cause: Cause
+    rank: int | None
+    exit_code: int | None
+    message: str
+
+
+def conclude(ends: Sequence[Ended], evidence: Evidence = Evidence()) -> Conclusion:
+    """One cause for the attempt, the rank it comes from, that rank's exit code and a sentence.
+
+    What the agent decided itself (fenced, hang) stands. Then the failure that came first; then an overdue stop; then the
+    stops and completions by ``CAUSE_PRECEDENCE``.
+    """
+    codes = {e.end.rank: e.end.exit_code for e in ends}
+    if evidence.fenced is not None:
+        return Conclusion(Cause.LEASE_LOST, None, None, evidence.fenced)
+    if evidence.hung:
+        first = evidence.hung[0]
+        return Conclusion(Cause.HANG, first, codes.get(first), evidence.hang_message)
+    causes = [(cause, e) for e in ends if (cause := cause_of(e.end, oom=e.end.rank in evidence.oom)) is not None]
+    failures = [(c, e) for c, e in causes if c.outcome in (Outcome.FAILED, Outcome.LOST)]
+    if failures:
+        return _conclusion(*_root(failures))
+    if evidence.overdue and evidence.stop is not None:
+        return _overdue(evidence.stop, evidence.moved, [e.end.rank for e in ends if e.end.result is None])
+    if not causes or len(causes) < len(ends):
+        return Conclusion(Cause.UNKNOWN, None, None, "ranks ended without telling why")
+    return _conclusion(*min(causes, key=lambda item: (CAUSE_PRECEDENCE.index(item[0]), item[1].end.rank)))
+
+
+def cause_of(end: RankEnd, *, oom: bool = False) -> Cause | None:
+    """One rank's own cause; None when the agent killed it and it had written no result.
+
+    A result is the truth. Without one, exit code 0 is no success: something ended the process behind the runtime's back.
+    """
+    if end.result is not None:
+        return end.result.cause
+    if end.exit_code is None:
+        return None
+    if end.exit_code == -signal.SIGTERM:  # met before the rank could handle it: nothing was trained yet
+        return Cause.SIGTERM
+    if end.exit_code < 0:
+        return Cause.OOM if oom and end.exit_code == -signal.SIGKILL else Cause.RANK_KILLED
+    if end.exit_code == 0:
+        return Cause.EXCEPTION
+    return CAUSE_OF_EXIT_CODE.get(end.exit_code, Cause.EXCEPTION)
+
+
+def is_fine(end: RankEnd) -> bool:
+    """The rank completed or stopped as agreed, so the others may go on to their own end."""
+    cause = cause_of(end)
+    return cause is not None and cause.outcome not in (Outcome.FAILED, Outcome.LOST)
+
+
+def _root(failures: Sequence[tuple[Cause, Ended]]) -> tuple[Cause, Ended]:
+    """The failure that made the others.
+
+    Survivors of a dead rank raise exceptions about broken connections (or abort, under NCCL), sometimes before the agent
+    hears of the death itself; nobody is killed, runs out of memory or fails to import *because of* a broken connection.
+    """
+    roots = [(c, e) for c, e in failures if c in (Cause.OOM, Cause.USER_ERROR) or _killed(c, e.end)]
+    candidates = roots or list(failures)
+    first = min(e.at for _, e in candidates)
+    tied = [(c, e) for c, e in candidates if e.at <= first + _TIE]
+    return min(tied, key=lambda item: (CAUSE_PRECEDENCE.index(item[0]), item[1].at, item[1].end.rank))
+
+
+def _killed(cause: Cause, end: RankEnd) -> bool:
+    return cause is Cause.RANK_KILLED and end.result is None and end.exit_code != -signal.SIGABRT
+
+
+def _overdue(stop: Control, moved: bool, ranks: Sequence[int]) -> Conclusion:
+    cause = stop.cause or default_cause(stop.desired)
+    names = ", ".join(map(str, ranks))
+    text = f"no agreed stop within the grace (policy.stop_grace); killed ranks {names}; the last checkpoint counts"
+    if stop.desired is Desired.PREEMPT and not moved:
+        return Conclusion(Cause.HANG, ranks[0] if ranks else None, None, f"{cause}: no rank made progress and {text}")
+    return Conclusion(cause, None, None, f"{cause}: {text}")
+
+
+def default_cause(desired: Desired) -> Cause:
+    """The cause of a stop whose wish names none."""
+    return {
+        Desired.CANCEL: Cause.API_CANCEL,
+        Desired.SUSPEND: Cause.API_SUSPEND,
+        Desired.PREEMPT: Cause.API_PREEMPT,
+        Desired.RUN: Cause.UNKNOWN,
+    }[desired]
+
+
+def _conclusion(cause: Cause, ended: Ended) -> Conclusion:
+    return Conclusion(cause, ended.end.rank, ended.end.exit_code, _sentence(cause, ended.end))
+
+
+def _sentence(cause: Cause, end: RankEnd) -> str:
+    if end.result is not None:
+        return end.result.message or f"rank {end.rank}: {end.result.cause}"
+    code = end.exit_code
+    if code is not None and code < 0:
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        why = "; the kernel's out-of-memory killer was at work" if cause is Cause.OOM else ""
+        return f"rank {end.rank} was killed by {name} after step {end.last_step}{why}"
+    return f"rank {end.rank} ended with exit code {code} and no result after step {end.last_step}; see its log"
