@@ -1,0 +1,147 @@
+"""Commands that change something: suspend, resume, cancel, preempt, checkpoint, fork, label, delete; and wait."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ratchet_client.cli import output
+from ratchet_client.cli.common import JobId, JsonFlag, open_client, pairs
+from ratchet_client.cli.submit import override
+
+if TYPE_CHECKING:
+    from ratchet_contract import api
+
+
+def register(app: typer.Typer) -> None:
+    for command in (suspend, resume, cancel, preempt, checkpoint, fork, label, delete, wait):
+        app.command()(command)
+
+
+def suspend(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
+    """Checkpoint, then stop and release the machine; `ratchet resume` goes on from there."""
+    with open_client(ctx) as client:
+        _done(client.suspend(job), "will be suspended", as_json)
+
+
+def resume(
+    ctx: typer.Context,
+    job: JobId,
+    from_step: Annotated[int | None, typer.Option(min=0, help="Go back to the checkpoint of this step.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Let a suspended, failed or cancelled job go on."""
+    with open_client(ctx) as client:
+        _done(client.resume(job, from_step), "resumes", as_json)
+
+
+def cancel(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
+    """End a job. Its checkpoints stay."""
+    with open_client(ctx) as client:
+        _done(client.cancel(job), "will be cancelled", as_json)
+
+
+def preempt(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
+    """Checkpoint, stop, and put the job back into the queue."""
+    with open_client(ctx) as client:
+        _done(client.preempt(job), "will be preempted", as_json)
+
+
+def checkpoint(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
+    """Save a checkpoint now; training goes on."""
+    with open_client(ctx) as client:
+        _done(client.checkpoint_now(job), "will save a checkpoint", as_json)
+
+
+def fork(
+    ctx: typer.Context,
+    job: JobId,
+    checkpoint_id: Annotated[str | None, typer.Option("--checkpoint", help="Default: the newest.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the new job.")] = None,
+    sets: Annotated[
+        list[str], typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the spec, like task.args.lr=0.1.")
+    ] = [],  # noqa: B006
+    as_json: JsonFlag = False,
+) -> None:
+    """Start a new job from a checkpoint of this one, with a changed spec. Standard output gets the new id."""
+    from ratchet_contract.api import ForkRequest
+
+    changes: dict[str, object] = {}
+    override(changes, sets, {})
+    with open_client(ctx) as client:
+        new = client.fork(job, ForkRequest(checkpoint_id=checkpoint_id, name=name, spec=changes))
+    if as_json:
+        output.emit(new)
+        return
+    output.line(new.id)
+    output.note(f"forked {new.name} from {new.forked_from}; {new.phase}")
+
+
+def label(
+    ctx: typer.Context,
+    job: JobId,
+    labels: Annotated[list[str], typer.Argument(metavar="KEY=VALUE|KEY-", help="KEY- removes the label.")] = [],  # noqa: B006
+    priority: Annotated[int | None, typer.Option(min=-1000, max=1000, help="New priority.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Change labels and priority of a job."""
+    from ratchet_contract.api import PatchRequest
+
+    removed: dict[str, str | None] = {text[:-1]: None for text in labels if text.endswith("-") and "=" not in text}
+    changed = {**removed, **pairs([t for t in labels if "=" in t or not t.endswith("-")], "label")}
+    if not changed and priority is None:
+        raise typer.BadParameter("give labels (KEY=VALUE or KEY-) or --priority")
+    given = ({"labels": changed} if changed else {}) | ({} if priority is None else {"priority": priority})
+    with open_client(ctx) as client:
+        _done(client.patch(job, PatchRequest.model_validate(given)), "is changed", as_json)
+
+
+def delete(
+    ctx: typer.Context,
+    job: JobId,
+    keep_checkpoints: Annotated[
+        bool, typer.Option("--keep-checkpoints", help="Leave its checkpoints on disk.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Remove a job that has ended, with its logs and, unless kept, its checkpoints."""
+    with open_client(ctx) as client:
+        client.delete(job, checkpoints="keep" if keep_checkpoints else "delete")
+    if as_json:
+        output.emit_line({"deleted": job, "checkpoints": "kept" if keep_checkpoints else "deleted"})
+    else:
+        output.line(f"{job} is deleted")
+
+
+def wait(
+    ctx: typer.Context,
+    job: JobId,
+    until: Annotated[
+        list[str], typer.Option(help="Wait for this phase instead of the end, like RUNNING; may be repeated.")
+    ] = [],  # noqa: B006
+    timeout: Annotated[float | None, typer.Option(min=0.0, help="Seconds, then exit code 7.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show progress meanwhile; Ctrl-C detaches.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Wait until a job has ended (or is in a phase); the exit code tells how it ended."""
+    from ratchet_client.cli import watch
+    from ratchet_contract.phases import JobPhase
+
+    try:
+        phases = frozenset(JobPhase(text.upper()) for text in until)
+    except ValueError as error:
+        raise typer.BadParameter(f"--until: {error}; phases: {', '.join(JobPhase)}") from None
+    if follow:
+        if phases or timeout is not None:
+            raise typer.BadParameter("--follow goes on until the end: leave out --until and --timeout")
+        watch.follow(ctx, job, as_json=as_json)
+    else:
+        watch.wait(ctx, job, until=phases, deadline=timeout, as_json=as_json)
+
+
+def _done(job: api.JobView, what: str, as_json: bool) -> None:
+    if as_json:
+        output.emit(job)
+    else:
+        output.line(f"{job.id} {what}; {job.phase}, step {job.progress.step}")

@@ -1,0 +1,76 @@
+"""The application: global options, error handling, and every command registered."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from ratchet_client.cli import act, processes, show, streams, submit
+from ratchet_client.cli.common import Settings
+from ratchet_client.cli.exits import Exit, exit_of, help_epilog
+from ratchet_contract.errors import RatchetError
+from ratchet_contract.version import RATCHET_VERSION
+
+
+class _Group(TyperGroup):
+    """Turns the errors of all commands into one message on stderr and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except RatchetError as error:
+            _report(error)
+            raise typer.Exit(exit_of(error)) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(Exit.INTERRUPTED) from None
+        except BrokenPipeError:
+            # The reader (`| head`) has gone; the interpreter's last flush must not complain about it.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(Exit.OK) from None
+
+
+def _report(error: RatchetError) -> None:
+    sys.stdout.flush()
+    lines = [f"ratchet: {error.detail}"]
+    if len(error.errors) > 1 or (error.errors and error.errors[0].detail not in error.detail):
+        lines += [f"  {e.pointer or '/'}: {e.detail} [{e.code}]" for e in error.errors]
+    sys.stderr.write("\n".join(lines) + "\n")
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"ratchet {RATCHET_VERSION}")
+        raise typer.Exit
+
+
+def _root(
+    ctx: typer.Context,
+    server: Annotated[
+        str | None, typer.Option(help="Address of the service, like http://host:8642 (default: RATCHET_SERVER).")
+    ] = None,
+    home: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run directory, where service.json tells the address. (default: RATCHET_HOME, else ./.ratchet)"
+        ),
+    ] = None,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Training jobs that never slip back: submit DDP jobs, watch them, and have every interrupted one resumed bit for bit."""
+    ctx.obj = Settings(server, home)
+
+
+app = typer.Typer(
+    name="ratchet", cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False, epilog=help_epilog(),
+    context_settings={"help_option_names": ["-h", "--help"]},
+)  # fmt: skip
+app.callback()(_root)
+for _module in (processes, submit, show, streams, act):
+    _module.register(app)

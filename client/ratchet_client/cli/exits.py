@@ -1,0 +1,50 @@
+"""Exit codes that scripts may rely on."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from ratchet_contract.errors import Conflict, NotFound, RatchetError, Refused, SpecError
+
+
+class Exit(IntEnum):
+    OK = 0
+    JOB_FAILED = 1
+    USAGE = 2
+    NOT_FOUND = 3
+    CONFLICT = 4
+    REFUSED = 5
+    UNREACHABLE = 6
+    DEADLINE = 7
+    FAULT = 8
+    INTERRUPTED = 130
+
+
+MEANINGS: dict[Exit, str] = {
+    Exit.OK: "done",
+    Exit.JOB_FAILED: "the job waited for failed, was cancelled, or ended elsewhere than asked; a checkpoint is damaged",
+    Exit.USAGE: "wrong command line",
+    Exit.NOT_FOUND: "no such job, attempt, checkpoint, hook or file",
+    Exit.CONFLICT: "the action does not fit the job's phase",
+    Exit.REFUSED: "invalid spec, or a request the service refuses",
+    Exit.UNREACHABLE: "the service does not answer",
+    Exit.DEADLINE: "the deadline of a wait has passed; the job goes on",
+    Exit.FAULT: "the service failed, or something is missing from this installation",
+    Exit.INTERRUPTED: "ended by Ctrl-C; the job goes on",
+}
+
+
+def exit_of(error: RatchetError) -> Exit:
+    """The exit code that an error ends the command with."""
+    from ratchet_client.errors import DeadlineReached, ServiceUnreachable
+
+    table: tuple[tuple[type[RatchetError], Exit], ...] = (
+        (NotFound, Exit.NOT_FOUND), (Conflict, Exit.CONFLICT), (SpecError, Exit.REFUSED), (Refused, Exit.REFUSED),
+        (ServiceUnreachable, Exit.UNREACHABLE), (DeadlineReached, Exit.DEADLINE),
+    )  # fmt: skip
+    return next((code for kind, code in table if isinstance(error, kind)), Exit.FAULT)
+
+
+def help_epilog() -> str:
+    """The codes as paragraphs, for ``--help``."""
+    return "Exit codes:\n\n" + "\n\n".join(f"{code.value:>3}  {text}" for code, text in MEANINGS.items())

@@ -1,0 +1,73 @@
+"""``ratchet serve``, ``ratchet reconcile`` and ``ratchet agent``: this process becomes the service or the agent."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from ratchet_client.cli.common import settings
+from ratchet_client.cli.exits import Exit
+from ratchet_client.discovery import home_directory
+from ratchet_contract import environment
+
+Home = Annotated[
+    Path | None,
+    typer.Option(help="Run directory: database, jobs, checkpoints. (default: RATCHET_HOME, else ./.ratchet)"),
+]
+DatabaseUrl = Annotated[
+    str | None,
+    typer.Option(envvar=environment.DATABASE_URL, help="SQLAlchemy URL. (default: SQLite in the run directory)"),
+]
+CpuSlots = Annotated[int | None, typer.Option(min=1, help="CPU cores to give to jobs. (default: all of the machine)")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(serve)
+    app.command()(agent)
+
+
+def serve(
+    ctx: typer.Context,
+    home: Home = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8642,
+    database_url: DatabaseUrl = None,
+    cpu_slots: CpuSlots = None,
+    no_reconciler: Annotated[bool, typer.Option("--no-reconciler", help="Only the API; jobs wait.")] = False,
+) -> None:
+    """Run the service (API and reconciler) in the foreground. Ctrl-C ends it; running jobs go on and are found again."""
+    arguments = [
+        "serve",
+        "--home",
+        str(home_directory(home or settings(ctx).home)),
+        "--host",
+        host,
+        "--port",
+        str(port),
+    ]
+    if cpu_slots is not None:
+        arguments += ["--cpu-slots", str(cpu_slots)]
+    if no_reconciler:
+        arguments.append("--no-reconciler")
+    _become("ratchet_service", "fastapi", "service", arguments, database_url)
+
+
+def agent(launch_file: Annotated[Path, typer.Argument(help="The attempt's launch.json.", exists=True)]) -> None:
+    """Run one attempt's ranks on this machine. Launchers call it; people seldom do."""
+    _become("ratchet_worker.agent", "torch", "worker", [str(launch_file)])
+
+
+def _become(module: str, needs: str, extra: str, arguments: list[str], database_url: str | None = None) -> NoReturn:
+    """Replace this process, so that signals and the exit code are the other's own."""
+    if find_spec(needs) is None:
+        typer.echo(f"ratchet: this needs more packages: pip install 'ratchet-train[{extra}]'", err=True)
+        raise typer.Exit(Exit.FAULT)
+    variables = dict(os.environ)
+    if database_url is not None:
+        variables[environment.DATABASE_URL] = database_url  # not an argument: it may hold a password
+    os.execve(sys.executable, [sys.executable, "-m", module, *arguments], variables)

@@ -1,0 +1,76 @@
+"""``ratchet logs`` and ``ratchet events``: what is there, or what comes (``-f``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ratchet_client.cli import output
+from ratchet_client.cli.common import JobId, JsonFlag, open_client
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ratchet_contract import api
+
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")]
+_PATIENCE = 120.0
+"""Seconds that following survives without a service."""
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(logs)
+    app.command()(events)
+
+
+def logs(
+    ctx: typer.Context,
+    job: JobId,
+    follow: Follow = False,
+    rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.")] = None,
+    attempt: Annotated[int | None, typer.Option(min=1, help="Only this attempt.")] = None,
+    tail: Annotated[int | None, typer.Option(min=0, help="Only the last lines of each rank.")] = None,
+    grep: Annotated[str | None, typer.Option(help="Only lines that match this regular expression.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Print the ranks' output, each line with attempt and rank before it. Logs stay when service and worker are gone."""
+    with open_client(ctx, _PATIENCE if follow else 3.0) as client:
+        lines: Iterable[api.LogLine]
+        if follow:
+            lines = client.follow_logs(job, rank=rank, attempt=attempt, tail=tail, grep=grep, on_gap=say_gap)
+        else:
+            lines = client.logs(job, rank=rank, attempt=attempt, tail=tail, grep=grep)
+        if as_json and not follow:
+            output.emit(list(lines))
+            return
+        for entry in lines:
+            if as_json:
+                output.emit_line(entry)
+            else:
+                output.line(f"{entry.attempt}.{entry.rank} | {entry.text}")
+                output.flush()
+
+
+def events(ctx: typer.Context, job: JobId, follow: Follow = False, as_json: JsonFlag = False) -> None:
+    """Print what happened to a job, oldest first."""
+    with open_client(ctx, _PATIENCE if follow else 3.0) as client:
+        found: Iterable[api.EventView] = client.follow_events(job, on_gap=say_gap) if follow else client.events(job)
+        if as_json and not follow:
+            output.emit(list(found))
+            return
+        for event in found:
+            if as_json:
+                output.emit_line(event)
+            else:
+                output.line(event_line(event))
+                output.flush()
+
+
+def event_line(event: api.EventView) -> str:
+    attempt = "" if event.epoch is None else f"attempt {event.epoch}: "
+    return f"{output.moment(event.at)}  {event.type:<20}  {attempt}{event.message}"
+
+
+def say_gap(detail: str) -> None:
+    output.note(f"{detail}. Still trying; training goes on without the service.")

@@ -1,0 +1,162 @@
+"""The client against a scripted HTTP server on a real socket: retries, idempotency keys, moved services, broken streams."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from ratchet_client.client import RatchetClient
+from ratchet_client.errors import ServiceFault, ServiceUnreachable
+from ratchet_client.sse import parse_events
+from ratchet_contract.errors import Conflict, NotFound, SpecError
+
+Reply = tuple[int, str, bytes]
+Script = Callable[[BaseHTTPRequestHandler, int], Reply]
+HOOK = {"name": "allreduce", "title": "t", "available": True, "stateful": False, "replicas": "equal", "backends": []}
+JOB = {
+    "id": "j", "name": "n", "phase": "RUNNING", "desired": "run", "labels": {}, "priority": 0, "spec": {}, "epoch": 1,
+    "resolved": {"device": "cpu", "backend": "gloo", "threads_per_rank": 1, "python": "python"}, "progress": {},
+    "budgets": {"max_failures": 3}, "hook": "allreduce", "created_at": "2026-01-01T00:00:00Z",
+    "updated_at": "2026-01-01T00:00:00Z",
+}  # fmt: skip
+
+
+def problem(status: int, code: str, **extra: object) -> Reply:
+    body = {"type": "about:blank", "title": "t", "status": status, "detail": f"told: {code}", "code": code, **extra}
+    return status, "application/problem+json", json.dumps(body).encode()
+
+
+def ok(data: object) -> Reply:
+    return 200, "application/json", json.dumps(data).encode()
+
+
+class Server:
+    def __init__(self, script: Script) -> None:
+        self.requests: list[tuple[str, str, dict[str, str]]] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def _answer(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                outer.requests.append((self.command, self.path, dict(self.headers)))
+                status, kind, body = script(self, len(outer.requests))
+                if status == 0:  # drop the connection without an answer
+                    self.close_connection = True
+                    return
+                self.send_response(status)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_GET = do_POST = do_DELETE = _answer
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
+
+
+@contextmanager
+def serving(script: Script) -> Iterator[Server]:
+    server = Server(script)
+    thread = threading.Thread(target=server.http.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.http.shutdown()
+        server.http.server_close()
+        thread.join()
+
+
+def test_a_post_is_repeated_with_the_same_idempotency_key_until_it_is_answered() -> None:
+    replies = [problem(503, "starting"), (0, "", b""), problem(409, "idempotency-in-progress")]
+    done = ok({"id": "c", "verification": "ok", "bytes_checked": 1, "seconds": 0.1})
+    with serving(lambda _, n: [*replies, done][n - 1]) as server, RatchetClient(server.url) as client:
+        assert client.verify("j", "c").verification == "ok"
+    keys = {headers["Idempotency-Key"] for _, _, headers in server.requests}
+    assert len(server.requests) == 4 and len(keys) == 1
+
+
+def test_a_delete_whose_answer_is_lost_is_not_repeated() -> None:
+    with serving(lambda *_: (0, "", b"")) as server, RatchetClient(server.url) as client:
+        with pytest.raises(ServiceUnreachable):
+            client.delete("j")
+        assert len(server.requests) == 1
+
+
+def test_problems_become_exceptions_with_code_and_field_errors() -> None:
+    fields = [{"pointer": "/hook/name", "code": "unknown-hook", "detail": "no hook is named 'x'"}]
+    replies = [
+        problem(422, "invalid-spec", errors=fields), problem(404, "job-not-found"), problem(409, "wrong-phase"),
+        problem(500, "internal-error"), (200 + 300, "text/html", b"<html>"),
+    ]  # fmt: skip
+    with serving(lambda _, n: replies[n - 1]) as server, RatchetClient(server.url) as client:
+        with pytest.raises(SpecError) as caught:
+            client.submit({})
+        assert caught.value.errors[0].pointer == "/hook/name"
+        with pytest.raises(NotFound, match="told: job-not-found"):
+            client.job("j")
+        with pytest.raises(Conflict) as conflict:
+            client.preempt("j")
+        assert conflict.value.code == "wrong-phase"
+        for _ in range(2):
+            with pytest.raises(ServiceFault):
+                client.job("j")
+
+
+def test_a_service_that_came_back_on_another_port_is_found(tmp_path: Path) -> None:
+    def announce(url: str) -> None:
+        text = json.dumps({"protocol": 1, "url": url, "pid": 1, "started_at": "2026-01-01T00:00:00Z"})
+        (tmp_path / "service.json").write_text(text)
+
+    with RatchetClient(home=tmp_path, retry_for=20) as client:
+        with pytest.raises(ServiceUnreachable, match="ratchet serve"):
+            client.hooks()  # never started: not waited for
+        with serving(lambda *_: ok({"items": [HOOK]})) as first:
+            announce(first.url)
+            assert [h.name for h in client.hooks()] == ["allreduce"]
+        with serving(lambda *_: ok({"items": [HOOK, HOOK]})) as second:
+            timer = threading.Timer(0.3, announce, [second.url])  # while the client is already trying
+            timer.start()
+            assert len(client.hooks()) == 2
+            timer.join()
+
+
+def test_pages_are_followed_to_the_end() -> None:
+    def script(handler: BaseHTTPRequestHandler, n: int) -> Reply:
+        return ok({"items": [HOOK], "next_cursor": None if "cursor=two" in handler.path else "two"})
+
+    with serving(script) as server, RatchetClient(server.url) as client:
+        assert len(client.hooks()) == 2
+
+
+def test_a_broken_stream_goes_on_after_the_last_event() -> None:
+    def block(number: int) -> str:
+        data = {"id": f"1.0.{number}", "attempt": 1, "rank": 0, "text": f"line {number}"}
+        return f"id: 1.0.{number}\nevent: log\ndata: {json.dumps(data)}\n\n"
+
+    parts = [": hello\n\n" + block(1) + block(2) + "id: 1.0.3\ndata: {cut", block(3) + "event: end\ndata: {}\n\n"]
+
+    def script(handler: BaseHTTPRequestHandler, _: int) -> Reply:
+        if handler.path == "/v1/jobs/j":
+            return ok(JOB)
+        return 200, "text/event-stream", parts.pop(0).encode()
+
+    with serving(script) as server, RatchetClient(server.url) as client:
+        assert [entry.text for entry in client.follow_logs("j")] == ["line 1", "line 2", "line 3"]
+    streams = [headers.get("Last-Event-ID") for _, path, headers in server.requests if "/logs" in path]
+    assert streams == [None, "1.0.2"]
+
+
+def test_an_event_with_several_data_lines_is_one_event() -> None:
+    lines = ["data: a", "data:b", "", ": comment", "", "event: x", "id: 7", "", "data: cut"]
+    assert [(e.event, e.data, e.id) for e in parse_events(lines)] == [("message", "a\nb", None), ("x", "", "7")]
