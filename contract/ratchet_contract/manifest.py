@@ -127,7 +127,11 @@ def open_manifest(raw: bytes) -> Manifest:
             f"manifest has format version {version!r}, this Ratchet reads up to {FORMAT_VERSION}: upgrade Ratchet",
             code="checkpoint-newer",
         )
-    if hashlib.sha256(_canonical(data)).hexdigest() != data.get("digest"):
+    try:
+        digest = hashlib.sha256(_canonical(data)).hexdigest()
+    except (ValueError, RecursionError) as error:  # NaN, lone surrogates, depth: json.loads lets them pass
+        raise CheckpointError(f"manifest is not valid JSON: {error}") from None
+    if digest != data.get("digest"):
         raise CheckpointError("manifest does not match its own digest: it was altered or torn")
     try:
         return Manifest.model_validate(data)

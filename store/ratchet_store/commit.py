@@ -1,0 +1,143 @@
+"""The last step of a checkpoint: the manifest, sealed, appears by one rename. Reading it back, checked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from ratchet_contract.errors import CheckpointError
+from ratchet_contract.manifest import Manifest, open_manifest, seal
+from ratchet_contract.paths import DELETED_MANIFEST_NAME, MANIFEST_NAME, parse_checkpoint_dir_name
+from ratchet_store.files import (
+    DAMAGED,
+    EXISTS,
+    MISSING,
+    TMP_SUFFIX,
+    fsync_dir,
+    not_read,
+    not_written,
+    open_regular,
+    write_all,
+)
+from ratchet_store.header import refuse_json_bomb
+from ratchet_store.structure import check_structure
+
+MAX_MANIFEST: Final = 256 << 20  # bytes; about a million tensors
+
+
+def commit(directory: Path, manifest: Manifest) -> Manifest:
+    """Make the checkpoint in ``directory`` count; returns the sealed manifest.
+
+    All rank files must be there with their sizes. ``MANIFEST.json.tmp`` -> fsync -> rename -> fsync of the directory and of
+    its parent. Committing the same manifest again is fine. Raises ``CheckpointError``: incomplete or inconsistent
+    (``checkpoint-damaged``), another manifest is there (``checkpoint-exists``), the system refuses (``checkpoint-not-written``).
+    """
+    _check_name(directory, manifest)
+    check_structure(manifest)
+    sealed, raw = seal(manifest)
+    path = directory / MANIFEST_NAME
+    check_files(directory, sealed)
+    try:
+        if (directory / DELETED_MANIFEST_NAME).exists():
+            raise CheckpointError(f"{directory} is being deleted: save the step again under a new attempt", code=EXISTS)
+        if not _already(directory, sealed):
+            _write_by_rename(path, raw)
+        fsync_dir(directory)
+        fsync_dir(directory.parent)
+    except OSError as error:
+        raise not_written(path, error) from error
+    return sealed
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a committed checkpoint, checked: own digest, structure, and that it belongs to this directory's name.
+
+    Raises ``CheckpointError``: ``checkpoint-missing`` (not committed), ``-damaged``, ``-newer``, ``-unreadable``.
+    """
+    path = directory / MANIFEST_NAME
+    try:
+        fd = open_regular(path)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{directory} holds no committed checkpoint: there is no {MANIFEST_NAME}", code=MISSING
+        ) from None
+    except OSError as error:
+        raise not_read(path, error) from error
+    with os.fdopen(fd, "rb") as file:
+        try:
+            raw = file.read(MAX_MANIFEST + 1)
+        except OSError as error:
+            raise not_read(path, error) from error
+    if len(raw) > MAX_MANIFEST:
+        raise CheckpointError(f"{path} is larger than {MAX_MANIFEST} bytes")
+    try:
+        refuse_json_bomb(raw)
+        manifest = open_manifest(raw)
+        _check_name(directory, manifest)
+        check_structure(manifest)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error.detail}", code=error.code) from None
+    return manifest
+
+
+def check_files(directory: Path, manifest: Manifest) -> None:
+    """Every rank file is there with its size (not its bytes: ``verify`` reads those). Raises ``CheckpointError``."""
+    for entry in manifest.files:
+        path = directory / entry.name
+        try:
+            size = path.lstat().st_size
+        except OSError as error:
+            raise not_read(path, error) from error
+        if size != entry.size:
+            raise CheckpointError(f"{path} has {size} bytes, the manifest says {entry.size}", code=DAMAGED)
+
+
+def checkpoint_dirs(checkpoints: Path) -> Iterator[tuple[int, int, Path]]:
+    """``(step, epoch, directory)`` of everything named like a checkpoint, newest step and epoch first; committed or not.
+
+    Raises ``CheckpointError`` (``checkpoint-unreadable``) when the directory cannot be listed; a missing one is empty.
+    """
+    try:
+        found = [(parse_checkpoint_dir_name(path.name), path) for path in checkpoints.iterdir()]
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise not_read(checkpoints, error) from error
+    ids = [(parsed[0], parsed[1], path) for parsed, path in found if parsed is not None]
+    yield from sorted(ids, reverse=True)
+
+
+def _check_name(directory: Path, manifest: Manifest) -> None:
+    if directory.name != manifest.id:
+        raise CheckpointError(f"the manifest is of checkpoint {manifest.id}, the directory is named {directory.name}")
+
+
+def _already(directory: Path, sealed: Manifest) -> bool:
+    """Is exactly this manifest committed already? Raises when another one is."""
+    if not (directory / MANIFEST_NAME).exists():
+        return False
+    there = read_manifest(directory)
+    if there.digest != sealed.digest:
+        raise CheckpointError(
+            f"{directory} is already committed with digest {there.digest}: it is not replaced", code=EXISTS
+        )
+    return True
+
+
+def _write_by_rename(path: Path, raw: bytes) -> None:
+    tmp = path.with_name(path.name + TMP_SUFFIX)
+    fd = os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            write_all(fd, memoryview(raw))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        tmp.rename(path)
+    except BaseException:
+        with suppress(OSError):
+            tmp.unlink()
+        raise

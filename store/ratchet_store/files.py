@@ -1,0 +1,94 @@
+"""The few system calls of the store, and what their failures mean.
+
+Codes of the ``CheckpointError`` raised in this package:
+
+``checkpoint-damaged``      the bytes on disk are not those that were committed: quarantine, fall back
+``checkpoint-missing``      no manifest: never committed, or deleted
+``checkpoint-newer``        written by a newer Ratchet: upgrade; never fall back
+``checkpoint-unreadable``   the system would not give the bytes (EIO, EACCES ...): nothing is proved; never fall back
+``checkpoint-not-written``  the save failed (no space, EIO ...): older checkpoints are untouched
+``checkpoint-exists``       another manifest is already there
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+from ratchet_contract.errors import CheckpointError
+
+TMP_SUFFIX: Final = ".tmp"
+DAMAGED: Final = "checkpoint-damaged"
+MISSING: Final = "checkpoint-missing"
+NEWER: Final = "checkpoint-newer"
+UNREADABLE: Final = "checkpoint-unreadable"
+NOT_WRITTEN: Final = "checkpoint-not-written"
+EXISTS: Final = "checkpoint-exists"
+
+_GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO})
+
+
+def not_written(path: Path, error: OSError) -> CheckpointError:
+    """A failed save, in words: what failed, and what to do."""
+    advice = {
+        errno.ENOSPC: "the disk is full: free space, lower checkpoint.keep_last, or move the run directory",
+        errno.EDQUOT: "the disk quota is used up: free space, lower checkpoint.keep_last, or raise the quota",
+        errno.EFBIG: "the file is larger than the file system or the process limit (ulimit -f) allows",
+        errno.EROFS: "the file system is mounted read-only: look at the kernel log for the reason",
+        errno.EIO: "the disk reported an input/output error: look at the kernel log, do not trust this disk",
+        errno.EACCES: "the process may not write there: check owner and mode",
+    }.get(error.errno or 0, "check the file system")
+    return CheckpointError(
+        f"checkpoint file {path} was not written: {error.strerror or error}; {advice}. Older checkpoints are untouched.",
+        code=NOT_WRITTEN,
+    )
+
+
+def not_read(path: Path, error: OSError) -> CheckpointError:
+    """A failed read: a file that is not there is damage; anything else proves nothing about the checkpoint."""
+    if error.errno in _GONE:
+        return CheckpointError(f"{path} is missing or not a plain file", code=DAMAGED)
+    return CheckpointError(
+        f"{path} cannot be read: {error.strerror or error}; check permissions and the disk, then try again. "
+        "Nothing older was chosen in its place.",
+        code=UNREADABLE,
+    )
+
+
+def fsync_dir(path: Path) -> None:
+    """Make the names in ``path`` durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def ensure_dir(path: Path) -> None:
+    """Create ``path`` and its missing parents, each name durable in its parent."""
+    if path.is_dir():
+        return
+    ensure_dir(path.parent)
+    path.mkdir(exist_ok=True)
+    fsync_dir(path.parent)
+
+
+def write_all(fd: int, data: memoryview) -> None:
+    """``os.write`` until everything is written."""
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def open_regular(path: Path) -> int:
+    """A read descriptor of a plain file; a link, pipe or device is refused (and cannot block the open)."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

@@ -1,0 +1,82 @@
+"""Does a manifest describe a checkpoint at all? Checked before it is sealed, and again before anything is read by it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+from ratchet_contract.errors import CheckpointError
+from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX, Manifest, TensorEntry
+from ratchet_contract.paths import rank_file_name
+from ratchet_store.header import ITEMSIZE, LENGTH_BYTES, MAX_DIMENSIONS
+
+
+def check_structure(manifest: Manifest) -> None:
+    """Every rank has its one file, every piece lies inside its file, every tensor is there exactly once, private ones whole and
+    in their rank's file. Raises ``CheckpointError``."""
+    expected = {rank: rank_file_name(rank, manifest.world_size) for rank in range(min(manifest.world_size, 10**5))}
+    if len(manifest.files) != manifest.world_size or {f.rank: f.name for f in manifest.files} != expected:
+        raise CheckpointError(f"the manifest does not list one file for each of {manifest.world_size} ranks")
+    sizes = {f.name: f.size for f in manifest.files}
+    by_file: dict[str, list[TensorEntry]] = defaultdict(list)
+    by_name: dict[str, list[TensorEntry]] = defaultdict(list)
+    for entry in manifest.tensors:
+        _check_entry(entry, sizes)
+        by_file[entry.file].append(entry)
+        by_name[entry.name].append(entry)
+    for file, entries in by_file.items():
+        _check_no_overlap(file, entries)
+    for name, entries in by_name.items():
+        _check_covered(name, entries, manifest.world_size)
+
+
+def file_order(entries: list[TensorEntry]) -> list[TensorEntry]:
+    """By offset; a piece without bytes before the one that starts at the same place."""
+    return sorted(entries, key=lambda e: (e.offset, e.nbytes))
+
+
+def _check_entry(entry: TensorEntry, sizes: dict[str, int]) -> None:
+    if entry.file not in sizes:
+        raise CheckpointError(f"tensor {entry.name!r} lies in {entry.file!r}, which is not a file of this checkpoint")
+    if entry.dtype not in ITEMSIZE:
+        raise CheckpointError(f"tensor {entry.name!r} has the unknown dtype {entry.dtype!r}")
+    if len(entry.shape) > MAX_DIMENSIONS or any(n < 0 for n in entry.shape) or entry.start < 0:
+        raise CheckpointError(f"tensor {entry.name!r} has an impossible shape or start")
+    if entry.offset < LENGTH_BYTES or entry.offset + entry.nbytes > sizes[entry.file]:
+        raise CheckpointError(f"tensor {entry.name!r} lies outside its file {entry.file}")
+    if entry.nbytes % ITEMSIZE[entry.dtype]:
+        raise CheckpointError(
+            f"tensor {entry.name!r}: {entry.nbytes} bytes are no whole number of {entry.dtype} elements"
+        )
+
+
+def _check_no_overlap(file: str, entries: list[TensorEntry]) -> None:
+    end = 0
+    for entry in file_order(entries):
+        if entry.offset < end:
+            raise CheckpointError(f"tensors overlap in {file} at {entry.name!r}")
+        end = entry.offset + entry.nbytes
+
+
+def _check_covered(name: str, entries: list[TensorEntry], world_size: int) -> None:
+    first = entries[0]
+    if any(e.dtype != first.dtype or e.shape != first.shape for e in entries):
+        raise CheckpointError(f"the pieces of tensor {name!r} differ in dtype or shape")
+    position = 0
+    for entry in sorted(entries, key=lambda e: e.start):
+        if entry.start != position or (entry.nbytes == 0 and len(entries) > 1):
+            raise CheckpointError(f"tensor {name!r} is not stored exactly once: element {min(position, entry.start)}")
+        position += entry.nbytes // ITEMSIZE[entry.dtype]
+    if position != math.prod(first.shape):
+        raise CheckpointError(f"tensor {name!r} is not stored whole: {position} of {math.prod(first.shape)} elements")
+    if name.startswith(RANK_PREFIX):
+        rank = name.removeprefix(RANK_PREFIX).partition("/")[0]
+        if (
+            not rank.isascii()
+            or not rank.isdigit()
+            or first.file != rank_file_name(int(rank[:9]), world_size)
+            or len(entries) > 1
+        ):
+            raise CheckpointError(f"private tensor {name!r} is not stored whole in its own rank's file")
+    elif not name.startswith(SHARED_PREFIX):
+        raise CheckpointError(f"tensor name {name!r} starts with neither {SHARED_PREFIX!r} nor {RANK_PREFIX!r}<rank>/")
