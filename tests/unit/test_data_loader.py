@@ -1,0 +1,197 @@
+"""TrainLoader: the same samples, bit for bit, whatever the workers, wherever it was interrupted."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ratchet_contract.errors import UserError
+from ratchet_worker.data.loader import TrainLoader
+from tests.support.data_sets import Noisy, jitter
+
+LENGTH, BATCH = 46, 4
+
+
+def make(rank: int = 0, world: int = 2, *, dataset: Any = None, **options: Any) -> TrainLoader:
+    arguments: dict[str, Any] = {"batch_size": BATCH, "seed": 11, "augment": jitter, **options}
+    return TrainLoader(dataset or Noisy(LENGTH), rank=rank, world_size=world, **arguments)
+
+
+@pytest.fixture(scope="module")
+def with_workers() -> Iterator[TrainLoader]:
+    """One loader with two workers, for all tests here: starting them is what costs."""
+    loader = make(num_workers=2, prefetch_factor=2)
+    yield loader
+    loader.close()
+
+
+def begin(loader: TrainLoader, epoch: int = 0, position: int = 0) -> TrainLoader:
+    loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "position": position})
+    return loader
+
+
+def take(loader: TrainLoader, count: int) -> list[torch.Tensor]:
+    """The next ``count`` batches, over the ends of epochs."""
+    out: list[torch.Tensor] = []
+    while len(out) < count:
+        for batch in loader:
+            out.append(batch)
+            if len(out) == count:
+                break
+    return out
+
+
+def indices(batches: list[torch.Tensor]) -> list[int]:
+    return [int(i) for batch in batches for i in batch[:, 0].tolist()]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_an_epoch_holds_every_sample_once_but_the_remainder() -> None:
+    ranks = [make(rank) for rank in (0, 1)]
+    epochs = [[indices(list(loader)) for loader in ranks] for _ in range(2)]
+    for parts in epochs:
+        seen = sorted(parts[0] + parts[1])
+        assert len(parts[0]) == len(parts[1]) == 20
+        assert len(set(seen)) == 40 == LENGTH - LENGTH % (2 * BATCH)
+    assert epochs[0] != epochs[1]
+    assert [loader.epoch for loader in ranks] == [2, 2]
+
+
+def test_augmentation_differs_by_epoch_and_sample_and_not_by_world_size() -> None:
+    two = {int(row[0]): row for rank in (0, 1) for batch in make(rank) for row in batch}
+    one = {int(row[0]): row for batch in make(world=1, batch_size=2) for row in batch}
+    shared = set(one) & set(two)
+    assert len(shared) == 40
+    assert all(torch.equal(one[i], two[i]) for i in shared)
+    assert len({float(two[i][4]) for i in two}) == 40
+    later = {int(row[0]): row for batch in begin(make(), epoch=1) for row in batch}
+    assert all(not torch.equal(later[i][1:], two[i][1:]) for i in later if i in two)
+
+
+def test_workers_and_prefetching_change_no_bit(with_workers: TrainLoader) -> None:
+    assert same(take(begin(with_workers), 12), take(make(), 12))
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4, 5, 7])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resume_in_the_middle_equals_the_uninterrupted_run(stop: int, workers: int, with_workers: TrainLoader) -> None:
+    """Stops in the first epoch, at its end (5 batches), and in the second; workers have read ahead by then."""
+    whole = take(make(), 11)
+    loader = begin(with_workers) if workers else make()
+    head = take(loader, stop)
+    state = json.loads(json.dumps(loader.state_dict()))
+    take(loader, 2)  # what the killed process still did is forgotten
+    resumed = with_workers if workers else make()
+    resumed.load_state_dict(state)
+    assert (resumed.epoch, resumed.position) == (stop // 5, stop % 5 * 8)
+    assert same(head + take(resumed, 11 - stop), whole)
+
+
+def test_position_counts_what_was_yielded_not_what_was_prefetched(with_workers: TrainLoader) -> None:
+    batches = iter(begin(with_workers))
+    for n in range(1, 5):
+        next(batches)
+        assert (with_workers.epoch, with_workers.position) == (0, n * 8)
+    next(batches)
+    assert (with_workers.epoch, with_workers.position) == (1, 0)
+    assert next(batches, None) is None
+
+
+def test_a_later_iterator_ends_the_earlier_one(with_workers: TrainLoader) -> None:
+    for loader in (make(), begin(with_workers)):
+        first = iter(loader)
+        head = [next(first)]
+        second = iter(loader)
+        head.append(next(second))
+        assert next(first, None) is None
+        assert same(head, take(make(), 2))
+
+
+def generators() -> tuple[Any, ...]:
+    name, keys, *rest = np.random.get_state()
+    return random.getstate(), name, keys.tolist(), rest, torch.get_rng_state().tolist()
+
+
+def test_iterating_leaves_the_ranks_generators_alone(with_workers: TrainLoader) -> None:
+    before = generators()
+    take(make(), 7)
+    assert generators() == before
+    take(begin(with_workers), 7)
+    assert generators() == before
+    fresh = make(num_workers=1)  # also when it starts processes
+    take(fresh, 1)
+    fresh.close()
+    assert generators() == before
+
+
+@pytest.mark.parametrize(("batch_is", "batch"), [("per_rank", 4), ("global", 6)])
+def test_another_world_size_goes_on_at_the_same_sample(batch_is: str, batch: int) -> None:
+    options: dict[str, Any] = {"dataset": Noisy(60), "batch_is": batch_is, "batch_size": batch}
+    old = [make(rank, 2, **options) for rank in (0, 1)]
+    before = [indices(take(loader, 2)) for loader in old]
+    states = [json.loads(json.dumps(loader.state_dict())) for loader in old]
+    new = [make(rank, 3, **options) for rank in (0, 1, 2)]
+    with pytest.raises(ValueError, match="recorded with 2 ranks"):
+        new[0].load_state_dict(states[0])
+    for loader in new:
+        loader.load_resized(states)
+    used = sum(map(len, before))
+    global_batch = 12 if batch_is == "per_rank" else 6
+    left = (60 - used) // global_batch
+    after = [indices(take(loader, left)) for loader in new]
+    assert [loader.epoch for loader in new] == [1, 1, 1]
+    everything = before[0] + before[1] + after[0] + after[1] + after[2]
+    assert len(everything) == len(set(everything)) == used + left * global_batch
+    whole = [int(i) for batch in make(0, 1, **{**options, "batch_size": 6}) for i in batch[:, 0].tolist()]
+    assert sorted(everything) == sorted(whole[: len(everything)])
+
+
+def test_states_that_cannot_be_continued_are_refused() -> None:
+    loader = make()
+    state = loader.state_dict()
+    for key, value in [("seed", 12), ("length", 47), ("shuffle", False), ("order_version", 0), ("kind", "stream")]:
+        with pytest.raises(ValueError, match=key):
+            loader.load_state_dict({**state, key: value})
+    for position in (-1, 47, "x", None):
+        with pytest.raises(ValueError, match="not a data position"):
+            loader.load_state_dict({**state, "position": position})
+    with pytest.raises(ValueError, match="different data positions"):
+        loader.load_resized([state, {**state, "position": 8}])
+    assert loader.state_dict() == state
+
+
+def test_bad_arguments_say_what_to_do() -> None:
+    with pytest.raises(UserError, match="smaller batch_size"):
+        make(batch_size=24)
+    with pytest.raises(UserError, match="prefetch_factor"):
+        make(prefetch_factor=2)
+    local = make(augment=lambda sample, generator: sample, num_workers=1)
+    with pytest.raises(UserError, match="must be importable"):
+        take(local, 1)
+
+
+def test_an_error_in_a_worker_reaches_the_rank() -> None:
+    class Nothing(Noisy):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            raise KeyError("no such file")
+
+    with pytest.raises(KeyError, match="no such file"):
+        take(make(dataset=Nothing(LENGTH)), 1)
+
+
+def test_the_data_digest_is_the_data_sets_own() -> None:
+    class Named(Noisy):
+        def digest(self) -> str:
+            return "abc"
+
+    assert make(dataset=Named(LENGTH)).data_digest() == "abc"
+    assert make().data_digest() is None

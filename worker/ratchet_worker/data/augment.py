@@ -1,0 +1,75 @@
+"""Randomness of single samples: seeded by (seed, epoch, sample), so that it belongs to the sample and not to a process.
+
+A generator of a DataLoader worker cannot be resumed: which worker loads which sample, and how far it has read ahead, is lost
+with the process. So before a sample is loaded, the process-wide generators of Python, NumPy and torch (CPU) are seeded for that
+sample, and ``augment`` gets a ``torch.Generator`` of its own. The result does not depend on ``num_workers``, on prefetching, on
+the world size or on where a run was interrupted. Generators that a data set makes for itself and advances from sample to
+sample stay outside of this promise.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from ratchet_worker.data.order import derive_seed
+
+Augment = Callable[[Any, torch.Generator], Any]
+"""``augment(sample, generator) -> sample``. Draw from ``generator``; do not keep it."""
+
+
+def sample_generator(seed: int, epoch: int, index: int) -> torch.Generator:
+    """A CPU generator for sample ``index`` of the data set in ``epoch``."""
+    return torch.Generator().manual_seed(derive_seed("augment", seed, epoch, index))
+
+
+def seed_process(seed: int, epoch: int, index: int) -> None:
+    """Seed this process's Python, NumPy and torch CPU generators for one sample."""
+    word = derive_seed("sample", seed, epoch, index)
+    random.seed(word)
+    np.random.seed(word & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(word)
+
+
+@contextmanager
+def process_generators_kept() -> Iterator[None]:
+    """Put the process-wide CPU generators back as they were, also after an exception."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+@dataclass(frozen=True)
+class SampleLoader(Dataset[Any]):
+    """A map-style data set asked by (epoch, index): all that a worker needs to know travels with the question."""
+
+    dataset: Any
+    augment: Augment | None
+    seed: int
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        epoch, index = key
+        seed_process(self.seed, epoch, index)
+        sample = self.dataset[index]
+        if self.augment is not None:
+            sample = self.augment(sample, sample_generator(self.seed, epoch, index))
+        return sample
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def batch(self, keys: Sequence[tuple[int, int]], collate: Callable[[list[Any]], Any]) -> Any:
+        """One collated batch in this process; its generators are left as they were."""
+        with process_generators_kept():
+            return collate([self[key] for key in keys])

@@ -1,0 +1,27 @@
+"""Digests that name training data: two runs with one digest saw the same samples."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+
+
+def tensors_digest(tensors: dict[str, torch.Tensor]) -> str:
+    """Hex SHA-256 over names, dtypes, shapes and bytes of CPU tensors, in the order of their names."""
+    whole = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        whole.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return whole.hexdigest()
+
+
+def dataset_digest(dataset: Any) -> str | None:
+    """What ``dataset.digest()`` says (a string that changes whenever any sample does), or None where there is no such method.
+
+    Nothing is guessed: a digest of, say, the length alone would call changed files the same.
+    """
+    method = getattr(dataset, "digest", None)
+    return None if method is None else str(method())

@@ -1,0 +1,212 @@
+"""Map-style training data whose position comes back exactly, in the middle of an epoch, with workers and prefetching."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from multiprocessing.process import BaseProcess
+from pickle import PicklingError
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from ratchet_contract.errors import UserError
+from ratchet_worker.data import workers
+from ratchet_worker.data.augment import Augment, SampleLoader
+from ratchet_worker.data.digest import dataset_digest
+from ratchet_worker.data.order import ORDER_VERSION, BatchIs, BatchRule, derive_seed, epoch_order
+
+Key = tuple[int, int]
+
+
+class _Cursor:
+    """Where one rank is: an epoch and a position in samples; as an iterable, the keys of the batches from there on."""
+
+    def __init__(self, rule: BatchRule, seed: int, shuffle: bool) -> None:
+        self.rule, self.seed, self.shuffle = rule, seed, shuffle
+        self.epoch = self.position = 0
+
+    def move(self, epoch: int, position: int) -> None:
+        """Go to a position; the end of an epoch (no whole global batch left) is the beginning of the next."""
+        self.epoch, self.position = epoch, position
+        if self.rule.batches_left(position) == 0:
+            self.epoch, self.position = epoch + 1, 0
+
+    def advance(self) -> None:
+        """One batch was yielded."""
+        self.move(self.epoch, self.position + self.rule.global_batch)
+
+    def __len__(self) -> int:
+        return self.rule.batches_left(self.position)
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        # Bound now: with prefetching this is read ahead of the position.
+        return self._keys(self.epoch, self.position, len(self))
+
+    def _keys(self, epoch: int, position: int, count: int) -> Iterator[list[Key]]:
+        order = epoch_order(self.rule.length, self.seed, epoch, shuffle=self.shuffle)
+        for n in range(count):
+            start = self.rule.start(position + n * self.rule.global_batch)
+            yield [(epoch, index) for index in order[start : start + self.rule.per_rank].tolist()]
+
+
+class TrainLoader:
+    """This rank's batches of a map-style data set; fits ``TrainData``.
+
+    ``dataset``: has ``__len__`` and ``__getitem__(index)``; equal on all ranks. ``batch_size``: samples per rank
+    (``batch_is="per_rank"``) or per step of the whole group (``"global"``, unchanged by another world size).
+    ``augment(sample, generator)`` draws from a generator seeded by (seed, epoch, sample); so, in effect, do the process-wide
+    generators of ``random``, NumPy and torch (CPU) while a sample is loaded. ``num_workers``, ``prefetch_factor`` and
+    ``collate_fn`` are as in torch's ``DataLoader``; workers hand batches over in /dev/shm and use one thread each. See
+    ``order`` for the order and the end of an epoch, ``workers`` for the processes. Iterating uses up none of the rank's own
+    random numbers.
+    """
+
+    exact = True
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        seed: int,
+        rank: int,
+        world_size: int,
+        batch_is: BatchIs = "per_rank",
+        shuffle: bool = True,
+        augment: Augment | None = None,
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        """Raises ``UserError`` for numbers that cannot work together."""
+        if num_workers < 0 or (prefetch_factor is not None and (num_workers == 0 or prefetch_factor < 1)):
+            raise UserError("num_workers is >= 0; prefetch_factor is >= 1 and needs num_workers > 0")
+        rule = BatchRule(len(dataset), batch_size, batch_is, rank, world_size)
+        self._cursor = _Cursor(rule, seed, shuffle)
+        self._samples = SampleLoader(dataset, augment, seed)
+        self._num_workers, self._prefetch_factor = num_workers, prefetch_factor
+        self._collate: Callable[[list[Any]], Any] = collate_fn or default_collate
+        self._run = 0
+        self._loader: DataLoader[Any] | None = None
+        self._processes: list[BaseProcess] = []
+        self._finalizer = weakref.finalize(self, workers.kill, self._processes, os.getpid())
+
+    @property
+    def epoch(self) -> int:
+        """Epochs used up; it grows when an epoch's last batch is yielded."""
+        return self._cursor.epoch
+
+    @property
+    def position(self) -> int:
+        """Samples of this epoch's global order that all ranks together have used up."""
+        return self._cursor.position
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self._cursor.rule.batches_per_epoch
+
+    def data_digest(self) -> str | None:
+        """Names the samples, if the data set can (``dataset.digest()``)."""
+        return dataset_digest(self._samples.dataset)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._run += 1
+        return self._batches(self._run)
+
+    def _batches(self, run: int) -> Iterator[Any]:
+        if run != self._run:
+            return
+        for batch in self._fetch():
+            if run != self._run:  # a later iter(), a load or close() has ended this one
+                return
+            self._cursor.advance()
+            yield batch
+
+    def _fetch(self) -> Iterator[Any]:
+        if self._num_workers == 0:
+            return (self._samples.batch(keys, self._collate) for keys in self._cursor)
+        if self._loader is not None:
+            return iter(self._loader)
+        self._loader = DataLoader(
+            self._samples,
+            batch_sampler=self._cursor,
+            num_workers=self._num_workers,
+            prefetch_factor=self._prefetch_factor,
+            collate_fn=self._collate,
+            persistent_workers=True,
+            multiprocessing_context=workers.START_METHOD,
+            worker_init_fn=partial(workers.init_worker, os.getpid()),
+            # Without one of its own it draws from the rank's default generator at every iter().
+            generator=torch.Generator().manual_seed(derive_seed("loader", self._cursor.seed)),
+        )
+        try:
+            with warnings.catch_warnings(), workers.starting(self._processes):
+                warnings.filterwarnings("ignore", "Got pickle error")  # said better below
+                return iter(self._loader)
+        except (PicklingError, AttributeError, TypeError) as error:
+            self.close()
+            raise UserError(
+                f"num_workers > 0 starts fresh processes, so the data set, augment and collate_fn must be importable and "
+                f"made of plain data ({error}); move them to the top of a module, or use num_workers=0"
+            ) from error
+
+    def close(self) -> None:
+        """End the iteration and the workers, without waiting for what they are at. ``iter()`` starts new ones."""
+        self._run += 1
+        workers.kill(self._processes, os.getpid())
+        self._loader = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON. The position is that of the last batch yielded; what was prefetched is not used up."""
+        rule = self._cursor.rule
+        return {
+            "kind": "map",
+            "order_version": ORDER_VERSION,
+            "seed": self._cursor.seed,
+            "shuffle": self._cursor.shuffle,
+            "length": rule.length,
+            "world_size": rule.world_size,
+            "batch_size": rule.batch_size,
+            "batch_is": rule.batch_is,
+            "epoch": self.epoch,
+            "position": self.position,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at the same sample. A changed batch size is fine; another order or world size raises ``ValueError``."""
+        recorded = state.get("world_size")
+        if recorded != self._cursor.rule.world_size:
+            raise ValueError(
+                f"the data position was recorded with {recorded} ranks, this group has {self._cursor.rule.world_size}: "
+                "continue through load_resized"
+            )
+        self._load(state)
+
+    def load_resized(self, states: Sequence[dict[str, Any]]) -> None:
+        """Continue with another number of ranks at the very next sample of the global order. Raises ``ValueError``."""
+        if not states:
+            raise ValueError("there is no recorded data position to continue from")
+        if any(other != states[0] for other in states):
+            raise ValueError("the recorded ranks stood at different data positions; they do not belong to one step")
+        self._load(states[0])
+
+    def _load(self, state: dict[str, Any]) -> None:
+        mine = self.state_dict()
+        for key in ("kind", "order_version", "seed", "shuffle", "length"):
+            if state.get(key) != mine[key]:
+                raise ValueError(
+                    f"cannot continue the data order: {key} was {state.get(key)!r}, now it is {mine[key]!r}; restore the old "
+                    "value, or begin the data anew"
+                )
+        epoch, position = state.get("epoch"), state.get("position")
+        if not (
+            isinstance(epoch, int) and isinstance(position, int) and epoch >= 0 and 0 <= position <= mine["length"]
+        ):
+            raise ValueError(f"not a data position: epoch {epoch!r}, position {position!r} of {mine['length']} samples")
+        self._run += 1
+        self._cursor.move(epoch, position)

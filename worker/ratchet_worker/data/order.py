@@ -1,0 +1,106 @@
+"""The order of the data as a pure function of (seed, epoch, position).
+
+Nothing here has state, so a position is all that a checkpoint needs. The rule (version ``ORDER_VERSION``):
+
+- An epoch's permutation: sample i gets the i-th raw 64-bit word of a Philox 4x64-10 bit stream whose 128-bit key is the
+  SHA-256 of ``ratchet/order/<version>/<seed>/<epoch>``; samples are sorted by that word, ties by index. NumPy keeps the raw
+  stream of a bit generator the same for ever (NEP 19), and sorting integers has one answer; ``torch.randperm`` and
+  ``Generator.permutation`` promise no such thing over versions.
+- All ranks walk the one order together. At position p (samples of the global order used up in this epoch, by all ranks) the
+  next global batch is ``order[p : p + G]``; rank r has the r-th of its ``world_size`` equal contiguous parts.
+- G is ``batch_size * world_size`` where the per-rank batch is what stays fixed when the world size changes, ``batch_size``
+  where the global one is (then it must divide evenly: DDP averages ranks, not samples, so uneven parts would weigh wrongly).
+- The remainder of an epoch that fills no whole global batch is dropped. It is another one each epoch. Nothing is padded or
+  seen twice, and every rank has the same number of batches.
+- A position counts samples, not steps, so another world size goes on at the very next sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ratchet_contract.errors import UserError
+
+ORDER_VERSION: Final = 1
+BatchIs = Literal["per_rank", "global"]
+
+
+def derive_seed(purpose: str, *parts: int, bits: int = 64) -> int:
+    """An integer of ``bits`` bits (<= 256) from SHA-256 of ``ratchet/<purpose>/<part>/...``; the same on every machine."""
+    text = "/".join(["ratchet", purpose, *(str(int(p)) for p in parts)])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest(), "big") >> (256 - bits)
+
+
+def epoch_order(length: int, seed: int, epoch: int, *, shuffle: bool = True) -> npt.NDArray[np.int64]:
+    """The sample indices 0 .. length-1 in the order of ``epoch``, int64 of shape (length,)."""
+    if not shuffle:
+        return np.arange(length, dtype=np.int64)
+    key = derive_seed("order", ORDER_VERSION, seed, epoch, bits=128)
+    words = np.random.Philox(key=key).random_raw(length)
+    return np.argsort(words, kind="stable").astype(np.int64, copy=False)
+
+
+@dataclass(frozen=True)
+class BatchRule:
+    """How the order is cut into batches for one rank. Raises ``UserError`` when the parts cannot be made equal.
+
+    ``length``: samples in the data set; ``batch_size``: samples per rank or per step of the whole group, as ``batch_is`` says.
+    """
+
+    length: int
+    batch_size: int
+    batch_is: BatchIs
+    rank: int
+    world_size: int
+
+    def __post_init__(self) -> None:
+        if self.batch_is not in ("per_rank", "global"):
+            raise UserError(f"batch_is must be 'per_rank' or 'global', not {self.batch_is!r}")
+        if not 0 <= self.rank < self.world_size:
+            raise UserError(f"rank {self.rank} is not in a world of {self.world_size}")
+        if self.batch_size < 1:
+            raise UserError(f"batch_size must be at least 1, not {self.batch_size}")
+        if self.batch_is == "global" and self.batch_size % self.world_size:
+            raise UserError(
+                f"a global batch of {self.batch_size} does not divide evenly over {self.world_size} ranks; choose a multiple "
+                f"of {self.world_size}, or batch_is='per_rank'"
+            )
+        if self.length < self.global_batch:
+            raise UserError(
+                f"{self.length} samples do not fill one global batch of {self.global_batch}; use a smaller batch_size"
+            )
+
+    @property
+    def per_rank(self) -> int:
+        """Samples of one rank's batch."""
+        return self.batch_size if self.batch_is == "per_rank" else self.batch_size // self.world_size
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one step over all ranks."""
+        return self.per_rank * self.world_size
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return self.length // self.global_batch
+
+    def batches_left(self, position: int) -> int:
+        """Whole global batches from ``position`` to the end of the epoch."""
+        return max(0, self.length - position) // self.global_batch
+
+    def start(self, position: int) -> int:
+        """Where this rank's part of the global batch at ``position`` begins in the order."""
+        return position + self.rank * self.per_rank
+
+
+def shard(length: int, rank: int, world_size: int) -> range:
+    """This rank's part of a fixed list (held-back data): every index on exactly one rank, no padding, parts differ by <= 1.
+
+    For evaluation: sum counts, not means, over ranks.
+    """
+    return range(length * rank // world_size, length * (rank + 1) // world_size)

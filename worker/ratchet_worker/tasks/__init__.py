@@ -1,0 +1,1 @@
+"""Tasks on real data that needs no download."""
