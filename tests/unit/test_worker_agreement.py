@@ -1,0 +1,243 @@
+"""Ranks agree on one stop step over a real TCPStore, whatever the timing; each rank is a thread with clients of its own."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from ratchet_contract.phases import Cause
+from ratchet_worker.agreement import EVALUATION, FINISH, Agreement, Decision, Wish, decide, position
+from ratchet_worker.exchange import Abandoned, Exchange, PeerTimeout
+
+WAIT = 20.0
+
+
+@dataclass
+class Inbox:
+    """What one rank hears; ``listen`` is what an Agreement takes."""
+
+    wish: Wish = field(default_factory=Wish)
+    news: threading.Event = field(default_factory=threading.Event)
+
+    def tell(self, wish: Wish) -> None:
+        self.wish = wish
+        self.news.set()
+
+    def listen(self, seconds: float) -> Wish:
+        self.news.wait(min(seconds, 0.005))
+        self.news.clear()
+        return self.wish
+
+
+class Group:
+    """``n`` ranks on one store server."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.inboxes = [Inbox() for _ in range(n)]
+        self.idle: list[tuple[int, Decision]] = []
+        self.agreements = [
+            Agreement(
+                self.client(), r, n, self.inboxes[r].listen, lambda decision, r=r: self.idle.append((r, decision))
+            )
+            for r in range(n)
+        ]
+
+    def client(self) -> dist.TCPStore:
+        return dist.TCPStore("127.0.0.1", self.server.port, is_master=False, timeout=timedelta(seconds=WAIT))
+
+    def start(self) -> None:
+        for agreement in self.agreements:
+            agreement.start()
+
+    def run(self, main: Callable[[int], object]) -> list[object]:
+        """``main(rank)`` in a thread per rank; returns their results, raises what one raised."""
+        results: list[object] = [None] * self.n
+        errors: list[BaseException] = []
+
+        def body(rank: int) -> None:
+            try:
+                results[rank] = main(rank)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in range(self.n)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT)
+        alive = [t for t in threads if t.is_alive()]
+        for agreement in self.agreements:
+            agreement.close()
+        assert not errors, errors
+        assert not alive, "a rank hangs"
+        return results
+
+
+@pytest.fixture
+def group() -> Group:
+    return Group(3)
+
+
+def test_drifting_ranks_stop_at_the_same_step_and_none_goes_beyond_it() -> None:
+    """No collective holds the ranks together; the stop reaches one rank at a random step."""
+    for seed in range(6):
+        group = Group(3)
+        group.start()
+        draw = random.Random(seed)
+        stop_at, who = draw.randint(1, 60), draw.randrange(3)
+
+        def main(rank: int, group: Group = group, stop_at: int = stop_at, who: int = who, seed: int = seed) -> object:
+            agreement, pace, done = group.agreements[rank], random.Random(seed * 10 + rank), 0
+            while done < 5000:
+                if (decision := agreement.begin(position(done + 1))) is not None:
+                    return done, decision
+                threading.Event().wait(pace.random() * 0.002 * (1 + rank))
+                done += 1
+                if rank == who and done == stop_at:
+                    group.inboxes[rank].tell(Wish(stop=Cause.SIGTERM))
+            return done, None
+
+        results = group.run(main)
+        assert len(set(results)) == 1, results
+        done, decision = results[0]  # type: ignore[misc]
+        assert decision.stop is Cause.SIGTERM and decision.target == position(done) and stop_at <= done < 5000
+
+
+def test_checkpoint_then_checkpoint_then_stop_are_three_rounds_at_common_steps(group: Group) -> None:
+    group.start()
+    plan = {20: Wish(requests=1), 45: Wish(requests=2), 80: Wish(stop=Cause.API_SUSPEND, requests=2)}
+
+    def main(rank: int) -> object:
+        agreement, done, acts = group.agreements[rank], 0, []
+        while done < 5000:
+            decision = agreement.begin(position(done + 1))
+            if decision is None:
+                threading.Event().wait(0.0005 * (rank + 1))
+                done += 1
+                if rank == 1 and done in plan:
+                    group.inboxes[rank].tell(plan[done])
+                continue
+            acts.append((done, decision.stop))
+            if decision.stop is not None:
+                return acts
+            agreement.resolve(decision)
+        return acts
+
+    results = group.run(main)
+    assert results[0] == results[1] == results[2]
+    assert [stop for _, stop in results[0]] == [None, None, Cause.API_SUSPEND]  # type: ignore[union-attr]
+
+
+def test_two_ranks_wish_different_stops_at_once_and_one_cause_wins_everywhere(group: Group) -> None:
+    group.inboxes[0].tell(Wish(stop=Cause.SIGTERM))
+    group.inboxes[2].tell(Wish(stop=Cause.API_CANCEL))
+    published = [(position(3), Wish(Cause.SIGTERM)), (position(4), Wish()), (position(3), Wish(Cause.API_CANCEL))]
+    assert decide(0, published) == Decision(0, position(4), Cause.API_CANCEL)
+    group.start()
+    causes = set()
+    for rank, decision in _idle(group):
+        causes.add(decision)
+        assert rank in range(3)
+    group.run(lambda rank: None)
+    assert len(causes) == 1
+
+
+def _idle(group: Group) -> list[tuple[int, Decision]]:
+    deadline = threading.Event()
+    for _ in range(int(WAIT * 100)):
+        if len(group.idle) == group.n:
+            return group.idle
+        deadline.wait(0.01)
+    raise AssertionError(f"only {group.idle} heard of the stop")
+
+
+def test_a_stop_before_the_first_step_reaches_every_rank_without_the_main_threads(group: Group) -> None:
+    group.start()
+    group.inboxes[1].tell(Wish(stop=Cause.API_PREEMPT))
+    assert {(r, d.target, d.stop) for r, d in _idle(group)} == {(r, 0, Cause.API_PREEMPT) for r in range(3)}
+    results = group.run(lambda rank: group.agreements[rank].begin(position(1)))
+    assert all(isinstance(d, Decision) and d.stop is Cause.API_PREEMPT for d in results)
+
+
+def test_a_rank_in_an_evaluation_sees_the_stop_and_one_ahead_of_it_is_caught_up_with(group: Group) -> None:
+    """Ranks 1 and 2 evaluate after step 5; rank 0 only begins its evaluation: all do that and then abandon it."""
+    group.start()
+    entered = threading.Barrier(3)
+
+    def main(rank: int) -> object:
+        agreement = group.agreements[rank]
+        for step in range(1, 6):
+            assert agreement.begin(position(step)) is None
+        if rank == 0:
+            entered.wait(WAIT)
+            group.inboxes[0].tell(Wish(stop=Cause.SIGTERM))
+            while not agreement.wish.stop:
+                threading.Event().wait(0.001)
+        assert agreement.begin(position(5, EVALUATION)) is None
+        if rank != 0:
+            entered.wait(WAIT)
+        while (decision := agreement.pending()) is None:
+            threading.Event().wait(0.001)
+        assert agreement.begin(position(6)) == decision
+        return decision
+
+    results = group.run(main)
+    assert set(results) == {Decision(0, position(5, EVALUATION), Cause.SIGTERM)}
+
+
+def test_a_stop_when_one_rank_has_begun_to_finish_lets_all_finish(group: Group) -> None:
+    group.start()
+
+    def main(rank: int) -> object:
+        agreement = group.agreements[rank]
+        assert agreement.begin(position(9)) is None
+        if rank == 0:
+            assert agreement.begin(position(9, FINISH)) is None
+            group.inboxes[0].tell(Wish(stop=Cause.SIGTERM))
+            return "finished"
+        while not group.server.check(["freeze/0/open"]):
+            threading.Event().wait(0.001)
+        return "finished" if agreement.begin(position(9, FINISH)) is None else "stopped"
+
+    assert group.run(main) == ["finished"] * 3
+
+
+def test_a_lost_store_reaches_the_main_thread_instead_of_a_hang(group: Group) -> None:
+    def broken(seconds: float) -> Wish:
+        raise ConnectionError("the store is gone")
+
+    agreement = Agreement(group.client(), 0, 3, broken)
+    agreement._limit = 0  # a round is open
+    agreement.start()
+    with pytest.raises(ConnectionError, match="gone"):
+        agreement.begin(position(1))
+    agreement.close()
+
+
+def test_exchange_gathers_in_rank_order_names_who_is_missing_and_can_be_abandoned(group: Group) -> None:
+    def main(rank: int) -> object:
+        exchange = Exchange(group.client(), rank, 3, timeout=WAIT)
+        assert exchange.gather("a", {"from": rank}) == [{"from": r} for r in range(3)]
+        assert exchange.broadcast("b", "of-0" if rank == 0 else None) == "of-0"
+        if rank == 2:
+            return None
+        with pytest.raises(PeerTimeout, match=r"rank \[2\]"):
+            exchange.gather("c", rank, timeout=0.3)
+        with pytest.raises(Abandoned):
+            exchange.gather("d", rank, abandon=lambda: True)
+        return None
+
+    group.run(main)
+    client = group.client()
+    Exchange(client, 0, 3, WAIT).forget("a")
+    assert not client.check(["exchange/a/0"])
+    assert json.loads(client.get("exchange/b/0")) == "of-0"

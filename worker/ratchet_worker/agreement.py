@@ -1,0 +1,190 @@
+"""All ranks act at one and the same step: the freeze.
+
+A side thread hears of wishes (``control.json``, signals) and opens a round in the rendezvous store. In a round every rank's
+side thread publishes, under the lock that the start of each unit of work takes, the position it has last started; from that
+instant the rank starts nothing new. The target is the largest position published: every rank runs up to it, and there all act
+together: checkpoint and stop, or checkpoint and go on. No rank can be beyond the target, none needs a collective to agree, so it
+is exact also under hooks that let ranks drift apart.
+
+A **position** numbers the units of work, in the one order that all ranks follow: ``step * STRIDE + phase``. A unit is whatever
+needs all ranks: a training step, the exchange that begins an evaluation, the end of the job.
+
+Store keys: ``freeze/<round>/open`` and ``freeze/<round>/<rank>``. Rounds count from 0; a rank opens round k + 1 only when it has
+acted on round k. Each thread has a store client of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from torch.distributed.distributed_c10d import Store
+
+from ratchet_contract.phases import CAUSE_PRECEDENCE, Cause
+from ratchet_worker.exchange import until_present
+
+STRIDE: Final = 4
+STEP, EVALUATION, FINISH = 0, 1, 2
+NOT_STARTED: Final = 0
+_FREE: Final = 2**62
+
+
+def position(step: int, phase: int = STEP) -> int:
+    """Position of a unit of work; ``step`` counts from 1."""
+    return step * STRIDE + phase
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a rank has heard so far: a stop with its cause, and how many "save now" have been asked for."""
+
+    stop: Cause | None = None
+    requests: int = 0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks do when each has finished everything up to ``target``. ``stop`` None: checkpoint and go on."""
+
+    round: int
+    target: int
+    stop: Cause | None
+
+
+def decide(number: int, published: list[tuple[int, Wish]]) -> Decision:
+    """The decision of a round, from what the ranks published: the same on every rank, whoever computes it."""
+    stops = {wish.stop for _, wish in published if wish.stop is not None}
+    cause = next((c for c in CAUSE_PRECEDENCE if c in stops), None)
+    return Decision(number, max(position for position, _ in published), cause)
+
+
+class Agreement:
+    """One rank's part. The main thread calls ``begin``, ``pending`` and ``resolve``; a side thread runs ``serve``.
+
+    ``listen(seconds)`` waits up to that long for news and returns the newest ``Wish``; ``on_idle_stop`` is called (from the side
+    thread) when a stop is decided before any unit has been started, so that a start-up that takes long can be left at once.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        listen: Callable[[float], Wish],
+        on_idle_stop: Callable[[Decision], None] | None = None,
+    ) -> None:
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._listen, self._on_idle_stop = listen, on_idle_stop
+        self._changed = threading.Condition()
+        self._position = NOT_STARTED
+        self._limit = _FREE
+        self._decision: Decision | None = None
+        self._round = 0
+        self._served_requests = 0
+        self._closing = False
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self.wish = Wish()
+
+    def start(self) -> None:
+        """Start the side thread."""
+        self._thread = threading.Thread(target=self._run, name="ratchet-agreement", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the side thread; call when every unit of every rank has been started."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+
+    # --- main thread ---------------------------------------------------------------------------------------------------
+
+    def begin(self, unit: int) -> Decision | None:
+        """Start ``unit``, unless a decision with an earlier target stands: then that is returned and nothing was started.
+
+        Waits while a round is open whose target is not known yet. Raises what ended the side thread, if anything did.
+        """
+        with self._changed:
+            while unit > self._limit and self._decision is None and self._error is None:
+                self._changed.wait()
+            if self._error is not None:
+                raise self._error
+            if unit <= self._limit:
+                self._position = unit
+                return None
+            return self._decision
+
+    def pending(self) -> Decision | None:
+        """The decision that this rank can act on now, having nothing left to run before it; else None. Never waits."""
+        with self._changed:
+            decision = self._decision
+            return decision if decision is not None and decision.target <= self._position else None
+
+    def resolve(self, decision: Decision) -> None:
+        """The action of ``decision`` is done; work goes on and the next round may open."""
+        with self._changed:
+            assert decision is self._decision
+            self._decision, self._limit, self._round = None, _FREE, self._round + 1
+            self._changed.notify_all()
+
+    # --- side thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closed():
+                self.wish = self._listen(0.05)
+                if self._idle() and (self._wanted() or self._opened()):
+                    self._hold_round()
+        except BaseException as error:  # must reach the main thread, which may be waiting in begin()
+            with self._changed:
+                self._error = None if self._closing else error
+                self._changed.notify_all()
+
+    def _closed(self) -> bool:
+        with self._changed:
+            return self._closing
+
+    def _idle(self) -> bool:
+        with self._changed:
+            return self._decision is None
+
+    def _wanted(self) -> bool:
+        return self.wish.stop is not None or self.wish.requests > self._served_requests
+
+    def _key(self, name: object) -> str:
+        return f"freeze/{self._round}/{name}"
+
+    def _opened(self) -> bool:
+        return self._store.check([self._key("open")])
+
+    def _hold_round(self) -> None:
+        """Open or join the current round: freeze, publish, gather, set the target."""
+        self._store.set(self._key("open"), "1")
+        with self._changed:
+            at = self._limit = self._position
+        mine = {"position": at, "stop": self.wish.stop, "requests": self.wish.requests}
+        self._store.set(self._key(self._rank), json.dumps(mine))
+        published = self._gather()
+        if published is None:
+            return
+        decision = decide(self._round, published)
+        self._served_requests = max(self._served_requests, *(wish.requests for _, wish in published))
+        with self._changed:
+            self._limit, self._decision = decision.target, decision
+            self._changed.notify_all()
+        if decision.stop is not None and decision.target == NOT_STARTED and self._on_idle_stop is not None:
+            self._on_idle_stop(decision)
+
+    def _gather(self) -> list[tuple[int, Wish]] | None:
+        """What every rank published in this round, or None when this rank is closing meanwhile."""
+        keys = [self._key(rank) for rank in range(self._world_size)]
+        for _ in until_present(self._store, keys):
+            if self._closed():
+                return None
+        found = [json.loads(self._store.get(key)) for key in keys]
+        return [(f["position"], Wish(Cause(f["stop"]) if f["stop"] else None, f["requests"])) for f in found]

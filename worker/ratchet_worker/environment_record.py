@@ -1,0 +1,119 @@
+"""The facts a bit-for-bit repetition rests on, as recorded in a manifest, and their comparison at a resume.
+
+Only facts that can change a bit are recorded: thread counts, instruction set, library versions, GPU, topology, the
+deterministic switches. Host names, paths and dates are not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import torch
+
+from ratchet_contract.messages import LaunchFile
+from ratchet_contract.resume import EnvironmentDifference
+
+Fact: TypeAlias = str | int | float | bool | None
+Record: TypeAlias = dict[str, Fact]
+
+_ISA_FLAGS: Final = (
+    "sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16",
+    "avx512_fp16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16", "asimd", "sve", "sve2", "bf16", "i8mm",
+)  # fmt: skip
+_VARIABLES: Final = (
+    "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_NTHREADS", "NCCL_NVLS_ENABLE",
+    "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_COLLNET_ENABLE",
+)  # fmt: skip
+
+
+def record(launch: LaunchFile, device: torch.device) -> Record:
+    """This process's facts. All ranks of a group are expected to agree; rank 0's go into the manifest."""
+    facts: Record = {
+        "torch": torch.__version__,
+        "torch_build": _short_digest(torch.__config__.show()),
+        "numpy": np.__version__,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "machine": platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cpu_isa": cpu_instruction_set(),
+        "mkldnn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+        "determinism": launch.spec.determinism,
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "device": device.type,
+        "backend": launch.resolved.backend,
+        "world_size": launch.world_size,
+        "nodes": launch.spec.world.nodes,
+        "ranks_per_node": launch.spec.world.ranks_per_node,
+    }
+    if device.type == "cuda":
+        facts |= _gpu_facts(device)
+    facts |= {f"env:{name}": os.environ[name] for name in _VARIABLES if name in os.environ}
+    return facts
+
+
+def _gpu_facts(device: torch.device) -> Record:
+    cudnn = torch.backends.cudnn
+    nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()  # type: ignore[no-untyped-call]
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "gpu_capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
+        "driver": _driver_version(),
+        "cuda": torch.version.cuda,
+        "cudnn": cudnn.version(),  # type: ignore[no-untyped-call]
+        "nccl": ".".join(map(str, nccl)) or None,
+        "cudnn_deterministic": cudnn.deterministic,
+        "cudnn_benchmark": cudnn.benchmark,
+        "cudnn_tf32": cudnn.allow_tf32,
+    }
+
+
+def _driver_version() -> str | None:
+    """The kernel driver's version, from ``/proc/driver/nvidia/version``; None where that file is not (WSL, containers)."""
+    try:
+        words = Path("/proc/driver/nvidia/version").read_text().split()
+    except OSError:
+        return None
+    return next((w for w in words if w.count(".") >= 1 and w.replace(".", "").isdigit()), None)
+
+
+def cpu_instruction_set() -> str:
+    """Vendor and the vector extensions that numeric libraries choose their kernels by, from ``/proc/cpuinfo``."""
+    if not sys.platform.startswith("linux"):
+        return platform.processor() or platform.machine()
+    found: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        found.setdefault(key.strip(), value.strip())
+    flags = set(found.get("flags", found.get("Features", "")).split())
+    vendor = found.get("vendor_id", found.get("CPU implementer", "unknown"))
+    return " ".join([vendor, *(f for f in _ISA_FLAGS if f in flags)])
+
+
+def _short_digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def compare(recorded: Record | dict[str, Any], current: Record) -> list[EnvironmentDifference]:
+    """Every fact that is not the same, one that only one side knows included, sorted by name."""
+    return [
+        EnvironmentDifference(key=key, recorded=recorded.get(key), current=current.get(key))
+        for key in sorted(set(recorded) | set(current))
+        if recorded.get(key) != current.get(key)
+    ]
+
+
+def sentence(differences: list[EnvironmentDifference]) -> str:
+    """``threads (2 -> 1), torch (2.13.0 -> 2.13.1)``"""
+    return ", ".join(f"{d.key} ({d.recorded} -> {d.current})" for d in differences)

@@ -1,0 +1,98 @@
+"""Small messages between ranks over the rendezvous store, so that a save or an evaluation needs no collective.
+
+A collective waits for a rank that will never come; here every wait has a deadline, counts as no progress, and can be
+abandoned. One ``Exchange`` belongs to one thread: a waiting ``TCPStore`` client blocks every other caller of that client.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from torch.distributed.distributed_c10d import Store
+
+from ratchet_contract.errors import WorkerError
+
+_FIRST_PAUSE: Final = 0.0005
+_LONGEST_PAUSE: Final = 0.02
+
+
+class Abandoned(Exception):
+    """The wait was given up because the caller's ``abandon`` said so."""
+
+
+class PeerTimeout(WorkerError):
+    """A rank did not answer in time."""
+
+    code = "peer-timeout"
+
+
+def until_present(store: Store, keys: list[str]) -> Iterator[None]:
+    """Yields, with growing pauses, until all ``keys`` are in the store. One look costs about 25 microseconds.
+
+    ``Store.wait`` would hold the client, and every one of its timeouts prints warnings.
+    """
+    pause = _FIRST_PAUSE
+    while not store.check(keys):
+        yield
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+class Exchange:
+    """Gather and broadcast of JSON values among all ranks, by name; a name is used once. Values are a few megabytes at most."""
+
+    def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
+        self._store, self.rank, self.world_size, self._timeout = store, rank, world_size, timeout
+
+    def gather(
+        self, name: str, value: Any, *, abandon: Callable[[], bool] | None = None, timeout: float | None = None
+    ) -> list[Any]:
+        """Every rank's value in rank order. Raises ``PeerTimeout`` (naming the ranks) or ``Abandoned``."""
+        self.post(name, value)
+        return self.collect(name, abandon=abandon, timeout=timeout)
+
+    def post(self, name: str, value: Any) -> None:
+        """Publish this rank's value; returns at once."""
+        self._store.set(self._key(name, self.rank), _dump(value))
+
+    def collect(
+        self, name: str, *, abandon: Callable[[], bool] | None = None, timeout: float | None = None
+    ) -> list[Any]:
+        """Every rank's posted value in rank order, waiting for the missing ones."""
+        keys = [self._key(name, r) for r in range(self.world_size)]
+        self._wait(name, keys, abandon, timeout)
+        return [json.loads(self._store.get(key)) for key in keys]
+
+    def broadcast(self, name: str, value: Any = None, *, timeout: float | None = None) -> Any:
+        """Rank 0's ``value`` on every rank; the others' argument is not looked at."""
+        key = self._key(name, 0)
+        if self.rank == 0:
+            self._store.set(key, _dump(value))
+        else:
+            self._wait(name, [key], None, timeout)
+        return json.loads(self._store.get(key))
+
+    def forget(self, name: str) -> None:
+        """Remove the keys of ``name`` from the store; only when every rank is known to have read them."""
+        for rank in range(self.world_size):
+            self._store.delete_key(self._key(name, rank))
+
+    def _key(self, name: str, rank: int) -> str:
+        return f"exchange/{name}/{rank}"
+
+    def _wait(self, name: str, keys: list[str], abandon: Callable[[], bool] | None, timeout: float | None) -> None:
+        limit = self._timeout if timeout is None else timeout
+        deadline = time.monotonic() + limit
+        for _ in until_present(self._store, keys):
+            if abandon is not None and abandon():
+                raise Abandoned(name)
+            if time.monotonic() > deadline:
+                missing = [int(k.rsplit("/", 1)[1]) for k in keys if not self._store.check([k])]
+                raise PeerTimeout(f"{name}: no answer from rank {missing} within {limit:.0f} s")
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
