@@ -95,9 +95,15 @@ class TrainData(Protocol):
     or the data begin anew under ``policy.on_hook_mismatch: reset`` and are reported as reset.
     """
 
-    epoch: int
-    steps_per_epoch: int | None
-    exact: bool
+    # Properties, so that a plain attribute fits as well as a computed one.
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def steps_per_epoch(self) -> int | None: ...
+
+    @property
+    def exact(self) -> bool: ...
 
     def __iter__(self) -> Iterator[Any]: ...
 
