@@ -1,0 +1,282 @@
+"""What happens next to a job: one pure function over what is known, so that every rule can be tested as a table.
+
+``decide(view, now)`` reads no clock, no disk and no database. The reconciler loads a view, calls it, and applies the answer.
+
+The rules for an attempt that has ended:
+
+1. A fault that cannot heal (budget ``fatal``) ends the job at once, unless a cancel was wanted.
+2. The final checkpoint is committed and the end was clean or a graceful stop: the job is done, whatever was wanted.
+3. A clean exit while a stop was wanted, without the final checkpoint, is that stop and no success.
+4. A wanted suspend or cancel is reached once nothing runs, however the attempt ended; the budgets still count it.
+5. Otherwise the cause's budget decides between another attempt (after a back-off for failures) and the end of the job.
+   Three attempts in a row that commit no new step end it too. A suspended attempt is a pause that somebody asked for, not
+   a try that came to nothing: it neither adds to that row nor breaks it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import Final
+
+from ratchet_contract.phases import Budget, Cause, Desired, Event, JobPhase, Outcome
+
+MAX_BACKOFF: Final = 300.0
+"""Seconds; delays double up to this."""
+JITTER: Final = 0.2
+"""A delay is drawn from [1 - JITTER, 1 + JITTER] times its nominal value."""
+LOST_FACTOR: Final = 2.0
+"""Attempts that were lost wait this much longer than failed ones: the machine, not the job, needs the time."""
+NO_PROGRESS_LIMIT: Final = 3
+
+
+class Action(StrEnum):
+    """What the reconciler is to do."""
+
+    NOTHING = "nothing"
+    WAIT = "wait"  # until ``not_before``
+    LAUNCH = "launch"
+    STOP = "stop"  # ask the agent to end, with ``cause``
+    KILL = "kill"  # end it by force, with ``cause``
+    END = "end"  # the attempt is over: apply ``event`` and ``counters``
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What was used up of the budgets; ``no_progress`` counts attempts in a row."""
+
+    preemptions: int = 0
+    failures: int = 0
+    no_progress: int = 0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The spec's policy; seconds."""
+
+    max_preemptions: int | None = None
+    max_failures: int = 3
+    backoff: float = 1.0
+    timeout: float | None = None
+    stop_grace: float = 120.0
+
+
+@dataclass(frozen=True)
+class AttemptEnd:
+    """How the newest attempt ended, once nothing of it is alive.
+
+    ``base_step`` is where it started (None: it never got that far), ``committed_step`` the newest step it committed,
+    ``finished`` whether that is the job's final checkpoint.
+    """
+
+    cause: Cause
+    base_step: int | None = None
+    committed_step: int | None = None
+    finished: bool = False
+    message: str | None = None
+
+    @property
+    def progress(self) -> bool:
+        """A new step was committed."""
+        return self.committed_step is not None and self.committed_step > (self.base_step or 0)
+
+
+@dataclass(frozen=True)
+class Alive:
+    """What is seen of an attempt that has not ended. Times in seconds.
+
+    ``asked`` is how long ago the agent was told to stop by signal (None: it was not); ``killable_after`` how long it then
+    gets; ``launch_deadline`` how long the agent may take to show its first sign of life.
+    """
+
+    age: float
+    seen: bool
+    asked: float | None = None
+    asked_cause: Cause | None = None
+    killable_after: float = 10.0
+    launch_deadline: float = 60.0
+
+
+@dataclass(frozen=True)
+class JobView:
+    """What ``decide`` knows. ``running_seconds`` is the time of earlier attempts; ``attempt`` None: none is under way."""
+
+    job_id: str
+    phase: JobPhase
+    desired: Desired = Desired.RUN
+    desired_cause: Cause | None = None
+    desired_at: datetime | None = None
+    epoch: int = 0
+    counters: Counters = Counters()
+    limits: Limits = Limits()
+    not_before: datetime | None = None
+    running_seconds: float = 0.0
+    attempt: Alive | AttemptEnd | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """``cause`` is the attempt's, for STOP, KILL and END; the rest describes the job after an END."""
+
+    action: Action
+    event: Event | None = None
+    cause: Cause | None = None
+    counters: Counters = Counters()
+    not_before: datetime | None = None
+    reason: str | None = None
+    message: str | None = None
+
+
+def decide(view: JobView, now: datetime) -> Decision:
+    """The next move for one job. Raises ``ValueError`` for a view that cannot be (an active job without an attempt)."""
+    if view.phase is JobPhase.QUEUED:
+        return _queued(view, now)
+    if not view.phase.active:
+        return Decision(Action.NOTHING, counters=view.counters)
+    if view.attempt is None:
+        raise ValueError(f"job {view.job_id} is {view.phase} but has no attempt")
+    if isinstance(view.attempt, AttemptEnd):
+        return _ended(view, view.attempt, now)
+    return _alive(view, view.attempt, now)
+
+
+def backoff_seconds(job_id: str, epoch: int, nth: int, first: float) -> float:
+    """Delay before the ``nth`` retry in a row (from 1): ``first`` doubled each time, up to ``MAX_BACKOFF``, with jitter.
+
+    The jitter is a hash of job and attempt: the same whenever and by whomever it is computed.
+    """
+    digest = hashlib.sha256(f"{job_id}/{epoch}".encode()).digest()
+    unit = int.from_bytes(digest[:8], "big") / 2**64
+    nominal = first * 2.0 ** min(nth - 1, 40)
+    return min(MAX_BACKOFF, nominal * (1 - JITTER + 2 * JITTER * unit))
+
+
+def _queued(view: JobView, now: datetime) -> Decision:
+    if view.limits.timeout is not None and view.running_seconds >= view.limits.timeout:
+        return Decision(
+            Action.END,
+            Event.END_FAILED,
+            counters=view.counters,
+            reason=Cause.TIMEOUT.value,
+            message=_timeout_text(view.limits.timeout),
+        )
+    if view.not_before is not None and view.not_before > now:
+        return Decision(Action.WAIT, counters=view.counters, not_before=view.not_before)
+    return Decision(Action.LAUNCH, counters=view.counters)
+
+
+def _alive(view: JobView, seen: Alive, now: datetime) -> Decision:
+    if seen.asked is not None:
+        if seen.asked >= seen.killable_after:
+            return Decision(Action.KILL, cause=seen.asked_cause, counters=view.counters)
+        return Decision(Action.NOTHING, counters=view.counters)
+    if not seen.seen and seen.age >= seen.launch_deadline:
+        return Decision(Action.KILL, cause=Cause.LAUNCHER_ERROR, counters=view.counters)
+    if view.desired is not Desired.RUN:
+        waited = (now - view.desired_at).total_seconds() if view.desired_at else 0.0
+        if waited >= view.limits.stop_grace:
+            cause = Cause.API_CANCEL if view.desired is Desired.CANCEL else Cause.HANG
+            return Decision(Action.STOP, cause=cause, counters=view.counters)
+        return Decision(Action.NOTHING, counters=view.counters)
+    if view.limits.timeout is not None and view.running_seconds + seen.age >= view.limits.timeout:
+        return Decision(Action.STOP, cause=Cause.TIMEOUT, counters=view.counters)
+    return Decision(Action.NOTHING, counters=view.counters)
+
+
+_WANTED: Final = {
+    Desired.SUSPEND: Cause.API_SUSPEND,
+    Desired.CANCEL: Cause.API_CANCEL,
+    Desired.PREEMPT: Cause.API_PREEMPT,
+}
+_STOPPED: Final = (Outcome.SUCCEEDED, Outcome.PREEMPTED, Outcome.SUSPENDED, Outcome.CANCELLED)
+
+
+def _ended(view: JobView, end: AttemptEnd, now: datetime) -> Decision:
+    if end.finished and end.cause.outcome in _STOPPED:
+        return _over(view, Event.END_SUCCEEDED, Cause.COMPLETED, view.counters, None, None)
+    cause = end.cause
+    if cause is Cause.COMPLETED:
+        if view.desired is Desired.RUN:
+            return _over(view, Event.END_SUCCEEDED, cause, view.counters, None, None)
+        cause = view.desired_cause or _WANTED[view.desired]
+    counters = count(view.counters, cause, end.progress)
+    if view.desired is Desired.CANCEL or cause is Cause.API_CANCEL:
+        return _over(view, Event.END_CANCELLED, cause, counters, *_unless(cause, Outcome.CANCELLED, end))
+    if cause.budget is Budget.FATAL:
+        text = end.message or (_timeout_text(view.limits.timeout) if cause is Cause.TIMEOUT else None)
+        return _over(view, Event.END_FAILED, cause, counters, cause.value, text)
+    if view.desired is Desired.SUSPEND:
+        return _over(view, Event.END_SUSPENDED, cause, counters, *_unless(cause, Outcome.SUSPENDED, end))
+    exhausted = _exhausted(view, cause, counters, end)
+    if exhausted is not None:
+        return exhausted
+    return _requeue(view, cause, counters, end, now)
+
+
+def count(counters: Counters, cause: Cause, progress: bool) -> Counters:
+    """The counters after an attempt that ended with ``cause``; real progress forgives earlier failures, never preemptions."""
+    if cause.outcome is not Outcome.SUSPENDED:
+        counters = replace(counters, no_progress=0 if progress else counters.no_progress + 1)
+    if progress:
+        counters = replace(counters, failures=0, no_progress=0)
+    if cause.budget is Budget.PREEMPTIONS:
+        return replace(counters, preemptions=counters.preemptions + 1)
+    if cause.budget in (Budget.FAILURES, Budget.FATAL):
+        return replace(counters, failures=counters.failures + 1)
+    return counters
+
+
+def _exhausted(view: JobView, cause: Cause, counters: Counters, end: AttemptEnd) -> Decision | None:
+    limits, last = view.limits, _last(cause, end)
+    if cause.budget is Budget.FAILURES and counters.failures > limits.max_failures:
+        text = f"{counters.failures} failures without progress, {limits.max_failures} allowed (policy.max_failures). {last}"
+        return _over(view, Event.END_FAILED, cause, counters, "max-failures", text)
+    if (
+        cause.budget is Budget.PREEMPTIONS
+        and limits.max_preemptions is not None
+        and counters.preemptions > limits.max_preemptions
+    ):
+        text = f"{counters.preemptions} preemptions, {limits.max_preemptions} allowed (policy.max_preemptions). {last}"
+        return _over(view, Event.END_FAILED, cause, counters, "max-preemptions", text)
+    if cause.outcome is not Outcome.SUSPENDED and counters.no_progress >= NO_PROGRESS_LIMIT:
+        text = (
+            f"{counters.no_progress} attempts in a row committed no new step. {last} Read the logs, mend the cause, or let "
+            "checkpoint.every_steps be smaller; then resume the job."
+        )
+        return _over(view, Event.END_FAILED, cause, counters, "no-progress", text)
+    return None
+
+
+def _requeue(view: JobView, cause: Cause, counters: Counters, end: AttemptEnd, now: datetime) -> Decision:
+    if cause.budget is not Budget.FAILURES:
+        return _over(view, Event.END_REQUEUE, cause, counters, cause.value, _last(cause, end))
+    first = view.limits.backoff * (LOST_FACTOR if cause.outcome is Outcome.LOST else 1.0)
+    delay = backoff_seconds(view.job_id, view.epoch, counters.failures, first)
+    text = f"{_last(cause, end)} Tried again after {delay:.1f} s."
+    return replace(
+        _over(view, Event.END_REQUEUE, cause, counters, "backoff", text), not_before=now + timedelta(seconds=delay)
+    )
+
+
+def _over(
+    view: JobView, event: Event, cause: Cause, counters: Counters, reason: str | None, message: str | None
+) -> Decision:
+    return Decision(Action.END, event, cause, counters, None, reason, message)
+
+
+def _unless(cause: Cause, outcome: Outcome, end: AttemptEnd) -> tuple[str | None, str | None]:
+    """No reason when the attempt ended as wanted; else the cause, so that the job tells of it."""
+    return (None, None) if cause.outcome is outcome else (cause.value, _last(cause, end))
+
+
+def _last(cause: Cause, end: AttemptEnd) -> str:
+    return f"The last attempt ended with {cause.value}" + (f": {end.message.rstrip('.')}." if end.message else ".")
+
+
+def _timeout_text(timeout: float | None) -> str:
+    return (
+        f"The attempts ran for {timeout:g} s in all, which is policy.timeout. The last checkpoint is kept: fork the job with a "
+        "longer timeout to go on."
+    )

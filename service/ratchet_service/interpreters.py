@@ -1,0 +1,129 @@
+"""Asks an interpreter what it could run, in a subprocess, without importing a line of the user's code.
+
+A module is found by walking ``sys.meta_path`` name by name: ``importlib.util.find_spec("a.b")`` would import ``a``.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+PROBE_SECONDS: Final = 60.0
+CACHE_SECONDS: Final = 30.0
+
+_PROGRAM: Final = r"""
+import ast, json, os, sys
+code, module = json.loads(sys.argv[1])
+sys.path = [p for p in sys.path if p]
+out = {"version": list(sys.version_info[:3])}
+try:
+    import ratchet_worker
+    from ratchet_contract.version import PROTOCOL_VERSION
+    out["protocol"] = PROTOCOL_VERSION
+except Exception as error:
+    out["worker_error"] = f"{type(error).__name__}: {error}"
+if code:
+    sys.path.insert(0, code)  # after the imports: a user's own typing.py must not get in between
+def find(name):
+    path, full, spec = None, "", None
+    for part in name.split("."):
+        full = f"{full}.{part}" if full else part
+        spec = next((s for f in sys.meta_path if (s := f.find_spec(full, path)) is not None), None)
+        if spec is None:
+            return None, full
+        path = spec.submodule_search_locations
+    return spec, full
+torch = find("torch")[0]
+out["torch"] = torch is not None
+out["torch_cuda"] = False
+if torch is not None and torch.origin:
+    with open(os.path.join(os.path.dirname(torch.origin), "version.py")) as f:
+        for node in ast.parse(f.read()).body:
+            target = getattr(node, "target", None) or (getattr(node, "targets", None) or [None])[0]
+            if getattr(target, "id", "") == "cuda":
+                out["torch_cuda"] = getattr(node.value, "value", None) is not None
+if module:
+    spec, name = find(module)
+    if spec is None:
+        out["missing"] = name
+    elif spec.origin and spec.origin.endswith(".py"):
+        try:
+            with open(spec.origin, "rb") as f:
+                ast.parse(f.read(), spec.origin)
+        except SyntaxError as error:
+            out["syntax"] = f"{os.path.basename(spec.origin)}, line {error.lineno}: {error.msg}"
+print(json.dumps(out))
+"""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What an interpreter said about itself. ``error`` set: it could not be asked, and nothing else means anything.
+
+    ``missing``: the first part of the module's name that was not found. ``syntax``: the module's syntax error.
+    """
+
+    error: str | None = None
+    version: tuple[int, ...] = ()
+    protocol: int | None = None
+    worker_error: str | None = None
+    torch: bool = False
+    torch_cuda: bool = False
+    missing: str | None = None
+    syntax: str | None = None
+
+
+class Interpreters:
+    """Asks and remembers for ``CACHE_SECONDS``; answers about a user's directory are never remembered. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[tuple[str, str | None], tuple[float, Findings]] = {}
+
+    def ask(self, python: str, *, code: str | None = None, module: str | None = None) -> Findings:
+        """Look for ``ratchet_worker``, torch and ``module`` with ``code`` first on the path."""
+        if code is not None:
+            return _ask(python, code, module)
+        with self._lock:
+            found = self._known.get((python, module))
+            if found is not None and time.monotonic() - found[0] < CACHE_SECONDS:
+                return found[1]
+        answer = _ask(python, None, module)
+        with self._lock:
+            self._known[(python, module)] = (time.monotonic(), answer)
+        return answer
+
+
+def _ask(python: str, code: str | None, module: str | None) -> Findings:
+    try:
+        done = subprocess.run(
+            [python, "-c", _PROGRAM, json.dumps([code, module])],
+            capture_output=True,
+            text=True,
+            timeout=PROBE_SECONDS,
+            cwd="/",
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Findings(error=f"it could not be run: {error}")
+    try:
+        data = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        return Findings(error=f"it did not answer: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
+    return Findings(**{**data, "version": tuple(data["version"])})
+
+
+def interpreter_of(given: str) -> Path | None:
+    """The interpreter that ``spec.python`` names: itself, or ``bin/python`` of a virtual environment; None if there is none.
+
+    Links are kept: a virtual environment's python is a link, and is one only under that name.
+    """
+    path = Path(given)
+    if path.is_dir():
+        path = path / "bin" / "python"
+    return path if path.is_file() else None

@@ -1,0 +1,55 @@
+"""Processes seen through /proc: who belongs to an attempt, who is really alive. Linux only."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+
+def start_time(pid: int) -> int | None:
+    """Field 22 of /proc/<pid>/stat: clock ticks since boot; None if there is no such process or it is a zombie.
+
+    Together with the pid this names one process for good: pids are used again, start times with them are not.
+    """
+    fields = _stat(pid)
+    return None if fields is None or fields[0] in "ZX" else int(fields[19])
+
+
+def is_alive(pid: int, started: int) -> bool:
+    """Is the process (pid, start time) still there, and no zombie?"""
+    return start_time(pid) == started
+
+
+def with_variable(name: str, value: str) -> list[int]:
+    """Live processes, other than this one, whose environment at their start had ``name=value``.
+
+    Children inherit it, so grandchildren that left their group and session are found too. Processes of other users, whose
+    environment cannot be read, are not.
+    """
+    needle = f"\0{name}={value}\0".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            environ = (entry / "environ").read_bytes()
+        except OSError:
+            continue
+        if needle in b"\0" + environ and start_time(int(entry.name)) is not None:
+            found.append(int(entry.name))
+    return sorted(found)
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _stat(pid: int) -> list[str] | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()

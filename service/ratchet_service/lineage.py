@@ -1,0 +1,70 @@
+"""Which checkpoints a job may be resumed from: pure, from what its attempts recorded.
+
+Every attempt records its base, the checkpoint it started from, before it trains. So the checkpoints that lead to the
+present form a chain: the newest attempt k that recorded a base owns its epoch's steps above base_k.step; below that,
+base_k is a checkpoint of epoch j, which owns the steps in (base_j.step, base_k.step]; and so on to the start.
+Whatever else lies on the disk is no ancestor: a zombie's steps above the point that a later attempt started from, or the
+branch that an explicit "resume from step S" left behind. "The newest manifest wins" would take both.
+
+The lineage is a list of ``Segment``, newest first. The numbers of attempts fall strictly along the chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ratchet_contract.messages import ForkSource
+from ratchet_contract.resume import Base, Segment
+
+
+def lineage(
+    bases: Mapping[int, Base], *, resume_from: Base | None = None, fork: ForkSource | None = None
+) -> list[Segment]:
+    """The segments that the next attempt, or the newest one, belongs to.
+
+    ``bases``: the recorded base by attempt number; attempts that died before they had one are absent.
+    ``resume_from``: an explicit wish that no attempt has taken yet: the chain begins at exactly that checkpoint.
+    ``fork``: the source of a forked job, whose epochs are another job's; the chain ends there.
+    """
+    if resume_from is not None:
+        epoch, until = resume_from.epoch, resume_from.step
+        return _chain(bases, epoch, until, fork) if epoch is not None else []
+    if not bases:
+        return []
+    return _chain(bases, max(bases), None, fork)
+
+
+def _chain(bases: Mapping[int, Base], epoch: int | None, until: int | None, fork: ForkSource | None) -> list[Segment]:
+    out: list[Segment] = []
+    while epoch is not None:
+        base = bases.get(epoch)
+        if base is None:
+            # The base of that attempt was never recorded, so only the checkpoint that the chain names is certain.
+            assert until is not None
+            out.append(Segment(epoch=epoch, after_step=until - 1, until_step=until))
+            break
+        out.append(Segment(epoch=epoch, after_step=base.step, until_step=until))
+        following = None if _is_fork(base, fork) else base.epoch
+        if following is not None and following >= epoch:
+            raise ValueError(f"attempt {epoch} says it started from attempt {following}: that is later than itself")
+        epoch, until = following, base.step
+    return out
+
+
+def _is_fork(base: Base, fork: ForkSource | None) -> bool:
+    """A digest covers the job's id, so a base with the fork's digest is never one of this job's own."""
+    return fork is not None and base.digest == fork.digest
+
+
+def holds(segments: list[Segment], step: int, epoch: int) -> bool:
+    """Is checkpoint (step, epoch) of this lineage?"""
+    return any(s.holds(step, epoch) for s in segments)
+
+
+def fork_for_launch(
+    fork: ForkSource | None, segments: list[Segment], committed: list[tuple[int, int]]
+) -> ForkSource | None:
+    """The fork's source for the next launch: only until a checkpoint (step, epoch) of the job's own lineage is committed."""
+    if fork is None or any(holds(segments, step, epoch) for step, epoch in committed):
+        return None
+    return fork

@@ -1,0 +1,199 @@
+"""Checks of a job spec against this machine, and the resolution of every ``auto``: once per job, at submission.
+
+What cannot work is a problem with a JSON pointer, and the job is refused; what is legal but without effect or risky is a
+warning. Nothing of the user's is imported and nothing imports torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ratchet_contract.api import Warning_
+from ratchet_contract.errors import FieldProblem, SpecError
+from ratchet_contract.spec import JobSpec, Resolved
+from ratchet_contract.version import PROTOCOL_VERSION
+from ratchet_hooks.registry import HOOKS
+from ratchet_service import snapshot
+from ratchet_service.decide import MAX_BACKOFF
+from ratchet_service.interpreters import Findings, Interpreters, interpreter_of
+from ratchet_service.machine import Machine
+from ratchet_service.slots import need_of, oversubscribed
+
+
+@dataclass
+class _Report:
+    warnings: list[Warning_] = field(default_factory=list)
+    problems: list[FieldProblem] = field(default_factory=list)
+
+    def warn(self, pointer: str, code: str, detail: str) -> None:
+        self.warnings.append(Warning_(pointer=pointer, code=code, detail=detail))
+
+    def refuse(self, pointer: str, code: str, detail: str) -> None:
+        self.problems.append(FieldProblem(pointer=pointer, code=code, detail=detail))
+
+
+def resolve(
+    spec: JobSpec,
+    machine: Machine,
+    *,
+    interpreters: Interpreters | None = None,
+    environ: Mapping[str, str] | None = None,
+    limits: snapshot.Limits | None = None,
+) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
+    """Every ``auto`` decided for ``machine``, warnings, and the problems that forbid the job (then ignore the rest).
+
+    ``environ`` is what the launcher's environment will be (for secrets); ``code_digest`` is left to the snapshot.
+    """
+    report = _Report()
+    _check_secrets(spec, os.environ if environ is None else environ, report)
+    code_ok = _check_code(spec, limits, report)
+    python, findings = _check_python(spec, interpreters or Interpreters(), code_ok, report)
+    device, backend = _device_and_backend(spec, machine, findings, report)
+    resolved = Resolved(
+        device="cuda" if device == "cuda" else "cpu",
+        backend="nccl" if backend == "nccl" else "gloo",
+        threads_per_rank=_threads(spec, machine, device),
+        python=python,
+    )
+    _warn(spec, resolved, machine, report)
+    return resolved, report.warnings, report.problems
+
+
+def _check_secrets(spec: JobSpec, environ: Mapping[str, str], report: _Report) -> None:
+    for name, secret in spec.secrets.items():
+        if secret.from_env not in environ:
+            detail = f"{secret.from_env} is not set in the launcher's environment: set it where the service is started"
+            report.refuse(f"/secrets/{name}", "secret-missing", detail)
+
+
+def _check_code(spec: JobSpec, limits: snapshot.Limits | None, report: _Report) -> bool:
+    """Check directory and script; False when the code cannot be looked into."""
+    if spec.code is None:
+        return True
+    try:
+        snapshot.inspect(spec.code.path, limits)
+    except SpecError as error:
+        report.problems.extend(error.errors)
+        return False
+    if spec.script is not None:
+        script = Path(spec.code.path) / spec.script[0]
+        if not script.is_file():
+            report.refuse("/script/0", "script-not-found", f"there is no file {spec.script[0]!r} in {spec.code.path!r}")
+        else:
+            _check_syntax(script, report)
+    return True
+
+
+def _check_syntax(script: Path, report: _Report) -> None:
+    try:
+        ast.parse(script.read_bytes(), script.name)
+    except (SyntaxError, ValueError, OSError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        report.refuse("/script/0", "syntax-error", f"{script.name}{line}: {getattr(error, 'msg', error)}")
+
+
+def _check_python(spec: JobSpec, interpreters: Interpreters, code_ok: bool, report: _Report) -> tuple[str, Findings]:
+    """The interpreter for the ranks, and what it says about itself and the entrypoint."""
+    given = spec.python or sys.executable
+    pointer = "/python"
+    path = interpreter_of(given) if Path(given).is_absolute() else None
+    if path is None:
+        what = "is neither an interpreter nor a virtual environment" if Path(given).is_absolute() else "is not absolute"
+        report.refuse(pointer, "python-not-found", f"{given!r} {what}: name a python or its environment's directory")
+        return given, Findings(error="not found")
+    module = spec.task.entrypoint.partition(":")[0] if spec.task is not None and code_ok else None
+    found = interpreters.ask(str(path), code=spec.code.path if spec.code and code_ok else None, module=module)
+    if found.error is not None:
+        report.refuse(pointer, "python-unusable", f"{path}: {found.error}")
+    elif found.worker_error is not None:
+        text = (
+            f"ratchet_worker cannot be imported by {path} ({found.worker_error}): install ratchet-train[worker] there"
+        )
+        report.refuse(pointer, "worker-missing", text)
+    elif found.protocol != PROTOCOL_VERSION:
+        text = f"{path} has a Ratchet with protocol {found.protocol}, the service speaks {PROTOCOL_VERSION}: install the same"
+        report.refuse(pointer, "protocol-mismatch", text)
+    elif not found.torch:
+        report.refuse(pointer, "torch-missing", f"torch cannot be found by {path}: install ratchet-train[worker] there")
+    elif found.missing is not None:
+        where = f"{spec.code.path!r} or {path}" if spec.code else f"{path}; set code.path to your directory"
+        report.refuse("/task/entrypoint", "module-not-found", f"no module {found.missing!r} in {where}")
+    elif found.syntax is not None:
+        report.refuse("/task/entrypoint", "syntax-error", found.syntax)
+    return str(path), found
+
+
+def _device_and_backend(spec: JobSpec, machine: Machine, found: Findings, report: _Report) -> tuple[str, str]:
+    ranks, gpus = spec.world.ranks_per_node, len(machine.gpus)
+    device = spec.world.device
+    if device == "auto":
+        device = "cuda" if gpus and (found.torch_cuda or found.error is not None) else "cpu"
+    if device == "cuda" and not gpus:
+        report.refuse("/world/device", "no-gpu", "this machine has no GPU: use device cpu or auto")
+    elif device == "cuda" and not found.torch_cuda and found.error is None and found.torch:
+        report.refuse("/world/device", "torch-without-cuda", "torch of this interpreter is built without CUDA")
+    elif device == "cuda" and ranks > gpus:
+        text = f"{ranks} ranks need {ranks} GPUs, this machine has {gpus}: use at most {gpus} ranks, or device cpu"
+        report.refuse("/world/ranks_per_node", "too-few-gpus", text)
+    backend = spec.ddp.backend
+    if backend == "auto":
+        backend = "nccl" if device == "cuda" else "gloo"
+    if backend == "nccl" and device == "cpu":
+        text = "NCCL moves CUDA tensors only and the job runs on the CPU of this machine: use backend gloo or auto"
+        report.refuse("/ddp/backend", "backend-device", text)
+    return device, backend
+
+
+def _threads(spec: JobSpec, machine: Machine, device: str) -> int:
+    """OMP_NUM_THREADS as given, else ``cpus_per_rank``, else an even share of the cores.
+
+    Fixed once per job: another number of threads gives other bits on the CPU. On CUDA the share is per GPU of the machine, so
+    that jobs on other GPUs find CPU slots left.
+    """
+    given = spec.env.get("OMP_NUM_THREADS")
+    if given is not None:
+        return int(given)
+    if spec.resources.cpus_per_rank is not None:
+        return spec.resources.cpus_per_rank
+    shares = max(spec.world.ranks_per_node, len(machine.gpus) if device == "cuda" else 0)
+    return max(1, machine.cpus // shares)
+
+
+def _warn(spec: JobSpec, resolved: Resolved, machine: Machine, report: _Report) -> None:
+    """What is legal but does nothing, or less than it seems to."""
+    need = need_of(spec, resolved)
+    if oversubscribed(need, machine.capacity):
+        text = (
+            f"{need.cpus} CPU slots wanted ({spec.world.ranks_per_node} ranks x {resolved.threads_per_rank} threads), the "
+            f"machine lends {machine.capacity.cpus}: the job takes all of them, runs alone, and its ranks share cores"
+        )
+        report.warn("/world/ranks_per_node", "oversubscribed", text)
+    if spec.nccl and resolved.backend != "nccl":
+        report.warn("/nccl", "no-effect", f"NCCL settings have no effect with backend {resolved.backend}")
+    given = spec.model_fields_set
+    if "ddp" in given and spec.world.size == 1 and spec.ddp.bucket_cap_mb is not None:
+        report.warn(
+            "/ddp/bucket_cap_mb", "single-rank", "with one rank nothing is sent; buckets only shape the hook's input"
+        )
+    if spec.world.size == 1 and spec.hook.name != "allreduce":
+        report.warn(
+            "/hook", "single-rank", f"with one rank {spec.hook.name} saves no communication, and still loses precision"
+        )
+    stateful = HOOKS[spec.hook.name].stateful
+    if not stateful and spec.policy.on_hook_mismatch != "fail":
+        text = f"{spec.hook.name} has no state that could mismatch: this setting has no effect"
+        report.warn("/policy/on_hook_mismatch", "no-effect", text)
+    if spec.policy.backoff > MAX_BACKOFF:
+        report.warn("/policy/backoff", "capped", f"delays are capped at {MAX_BACKOFF:g} s")
+    timeout = spec.policy.timeout
+    if timeout is not None and timeout <= spec.policy.stop_grace:
+        text = "timeout is not longer than stop_grace: a job that is stopped at the timeout may run for longer than it"
+        report.warn("/policy/timeout", "shorter-than-grace", text)
+    if spec.checkpoint.every_steps is None:
+        text = "without scheduled checkpoints a killed attempt loses all its steps, and three of them end the job"
+        report.warn("/checkpoint/every_steps", "no-schedule", text)

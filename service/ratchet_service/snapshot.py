@@ -1,0 +1,209 @@
+"""User code by content: copied once into ``<home>/code/<digest>`` at submission, so that every attempt runs the same files.
+
+The digest is SHA-256 over the sorted relative paths with kind, permission bits and content. Editing the directory later
+changes nothing for the job; submitting it again unchanged makes no second copy.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ratchet_contract.errors import FieldProblem, SpecError
+
+IGNORED_NAMES: Final = frozenset(
+    {".git", ".hg", ".svn", "__pycache__", ".venv", ".ratchet", ".mypy_cache", ".pytest_cache"}
+)
+IGNORED_SUFFIXES: Final = (".pyc", ".pyo")
+MAX_BYTES: Final = 512 * 2**20
+MAX_FILES: Final = 20_000
+GRACE: Final = 600.0
+_CHUNK: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Entry:
+    path: str  # relative, with "/"
+    source: Path
+    mode: int
+    link: str | None  # target of a symbolic link
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one snapshot may be."""
+
+    max_bytes: int = MAX_BYTES
+    max_files: int = MAX_FILES
+
+
+def inspect(path: str | Path, limits: Limits | None = None) -> None:
+    """Check that ``path`` can be snapshotted, without copying. Raises ``SpecError`` at ``/code/path``."""
+    _entries(Path(path), limits or Limits())
+
+
+def snapshot(path: str | Path, code_root: Path, limits: Limits | None = None) -> str:
+    """Copy the directory below ``code_root`` and return its digest. Raises ``SpecError`` at ``/code/path``.
+
+    Safe against a crash (temporary directory, fsync, rename) and against itself (the loser of a race uses the winner's).
+    The digest is taken from the copy, so files that change while they are copied give one consistent snapshot.
+    """
+    entries = _entries(Path(path), limits or Limits())
+    code_root.mkdir(parents=True, exist_ok=True)
+    with _guard(code_root):
+        temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=code_root))
+        try:
+            digest = _copy(entries, temporary)
+            target = code_root / digest
+            if not target.exists():
+                temporary.chmod(0o755)  # a directory must be writable to be renamed
+                temporary.rename(target)
+                target.chmod(0o555)
+                _fsync(code_root)
+            os.utime(target)  # remove_unreferenced goes by this
+            return digest
+        finally:
+            if temporary.exists():
+                _rmtree(temporary)
+
+
+def remove_unreferenced(code_root: Path, referenced: set[str], grace: float = GRACE) -> list[str]:
+    """Delete snapshots that no job names, and copies that a crash left half done. Returns what was removed.
+
+    What was made or used again in the last ``grace`` seconds stays: a submission takes its snapshot before its job's row is
+    there to name it.
+    """
+    if not code_root.is_dir():
+        return []
+    removed = []
+    with _guard(code_root):
+        for entry in sorted(code_root.iterdir()):
+            if entry.is_dir() and entry.name not in referenced and time.time() - entry.stat().st_mtime >= grace:
+                _rmtree(entry)
+                removed.append(entry.name)
+    return removed
+
+
+@contextmanager
+def _guard(code_root: Path) -> Iterator[None]:
+    with (code_root / ".lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _refuse(code: str, detail: str) -> SpecError:
+    problem = FieldProblem(pointer="/code/path", code=code, detail=detail)
+    return SpecError(f"/code/path: {detail}", errors=[problem])
+
+
+def _entries(root: Path, limits: Limits) -> list[_Entry]:
+    if not root.is_absolute():
+        raise _refuse("relative-path", f"{str(root)!r} must be an absolute path on the service's machine")
+    if not root.is_dir():
+        raise _refuse("not-a-directory", f"{str(root)!r} is not a directory on the service's machine")
+    resolved = root.resolve()
+    out: list[_Entry] = []
+    total = 0
+    for entry in _walk(resolved, resolved):
+        out.append(entry)
+        total += entry.source.lstat().st_size if entry.link is None else 0
+        if len(out) > limits.max_files or total > limits.max_bytes:
+            raise _refuse(
+                "too-large",
+                f"{str(root)!r} has more than {limits.max_files} files or {limits.max_bytes >> 20} MiB: name the directory "
+                "of the code alone, and keep data and environments elsewhere",
+            )
+    return sorted(out, key=lambda e: e.path)
+
+
+def _walk(folder: Path, root: Path) -> Iterator[_Entry]:
+    try:
+        with os.scandir(folder) as scan:
+            children = sorted(scan, key=lambda c: c.name)
+    except OSError as error:
+        raise _refuse("unreadable", f"cannot read {str(folder)!r}: {error.strerror}") from None
+    for child in children:
+        path = Path(child.path)
+        if child.name in IGNORED_NAMES or child.name.endswith(IGNORED_SUFFIXES):
+            continue
+        if child.is_symlink():
+            yield _link(path, root)
+        elif child.is_dir():
+            if (path / "pyvenv.cfg").is_file():
+                continue  # a virtual environment under another name
+            yield from _walk(path, root)
+        elif child.is_file():
+            yield _Entry(path.relative_to(root).as_posix(), path, stat.S_IMODE(path.stat().st_mode), None)
+        else:
+            raise _refuse("special-file", f"{str(path)!r} is neither a file, a directory nor a symbolic link")
+
+
+def _link(path: Path, root: Path) -> _Entry:
+    target = path.readlink()
+    inside = (path.parent / target).resolve()
+    if target.is_absolute() or not inside.is_relative_to(root):
+        raise _refuse(
+            "link-outside",
+            f"the symbolic link {str(path)!r} points outside the directory: the snapshot would not hold it",
+        )
+    return _Entry(path.relative_to(root).as_posix(), path, 0o777, str(target))
+
+
+def _copy(entries: list[_Entry], target: Path) -> str:
+    """Copy and hash in one pass; files and directories end up read-only and synced."""
+    digest = hashlib.sha256(b"ratchet-code-1\0")
+    folders = {target}
+    for entry in entries:
+        place = target / entry.path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        folders.update(p for p in place.parents if p.is_relative_to(target))
+        kind = "link" if entry.link is not None else "file"
+        digest.update(f"{kind}\0{entry.path}\0{entry.mode:o}\0".encode("utf-8", "surrogateescape"))
+        if entry.link is not None:
+            place.symlink_to(entry.link)
+            digest.update(hashlib.sha256(os.fsencode(entry.link)).digest())
+        else:
+            digest.update(_copy_file(entry, place))
+    for folder in sorted(folders, reverse=True):
+        _fsync(folder)
+        folder.chmod(0o555)
+    return digest.hexdigest()
+
+
+def _copy_file(entry: _Entry, place: Path) -> bytes:
+    inner = hashlib.sha256()
+    try:
+        with entry.source.open("rb") as source, place.open("xb") as out:
+            while chunk := source.read(_CHUNK):
+                inner.update(chunk)
+                out.write(chunk)
+            out.flush()
+            os.fsync(out.fileno())
+    except PermissionError as error:
+        raise _refuse("unreadable", f"cannot read {str(entry.source)!r}: {error.strerror}") from None
+    place.chmod(entry.mode & 0o555 | 0o444)
+    return inner.digest()
+
+
+def _fsync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _rmtree(folder: Path) -> None:
+    for current, _, _ in os.walk(folder):
+        Path(current).chmod(0o755)
+    shutil.rmtree(folder)

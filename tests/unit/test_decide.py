@@ -1,0 +1,213 @@
+"""The rules of ``decide`` as tables over every cause and every wish."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from ratchet_contract.phases import Budget, Cause, Desired, Event, JobPhase, Outcome
+from ratchet_service.decide import (
+    MAX_BACKOFF,
+    Action,
+    Alive,
+    AttemptEnd,
+    Counters,
+    Decision,
+    JobView,
+    Limits,
+    backoff_seconds,
+    decide,
+)
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+GRACEFUL = {
+    c for c in Cause if c.outcome in (Outcome.SUCCEEDED, Outcome.PREEMPTED, Outcome.SUSPENDED, Outcome.CANCELLED)
+}
+
+
+def end(
+    cause: Cause,
+    desired: Desired = Desired.RUN,
+    *,
+    counters: Counters = Counters(),
+    limits: Limits = Limits(),
+    committed: int | None = 20,
+    finished: bool = False,
+) -> Decision:
+    attempt = AttemptEnd(cause, base_step=10, committed_step=committed, finished=finished, message="why")
+    phase = JobPhase.RUNNING if desired is Desired.RUN else JobPhase.STOPPING
+    view = JobView("job-1", phase, desired, epoch=3, counters=counters, limits=limits, attempt=attempt)
+    return decide(view, NOW)
+
+
+def expected_event(cause: Cause, desired: Desired) -> Event:
+    """The rules in other words: what a job becomes after an attempt with progress, budgets left and no final checkpoint."""
+    if cause is Cause.API_CANCEL or desired is Desired.CANCEL:
+        return Event.END_CANCELLED
+    if cause in (Cause.USER_ERROR, Cause.TIMEOUT):
+        return Event.END_FAILED
+    if desired is Desired.SUSPEND:
+        return Event.END_SUSPENDED
+    if cause is Cause.COMPLETED and desired is Desired.RUN:
+        return Event.END_SUCCEEDED
+    return Event.END_REQUEUE
+
+
+@pytest.mark.parametrize("desired", Desired)
+@pytest.mark.parametrize("cause", Cause)
+def test_every_cause_with_every_wish(cause: Cause, desired: Desired) -> None:
+    decision = end(cause, desired)
+    assert decision.action is Action.END
+    assert decision.event is expected_event(cause, desired)
+    clean_stop = cause is Cause.COMPLETED and desired is not Desired.RUN
+    assert (decision.cause is cause) is not clean_stop
+
+
+@pytest.mark.parametrize("desired", Desired)
+@pytest.mark.parametrize("cause", Cause)
+def test_with_the_final_checkpoint_a_graceful_end_is_success_whatever_was_wanted(
+    cause: Cause, desired: Desired
+) -> None:
+    decision = end(cause, desired, finished=True)
+    if cause in GRACEFUL:
+        assert (decision.event, decision.cause) == (Event.END_SUCCEEDED, Cause.COMPLETED)
+        assert decision.counters == Counters()
+    else:
+        assert decision.event is expected_event(cause, desired)
+
+
+@pytest.mark.parametrize(
+    ("desired", "cause"),
+    [(Desired.SUSPEND, Cause.API_SUSPEND), (Desired.CANCEL, Cause.API_CANCEL), (Desired.PREEMPT, Cause.API_PREEMPT)],
+)
+def test_a_clean_exit_during_a_stop_is_the_stop(desired: Desired, cause: Cause) -> None:
+    assert end(Cause.COMPLETED, desired).cause is cause
+
+
+@pytest.mark.parametrize("desired", Desired)
+@pytest.mark.parametrize("cause", Cause)
+@pytest.mark.parametrize("committed", [None, 10, 20])
+def test_each_cause_counts_against_its_own_budget(cause: Cause, desired: Desired, committed: int | None) -> None:
+    decision = end(cause, desired, counters=Counters(preemptions=1, failures=1, no_progress=1), committed=committed)
+    if decision.event is Event.END_SUCCEEDED:
+        return
+    assert decision.cause is not None
+    progress = committed == 20
+    failed = decision.cause.budget in (Budget.FAILURES, Budget.FATAL)
+    assert decision.counters.preemptions == 1 + (decision.cause.budget is Budget.PREEMPTIONS)
+    assert decision.counters.failures == (0 if progress else 1) + failed
+    pause = decision.cause.outcome is Outcome.SUSPENDED
+    assert decision.counters.no_progress == (0 if progress else 1 if pause else 2)
+
+
+@pytest.mark.parametrize("cause", [c for c in Cause if c.budget is Budget.FAILURES])
+def test_failures_end_the_job_when_the_budget_is_used_up(cause: Cause) -> None:
+    limits = Limits(max_failures=2)
+    assert end(cause, counters=Counters(failures=1), limits=limits, committed=None).event is Event.END_REQUEUE
+    last = end(cause, counters=Counters(failures=2), limits=limits, committed=None)
+    assert (last.event, last.reason) == (Event.END_FAILED, "max-failures")
+    assert last.message is not None and "why" in last.message
+    assert end(cause, counters=Counters(failures=2), limits=limits, committed=20).event is Event.END_REQUEUE
+    assert end(cause, limits=Limits(max_failures=0)).event is Event.END_FAILED
+
+
+@pytest.mark.parametrize("cause", [c for c in Cause if c.budget is Budget.PREEMPTIONS])
+def test_preemptions_have_their_own_budget(cause: Cause) -> None:
+    many = Counters(preemptions=1000, failures=3)
+    assert end(cause, counters=many).event is Event.END_REQUEUE
+    assert end(cause, counters=Counters(preemptions=1), limits=Limits(max_preemptions=2)).event is Event.END_REQUEUE
+    last = end(cause, counters=Counters(preemptions=2), limits=Limits(max_preemptions=2))
+    assert (last.event, last.reason) == (Event.END_FAILED, "max-preemptions")
+
+
+@pytest.mark.parametrize("cause", [c for c in Cause if expected_event(c, Desired.RUN) is Event.END_REQUEUE])
+def test_three_attempts_in_a_row_without_a_new_step_end_the_job(cause: Cause) -> None:
+    limits = Limits(max_failures=100)
+    counters = Counters()
+    events = []
+    for _ in range(3):
+        decision = end(cause, counters=counters, limits=limits, committed=10)
+        counters = decision.counters
+        events.append((decision.event, decision.reason == "no-progress"))
+    if cause is Cause.API_SUSPEND:
+        assert events[-1] == (Event.END_REQUEUE, False)
+    else:
+        assert events == [(Event.END_REQUEUE, False)] * 2 + [(Event.END_FAILED, True)]
+
+
+def test_only_failures_wait_and_lost_attempts_wait_longer() -> None:
+    def delay(cause: Cause) -> float:
+        not_before = end(cause, limits=Limits(backoff=8.0)).not_before
+        return 0.0 if not_before is None else (not_before - NOW).total_seconds()
+
+    delays = {cause: delay(cause) for cause in Cause}
+    for cause, seconds in delays.items():
+        assert (seconds > 0) is (cause.budget is Budget.FAILURES), cause
+    assert delays[Cause.UNKNOWN] == pytest.approx(2 * delays[Cause.EXCEPTION])
+
+
+def test_back_off_doubles_up_to_its_cap_with_a_jitter_that_can_be_computed_again() -> None:
+    nominal = [1.0 * 2**n for n in range(9)] + [MAX_BACKOFF] * 60
+    for nth, wanted in enumerate(nominal, start=1):
+        seconds = backoff_seconds("job-1", nth, nth, 1.0)
+        assert 0.8 * wanted <= seconds <= min(MAX_BACKOFF, 1.2 * wanted)
+        assert seconds == backoff_seconds("job-1", nth, nth, 1.0)
+    assert len({backoff_seconds(f"job-{i}", 1, 1, 1.0) for i in range(50)}) == 50
+
+
+def test_queued_jobs_wait_for_their_time_and_then_launch() -> None:
+    later = NOW + timedelta(seconds=5)
+    waiting = decide(JobView("job-1", JobPhase.QUEUED, not_before=later), NOW)
+    assert (waiting.action, waiting.not_before) == (Action.WAIT, later)
+    assert decide(JobView("job-1", JobPhase.QUEUED, not_before=later), later).action is Action.LAUNCH
+    over = JobView("job-1", JobPhase.QUEUED, limits=Limits(timeout=60), running_seconds=60)
+    assert (decide(over, NOW).event, decide(over, NOW).reason) == (Event.END_FAILED, "timeout")
+
+
+@pytest.mark.parametrize("phase", [p for p in JobPhase if not p.active and p is not JobPhase.QUEUED])
+def test_jobs_that_rest_are_left_alone(phase: JobPhase) -> None:
+    assert decide(JobView("job-1", phase), NOW).action is Action.NOTHING
+
+
+def alive(attempt: Alive, desired: Desired = Desired.RUN, waited: float = 0.0, limits: Limits = Limits()) -> Decision:
+    phase = JobPhase.RUNNING if desired is Desired.RUN else JobPhase.STOPPING
+    desired_at = None if desired is Desired.RUN else NOW - timedelta(seconds=waited)
+    view = JobView("job-1", phase, desired, desired_at=desired_at, limits=limits, running_seconds=30.0, attempt=attempt)
+    return decide(view, NOW)
+
+
+def test_a_running_attempt_is_left_alone() -> None:
+    assert alive(Alive(age=1e6, seen=True)).action is Action.NOTHING
+    assert alive(Alive(age=1.0, seen=False)).action is Action.NOTHING
+    assert alive(Alive(age=1.0, seen=True), Desired.SUSPEND, waited=119).action is Action.NOTHING
+
+
+def test_an_agent_that_never_shows_up_is_given_up() -> None:
+    decision = alive(Alive(age=60.0, seen=False))
+    assert (decision.action, decision.cause) == (Action.KILL, Cause.LAUNCHER_ERROR)
+
+
+@pytest.mark.parametrize(
+    ("desired", "cause"),
+    [(Desired.CANCEL, Cause.API_CANCEL), (Desired.SUSPEND, Cause.HANG), (Desired.PREEMPT, Cause.HANG)],
+)
+def test_a_stop_that_is_not_obeyed_is_enforced(desired: Desired, cause: Cause) -> None:
+    first = alive(Alive(age=500.0, seen=True), desired, waited=120)
+    assert (first.action, first.cause) == (Action.STOP, cause)
+    asked = Alive(age=505.0, seen=True, asked=5.0, asked_cause=cause)
+    assert alive(asked, desired, waited=125).action is Action.NOTHING
+    late = Alive(age=510.0, seen=True, asked=10.0, asked_cause=cause)
+    assert alive(late, desired, waited=130) == Decision(Action.KILL, cause=cause)
+
+
+def test_the_timeout_counts_all_attempts() -> None:
+    limits = Limits(timeout=100.0)
+    assert alive(Alive(age=69.0, seen=True), limits=limits).action is Action.NOTHING
+    decision = alive(Alive(age=70.0, seen=True), limits=limits)
+    assert (decision.action, decision.cause) == (Action.STOP, Cause.TIMEOUT)
+
+
+def test_an_active_job_without_an_attempt_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no attempt"):
+        decide(JobView("job-1", JobPhase.RUNNING), NOW)

@@ -1,0 +1,54 @@
+"""Slots: nobody shares, nobody starves, and a job that waits knows why."""
+
+from __future__ import annotations
+
+import random
+
+from ratchet_contract.spec import JobSpec, Resolved
+from ratchet_service.slots import Board, Capacity, Grant, Need, Waiting, need_of, oversubscribed
+
+
+def test_two_jobs_never_share() -> None:
+    random.seed(0)
+    for _ in range(300):
+        capacity = Capacity(tuple(range(random.randint(0, 4))), random.randint(1, 8))
+        held: list[Grant] = []
+        for _ in range(12):
+            board = Board(capacity, held)
+            need = Need(random.randint(0, len(capacity.gpus)), random.randint(1, 10))
+            answer = board.ask("job", need)
+            if isinstance(answer, Grant):
+                assert len(answer.gpus) == need.gpus
+                assert len(answer.cpus) == min(need.cpus, capacity.cpus)
+                held.append(answer)
+            elif held:
+                held.pop(random.randrange(len(held)))
+            for kind in ("gpus", "cpus"):
+                taken = [i for grant in held for i in getattr(grant, kind)]
+                assert len(taken) == len(set(taken))
+                assert set(taken) <= set(capacity.gpus if kind == "gpus" else range(capacity.cpus))
+
+
+def test_a_job_that_wants_more_cpus_than_there_are_runs_alone() -> None:
+    capacity = Capacity((), 4)
+    assert oversubscribed(Need(0, 9), capacity)
+    board = Board(capacity, [])
+    assert board.ask("big", Need(0, 9)) == Grant((), (0, 1, 2, 3))
+    assert isinstance(board.ask("small", Need(0, 1)), Waiting)
+    busy = Board(capacity, [Grant((), (2,))])
+    assert isinstance(busy.ask("big", Need(0, 9)), Waiting)
+
+
+def test_small_jobs_do_not_overtake_a_large_one_on_what_it_waits_for() -> None:
+    board = Board(Capacity((0, 1), 8), [Grant((0,), (0,))])
+    waiting = board.ask("large", Need(2, 2))
+    assert waiting == Waiting("waits for 2 of 2 GPUs (1 free)")
+    assert board.ask("small", Need(1, 1)) == Waiting("waits for 1 of 2 GPUs (0 free), behind job large")
+    assert isinstance(board.ask("cpu only", Need(0, 3)), Grant)
+
+
+def test_needs_follow_from_device_and_threads() -> None:
+    spec = JobSpec.model_validate({"name": "a", "task": {"entrypoint": "m:T"}, "world": {"ranks_per_node": 3}})
+    cpu = Resolved(device="cpu", backend="gloo", threads_per_rank=2, python="/p")
+    assert need_of(spec, cpu) == Need(0, 6)
+    assert need_of(spec, cpu.model_copy(update={"device": "cuda"})) == Need(3, 6)

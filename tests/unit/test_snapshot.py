@@ -1,0 +1,125 @@
+"""Snapshots of user code: by content, read-only, once, and only removed when nobody names them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ratchet_contract.errors import SpecError
+from ratchet_service.snapshot import Limits, inspect, remove_unreferenced, snapshot
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    root = tmp_path / "mine"
+    (root / "pkg").mkdir(parents=True)
+    (root / "train.py").write_text("import pkg.model\n")
+    (root / "pkg" / "model.py").write_text("width = 3\n")
+    (root / "run.sh").write_text("#!/bin/sh\n")
+    (root / "run.sh").chmod(0o755)
+    (root / "alias.py").symlink_to("pkg/model.py")
+    return root
+
+
+def test_the_copy_is_complete_and_does_not_follow_later_edits(code: Path, tmp_path: Path) -> None:
+    store = tmp_path / "code"
+    first = snapshot(code, store)
+    (code / "pkg" / "model.py").write_text("width = 4\n")
+    assert (store / first / "pkg" / "model.py").read_text() == "width = 3\n"
+    assert (store / first / "alias.py").read_text() == "width = 3\n"
+    assert os.access(store / first / "run.sh", os.X_OK)
+    second = snapshot(code, store)
+    assert second != first
+    assert (store / second / "pkg" / "model.py").read_text() == "width = 4\n"
+    (code / "pkg" / "model.py").write_text("width = 3\n")
+    assert snapshot(code, store) == first
+
+
+def test_the_copy_is_read_only(code: Path, tmp_path: Path) -> None:
+    target = tmp_path / "code" / snapshot(code, tmp_path / "code")
+    writable = [p for p in [target, *target.rglob("*")] if not p.is_symlink() and p.stat().st_mode & 0o222]
+    assert writable == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda root: (root / "train.py").write_text("import pkg\n"),
+        lambda root: (root / "train.py").rename(root / "main.py"),
+        lambda root: (root / "train.py").chmod(0o755),
+        lambda root: (root / "new.py").write_text(""),
+        lambda root: ((root / "alias.py").unlink(), (root / "alias.py").symlink_to("train.py")),
+    ],
+    ids=["content", "name", "mode", "file", "link"],
+)
+def test_anything_that_matters_changes_the_digest(code: Path, tmp_path: Path, change) -> None:  # type: ignore[no-untyped-def]
+    before = snapshot(code, tmp_path / "code")
+    change(code)
+    assert snapshot(code, tmp_path / "code") != before
+
+
+def test_what_is_made_by_running_or_kept_by_tools_is_left_out(code: Path, tmp_path: Path) -> None:
+    before = snapshot(code, tmp_path / "code")
+    for folder in (".git", "__pycache__", ".venv", "pkg/__pycache__", "environment"):
+        (code / folder).mkdir(parents=True)
+        (code / folder / "x.txt").write_text("x")
+    (code / "environment" / "pyvenv.cfg").write_text("home = /usr\n")
+    (code / "pkg" / "model.pyc").write_bytes(b"\0")
+    assert snapshot(code, tmp_path / "code") == before
+
+
+@pytest.mark.parametrize("target", ["../secret", "/etc/passwd", "pkg/../../secret"])
+def test_links_that_leave_the_directory_are_refused(code: Path, tmp_path: Path, target: str) -> None:
+    (tmp_path / "secret").write_text("x")
+    (code / "leak").symlink_to(target)
+    with pytest.raises(SpecError, match="points outside") as caught:
+        snapshot(code, tmp_path / "code")
+    assert caught.value.errors[0].pointer == "/code/path"
+    assert not (tmp_path / "code").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "code_word"),
+    [("/nowhere/at/all", "not-a-directory"), ("mine", "relative-path")],
+    ids=["missing", "relative"],
+)
+def test_a_path_that_is_no_directory_is_refused(path: str, code_word: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        inspect(path)
+    assert caught.value.errors[0].code == code_word
+
+
+def test_a_directory_that_is_too_large_is_refused(code: Path) -> None:
+    inspect(code)
+    with pytest.raises(SpecError, match="more than"):
+        inspect(code, Limits(max_bytes=10))
+    with pytest.raises(SpecError, match="more than"):
+        inspect(code, Limits(max_files=2))
+
+
+def test_only_what_no_job_names_is_removed_and_not_at_once(code: Path, tmp_path: Path) -> None:
+    store = tmp_path / "code"
+    kept = snapshot(code, store)
+    (code / "train.py").write_text("pass\n")
+    gone = snapshot(code, store)
+    (store / ".tmp-torn").mkdir()
+    assert remove_unreferenced(store, {kept}) == []
+    assert remove_unreferenced(store, {kept}, grace=0.0) == sorted([gone, ".tmp-torn"])
+    assert (store / kept / "train.py").exists()
+    assert not (store / gone).exists()
+
+
+def test_two_submissions_at_once_make_one_copy(code: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys, pathlib, ratchet_service.snapshot as s; print(s.snapshot(sys.argv[1], pathlib.Path(sys.argv[2])))"
+    )
+    command = [sys.executable, "-c", program, str(code), str(tmp_path / "code")]
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    digests = {run.communicate(timeout=60)[0].strip() for run in runs}
+    assert [run.returncode for run in runs] == [0, 0]
+    assert len(digests) == 1
+    assert {p.name for p in (tmp_path / "code").iterdir()} == digests | {".lock"}
