@@ -28,7 +28,7 @@ class DeadlineReached(RatchetError):
 
 
 _BY_STATUS: dict[int, type[RatchetError]] = {404: NotFound, 409: Conflict}
-_SPEC_CODES = frozenset({"invalid-spec", "invalid-yaml"})
+_SPEC_CODES = frozenset({"invalid-spec", "invalid-yaml", "invalid-value", "invalid-body"})
 
 
 def error_of(response: httpx.Response) -> RatchetError:
