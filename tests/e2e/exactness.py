@@ -1,0 +1,230 @@
+"""The promise, measured: a job interrupted again and again ends with exactly the tensors of one that nobody touched.
+
+``python -m tests.e2e.exactness --n 24`` walks hook x buckets x ranks x task through the real service, interrupts each job with
+{SIGKILL of one rank, SIGKILL of the agent, SIGTERM, preempt over REST} at random steps before and after compression starts, and
+compares every tensor and every rank's state of the two final checkpoints. A reduced set runs in the test suite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ratchet_contract.paths import AttemptPaths
+from ratchet_store.compare import compare
+from tests.support.server import Server, agent_pid, rank_pid
+
+Kill = Literal["rank", "agent", "sigterm", "preempt"]
+KILLS: tuple[Kill, ...] = ("rank", "agent", "sigterm", "preempt")
+CAUSES: dict[Kill, set[str]] = {
+    "rank": {"rank-killed"},
+    "agent": {"unknown"},
+    "sigterm": {"sigterm"},
+    "preempt": {"api-preempt"},
+}
+STEPS = 60
+EVERY = 7
+START = 20  # iterations before PowerSGD compresses
+
+TASKS: dict[str, dict[str, Any]] = {
+    "digits": {
+        "entrypoint": "ratchet_worker.tasks.digits:DigitsTask",
+        "args": {"max_steps": STEPS, "num_workers": 0},
+    },
+    "bytelm": {
+        "entrypoint": "ratchet_worker.tasks.bytelm:ByteLMTask",
+        "args": {"max_steps": STEPS},
+    },
+}
+HOOKS: dict[str, dict[str, Any]] = {
+    "allreduce": {"name": "allreduce"},
+    "fp16_compress": {"name": "fp16_compress"},
+    "powerSGD": {"name": "powerSGD", "matrix_approximation_rank": 2, "start_powerSGD_iter": START},
+}
+BUCKETS: dict[str, dict[str, float]] = {"one": {"bucket_cap_mb": 100.0}, "many": {"bucket_cap_mb": 0.05}}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination of the matrix."""
+
+    hook: str
+    buckets: str
+    ranks: int
+    task: str
+
+    def spec(self, name: str) -> dict[str, Any]:
+        return {
+            "name": name,
+            "task": TASKS[self.task],
+            "world": {"ranks_per_node": self.ranks, "device": "cpu"},
+            "resources": {"cpus_per_rank": 1},
+            "ddp": BUCKETS[self.buckets],
+            "hook": HOOKS[self.hook],
+            "checkpoint": {"every_steps": EVERY, "keep_last": 3},
+            "policy": {"max_failures": 10, "backoff": 0.1},
+            "seed": 7,
+        }
+
+
+def matrix() -> list[Cell]:
+    """All 24 cells, powerSGD first: it has the most to lose."""
+    return [
+        Cell(*c) for c in itertools.product(("powerSGD", "fp16_compress", "allreduce"), ("many", "one"), (2, 3), TASKS)
+    ]
+
+
+@dataclass
+class Outcome:
+    """What one case showed. ``problems`` empty: identical, and everything that must have happened did."""
+
+    cell: Cell
+    kills: list[tuple[Kill, int]]
+    bases: list[int] = field(default_factory=list)
+    lost: int = 0
+    tensors: int = 0
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+
+def plan_kills(rng: random.Random, kinds: tuple[Kill, ...]) -> list[tuple[Kill, int]]:
+    """The first kill falls after the first checkpoint and before compression starts, the others after it, in random order."""
+    order = list(kinds)
+    rng.shuffle(order)
+    later = sorted(rng.sample(range(START + 3, STEPS - 8, 3), len(order) - 1))
+    return list(zip(order, [rng.randint(EVERY + 1, START - 4), *later], strict=True))
+
+
+def strike(
+    server: Server, job_id: str, kind: Kill, number: int, paths: AttemptPaths, rng: random.Random, ranks: int
+) -> None:
+    if kind == "rank":
+        os.kill(rank_pid(paths, rng.randrange(ranks)), signal.SIGKILL)
+    elif kind == "agent":
+        os.kill(agent_pid(paths), signal.SIGKILL)
+    elif kind == "sigterm":
+        os.kill(agent_pid(paths), signal.SIGTERM)
+    else:
+        server.call("POST", f"/v1/jobs/{job_id}/preempt")
+
+
+def final_checkpoint(server: Server, job_id: str) -> Path:
+    job = server.job(job_id)
+    path = server.paths.job(job_id).checkpoints / str(job["last_checkpoint"])
+    assert (path / "MANIFEST.json").is_file(), f"no final checkpoint of {job_id}: {job['last_checkpoint']}"
+    return path
+
+
+def run_undisturbed(server: Server, spec: dict[str, Any]) -> Path:
+    job_id = server.submit(spec)
+    server.wait_phase(job_id, "SUCCEEDED", deadline=180)
+    attempts = server.attempts(job_id)
+    assert len(attempts) == 1, f"the undisturbed run was disturbed: {attempts}"
+    return final_checkpoint(server, job_id)
+
+
+def run_interrupted(server: Server, spec: dict[str, Any], kills: list[tuple[Kill, int]], rng: random.Random) -> str:
+    """Submit, strike at each step, wait for the end. Each strike must hit an attempt of its own."""
+    job_id = server.submit(spec)
+    struck = 0
+    for kind, step in kills:
+        number, paths = server.wait_step(job_id, step, after_attempt=struck)
+        strike(server, job_id, kind, number, paths, rng, int(spec["world"]["ranks_per_node"]))
+        struck = number
+    server.wait_phase(job_id, "SUCCEEDED", deadline=180)
+    return job_id
+
+
+def judge(
+    server: Server, job_id: str, reference: Path, outcome: Outcome, total: int = STEPS, every: int = EVERY
+) -> None:
+    """Everything the promise says, checked one by one; each breach is a line in ``outcome.problems``."""
+    bad = outcome.problems.append
+    attempts = server.attempts(job_id)
+    if len(attempts) != len(outcome.kills) + 1:
+        bad(f"{len(outcome.kills)} strikes made {len(attempts)} attempts: {[a['cause'] for a in attempts]}")
+    for attempt, (kind, step) in zip(attempts, outcome.kills, strict=False):
+        if attempt["cause"] not in CAUSES[kind]:
+            bad(
+                f"attempt {attempt['number']} struck by {kind} at {step} ended as {attempt['cause']}: {attempt['message']}"
+            )
+        if attempt["steps_lost"] is None or attempt["steps_lost"] > (every if kind in ("rank", "agent") else 0):
+            bad(f"attempt {attempt['number']} ({kind}) lost {attempt['steps_lost']} steps")
+    for attempt in attempts[1:]:
+        report = attempt["resume_report"] or {}
+        outcome.bases.append(int((attempt["base"] or {}).get("step", 0)))
+        if outcome.bases[-1] <= 0:
+            bad(f"attempt {attempt['number']} began at step 0")
+        if report.get("verdict") != "exact":
+            bad(f"attempt {attempt['number']} resumed {report.get('verdict')}: {report}")
+    outcome.lost = sum(int(a["steps_lost"] or 0) for a in attempts)
+    executed = sum(int(a["steps_done"]) for a in attempts)
+    if executed != total + outcome.lost:
+        bad(f"{executed} steps executed, {total} wanted + {outcome.lost} lost")
+    comparison = compare(reference, final_checkpoint(server, job_id))
+    outcome.tensors = comparison.tensors
+    if not comparison.identical:
+        bad(f"final checkpoints differ: {comparison.summary()}")
+    if comparison.tensors == 0:
+        bad("nothing was compared")
+
+
+def run_case(
+    server: Server, cell: Cell, seed: int, reference: Path | None, kinds: tuple[Kill, ...] = KILLS
+) -> tuple[Outcome, Path]:
+    """One cell with one seed; the reference run is made once per cell and handed on."""
+    rng = random.Random(seed)
+    began = time.monotonic()
+    outcome = Outcome(cell, plan_kills(rng, kinds))
+    reference = reference or run_undisturbed(server, cell.spec(f"reference-{seed}"))
+    job_id = run_interrupted(server, cell.spec(f"interrupted-{seed}"), outcome.kills, rng)
+    judge(server, job_id, reference, outcome)
+    outcome.seconds = time.monotonic() - began
+    return outcome, reference
+
+
+def line(outcome: Outcome) -> str:
+    cell = outcome.cell
+    kills = " ".join(f"{kind}@{step}" for kind, step in outcome.kills)
+    verdict = "identical" if not outcome.problems else "FAILED"
+    return (
+        f"{cell.hook:14s} {cell.buckets:5s} {cell.ranks} ranks {cell.task:7s} {kills:46s} resumed at "
+        f"{outcome.bases!s:20s} lost {outcome.lost:3d}  {outcome.tensors:4d} tensors  {outcome.seconds:5.1f} s  {verdict}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--n", type=int, default=24, help="cases; 24 is every cell once, more repeats with other seeds")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    cells = matrix()
+    references: dict[Cell, Path] = {}
+    good = 0
+    with tempfile.TemporaryDirectory(prefix="ratchet-exactness-") as home:
+        server = Server(Path(home)).start()
+        try:
+            for i in range(arguments.n):
+                cell = cells[i % len(cells)]
+                outcome, references[cell] = run_case(server, cell, arguments.seed + i, references.get(cell))
+                good += not outcome.problems
+                print(f"{i + 1:4d}/{arguments.n} {line(outcome)}", flush=True)
+                for problem in outcome.problems:
+                    print(f"          {problem}", flush=True)
+        finally:
+            server.stop()
+    print(f"{good} of {arguments.n} identical")
+    return 0 if good == arguments.n else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

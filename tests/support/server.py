@@ -1,0 +1,205 @@
+"""A real service process on a run directory of its own, and what tests do to it and to its jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+from ratchet_contract.paths import AttemptPaths, HomePaths
+from ratchet_worker.counter import CounterReader
+
+T = TypeVar("T")
+
+
+def wait_for(condition: Callable[[], T | None], what: str, deadline: float = 60.0, period: float = 0.02) -> T:
+    """The first truthy value of ``condition``; AssertionError naming ``what`` after ``deadline`` seconds."""
+    end = time.monotonic() + deadline
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < end, f"waited {deadline:.0f} s for {what}"
+        time.sleep(period)
+
+
+def processes_below(home: Path) -> list[int]:
+    """Live processes (no zombies) whose command line or environment names the run directory."""
+    needle = os.fsencode(str(home))
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            text = (entry / "cmdline").read_bytes() + b"\0" + (entry / "environ").read_bytes()
+        except OSError:
+            continue
+        if needle in text and state not in "ZX":
+            found.append(int(entry.name))
+    return found
+
+
+class Server:
+    """Starts, kills and restarts ``python -m ratchet_service serve`` and talks to it as any client would."""
+
+    def __init__(self, home: Path, *options: str, cpu_slots: int = 64) -> None:
+        self.home = home
+        self.paths = HomePaths(home)
+        self.options = ("--cpu-slots", str(cpu_slots), *options)
+        self.process: subprocess.Popen[bytes] | None = None
+        self._starts = 0
+
+    def start(self) -> Server:
+        self.home.mkdir(parents=True, exist_ok=True)
+        self._starts += 1
+        with (self.home / f"service-{self._starts}.log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "ratchet_service",
+                    "serve",
+                    "--home",
+                    str(self.home),
+                    "--port",
+                    "0",
+                    *self.options,
+                ],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        wait_for(self._ready, "the service to be ready", 60)
+        return self
+
+    def _ready(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, f"the service ended at start:\n{self.log()}"
+        try:
+            described = json.loads(self.paths.service_file.read_text())
+            return described["pid"] == self.process.pid and httpx.get(f"{described['url']}/readyz").status_code == 200
+        except (OSError, ValueError, httpx.HTTPError):
+            return False
+
+    def log(self) -> str:
+        return "\n".join(p.read_text() for p in sorted(self.home.glob("service-*.log")))
+
+    def kill(self) -> None:
+        """SIGKILL: agents and ranks go on."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(10)
+
+    def stop(self) -> None:
+        """End the service, then every agent and rank; nothing of the run directory is left alive."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(10)
+        for pid in processes_below(self.home):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not processes_below(self.home), "killed processes to go", 10)
+
+    @property
+    def url(self) -> str:
+        return str(json.loads(self.paths.service_file.read_text())["url"])
+
+    def call(self, method: str, path: str, *, expect: int | None = None, **more: Any) -> httpx.Response:
+        """One request, tried again while the service restarts; a status other than ``expect`` (default 2xx) fails."""
+
+        def once() -> httpx.Response | None:
+            try:
+                return httpx.request(method, self.url + path, timeout=30, **more)
+            except (httpx.TransportError, OSError, ValueError):
+                return None
+
+        answer = wait_for(once, f"an answer to {method} {path}", 30, 0.1)
+        fine = answer.is_success if expect is None else answer.status_code == expect
+        assert fine, f"{method} {path}: {answer.status_code} {answer.text}"
+        return answer
+
+    def submit(self, spec: dict[str, Any]) -> str:
+        return str(self.call("POST", "/v1/jobs", json=spec).json()["id"])
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        return dict(self.call("GET", f"/v1/jobs/{job_id}").json())
+
+    def attempts(self, job_id: str) -> list[dict[str, Any]]:
+        items = self.call("GET", f"/v1/jobs/{job_id}/attempts").json()["items"]
+        return sorted(items, key=lambda a: int(a["number"]))
+
+    def events(self, job_id: str) -> list[dict[str, Any]]:
+        return list(self.call("GET", f"/v1/jobs/{job_id}/events?limit=100").json()["items"])
+
+    def wait_phase(self, job_id: str, *phases: str, deadline: float = 120) -> dict[str, Any]:
+        def reached() -> dict[str, Any] | None:
+            job = self.job(job_id)
+            if job["phase"] in phases:
+                return job
+            ended = job["phase"] in ("SUCCEEDED", "FAILED", "CANCELLED")
+            assert not ended, f"job is {job['phase']}: {job['reason']}: {job['message']}\n{self.rank_logs(job_id)}"
+            return None
+
+        try:
+            return wait_for(reached, f"job {job_id} to be {' or '.join(phases)}", deadline, 0.1)
+        except AssertionError as error:
+            raise AssertionError(
+                f"{error}\n{self.job(job_id)}\n{self.rank_logs(job_id)}\n{self.log()[-4000:]}"
+            ) from None
+
+    def rank_logs(self, job_id: str) -> str:
+        """The end of every rank's and agent's log, for messages."""
+        root = self.paths.job(job_id).root / "attempts"
+        parts = [*sorted(root.glob("*/logs/*.log")), *sorted(root.glob("*/agent.log"))]
+        return "\n".join(f"--- {p.relative_to(root)}\n{p.read_text(errors='replace')[-2000:]}" for p in parts)
+
+    def newest_attempt(self, job_id: str) -> tuple[int, AttemptPaths] | None:
+        root = self.paths.job(job_id).root / "attempts"
+        numbers = sorted(int(p.name) for p in root.iterdir()) if root.is_dir() else []
+        return (numbers[-1], self.paths.job(job_id).attempt(numbers[-1])) if numbers else None
+
+    def wait_step(
+        self, job_id: str, step: int, *, after_attempt: int = 0, deadline: float = 90
+    ) -> tuple[int, AttemptPaths]:
+        """Wait until rank 0 of an attempt numbered above ``after_attempt`` has finished ``step``: read from the step counter,
+        so that a test can act within milliseconds of it."""
+
+        def reached() -> tuple[int, AttemptPaths] | None:
+            newest = self.newest_attempt(job_id)
+            if newest is None or newest[0] <= after_attempt:
+                return None
+            reading = CounterReader(newest[1].counter(0)).read()
+            return newest if reading is not None and reading.finished >= step else None
+
+        try:
+            return wait_for(reached, f"step {step} of an attempt after {after_attempt}", deadline, 0.002)
+        except AssertionError as error:
+            raise AssertionError(
+                f"{error}\n{self.job(job_id)}\n{self.rank_logs(job_id)}\n{self.log()[-4000:]}"
+            ) from None
+
+
+def agent_pid(paths: AttemptPaths) -> int:
+    return int(json.loads(paths.agent_file.read_text())["pid"])
+
+
+def rank_pid(paths: AttemptPaths, rank: int) -> int:
+    """The pid a rank reported in its first message."""
+    for line in paths.spool(rank).read_text().splitlines():
+        message = json.loads(line)
+        if message["kind"] == "started":
+            return int(message["pid"])
+    raise AssertionError(f"rank {rank} has not reported")
