@@ -18,7 +18,7 @@ import xxhash
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.manifest import FileEntry, Manifest, TensorEntry
-from ratchet_store.commit import read_manifest
+from ratchet_store.commit import check_files, read_manifest
 from ratchet_store.files import DAMAGED, MISSING, not_read, open_regular
 from ratchet_store.header import ITEMSIZE, LENGTH_BYTES, MAX_HEADER, parse_header, parse_json, stored_of, tensor_key
 from ratchet_store.structure import file_order
@@ -212,6 +212,7 @@ class CheckpointReader:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.manifest = read_manifest(directory)
+        check_files(directory, self.manifest)  # before any size that the manifest claims is allocated
 
     def state(self, rank: int) -> JsonValue:
         """The JSON state of one rank."""

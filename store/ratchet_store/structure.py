@@ -14,8 +14,12 @@ from ratchet_store.header import ITEMSIZE, LENGTH_BYTES, MAX_DIMENSIONS
 def check_structure(manifest: Manifest) -> None:
     """Every rank has its one file, every piece lies inside its file, every tensor is there exactly once, private ones whole and
     in their rank's file. Raises ``CheckpointError``."""
-    expected = {rank: rank_file_name(rank, manifest.world_size) for rank in range(min(manifest.world_size, 10**5))}
-    if len(manifest.files) != manifest.world_size or {f.rank: f.name for f in manifest.files} != expected:
+    ranks = {file.rank: file.name for file in manifest.files}
+    if (
+        len(manifest.files) != manifest.world_size
+        or len(ranks) != manifest.world_size
+        or any(ranks.get(rank) != rank_file_name(rank, manifest.world_size) for rank in range(manifest.world_size))
+    ):
         raise CheckpointError(f"the manifest does not list one file for each of {manifest.world_size} ranks")
     sizes = {f.name: f.size for f in manifest.files}
     by_file: dict[str, list[TensorEntry]] = defaultdict(list)

@@ -1,0 +1,255 @@
+"""Are two checkpoints the same, bit for bit? Tensor by tensor, state by state, with digests.
+
+``python -m ratchet_store.compare DIRECTORY DIRECTORY`` prints the answer; exit status 0: identical, 1: not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Final
+
+import xxhash
+
+from ratchet_contract.errors import CheckpointError
+from ratchet_contract.manifest import SHARED_PREFIX
+from ratchet_store.header import ITEMSIZE
+from ratchet_store.read import CheckpointReader, StoredTensor
+
+JsonValue = Any
+
+_CHUNK: Final = 1 << 20
+_NONZERO: Final = bytes([0]) + bytes([1]) * 255
+_MISSING: Final = object()
+_MAX_STATE_DIFFERENCES: Final = 100
+
+
+@dataclass(frozen=True)
+class TensorComparison:
+    """One tensor name. ``digest_*``: XXH3-128 of dtype, shape and bytes, None where there is no such tensor. ``first``: index of
+    the first element that differs (row-major), ``count``: how many do; both None unless dtype and shape agree and bits differ."""
+
+    name: str
+    equal: bool
+    digest_a: str | None
+    digest_b: str | None
+    first: int | None = None
+    count: int | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class StateDifference:
+    """One place in a rank's JSON state; ``pointer`` is a JSON pointer, values are shortened for reading."""
+
+    rank: int
+    pointer: str
+    a: str
+    b: str
+
+
+@dataclass(frozen=True)
+class ComponentSummary:
+    """One component (model, optimizer, buffers, hook, rng ...): the digests are over the names and digests of its tensors."""
+
+    component: str
+    tensors: int
+    identical: int
+    nbytes: int
+    digest_a: str
+    digest_b: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """``identical``: every tensor bit for bit and every rank's state, but for the excluded places."""
+
+    identical: bool
+    tensors: list[TensorComparison]
+    states: list[StateDifference]
+    components: list[ComponentSummary]
+    digest_a: str
+    digest_b: str
+
+    @property
+    def different(self) -> list[TensorComparison]:
+        return [tensor for tensor in self.tensors if not tensor.equal]
+
+
+def compare(a: Path, b: Path, *, exclude: Collection[str] = ()) -> Comparison:
+    """Compare two committed checkpoints; every byte of both is verified. Bits are compared, not values: NaN equals the same NaN,
+    0.0 differs from -0.0.
+
+    ``exclude``: shell patterns of JSON pointers into the ranks' states that may differ, such as ``/timing/*`` (``*`` crosses
+    ``/``). Raises ``CheckpointError`` when either cannot be read. Memory: one component of both at a time.
+    """
+    readers = CheckpointReader(a), CheckpointReader(b)
+    groups: dict[str, list[str]] = {}
+    for name in sorted({entry.name for reader in readers for entry in reader.manifest.tensors}):
+        groups.setdefault(component_of(name), []).append(name)
+    tensors: list[TensorComparison] = []
+    components: list[ComponentSummary] = []
+    for component, names in groups.items():
+        found, nbytes = _compare_names(readers, names)
+        tensors += found
+        components.append(_summary(component, found, nbytes))
+    states = _compare_states(readers, exclude)
+    identical = not states and all(tensor.equal for tensor in tensors)
+    digest_a, digest_b = (_digest([(c.component, d) for c, d in zip(components, side, strict=True)])
+                          for side in ([c.digest_a for c in components], [c.digest_b for c in components]))  # fmt: skip
+    return Comparison(identical, tensors, states, components, digest_a, digest_b)
+
+
+def component_of(name: str) -> str:
+    """``model`` of ``shared/model/conv.weight``, ``hook`` of ``rank/1/hook/error/conv.weight``."""
+    rest = name.removeprefix(SHARED_PREFIX) if name.startswith(SHARED_PREFIX) else name.split("/", 2)[-1]
+    return rest.split("/", 1)[0]
+
+
+def _compare_names(
+    readers: tuple[CheckpointReader, CheckpointReader], names: list[str]
+) -> tuple[list[TensorComparison], int]:
+    sides = []
+    for reader in readers:
+        known = {entry.name for entry in reader.manifest.tensors}
+        sides.append(reader.tensors([name for name in names if name in known]))
+    nbytes = sum(len(tensor.data) for tensor in sides[0].values())
+    return [_compare_tensor(name, sides[0].get(name), sides[1].get(name)) for name in names], nbytes
+
+
+def _compare_tensor(name: str, a: StoredTensor | None, b: StoredTensor | None) -> TensorComparison:
+    digest_a, digest_b = _tensor_digest(a), _tensor_digest(b)
+    if a is None or b is None:
+        return TensorComparison(
+            name, False, digest_a, digest_b, note=f"only in {'the second' if a is None else 'the first'}"
+        )
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        note = f"{a.dtype}{list(a.shape)} against {b.dtype}{list(b.shape)}"
+        return TensorComparison(name, False, digest_a, digest_b, note=note)
+    if a.data == b.data:
+        return TensorComparison(name, True, digest_a, digest_b)
+    first, count = count_differences(a.data, b.data, ITEMSIZE[a.dtype])
+    return TensorComparison(name, False, digest_a, digest_b, first, count)
+
+
+def count_differences(a: bytes | bytearray, b: bytes | bytearray, itemsize: int) -> tuple[int | None, int]:
+    """Index of the first element of ``itemsize`` bytes that differs (None: none does), and how many do. Lengths must be equal."""
+    first, count = None, 0
+    for begin in range(0, len(a), _CHUNK):  # a multiple of every item size
+        x, y = a[begin : begin + _CHUNK], b[begin : begin + _CHUNK]
+        if x == y:
+            continue
+        # One big xor; bytes that differ become 1, and the lanes of an element are or-ed together: no loop over elements.
+        difference = (int.from_bytes(x, "little") ^ int.from_bytes(y, "little")).to_bytes(len(x), "little")
+        marks = difference.translate(_NONZERO)
+        lanes = 0
+        for lane in range(itemsize):
+            lanes |= int.from_bytes(marks[lane::itemsize], "little")
+        if first is None:
+            first = (begin + marks.index(1)) // itemsize
+        count += lanes.bit_count()
+    return first, count
+
+
+def _tensor_digest(tensor: StoredTensor | None) -> str | None:
+    if tensor is None:
+        return None
+    hasher = xxhash.xxh3_128(f"{tensor.dtype}{list(tensor.shape)}".encode())
+    hasher.update(tensor.data)
+    return hasher.hexdigest()
+
+
+def _summary(component: str, tensors: list[TensorComparison], nbytes: int) -> ComponentSummary:
+    return ComponentSummary(
+        component, len(tensors), sum(t.equal for t in tensors), nbytes,
+        _digest([(t.name, t.digest_a) for t in tensors]), _digest([(t.name, t.digest_b) for t in tensors]),
+    )  # fmt: skip
+
+
+def _digest(parts: list[tuple[str, str | None]]) -> str:
+    hasher = xxhash.xxh3_128()
+    for name, digest in parts:
+        hasher.update(f"{name}\0{digest}\n".encode())
+    return hasher.hexdigest()
+
+
+def _compare_states(
+    readers: tuple[CheckpointReader, CheckpointReader], exclude: Collection[str]
+) -> list[StateDifference]:
+    found: list[StateDifference] = []
+    for rank in range(max(reader.manifest.world_size for reader in readers)):
+        a, b = (r.state(rank) if rank < r.manifest.world_size else _MISSING for r in readers)
+        try:
+            _walk(a, b, "", rank, exclude, found)
+        except RecursionError:
+            raise CheckpointError(f"the state of rank {rank} is nested too deep: no Ratchet wrote that") from None
+    return found
+
+
+def _walk(
+    a: JsonValue, b: JsonValue, pointer: str, rank: int, exclude: Collection[str], out: list[StateDifference]
+) -> None:
+    if len(out) >= _MAX_STATE_DIFFERENCES or any(fnmatchcase(pointer, pattern) for pattern in exclude):
+        return
+    if type(a) is dict and type(b) is dict:
+        for key in sorted({*a, *b}):
+            step = key.replace("~", "~0").replace("/", "~1")
+            _walk(a.get(key, _MISSING), b.get(key, _MISSING), f"{pointer}/{step}", rank, exclude, out)
+    elif type(a) is list and type(b) is list and len(a) == len(b):
+        for index, (x, y) in enumerate(zip(a, b, strict=True)):
+            _walk(x, y, f"{pointer}/{index}", rank, exclude, out)
+    elif type(a) is not type(b) or repr(a) != repr(b):  # repr tells -0.0 from 0.0
+        out.append(StateDifference(rank, pointer, _short(a), _short(b)))
+
+
+def _short(value: JsonValue) -> str:
+    text = "(absent)" if value is _MISSING else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def render(comparison: Comparison, *, limit: int = 10) -> str:
+    """The comparison as lines for people: a row per component, then the first differences."""
+    lines = [f"{'component':<12} {'tensors':>7} {'identical':>9} {'bytes':>13}  digest"]
+    for c in comparison.components:
+        digests = c.digest_a if c.digest_a == c.digest_b else f"{c.digest_a} != {c.digest_b}"
+        lines.append(f"{c.component:<12} {c.tensors:>7} {c.identical:>9} {c.nbytes:>13}  {digests}")
+    for tensor in comparison.different[:limit]:
+        what = tensor.note or f"{tensor.count} elements differ, the first is {tensor.first}"
+        lines.append(f"  {tensor.name}: {what}")
+    for state in comparison.states[:limit]:
+        lines.append(f"  state of rank {state.rank} at {state.pointer or '/'}: {state.a} != {state.b}")
+    rest = max(len(comparison.different) - limit, 0) + max(len(comparison.states) - limit, 0)
+    if rest:
+        lines.append(f"  ... and {rest} more")
+    verdict = "identical" if comparison.identical else "NOT identical"
+    same = comparison.digest_a if comparison.digest_a == comparison.digest_b else (
+        f"{comparison.digest_a} != {comparison.digest_b}"
+    )  # fmt: skip
+    lines.append(f"{verdict}: all tensors {same}, states {'equal' if not comparison.states else 'different'}")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit status (2: a checkpoint cannot be read)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ratchet_store.compare", description="Compare two checkpoints bit by bit."
+    )
+    parser.add_argument("a", type=Path)
+    parser.add_argument("b", type=Path)
+    parser.add_argument("--exclude", action="append", default=[], help="JSON pointer pattern of states that may differ")
+    arguments = parser.parse_args(argv)
+    try:
+        comparison = compare(arguments.a, arguments.b, exclude=arguments.exclude)
+    except CheckpointError as error:
+        print(f"error: {error.detail}", file=sys.stderr)
+        return 2
+    print(render(comparison))
+    return 0 if comparison.identical else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Real, small checkpoints on disk for tests of the store."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ratchet_contract.manifest import FileEntry, HookRecord, Manifest, TensorEntry
+from ratchet_contract.paths import checkpoint_dir_name
+from ratchet_contract.resume import Base
+from ratchet_store.commit import commit
+from ratchet_store.rankfile import Piece, write_rank_file
+from ratchet_store.slices import plan_slices
+
+JOB = "job-1"
+SHAPES: dict[str, tuple[str, tuple[int, ...], int]] = {
+    "shared/model/weight": ("F32", (31, 17), 4),
+    "shared/model/half": ("BF16", (5,), 2),
+    "shared/model/none": ("F32", (0, 4), 4),
+    "shared/optimizer/step": ("I64", (), 8),
+}
+
+
+def shared_bytes(seed: int, scale: int = 1) -> dict[str, bytes]:
+    """The bytes of every shared tensor; ``scale`` multiplies the first one's rows."""
+    source = random.Random(seed)
+    return {name: source.randbytes(_numel(name, scale) * SHAPES[name][2]) for name in SHAPES}
+
+
+def _shape(name: str, scale: int) -> tuple[int, ...]:
+    shape = SHAPES[name][1]
+    return (shape[0] * scale, *shape[1:]) if name == "shared/model/weight" else shape
+
+
+def _numel(name: str, scale: int) -> int:
+    numel = 1
+    for size in _shape(name, scale):
+        numel *= size
+    return numel
+
+
+def write_ranks(
+    directory: Path, *, world_size: int = 2, seed: int = 0, scale: int = 1, state: Any = None
+) -> tuple[list[FileEntry], list[TensorEntry]]:
+    """The rank files of one checkpoint, not committed."""
+    shared = shared_bytes(seed, scale)
+    plan = plan_slices([(name, _numel(name, scale), SHAPES[name][2]) for name in SHAPES], world_size)
+    files: list[FileEntry] = []
+    tensors: list[TensorEntry] = []
+    for rank in range(world_size):
+        pieces = [
+            Piece(name, SHAPES[name][0], _shape(name, scale), start, memoryview(shared[name])[start * k : stop * k])
+            for name, start, stop in plan[rank]
+            for k in [SHAPES[name][2]]
+        ]
+        private = random.Random(f"{seed}/{rank}").randbytes(24)
+        pieces.append(Piece(f"rank/{rank}/rng/torch", "U8", (24,), 0, private))
+        file, entries = write_rank_file(directory, rank, world_size, pieces, state or {"rank": rank, "seed": seed})
+        files.append(file)
+        tensors += entries
+    return files, tensors
+
+
+def manifest_of(
+    step: int,
+    epoch: int,
+    files: Sequence[FileEntry],
+    tensors: Sequence[TensorEntry],
+    *,
+    parent: Base | None = None,
+    job_id: str = JOB,
+) -> Manifest:
+    return Manifest(
+        job_id=job_id, step=step, epoch=epoch, parent=parent or Base(), world_size=len(files), created="2026-01-01T00:00:00Z",
+        reason="schedule", spec_digest="0" * 64, replicas="equal",
+        hook=HookRecord(name="allreduce", parameters={}, state_version=1), files=list(files), tensors=list(tensors),
+    )  # fmt: skip
+
+
+def make_checkpoint(
+    checkpoints: Path,
+    step: int,
+    epoch: int = 1,
+    *,
+    parent: Base | None = None,
+    world_size: int = 2,
+    seed: int | None = None,
+    scale: int = 1,
+    job_id: str = JOB,
+    state: Any = None,
+) -> Manifest:
+    """A committed checkpoint; its bytes are a function of the seed (default: step and epoch)."""
+    directory = checkpoints / checkpoint_dir_name(step, epoch)
+    seed = step * 1000 + epoch if seed is None else seed
+    files, tensors = write_ranks(directory, world_size=world_size, seed=seed, scale=scale, state=state)
+    return commit(directory, manifest_of(step, epoch, files, tensors, parent=parent, job_id=job_id))
+
+
+def make_chain(checkpoints: Path, *steps: int, epoch: int = 1, parent: Base | None = None) -> list[Manifest]:
+    """Checkpoints of one attempt, each the parent of the next."""
+    chain: list[Manifest] = []
+    for step in steps:
+        chain.append(make_checkpoint(checkpoints, step, epoch, parent=chain[-1].base if chain else parent))
+    return chain
+
+
+def copy_checkpoint(source: Path, target: Path) -> Path:
+    """A copy of a committed checkpoint's directory, whatever is there now removed."""
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target)
+    return target

@@ -1,0 +1,110 @@
+"""The manifest makes a checkpoint count; loading gives back every byte, whole or straight into live memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ratchet_contract.errors import CheckpointError
+from ratchet_contract.manifest import Manifest, TensorEntry
+from ratchet_contract.paths import MANIFEST_NAME, checkpoint_dir_name
+from ratchet_store.commit import commit, read_manifest
+from ratchet_store.files import EXISTS, MISSING
+from ratchet_store.read import CheckpointReader, load, read_state, verify
+from tests.support.checkpoints import SHAPES, make_checkpoint, manifest_of, shared_bytes, write_ranks
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_everything_comes_back(tmp_path: Path, world_size: int) -> None:
+    manifest = make_checkpoint(tmp_path, 7, 3, world_size=world_size, seed=5)
+    reader = CheckpointReader(tmp_path / manifest.id)
+    assert reader.manifest == manifest
+    tensors = reader.tensors("shared/")
+    assert {name: bytes(tensor.data) for name, tensor in tensors.items()} == shared_bytes(5)
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()} == {
+        name: (dtype, shape) for name, (dtype, shape, _) in SHAPES.items()
+    }
+    last = world_size - 1
+    assert set(reader.tensors([f"rank/{last}/rng/torch"])) == {f"rank/{last}/rng/torch"}
+    assert reader.state(last) == {"rank": last, "seed": 5}
+    assert verify(tmp_path / manifest.id) == (True, None, manifest.size)
+    with pytest.raises(CheckpointError, match="no tensor 'shared/x'") as caught:
+        reader.tensors(["shared/x"])
+    assert caught.value.code == MISSING
+
+
+def test_a_rank_loads_into_live_memory_and_reads_each_needed_file_once(tmp_path: Path) -> None:
+    manifest = make_checkpoint(tmp_path, 7, world_size=3, seed=1)
+    live = {name: bytearray(len(data)) for name, data in shared_bytes(1).items()}
+
+    def into(entry: TensorEntry) -> memoryview | None:
+        if entry.name not in live:
+            return None
+        begin = entry.start * SHAPES[entry.name][2]
+        return memoryview(live[entry.name])[begin : begin + entry.nbytes]
+
+    loaded = load(
+        tmp_path / manifest.id, manifest, lambda e: e.name.startswith(("shared/", "rank/1/")), into, ranks=(1,)
+    )  # fmt: skip
+    assert {name: bytes(data) for name, data in live.items()} == shared_bytes(1)
+    assert [entry.name for entry, _ in loaded.pieces] == ["rank/1/rng/torch"]
+    assert loaded.bytes_read == manifest.size and loaded.states[1] == {"rank": 1, "seed": 1}
+    only = load(tmp_path / manifest.id, manifest, lambda e: e.name == "rank/2/rng/torch")
+    assert only.bytes_read == manifest.files[2].size and list(only.states) == [2]
+    assert read_state(tmp_path / manifest.id, manifest, 0) == {"rank": 0, "seed": 1}
+
+
+@pytest.mark.parametrize("target", [memoryview(bytearray(3)), memoryview(bytes(24))])
+def test_a_wrong_target_is_refused(tmp_path: Path, target: memoryview) -> None:
+    manifest = make_checkpoint(tmp_path, 7, world_size=1)
+    with pytest.raises(ValueError, match="need a writable buffer of 24 bytes"):
+        load(tmp_path / manifest.id, manifest, lambda e: e.name.startswith("rank/0/"), lambda _: target)
+
+
+def _ready(tmp_path: Path) -> tuple[Path, Manifest]:
+    directory = tmp_path / checkpoint_dir_name(4, 2)
+    return directory, manifest_of(4, 2, *write_ranks(directory))
+
+
+def test_without_a_manifest_there_is_no_checkpoint(tmp_path: Path) -> None:
+    directory, _ = _ready(tmp_path)
+    with pytest.raises(CheckpointError, match="no committed checkpoint") as caught:
+        read_manifest(directory)
+    assert caught.value.code == MISSING
+
+
+def test_the_same_manifest_may_be_committed_again_another_may_not(tmp_path: Path) -> None:
+    directory, manifest = _ready(tmp_path)
+    first = commit(directory, manifest)
+    assert commit(directory, manifest) == first == read_manifest(directory)
+    with pytest.raises(CheckpointError, match="already committed") as caught:
+        commit(directory, manifest.model_copy(update={"created": "later"}))
+    assert caught.value.code == EXISTS
+    assert read_manifest(directory) == first
+
+
+@pytest.mark.parametrize("fault", ["missing", "short", "rank", "coverage", "name", "outside", "private", "prefix"])
+def test_an_incomplete_or_inconsistent_checkpoint_is_not_committed(tmp_path: Path, fault: str) -> None:
+    directory, manifest = _ready(tmp_path)
+    path = directory / manifest.files[1].name
+    tensors = list(manifest.tensors)
+    if fault == "missing":
+        path.unlink()
+    elif fault == "short":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif fault == "rank":
+        manifest = manifest.model_copy(update={"files": manifest.files[:1]})
+    elif fault == "coverage":
+        tensors.pop(next(i for i, t in enumerate(tensors) if t.name == "shared/model/weight" and t.start))
+    elif fault == "name":
+        manifest = manifest.model_copy(update={"step": 5})
+    elif fault == "outside":
+        tensors[0] = tensors[0].model_copy(update={"offset": 1 << 40})
+    else:
+        i = next(i for i, t in enumerate(tensors) if t.name == "rank/1/rng/torch")
+        new = "rank/0/rng/else" if fault == "private" else "weights"
+        tensors[i] = tensors[i].model_copy(update={"name": new})
+    with pytest.raises(CheckpointError):
+        commit(directory, manifest.model_copy(update={"tensors": tensors}))
+    assert not (directory / MANIFEST_NAME).exists()

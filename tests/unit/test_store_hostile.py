@@ -1,0 +1,179 @@
+"""Checkpoints made to harm, digests and all: the reader refuses them without running, blocking or allocating for them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from ratchet_contract.errors import CheckpointError
+from ratchet_contract.manifest import seal
+from ratchet_contract.paths import MANIFEST_NAME, checkpoint_dir_name
+from ratchet_store.files import DAMAGED
+from ratchet_store.read import CheckpointReader, verify
+from tests.support.checkpoints import make_checkpoint, manifest_of, write_ranks
+
+STATE = {"__metadata__": {"state": "{}"}}
+
+
+def forge(tmp_path: Path, header: bytes, data: bytes = b"", length: int | None = None) -> Path:
+    """A committed checkpoint whose one rank file has this header; size and digests are right."""
+    directory = tmp_path / checkpoint_dir_name(1, 1)
+    files, _ = write_ranks(directory, world_size=1)
+    raw = (len(header) if length is None else length).to_bytes(8, "little") + header + data
+    (directory / files[0].name).write_bytes(raw)
+    file = files[0].model_copy(update={"size": len(raw), "xxh3_128": xxhash.xxh3_128(raw).hexdigest()})
+    (directory / MANIFEST_NAME).write_bytes(seal(manifest_of(1, 1, [file], []))[1])
+    return directory
+
+
+def test_the_forger_can_make_a_checkpoint_that_passes(tmp_path: Path) -> None:
+    assert verify(forge(tmp_path, json.dumps(STATE).encode())).ok
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[" * 100_000 + b"]" * 100_000,
+        b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
+        b"[" + b"[]," * 5_000_000 + b"[]]",
+        b"[]",
+        b"{}",
+        b"\xff\xfe",
+        b'{"__metadata__":{"state":"{}"},"x":NaN}',
+        b'{"__metadata__":{"state":' + b"9" * 10_000 + b"}}",
+        json.dumps({"__metadata__": {"state": "[" * 100_000}}).encode(),
+        json.dumps({"__metadata__": {"state": "[" + "[]," * 5_000_000 + "[]]"}}).encode(),
+        json.dumps({"__metadata__": {"state": "NaN"}}).encode(),
+        json.dumps({"__metadata__": {"state": {}}}).encode(),
+        json.dumps({**STATE, "x": {"dtype": "F32", "shape": [1 << 60], "data_offsets": [0, 1 << 62]}}).encode(),
+        json.dumps({**STATE, "x": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}).encode(),
+        json.dumps({**STATE, "x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 1, 2]}}).encode(),
+        json.dumps({**STATE, "x": {"dtype": [], "shape": 3, "data_offsets": {}}}).encode(),
+        json.dumps({**STATE, "x": {"dtype": "F32", "shape": [[]], "data_offsets": ["a", 1e400]}}).encode(),
+        json.dumps({**STATE, "x": None}).encode(),
+    ],
+    ids=range(18),
+)
+def test_a_hostile_header_is_refused(tmp_path: Path, header: bytes) -> None:
+    directory = forge(tmp_path, header)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert not verify(directory).ok
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # kB
+
+
+@pytest.mark.parametrize("length", [1 << 63, (1 << 64) - 1, 3])
+def test_an_impossible_header_length_is_refused(tmp_path: Path, length: int) -> None:
+    assert not verify(forge(tmp_path, json.dumps(STATE).encode(), length=length)).ok
+
+
+def test_bytes_that_belong_to_no_tensor_are_refused(tmp_path: Path) -> None:
+    outcome = verify(forge(tmp_path, json.dumps(STATE).encode(), data=b"payload"))
+    assert "7 bytes after the last tensor" in str(outcome.error)
+
+
+def _reseal(directory: Path, change: Any) -> None:
+    """Alter the manifest's JSON and give it a right digest again."""
+    path = directory / MANIFEST_NAME
+    data = json.loads(path.read_bytes())
+    del data["digest"]
+    change(data)
+    canonical = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    path.write_text(json.dumps({**data, "digest": hashlib.sha256(canonical).hexdigest()}))
+
+
+def _set(*path: Any) -> Any:
+    *parents, last, value = path
+
+    def change(data: Any) -> None:
+        for key in parents:
+            data = data[key]
+        data[last] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _set("files", 0, "name", "../../../../etc/passwd"),
+        _set("files", 0, "name", "/etc/passwd"),
+        _set("files", 0, "rank", -1),
+        _set("world_size", 10**18),
+        _set("world_size", "10"),
+        _set("files", 0, "size", 1 << 50),
+        _set("tensors", 0, "shape", [1 << 62] * 60),
+        _set("tensors", 0, "shape", [1] * 10_000),
+        _set("tensors", 0, "shape", [-1, -7]),
+        _set("tensors", 0, "nbytes", 1 << 50),
+        _set("tensors", 0, "offset", 9),
+        _set("tensors", 0, "start", -4),
+        _set("tensors", 0, "dtype", "OBJECT"),
+        _set("tensors", 0, "file", "rank-00007-of-00008.safetensors"),
+        _set("tensors", 0, "name", "rank/" + "9" * 5000 + "/x"),
+        _set("step", -1),
+        _set("environment", {"x": float("nan")}),
+        _set("tensors", []),
+        _set("unknown", 1),
+    ],
+    ids=range(19),
+)
+def test_a_hostile_manifest_is_refused(tmp_path: Path, change: Any) -> None:
+    directory = tmp_path / make_checkpoint(tmp_path, 1).id
+    _reseal(directory, lambda data: None)
+    assert verify(directory).ok
+    _reseal(directory, change)
+    with pytest.raises(CheckpointError) as caught:
+        reader = CheckpointReader(directory)
+        reader.tensors()
+        reader.state(0)
+    assert caught.value.code == DAMAGED
+    assert not verify(directory).ok
+
+
+def test_sizes_that_only_the_manifest_claims_are_not_allocated(tmp_path: Path) -> None:
+    directory = tmp_path / make_checkpoint(tmp_path, 1, world_size=1).id
+
+    def claim(data: Any) -> None:
+        data["files"][0]["size"] = 1 << 50
+        last = max(data["tensors"], key=lambda t: t["offset"])
+        last["nbytes"] = 1 << 49
+        last["shape"] = [(1 << 49) // {"F32": 4, "BF16": 2, "U8": 1, "I64": 8}[last["dtype"]]]
+
+    _reseal(directory, claim)
+    with pytest.raises(CheckpointError, match="bytes, the manifest says"):
+        CheckpointReader(directory).tensors()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"[" * 200_000, b"[" + b"[]," * 5_000_000 + b"[]]", b"", b"null", b"\xff", b'{"format_version":1,"a":"\\ud800"}'],
+    ids=range(6),
+)
+def test_a_manifest_that_is_no_manifest_is_refused(tmp_path: Path, raw: bytes) -> None:
+    directory = tmp_path / make_checkpoint(tmp_path, 1).id
+    (directory / MANIFEST_NAME).write_bytes(raw)
+    assert not verify(directory).ok
+
+
+@pytest.mark.parametrize("name", [MANIFEST_NAME, "rank-00000-of-00002.safetensors"])
+@pytest.mark.parametrize("kind", ["fifo", "link", "directory"])
+def test_a_file_that_is_no_plain_file_neither_blocks_nor_is_followed(tmp_path: Path, name: str, kind: str) -> None:
+    directory = tmp_path / make_checkpoint(tmp_path, 1).id
+    path = directory / name
+    target = tmp_path / "elsewhere"
+    path.rename(target)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to(target)
+    else:
+        path.mkdir()
+    outcome = verify(directory)
+    assert not outcome.ok and "not a plain file" in str(outcome.error)

@@ -1,0 +1,153 @@
+"""What deleting keeps, and that nobody ever loads what is half deleted."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ratchet_contract.errors import CheckpointError
+from ratchet_contract.paths import (
+    DELETED_MANIFEST_NAME,
+    MANIFEST_NAME,
+    JobPaths,
+    checkpoint_dir_name,
+    parse_checkpoint_dir_name,
+)
+from ratchet_contract.resume import Base, Segment
+from ratchet_store.lineage import find_base
+from ratchet_store.retain import delete, delete_all, retain, sweep
+from tests.support.checkpoints import copy_checkpoint, make_chain, make_checkpoint, write_ranks
+
+LINEAGE = [Segment(epoch=2, after_step=20), Segment(epoch=1, after_step=0, until_step=20)]
+
+
+def ids(checkpoints: Path) -> set[tuple[int, int]]:
+    return {parsed for name in os.listdir(checkpoints) if (parsed := parse_checkpoint_dir_name(name))}
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Attempt 1: 10, 20 and 30 (a zombie's); attempt 2, from 20: 30 to 70."""
+    checkpoints = tmp_path_factory.mktemp("disk")
+    chain = make_chain(checkpoints, 10, 20, 30)
+    make_chain(checkpoints, 30, 40, 50, 60, 70, epoch=2, parent=chain[1].base)
+    return checkpoints
+
+
+ALL = [(10, 1), (20, 1), (30, 1), (30, 2), (40, 2), (50, 2), (60, 2), (70, 2)]
+OWN = [one for one in ALL if one != (30, 1)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    keep_last=st.integers(-1, 9),
+    epoch=st.sampled_from([None, 1, 2, 3]),
+    pinned=st.sets(st.sampled_from(ALL)),
+    protected=st.sets(st.sampled_from(ALL)),
+    broken=st.sets(st.sampled_from(ALL), max_size=3),
+)
+def test_the_rules_of_retention(
+    disk: Path,
+    keep_last: int,
+    epoch: int | None,
+    pinned: set[tuple[int, int]],
+    protected: set[tuple[int, int]],
+    broken: set[tuple[int, int]],
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints = copy_checkpoint(disk, Path(folder) / "checkpoints")
+        for step, number in broken:
+            next((checkpoints / checkpoint_dir_name(step, number)).glob("rank-00000*")).unlink()
+        deleted = retain(
+            checkpoints, keep_last=keep_last, lineage=LINEAGE, epoch=epoch, pinned=pinned, protected=protected
+        )  # fmt: skip
+        assert ids(checkpoints) == set(ALL) - set(deleted)
+        assert not set(deleted) & (pinned | protected | broken | {(30, 1)})
+        countable = [one for one in OWN if one not in pinned | broken]
+        newest = countable[-max(keep_last, 2) :]
+        assert not set(deleted) & set(newest)
+        if epoch == 1:
+            assert deleted == []  # attempt 2 has left checkpoints: the caller is a zombie
+        else:
+            mine = [one for one in countable if epoch in (None, one[1])]
+            assert deleted == [one for one in mine if one not in newest and one not in protected]
+        assert all((checkpoints / checkpoint_dir_name(*one) / MANIFEST_NAME).exists() for one in ids(checkpoints))
+
+
+def test_nothing_to_do_on_an_absent_directory(tmp_path: Path) -> None:
+    assert retain(tmp_path / "none", keep_last=2, lineage=LINEAGE) == []
+    assert sweep(tmp_path / "none", dead_epochs={1}) == []
+
+
+def test_the_base_survives_until_the_new_attempt_has_two_of_its_own(tmp_path: Path) -> None:
+    base = make_chain(tmp_path, 10, 20)[1]
+    lineage = [Segment(epoch=2, after_step=20), Segment(epoch=1, after_step=0, until_step=20)]
+    parent = base.base
+    for step in (30, 40, 50):
+        parent = make_checkpoint(tmp_path, step, 2, parent=parent).base
+        retain(tmp_path, keep_last=2, lineage=lineage, epoch=2, protected=[(20, 1)])
+        assert (20, 1) in ids(tmp_path)
+    assert ids(tmp_path) == {(10, 1), (20, 1), (40, 2), (50, 2)}
+    assert retain(tmp_path, keep_last=2, lineage=lineage) == [(10, 1), (20, 1)]
+
+
+def test_sweep_removes_only_what_counts_as_nothing(tmp_path: Path) -> None:
+    make_chain(tmp_path, 10, 20)
+    half = tmp_path / checkpoint_dir_name(10, 1)
+    (half / MANIFEST_NAME).rename(half / DELETED_MANIFEST_NAME)
+    for epoch in (1, 2):
+        directory = tmp_path / checkpoint_dir_name(30, epoch)
+        write_ranks(directory)
+        (directory / "rank-00001-of-00002.safetensors.tmp").write_bytes(b"torn")
+    committed = tmp_path / checkpoint_dir_name(20, 1)
+    (committed / "MANIFEST.json.tmp").write_bytes(b"{")
+    (tmp_path / "notes.txt").write_text("mine")
+    removed = sweep(tmp_path, dead_epochs={1})
+    assert sorted(removed) == [half.name, f"{committed.name}/MANIFEST.json.tmp", checkpoint_dir_name(30, 1)]
+    assert sorted(os.listdir(tmp_path)) == ["notes.txt", committed.name, checkpoint_dir_name(30, 2)]
+    found = find_base(tmp_path, tmp_path / "quarantine", [Segment(epoch=1, after_step=0)])
+    assert found[0] is not None and found[0].step == 20 and found[1] == []
+
+
+def test_links_are_removed_not_followed(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints" / make_checkpoint(tmp_path / "checkpoints", 10).id
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("x")
+    (directory / "link").symlink_to(outside)
+    (directory / "sub").mkdir()
+    (directory / "sub" / "file").write_text("x")
+    delete(directory)
+    assert not directory.exists() and (outside / "precious").exists()
+
+
+def test_a_deletion_that_the_system_refuses_is_reported_and_finished_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_chain(tmp_path, 10, 20, 30)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "unlink", fail)
+    with pytest.raises(CheckpointError, match="was not deleted completely: Operation not permitted"):
+        retain(tmp_path, keep_last=2, lineage=[Segment(epoch=1, after_step=0)])
+    monkeypatch.undo()
+    assert not (tmp_path / checkpoint_dir_name(10, 1) / MANIFEST_NAME).exists()
+    assert sweep(tmp_path, dead_epochs=()) == [checkpoint_dir_name(10, 1)]
+    assert ids(tmp_path) == {(20, 1), (30, 1)}
+
+
+def test_a_whole_job_is_deleted(tmp_path: Path) -> None:
+    job = JobPaths(tmp_path / "job")
+    make_chain(job.checkpoints, 10, 20, parent=Base())
+    (job.quarantine / "x").mkdir(parents=True)
+    job.attempt(1).root.mkdir(parents=True)
+    assert delete_all(job) == [(10, 1), (20, 1)]
+    assert os.listdir(job.root) == ["attempts"]
+    assert delete_all(job) == []
