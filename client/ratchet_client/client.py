@@ -97,12 +97,14 @@ class RatchetClient:
         return self._get(f"{_job(job_id)}/hook", api.HookView)
 
     def attempts(self, job_id: str) -> Iterator[api.AttemptView]:
+        """Every launch, newest first."""
         return self._pages(f"{_job(job_id)}/attempts", api.AttemptView, {"limit": _PAGE})
 
     def attempt(self, job_id: str, number: int) -> api.AttemptView:
         return self._get(f"{_job(job_id)}/attempts/{number}", api.AttemptView)
 
     def checkpoints(self, job_id: str) -> Iterator[api.CheckpointView]:
+        """What is stored, newest step first."""
         return self._pages(f"{_job(job_id)}/checkpoints", api.CheckpointView, {"limit": _PAGE})
 
     def checkpoint(self, job_id: str, checkpoint_id: str) -> api.CheckpointDetail:
@@ -116,8 +118,10 @@ class RatchetClient:
         body = api.PinRequest(pinned=pinned).model_dump(mode="json")
         return self._post(f"{_checkpoint(job_id, checkpoint_id)}/pin", api.CheckpointView, json=body)
 
-    def metrics(self, job_id: str, *, name: Collection[str] = ()) -> api.MetricsView:
-        return self._get(f"{_job(job_id)}/metrics", api.MetricsView, {"name": list(name)})
+    def metrics(self, job_id: str, *, name: Collection[str] = (), max_points: int | None = None) -> api.MetricsView:
+        """Series over steps; a series longer than ``max_points`` is thinned, the last point is always there."""
+        params: Params = {"name": list(name), "max_points": max_points}
+        return self._get(f"{_job(job_id)}/metrics", api.MetricsView, params)
 
     def events(self, job_id: str) -> Iterator[api.EventView]:
         return self._pages(f"{_job(job_id)}/events", api.EventView, {"limit": _PAGE})

@@ -67,7 +67,8 @@ def _plain(data: Any) -> Any:
         return {k: _plain(v) for k, v in data.items()}
     if isinstance(data, list | tuple):
         return [_plain(item) for item in data]
-    return data.model_dump(mode="json") if hasattr(data, "model_dump") else data
+    # Not model_dump: only the JSON form writes numbers that are not finite as strings, as the API does.
+    return json.loads(data.model_dump_json()) if hasattr(data, "model_dump_json") else data
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = (), empty: str = "") -> None:

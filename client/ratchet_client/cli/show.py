@@ -35,7 +35,7 @@ def list_jobs(
     label: Annotated[list[str], typer.Option(metavar="KEY=VALUE", help="Only jobs with this label.")] = [],  # noqa: B006
     name: Annotated[str | None, typer.Option(help="Only jobs of this name.")] = None,
     sort: Annotated[
-        str | None, typer.Option(help="A field, with - before it for descending, like -created_at.")
+        str | None, typer.Option(help="created, name or priority; with - before it descending, like name or -priority.")
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many jobs.")] = 100,
     as_json: JsonFlag = False,
@@ -125,7 +125,7 @@ def _from_to(before: int | None, after: int | None) -> str | None:
 def attempts(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
     """Show every launch of a job: how it ended and why, what it resumed from, steps done and lost."""
     with open_client(ctx) as client:
-        found = list(client.attempts(job))
+        found = list(client.attempts(job))[::-1]
     if as_json:
         output.emit(found)
         return

@@ -1,0 +1,187 @@
+"""The executable ``ratchet`` against a real service without a reconciler: jobs wait, everything else is as in earnest."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.cli import Cli
+from tests.support.server import Server
+
+SPEC = """
+name: digits-one
+task: {entrypoint: "ratchet_worker.tasks.digits:DigitsTask", args: {epochs: 1}}
+world: {ranks_per_node: 2, device: cpu}
+hook: {name: powerSGD, matrix_approximation_rank: 2, start_powerSGD_iter: 10}
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("cli") / "home", "--no-reconciler")
+    try:
+        yield server.start()
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def cli(server: Server, tmp_path: Path) -> Cli:
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    return Cli(server.home, tmp_path)
+
+
+def test_submit_prints_the_id_alone_and_the_job_can_be_read_with_it(cli: Cli) -> None:
+    job_id = cli(
+        "submit", "spec.yaml", "--name", "other", "--label", "team=a", "--set", "hook.random_seed=7"
+    ).text.strip()
+    job = cli("get", job_id, "--json").data
+    assert (job["id"], job["name"], job["phase"]) == (job_id, "other", "QUEUED")
+    assert job["labels"] == {"team": "a"} and job["spec"]["hook"]["random_seed"] == 7
+    plain = cli("get", job_id).text
+    assert "team=a" in plain and "\x1b" not in plain
+
+
+def test_a_spec_is_read_from_standard_input_and_the_same_key_gives_the_same_job(cli: Cli) -> None:
+    arguments = ("submit", "-", "--json", "--idempotency-key", "k-1")
+    first, second = (cli(*arguments, stdin=SPEC).data["id"] for _ in range(2))
+    assert first == second
+
+
+def test_a_relative_code_path_means_the_spec_files_directory(cli: Cli, tmp_path: Path) -> None:
+    project = tmp_path / "specs" / "project"
+    project.mkdir(parents=True)
+    (project / "train.py").write_text("print('hello')\n")
+    spec = "name: s\nscript: [train.py]\ncode: {path: ./project}\nworld: {ranks_per_node: 1, device: cpu}\n"
+    (tmp_path / "specs" / "s.yaml").write_text(spec)
+    job = cli("submit", "specs/s.yaml", "--json").data
+    assert job["spec"]["code"]["path"] == str(project.resolve()) and job["resolved"]["code_digest"]
+
+
+def test_a_dry_run_shows_the_launch_and_stores_nothing(cli: Cli) -> None:
+    before = len(cli("list", "--json").data)
+    plan = cli("submit", "spec.yaml", "--dry-run", "--json").data
+    assert plan["resolved"]["backend"] == "gloo" and plan["launch"]
+    assert "valid" in cli("submit", "spec.yaml", "--dry-run").text
+    assert len(cli("list", "--json").data) == before
+
+
+def test_lists_are_filtered_and_plain_tables_are_aligned_without_colour(cli: Cli) -> None:
+    one = cli("submit", "spec.yaml", "--name", "listed", "--label", "set=x", "--json").data["id"]
+    cli("submit", "spec.yaml", "--name", "listed", "--label", "set=y", "--json")
+    assert [j["id"] for j in cli("list", "--label", "set=x", "--json").data] == [one]
+    assert len(cli("list", "--name", "listed", "--phase", "queued", "--json").data) == 2
+    assert cli("list", "--phase", "RUNNING", "--json").data == []
+    assert len(cli("list", "--limit", "1", "--json").data) == 1
+    table = cli("list", "--name", "listed").text
+    header, *rows = table.splitlines()
+    assert header.split()[:4] == ["ID", "NAME", "PHASE", "HOOK"] and len(rows) == 2 and "\x1b" not in table
+    assert all(row.index("QUEUED") == header.index("PHASE") for row in rows)
+
+
+def test_actions_change_the_phase_and_those_that_do_not_fit_are_conflicts(cli: Cli) -> None:
+    job_id = cli("submit", "spec.yaml", "--json").data["id"]
+    assert cli("suspend", job_id, "--json").data["phase"] == "SUSPENDED"
+    assert cli("wait", job_id, "--until", "suspended", "--json").data["phase"] == "SUSPENDED"
+    assert cli("resume", job_id, "--json").data["phase"] == "QUEUED"
+    conflict = cli("preempt", job_id, expect=4)
+    assert job_id in conflict.errors and "QUEUED" in conflict.errors
+    assert cli("label", job_id, "team=b", "--priority", "5", "--json").data["labels"] == {"team": "b"}
+    assert cli("label", job_id, "team-", "--json").data["labels"] == {}
+    cli("delete", job_id, expect=4)
+    assert cli("cancel", job_id, "--json").data["phase"] == "CANCELLED"
+    cli("wait", job_id, expect=1)
+    events = [e["type"] for e in cli("events", job_id, "--json").data]
+    assert len(events) >= 5
+    followed = [json.loads(line)["type"] for line in cli("events", job_id, "-f", "--json").text.splitlines()]
+    assert followed == events
+    cli("delete", job_id)
+    cli("get", job_id, expect=3)
+
+
+def test_empty_answers_say_so_on_standard_error(cli: Cli) -> None:
+    job_id = cli("submit", "spec.yaml", "--json").data["id"]
+    assert cli("attempts", job_id, "--json").data == [] and "no attempt yet" in cli("attempts", job_id).errors
+    assert cli("checkpoints", job_id, "--json").data == [] and "no checkpoint yet" in cli("checkpoints", job_id).errors
+    assert cli("logs", job_id).text == "" and cli("logs", job_id, "--json").data == []
+    hook = cli("hook", job_id, "--json").data
+    assert hook["name"] == "powerSGD" and hook["phase"] is None
+
+
+def test_hooks_are_listed_with_their_parameters(cli: Cli) -> None:
+    names = {h["name"]: h["available"] for h in cli("hooks", "--json").data}
+    assert names["powerSGD"] and names["allreduce"] and not names["post_localSGD"]
+    assert "matrix_approximation_rank" in cli("hooks", "powerSGD").text
+    cli("hooks", "nothing", expect=3)
+
+
+def test_a_wait_ends_at_its_deadline_and_says_that_the_job_goes_on(cli: Cli) -> None:
+    job_id = cli("submit", "spec.yaml", "--json").data["id"]
+    assert "goes on" in cli("wait", job_id, "--timeout", "0.3", expect=7).errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (("get", "job-none"), 3, "job-none"),
+        (("submit", "missing.yaml"), 3, "missing.yaml"),
+        (("submit", "spec.yaml", "--set", "hook.matrix_aproximation_rank=2"), 5, "matrix_approximation_rank"),
+        (("submit", "spec.yaml", "--set", "hook.start_powerSGD_iter=1"), 5, "must be > 1"),
+        (("submit", "spec.yaml", "--set", "nonsense"), 2, "KEY=VALUE"),
+        (("submit", "spec.yaml", "--set", "name.x=1"), 2, "not a mapping"),
+        (("list", "--sort", "nonsense"), 5, "sort"),
+        (("wait", "job-none", "--until", "SLEEPING"), 2, "SUSPENDED"),
+        (("checkpoints", "job-none", "verify"), 2, "checkpoint id"),
+        (("nonsense",), 2, "nonsense"),
+        (("--server", "nonsense", "list"), 5, "http://"),
+        (("--server", "http://127.0.0.1:9", "list"), 6, "ratchet serve"),
+    ],
+)
+def test_errors_go_to_standard_error_with_a_code_of_their_own(
+    cli: Cli, arguments: tuple[str, ...], code: int, says: str
+) -> None:
+    result = cli(*arguments, expect=code)
+    assert says in result.errors and result.text == "" and "Traceback" not in result.errors
+
+
+def test_wrong_yaml_is_refused_with_its_line(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "torn.yaml").write_text("name: x\ntask: {entrypoint: \n")
+    assert "line 3" in cli("submit", "torn.yaml", expect=5).errors
+    (tmp_path / "date.yaml").write_text("name: 2026-01-01\n")
+    assert "quote it" in cli("submit", "date.yaml", expect=5).errors
+
+
+def test_without_a_service_it_says_how_to_start_one(tmp_path: Path) -> None:
+    result = Cli(tmp_path / "nowhere", tmp_path)("list", expect=6)
+    assert "ratchet serve" in result.errors
+
+
+def test_help_names_the_exit_codes_and_the_version_is_told(cli: Cli) -> None:
+    assert "Exit codes" in cli("--help").text and "the service does not answer" in cli("--help").text
+    assert cli("--version").text.startswith("ratchet ")
+
+
+def test_a_reader_that_goes_away_is_no_error(cli: Cli) -> None:
+    process = subprocess.Popen(
+        cli.command("hooks"), env=cli.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(20) == 0 and errors == b""
+
+
+def test_the_command_line_imports_neither_torch_nor_the_service() -> None:
+    code = (
+        "import sys\nfrom ratchet_client.cli.app import app\nimport ratchet_client.client\n"
+        "bad = {'torch', 'fastapi', 'sqlalchemy', 'ratchet_service', 'ratchet_worker', 'rich.live'} & set(sys.modules)\n"
+        "sys.exit(str(bad) if bad else 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], env=dict(os.environ)).returncode == 0
