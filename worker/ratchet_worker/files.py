@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -32,3 +34,9 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def say(text: str) -> None:
+    """One line for the agent's log."""
+    with suppress(OSError, ValueError):  # a full disk must not end the supervision
+        print(f"{now()} ratchet agent: {text}", file=sys.stderr, flush=True)

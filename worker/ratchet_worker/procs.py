@@ -134,13 +134,15 @@ class OomWatch:
     def __init__(self) -> None:
         self._source = _oom_source()
         self._last = self._count()
+        self._grew_at: float | None = None
 
-    def happened(self) -> bool:
-        """True when the count grew since the last call (or since the start)."""
-        count = self._count()
-        grew = count > self._last
+    def recently(self, seconds: float = 10.0) -> bool:
+        """True when the count grew less than ``seconds`` before this call, as far as earlier calls have seen it."""
+        count, now = self._count(), time.monotonic()
+        if count > self._last:
+            self._grew_at = now
         self._last = count
-        return grew
+        return self._grew_at is not None and now - self._grew_at < seconds
 
     def _count(self) -> int:
         try:

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -95,7 +96,8 @@ class Spool:
             self._say(f"{self._path} can be written again; {shed} metrics and progress messages were dropped")
 
     def _say(self, text: str) -> None:
-        print(f"ratchet: spool: {text}", file=sys.stderr, flush=True)
+        with suppress(OSError, ValueError):  # the log may lie on the same full disk
+            print(f"ratchet: spool: {text}", file=sys.stderr, flush=True)
 
 
 def read_lines(path: Path, offset: int, max_lines: int, max_bytes: int) -> list[bytes]:
@@ -138,6 +140,10 @@ class SpoolReader:
             return None, 0
         messages = [self._parse(line, self.acked + 1 + i) for i, line in enumerate(lines)]
         return RankBatch(rank=self._rank, from_seq=self.acked + 1, messages=messages), sum(map(len, lines)) + len(lines)
+
+    def has_more(self, size: int) -> bool:
+        """Whether complete lines follow the next ``size`` bytes, as ``batch`` gave them."""
+        return bool(read_lines(self._path, self._offset + size, 1, 1))
 
     def ack(self, seq: int) -> None:
         """The service has stored everything up to ``seq``; it may know more than was sent from here, or less."""

@@ -1,0 +1,30 @@
+"""The real agent with one part exchanged at its seam: the starter runs stand-in ranks, which need no torch.
+
+``python agent_main.py LAUNCH_FILE [TIMING as JSON]``
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from ratchet_worker.agent import run
+from ratchet_worker.starter import ProcessStarter, RankPlan, RankProcess
+from ratchet_worker.supervisor import Timing
+
+STAND_IN = Path(__file__).with_name("stand_in_rank.py")
+
+
+class StandInStarter:
+    """Starts what the agent planned, with another program."""
+
+    def start(self, plan: RankPlan) -> RankProcess:
+        return ProcessStarter().start(replace(plan, command=[plan.command[0], str(STAND_IN)]))
+
+
+if __name__ == "__main__":
+    code = run(Path(sys.argv[1]), StandInStarter(), Timing(**json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}")))
+    assert "torch" not in sys.modules
+    sys.exit(code)

@@ -1,0 +1,103 @@
+"""A real HTTP server that plays the service's report endpoint, and can be told to fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections import defaultdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from ratchet_contract.messages import AgentReport, Control, ReportAck, ServiceFile
+
+TOKEN = "token-of-this-attempt"
+
+
+class ReportService:
+    """Stores what arrives by sequence number. ``faults`` are used up, one per request: drop (store, then hang up), 500,
+    garbage; ``refuse`` is (status, code) for every request."""
+
+    def __init__(self, service_file: Path) -> None:
+        self.messages: dict[int, list[Any]] = defaultdict(list)
+        self.control = Control()
+        self.result: Any = None
+        self.faults: list[str] = []
+        self.refuse: tuple[int, str] | None = None
+        self.requests = 0
+        self.repeated = 0
+        self._file = service_file
+        self._server: ThreadingHTTPServer | None = None
+
+    def start(self) -> None:
+        """Listen on a new port and tell it in service.json."""
+        service = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                service._answer(self)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        described = ServiceFile(url=f"http://127.0.0.1:{self._server.server_port}", pid=os.getpid(), started_at="now")
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.write_text(described.model_dump_json())
+
+    def stop(self) -> None:
+        """Close the port; connections that are open get no answer any more."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+    def _answer(self, request: BaseHTTPRequestHandler) -> None:
+        body = request.rfile.read(int(request.headers["Content-Length"]))
+        if self._server is None or request.server is not self._server:
+            request.close_connection = True
+            return
+        self.requests += 1
+        fault = self.faults.pop(0) if self.faults else ""
+        if request.headers["Authorization"] != f"Bearer {TOKEN}":
+            self._problem(request, 401, "wrong-token")
+        elif self.refuse is not None:
+            self._problem(request, *self.refuse)
+        elif fault == "500":
+            self._send(request, 500, b"oops", "text/plain")
+        elif fault == "garbage":
+            self._send(request, 200, b"<html>", "text/html")
+        else:
+            ack = self._store(AgentReport.model_validate_json(body))
+            if fault == "drop":
+                request.close_connection = True
+            else:
+                self._send(request, 200, ack.model_dump_json().encode(), "application/json")
+
+    def _store(self, report: AgentReport) -> ReportAck:
+        for batch in report.batches:
+            stored = self.messages[batch.rank]
+            assert batch.from_seq <= len(stored) + 1, "a message was left out"
+            for seq, message in enumerate(batch.messages, batch.from_seq):
+                if seq > len(stored):
+                    stored.append(message)
+                else:
+                    self.repeated += 1
+        self.result = report.result or self.result
+        return ReportAck(acked={rank: len(found) for rank, found in self.messages.items()}, control=self.control)
+
+    def _problem(self, request: BaseHTTPRequestHandler, status: int, code: str) -> None:
+        body = {"type": f"urn:ratchet:problem:{code}", "title": code, "status": status, "detail": code, "code": code}
+        self._send(request, status, json.dumps(body).encode(), "application/problem+json")
+
+    def _send(self, request: BaseHTTPRequestHandler, status: int, body: bytes, kind: str) -> None:
+        request.send_response(status)
+        request.send_header("Content-Type", kind)
+        request.send_header("Content-Length", str(len(body)))
+        request.end_headers()
+        request.wfile.write(body)

@@ -1,0 +1,116 @@
+"""A rank without torch: counts steps, obeys ``control.json``, and misbehaves as STAND_IN (JSON, by rank) says.
+
+Keys: steps; pause (seconds per step); at (step) and do (kill, stop, raise, exit0, spin, oom-result, finish-but-stay);
+messages (notes spooled before the first step); obey (false: stops are ignored); startup (false: the counter stays away);
+child (a sleeping grandchild: "session" in a session of its own, "bare" also without any variables); after (do it only when
+this file exists).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ratchet_worker import procs
+from ratchet_worker.counter import Stage, StepCounter
+
+RANK = int(os.environ["RANK"])
+ROOT = Path(os.environ["RATCHET_ATTEMPT_DIR"])
+
+
+def finish(cause: str, code: int, step: int, message: str | None = None) -> NoReturn:
+    from ratchet_contract.messages import RankResult
+    from ratchet_contract.paths import AttemptPaths
+    from ratchet_contract.phases import Cause
+    from ratchet_worker.files import now
+    from ratchet_worker.results import write_rank_result
+
+    result = RankResult(rank=RANK, cause=Cause(cause), at=now(), last_step=step, message=message)
+    write_rank_result(AttemptPaths(ROOT).rank_result(RANK), result)
+    if code < 0:
+        time.sleep(3600)
+    os._exit(code)
+
+
+def misbehave(what: str, step: int) -> None:
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif what == "raise":
+        finish("exception", 1, step, f"rank {RANK}: ValueError: wrong")
+    elif what == "oom-result":
+        finish("oom", 1, step, f"rank {RANK}: CUDA out of memory")
+    elif what == "exit0":
+        os._exit(0)
+    elif what == "spin":
+        while True:
+            time.sleep(3600)
+    elif what == "finish-but-stay":
+        finish("completed", -1, step)
+    else:
+        raise ValueError(what)
+
+
+def spool_notes(count: int) -> None:
+    from ratchet_contract.messages import Note
+    from ratchet_contract.paths import AttemptPaths
+    from ratchet_worker.files import now
+    from ratchet_worker.spool import Spool
+
+    spool = Spool(AttemptPaths(ROOT).spool(RANK))
+    for i in range(count):
+        spool.append(Note(rank=RANK, at=now(), type="test", message=f"{RANK}:{i}"))
+    spool.close()
+
+
+def grandchild(kind: str) -> None:
+    program = [sys.executable, "-c", "import time; time.sleep(3600)", "--below", str(ROOT)]
+    env = None if kind == "session" else {"PATH": os.environ["PATH"]}
+    subprocess.Popen(program, start_new_session=True, env=env)
+
+
+def wanted_stop() -> str | None:
+    try:
+        wish: dict[str, Any] = json.loads((ROOT / "control.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return None if wish["desired"] == "run" else str(wish["cause"])
+
+
+def main() -> None:
+    procs.die_with_parent(int(os.environ["RATCHET_AGENT_PID"]))
+    faulthandler.register(signal.SIGUSR1)
+    plan: dict[str, Any] = json.loads(os.environ.get("STAND_IN", "{}")).get(str(RANK), {})
+    print(f"rank {RANK} starts", flush=True)
+    if "child" in plan:
+        grandchild(plan["child"])
+    if not plan.get("startup", True):
+        misbehave("spin", 0)
+    counter = StepCounter.create(ROOT / "counters" / f"rank-{RANK:05d}.bin")
+    if "messages" in plan:
+        spool_notes(plan["messages"])
+    counter.stage(Stage.TRAINING)
+    due = False
+    for step in range(1, plan.get("steps", 10**9) + 1):
+        counter.start_step(step)
+        due = due or step == plan.get("at", -1)
+        if due and ("after" not in plan or Path(plan["after"]).exists()):
+            misbehave(plan["do"], step)
+        time.sleep(plan.get("pause", 0.005))
+        counter.finish_step(step)
+        cause = wanted_stop() if plan.get("obey", True) else None
+        if cause is not None:
+            finish(cause, 143, step)
+    finish("completed", 0, plan.get("steps", 0))
+
+
+if __name__ == "__main__":
+    main()

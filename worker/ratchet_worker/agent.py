@@ -1,0 +1,269 @@
+"""The agent: one small process per attempt and node that starts the ranks, watches them and tells how they ended.
+
+``python -m ratchet_worker.agent LAUNCH_FILE``. No torch. It outlives the service on purpose, and its ranks never outlive
+it. ``result.json`` is the truth about the end; the exit code (``ratchet_contract.exit_codes``) is for engines that see
+nothing else. 75 also means: this attempt is or was run by somebody else; nothing was done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from ratchet_contract import environment as names
+from ratchet_contract.errors import UserError
+from ratchet_contract.exit_codes import EXIT_LEASE_LOST, exit_code_of
+from ratchet_contract.messages import AgentFile, AttemptResult, Control, LaunchFile
+from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.phases import Cause
+from ratchet_contract.resume import Base
+from ratchet_contract.version import PROTOCOL_VERSION
+from ratchet_worker import procs
+from ratchet_worker.files import now, say, write_atomic
+from ratchet_worker.launch_env import plan_ranks
+from ratchet_worker.results import Conclusion, Ended, conclude, default_cause
+from ratchet_worker.starter import ProcessStarter, Starter
+from ratchet_worker.supervisor import STOP_SIGNALS, Supervisor, Timing
+from ratchet_worker.uplink import Uplink
+
+_LOCK_PATIENCE: Final = 1.0  # seconds; who only probes the lock holds it for a moment
+_RESULT_PATIENCE: Final = 10.0  # seconds to find room on a full disk for result.json
+
+
+class LaunchRefused(Exception):
+    """The launch file cannot be honoured by this agent."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m ratchet_worker.agent", description="Run one attempt's ranks.")
+    parser.add_argument("launch_file", type=Path, help="launch.json of the attempt")
+    return run(parser.parse_args(argv).launch_file.absolute())
+
+
+def run(launch_file: Path, starter: Starter | None = None, timing: Timing = Timing()) -> int:
+    """Run the attempt to its end; returns the exit code. Call it in the main thread of a process of its own."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the supervisor listens to them
+    paths = AttemptPaths(launch_file.parent)
+    lock = _lock(paths)
+    if lock is None:
+        say(f"{paths.lock_file} is held: another agent runs this attempt")
+        return EXIT_LEASE_LOST
+    if paths.agent_file.exists() or paths.result_file.exists():
+        say(f"{paths.root} was run before; a new try is a new attempt")
+        return EXIT_LEASE_LOST
+    _own_session()
+    write_atomic(paths.agent_file, _agent_file().model_dump_json().encode(), durable=True)
+    started_at = now()
+    try:
+        launch = load_launch(launch_file)
+    except LaunchRefused as error:
+        say(str(error))
+        _refuse(paths, launch_file, str(error), started_at)
+        return exit_code_of(Cause.LAUNCHER_ERROR)
+    return _Attempt(launch, starter or ProcessStarter(), timing, started_at).run()
+
+
+def load_launch(path: Path) -> LaunchFile:
+    """Read ``launch.json``; the protocol is compared before anything else is understood. Raises ``LaunchRefused``."""
+    try:
+        raw: Any = json.loads(path.read_bytes())
+        protocol = raw["protocol"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LaunchRefused(f"{path} cannot be read as a launch file: {type(error).__name__}: {error}") from None
+    if protocol != PROTOCOL_VERSION:
+        raise LaunchRefused(
+            f"{path} is written in protocol {protocol}, this agent speaks {PROTOCOL_VERSION}: "
+            "install the same version of Ratchet for the service and the worker"
+        )
+    try:
+        launch = LaunchFile.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise LaunchRefused(f"{path} is not a valid launch file: {first['loc']}: {first['msg']}") from None
+    root = Path(launch.attempt_dir)
+    if not root.is_dir() or not root.samefile(path.parent):
+        raise LaunchRefused(f"{path} belongs to attempt directory {launch.attempt_dir}, not to the one it lies in")
+    return launch
+
+
+class _Attempt:
+    """Start, supervision, clean-up, result: each step happens whatever went wrong before it."""
+
+    def __init__(self, launch: LaunchFile, starter: Starter, timing: Timing, started_at: str) -> None:
+        self._launch = launch
+        self._timing = timing
+        self._started_at = started_at
+        self._paths = AttemptPaths(Path(launch.attempt_dir))
+        self._supervisor = Supervisor(launch, self._paths, starter, timing)
+        spools = {rank: self._paths.spool(rank) for rank in launch.ranks}
+        self._uplink = Uplink(launch, spools, self._supervisor, period=timing.report)
+
+    def run(self) -> int:
+        ends: list[Ended] = []
+        try:
+            procs.become_subreaper()
+            self._supervisor.take_signals()
+            stop = self._supervisor.stop_wanted()
+            if stop is not None:
+                conclusion = _not_started(stop)
+            else:
+                self._start()
+                self._uplink.start()
+                ends = self._supervisor.run()
+                conclusion = conclude(ends, self._supervisor.evidence)
+        except UserError as error:
+            conclusion = Conclusion(Cause.USER_ERROR, None, None, error.detail)
+        except Exception as error:
+            traceback.print_exc()
+            with suppress(Exception):
+                ends = self._supervisor.finish()
+            conclusion = _crashed(error, any_rank=bool(ends))
+        self._clean_up()
+        result = self._result(conclusion, ends)
+        self._tell(result)
+        return exit_code_of(result.cause)
+
+    def _start(self) -> None:
+        """Bind the rendezvous store's socket, start the ranks, let go of the socket: it lives and dies with rank 0."""
+        with socket.create_server(("127.0.0.1", 0), backlog=max(128, self._launch.world_size)) as listener:
+            plans = plan_ranks(
+                self._launch,
+                self._paths,
+                store_port=listener.getsockname()[1],
+                store_fd=listener.fileno(),
+                inherited=os.environ,
+            )
+            try:
+                self._supervisor.start(plans)
+            except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
+                python = self._launch.spec.python
+                if python is None or error.filename != self._launch.resolved.python:
+                    raise
+                self._supervisor.finish()
+                raise UserError(
+                    f"the interpreter {error.filename} of the spec (python) cannot be run: {error}"
+                ) from None
+
+    def _clean_up(self) -> None:
+        left = procs.sweep(names.ATTEMPT_DIR, str(self._paths.root))
+        if left:
+            say(f"processes {left} do not die of SIGKILL")
+        procs.remove_tree(self._paths.tmp)
+
+    def _result(self, conclusion: Conclusion, ends: list[Ended]) -> AttemptResult:
+        base = self._base()
+        last = max((e.end.last_step for e in ends), default=0) or (base.step if base is not None else 0)
+        return AttemptResult(
+            job_id=self._launch.job_id,
+            epoch=self._launch.epoch,
+            node=self._launch.node,
+            cause=conclusion.cause,
+            rank=conclusion.rank,
+            exit_code=conclusion.exit_code,
+            message=conclusion.message,
+            last_step=last,
+            base=base,
+            started_at=self._started_at,
+            ended_at=now(),
+            ranks=[e.end for e in ends],
+        )
+
+    def _base(self) -> Base | None:
+        try:
+            return Base.model_validate_json(self._paths.base_file.read_bytes())
+        except (OSError, ValidationError):
+            return None
+
+    def _tell(self, result: AttemptResult) -> None:
+        """The disk first; then the service, which reads the disk anyway when it does not hear of it."""
+        say(f"ended: {result.cause}: {result.message}")
+        _write_result(self._paths, result)
+        if self._supervisor.evidence.fenced is None:
+            self._uplink.start()
+            told = self._uplink.finish(result, self._timing.delivery)
+            say("the service has the result" if told else "the service was not reached; the result lies on the disk")
+
+
+def _lock(paths: AttemptPaths) -> int | None:
+    """A descriptor that holds ``agent.lock`` exclusively until this process ends; None when somebody else holds it."""
+    paths.root.mkdir(parents=True, exist_ok=True)
+    fd = os.open(paths.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    deadline = time.monotonic() + _LOCK_PATIENCE
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(fd)
+                return None
+            time.sleep(0.02)
+
+
+def _own_session() -> None:
+    """Signals to the launcher's process group are not for the agent. Already a leader: nothing to do."""
+    with suppress(PermissionError):
+        os.setsid()
+
+
+def _agent_file() -> AgentFile:
+    return AgentFile(pid=os.getpid(), start_time=procs.start_time(os.getpid()), host=socket.gethostname())
+
+
+def _refuse(paths: AttemptPaths, launch_file: Path, message: str, started_at: str) -> None:
+    """Write a result when the launch file at least says which attempt it is for."""
+    try:
+        raw: Any = json.loads(launch_file.read_bytes())
+        result = AttemptResult(
+            job_id=raw["job_id"],
+            epoch=raw["epoch"],
+            cause=Cause.LAUNCHER_ERROR,
+            message=message,
+            last_step=0,
+            started_at=started_at,
+            ended_at=now(),
+            ranks=[],
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    _write_result(paths, result)
+
+
+def _write_result(paths: AttemptPaths, result: AttemptResult) -> None:
+    data = result.model_dump_json(indent=1).encode()
+    deadline = time.monotonic() + _RESULT_PATIENCE
+    while True:
+        try:
+            write_atomic(paths.result_file, data, durable=True)
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                say(f"result.json cannot be written ({error}); it was: {data.decode()}")
+                return
+            time.sleep(0.5)
+
+
+def _not_started(stop: Control) -> Conclusion:
+    cause = stop.cause or default_cause(stop.desired)
+    return Conclusion(cause, None, None, f"{cause}: stopped before any rank was started")
+
+
+def _crashed(error: Exception, *, any_rank: bool) -> Conclusion:
+    cause = Cause.UNKNOWN if any_rank else Cause.LAUNCHER_ERROR
+    return Conclusion(cause, None, None, f"the agent failed: {type(error).__name__}: {error}; see agent.log")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

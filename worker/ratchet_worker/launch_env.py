@@ -1,0 +1,94 @@
+"""From a launch file to what each rank's process is started with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from ratchet_contract import environment as names
+from ratchet_contract.errors import UserError
+from ratchet_contract.messages import LaunchFile
+from ratchet_contract.paths import AttemptPaths
+from ratchet_worker.starter import RankPlan
+
+_THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_LOOPBACK: Final = "127.0.0.1"
+
+
+def plan_ranks(
+    launch: LaunchFile, paths: AttemptPaths, *, store_port: int, store_fd: int | None, inherited: Mapping[str, str]
+) -> list[RankPlan]:
+    """One plan per rank of this node; ``store_fd`` goes to rank 0 alone. ``inherited`` is the agent's own environment.
+
+    Raises ``UserError`` when a secret's variable is not set.
+    """
+    common = _common(launch, inherited)
+    plans = []
+    for local_rank, rank in enumerate(launch.ranks):
+        env = common | _identity(launch, paths, rank, local_rank, store_port)
+        fds: tuple[int, ...] = ()
+        if rank == 0 and store_fd is not None:
+            env[names.STORE_FD] = str(store_fd)
+            fds = (store_fd,)
+        command = [launch.resolved.python, "-m", "ratchet_worker.rank"]
+        plans.append(RankPlan(rank, command, Path(launch.workdir), env, paths.log(rank), fds))
+    return plans
+
+
+def _common(launch: LaunchFile, inherited: Mapping[str, str]) -> dict[str, str]:
+    """What all ranks share, the later winning: inherited, defaults, the spec's variables, secrets, NCCL settings."""
+    spec = launch.spec
+    env = {k: v for k, v in inherited.items() if not k.startswith(names.RESERVED_PREFIXES)}
+    env["PYTHONUNBUFFERED"] = "1"
+    env.update(dict.fromkeys(_THREAD_VARIABLES, str(launch.resolved.threads_per_rank)))
+    if spec.world.nodes == 1:
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+    if spec.determinism != "off":
+        env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        env["PYTHONHASHSEED"] = str(spec.seed % 2**32)
+    env.update(spec.env)
+    env.update(_secrets(launch, inherited))
+    if launch.resolved.backend == "nccl":
+        env.update(spec.nccl)
+    env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, launch.gpus)) if launch.resolved.device == "cuda" else ""
+    return env
+
+
+def _secrets(launch: LaunchFile, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Values by name; a launcher that withholds the source variable hands the value over under the secret's own name."""
+    values = {}
+    for name, secret in launch.spec.secrets.items():
+        value = inherited.get(secret.from_env, inherited.get(name))
+        if value is None:
+            raise UserError(
+                f"secret {name}: variable {secret.from_env} is not set in the launcher's environment; "
+                "set it where the service was started, restart the service and resume the job"
+            )
+        values[name] = value
+    return values
+
+
+def _identity(launch: LaunchFile, paths: AttemptPaths, rank: int, local_rank: int, port: int) -> dict[str, str]:
+    local, world = str(len(launch.ranks)), str(launch.world_size)
+    return {
+        names.LAUNCH_FILE: str(paths.launch_file),
+        names.JOB_ID: launch.job_id,
+        names.EPOCH: str(launch.epoch),
+        names.ATTEMPT_DIR: str(paths.root),
+        names.AGENT_PID: str(os.getpid()),
+        names.RANK: str(rank),
+        names.LOCAL_RANK: str(local_rank),
+        names.WORLD_SIZE: world,
+        names.LOCAL_WORLD_SIZE: local,
+        names.GROUP_RANK: str(launch.node),
+        names.GROUP_WORLD_SIZE: str(launch.spec.world.nodes),
+        names.ROLE_RANK: str(rank),
+        names.ROLE_WORLD_SIZE: world,
+        names.ROLE_NAME: "default",
+        names.MASTER_ADDR: _LOOPBACK,
+        names.MASTER_PORT: str(port),
+        names.TORCHELASTIC_RUN_ID: f"{launch.job_id}-a{launch.epoch}",
+        names.TORCHELASTIC_RESTART_COUNT: "0",
+    }

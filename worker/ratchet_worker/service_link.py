@@ -1,0 +1,151 @@
+"""One HTTP connection to the service of this attempt, found through ``service.json``, and what its answers mean."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from pydantic import ValidationError
+
+from ratchet_contract.errors import PROBLEM_TYPE_PREFIX
+from ratchet_contract.messages import AgentReport, LaunchFile, ReportAck, ServiceFile
+from ratchet_contract.version import PROTOCOL_VERSION
+
+_TIMEOUT: Final = 5.0
+_MAX_ANSWER: Final = 1024 * 1024
+_LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
+_DENIALS: Final = 3  # and at least _DENIAL_TIME seconds apart, first to last
+_DENIAL_TIME: Final = 1.0
+
+
+class Unreachable(Exception):
+    """No usable answer now; try again later."""
+
+
+class TooLarge(Exception):
+    """413: send less at once."""
+
+
+class Fenced(Exception):
+    """This attempt is not the job's own any more: its ranks must end at once."""
+
+
+class ServiceLink:
+    """Not thread-safe. Reads ``service.json`` again for every new connection."""
+
+    def __init__(self, launch: LaunchFile) -> None:
+        self._launch = launch
+        self._file = Path(launch.service_file)
+        self._path = f"/v1/jobs/{launch.job_id}/attempts/{launch.epoch}/reports"
+        self._connection: http.client.HTTPConnection | None = None
+        self._prefix = ""
+        self._denied: list[float] = []
+
+    def known(self) -> bool:
+        """Whether a service has left its address at all."""
+        return self._file.exists()
+
+    def post(self, report: AgentReport, timeout: float | None = None) -> ReportAck:
+        """Send one report. Raises ``Unreachable``, ``TooLarge`` or ``Fenced``."""
+        body = report.model_dump_json().encode()
+        try:
+            status, data = self._exchange(body, min(_TIMEOUT, timeout or _TIMEOUT))
+        except (OSError, http.client.HTTPException) as error:
+            self._close()
+            raise Unreachable(f"no answer from the service: {type(error).__name__}: {error}") from error
+        if status != 200:
+            self._refused(status, data)
+        self._denied.clear()
+        try:
+            ack = ReportAck.model_validate_json(data)
+        except ValidationError as error:
+            self._close()
+            raise Unreachable(f"the answer on {self._path} is not a report's: {error.errors()[0]['msg']}") from None
+        if ack.protocol != PROTOCOL_VERSION:
+            raise Unreachable(f"the service speaks protocol {ack.protocol}, this agent {PROTOCOL_VERSION}")
+        return ack
+
+    def _exchange(self, body: bytes, timeout: float) -> tuple[int, bytes]:
+        connection = self._connection or self._connect()
+        connection.timeout = timeout
+        if connection.sock is not None:
+            connection.sock.settimeout(timeout)
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._launch.report_token}"}
+        connection.request("POST", self._prefix + self._path, body, headers)
+        answer = connection.getresponse()
+        data = answer.read(_MAX_ANSWER)
+        if answer.will_close or not answer.isclosed():
+            self._close()
+        return answer.status, data
+
+    def _connect(self) -> http.client.HTTPConnection:
+        service = self._service()
+        url = urlsplit(service.url)
+        if url.scheme not in ("http", "https") or url.hostname is None:
+            raise Unreachable(f"{self._file} names no http address: {service.url!r}")
+        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        self._connection = kind(url.hostname, url.port, timeout=_TIMEOUT)
+        self._prefix = url.path.rstrip("/")
+        return self._connection
+
+    def _service(self) -> ServiceFile:
+        try:
+            service = ServiceFile.model_validate_json(self._file.read_bytes())
+        except (OSError, ValidationError) as error:
+            raise Unreachable(f"no service is known from {self._file}: {type(error).__name__}") from None
+        if service.protocol != PROTOCOL_VERSION:
+            raise Unreachable(f"the service speaks protocol {service.protocol}, this agent {PROTOCOL_VERSION}")
+        return service
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _refused(self, status: int, data: bytes) -> None:
+        """Turn an error answer into an exception; always raises."""
+        code, detail = _problem(data)
+        if status == 409 and code == "stale-epoch":
+            raise Fenced(f"the service refused this attempt (409 {code}): {detail}")
+        if status == 413:
+            raise TooLarge
+        self._close()  # whoever answered, look the address up again
+        if status in (401, 403, 404, 410) and code is not None:
+            self._deny(f"{status} {code}: {detail}")
+        raise Unreachable(f"the service answered {status} {code or ''}")
+
+    def _deny(self, what: str) -> None:
+        """The job or its token is unknown there. Believed only from the service that this run directory names, and only when
+        it insists: another service may have taken the port of ours while ours is down."""
+        now = time.monotonic()
+        self._denied = [*self._denied, now] if self._is_ours() else []
+        if len(self._denied) >= _DENIALS and now - self._denied[0] >= _DENIAL_TIME:
+            raise Fenced(f"the service does not know this attempt ({what})")
+
+    def _is_ours(self) -> bool:
+        service = self._service()
+        if urlsplit(service.url).hostname not in _LOOPBACK:
+            return True
+        try:
+            os.kill(service.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        return True
+
+
+def _problem(data: bytes) -> tuple[str | None, str]:
+    """``code`` and ``detail`` of a problem+json body of ours; ``(None, "")`` for anybody else's answer."""
+    try:
+        body: Any = json.loads(data)
+        if str(body["type"]).startswith(PROBLEM_TYPE_PREFIX):
+            return str(body["code"]), str(body.get("detail", ""))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    return None, ""

@@ -1,0 +1,123 @@
+"""How a rank's process comes to life. The agent knows only the protocols; ``ProcessStarter`` is the plain way.
+
+Another starter (one that forks ranks from a process with torch loaded, one that starts a container) replaces it by
+giving the same two protocols. Whatever it does, a rank is the leader of its own session and process group.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ratchet_worker import procs
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank's process: what is run, where, with which variables, into which log; ``pass_fds`` keep their numbers."""
+
+    rank: int
+    command: Sequence[str]
+    cwd: Path
+    env: Mapping[str, str]
+    log: Path
+    pass_fds: Sequence[int] = ()
+
+
+class RankProcess(Protocol):
+    """A started rank. Its pid is its process group's id and stays taken until ``reap``."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def pid(self) -> int: ...
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when the process has ended."""
+
+    def exit_code(self) -> int | None:
+        """None while it runs; ``-signal`` when a signal ended it. Does not collect the process."""
+
+    def kill_group(self) -> None:
+        """SIGKILL to the whole process group."""
+
+    def ask_for_stacks(self) -> None:
+        """SIGUSR1: the rank writes all its threads' stacks to its log."""
+
+    def reap(self) -> None:
+        """Collect the ended process and let go of its descriptor."""
+
+
+class Starter(Protocol):
+    def start(self, plan: RankPlan) -> RankProcess:
+        """Start one rank. Called from the agent's main thread only: ranks die with the thread that forked them.
+
+        Raises ``OSError`` when the program cannot be run.
+        """
+
+
+class ProcessStarter:
+    """A fresh interpreter per rank."""
+
+    def start(self, plan: RankPlan) -> RankProcess:
+        plan.log.parent.mkdir(parents=True, exist_ok=True)
+        with plan.log.open("ab") as log:
+            process = subprocess.Popen(
+                list(plan.command),
+                cwd=plan.cwd,
+                env=dict(plan.env),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,  # one file description: lines of both keep their order
+                start_new_session=True,
+                pass_fds=tuple(plan.pass_fds),
+            )
+        return _Child(plan.rank, process)
+
+
+class _Child:
+    def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        self._rank = rank
+        self._process = process
+        self._pidfd = os.pidfd_open(process.pid)
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fileno(self) -> int:
+        return self._pidfd
+
+    def exit_code(self) -> int | None:
+        if self._process.returncode is not None:
+            return self._process.returncode
+        # WNOWAIT leaves the zombie: while it is there, nobody else gets its pid, and its group can be killed safely.
+        info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if info is None:
+            return None
+        return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+
+    def kill_group(self) -> None:
+        if self._process.returncode is None:
+            procs.kill_group(self.pid)
+
+    def ask_for_stacks(self) -> None:
+        if self.exit_code() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGUSR1)
+
+    def reap(self) -> None:
+        if self._process.returncode is None:
+            self._process.wait()
+            os.close(self._pidfd)

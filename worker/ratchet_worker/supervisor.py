@@ -1,0 +1,282 @@
+"""Runs the ranks of one attempt from the first start to the last death. One thread: ranks die with the thread that forked
+them, so everything here happens in the agent's main thread; only ``Wishes`` and ``on_*`` are touched by the uplink's.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Final
+
+from ratchet_contract.messages import Control, LaunchFile, RankEnd
+from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.phases import AttemptPhase, Desired
+from ratchet_worker import procs
+from ratchet_worker.control import write_control
+from ratchet_worker.counter import CounterReader
+from ratchet_worker.files import say
+from ratchet_worker.results import Ended, Evidence, is_fine, read_rank_result
+from ratchet_worker.starter import RankPlan, RankProcess, Starter
+from ratchet_worker.uplink import Status
+from ratchet_worker.watch import Watch
+from ratchet_worker.wishes import Wishes
+
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+_DEATH_LIMIT: Final = 10.0  # seconds a killed rank may take to die (freeing memory, a stuck disk)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds. ``moment``: what ranks get to write down their own failure after another one's death; ``stacks``: to write
+    their stacks before they are killed; ``linger``: to exit after their result; ``report``: between two reports;
+    ``delivery``: for the last report; ``tick``: between two looks at the counters."""
+
+    moment: float = 0.3
+    stacks: float = 0.5
+    linger: float = 10.0
+    report: float = 0.3
+    delivery: float = 5.0
+    tick: float = 0.05
+
+
+class _Rank:
+    """One started rank and what is known of its end."""
+
+    def __init__(self, process: RankProcess, paths: AttemptPaths) -> None:
+        self.process = process
+        self.result_path = paths.rank_result(process.rank)
+        self.live = True
+        self.died_at = 0.0  # Unix seconds
+        self.exit_code: int | None = None
+        self.killed = False  # by the agent
+        self.result_seen: float | None = None  # monotonic
+
+    def end(self, last_step: int) -> Ended:
+        found = read_rank_result(self.result_path)
+        result, at = found if found is not None else (None, self.died_at)
+        step = max(last_step, result.last_step if result is not None else 0)
+        code = None if self.killed else self.exit_code
+        end = RankEnd(rank=self.process.rank, exit_code=code, last_step=step, result=result)
+        return Ended(end, min(at, self.died_at))
+
+
+class Supervisor:
+    """``run`` once. Also the uplink's ``Listener``."""
+
+    def __init__(self, launch: LaunchFile, paths: AttemptPaths, starter: Starter, timing: Timing) -> None:
+        self._paths = paths
+        self._starter = starter
+        self._timing = timing
+        self._policy = launch.spec.policy
+        self._wishes = Wishes(launch.desired)
+        self._ranks: dict[int, _Rank] = {}
+        self._signalled = False
+        self._fenced: str | None = None
+        self._evidence = Evidence()
+        self._oom = procs.OomWatch()
+        self._published: Control | None = None
+        self._stop_since: float | None = None
+        self._failed_since: float | None = None
+        self._housekept = 0.0
+        self._watch = Watch(
+            {rank: CounterReader(paths.counter(rank)).read for rank in launch.ranks},
+            startup_deadline=self._policy.startup_deadline,
+            step_deadline=self._policy.step_deadline,
+            now=time.monotonic(),
+        )
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    # --- the uplink's side (any thread) ---
+
+    def status(self) -> Status:
+        stopping = self._stop_since is not None or self._failed_since is not None
+        running = AttemptPhase.RUNNING if self._watch.ready else AttemptPhase.LAUNCHING
+        return Status(AttemptPhase.STOPPING if stopping else running, self.last_step)
+
+    def on_control(self, control: Control) -> None:
+        self._wishes.from_service(control)
+        self._wake()
+
+    def on_fenced(self, reason: str) -> None:
+        self._fenced = reason
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):  # full: it is awake
+            os.write(self._wake_write, b"\0")
+
+    # --- the main thread ---
+
+    @property
+    def last_step(self) -> int:
+        return max((self._watch.last_step(rank) for rank in self._ranks), default=0)
+
+    @property
+    def evidence(self) -> Evidence:
+        return replace(self._evidence, fenced=self._fenced, stop=self._published)
+
+    def take_signals(self) -> None:
+        """SIGTERM and SIGINT only set a flag. No ``SIG_IGN`` anywhere: ranks would inherit it."""
+
+        def flag(_number: int, _frame: FrameType | None) -> None:
+            self._signalled = True
+
+        for number in STOP_SIGNALS:
+            signal.signal(number, flag)
+        signal.signal(signal.SIGHUP, lambda _number, _frame: None)
+        signal.pthread_sigmask(signal.SIG_SETMASK, set())
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+
+    def stop_wanted(self) -> Control | None:
+        """The stop that is wished now, or None; publishes it to the ranks."""
+        self._publish()
+        wish = self._published
+        return wish if wish is not None and wish.desired is not Desired.RUN else None
+
+    def start(self, plans: Sequence[RankPlan]) -> None:
+        """Start all ranks. Raises ``OSError`` when one cannot be started; those already started are then the caller's to
+        ``finish``."""
+        for plan in plans:
+            self._ranks[plan.rank] = _Rank(self._starter.start(plan), self._paths)
+
+    def run(self) -> list[Ended]:
+        """Watch until every rank has ended, by itself or by the agent's hand."""
+        while any(r.live for r in self._ranks.values()):
+            self._wait(self._timing.tick)
+            self._step()
+        return self.finish()
+
+    def finish(self) -> list[Ended]:
+        """Kill what is left of the ranks' groups and collect them; safe to call at any time, and again."""
+        self._kill_live()
+        self._watch.look(time.monotonic())
+        for rank in self._ranks.values():
+            rank.process.kill_group()  # its children may outlive it
+            if rank.process.exit_code() is not None:
+                rank.process.reap()
+        return [rank.end(self._watch.last_step(number)) for number, rank in sorted(self._ranks.items())]
+
+    def _step(self) -> None:
+        self._collect()
+        if self._fenced is not None:
+            say(f"fenced: {self._fenced}")
+            self._kill_live()
+            return
+        now = time.monotonic()
+        self._watch.look(now)
+        self._publish()
+        self._housekeeping(now)
+        if self._failed_since is not None:
+            if now - self._failed_since >= self._timing.moment:
+                self._kill_live()
+        elif not self._end_hang(now):
+            self._end_overdue_stop(now)
+
+    def _wait(self, seconds: float) -> None:
+        """Until a rank dies, somebody wakes us, or ``seconds`` pass."""
+        poller = select.poll()
+        poller.register(self._wake_read, select.POLLIN)
+        for rank in self._ranks.values():
+            if rank.live:
+                poller.register(rank.process.fileno(), select.POLLIN)
+        for fd, _ in poller.poll(max(0.0, seconds) * 1000):
+            if fd == self._wake_read:
+                os.read(self._wake_read, 4096)
+
+    def _collect(self) -> None:
+        """Note who has died."""
+        for number, rank in self._ranks.items():
+            if not rank.live or (code := rank.process.exit_code()) is None:
+                continue
+            rank.live, rank.exit_code, rank.died_at = False, code, time.time()
+            say(f"rank {number} (pid {rank.process.pid}) ended with {code}{' (killed by the agent)' * rank.killed}")
+            if code == -signal.SIGKILL and not rank.killed and self._oom.recently():
+                self._evidence = replace(self._evidence, oom=self._evidence.oom | {number})
+            if self._failed_since is None and not is_fine(rank.end(0).end):
+                self._failed_since = time.monotonic()
+
+    def _publish(self) -> None:
+        """Hand the merged wish to the ranks; tried again at the next look when the disk refuses."""
+        if self._signalled:
+            self._wishes.from_signal()
+        wish = self._wishes.merged()
+        if wish == self._published:
+            return
+        if self._stop_since is None and wish.desired is not Desired.RUN:
+            self._stop_since = time.monotonic()
+        try:
+            write_control(self._paths.control_file, wish)
+        except OSError as error:
+            say(f"control.json cannot be written: {error}")
+            return
+        self._published = wish
+        say(f"wanted: {wish.desired} ({wish.cause}), checkpoint request {wish.checkpoint_request}")
+
+    def _housekeeping(self, now: float) -> None:
+        """Once a second: orphans, memory, and ranks that have written their result but do not leave."""
+        if now - self._housekept < 1.0:
+            return
+        self._housekept = now
+        procs.reap_orphans(keep={r.process.pid for r in self._ranks.values()})
+        self._oom.recently()
+        for number, rank in self._ranks.items():
+            if not rank.live or not rank.result_path.exists():
+                continue
+            if rank.result_seen is None:
+                rank.result_seen = now
+            elif now - rank.result_seen > self._timing.linger:
+                say(f"rank {number} has written its result and does not exit; killing it")
+                rank.killed = True
+                rank.process.kill_group()
+
+    def _end_hang(self, now: float) -> bool:
+        waited_for = [n for n, r in self._ranks.items() if r.live and r.result_seen is None]
+        stuck = self._watch.stuck(waited_for, self._is_stopped, now)
+        if stuck is None:
+            return False
+        say(f"hang: {stuck.message}")
+        self._evidence = replace(self._evidence, hung=stuck.ranks, hang_message=stuck.message)
+        self._write_stacks()
+        self._kill_live()
+        return True
+
+    def _is_stopped(self, rank: int) -> bool:
+        return procs.state(self._ranks[rank].process.pid) in ("T", "t")
+
+    def _end_overdue_stop(self, now: float) -> None:
+        if self._stop_since is None or now - self._stop_since <= self._policy.stop_grace:
+            return
+        moved = self._watch.moved_since(self._stop_since)
+        say(f"no agreed stop within {self._policy.stop_grace:g} s; killing the ranks")
+        self._evidence = replace(self._evidence, overdue=True, moved=moved)
+        self._write_stacks()
+        self._kill_live()
+
+    def _write_stacks(self) -> None:
+        for rank in self._ranks.values():
+            if rank.live:
+                rank.killed = True  # without a handler yet, the signal itself ends it
+                rank.process.ask_for_stacks()
+        time.sleep(self._timing.stacks)
+
+    def _kill_live(self) -> None:
+        """SIGKILL the groups of all living ranks and wait until they are dead. One that is dying already died by itself."""
+        for rank in self._ranks.values():
+            if rank.live and not procs.is_exiting(rank.process.pid):
+                rank.killed = True
+            if rank.live:
+                rank.process.kill_group()
+        deadline = time.monotonic() + _DEATH_LIMIT
+        while any(r.live for r in self._ranks.values()) and time.monotonic() < deadline:
+            self._wait(deadline - time.monotonic())
+            self._collect()
+        for number, rank in self._ranks.items():
+            if rank.live:
+                say(f"rank {number} (pid {rank.process.pid}) did not die of SIGKILL within {_DEATH_LIMIT:g} s")
+                rank.live, rank.died_at = False, time.time()

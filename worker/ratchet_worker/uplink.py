@@ -1,0 +1,160 @@
+"""From the ranks' spools to the service, and the service's wishes back: a thread of the agent that nobody waits for.
+
+Lines are sent until acknowledged, by number, so a lost answer costs a repetition and nothing else. The service may go, come
+back elsewhere or never have been there: training does not notice. Only an answer that proves this attempt to be no longer
+the job's own ("fenced") ends it.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, NamedTuple, Protocol
+
+from ratchet_contract.messages import AgentReport, AttemptResult, Control, LaunchFile, RankBatch
+from ratchet_contract.phases import AttemptPhase
+from ratchet_worker.files import say
+from ratchet_worker.service_link import Fenced, ServiceLink, TooLarge, Unreachable
+from ratchet_worker.spool import SpoolReader
+
+_MAX_LINES: Final = 500
+_MAX_BYTES: Final = 256 * 1024
+_MIN_BYTES: Final = 1024
+_FIRST_DELAY: Final = 0.1
+_LAST_DELAY: Final = 2.0
+
+
+class Status(NamedTuple):
+    """What the supervisor says of itself in each report."""
+
+    phase: AttemptPhase
+    last_step: int
+
+
+class Listener(Protocol):
+    """Called from the uplink's thread; must not block."""
+
+    def status(self) -> Status: ...
+
+    def on_control(self, control: Control) -> None: ...
+
+    def on_fenced(self, reason: str) -> None: ...
+
+
+class Uplink:
+    """``start``, and ``finish`` at the end, from one and the same thread."""
+
+    def __init__(self, launch: LaunchFile, spools: Mapping[int, Path], listener: Listener, *, period: float) -> None:
+        self._launch = launch
+        self._readers = {rank: SpoolReader(path, rank) for rank, path in spools.items()}
+        self._listener = listener
+        self._period = period
+        self._link = ServiceLink(launch)
+        self._max_bytes = _MAX_BYTES
+        self._failures = 0
+        self._wake = threading.Event()
+        self._end: float | None = None
+        self._result: AttemptResult | None = None
+        self._thread = threading.Thread(target=self._run, name="uplink", daemon=True)
+
+    def start(self) -> None:
+        """Begin to report; a second call changes nothing."""
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def finish(self, result: AttemptResult, deadline: float) -> bool:
+        """Send what is left and ``result``, for at most ``deadline`` seconds; True when the service has it all."""
+        self._result = result
+        self._end = time.monotonic() + deadline
+        self._wake.set()
+        self._thread.join(deadline + 1.0)
+        return not self._thread.is_alive() and self._result is None
+
+    def _run(self) -> None:
+        while True:
+            try:
+                delay = self._once()
+            except Fenced as fenced:
+                self._listener.on_fenced(str(fenced))
+                return
+            except Exception as error:  # never the end of reporting: the next round starts afresh
+                say(f"uplink: {type(error).__name__}: {error}")
+                delay = self._back_off()
+            if self._end is not None and (self._result is None or not self._worth(delay)):
+                return
+            self._pause(delay)
+
+    def _worth(self, delay: float) -> bool:
+        """At the end: try again after ``delay``? The service finds everything on the disk, too."""
+        return self._end is not None and time.monotonic() + delay < self._end and self._link.known()
+
+    def _pause(self, delay: float) -> None:
+        if self._end is None:
+            self._wake.wait(delay)
+        else:
+            time.sleep(delay)
+
+    def _once(self) -> float:
+        """Send one report; seconds until the next one."""
+        ending = self._result
+        batches, more = self._batches()
+        result = None if more else ending
+        status = self._listener.status()
+        report = AgentReport(
+            job_id=self._launch.job_id,
+            epoch=self._launch.epoch,
+            node=self._launch.node,
+            phase=status.phase if result is None else AttemptPhase.ENDED,
+            last_step=status.last_step,
+            batches=batches,
+            result=result,
+        )
+        remaining = None if self._end is None else max(0.1, self._end - time.monotonic())
+        try:
+            ack = self._link.post(report, timeout=remaining)
+        except TooLarge:
+            self._max_bytes = max(_MIN_BYTES, self._max_bytes // 2)
+            return self._back_off()
+        except Unreachable as error:
+            if self._failures == 0:
+                say(f"uplink: {error}; trying again until it answers")
+            return self._back_off()
+        if self._failures:
+            say("uplink: the service answers again")
+        self._failures = 0
+        moved = self._acknowledge(ack.acked)
+        self._listener.on_control(ack.control)
+        if result is not None:
+            self._result = None
+        return 0.0 if moved and more else self._period
+
+    def _batches(self) -> tuple[list[RankBatch], bool]:
+        """What is not acknowledged, up to the limits of one report; whether more is waiting."""
+        batches: list[RankBatch] = []
+        lines, size, more = _MAX_LINES, self._max_bytes, False
+        for reader in self._readers.values():
+            if lines <= 0 or size <= 0:
+                more = more or reader.has_more(0)
+                continue
+            batch, used = reader.batch(lines, size)
+            if batch is not None:
+                batches.append(batch)
+                lines -= len(batch.messages)
+                size -= used
+                more = more or reader.has_more(used)
+        return batches, more
+
+    def _acknowledge(self, acked: Mapping[int, int]) -> bool:
+        before = {rank: reader.acked for rank, reader in self._readers.items()}
+        for rank, reader in self._readers.items():
+            if rank in acked:
+                reader.ack(acked[rank])
+        return any(reader.acked > before[rank] for rank, reader in self._readers.items())
+
+    def _back_off(self) -> float:
+        nominal = min(_LAST_DELAY, _FIRST_DELAY * 2.0 ** min(self._failures, 10))
+        self._failures += 1
+        return nominal * random.uniform(0.5, 1.0)

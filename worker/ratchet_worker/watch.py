@@ -1,0 +1,99 @@
+"""Progress of the ranks, as their step counters tell it, against the two deadlines of the spec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, NamedTuple
+
+from ratchet_worker.counter import Reading, Stage
+
+_NOTHING: Final = Reading(0, 0, 0, Stage.STARTUP)
+_GAP: Final = 5.0  # seconds; a longer pause between two looks means that this process did not run either
+
+
+class Stuck(NamedTuple):
+    """Ranks that stand still while the others wait for them, and a sentence."""
+
+    ranks: tuple[int, ...]
+    message: str
+
+
+class Watch:
+    """Times are seconds of one monotonic clock, handed in by the caller."""
+
+    def __init__(
+        self,
+        readers: Mapping[int, Callable[[], Reading | None]],
+        *,
+        startup_deadline: float,
+        step_deadline: float,
+        now: float,
+    ) -> None:
+        self._readers = readers
+        self._startup_deadline = startup_deadline
+        self._step_deadline = step_deadline
+        self._begun = now
+        self._looked = now
+        self._readings = dict.fromkeys(readers, _NOTHING)
+        self._moved = dict.fromkeys(readers, now)
+        self.ready = False
+
+    def look(self, now: float) -> None:
+        """Read all counters."""
+        gap = now - self._looked
+        self._looked = now
+        if gap > _GAP:  # stopped together with the ranks: that time is nobody's fault
+            self._begun += gap
+            self._moved = {rank: moved + gap for rank, moved in self._moved.items()}
+        for rank, read in self._readers.items():
+            reading = read()
+            if reading is not None and reading != self._readings[rank]:
+                self._readings[rank] = reading
+                self._moved[rank] = now
+        if not self.ready and all(_is_ready(r) for r in self._readings.values()):
+            self.ready = True
+            self._moved = dict.fromkeys(self._moved, now)
+
+    def last_step(self, rank: int) -> int:
+        """The last step this rank finished in this attempt; 0 before the first."""
+        return self._readings[rank].finished
+
+    def moved_since(self, when: float) -> bool:
+        return any(moved > when for moved in self._moved.values())
+
+    def stuck(self, live: Iterable[int], stopped: Callable[[int], bool], now: float) -> Stuck | None:
+        """Who of ``live`` missed the deadline; ``stopped(rank)`` tells whether its process is halted by a signal."""
+        live = sorted(live)
+        if not self.ready:
+            late = [r for r in live if not _is_ready(self._readings[r])]
+            if not late or now - self._begun <= self._startup_deadline:
+                return None
+            limit = f"has not finished its first step within startup_deadline ({self._startup_deadline:g} s)"
+        else:
+            late = [r for r in live if now - self._moved[r] > self._step_deadline]
+            if not late:
+                return None
+            limit = f"has made no progress within step_deadline ({self._step_deadline:g} s)"
+        halted = tuple(r for r in live if stopped(r))
+        guilty = halted or self._behind(late)
+        return Stuck(guilty, self._sentence(guilty, halted, limit))
+
+    def _behind(self, late: list[int]) -> tuple[int, ...]:
+        """Those with the fewest steps: the others wait for them in a collective. All, when none is behind."""
+        place = {r: (self._readings[r].started, self._readings[r].finished) for r in late}
+        least = min(place.values())
+        return tuple(r for r in late if place[r] == least)
+
+    def _sentence(self, guilty: tuple[int, ...], halted: tuple[int, ...], limit: str) -> str:
+        parts = []
+        for rank in guilty:
+            reading = self._readings[rank]
+            how = "stopped by a signal (SIGSTOP), " if rank in halted else ""
+            where = f"in step {reading.started}" if reading.started > reading.finished else f"after {reading.finished}"
+            parts.append(f"rank {rank} ({how}{reading.stage.name.lower()}, {where})")
+        return f"{', '.join(parts)} {limit}; stacks of all threads are in the ranks' logs"
+
+
+def _is_ready(reading: Reading) -> bool:
+    """Start-up is over with the first finished step, or when there is none to do."""
+    return reading.finished > 0 or reading.stage in (Stage.EVALUATING, Stage.CHECKPOINTING, Stage.STOPPING)
