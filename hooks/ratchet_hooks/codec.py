@@ -1,0 +1,393 @@
+"""State as tensors plus JSON, bit for bit and without pickle.
+
+``encode`` splits a nest of plain Python values, tensors and numpy objects into named tensors (for safetensors) and JSON;
+``decode`` is its inverse. Nothing is guessed: a value outside the list below raises ``HookStateError`` with the full path.
+
+JSON forms: ``null``, ``true``, small integers, strings and lists stand for themselves; everything else is an object with one
+key, its tag (``{"float": "0x1.8p+1"}``, ``{"dict": [[key, value], ...]}``, ``{"tensor": {...}}`` ...). Pairs keep the order
+and the type of dictionary keys whatever a JSON writer does with objects.
+
+What comes back: the same types, values, dictionary order, dtypes, dense strides (channels-last stays channels-last), and
+sharing between tensors (two views of one storage are two views again). Tensors come back on the CPU without autograd history.
+A container that appears twice comes back as two equal containers.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import JsonValue
+
+from ratchet_hooks.errors import HookStateError
+
+Tensors = dict[str, torch.Tensor]
+
+_MAX_DEPTH = 100
+_SAFE_INT = 2**53  # beyond it, readers that hold JSON numbers as doubles would lose digits
+_BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
+
+
+def encode(value: object, *, where: str) -> tuple[Tensors, JsonValue]:
+    """Named tensors and JSON of ``value``; ``where`` begins the path in errors, like ``"state"``.
+
+    Accepted: None, bool, int, float, complex, str, bytes, list, tuple, dict and OrderedDict (keys: None, bool, int, float,
+    str, bytes or tuples of them), set, frozenset, torch.Size, dense tensors, numpy arrays and scalars without objects,
+    ``np.random.RandomState`` and ``np.random.Generator``. Raises ``HookStateError`` for anything else, and for cycles.
+    """
+    return _Encoder(where).run(value)
+
+
+def decode(tensors: Mapping[str, torch.Tensor], data: JsonValue) -> object:
+    """Inverse of ``encode``. Raises ``HookStateError`` on malformed data and on tensors that are missing or left over."""
+    decoder = _Decoder(tensors)
+    value = decoder.value(data, "data")
+    left = sorted(set(tensors) - decoder.used)
+    if left:
+        raise HookStateError(left[0], "a tensor that the JSON part does not mention")
+    return value
+
+
+def _float_text(value: float) -> str:
+    """Hexadecimal text of all 64 bits; a NaN keeps sign and payload."""
+    return "nan:" + struct.pack(">d", value).hex() if math.isnan(value) else value.hex()
+
+
+def _float_of(text: str) -> float:
+    if text.startswith("nan:"):
+        return float(struct.unpack(">d", bytes.fromhex(text[4:]))[0])
+    return float.fromhex(text)
+
+
+class _Encoder:
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.tensors: Tensors = {}
+        self.open: set[int] = set()
+        self.sharers: Counter[int] = Counter()
+        self.names: dict[tuple[str, int], str] = {}
+
+    def run(self, value: object) -> tuple[Tensors, JsonValue]:
+        self._count_sharers(value, 0)
+        return self.tensors, self.value(value, ())
+
+    def _count_sharers(self, value: object, depth: int) -> None:
+        if depth > _MAX_DEPTH:
+            return  # the encoding pass reports it with its path
+        if isinstance(value, torch.Tensor):
+            if value.layout is torch.strided and value.numel():
+                self.sharers[_storage_key(value)] += 1
+        elif isinstance(value, dict):
+            for item in value.values():
+                self._count_sharers(item, depth + 1)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                self._count_sharers(item, depth + 1)
+
+    def fail(self, path: tuple[str, ...], detail: str) -> HookStateError:
+        return HookStateError(self.where + "".join(path), detail)
+
+    def value(self, value: object, path: tuple[str, ...]) -> JsonValue:
+        if value is None or type(value) is bool:
+            return value
+        if type(value) is int:
+            return value if -_SAFE_INT <= value <= _SAFE_INT else {"int": str(hex(value))}
+        if type(value) is str:
+            return self._text(value, path)
+        if isinstance(value, torch.Tensor):
+            return {"tensor": self._tensor(value, path)}
+        leaf = self._leaf(value)
+        if leaf is not None:
+            return leaf
+        if isinstance(value, (np.ndarray, np.generic, np.random.RandomState, np.random.Generator)):
+            return self._numpy(value, path)
+        return self._nested(value, path)
+
+    def _text(self, value: str, path: tuple[str, ...]) -> str:
+        try:
+            value.encode()
+        except UnicodeEncodeError as exc:
+            raise self.fail(path, "a string with lone surrogates cannot be stored as JSON") from exc
+        return value
+
+    @staticmethod
+    def _leaf(value: object) -> JsonValue:
+        if type(value) is float:
+            return {"float": _float_text(value)}
+        if type(value) is complex:
+            return {"complex": [_float_text(value.real), _float_text(value.imag)]}
+        if type(value) is bytes:
+            return {"bytes": value.hex()}
+        return None
+
+    def _nested(self, value: object, path: tuple[str, ...]) -> JsonValue:
+        if id(value) in self.open:
+            raise self.fail(path, "contains itself; a state must be a tree")
+        if len(path) >= _MAX_DEPTH:
+            raise self.fail(path, f"nested deeper than {_MAX_DEPTH} levels")
+        self.open.add(id(value))
+        try:
+            return self._container(value, path)
+        finally:
+            self.open.discard(id(value))
+
+    def _container(self, value: object, path: tuple[str, ...]) -> JsonValue:
+        if type(value) is dict:
+            return {"dict": self._pairs(value, path)}
+        if type(value) is OrderedDict:
+            attributes = dict(vars(value))  # Module.state_dict() hangs its versions here
+            return {"odict": [self._pairs(value, path), self._pairs(attributes, (*path, ".__dict__"))]}
+        if type(value) is list:
+            return [self.value(item, (*path, f"[{i}]")) for i, item in enumerate(value)]
+        if type(value) is torch.Size:
+            return {"size": [int(n) for n in value]}
+        if type(value) is tuple:
+            return {"tuple": [self.value(item, (*path, f"[{i}]")) for i, item in enumerate(value)]}
+        if type(value) in (set, frozenset):
+            assert isinstance(value, (set, frozenset))
+            items = [self._key(item, (*path, f"{{{item!r}}}")) for item in value]
+            return {type(value).__name__: sorted(items, key=repr)}
+        kind = type(value)
+        raise self.fail(
+            path,
+            f"a {kind.__module__}.{kind.__qualname__} cannot be stored; offer tensors, numbers, strings, lists or dicts "
+            "from __getstate__ or state_dict",
+        )
+
+    def _pairs(self, value: Mapping[Any, object], path: tuple[str, ...]) -> JsonValue:
+        pairs: list[JsonValue] = []
+        for key, item in value.items():
+            plain = type(key) is str and key.isidentifier()
+            inner = (*path, f".{key}" if plain else f"[{key!r}]")
+            pairs.append([self._key(key, inner), self.value(item, inner)])
+        return pairs
+
+    def _key(self, key: object, path: tuple[str, ...]) -> JsonValue:
+        if key is None or type(key) in (bool, int, float, str, bytes):
+            return self.value(key, path)
+        if type(key) is tuple:
+            return {"tuple": [self._key(part, path) for part in key]}
+        raise self.fail(path, f"a {type(key).__qualname__} cannot be a stored key; use str, int, bool, float or tuples")
+
+    def _name(self, path: tuple[str, ...]) -> str:
+        name = base = "".join(path).removeprefix(".") or "value"
+        count = 1
+        while name in self.tensors:
+            count += 1
+            name = f"{base}#{count}"
+        return name
+
+    def _tensor(self, tensor: torch.Tensor, path: tuple[str, ...]) -> JsonValue:
+        if type(tensor) not in _TENSOR_TYPES:
+            raise self.fail(path, f"a tensor of type {type(tensor).__qualname__} cannot be stored; pass its local tensor")
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+            raise self.fail(path, f"a {tensor.layout} tensor on {tensor.device} cannot be stored; make it dense first")
+        tensor = tensor.detach()
+        if tensor.numel() and self.sharers[_storage_key(tensor)] > 1:
+            return self._view(tensor, path)
+        plain = tensor.resolve_conj().resolve_neg()
+        out: dict[str, JsonValue] = {"name": self._name(path)}
+        if plain.dtype.is_complex:
+            out["dtype"] = str(plain.dtype).removeprefix("torch.")
+        if not plain.is_contiguous() and is_dense(plain):
+            out["stride"] = list(plain.stride())
+        plain = plain.contiguous()
+        self.tensors[str(out["name"])] = torch.view_as_real(plain) if plain.dtype.is_complex else plain
+        return out
+
+    def _view(self, tensor: torch.Tensor, path: tuple[str, ...]) -> JsonValue:
+        """One of several tensors on one storage: the storage goes out once, as bytes."""
+        key = (str(tensor.device), _storage_key(tensor))
+        if key not in self.names:
+            name = self._name(path)
+            storage = tensor.untyped_storage()
+            raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
+            self.tensors[name] = raw
+            self.names[key] = name
+        return {
+            "storage": self.names[key],
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "offset": int(tensor.storage_offset()),
+            "shape": list(tensor.shape),
+            "stride": list(tensor.stride()),
+            "bits": [tensor.is_conj(), tensor.is_neg()],
+        }
+
+    def _numpy(self, value: object, path: tuple[str, ...]) -> JsonValue:
+        if isinstance(value, np.random.RandomState):
+            state = value.get_state(legacy=False)
+            assert isinstance(state, dict)
+            return {"RandomState": self._bit_generator(state, path)}
+        if isinstance(value, np.random.Generator):
+            return {"Generator": self._generator(value, path)}
+        assert isinstance(value, (np.ndarray, np.generic))
+        if value.dtype.kind not in "biufcSUmM" or type(value) is np.memmap:
+            raise self.fail(path, f"numpy data of dtype {value.dtype} cannot be stored; use numbers or fixed strings")
+        if isinstance(value, np.generic):
+            return {"scalar": [value.dtype.str, value.tobytes().hex()]}
+        if type(value) is not np.ndarray:
+            raise self.fail(path, f"a numpy {type(value).__qualname__} cannot be stored; use a plain array")
+        order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
+        name = self._name(path)
+        raw = value.tobytes("F" if order == "F" else "C")
+        self.tensors[name] = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else _NO_BYTES.clone()
+        shape: list[JsonValue] = [int(n) for n in value.shape]
+        return {"array": {"name": name, "dtype": value.dtype.str, "shape": shape, "order": order}}
+
+    def _generator(self, value: np.random.Generator, path: tuple[str, ...]) -> JsonValue:
+        state = self._bit_generator(value.bit_generator.state, path)
+        seeds = getattr(value.bit_generator, "seed_seq", None)
+        if type(seeds) is not np.random.SeedSequence:
+            raise self.fail(path, "a Generator whose seed sequence is not a numpy SeedSequence cannot be stored")
+        return [state, self.value(dict(seeds.state), (*path, ".seed_seq"))]
+
+    def _bit_generator(self, state: Mapping[str, Any], path: tuple[str, ...]) -> JsonValue:
+        if state["bit_generator"] not in _BIT_GENERATORS:
+            raise self.fail(path, f"bit generator {state['bit_generator']} cannot be stored; use one of numpy's own")
+        return self.value(dict(state), path)
+
+
+def _storage_key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the memory holds every element once and without gaps: some order of the dimensions is contiguous."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+class _Decoder:
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.used: set[str] = set()
+        self.shared: dict[str, torch.Tensor] = {}
+        self.tags: dict[str, Callable[[Any, str], object]] = {
+            "int": lambda v, _: int(_typed(v, str), 16),
+            "float": lambda v, _: _float_of(v),
+            "complex": lambda v, _: complex(_float_of(v[0]), _float_of(v[1])),
+            "bytes": lambda v, _: bytes.fromhex(v),
+            "tuple": lambda v, at: tuple(self._items(v, at)),
+            "set": lambda v, at: set(self._items(v, at)),
+            "frozenset": lambda v, at: frozenset(self._items(v, at)),
+            "size": lambda v, at: torch.Size(self._items(v, at)),  # type: ignore[arg-type]
+            "dict": lambda v, at: dict(self._pairs(v, at)),
+            "odict": self._odict,
+            "tensor": self._tensor,
+            "array": self._array,
+            "scalar": lambda v, _: np.frombuffer(bytes.fromhex(v[1]), dtype=np.dtype(v[0]))[0],
+            "RandomState": self._random_state,
+            "Generator": self._generator,
+        }
+
+    def value(self, data: JsonValue, at: str) -> object:
+        if data is None or isinstance(data, (bool, int, str)):
+            return data
+        if isinstance(data, list):
+            return self._items(data, at)
+        if not isinstance(data, dict) or len(data) != 1:
+            raise HookStateError(at, "malformed state: expected an object with one tag")
+        ((tag, payload),) = data.items()
+        if tag not in self.tags:
+            raise HookStateError(at, f"malformed state: unknown tag {tag!r}")
+        try:
+            return self.tags[tag](payload, f"{at}.{tag}")
+        except HookStateError:
+            raise
+        except (TypeError, ValueError, KeyError, IndexError, RuntimeError, struct.error, RecursionError) as exc:
+            raise HookStateError(f"{at}.{tag}", f"malformed state: {exc}") from exc
+
+    def _items(self, data: JsonValue, at: str) -> list[object]:
+        return [self.value(item, f"{at}[{i}]") for i, item in enumerate(_typed(data, list))]
+
+    def _pairs(self, data: JsonValue, at: str) -> list[tuple[Any, object]]:
+        pairs = []
+        for i, pair in enumerate(_typed(data, list)):
+            key, item = _typed(pair, list)
+            pairs.append((self.value(key, f"{at}[{i}]"), self.value(item, f"{at}[{key!r}]")))
+        if len({key for key, _ in pairs}) != len(pairs):
+            raise HookStateError(at, "malformed state: a key appears twice")
+        return pairs
+
+    def _odict(self, data: Any, at: str) -> object:
+        pairs, attributes = _typed(data, list)
+        out: OrderedDict[Any, object] = OrderedDict(self._pairs(pairs, at))
+        vars(out).update(self._pairs(attributes, at))
+        return out
+
+    def _take(self, name: object, at: str) -> torch.Tensor:
+        if not isinstance(name, str) or name not in self.tensors:
+            raise HookStateError(at, f"tensor {name!r} is missing")
+        self.used.add(name)
+        return self.tensors[name].detach().cpu()
+
+    def _tensor(self, data: Any, at: str) -> torch.Tensor:
+        if "storage" in data:
+            return self._view(data, at)
+        tensor = self._take(data["name"], at)
+        if "dtype" in data:
+            tensor = torch.view_as_complex(tensor.contiguous())
+            if tensor.dtype is not _DTYPES[data["dtype"]]:
+                raise HookStateError(at, f"expected {data['dtype']}, found {tensor.dtype}")
+        out = torch.empty_strided(tensor.shape, data.get("stride", tensor.stride()), dtype=tensor.dtype)
+        return out.copy_(tensor)
+
+    def _view(self, data: Any, at: str) -> torch.Tensor:
+        name = data["storage"]
+        raw = self._take(name, at)
+        if name not in self.shared:
+            self.shared[name] = raw.clone()
+        dtype, shape, stride = _DTYPES[data["dtype"]], data["shape"], data["stride"]
+        need = data["offset"] + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
+        if data["offset"] < 0 or min(stride, default=0) < 0 or need * dtype.itemsize > raw.numel():
+            raise HookStateError(at, f"the view does not fit into storage {name!r}")
+        out = torch.empty(0, dtype=dtype).set_(self.shared[name].untyped_storage(), data["offset"], shape, stride)
+        conj, neg = data["bits"]
+        out = out.conj() if conj else out
+        return torch._neg_view(out) if neg else out
+
+    def _array(self, data: Any, at: str) -> object:
+        raw = self._take(data["name"], at)
+        dtype = np.dtype(data["dtype"])
+        if dtype.hasobject or raw.dtype is not torch.uint8:
+            raise HookStateError(at, "malformed state: not an array of bytes")
+        flat = np.frombuffer(raw.numpy().tobytes(), dtype=dtype) if raw.numel() else np.empty(0, dtype)
+        return np.array(flat.reshape(data["shape"], order=data["order"]), order=data["order"], copy=True)
+
+    def _bit_generator(self, data: JsonValue, at: str, *seed: Any) -> tuple[np.random.BitGenerator, Any]:
+        state: Any = self.value(data, at)
+        if not isinstance(state, dict) or state.get("bit_generator") not in _BIT_GENERATORS:
+            raise HookStateError(at, "malformed state: not a numpy bit generator")
+        return getattr(np.random, state["bit_generator"])(*seed), state
+
+    def _random_state(self, data: JsonValue, at: str) -> np.random.RandomState:
+        bits, state = self._bit_generator(data, at)
+        out = np.random.RandomState(bits)
+        out.set_state(state)
+        return out
+
+    def _generator(self, data: Any, at: str) -> np.random.Generator:
+        bit_state, seed_state = _typed(data, list)
+        seeds: Any = self.value(seed_state, f"{at}.seed_seq")
+        bits, state = self._bit_generator(bit_state, at, np.random.SeedSequence(**seeds))
+        bits.state = state
+        return np.random.Generator(bits)
+
+def _typed(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"expected {kind.__name__}, found {type(value).__name__}")
+    return value

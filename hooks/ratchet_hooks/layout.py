@@ -1,0 +1,208 @@
+"""Bucket layouts: reading them from DDP's reducer and making a new reducer stand on a recorded one.
+
+A *layout* is the list of buckets in the order in which they are reduced, each a list of parameter names. It is part of a run's
+bits: residuals belong to positions in a bucket, and with three or more ranks a ring all-reduce adds an element in an order that
+depends on where it lies. DDP starts with one layout and rebuilds it once, before the second iteration, in the order in which
+gradients became ready; a resumed process would do the same and so run one iteration (or all, when the order has changed since)
+on other buckets than the run it continues.
+
+``ManagedDDP`` therefore hands the reducer its parameters in the recorded order and lets it rebuild before the first forward:
+the rebuilt layout *is* the recorded one, and the reducer never rebuilds again. With ``find_unused_parameters`` there is no
+rebuild and the constructed layout is a pure function of the module. With ``static_graph`` DDP learns the graph in its first
+iteration and rebuilds before the third; a process resumed in between could not repeat that, so a managed static graph stands
+on registration order reversed from its very first iteration, resumed or not.
+
+Everything here leans on private API of torch 2.13; ``require_torch`` and the layout read back after construction guard it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ratchet_hooks.errors import LayoutMismatch, UnsupportedModel
+
+Layout = list[list[str]]
+
+_REDUCER_API = ("_push_all_rebuilt_params", "_rebuild_buckets", "_get_zeros_like_grad_buckets")
+_DDP_API = ("_build_params_for_reducer", "_post_forward", "_register_builtin_comm_hook")
+
+
+def require_torch() -> None:
+    """Raise ``RuntimeError`` when this torch lacks the private parts that a recorded layout needs."""
+    missing = [f"Reducer.{name}" for name in _REDUCER_API if not hasattr(dist.Reducer, name)]
+    missing += [f"DistributedDataParallel.{name}" for name in _DDP_API if not hasattr(DistributedDataParallel, name)]
+    missing += [] if hasattr(dist, "_compute_bucket_assignment_by_size") else ["_compute_bucket_assignment_by_size"]
+    if missing:
+        raise RuntimeError(f"torch {torch.__version__} has no {', '.join(missing)}; ratchet_hooks needs torch 2.13")
+
+
+class ManagedDDP(DistributedDataParallel):
+    """DDP whose reducer stands on ``recorded`` from the first iteration, or on DDP's own layout when it is None."""
+
+    def __init__(self, module: torch.nn.Module, *, recorded: Layout | None, **kwargs: Any) -> None:
+        require_torch()
+        # Past nn.Module's attribute machinery: the base constructor already calls _build_params_for_reducer.
+        self.__dict__["_recorded"] = recorded
+        self.__dict__["_names"] = {id(p): name for name, p in module.named_parameters()}
+        self.__dict__["_static_wanted"] = bool(kwargs.get("static_graph"))
+        super().__init__(module, **kwargs)
+        if self._use_python_reducer:
+            raise UnsupportedModel("torch._dynamo's python_reducer runs no communication hook; choose another optimize_ddp")
+        self._fixed = False
+        if self.find_unused_parameters:
+            self._fixed = True
+        elif recorded is not None or self.static_graph:
+            self.fix_layout()
+        if recorded is not None and (found := self.read_layout()) != recorded:
+            raise mismatch(recorded, found, "after construction")
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the layout can no longer change."""
+        return self._fixed or self._has_rebuilt_buckets
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        return self._names[id(parameter)]
+
+    def fix_layout(self) -> None:
+        """Rebuild now, in order of the reducer's parameters, unless a backward has already pushed gradient-ready order.
+
+        A collective: every rank calls it. The next forward would do the same; afterwards the layout is final.
+        """
+        if not self.fixed:
+            self.reducer._push_all_rebuilt_params()
+            self.settle()
+            if not self.fixed:
+                raise RuntimeError(f"torch {torch.__version__} did not rebuild its buckets; ratchet_hooks needs torch 2.13")
+
+    def settle(self) -> None:
+        """Do the rebuild that the next forward would begin with. A collective, without effect once the layout is final."""
+        if not self.fixed and self.reducer._rebuild_buckets():
+            self._has_rebuilt_buckets = True
+
+    def read_layout(self) -> Layout:
+        """The reducer's present buckets. Allocates, for a moment, zeros of the size of all gradients."""
+        buckets = self.reducer._get_zeros_like_grad_buckets()
+        return [[self.name_of(p) for p in bucket.parameters()] for bucket in buckets]
+
+    def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
+        parameters, sparse = super()._build_params_for_reducer()
+        names = [self.name_of(p) for p in parameters]
+        if any(sparse):
+            name = names[sparse.index(True)]
+            raise UnsupportedModel(f"{name} produces sparse gradients, which no managed hook handles; use sparse=False")
+        order = list(range(len(names)))
+        if self._recorded is not None and not self.find_unused_parameters:
+            order = _order_for(self._recorded, parameters, names, self._rebuild_limits())
+        elif self._static_wanted:
+            order.reverse()
+        return [parameters[i] for i in order], [False] * len(order)
+
+    def _post_forward(self, output: Any) -> Any:
+        """Without the sink that ends static graph's first iteration while gradients are only accumulated.
+
+        torch puts it there under ``no_sync`` too, and its callback then fails an internal assertion; the graph is learnt in
+        the first backward that synchronises.
+        """
+        delayed = self.static_graph and not self.require_backward_grad_sync
+        if not delayed or self._static_graph_delay_allreduce_enqueued:
+            return super()._post_forward(output)
+        self._static_graph_delay_allreduce_enqueued = True
+        try:
+            return super()._post_forward(output)
+        finally:
+            self._static_graph_delay_allreduce_enqueued = False
+
+    def _rebuild_limits(self) -> list[int]:
+        """Bytes of the first and of every further bucket in a rebuild."""
+        config = self._bucket_config
+        return [config.first_bucket_bytes_cap, config.bucket_bytes_cap]
+
+
+def _order_for(
+    recorded: Layout, parameters: Sequence[torch.nn.Parameter], names: Sequence[str], limits: list[int]
+) -> list[int]:
+    """Indices of ``parameters`` in an order from which a rebuild makes ``recorded``.
+
+    Buckets hold one dtype each and fill up in parallel; those that stay below their limit come last, in the order of a hash map
+    that depends on which dtype came first. So every order of the dtypes' first parameters is tried on torch's own function.
+    Raises ``LayoutMismatch`` when no order gives the recorded layout (another ``bucket_cap_mb``, other shapes).
+    """
+    flat = [name for bucket in recorded for name in bucket]
+    check_names(flat, names)
+    index = {name: i for i, name in enumerate(names)}
+    wanted = [[index[name] for name in bucket] for bucket in recorded]
+    order = [i for bucket in wanted for i in bucket]
+    first: dict[torch.dtype, int] = {}
+    for i in order:
+        first.setdefault(parameters[i].dtype, i)
+    for heads in itertools.permutations(first.values()):
+        trial = [*heads, *(i for i in order if i not in heads)]
+        if len(heads) == 1 or _rebuilt([parameters[i] for i in trial], trial, limits) == wanted:
+            return trial
+    raise LayoutMismatch(flat[0], "the recorded bucket layout cannot be rebuilt here; bucket_cap_mb or a dtype has changed")
+
+
+def _rebuilt(tensors: list[torch.nn.Parameter], indices: list[int], limits: list[int]) -> list[list[int]]:
+    buckets, _ = dist._compute_bucket_assignment_by_size(list(tensors), limits, [False] * len(tensors), indices)
+    return [list(bucket) for bucket in buckets]
+
+
+def check_names(recorded: Sequence[str], present: Sequence[str]) -> None:
+    """Raise ``LayoutMismatch`` naming the first parameter that is on one side only."""
+    for name in recorded:
+        if name not in present:
+            raise LayoutMismatch(name, "this parameter is in the recorded state, but the model does not train it now")
+    for name in present:
+        if name not in recorded:
+            raise LayoutMismatch(name, "the model trains this parameter, but the recorded state does not have it")
+
+
+def mismatch(expected: Layout, found: Layout, when: str) -> LayoutMismatch:
+    """An error that names the first bucket in which two layouts differ."""
+    pairs = itertools.zip_longest(expected, found, fillvalue=[])
+    i, (want, have) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+    names = [a if a is not None else b for a, b in itertools.zip_longest(want, have) if a != b]
+    return LayoutMismatch(
+        str(names[0]),
+        f"bucket {i} differs from the recorded layout {when}: expected {want[:4]}, found {have[:4]}; resume with the model, "
+        "bucket_cap_mb and DDP options that made the checkpoint",
+    )
+
+
+class CountedBucket:
+    """A ``GradBucket`` under a right index.
+
+    In static graph's first iteration torch calls the hook for every bucket with index 0, ``is_last`` of index 0 and the
+    parameters of bucket 0; buffer and gradients are right.
+    """
+
+    def __init__(self, bucket: dist.GradBucket, index: int, parameters: list[torch.Tensor], last: bool) -> None:
+        self._bucket = bucket
+        self._index = index
+        self._parameters = parameters
+        self._last = last
+
+    def index(self) -> int:
+        return self._index
+
+    def is_last(self) -> bool:
+        return self._last
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self._parameters
+
+    def buffer(self) -> torch.Tensor:
+        return self._bucket.buffer()
+
+    def gradients(self) -> list[torch.Tensor]:
+        return self._bucket.gradients()
+
+    def set_buffer(self, tensor: torch.Tensor) -> None:
+        self._bucket.set_buffer(tensor)

@@ -1,0 +1,217 @@
+"""PowerSGD's state by parameter name: residuals, P and Q cut out of torch's flat bucket tensors, and laid into any layout.
+
+torch's ``PowerSGDState`` keeps, per bucket index, ``error_dict[b]`` (one element per gradient element), ``p_memory_dict[b]`` and
+``q_memory_dict[b]`` (the P and Q of the bucket's compressed matrices one after the other, grouped by shape). Stored are
+
+- ``residual/<parameter>``: this rank's residual in the parameter's shape,
+- ``p/<parameter>`` and ``q/<parameter>``: matrices of n x r and m x r, equal on all ranks,
+- JSON: everything else of ``__getstate__()`` (hyperparameters, iteration, generator, statistics).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import JsonValue
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
+
+from ratchet_hooks.codec import Tensors, decode, encode, is_dense
+from ratchet_hooks.errors import HookStateError
+from ratchet_hooks.layout import Layout, check_names
+from ratchet_hooks.specs import PowerSGDSpec
+
+PowerSGDState = torch_powersgd.PowerSGDState
+Parameters = Mapping[str, torch.Tensor]
+
+# What must be equal in the spec and in a restored state; the logging frequency may change freely.
+HYPERPARAMETERS = (
+    "matrix_approximation_rank", "start_powerSGD_iter", "min_compression_rate", "use_error_feedback", "warm_start",
+    "orthogonalization_epsilon", "batch_tensors_with_same_shape",
+)  # fmt: skip
+_PER_BUCKET = ("error_dict", "p_memory_dict", "q_memory_dict")
+
+
+def make_state(spec: PowerSGDSpec, group: dist.ProcessGroup) -> PowerSGDState:
+    """torch's state object with the parameters of ``spec``."""
+    return PowerSGDState(process_group=group, **spec.model_dump(exclude={"name", "wrapper"}))
+
+
+@dataclass(frozen=True)
+class LowRankPlace:
+    """Where one compressed parameter's P and Q lie in its bucket's flat tensors (elements)."""
+
+    name: str
+    p_start: int
+    p_shape: tuple[int, int]
+    q_start: int
+    q_shape: tuple[int, int]
+
+
+def low_rank_places(state: PowerSGDState, bucket: Sequence[str], parameters: Parameters) -> list[LowRankPlace]:
+    """The compressed parameters of a bucket in the order of ``powerSGD_hook``: grouped by shape, batched or not."""
+    by_shape: dict[tuple[int, int], list[str]] = {}
+    for name in bucket:
+        shape = parameters[name].shape
+        n = shape[0]
+        m = parameters[name].numel() // n
+        rank = min(n, m, state.matrix_approximation_rank)
+        if torch_powersgd._should_compress(n, m, rank, state.min_compression_rate)[0]:
+            by_shape.setdefault((n, m), []).append(name)
+    places, p_start, q_start = [], 0, 0
+    for (n, m), names in by_shape.items():
+        rank = min(n, m, state.matrix_approximation_rank)
+        for name in names:
+            places.append(LowRankPlace(name, p_start, (n, rank), q_start, (m, rank)))
+            p_start += n * rank
+            q_start += m * rank
+    return places
+
+
+def residual_views(flat: torch.Tensor, bucket: Sequence[str], parameters: Parameters) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, view in the parameter's shape) for every slice of a bucket's flat residual; memory order as in DDP's buckets."""
+    offset = 0
+    for name in bucket:
+        parameter = parameters[name]
+        if parameter.is_contiguous() or not is_dense(parameter):
+            yield name, flat.narrow(0, offset, parameter.numel()).view(parameter.shape)
+        else:
+            yield name, flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + offset)
+        offset += parameter.numel()
+
+
+def capture(state: PowerSGDState, layout: Layout | None, parameters: Parameters) -> tuple[Tensors, dict[str, JsonValue]]:
+    """Copies of everything in ``state``. ``layout`` may be None only before the first iteration."""
+    with _quiet():
+        slots: dict[str, Any] = state.__getstate__()
+    errors, ps, qs = (slots.pop(key) for key in _PER_BUCKET)
+    if (errors or ps) and layout is None:
+        raise HookStateError("state.error_dict", "per-bucket state exists, but no bucket layout is known")
+    tensors: Tensors = {}
+    for i, bucket in enumerate(layout or []):
+        if i in errors:
+            for name, view in residual_views(errors[i], bucket, parameters):
+                tensors[f"residual/{name}"] = view.clone(memory_format=torch.contiguous_format)
+        if i in ps:
+            for place in low_rank_places(state, bucket, parameters):
+                tensors[f"p/{place.name}"] = _cut(ps[i], place.p_start, place.p_shape)
+                tensors[f"q/{place.name}"] = _cut(qs[i], place.q_start, place.q_shape)
+    rest, slots_json = encode(slots, where="state")
+    tensors |= {f"state/{name}": tensor for name, tensor in rest.items()}
+    return tensors, {"slots": slots_json, "residuals": bool(errors), "low_rank": bool(ps)}
+
+
+def _cut(flat: torch.Tensor, start: int, shape: tuple[int, int]) -> torch.Tensor:
+    return flat.narrow(0, start, shape[0] * shape[1]).view(shape).clone()
+
+
+def restore(
+    state: PowerSGDState, tensors: Mapping[str, torch.Tensor], data: Mapping[str, JsonValue], layout: Layout | None,
+    parameters: Parameters,
+) -> None:  # fmt: skip
+    """Put a captured state into ``state`` through ``__setstate__``; its process group stays attached."""
+    rest = {name.removeprefix("state/"): t for name, t in tensors.items() if name.startswith("state/")}
+    slots = decode(rest, data.get("slots"))
+    _check_slots(state, slots)
+    assert isinstance(slots, dict)
+    taken = _Taken(tensors)
+    errors, ps, qs = {}, {}, {}
+    if (data.get("residuals") or data.get("low_rank")) and layout is None:
+        raise HookStateError("layout", "the state holds residuals, but no bucket layout is recorded")
+    for i, bucket in enumerate(layout or []):
+        like = parameters[bucket[0]]
+        if data.get("residuals"):
+            errors[i] = torch.zeros(sum(parameters[n].numel() for n in bucket), dtype=like.dtype, device=like.device)
+            for name, view in residual_views(errors[i], bucket, parameters):
+                taken.into(f"residual/{name}", view)
+        if data.get("low_rank"):
+            ps[i], qs[i] = _low_rank_tensors(low_rank_places(state, bucket, parameters), like, taken)
+    taken.finish()
+    group = state.process_group
+    with _quiet():
+        state.__setstate__({**slots, **dict(zip(_PER_BUCKET, (errors, ps, qs), strict=True))})
+    state.process_group = group
+
+
+def _low_rank_tensors(
+    places: list[LowRankPlace], like: torch.Tensor, taken: _Taken
+) -> tuple[torch.Tensor, torch.Tensor]:
+    p = torch.zeros(sum(a.p_shape[0] * a.p_shape[1] for a in places), dtype=like.dtype, device=like.device)
+    q = torch.zeros(sum(a.q_shape[0] * a.q_shape[1] for a in places), dtype=like.dtype, device=like.device)
+    for a in places:
+        taken.into(f"p/{a.name}", p.narrow(0, a.p_start, a.p_shape[0] * a.p_shape[1]).view(a.p_shape))
+        taken.into(f"q/{a.name}", q.narrow(0, a.q_start, a.q_shape[0] * a.q_shape[1]).view(a.q_shape))
+    return p, q
+
+
+def _check_slots(state: PowerSGDState, slots: object) -> None:
+    expected = set(state.__slots__) - {"process_group", *_PER_BUCKET}
+    if not isinstance(slots, dict) or set(slots) != expected:
+        found = set(slots) if isinstance(slots, dict) else set()
+        odd = sorted(str(key) for key in expected ^ found) or ["slots"]
+        raise HookStateError(f"state.{odd[0]}", "missing or unknown in the recorded PowerSGD state; was it made by another torch?")
+    for key in HYPERPARAMETERS:
+        if slots[key] != getattr(state, key):
+            raise HookStateError(
+                f"state.{key}", f"recorded with {slots[key]!r}, but the hook asked for has {getattr(state, key)!r}"
+            )
+
+
+class _Taken:
+    """Copies recorded tensors to their places, checks shape and dtype, and sees to it that none is left over."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = {name: t for name, t in tensors.items() if not name.startswith("state/")}
+
+    def into(self, name: str, place: torch.Tensor) -> None:
+        tensor = self._tensors.pop(name, None)
+        if tensor is None:
+            raise HookStateError(name, "missing from the recorded state")
+        if tensor.shape != place.shape or tensor.dtype is not place.dtype:
+            raise HookStateError(
+                name, f"recorded as {tensor.dtype} {list(tensor.shape)}, but the model needs {place.dtype} {list(place.shape)}"
+            )
+        place.copy_(tensor)
+
+    def finish(self) -> None:
+        if self._tensors:
+            raise HookStateError(min(self._tensors), "recorded, but no parameter of the model takes it")
+
+
+def residual_norm(state: PowerSGDState) -> float | None:
+    """L2 norm over all buckets, added up in float64; None without error feedback or before compression."""
+    if not state.use_error_feedback:
+        return None
+    total = sum(float(torch.linalg.vector_norm(e, dtype=torch.float64)) ** 2 for e in state.error_dict.values())
+    return float(total**0.5)
+
+
+def memory_bytes(state: PowerSGDState) -> int:
+    return sum(t.nbytes for key in _PER_BUCKET for t in getattr(state, key).values())
+
+
+def check_parameters(parameters: Parameters) -> None:
+    """Raise ``ValueError`` for shapes that torch's hook fails on at its first compressed step."""
+    for name, parameter in parameters.items():
+        if parameter.dim() == 0 or parameter.numel() == 0:
+            raise ValueError(f"{name} has shape {list(parameter.shape)}, which powerSGD cannot view as a matrix; give it one element in one dimension")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's note that the process group is not saved: it is attached again here."""
+    logger = logging.getLogger(torch_powersgd.__name__)
+
+    def drop(record: logging.LogRecord) -> bool:
+        return "Process group" not in record.getMessage()
+
+    logger.addFilter(drop)
+    try:
+        yield
+    finally:
+        logger.removeFilter(drop)

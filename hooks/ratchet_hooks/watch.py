@@ -1,0 +1,95 @@
+"""What a hook does to gradients and nobody would see: overflow in float16, residuals that became NaN. Reported, never hidden."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Code = Literal["fp16-overflow", "non-finite"]
+
+_log = logging.getLogger(__name__)
+_PENDING_LIMIT = 4096  # device-side looks that may wait unread
+_TEXT: dict[Code, str] = {
+    "fp16-overflow": "gradients of {0} exceed 65504 on this rank and became inf in float16 at iteration {1}; scale the loss down, "
+    "or use allreduce",
+    "non-finite": "the compressed average of {0} is not finite from iteration {1} on, and its residual keeps that: gradients "
+    "were inf or nan, or all zero (set orthogonalization_epsilon, like 1e-8), or overflowed in half precision",
+}
+
+
+@dataclass(frozen=True)
+class HookWarning:
+    """First sighting of one problem of one parameter. ``iteration`` counts synchronised backward passes from 1."""
+
+    code: Code
+    parameter: str
+    iteration: int
+
+    def __str__(self) -> str:
+        return _TEXT[self.code].format(self.parameter, self.iteration)
+
+
+@dataclass(frozen=True)
+class _Look:
+    code: Code
+    iteration: int
+    names: Sequence[str]
+    peaks: torch.Tensor
+    limit: float
+
+
+class Watch:
+    """Looks at gradients and remembers the first problem per code and parameter; logs it once.
+
+    On the CPU a look costs one pass over the bucket. On CUDA nothing is synchronised: peaks stay on the device until asked for.
+    """
+
+    def __init__(self) -> None:
+        self.iteration = 0
+        self._seen: dict[tuple[Code, str], HookWarning] = {}
+        self._pending: list[_Look] = []
+
+    def overflow(self, names: Sequence[str], buffer: torch.Tensor, gradients: list[torch.Tensor], limit: float) -> None:
+        """Report gradients whose largest finite magnitude reaches ``limit``."""
+        self._look("fp16-overflow", names, buffer, gradients, limit)
+
+    def non_finite(self, names: Sequence[str], buffer: torch.Tensor, gradients: list[torch.Tensor]) -> None:
+        """Report gradients that hold inf or nan."""
+        self._look("non-finite", names, buffer, gradients, float("inf"))
+
+    def warnings(self) -> list[HookWarning]:
+        """Everything seen so far, oldest first. Synchronises with a CUDA device."""
+        pending, self._pending = self._pending, []
+        for look in pending:
+            self._judge(look)
+        return list(self._seen.values())
+
+    def _look(
+        self, code: Code, names: Sequence[str], buffer: torch.Tensor, gradients: list[torch.Tensor], limit: float
+    ) -> None:
+        if buffer.is_cuda:
+            peaks = torch.stack(list(torch._foreach_norm(gradients, float("inf"))))
+            self._pending.append(_Look(code, self.iteration, list(names), peaks, limit))
+            if len(self._pending) >= _PENDING_LIMIT:
+                self.warnings()
+        elif not _peak(buffer) < limit:  # true for nan too
+            peaks = torch.tensor([_peak(gradient) for gradient in gradients])
+            self._judge(_Look(code, self.iteration, list(names), peaks, limit))
+
+    def _judge(self, look: _Look) -> None:
+        for name, peak in zip(look.names, look.peaks.tolist(), strict=True):
+            finite = peak < float("inf")
+            bad = look.limit <= peak and finite if look.code == "fp16-overflow" else not finite
+            if bad and (look.code, name) not in self._seen:
+                warning = HookWarning(look.code, name, look.iteration)
+                self._seen[look.code, name] = warning
+                _log.warning("%s", warning)
+
+
+def _peak(tensor: torch.Tensor) -> float:
+    low, high = torch.aminmax(tensor)
+    return max(-low.item(), high.item()) if not torch.isnan(high) else float("nan")
