@@ -31,9 +31,10 @@ MAX_MANIFEST: Final = 256 << 20  # bytes; about a million tensors
 def commit(directory: Path, manifest: Manifest) -> Manifest:
     """Make the checkpoint in ``directory`` count; returns the sealed manifest.
 
-    All rank files must be there with their sizes. ``MANIFEST.json.tmp`` -> fsync -> rename -> fsync of the directory and of
-    its parent. Committing the same manifest again is fine. Raises ``CheckpointError``: incomplete or inconsistent
-    (``checkpoint-damaged``), another manifest is there (``checkpoint-exists``), the system refuses (``checkpoint-not-written``).
+    All rank files must be there with their sizes. ``MANIFEST.json.tmp`` -> fsync -> rename -> fsync of the directory, of
+    ``checkpoints`` and of the job's folder. Committing the same manifest again is fine. Raises ``CheckpointError``: incomplete
+    or inconsistent (``checkpoint-damaged``), another manifest is there (``checkpoint-exists``), the system refuses
+    (``checkpoint-not-written``).
     """
     _check_name(directory, manifest)
     check_structure(manifest)
@@ -45,8 +46,8 @@ def commit(directory: Path, manifest: Manifest) -> Manifest:
             raise CheckpointError(f"{directory} is being deleted: save the step again under a new attempt", code=EXISTS)
         if not _already(directory, sealed):
             _write_by_rename(path, raw)
-        fsync_dir(directory)
-        fsync_dir(directory.parent)
+        for folder in (directory, *directory.parents[:2]):  # others made the job's folder, perhaps without a sync
+            fsync_dir(folder)
     except OSError as error:
         raise not_written(path, error) from error
     return sealed

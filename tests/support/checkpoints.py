@@ -112,3 +112,8 @@ def copy_checkpoint(source: Path, target: Path) -> Path:
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(source, target)
     return target
+
+
+def names(directory: Path) -> list[str]:
+    """What a directory holds, sorted."""
+    return sorted(path.name for path in directory.iterdir())

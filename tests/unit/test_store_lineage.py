@@ -15,7 +15,7 @@ from ratchet_contract.paths import MANIFEST_NAME, JobPaths, checkpoint_dir_name
 from ratchet_contract.resume import Base, Segment
 from ratchet_store.files import NEWER, UNREADABLE
 from ratchet_store.lineage import adoptable, find_base
-from tests.support.checkpoints import JOB, make_chain, make_checkpoint, write_ranks
+from tests.support.checkpoints import JOB, make_chain, make_checkpoint, names, write_ranks
 
 FIRST = [Segment(epoch=1, after_step=0)]
 
@@ -61,7 +61,7 @@ def test_a_damaged_checkpoint_is_moved_away_whole_and_the_previous_one_taken(job
     assert [(q.step, q.epoch) for q in moved] == [(30, 1), (20, 1)]
     assert "do not match their XXH3-128" in moved[0].error and "not valid JSON" in moved[1].error
     assert {path.name: path.read_bytes() for path in (job.quarantine / chain[2].id).iterdir()} == kept
-    assert sorted(os.listdir(job.checkpoints)) == [chain[0].id]
+    assert names(job.checkpoints) == [chain[0].id]
 
 
 def test_quarantine_never_overwrites(job: JobPaths) -> None:
@@ -69,7 +69,7 @@ def test_quarantine_never_overwrites(job: JobPaths) -> None:
         damage(job, make_checkpoint(job.checkpoints, 10))
         assert find_base(job.checkpoints, job.quarantine, FIRST)[0] is None
     name = checkpoint_dir_name(10, 1)
-    assert sorted(os.listdir(job.quarantine)) == [name, f"{name}.1", f"{name}.2"]
+    assert names(job.quarantine) == [name, f"{name}.1", f"{name}.2"]
 
 
 def test_a_zombie_and_an_abandoned_branch_do_not_count(job: JobPaths) -> None:
@@ -155,7 +155,7 @@ def test_an_unreadable_checkpoint_stops_instead_of_falling_back(
         find_base(job.checkpoints, job.quarantine, FIRST)
     monkeypatch.undo()
     assert caught.value.code == UNREADABLE
-    assert not job.quarantine.exists() and len(os.listdir(job.checkpoints)) == 2
+    assert not job.quarantine.exists() and len(names(job.checkpoints)) == 2
 
 
 def test_a_quarantine_that_fails_stops_instead_of_falling_back(job: JobPaths) -> None:
@@ -171,4 +171,4 @@ def test_valid_checkpoints_that_nobody_reported_are_adoptable_oldest_first(job: 
     damage(job, chain[2])
     found = adoptable(job.checkpoints, FIRST, {(10, 1)}, expected_job_id=JOB)
     assert found == [chain[1], chain[3]] and zombie not in found
-    assert len(os.listdir(job.checkpoints)) == 5
+    assert len(names(job.checkpoints)) == 5

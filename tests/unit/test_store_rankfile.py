@@ -21,7 +21,7 @@ from ratchet_contract.errors import CheckpointError, StateError
 from ratchet_store.files import EXISTS, NOT_WRITTEN
 from ratchet_store.header import ALIGNMENT, ITEMSIZE
 from ratchet_store.rankfile import Piece, encode_state, write_rank_file
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint, names
 
 
 def test_safetensors_reads_whole_tensors_by_name_and_slices_by_start(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_safetensors_reads_whole_tensors_by_name_and_slices_by_start(tmp_path: P
     stored = {entry.name: raw[entry.offset : entry.offset + entry.nbytes] for entry in entries}
     assert stored["shared/w"] == array.array("f", [4, 5, 6]).tobytes()
     assert all(entry.offset % ITEMSIZE[entry.dtype] == 0 for entry in entries)
-    assert sorted(os.listdir(tmp_path / "step")) == [file.name]
+    assert names(tmp_path / "step") == [file.name]
 
 
 def test_every_dtype_of_safetensors_comes_back(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_failing_disk_is_an_error_with_path_and_advice_and_leaves_nothing(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, call, fail)
-    with pytest.raises(CheckpointError, match="rank-00000-of-00001.safetensors was not written: ") as caught:
+    with pytest.raises(CheckpointError, match=r"rank-00000-of-00001\.safetensors was not written: ") as caught:
         write_rank_file(tmp_path, 0, 1, [Piece("rank/0/w", "F32", (1,), 0, bytes(4))], {})
     monkeypatch.undo()
     assert caught.value.code == NOT_WRITTEN

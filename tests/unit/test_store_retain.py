@@ -21,13 +21,13 @@ from ratchet_contract.paths import (
 from ratchet_contract.resume import Base, Segment
 from ratchet_store.lineage import find_base
 from ratchet_store.retain import delete, delete_all, retain, sweep
-from tests.support.checkpoints import copy_checkpoint, make_chain, make_checkpoint, write_ranks
+from tests.support.checkpoints import copy_checkpoint, make_chain, make_checkpoint, names, write_ranks
 
 LINEAGE = [Segment(epoch=2, after_step=20), Segment(epoch=1, after_step=0, until_step=20)]
 
 
 def ids(checkpoints: Path) -> set[tuple[int, int]]:
-    return {parsed for name in os.listdir(checkpoints) if (parsed := parse_checkpoint_dir_name(name))}
+    return {parsed for name in names(checkpoints) if (parsed := parse_checkpoint_dir_name(name))}
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_sweep_removes_only_what_counts_as_nothing(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     removed = sweep(tmp_path, dead_epochs={1})
     assert sorted(removed) == [half.name, f"{committed.name}/MANIFEST.json.tmp", checkpoint_dir_name(30, 1)]
-    assert sorted(os.listdir(tmp_path)) == ["notes.txt", committed.name, checkpoint_dir_name(30, 2)]
+    assert names(tmp_path) == ["notes.txt", committed.name, checkpoint_dir_name(30, 2)]
     found = find_base(tmp_path, tmp_path / "quarantine", [Segment(epoch=1, after_step=0)])
     assert found[0] is not None and found[0].step == 20 and found[1] == []
 
@@ -149,5 +149,5 @@ def test_a_whole_job_is_deleted(tmp_path: Path) -> None:
     (job.quarantine / "x").mkdir(parents=True)
     job.attempt(1).root.mkdir(parents=True)
     assert delete_all(job) == [(10, 1), (20, 1)]
-    assert os.listdir(job.root) == ["attempts"]
+    assert names(job.root) == ["attempts"]
     assert delete_all(job) == []

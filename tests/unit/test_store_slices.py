@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +23,7 @@ def test_every_element_belongs_to_exactly_one_rank_in_order(sizes: list[tuple[st
     for name, numel, _ in sizes:
         pieces = [piece for piece in flat if piece.name == name]
         assert pieces[0].start == 0 and pieces[-1].stop == numel
-        assert all(a.stop == b.start for a, b in zip(pieces, pieces[1:], strict=False))
+        assert all(a.stop == b.start for a, b in pairwise(pieces))
         assert all(piece.stop > piece.start for piece in pieces) or pieces == [Slice(name, 0, 0)]
     order = [name for name, _, _ in sizes]
     assert [order.index(piece.name) for piece in flat] == sorted(order.index(piece.name) for piece in flat)

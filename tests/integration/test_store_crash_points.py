@@ -1,0 +1,151 @@
+"""Power lost, or the process killed, at every single system call of a save, a deletion and a quarantine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ratchet_contract.manifest import Manifest
+from ratchet_contract.paths import checkpoint_dir_name
+from ratchet_contract.resume import Segment
+from ratchet_store.commit import checkpoint_dirs
+from ratchet_store.lineage import Quarantine, find_base
+from ratchet_store.read import verify
+from ratchet_store.retain import retain, sweep
+from tests.support.checkpoints import make_chain, make_checkpoint, names
+from tests.support.power_loss import Recorder, disk_states
+
+LINEAGE = [Segment(epoch=1, after_step=0)]
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Recorder:
+    (tmp_path / "disk").mkdir()
+    return Recorder(tmp_path / "disk")
+
+
+def outcomes(recorder: Recorder, tmp_path: Path) -> Iterator[tuple[int, str, Path]]:
+    """Every outcome of a power loss after every operation, laid out on a real disk."""
+    target = tmp_path / "after"
+    for count in range(len(recorder.ops) + 1):
+        for name in disk_states(recorder.ops, count, target):
+            yield count, name, target
+            shutil.rmtree(target)
+
+
+def base(root: Path) -> tuple[Manifest | None, list[Quarantine]]:
+    return find_base(root / "checkpoints", root / "quarantine", LINEAGE)
+
+
+def test_every_crash_point_of_saves_leaves_the_old_or_the_new_checkpoint(recorder: Recorder, tmp_path: Path) -> None:
+    checkpoints = recorder.root / "checkpoints"
+    saved: list[Manifest] = []
+    with recorder.recording():
+        for step in (10, 20, 30):
+            saved.append(make_checkpoint(checkpoints, step, parent=saved[-1].base if saved else None))
+            recorder.mark(len(saved))
+    seen: dict[int, set[int]] = {}
+    for count, name, root in outcomes(recorder, tmp_path):
+        acknowledged = max((n for at, n in recorder.marks if at <= count), default=0)
+        manifest, moved = base(root)
+        index = saved.index(manifest) + 1 if manifest else 0
+        assert index in (acknowledged, acknowledged + 1), name
+        assert moved == [], f"{name}: a half-written checkpoint counted"
+        seen.setdefault(acknowledged, set()).add(index)
+        assert (
+            sum(verify(d).ok for _, _, d in checkpoint_dirs(root / "checkpoints") if (d / "MANIFEST.json").exists())
+            == index
+        )
+    assert len(recorder.ops) > 50 and seen == {0: {0, 1}, 1: {1, 2}, 2: {2, 3}, 3: {3}}
+
+
+def test_every_crash_point_of_a_deletion_keeps_what_is_to_stay(recorder: Recorder, tmp_path: Path) -> None:
+    checkpoints = recorder.root / "checkpoints"
+    with recorder.recording():
+        chain = make_chain(checkpoints, 10, 20, 30, 40)
+        start = len(recorder.ops)
+        assert retain(checkpoints, keep_last=2, lineage=LINEAGE) == [(10, 1), (20, 1)]
+    kept = [manifest.id for manifest in chain[2:]]
+    for count, name, root in outcomes(recorder, tmp_path):
+        if count < start:
+            continue
+        left = {directory.name: directory for _, _, directory in checkpoint_dirs(root / "checkpoints")}
+        for directory in left.values():
+            if (directory / "MANIFEST.json").exists():
+                assert verify(directory).ok, f"{name}: {directory.name} looks committed and is not whole"
+        assert base(root) == (chain[3], []), name
+        swept = sweep(root / "checkpoints", dead_epochs={1})
+        whole = {d for d in left if d not in swept}
+        assert set(kept) <= whole and set(names(root / "checkpoints")) == whole, name
+    assert names(checkpoints) == kept
+
+
+def test_every_crash_point_of_a_quarantine_still_finds_the_older_one(recorder: Recorder, tmp_path: Path) -> None:
+    with recorder.recording():
+        chain = make_chain(recorder.root / "checkpoints", 10, 20)
+        name = chain[1].files[0].name
+        fd = os.open(recorder.root / "checkpoints" / chain[1].id / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.write(fd, b"damage")
+        os.fsync(fd)
+        os.close(fd)
+        start = len(recorder.ops)
+        assert base(recorder.root)[0] == chain[0]
+    for count, outcome, root in outcomes(recorder, tmp_path):
+        if count < start:
+            continue
+        manifest, _ = base(root)
+        assert manifest == chain[0], outcome
+        assert names(root / "quarantine") == [chain[1].id], outcome
+
+
+def _kill_at(k: int, act: Callable[[], object]) -> bool:
+    """Fork; the child ends without any clean-up just before its k-th system call that changes a file. False: it finished."""
+    pid = os.fork()
+    if pid == 0:  # pragma: no cover
+        try:
+            left = [k]
+            for call in ("open", "write", "writev", "fsync", "rename", "unlink", "rmdir", "mkdir"):
+                setattr(os, call, _counted(getattr(os, call), left))
+            act()
+        finally:
+            os._exit(0 if left[0] > 0 else 7)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+
+def _counted(real: Callable[..., object], left: list[int]) -> Callable[..., object]:
+    def wrapper(*arguments: object, **keywords: object) -> object:
+        left[0] -= 1
+        if left[0] <= 0:
+            os._exit(7)
+        return real(*arguments, **keywords)
+
+    return wrapper
+
+
+def test_a_process_that_dies_at_any_system_call_leaves_the_old_or_the_new(tmp_path: Path) -> None:
+    killed, found = 0, set()
+    for k in range(1, 200):
+        root = tmp_path / str(k)
+        chain = make_chain(root / "checkpoints", 10, 20, 30)
+
+        def save_and_delete(root: Path = root, parent: Manifest = chain[2]) -> None:
+            make_checkpoint(root / "checkpoints", 40, parent=parent.base)
+            retain(root / "checkpoints", keep_last=2, lineage=LINEAGE, epoch=1)
+
+        died = _kill_at(k, save_and_delete)
+        killed += died
+        manifest, moved = base(root)
+        assert manifest is not None and moved == []
+        found.add(manifest.step)
+        sweep(root / "checkpoints", dead_epochs={1})
+        left = names(root / "checkpoints")
+        assert {checkpoint_dir_name(s, 1) for s in ((20, 30) if manifest.step == 30 else (30, 40))} <= set(left)
+        assert all(verify(root / "checkpoints" / name).ok for name in left)
+        shutil.rmtree(root)
+        if not died:
+            break
+    assert killed > 30 and found == {30, 40}

@@ -1,0 +1,72 @@
+"""A disk that is really full: the save fails with advice, leaves nothing behind, and older checkpoints stay good."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from ratchet_contract.errors import CheckpointError
+from ratchet_contract.resume import Segment
+from ratchet_store.files import NOT_WRITTEN
+from ratchet_store.lineage import find_base
+from tests.support.checkpoints import make_chain, make_checkpoint, names
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from ratchet_contract.errors import CheckpointError
+from ratchet_contract.resume import Segment
+from ratchet_store.lineage import find_base
+from tests.support.checkpoints import make_checkpoint, names
+
+root = Path(sys.argv[1])
+good = make_checkpoint(root, 10)
+try:
+    make_checkpoint(root, 20, parent=good.base, scale=3000)
+except CheckpointError as error:
+    print(error.code, error.detail)
+assert not [n for d in root.iterdir() for n in names(d) if n.endswith(".tmp")]
+assert find_base(root, root / "quarantine", [Segment(epoch=1, after_step=0)]) == (good, [])
+make_checkpoint(root, 30, parent=good.base)
+print("saved again")
+"""
+
+
+def test_a_full_file_system(tmp_path: Path) -> None:
+    """A tmpfs of 1 MB in a mount namespace of its own, which ends with the process."""
+    if os.geteuid() != 0 or subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("needs root and mount namespaces")
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    command = (
+        f"mount -t tmpfs -o size=1m none {tmp_path}/disk && exec {sys.executable} {tmp_path}/script.py {tmp_path}/disk"
+    )
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", command], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (
+        done.stdout.startswith(NOT_WRITTEN) and "No space left on device; the disk is full: free space" in done.stdout
+    )
+    assert done.stdout.endswith("saved again\n")
+
+
+def test_a_file_size_limit(tmp_path: Path) -> None:
+    good = make_chain(tmp_path, 10)[0]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(CheckpointError, match="the process limit") as caught:
+            make_checkpoint(tmp_path, 20, parent=good.base, scale=3000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.code == NOT_WRITTEN
+    assert [name for folder in tmp_path.iterdir() for name in names(folder) if name.endswith(".tmp")] == []
+    assert find_base(tmp_path, tmp_path / "quarantine", [Segment(epoch=1, after_step=0)]) == (good, [])

@@ -1,0 +1,72 @@
+"""SIGKILL at random instants while a process saves: no acknowledged checkpoint is lost, nothing half-written counts.
+
+``RATCHET_TEST_KILLS`` sets the number of kills (default 25; the published figure is of 1000).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import shutil
+import signal
+import time
+from pathlib import Path
+
+from ratchet_contract.resume import Base, Segment
+from ratchet_store.lineage import find_base
+from ratchet_store.retain import retain, sweep
+from tests.support.checkpoints import make_checkpoint, names
+
+KILLS = int(os.environ.get("RATCHET_TEST_KILLS", "25"))
+SCALE = 300  # 630 kB of weights: a kill falls into the writing of bytes often enough
+DEADLINE = 60.0
+
+
+def _save_for_ever(checkpoints: Path, epoch: int, parent: Base, acknowledge: int) -> None:
+    """Save, acknowledge, retain, as a worker of attempt ``epoch`` does; one byte per committed step."""
+    while True:
+        parent = make_checkpoint(checkpoints, parent.step + 1, epoch, parent=parent, scale=SCALE).base
+        os.write(acknowledge, b".")
+        retain(checkpoints, keep_last=2, lineage=[Segment(epoch=epoch, after_step=0)], epoch=epoch)
+
+
+def _run_and_kill(checkpoints: Path, epoch: int, parent: Base, delay: float) -> int:
+    """Start a saver, kill it ``delay`` seconds after its first acknowledgement; returns the last acknowledged step."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:  # pragma: no cover
+        try:
+            os.close(reading)
+            _save_for_ever(checkpoints, epoch, parent, writing)
+        finally:
+            os._exit(1)
+    os.close(writing)
+    try:
+        assert select.select([reading], [], [], DEADLINE)[0], "the first checkpoint took too long"
+        time.sleep(delay)  # the point in time is the test's subject: any is right
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        status = os.waitpid(pid, 0)[1]
+    acknowledged = 0
+    while data := os.read(reading, 65536):
+        acknowledged += len(data)
+    os.close(reading)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL, "the saver ended by itself"
+    return parent.step + acknowledged
+
+
+def test_no_acknowledged_checkpoint_is_lost_to_a_kill(tmp_path: Path) -> None:
+    source = random.Random(7)
+    unfinished, ahead = 0, 0
+    for kill in range(1, KILLS + 1):
+        root = tmp_path / str(kill)
+        acknowledged = _run_and_kill(root / "checkpoints", 1, Base(), source.uniform(0, 0.03))
+        manifest, moved = find_base(root / "checkpoints", root / "quarantine", [Segment(epoch=1, after_step=0)])
+        assert manifest is not None and moved == []
+        assert manifest.step in (acknowledged, acknowledged + 1)
+        ahead += manifest.step > acknowledged
+        unfinished += bool(sweep(root / "checkpoints", dead_epochs={1}))
+        assert 1 <= len(names(root / "checkpoints")) <= 3
+        shutil.rmtree(root)
+    assert unfinished > KILLS // 5, "hardly any kill fell into a save: the test does not test"

@@ -1,0 +1,140 @@
+"""The comparison says "identical" only when every bit is, and else where the first difference is."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ratchet_contract.paths import checkpoint_dir_name
+from ratchet_store.commit import commit
+from ratchet_store.compare import compare, component_of, count_differences, render
+from ratchet_store.rankfile import Piece, write_rank_file
+from tests.support.checkpoints import make_checkpoint, manifest_of
+
+
+def floats(*values: float) -> bytes:
+    return struct.pack(f"{len(values)}f", *values)
+
+
+def save(root: Path, tensors: dict[str, bytes], state: Any = None, shape: tuple[int, ...] | None = None) -> Path:
+    """One rank's checkpoint of F32 tensors."""
+    directory = root / checkpoint_dir_name(5, 1)
+    pieces = [Piece(name, "F32", shape or (len(data) // 4,), 0, data) for name, data in tensors.items()]
+    file, entries = write_rank_file(directory, 0, 1, pieces, state)
+    commit(directory, manifest_of(5, 1, [file], entries))
+    return directory
+
+
+def test_the_same_training_cut_over_other_ranks_is_identical_in_what_is_shared(tmp_path: Path) -> None:
+    a = tmp_path / "a" / make_checkpoint(tmp_path / "a", 7, seed=1, world_size=2, state={"x": 1}).id
+    b = tmp_path / "b" / make_checkpoint(tmp_path / "b", 7, seed=1, world_size=2, state={"x": 1}).id
+    c = tmp_path / "c" / make_checkpoint(tmp_path / "c", 7, seed=1, world_size=3, state={"x": 1}).id
+    same = compare(a, b)
+    assert same.identical and same.digest_a == same.digest_b and "identical: all tensors" in render(same)
+    assert [(c.component, c.tensors, c.identical) for c in same.components] == [
+        ("rng", 2, 2),
+        ("model", 3, 3),
+        ("optimizer", 1, 1),
+    ]
+    other = compare(a, c)
+    assert not other.identical
+    assert [(t.name, t.note) for t in other.different] == [("rank/2/rng/torch", "only in the second")]
+    assert [(s.rank, s.a) for s in other.states] == [(2, "(absent)")]
+
+
+def test_the_first_differing_element_and_their_number_are_told(tmp_path: Path) -> None:
+    a = save(tmp_path / "a", {"shared/model/w": floats(1, 2, 3, 4), "rank/0/hook/p": floats(1)})
+    b = save(tmp_path / "b", {"shared/model/w": floats(1, 2.5, 3, -4), "rank/0/hook/p": floats(1)})
+    result = compare(a, b)
+    assert [(t.name, t.first, t.count) for t in result.different] == [("shared/model/w", 1, 2)]
+    assert {c.component: (c.identical, c.digest_a == c.digest_b) for c in result.components} == {
+        "hook": (1, True),
+        "model": (0, False),
+    }
+    assert "shared/model/w: 2 elements differ, the first is 1" in render(result) and "NOT identical" in render(result)
+
+
+def test_bits_count_not_values(tmp_path: Path) -> None:
+    nan = struct.pack("I", 0x7FC00001)
+    a = save(tmp_path / "a", {"shared/model/w": floats(0.0) + nan})
+    b = save(tmp_path / "b", {"shared/model/w": floats(-0.0) + nan})
+    assert compare(a, a).identical
+    assert [(t.first, t.count) for t in compare(a, b).different] == [(0, 1)]
+
+
+def test_equal_bytes_of_another_shape_are_not_identical(tmp_path: Path) -> None:
+    a = save(tmp_path / "a", {"shared/model/w": floats(1, 2, 3, 4)}, shape=(2, 2))
+    b = save(tmp_path / "b", {"shared/model/w": floats(1, 2, 3, 4)}, shape=(4, 1))
+    result = compare(a, b)
+    assert result.different[0].note == "F32[2, 2] against F32[4, 1]" and result.digest_a != result.digest_b
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "pointer"),
+    [
+        ({"rng": [1, 2]}, {"rng": [1, 3]}, "/rng/1"), ({"rng": [1]}, {"rng": [1, 2]}, "/rng"), ({"a": 1}, {"a": 1.0}, "/a"),
+        ({"a": True}, {"a": 1}, "/a"), ({"a": 0.0}, {"a": -0.0}, "/a"), ({"x/y": 1}, {}, "/x~1y"), ({}, {"t": {"s": 1}}, "/t"),
+        ([], {}, ""),
+    ],
+)  # fmt: skip
+def test_states_are_compared_place_by_place(tmp_path: Path, a: Any, b: Any, pointer: str) -> None:
+    first, second = save(tmp_path / "a", {}, a), save(tmp_path / "b", {}, b)
+    assert [(s.rank, s.pointer) for s in compare(first, second).states] == [(0, pointer)]
+    assert compare(first, second, exclude=[pointer]).identical
+    assert compare(first, first).identical
+
+
+def test_an_excluded_place_hides_nothing_else(tmp_path: Path) -> None:
+    a = save(tmp_path / "a", {}, {"timing": {"seconds": 1.0}, "step": 5})
+    b = save(tmp_path / "b", {}, {"timing": {"seconds": 2.0}, "step": 6})
+    assert [s.pointer for s in compare(a, b, exclude=["/timing/*"]).states] == ["/step"]
+
+
+def test_the_command_line_tells_by_its_exit_status(tmp_path: Path) -> None:
+    a, b = save(tmp_path / "a", {"shared/model/w": floats(1)}), save(tmp_path / "b", {"shared/model/w": floats(2)})
+
+    def run(*directories: Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "ratchet_store.compare", *map(str, directories)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    assert run(a, a).returncode == 0
+    assert (run(a, b).returncode, "NOT identical" in run(a, b).stdout) == (1, True)
+    missing = run(a, tmp_path)
+    assert missing.returncode == 2 and "no committed checkpoint" in missing.stderr
+
+
+@given(st.data(), st.sampled_from([1, 2, 4, 8]))
+def test_counting_agrees_with_a_loop_over_elements(data: st.DataObject, itemsize: int) -> None:
+    a = data.draw(st.binary(max_size=64).map(lambda raw: raw[: len(raw) // itemsize * itemsize]))
+    b = bytearray(a)
+    for index in data.draw(st.lists(st.integers(0, len(a) - 1), max_size=5) if a else st.just([])):
+        b[index] ^= data.draw(st.integers(0, 255))
+    elements = [
+        i
+        for i in range(len(a) // itemsize)
+        if a[i * itemsize : (i + 1) * itemsize] != b[i * itemsize : (i + 1) * itemsize]
+    ]
+    assert count_differences(a, b, itemsize) == (elements[0] if elements else None, len(elements))
+
+
+def test_differences_far_apart_are_all_counted() -> None:
+    a = bytes(5 << 20)
+    b = bytearray(a)
+    for position in (1 << 20, (1 << 20) + 3, (3 << 20) - 1, (5 << 20) - 1):
+        b[position] = 1
+    assert count_differences(a, bytes(b), 4) == (1 << 18, 3)
+
+
+def test_components_are_named_by_the_first_part(tmp_path: Path) -> None:
+    assert [component_of(n) for n in ("shared/model/a.b", "rank/12/hook/error/x", "rank/0/rng")] == [
+        "model",
+        "hook",
+        "rng",
+    ]
