@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -43,8 +44,8 @@ def rank(mode: str) -> Iterator[tuple[subprocess.Popen[str], Callable[[str], dic
     try:
         yield process, wait_for
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # also what a faulty rank left behind
         process.communicate()
 
 

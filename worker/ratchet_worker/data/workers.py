@@ -15,11 +15,9 @@ Parent death: ``PR_SET_PDEATHSIG`` kills a worker with the thread that started i
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,13 +26,13 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
 from ratchet_contract.errors import UserError
+from ratchet_worker.procs import die_with_parent
 
 START_METHOD: Final = "spawn"
 SHIELDED: Final = frozenset(
     {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 )
 """Signals that a worker ignores; SIGKILL ends it."""
-_PR_SET_PDEATHSIG: Final = 1
 
 
 def init_worker(parent: int, worker_id: int) -> None:
@@ -42,12 +40,7 @@ def init_worker(parent: int, worker_id: int) -> None:
     for number in SHIELDED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # the rank died before the request above
-        os._exit(1)
+    die_with_parent(parent)
 
 
 @contextmanager
