@@ -1,0 +1,111 @@
+"""Deadlines by step counters, and the merging of wishes: no process, no clock."""
+
+from __future__ import annotations
+
+from ratchet_contract.messages import Control
+from ratchet_contract.phases import Cause, Desired
+from ratchet_worker.counter import Reading, Stage
+from ratchet_worker.watch import Stuck, Watch
+from ratchet_worker.wishes import Wishes
+
+
+class Bench:
+    """A watch over counters that the test sets; one look per second."""
+
+    def __init__(self, ranks: int) -> None:
+        self.readings: dict[int, Reading | None] = dict.fromkeys(range(ranks))
+        readers = {rank: (lambda r=rank: self.readings[r]) for rank in self.readings}
+        self.watch = Watch(readers, startup_deadline=100, step_deadline=10, now=0.0)
+        self.stopped: set[int] = set()
+        self.now = 0.0
+
+    def set(self, rank: int, ticks: int, started: int, finished: int, stage: Stage = Stage.TRAINING) -> None:
+        self.readings[rank] = Reading(ticks, started, finished, stage)
+
+    def run(self, seconds: int) -> Stuck | None:
+        """Look every second; what was found first, if anything."""
+        for _ in range(seconds):
+            self.now += 1.0
+            self.watch.look(self.now)
+            found = self.watch.stuck(self.readings, self.stopped.__contains__, self.now)
+            if found is not None:
+                return found
+        return None
+
+
+def test_step_deadline_counts_only_after_every_rank_has_begun() -> None:
+    bench = Bench(2)
+    bench.set(0, 2, 1, 1)
+    bench.set(1, 1, 0, 0, Stage.STARTUP)
+    assert bench.run(90) is None  # rank 0 waits, rank 1 loads: start-up
+    found = bench.run(20)
+    assert found is not None and found.ranks == (1,) and "startup_deadline" in found.message
+    bench.set(1, 2, 1, 1)
+    assert bench.run(9) is None
+    found = bench.run(5)
+    assert found is not None and found.ranks == (0, 1) and "step_deadline" in found.message
+
+
+def test_any_tick_is_progress() -> None:
+    bench = Bench(1)
+    for ticks in range(1, 10):
+        bench.set(0, ticks, 5, 4, Stage.EVALUATING)
+        assert bench.run(9) is None
+    assert bench.run(3) is not None
+
+
+def test_the_one_behind_or_stopped_is_named() -> None:
+    bench = Bench(3)
+    for rank, started in enumerate((8, 7, 8)):
+        bench.set(rank, 20, started, 7)
+    bench.watch.look(0.0)
+    found = bench.run(15)
+    assert found is not None and found.ranks == (1,)
+    bench.stopped = {2}
+    found = bench.run(1)
+    assert found is not None and found.ranks == (2,) and "SIGSTOP" in found.message
+
+
+def test_an_agent_that_slept_blames_nobody() -> None:
+    bench = Bench(1)
+    bench.set(0, 2, 1, 1)
+    bench.run(1)
+    bench.now += 1000
+    assert bench.run(5) is None
+    assert bench.run(10) is not None
+
+
+def test_ended_ranks_are_not_waited_for() -> None:
+    bench = Bench(2)
+    bench.set(0, 2, 1, 1)
+    bench.set(1, 2, 1, 1)
+    bench.watch.look(0.0)
+    bench.watch.look(1.0)
+    assert bench.watch.stuck([], bench.stopped.__contains__, 500.0) is None
+    found = bench.watch.stuck([1], bench.stopped.__contains__, 500.0)
+    assert found is not None and found.ranks == (1,)
+
+
+def test_wishes_stronger_ones_win_and_stops_stay() -> None:
+    wishes = Wishes()
+    assert wishes.merged() == Control()
+    wishes.from_signal()
+    assert wishes.merged() == Control(desired=Desired.PREEMPT, cause=Cause.SIGTERM)
+    wishes.from_service(Control(desired=Desired.PREEMPT, checkpoint_request=1))
+    assert wishes.merged() == Control(desired=Desired.PREEMPT, cause=Cause.API_PREEMPT, checkpoint_request=1)
+    wishes.from_service(Control(desired=Desired.SUSPEND))
+    assert wishes.merged().cause is Cause.API_SUSPEND
+    wishes.from_service(Control(desired=Desired.RUN))  # ranks may have agreed on a step by now
+    assert wishes.merged().cause is Cause.API_SUSPEND
+    wishes.from_service(Control(desired=Desired.PREEMPT, cause=Cause.API_PREEMPT))  # resumed while it was stopping
+    assert wishes.merged() == Control(desired=Desired.PREEMPT, cause=Cause.API_PREEMPT, checkpoint_request=1)
+    wishes.from_service(Control(desired=Desired.CANCEL))
+    assert wishes.merged().desired is Desired.CANCEL
+
+
+def test_checkpoint_requests_pass_beside_a_signal() -> None:
+    wishes = Wishes()
+    wishes.from_service(Control(checkpoint_request=3))
+    assert wishes.merged() == Control(checkpoint_request=3)
+    wishes.from_signal()
+    assert wishes.merged() == Control(desired=Desired.PREEMPT, cause=Cause.SIGTERM, checkpoint_request=3)
