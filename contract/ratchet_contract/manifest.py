@@ -2,7 +2,8 @@
 
 Tensor names are ``shared/<name>`` (equal on all ranks, cut into slices over them) or ``rank/<r>/<name>`` (private).
 A rank file is a safetensors file; its ``__metadata__["state"]`` holds that rank's JSON state. File digests are XXH3-128 over
-all bytes; the manifest's own digest is SHA-256 over its canonical JSON without the ``digest`` field.
+all bytes; the manifest's own digest is SHA-256 over its canonical JSON without the ``digest`` field, in every format version:
+so a damaged version number is told from a newer format.
 """
 
 from __future__ import annotations
@@ -121,18 +122,18 @@ def open_manifest(raw: bytes) -> Manifest:
             raise ValueError("not a JSON object")
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"manifest is not valid JSON: {error}") from None
-    version = data.get("format_version")
-    if not isinstance(version, int) or version > FORMAT_VERSION:
-        raise CheckpointError(
-            f"manifest has format version {version!r}, this Ratchet reads up to {FORMAT_VERSION}: upgrade Ratchet",
-            code="checkpoint-newer",
-        )
     try:
         digest = hashlib.sha256(_canonical(data)).hexdigest()
     except (ValueError, RecursionError) as error:  # NaN, lone surrogates, depth: json.loads lets them pass
         raise CheckpointError(f"manifest is not valid JSON: {error}") from None
     if digest != data.get("digest"):
         raise CheckpointError("manifest does not match its own digest: it was altered or torn")
+    version = data.get("format_version")
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"manifest has format version {version!r}, this Ratchet reads up to {FORMAT_VERSION}: upgrade Ratchet",
+            code="checkpoint-newer",
+        )
     try:
         return Manifest.model_validate(data)
     except ValidationError as error:

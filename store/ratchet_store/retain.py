@@ -5,13 +5,14 @@ Only the fenced service, or a worker within its own epoch, may call these.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from ratchet_contract.errors import CheckpointError
-from ratchet_contract.paths import DELETED_MANIFEST_NAME, MANIFEST_NAME, JobPaths
+from ratchet_contract.paths import DELETED_MANIFEST_NAME, MANIFEST_NAME, PINNED_NAME, JobPaths
 from ratchet_contract.resume import Segment
 from ratchet_store.commit import check_files, checkpoint_dirs, read_manifest
 from ratchet_store.files import TMP_SUFFIX, UNREADABLE, fsync_dir
@@ -31,7 +32,7 @@ def retain(
 ) -> list[tuple[int, int]]:
     """Delete the oldest checkpoints of ``lineage`` beyond ``keep_last`` (at least two); returns the deleted ``(step, epoch)``.
 
-    Never deleted, and not counted among the kept: ``pinned``. Never deleted: ``protected`` (the caller names its base and the
+    Never deleted, and not counted among the kept: ``pinned``, by name or by the file ``PINNED`` in their directory. Never deleted: ``protected`` (the caller names its base and the
     newest verified one), what lies outside the lineage, and what does not look whole (``find_base`` deals with that), which
     does not count as kept either.
     ``epoch``: a worker names its own attempt. Then only that attempt's checkpoints are deleted, and none at all when a
@@ -41,15 +42,19 @@ def retain(
     found = list(checkpoint_dirs(checkpoints))
     if epoch is not None and any(other > epoch for _, other, _ in found):
         return []
-    whole = [(s, e, d) for s, e, d in found if holds(lineage, s, e) and (s, e) not in pinned and _looks_whole(d)]
+    free = [(s, e, d) for s, e, d in found if holds(lineage, s, e) and (s, e) not in pinned and not _is_pinned(d)]
+    whole = [(s, e, d) for s, e, d in free if _looks_whole(d)]
     surplus = [
         (step, number, directory)
         for step, number, directory in whole[max(keep_last, MIN_KEEP) :]
         if (step, number) not in protected and (epoch is None or number == epoch)
     ]
-    for _, _, directory in reversed(surplus):
-        delete(directory)
-    return [(step, number) for step, number, _ in reversed(surplus)]
+    deleted: list[tuple[int, int]] = []
+    for step, number, directory in reversed(surplus):
+        if not _is_pinned(directory):  # asked again: the service may pin at any time
+            delete(directory)
+            deleted.append((step, number))
+    return deleted
 
 
 def delete(directory: Path) -> None:
@@ -102,6 +107,10 @@ def delete_all(job: JobPaths) -> list[tuple[int, int]]:
         except OSError as error:
             raise _not_deleted(directory, error) from error
     return [(step, epoch) for step, epoch, _ in reversed(found)]
+
+
+def _is_pinned(directory: Path) -> bool:
+    return os.path.lexists(directory / PINNED_NAME)
 
 
 def _looks_whole(directory: Path) -> bool:

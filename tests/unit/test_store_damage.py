@@ -132,6 +132,15 @@ def test_a_checkpoint_under_a_wrong_name_is_found(tmp_path: Path) -> None:
         assert not outcome.ok and "the directory is named" in str(outcome.error)
 
 
+def test_a_damaged_version_number_is_damage_and_not_a_newer_format(tmp_path: Path) -> None:
+    directory = tmp_path / make_checkpoint(tmp_path, 10).id
+    path = directory / MANIFEST_NAME
+    raw = path.read_bytes()
+    assert raw.count(b'"format_version": 1,') == 1
+    path.write_bytes(raw.replace(b'"format_version": 1,', b'"format_version": 9,'))
+    assert "does not match its own digest" in str(verify(directory).error)
+
+
 def test_a_damaged_file_is_not_loaded_and_the_error_names_it(tmp_path: Path) -> None:
     manifest = make_checkpoint(tmp_path, 10)
     path = tmp_path / manifest.id / manifest.files[1].name

@@ -14,12 +14,14 @@ from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import (
     DELETED_MANIFEST_NAME,
     MANIFEST_NAME,
+    PINNED_NAME,
     JobPaths,
     checkpoint_dir_name,
     parse_checkpoint_dir_name,
 )
 from ratchet_contract.resume import Base, Segment
 from ratchet_store.lineage import find_base
+from ratchet_store.read import verify
 from ratchet_store.retain import delete, delete_all, retain, sweep
 from tests.support.checkpoints import copy_checkpoint, make_chain, make_checkpoint, names, write_ranks
 
@@ -94,6 +96,13 @@ def test_the_base_survives_until_the_new_attempt_has_two_of_its_own(tmp_path: Pa
         assert (20, 1) in ids(tmp_path)
     assert ids(tmp_path) == {(10, 1), (20, 1), (40, 2), (50, 2)}
     assert retain(tmp_path, keep_last=2, lineage=lineage) == [(10, 1), (20, 1)]
+
+
+def test_a_file_named_pinned_pins(tmp_path: Path) -> None:
+    chain = make_chain(tmp_path, 10, 20, 30, 40)
+    (tmp_path / chain[0].id / PINNED_NAME).touch()
+    assert retain(tmp_path, keep_last=2, lineage=[Segment(epoch=1, after_step=0)]) == [(20, 1)]
+    assert verify(tmp_path / chain[0].id).ok
 
 
 def test_sweep_removes_only_what_counts_as_nothing(tmp_path: Path) -> None:
