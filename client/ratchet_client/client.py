@@ -96,6 +96,11 @@ class RatchetClient:
     def hook(self, job_id: str) -> api.HookView:
         return self._get(f"{_job(job_id)}/hook", api.HookView)
 
+    def hook_history(self, job_id: str, *, rank: int | None = None) -> Iterator[api.HookSampleView]:
+        """Kept summaries by step and rank, oldest first."""
+        params: Params = {"rank": rank, "limit": _PAGE}
+        return self._pages(f"{_job(job_id)}/hook/history", api.HookSampleView, params)
+
     def attempts(self, job_id: str) -> Iterator[api.AttemptView]:
         """Every launch, newest first."""
         return self._pages(f"{_job(job_id)}/attempts", api.AttemptView, {"limit": _PAGE})

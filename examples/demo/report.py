@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from examples.demo import picture
-from examples.demo.story import START_COMPRESSION, Story, say
+from examples.demo.story import EVERY, START_COMPRESSION, Story, say
 from ratchet_client import RatchetClient
 from ratchet_client.cli import output
 from ratchet_contract.api import AttemptView, JobView
@@ -38,6 +38,11 @@ def attempts(story: Story, interrupted: JobView, undisturbed: JobView) -> None:
     story.expect(len(first) == 3 and len(second) == 1, "three attempts with interruptions, one without")
     story.expect(
         total > 0 and done == total + lost, f"steps done ({done}) = steps of the job ({total}) + steps lost ({lost})"
+    )
+    losses = [a.steps_lost for a in first]
+    story.expect(
+        len(losses) == 3 and losses[0] is not None and losses[0] <= EVERY and losses[1:] == [0, 0],
+        f"steps lost: {losses}: at most {EVERY} (the checkpoint interval) by the kill, none by the preemption",
     )
     bases = [a.base.step for a in first[1:] if a.base is not None]
     story.expect(
