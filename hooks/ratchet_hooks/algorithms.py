@@ -22,7 +22,9 @@ class Algorithm(Protocol):
     """What differs between hooks. ``state`` is torch's state object, if there is one."""
 
     watch: Watch
-    state: powersgd.PowerSGDState | None
+
+    @property
+    def state(self) -> powersgd.PowerSGDState | None: ...
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
         """Begin to average a bucket over the ranks; the future of its flat tensor and the bytes that this rank sends."""
@@ -37,9 +39,8 @@ def on_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
 class Allreduce:
     """One all-reduce per bucket, divided first: the bits of DDP without a hook."""
 
-    state = None
-
     def __init__(self, spec: AllreduceSpec, group: dist.ProcessGroup) -> None:
+        self.state = None
         self.group = group
         self.watch = Watch()
 
@@ -53,9 +54,8 @@ class Fp16Compress:
     The cast comes before the division, so only this rank's own gradients can overflow; they are watched.
     """
 
-    state = None
-
     def __init__(self, spec: Fp16CompressSpec, group: dist.ProcessGroup) -> None:
+        self.state = None
         self.group = group
         self.watch = Watch()
 

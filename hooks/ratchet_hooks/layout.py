@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket, Reducer, _compute_bucket_assignment_by_size
 from torch.nn.parallel import DistributedDataParallel
 
 from ratchet_hooks.errors import LayoutMismatch, UnsupportedModel
@@ -30,20 +30,23 @@ from ratchet_hooks.errors import LayoutMismatch, UnsupportedModel
 Layout = list[list[str]]
 
 _REDUCER_API = ("_push_all_rebuilt_params", "_rebuild_buckets", "_get_zeros_like_grad_buckets")
-_DDP_API = ("_build_params_for_reducer", "_post_forward", "_register_builtin_comm_hook")
+_DDP_API = ("_build_params_for_reducer", "_pre_forward", "register_comm_hook")
 
 
 def require_torch() -> None:
     """Raise ``RuntimeError`` when this torch lacks the private parts that a recorded layout needs."""
-    missing = [f"Reducer.{name}" for name in _REDUCER_API if not hasattr(dist.Reducer, name)]
+    missing = [f"Reducer.{name}" for name in _REDUCER_API if not hasattr(Reducer, name)]
     missing += [f"DistributedDataParallel.{name}" for name in _DDP_API if not hasattr(DistributedDataParallel, name)]
-    missing += [] if hasattr(dist, "_compute_bucket_assignment_by_size") else ["_compute_bucket_assignment_by_size"]
     if missing:
         raise RuntimeError(f"torch {torch.__version__} has no {', '.join(missing)}; ratchet_hooks needs torch 2.13")
 
 
 class ManagedDDP(DistributedDataParallel):
     """DDP whose reducer stands on ``recorded`` from the first iteration, or on DDP's own layout when it is None."""
+
+    _recorded: Layout | None
+    _names: dict[int, str]
+    _static_wanted: bool
 
     def __init__(self, module: torch.nn.Module, *, recorded: Layout | None, **kwargs: Any) -> None:
         require_torch()
@@ -53,7 +56,9 @@ class ManagedDDP(DistributedDataParallel):
         self.__dict__["_static_wanted"] = bool(kwargs.get("static_graph"))
         super().__init__(module, **kwargs)
         if self._use_python_reducer:
-            raise UnsupportedModel("torch._dynamo's python_reducer runs no communication hook; choose another optimize_ddp")
+            raise UnsupportedModel(
+                "torch._dynamo's python_reducer runs no communication hook; choose another optimize_ddp"
+            )
         self._fixed = False
         if self.find_unused_parameters:
             self._fixed = True
@@ -79,7 +84,9 @@ class ManagedDDP(DistributedDataParallel):
             self.reducer._push_all_rebuilt_params()
             self.settle()
             if not self.fixed:
-                raise RuntimeError(f"torch {torch.__version__} did not rebuild its buckets; ratchet_hooks needs torch 2.13")
+                raise RuntimeError(
+                    f"torch {torch.__version__} did not rebuild its buckets; ratchet_hooks needs torch 2.13"
+                )
 
     def settle(self) -> None:
         """Do the rebuild that the next forward would begin with. A collective, without effect once the layout is final."""
@@ -92,7 +99,7 @@ class ManagedDDP(DistributedDataParallel):
         return [[self.name_of(p) for p in bucket.parameters()] for bucket in buckets]
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
-        parameters, sparse = super()._build_params_for_reducer()
+        parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         names = [self.name_of(p) for p in parameters]
         if any(sparse):
             name = names[sparse.index(True)]
@@ -104,20 +111,16 @@ class ManagedDDP(DistributedDataParallel):
             order.reverse()
         return [parameters[i] for i in order], [False] * len(order)
 
-    def _post_forward(self, output: Any) -> Any:
-        """Without the sink that ends static graph's first iteration while gradients are only accumulated.
-
-        torch puts it there under ``no_sync`` too, and its callback then fails an internal assertion; the graph is learnt in
-        the first backward that synchronises.
-        """
-        delayed = self.static_graph and not self.require_backward_grad_sync
-        if not delayed or self._static_graph_delay_allreduce_enqueued:
-            return super()._post_forward(output)
-        self._static_graph_delay_allreduce_enqueued = True
-        try:
-            return super()._post_forward(output)
-        finally:
-            self._static_graph_delay_allreduce_enqueued = False
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Refuse what torch answers with an internal assertion, or, from the second step on, with unsynchronised gradients:
+        static graph counts the gradients of ``no_sync`` passes into the graph it learns."""
+        learning = self.static_graph and not self._static_graph_delay_allreduce_enqueued
+        if learning and not self.require_backward_grad_sync and torch.is_grad_enabled():
+            raise UnsupportedModel(
+                "static_graph learns the graph in this process's first backward, which must not be under no_sync; "
+                "drop static_graph to accumulate gradients"
+            )
+        return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def _rebuild_limits(self) -> list[int]:
         """Bytes of the first and of every further bucket in a rebuild."""
@@ -146,11 +149,13 @@ def _order_for(
         trial = [*heads, *(i for i in order if i not in heads)]
         if len(heads) == 1 or _rebuilt([parameters[i] for i in trial], trial, limits) == wanted:
             return trial
-    raise LayoutMismatch(flat[0], "the recorded bucket layout cannot be rebuilt here; bucket_cap_mb or a dtype has changed")
+    raise LayoutMismatch(
+        flat[0], "the recorded bucket layout cannot be rebuilt here; bucket_cap_mb or a dtype has changed"
+    )
 
 
 def _rebuilt(tensors: list[torch.nn.Parameter], indices: list[int], limits: list[int]) -> list[list[int]]:
-    buckets, _ = dist._compute_bucket_assignment_by_size(list(tensors), limits, [False] * len(tensors), indices)
+    buckets, _ = _compute_bucket_assignment_by_size(list(tensors), limits, [False] * len(tensors), indices)
     return [list(bucket) for bucket in buckets]
 
 
@@ -166,7 +171,7 @@ def check_names(recorded: Sequence[str], present: Sequence[str]) -> None:
 
 def mismatch(expected: Layout, found: Layout, when: str) -> LayoutMismatch:
     """An error that names the first bucket in which two layouts differ."""
-    pairs = itertools.zip_longest(expected, found, fillvalue=[])
+    pairs: Any = itertools.zip_longest(expected, found, fillvalue=[])
     i, (want, have) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
     names = [a if a is not None else b for a, b in itertools.zip_longest(want, have) if a != b]
     return LayoutMismatch(
@@ -183,7 +188,7 @@ class CountedBucket:
     parameters of bucket 0; buffer and gradients are right.
     """
 
-    def __init__(self, bucket: dist.GradBucket, index: int, parameters: list[torch.Tensor], last: bool) -> None:
+    def __init__(self, bucket: GradBucket, index: int, parameters: list[torch.Tensor], last: bool) -> None:
         self._bucket = bucket
         self._index = index
         self._parameters = parameters
@@ -199,10 +204,12 @@ class CountedBucket:
         return self._parameters
 
     def buffer(self) -> torch.Tensor:
-        return self._bucket.buffer()
+        buffer: torch.Tensor = self._bucket.buffer()
+        return buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        return self._bucket.gradients()
+        gradients: list[torch.Tensor] = self._bucket.gradients()
+        return gradients
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
         self._bucket.set_buffer(tensor)

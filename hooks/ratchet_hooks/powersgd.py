@@ -4,7 +4,8 @@ torch's ``PowerSGDState`` keeps, per bucket index, ``error_dict[b]`` (one elemen
 ``q_memory_dict[b]`` (the P and Q of the bucket's compressed matrices one after the other, grouped by shape). Stored are
 
 - ``residual/<parameter>``: this rank's residual in the parameter's shape,
-- ``p/<parameter>`` and ``q/<parameter>``: matrices of n x r and m x r, equal on all ranks,
+- ``p/<parameter>`` and ``q/<parameter>``: matrices of n x r and m x r, equal on all ranks (torch overwrites P before it reads
+  it, but draws a new Q where a bucket has no P),
 - JSON: everything else of ``__getstate__()`` (hyperparameters, iteration, generator, statistics).
 """
 
@@ -22,8 +23,8 @@ from pydantic import JsonValue
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
 from ratchet_hooks.codec import Tensors, decode, encode, is_dense
-from ratchet_hooks.errors import HookStateError
-from ratchet_hooks.layout import Layout, check_names
+from ratchet_hooks.errors import HookStateError, UnsupportedModel
+from ratchet_hooks.layout import Layout
 from ratchet_hooks.specs import PowerSGDSpec
 
 PowerSGDState = torch_powersgd.PowerSGDState
@@ -61,7 +62,7 @@ def low_rank_places(state: PowerSGDState, bucket: Sequence[str], parameters: Par
         n = shape[0]
         m = parameters[name].numel() // n
         rank = min(n, m, state.matrix_approximation_rank)
-        if torch_powersgd._should_compress(n, m, rank, state.min_compression_rate)[0]:
+        if torch_powersgd._should_compress(n, m, rank, state.min_compression_rate)[0]:  # type: ignore[no-untyped-call]
             by_shape.setdefault((n, m), []).append(name)
     places, p_start, q_start = [], 0, 0
     for (n, m), names in by_shape.items():
@@ -73,7 +74,9 @@ def low_rank_places(state: PowerSGDState, bucket: Sequence[str], parameters: Par
     return places
 
 
-def residual_views(flat: torch.Tensor, bucket: Sequence[str], parameters: Parameters) -> Iterator[tuple[str, torch.Tensor]]:
+def residual_views(
+    flat: torch.Tensor, bucket: Sequence[str], parameters: Parameters
+) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, view in the parameter's shape) for every slice of a bucket's flat residual; memory order as in DDP's buckets."""
     offset = 0
     for name in bucket:
@@ -85,10 +88,12 @@ def residual_views(flat: torch.Tensor, bucket: Sequence[str], parameters: Parame
         offset += parameter.numel()
 
 
-def capture(state: PowerSGDState, layout: Layout | None, parameters: Parameters) -> tuple[Tensors, dict[str, JsonValue]]:
+def capture(
+    state: PowerSGDState, layout: Layout | None, parameters: Parameters
+) -> tuple[Tensors, dict[str, JsonValue]]:
     """Copies of everything in ``state``. ``layout`` may be None only before the first iteration."""
     with _quiet():
-        slots: dict[str, Any] = state.__getstate__()
+        slots: dict[str, Any] = state.__getstate__()  # type: ignore[no-untyped-call]
     errors, ps, qs = (slots.pop(key) for key in _PER_BUCKET)
     if (errors or ps) and layout is None:
         raise HookStateError("state.error_dict", "per-bucket state exists, but no bucket layout is known")
@@ -134,7 +139,7 @@ def restore(
     taken.finish()
     group = state.process_group
     with _quiet():
-        state.__setstate__({**slots, **dict(zip(_PER_BUCKET, (errors, ps, qs), strict=True))})
+        state.__setstate__({**slots, **dict(zip(_PER_BUCKET, (errors, ps, qs), strict=True))})  # type: ignore[no-untyped-call]
     state.process_group = group
 
 
@@ -154,7 +159,9 @@ def _check_slots(state: PowerSGDState, slots: object) -> None:
     if not isinstance(slots, dict) or set(slots) != expected:
         found = set(slots) if isinstance(slots, dict) else set()
         odd = sorted(str(key) for key in expected ^ found) or ["slots"]
-        raise HookStateError(f"state.{odd[0]}", "missing or unknown in the recorded PowerSGD state; was it made by another torch?")
+        raise HookStateError(
+            f"state.{odd[0]}", "missing or unknown in the recorded state; was it made by another torch?"
+        )
     for key in HYPERPARAMETERS:
         if slots[key] != getattr(state, key):
             raise HookStateError(
@@ -174,7 +181,8 @@ class _Taken:
             raise HookStateError(name, "missing from the recorded state")
         if tensor.shape != place.shape or tensor.dtype is not place.dtype:
             raise HookStateError(
-                name, f"recorded as {tensor.dtype} {list(tensor.shape)}, but the model needs {place.dtype} {list(place.shape)}"
+                name,
+                f"recorded as {tensor.dtype} {list(tensor.shape)}, but the model needs {place.dtype} {list(place.shape)}",
             )
         place.copy_(tensor)
 
@@ -196,10 +204,12 @@ def memory_bytes(state: PowerSGDState) -> int:
 
 
 def check_parameters(parameters: Parameters) -> None:
-    """Raise ``ValueError`` for shapes that torch's hook fails on at its first compressed step."""
+    """Raise ``UnsupportedModel`` for shapes that torch's hook fails on at its first compressed step."""
     for name, parameter in parameters.items():
         if parameter.dim() == 0 or parameter.numel() == 0:
-            raise ValueError(f"{name} has shape {list(parameter.shape)}, which powerSGD cannot view as a matrix; give it one element in one dimension")
+            raise UnsupportedModel(
+                f"{name} has shape {list(parameter.shape)}, which powerSGD cannot view as a matrix; make it one-dimensional"
+            )
 
 
 @contextmanager

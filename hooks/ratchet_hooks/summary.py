@@ -18,7 +18,7 @@ class HookSummary(BaseModel):
     ``residual_norm`` is the L2 norm of this rank's whole error-feedback residual, ``memory_bytes`` what the state holds.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
     name: str
     wrapper: str | None = None

@@ -14,8 +14,8 @@ Code = Literal["fp16-overflow", "non-finite"]
 _log = logging.getLogger(__name__)
 _PENDING_LIMIT = 4096  # device-side looks that may wait unread
 _TEXT: dict[Code, str] = {
-    "fp16-overflow": "gradients of {0} exceed 65504 on this rank and became inf in float16 at iteration {1}; scale the loss down, "
-    "or use allreduce",
+    "fp16-overflow": "gradients of {0} exceed 65504 on this rank and became inf in float16 at iteration {1}; "
+    "scale the loss down, or use allreduce",
     "non-finite": "the compressed average of {0} is not finite from iteration {1} on, and its residual keeps that: gradients "
     "were inf or nan, or all zero (set orthogonalization_epsilon, like 1e-8), or overflowed in half precision",
 }
@@ -91,5 +91,7 @@ class Watch:
 
 
 def _peak(tensor: torch.Tensor) -> float:
+    if not tensor.numel():
+        return 0.0
     low, high = torch.aminmax(tensor)
     return max(-low.item(), high.item()) if not torch.isnan(high) else float("nan")

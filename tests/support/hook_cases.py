@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn as nn
 
-from ratchet_hooks.build import ManagedHook, managed_ddp
+from ratchet_hooks.build import managed_ddp
 from ratchet_hooks.specs import AllreduceSpec, Fp16CompressSpec, HookSpec, PowerSGDSpec
 
 SPECS: dict[str, HookSpec] = {
@@ -48,6 +48,22 @@ class Net(nn.Module):
         return out
 
 
+class MixedNet(Net):
+    """Two dtypes, so that each rebuild ends with two unfilled buckets; a frozen and a tied parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tail = nn.Linear(10, 30).double()
+        self.tied = nn.Linear(10, 30).double()
+        self.tied.weight = self.tail.weight
+        self.frozen = nn.Linear(200, 200)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        out = super().forward(x, step).double()
+        return (self.tail(out) + self.tied(out))[:, :10].float()
+
+
 @dataclass(frozen=True)
 class Case:
     """One training run; ``ddp`` are DDP keywords, ``accumulate`` micro-batches per step (all but the last in no_sync)."""
@@ -58,6 +74,7 @@ class Case:
     accumulate: int = 1
     turn: int | None = None
     unused: bool = False
+    mixed: bool = False
     keep_grads: bool = False  # zero_grad(set_to_none=False)
     spec: HookSpec | None = None
 
@@ -76,7 +93,6 @@ class Checkpoint:
     rng: torch.Tensor
     hook: tuple[dict[str, torch.Tensor], Any]
     layout: list[list[str]] | None
-    replaced: dict[str, Any] = field(default_factory=dict)
 
 
 class Run:
@@ -100,7 +116,7 @@ class Run:
             self.load(checkpoint, relayout=not pin)
 
     def make_module(self) -> nn.Module:
-        return Net(turn=self.case.turn, unused=self.case.unused)
+        return MixedNet() if self.case.mixed else Net(turn=self.case.turn, unused=self.case.unused)
 
     def load(self, checkpoint: Checkpoint, *, relayout: bool = False) -> None:
         self.module.load_state_dict(checkpoint.model)
@@ -114,7 +130,8 @@ class Run:
         model = {k: v.clone() for k, v in self.module.state_dict().items()}
         optimizer = {**self.optimizer.state_dict()}
         optimizer["state"] = {
-            k: {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in s.items()} for k, s in optimizer["state"].items()
+            k: {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in s.items()}
+            for k, s in optimizer["state"].items()
         }
         return Checkpoint(self.step, model, optimizer, torch.get_rng_state(), hook, self.hook.layout())
 
@@ -154,28 +171,37 @@ def differences(a: Checkpoint, b: Checkpoint) -> list[str]:
 
 
 def same(a: object, b: object) -> bool:
+    """Equal, tensors bit for bit (a NaN equals itself)."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.dtype is b.dtype and torch.equal(a, b)
+        flat = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
+        return a.dtype is b.dtype and a.shape == b.shape and torch.equal(*flat)
     return a == b
 
 
 def exact_resumes(rank: int, case: Case, total: int, kills: list[int]) -> dict[int, list[str]]:
-    """For every step of ``kills``: what differs at ``total`` between the uninterrupted run and one resumed there.
+    """For every step of ``kills``: what differs at ``total`` between an undisturbed run and one resumed there.
 
-    The uninterrupted run takes no checkpoint on its way.
+    The undisturbed run takes no checkpoint on its way; the one that gives the checkpoints goes on and is compared too.
     """
     whole = Run(rank, case)
     whole.train(total)
     expected = whole.save()
-    out = {}
+    saver, checkpoints = Run(rank, case), []
     for kill in kills:
-        first = Run(rank, case)
-        first.train(kill)
-        checkpoint = first.save()
+        saver.train(kill)
+        checkpoints.append(saver.save())
+    saver.train(total)
+    out = {-1: differences(expected, saver.save())}
+    for checkpoint in checkpoints:
         resumed = Run(rank, case, checkpoint)
         resumed.train(total)
-        out[kill] = differences(expected, resumed.save())
-    return out
+        out[checkpoint.step] = differences(expected, resumed.save())
+    out[-2] = [] if 0 < len(expected.layout or []) else ["no layout"]
+    return {step: names for step, names in out.items() if names}
 
 
-__all__ = ["MANY_BUCKETS", "ONE_BUCKET", "SPECS", "Case", "Checkpoint", "ManagedHook", "Net", "Run", "differences", "replace"]
+def buckets(rank: int, case: Case) -> int:
+    """Number of buckets that the case has once it is rebuilt."""
+    run = Run(rank, case)
+    run.train(1)
+    return len(run.hook.layout() or [])

@@ -1,0 +1,156 @@
+"""The reading half of ``ratchet_hooks.codec``: tensors and JSON back to values."""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import JsonValue
+
+from ratchet_hooks.errors import HookStateError
+
+BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+
+
+def decode(tensors: Mapping[str, torch.Tensor], data: JsonValue) -> object:
+    """Inverse of ``encode``. Raises ``HookStateError`` on malformed data and on tensors that are missing or left over."""
+    decoder = _Decoder(tensors)
+    value = decoder.value(data, "data")
+    left = sorted(set(tensors) - decoder.used)
+    if left:
+        raise HookStateError(left[0], "a tensor that the JSON part does not mention")
+    return value
+
+
+def _float_of(text: str) -> float:
+    if text.startswith("nan:"):
+        return float(struct.unpack(">d", bytes.fromhex(text[4:]))[0])
+    return float.fromhex(text)
+
+
+class _Decoder:
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.used: set[str] = set()
+        self.shared: dict[str, torch.Tensor] = {}
+        self.tags: dict[str, Callable[[Any, str], object]] = {
+            "int": lambda v, _: int(_typed(v, str), 16),
+            "float": lambda v, _: _float_of(v),
+            "complex": lambda v, _: complex(_float_of(v[0]), _float_of(v[1])),
+            "bytes": lambda v, _: bytes.fromhex(v),
+            "tuple": lambda v, at: tuple(self._items(v, at)),
+            "set": lambda v, at: set(self._items(v, at)),
+            "frozenset": lambda v, at: frozenset(self._items(v, at)),
+            "size": lambda v, at: torch.Size(self._items(v, at)),  # type: ignore[arg-type]
+            "dict": lambda v, at: dict(self._pairs(v, at)),
+            "odict": self._odict,
+            "tensor": self._tensor,
+            "array": self._array,
+            "scalar": lambda v, _: np.frombuffer(bytes.fromhex(v[1]), dtype=np.dtype(v[0]))[0],
+            "RandomState": self._random_state,
+            "Generator": self._generator,
+        }
+
+    def value(self, data: JsonValue, at: str) -> object:
+        if data is None or isinstance(data, (bool, int, str)):
+            return data
+        if isinstance(data, list):
+            return self._items(data, at)
+        if not isinstance(data, dict) or len(data) != 1:
+            raise HookStateError(at, "malformed state: expected an object with one tag")
+        ((tag, payload),) = data.items()
+        if tag not in self.tags:
+            raise HookStateError(at, f"malformed state: unknown tag {tag!r}")
+        try:
+            return self.tags[tag](payload, f"{at}.{tag}")
+        except HookStateError:
+            raise
+        except (TypeError, ValueError, KeyError, IndexError, RuntimeError, struct.error, RecursionError) as exc:
+            raise HookStateError(f"{at}.{tag}", f"malformed state: {exc}") from exc
+
+    def _items(self, data: JsonValue, at: str) -> list[object]:
+        return [self.value(item, f"{at}[{i}]") for i, item in enumerate(_typed(data, list))]
+
+    def _pairs(self, data: JsonValue, at: str) -> list[tuple[Any, object]]:
+        pairs = []
+        for i, pair in enumerate(_typed(data, list)):
+            key, item = _typed(pair, list)
+            pairs.append((self.value(key, f"{at}[{i}]"), self.value(item, f"{at}[{key!r}]")))
+        if len({key for key, _ in pairs}) != len(pairs):
+            raise HookStateError(at, "malformed state: a key appears twice")
+        return pairs
+
+    def _odict(self, data: Any, at: str) -> object:
+        pairs, attributes = _typed(data, list)
+        out: OrderedDict[Any, object] = OrderedDict(self._pairs(pairs, at))
+        vars(out).update(self._pairs(attributes, at))
+        return out
+
+    def _take(self, name: object, at: str) -> torch.Tensor:
+        if not isinstance(name, str) or name not in self.tensors:
+            raise HookStateError(at, f"tensor {name!r} is missing")
+        self.used.add(name)
+        return self.tensors[name].detach().cpu()
+
+    def _tensor(self, data: Any, at: str) -> torch.Tensor:
+        if "storage" in data:
+            return self._view(data, at)
+        tensor = self._take(data["name"], at)
+        if "dtype" in data:
+            tensor = torch.view_as_complex(tensor.contiguous())
+            if tensor.dtype is not _DTYPES[data["dtype"]]:
+                raise HookStateError(at, f"expected {data['dtype']}, found {tensor.dtype}")
+        out = torch.empty_strided(tensor.shape, data.get("stride", tensor.stride()), dtype=tensor.dtype)
+        return out.copy_(tensor)
+
+    def _view(self, data: Any, at: str) -> torch.Tensor:
+        name = data["storage"]
+        raw = self._take(name, at)
+        if name not in self.shared:
+            self.shared[name] = raw.clone()
+        dtype, shape, stride = _DTYPES[data["dtype"]], data["shape"], data["stride"]
+        need = data["offset"] + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
+        if data["offset"] < 0 or min(stride, default=0) < 0 or need * dtype.itemsize > raw.numel():
+            raise HookStateError(at, f"the view does not fit into storage {name!r}")
+        out = torch.empty(0, dtype=dtype).set_(self.shared[name].untyped_storage(), data["offset"], shape, stride)
+        conj, neg = data["bits"]
+        out = out.conj() if conj else out
+        return torch._neg_view(out) if neg else out
+
+    def _array(self, data: Any, at: str) -> object:
+        raw = self._take(data["name"], at)
+        dtype = np.dtype(data["dtype"])
+        if dtype.hasobject or raw.dtype is not torch.uint8:
+            raise HookStateError(at, "malformed state: not an array of bytes")
+        flat = np.frombuffer(raw.numpy().tobytes(), dtype=dtype) if raw.numel() else np.empty(0, dtype)
+        return np.array(flat.reshape(data["shape"], order=data["order"]), order=data["order"], copy=True)
+
+    def _bit_generator(self, data: JsonValue, at: str, *seed: Any) -> tuple[np.random.BitGenerator, Any]:
+        state: Any = self.value(data, at)
+        if not isinstance(state, dict) or state.get("bit_generator") not in BIT_GENERATORS:
+            raise HookStateError(at, "malformed state: not a numpy bit generator")
+        return getattr(np.random, state["bit_generator"])(*seed), state
+
+    def _random_state(self, data: JsonValue, at: str) -> np.random.RandomState:
+        bits, state = self._bit_generator(data, at)
+        out = np.random.RandomState(bits)
+        out.set_state(state)
+        return out
+
+    def _generator(self, data: Any, at: str) -> np.random.Generator:
+        bit_state, seed_state = _typed(data, list)
+        seeds: Any = self.value(seed_state, f"{at}.seed_seq")
+        bits, state = self._bit_generator(bit_state, at, np.random.SeedSequence(**seeds))
+        bits.state = state
+        return np.random.Generator(bits)
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"expected {kind.__name__}, found {type(value).__name__}")
+    return value

@@ -1,0 +1,182 @@
+"""The hook of one DDP instance on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from pydantic import JsonValue
+from torch._C._distributed_c10d import GradBucket
+
+from ratchet_hooks import powersgd
+from ratchet_hooks.algorithms import Algorithm, TensorFuture
+from ratchet_hooks.codec import Tensors
+from ratchet_hooks.errors import HookStateError, LayoutMismatch
+from ratchet_hooks.layout import CountedBucket, Layout, ManagedDDP, check_names, mismatch
+from ratchet_hooks.registry import HookEntry, Replicas
+from ratchet_hooks.specs import HookSpec
+from ratchet_hooks.states import STATE_VERSION, check_data
+from ratchet_hooks.summary import HookSummary
+from ratchet_hooks.watch import HookWarning
+
+
+class ManagedHook:
+    """The hook of one DDP instance on one rank: runs it, captures and restores its state, tells what it does.
+
+    ``replicas`` says whether parameters are equal on all ranks between two steps.
+    """
+
+    def __init__(self, spec: HookSpec, entry: HookEntry, ddp: ManagedDDP, algorithm: Algorithm) -> None:
+        self.spec = spec
+        self.entry = entry
+        self.replicas: Replicas = entry.replicas
+        self._ddp = ddp
+        self._algorithm = algorithm
+        self._parameters = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
+        self._fixed: Layout | None = ddp.read_layout() if ddp.fixed else None
+        self._seen: Layout = []
+        self._here = 0  # complete iterations of this process
+        self._before = 0  # complete iterations of the processes before it
+        self._bytes = self._bytes_running = (0, 0)
+
+    @property
+    def iteration(self) -> int:
+        """Complete iterations (backward passes that synchronised) since the job began."""
+        return self._before + self._here
+
+    def layout(self) -> Layout | None:
+        """Parameter names per bucket as the next iteration will reduce them; None before the first one of a fresh run.
+
+        A collective the first time it is called after an iteration: DDP's one rebuild, due at the next forward, happens here.
+        """
+        self._between_steps("layout")
+        if self._fixed is None and self._here:
+            self._ddp.settle()
+            if self._ddp.fixed:
+                self._fixed = self._ddp.read_layout()
+        return None if self._fixed is None else [list(bucket) for bucket in self._fixed]
+
+    def warnings(self) -> list[HookWarning]:
+        """What went wrong without an error: overflow, non-finite averages; one entry per parameter and kind."""
+        return self._algorithm.watch.warnings()
+
+    def capture(self) -> tuple[Tensors, JsonValue]:
+        """Copies of this rank's whole state, by parameter name, and its JSON part. Call between steps, on every rank."""
+        layout = self.layout()
+        data: dict[str, JsonValue] = {
+            "version": STATE_VERSION,
+            "hook": self.spec.name,
+            "iteration": self.iteration,
+            "layout": None if layout is None else [list[JsonValue](bucket) for bucket in layout],
+            "state": None,
+        }
+        tensors: Tensors = {}
+        if self._algorithm.state is not None:
+            tensors, data["state"] = powersgd.capture(self._algorithm.state, layout, self._parameters)
+        return tensors, data
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], data: JsonValue, *, relayout: bool = False) -> None:
+        """Continue from a captured state, bit for bit. Call before the first forward, after model and optimizer are loaded.
+
+        The DDP must stand on the recorded layout (``managed_ddp(recorded_layout=...)``). With ``relayout`` it may stand on
+        another: residuals, P and Q are laid by parameter name into it, which loses nothing but is no longer bit for bit.
+        Raises ``HookStateError`` naming the key that does not fit; the hook is then unchanged.
+        """
+        checked = check_data(data, self.spec.name)
+        if self._here:
+            raise RuntimeError("restore comes before the first forward of a newly built DDP")
+        recorded = checked["layout"]
+        if recorded is not None:
+            check_names([name for bucket in recorded for name in bucket], list(self._parameters))
+            if relayout:
+                self._ddp.fix_layout()
+                self._fixed = self._ddp.read_layout()
+            if self._fixed is None:
+                raise LayoutMismatch("layout", "pass the recorded layout to managed_ddp(recorded_layout=...)")
+            if self._fixed != recorded and not relayout:
+                raise mismatch(recorded, self._fixed, "of the restored state")
+        if self._algorithm.state is not None:
+            if not isinstance(checked["state"], dict):
+                raise HookStateError("state", "missing from the recorded state")
+            layout = self._fixed if recorded is not None else None
+            powersgd.restore(self._algorithm.state, tensors, checked["state"], layout, self._parameters)
+        elif tensors:
+            raise HookStateError(min(tensors), f"recorded, but {self.spec.name} keeps no tensors")
+        self._before = checked["iteration"]
+
+    def summary(self, *, rank: int, step: int) -> HookSummary:
+        """JSON view of this rank's hook after ``step`` steps."""
+        state = self._algorithm.state
+        elements = sum(p.numel() for p in self._parameters.values())
+        values: dict[str, Any] = {"phase": "steady", "compression_rate": 1.0, "elements_before": elements}
+        values |= {"elements_after": elements}
+        if state is not None:
+            rate, before, after = state.compression_stats()  # type: ignore[no-untyped-call]
+            warm_up = state.iter < state.start_powerSGD_iter
+            values |= {
+                "phase": "warm-up" if warm_up else "compressing",
+                "compression_rate": rate if after else 1.0,
+                "elements_before": before,
+                "elements_after": after,
+                "residual_norm": powersgd.residual_norm(state),
+                "memory_bytes": powersgd.memory_bytes(state),
+            }
+        return HookSummary(
+            name=self.spec.name,
+            wrapper=self.spec.wrapper,
+            parameters=self.spec.model_dump(exclude={"name", "wrapper"}),
+            rank=rank,
+            step=step,
+            iteration=self.iteration if state is None else state.iter,
+            bytes_before=self._bytes[0],
+            bytes_after=self._bytes[1],
+            buckets=len(self._fixed or self._seen),
+            **values,
+        )
+
+    def on_bucket(self, state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with types, not names
+        """What DDP calls for every bucket. Raises ``LayoutMismatch`` before a gradient could meet another's state."""
+        return self._on_bucket(bucket)
+
+    def _on_bucket(self, bucket: Any) -> TensorFuture:
+        if self._ddp.static_graph and self._here == 0:
+            bucket = self._counted(bucket)
+        names = [self._ddp.name_of(p) for p in bucket.parameters()]
+        self._check(bucket, names)
+        self._seen.append(names)
+        self._algorithm.watch.iteration = self.iteration + 1
+        last, before = bucket.is_last(), bucket.buffer().nbytes
+        future, sent = self._algorithm.run(bucket, names)
+        self._bytes_running = (self._bytes_running[0] + before, self._bytes_running[1] + sent)
+        if last:
+            self._complete()
+        return future
+
+    def _counted(self, bucket: GradBucket) -> CountedBucket:
+        assert self._fixed is not None
+        index = len(self._seen)
+        parameters = [self._parameters[name] for name in self._fixed[index]]
+        return CountedBucket(bucket, index, list(parameters), index == len(self._fixed) - 1)
+
+    def _check(self, bucket: Any, names: list[str]) -> None:
+        if bucket.index() == 0 and self._seen:
+            self._seen = []  # a backward before this one failed half-way
+        if self._fixed is None:
+            return
+        expected = self._fixed[bucket.index()] if bucket.index() < len(self._fixed) else []
+        size = sum(self._parameters[name].numel() for name in expected)
+        if names != expected or bucket.buffer().numel() != size:
+            raise mismatch([*self._seen, expected], [*self._seen, names], f"in iteration {self.iteration + 1}")
+
+    def _complete(self) -> None:
+        if self._fixed is None and self._ddp.fixed:
+            self._fixed = self._seen
+        self._buckets = len(self._seen)
+        self._seen = []
+        self._here += 1
+        self._bytes, self._bytes_running = self._bytes_running, (0, 0)
+
+    def _between_steps(self, what: str) -> None:
+        if self._seen:
+            raise RuntimeError(f"{what} was called while a backward pass was under way; call it between steps")

@@ -1,0 +1,66 @@
+"""Captured states as data: what a valid one looks like, and one state for another number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from pydantic import JsonValue
+
+from ratchet_hooks.codec import Tensors
+from ratchet_hooks.errors import HookStateError
+
+STATE_VERSION = 1
+
+
+def check_data(data: JsonValue, hook: str) -> dict[str, Any]:
+    if not isinstance(data, dict) or not isinstance(data.get("version"), int):
+        raise HookStateError("version", "not a recorded hook state")
+    if data["version"] > STATE_VERSION:  # type: ignore[operator]
+        raise HookStateError(
+            "version", f"recorded in format {data['version']}; this version reads up to {STATE_VERSION}"
+        )
+    if data.get("hook") != hook:
+        raise HookStateError("hook", f"recorded under {data.get('hook')!r}, but the hook asked for is {hook!r}")
+    layout = data.get("layout")
+    buckets = layout if isinstance(layout, list) else []
+    if layout is not None and not (buckets and all(isinstance(b, list) and b for b in buckets)):
+        raise HookStateError("layout", "malformed: expected a list of non-empty lists of parameter names")
+    if not isinstance(data.get("iteration"), int) or "state" not in data:
+        raise HookStateError("iteration", "missing from the recorded state")
+    return dict(data)
+
+
+def redistribute(states: Sequence[tuple[Mapping[str, torch.Tensor], JsonValue]]) -> tuple[Tensors, JsonValue]:
+    """One state for every rank of a group of any size, out of the states of all ranks of the old one (in rank order).
+
+    Residuals become their mean over the old ranks (added up in float64), so the averaged residual, on which error feedback
+    rests, is kept. Everything else is equal on all ranks and taken from rank 0. Raises ``HookStateError`` where it is not equal.
+    """
+    if not states:
+        raise HookStateError("states", "at least one rank's state is needed")
+    first, data = states[0]
+    out: Tensors = {}
+    for rank, (tensors, other) in enumerate(states):
+        if other != data:
+            raise HookStateError(
+                f"rank {rank}", "the JSON part differs from rank 0's; these states are not of one checkpoint"
+            )
+        if odd := set(tensors) ^ set(first):
+            raise HookStateError(min(odd), f"not in the states of both rank 0 and rank {rank}")
+    for name, tensor in first.items():
+        parts = [tensors[name] for tensors, _ in states]
+        if name.startswith("residual/"):
+            out[name] = torch.stack([p.double() for p in parts]).mean(0).to(tensor.dtype)
+        elif all(_same_bits(p, tensor) for p in parts):
+            out[name] = tensor.clone()
+        else:
+            raise HookStateError(name, "differs between ranks, but must be equal on all of them")
+    return out, data
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype is not b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
