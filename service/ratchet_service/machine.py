@@ -1,4 +1,8 @@
-"""What this machine has: GPUs and cores, found without importing torch."""
+"""What the machine that trains has: GPUs and cores, found without importing torch.
+
+Where API and reconciler are separate processes, possibly in separate containers, the reconciler writes what its machine has to
+``machine.json`` in the run directory, and the API checks specs against that.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +10,73 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
+
+from pydantic import BaseModel, ValidationError
 
 from ratchet_service.slots import Capacity
+
+MACHINE_FILE: Final = "machine.json"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs by CUDA index, and cores that this process may use."""
+    """GPUs by CUDA index, and cores that jobs may use.
+
+    ``here`` False: it is another process's, perhaps another container's machine; its interpreters, secrets and files cannot be
+    looked at from here, and ``torch_cuda`` says what its reconciler saw.
+    """
 
     gpus: tuple[int, ...] = ()
     cpus: int = 1
     cpu_slots: int | None = None
+    python: str = sys.executable
+    here: bool = True
+    torch_cuda: bool = False
 
     @property
     def capacity(self) -> Capacity:
         return Capacity(self.gpus, self.cpu_slots or self.cpus)
 
 
+class _MachineFile(BaseModel):
+    gpus: tuple[int, ...]
+    cpus: int
+    cpu_slots: int | None
+    python: str
+    torch_cuda: bool
+
+
+def write_machine(home: Path, machine: Machine, torch_cuda: bool) -> None:
+    """Tell an API in another process what this machine has; by rename."""
+    content = _MachineFile(
+        gpus=machine.gpus,
+        cpus=machine.cpus,
+        cpu_slots=machine.cpu_slots,
+        python=machine.python,
+        torch_cuda=torch_cuda,
+    )
+    fd, temporary = tempfile.mkstemp(dir=home, prefix=".machine-")
+    with os.fdopen(fd, "w") as handle:
+        handle.write(content.model_dump_json())
+    Path(temporary).rename(home / MACHINE_FILE)
+
+
+def read_machine(home: Path) -> Machine | None:
+    """The machine of the reconciler that wrote last; None before one has run."""
+    try:
+        found = _MachineFile.model_validate_json((home / MACHINE_FILE).read_bytes())
+    except (OSError, ValidationError):
+        return None
+    return Machine(found.gpus, found.cpus, found.cpu_slots, found.python, here=False, torch_cuda=found.torch_cuda)
+
+
 def probe(cpu_slots: int | None = None, gpus: tuple[int, ...] | None = None) -> Machine:
-    """Look at the machine; ``cpu_slots`` and ``gpus`` replace what is found."""
+    """Look at this machine; ``cpu_slots`` and ``gpus`` replace what is found."""
     return Machine(find_gpus() if gpus is None else gpus, len(os.sched_getaffinity(0)), cpu_slots)
 
 
@@ -34,9 +84,8 @@ def find_gpus() -> tuple[int, ...]:
     """Indices from ``nvidia-smi``, else from ``/dev/nvidia<N>``; those that CUDA_VISIBLE_DEVICES hides are left out."""
     found = _from_smi()
     if found is None:
-        found = tuple(
-            sorted(int(m[1]) for p in Path("/dev").glob("nvidia*") if (m := re.fullmatch(r"nvidia(\d+)", p.name)))
-        )
+        names = (re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*"))
+        found = tuple(sorted(int(match[1]) for match in names if match))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return found
@@ -48,14 +97,9 @@ def _from_smi() -> tuple[int, ...] | None:
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
+    command = [program, "--query-gpu=index", "--format=csv,noheader"]
     try:
-        done = subprocess.run(
-            [program, "--query-gpu=index", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return tuple(sorted(int(line) for line in done.stdout.split() if line.isdigit()))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,9 +49,12 @@ def resolve(
     ``environ`` is what the launcher's environment will be (for secrets); ``code_digest`` is left to the snapshot.
     """
     report = _Report()
-    _check_secrets(spec, os.environ if environ is None else environ, report)
     code_ok = _check_code(spec, limits, report)
-    python, findings = _check_python(spec, interpreters or Interpreters(), code_ok, report)
+    if machine.here:
+        _check_secrets(spec, os.environ if environ is None else environ, report)
+        python, findings = _check_python(spec, machine, interpreters or Interpreters(), code_ok, report)
+    else:
+        python, findings = spec.python or machine.python, Findings(torch=True, torch_cuda=machine.torch_cuda)
     device, backend = _device_and_backend(spec, machine, findings, report)
     resolved = Resolved(
         device="cuda" if device == "cuda" else "cpu",
@@ -97,9 +99,11 @@ def _check_syntax(script: Path, report: _Report) -> None:
         report.refuse("/script/0", "syntax-error", f"{script.name}{line}: {getattr(error, 'msg', error)}")
 
 
-def _check_python(spec: JobSpec, interpreters: Interpreters, code_ok: bool, report: _Report) -> tuple[str, Findings]:
+def _check_python(
+    spec: JobSpec, machine: Machine, interpreters: Interpreters, code_ok: bool, report: _Report
+) -> tuple[str, Findings]:
     """The interpreter for the ranks, and what it says about itself and the entrypoint."""
-    given = spec.python or sys.executable
+    given = spec.python or machine.python
     pointer = "/python"
     path = interpreter_of(given) if Path(given).is_absolute() else None
     if path is None:

@@ -13,7 +13,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,21 +77,27 @@ def snapshot(path: str | Path, code_root: Path, limits: Limits | None = None) ->
                 _rmtree(temporary)
 
 
-def remove_unreferenced(code_root: Path, referenced: set[str], grace: float = GRACE) -> list[str]:
+def remove_unreferenced(code_root: Path, referenced: Callable[[], set[str]], grace: float = GRACE) -> list[str]:
     """Delete snapshots that no job names, and copies that a crash left half done. Returns what was removed.
 
     What was made or used again in the last ``grace`` seconds stays: a submission takes its snapshot before its job's row is
-    there to name it.
+    there to name it. ``referenced`` is only asked when there is something to ask about.
     """
-    if not code_root.is_dir():
+    if not _old(code_root, grace):
         return []
     removed = []
     with _guard(code_root):
-        for entry in sorted(code_root.iterdir()):
-            if entry.is_dir() and entry.name not in referenced and time.time() - entry.stat().st_mtime >= grace:
+        named = referenced()
+        for entry in _old(code_root, grace):
+            if entry.name not in named:
                 _rmtree(entry)
                 removed.append(entry.name)
     return removed
+
+
+def _old(code_root: Path, grace: float) -> list[Path]:
+    entries = sorted(code_root.iterdir()) if code_root.is_dir() else []
+    return [e for e in entries if e.is_dir() and time.time() - e.stat().st_mtime >= grace]
 
 
 @contextmanager

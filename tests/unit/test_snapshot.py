@@ -107,8 +107,8 @@ def test_only_what_no_job_names_is_removed_and_not_at_once(code: Path, tmp_path:
     (code / "train.py").write_text("pass\n")
     gone = snapshot(code, store)
     (store / ".tmp-torn").mkdir()
-    assert remove_unreferenced(store, {kept}) == []
-    assert remove_unreferenced(store, {kept}, grace=0.0) == sorted([gone, ".tmp-torn"])
+    assert remove_unreferenced(store, lambda: {kept}) == []
+    assert remove_unreferenced(store, lambda: {kept}, grace=0.0) == sorted([gone, ".tmp-torn"])
     assert (store / kept / "train.py").exists()
     assert not (store / gone).exists()
 

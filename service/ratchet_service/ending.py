@@ -1,0 +1,238 @@
+"""The end of an attempt, once nothing of it is alive: what it left on the disk is taken in, then the job's future is decided.
+
+All facts are gathered before the one transaction that ends the attempt's row, moves the job and gives the lease back. A
+crash anywhere before it, and the next reconciler gathers them again and comes to the same end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any, Final
+
+import sqlalchemy as sa
+from pydantic import ValidationError
+from sqlalchemy.orm import Session
+
+from ratchet_contract.counter import finished_step
+from ratchet_contract.errors import CheckpointError
+from ratchet_contract.manifest import Manifest
+from ratchet_contract.messages import AttemptResult, ForkSource
+from ratchet_contract.paths import AttemptPaths, JobPaths
+from ratchet_contract.phases import AttemptPhase, Cause, Desired, Outcome
+from ratchet_contract.resume import Base, Segment
+from ratchet_service.database import Database, utc_now
+from ratchet_service.decide import AttemptEnd, Decision, Limits, decide
+from ratchet_service.launching import bases_of, view_of
+from ratchet_service.leases import NO_LEASE, Lease, hold
+from ratchet_service.lineage import lineage
+from ratchet_service.models import Attempt, AttemptNode, Checkpoint, Job
+from ratchet_service.transitions import add_event, apply
+from ratchet_store.lineage import adoptable
+
+LOG_TAIL: Final = 600
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the reconciler knows beside the files. ``forced`` is the cause it killed or stopped the attempt for."""
+
+    seen: bool
+    result: AttemptResult | None
+    forced: Cause | None = None
+    message: str | None = None
+
+
+@dataclass(frozen=True)
+class _Cause:
+    cause: Cause
+    rank: int | None = None
+    exit_code: int | None = None
+    message: str | None = None
+
+
+def settle(database: Database, job_paths: JobPaths, lease: Lease, limits: Limits, evidence: Evidence) -> Decision:
+    """End attempt ``lease.epoch``. Its processes are gone and its spools are ingested. Raises ``LeaseLost``."""
+    paths = job_paths.attempt(lease.epoch)
+    base = _base(paths)
+    found = _lost_reports(database, job_paths, lease, base)
+    with database.write() as session:
+        job = hold(session, lease)
+        attempt = session.get_one(Attempt, (job.id, lease.epoch))
+        if attempt.base_step is None and base is not None:
+            attempt.base_step, attempt.base_epoch, attempt.base_digest = base.step, base.epoch, base.digest
+            session.flush()
+        for manifest in found:
+            _adopt(session, job, manifest)
+        return _end(session, job, attempt, limits, _cause(paths, job, evidence), evidence, paths)
+
+
+def _lost_reports(database: Database, job_paths: JobPaths, lease: Lease, base: Base | None) -> list[Manifest]:
+    """Valid checkpoints of the lineage whose report never came: committed on disk in the last moment before a kill."""
+    with database.read() as session:
+        job = session.get_one(Job, lease.job_id)
+        segments, root = _lineage(session, job, lease.epoch, base)
+        query = sa.select(Checkpoint.step, Checkpoint.epoch).where(Checkpoint.job_id == job.id)
+        known = {(step, epoch) for step, epoch in session.execute(query)}
+    try:
+        return adoptable(job_paths.checkpoints, segments, known, expected_job_id=lease.job_id, root=root)
+    except CheckpointError:
+        return []  # unreadable or of a newer version: the next attempt meets it, and says so with all its context
+
+
+def _lineage(session: Session, job: Job, epoch: int, base: Base | None) -> tuple[list[Segment], Base | None]:
+    """The lineage that ends in this attempt (or, without a base, where the job stood before it), and what it began from."""
+    bases = bases_of(session, job.id)
+    if base is not None:
+        bases.setdefault(epoch, base)
+    fork = None if job.fork_source is None else ForkSource.model_validate(job.fork_source)
+    wish = None
+    if job.resume_from is not None and epoch not in bases:
+        wish = Base(step=job.resume_from["step"], epoch=job.resume_from["epoch"])
+    segments = lineage(bases, resume_from=wish, fork=fork)
+    return segments, bases.get(segments[-1].epoch) if segments else None
+
+
+def _adopt(session: Session, job: Job, manifest: Manifest) -> None:
+    if session.get(Checkpoint, (job.id, manifest.step, manifest.epoch)) is not None:
+        return
+    now = utc_now()
+    session.add(
+        Checkpoint(
+            job_id=job.id,
+            step=manifest.step,
+            epoch=manifest.epoch,
+            digest=manifest.digest,
+            parent=manifest.parent.model_dump(mode="json"),
+            size=manifest.size,
+            files=len(manifest.files),
+            reason=manifest.reason,
+            finished=manifest.finished,
+            adopted=True,
+            verified_at=now,
+            verification="ok",
+            hook_iteration=max((s.iteration for s in manifest.hook_summaries), default=None),
+            created_at=datetime.fromisoformat(manifest.created),
+        )
+    )
+    text = f"checkpoint {manifest.id} was found valid on disk; its report was lost"
+    data = {"checkpoint": manifest.id, "step": manifest.step}
+    add_event(session, job.id, "checkpoint-adopted", text, epoch=manifest.epoch, data=data)
+    session.flush()
+
+
+def _cause(paths: AttemptPaths, job: Job, evidence: Evidence) -> _Cause:
+    """The agent's own result is the truth, except for what only the service knows: why it sent the signal."""
+    result = evidence.result
+    if result is not None:
+        return _Cause(_as_wished(result.cause, job, evidence), result.rank, result.exit_code, result.message)
+    if evidence.forced is not None:
+        return _Cause(evidence.forced, message=evidence.message)
+    if not evidence.seen:
+        text = f"the agent ended before it began; {_tail(paths)}"
+        return _Cause(Cause.LAUNCHER_ERROR, message=evidence.message or text)
+    return _Cause(Cause.UNKNOWN, message=evidence.message or "the agent was killed: it left no result.json")
+
+
+def _as_wished(cause: Cause, job: Job, evidence: Evidence) -> Cause:
+    if cause.outcome is not Outcome.PREEMPTED or evidence.forced is None:
+        return cause
+    if evidence.forced is Cause.TIMEOUT:
+        return Cause.TIMEOUT
+    return job.desired_cause if job.desired is not Desired.RUN and job.desired_cause is not None else cause
+
+
+def _end(
+    session: Session,
+    job: Job,
+    attempt: Attempt,
+    limits: Limits,
+    cause: _Cause,
+    evidence: Evidence,
+    paths: AttemptPaths,
+) -> Decision:
+    now = utc_now()
+    base = None
+    if attempt.base_step is not None:
+        base = Base(step=attempt.base_step, epoch=attempt.base_epoch, digest=attempt.base_digest)
+    newest = _newest(session, job, attempt.number, base)
+    own = newest if newest is not None and newest.epoch == attempt.number else None
+    start = base.step if base is not None else 0
+    safe = newest.step if newest is not None else start
+    last = max(attempt.last_step, safe, _last_step(evidence, paths)) if base is not None else 0
+    view = view_of(job, limits)
+    end = AttemptEnd(
+        cause.cause,
+        base_step=start,
+        committed_step=own.step if own is not None else None,
+        finished=newest is not None and newest.finished,
+        message=cause.message,
+    )
+    decision = decide(replace(view, attempt=end), now)
+    assert decision.event is not None and decision.cause is not None
+    lost = last - safe if base is not None else 0
+    attempt.phase, attempt.outcome, attempt.cause = AttemptPhase.ENDED, decision.cause.outcome, decision.cause
+    attempt.rank, attempt.exit_code, attempt.message = cause.rank, cause.exit_code, cause.message
+    attempt.last_step, attempt.steps_lost, attempt.ended_at = last, lost, now
+    if own is not None:
+        attempt.committed_step = own.step
+    nodes = sa.update(AttemptNode).where(AttemptNode.job_id == job.id, AttemptNode.attempt == attempt.number)
+    session.execute(nodes.values(phase=AttemptPhase.ENDED).execution_options(synchronize_session=False))
+    facts = {"cause": decision.cause.value, "rank": cause.rank, "steps_lost": lost, "last_step": last}
+    text = f"attempt {attempt.number} ended: {decision.cause.value}" + (f": {cause.message}" if cause.message else "")
+    add_event(session, job.id, "attempt-ended", text, epoch=attempt.number, data=facts)
+    values: dict[str, Any] = {
+        "preemptions": decision.counters.preemptions,
+        "failures": decision.counters.failures,
+        "no_progress": decision.counters.no_progress,
+        "not_before": decision.not_before,
+        "running_seconds": job.running_seconds + (now - attempt.created_at).total_seconds(),
+        **NO_LEASE,
+    }
+    if base is not None:
+        values["resume_from"] = None
+        values["step"] = safe if lost else last
+        values["committed_step"] = safe
+        values["committed_epoch"] = newest.epoch if newest is not None else None
+    session.flush()
+    apply(
+        session,
+        job.id,
+        decision.event,
+        expected_epoch=attempt.number,
+        reason=decision.reason,
+        message=decision.message,
+        values=values,
+    )
+    return decision
+
+
+def _newest(session: Session, job: Job, epoch: int, base: Base | None) -> Checkpoint | None:
+    """The newest committed checkpoint of the lineage: what the next attempt starts from."""
+    segments, _ = _lineage(session, job, epoch, base)
+    query = sa.select(Checkpoint).where(Checkpoint.job_id == job.id, Checkpoint.state == "committed")
+    rows = session.scalars(query.order_by(Checkpoint.step.desc(), Checkpoint.epoch.desc()))
+    return next((row for row in rows if any(s.holds(row.step, row.epoch) for s in segments)), None)
+
+
+def _last_step(evidence: Evidence, paths: AttemptPaths) -> int:
+    """The last step that any rank finished: the result's, or where there is none the counters', which outlive the ranks."""
+    if evidence.result is not None:
+        return evidence.result.last_step
+    folder = paths.counter(0).parent
+    return max((finished_step(p) for p in folder.glob("rank-*.bin")), default=0) if folder.is_dir() else 0
+
+
+def _base(paths: AttemptPaths) -> Base | None:
+    try:
+        return Base.model_validate_json(paths.base_file.read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def _tail(paths: AttemptPaths) -> str:
+    try:
+        text = paths.agent_log.read_text(errors="replace").strip()
+    except OSError:
+        text = ""
+    return f"the end of its log: {text[-LOG_TAIL:]}" if text else "its log is empty"

@@ -1,0 +1,259 @@
+"""From a queued job to a new attempt: slots, row, event and phase in one transaction; only then is the launcher called.
+
+A crash between the two leaves an attempt without an agent: the next reconciler takes the job over and submits it again from
+``launch.json``, or with a new token where that was not written (``relaunch``). The launcher starts nothing twice.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any, Final
+
+import sqlalchemy as sa
+from pydantic import ValidationError
+from sqlalchemy.orm import Session
+
+from ratchet_contract.messages import ForkSource, LaunchFile
+from ratchet_contract.paths import AttemptPaths, HomePaths
+from ratchet_contract.phases import AttemptPhase, Event, JobPhase
+from ratchet_contract.resume import Base
+from ratchet_contract.spec import JobSpec, Resolved
+from ratchet_service.database import Database, utc_now
+from ratchet_service.decide import Action, Counters, Decision, JobView, Limits, decide
+from ratchet_service.ingest import hash_token
+from ratchet_service.launchers.base import Launcher, LaunchPlan
+from ratchet_service.leases import Lease, hold, lease_values
+from ratchet_service.lineage import fork_for_launch, lineage
+from ratchet_service.models import Attempt, AttemptNode, Checkpoint, Job
+from ratchet_service.slots import Board, Capacity, Grant, Waiting, need_of
+from ratchet_service.transitions import apply, lock_job
+
+BATCH: Final = 16
+"""Launches in one transaction."""
+QUEUE_LOOK: Final = 500
+"""Queued jobs looked at in one round, in order."""
+NO_SLOT: Final = "no-slot"
+_SLOTS_LOCK: Final = 0x52_41_54_43_53_4C_4F_54  # "RATCSLOT"
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A new attempt, committed, that the launcher has yet to be told of."""
+
+    lease: Lease
+    plan: LaunchPlan
+
+
+class Launching:
+    """Makes attempts. Holds nothing but its settings."""
+
+    def __init__(
+        self,
+        database: Database,
+        home: HomePaths,
+        launcher: Launcher,
+        capacity: Capacity,
+        owner: str,
+        lease_seconds: float,
+    ) -> None:
+        self._database = database
+        self._home = home
+        self._launcher = launcher
+        self._capacity = capacity
+        self._owner = owner
+        self._lease_seconds = lease_seconds
+
+    def launch_ready(self) -> list[Launched]:
+        """Start attempts for as many queued jobs as there are slots for, and tell the others why they wait."""
+        with self._database.read() as session:
+            if session.scalar(self._ready().limit(1)) is None:
+                return []
+        with self._database.write() as session:
+            if session.get_bind().dialect.name != "sqlite":
+                # One reconciler at a time hands out slots; on SQLite the write transaction itself sees to that.
+                session.execute(sa.select(sa.func.pg_advisory_xact_lock(_SLOTS_LOCK)))
+            return self._launch(session)
+
+    def _ready(self) -> sa.Select[str]:
+        due = sa.or_(Job.not_before.is_(None), Job.not_before <= utc_now())
+        return sa.select(Job.id).where(Job.phase == JobPhase.QUEUED, due)
+
+    def _launch(self, session: Session) -> list[Launched]:
+        ordered = self._ready().order_by(Job.priority.desc(), Job.created_at, Job.id).limit(QUEUE_LOOK)
+        board = Board(self._capacity, _held(session))
+        out: list[Launched] = []
+        for job_id in list(session.scalars(ordered)):
+            job = lock_job(session, job_id)
+            if job.phase is not JobPhase.QUEUED:
+                continue
+            spec, resolved = JobSpec.model_validate(job.spec), Resolved.model_validate(job.resolved)
+            decision = decide(view_of(job, limits_of(spec)), utc_now())
+            if decision.action is Action.END:
+                _give_up(session, job, decision)
+            elif decision.action is Action.LAUNCH:
+                answer = board.ask(job.id, need_of(spec, resolved))
+                if isinstance(answer, Waiting):
+                    _say_why(job, answer)
+                else:
+                    out.append(self._start(session, job, spec, resolved, answer))
+            if board.exhausted:
+                self._tell_the_rest(session)
+            if board.exhausted or len(out) >= BATCH:
+                break
+        return out
+
+    def _tell_the_rest(self, session: Session) -> None:
+        """Nobody else can start: say so in one statement, to those that have not heard it."""
+        others = sa.update(Job).where(
+            Job.phase == JobPhase.QUEUED, Job.id.in_(self._ready()), Job.reason.is_distinct_from(NO_SLOT)
+        )
+        text = f"waits for CPU slots: all {self._capacity.cpus} are taken"
+        session.flush()
+        session.execute(others.values(reason=NO_SLOT, message=text).execution_options(synchronize_session=False))
+
+    def _start(self, session: Session, job: Job, spec: JobSpec, resolved: Resolved, grant: Grant) -> Launched:
+        epoch, token, now = job.epoch + 1, secrets.token_urlsafe(32), utc_now()
+        plan = self._launcher.plan(self._launch_file(session, job, epoch, spec, resolved, grant.gpus, token))
+        lease = lease_values(session, self._owner, self._lease_seconds)
+        attempt = Attempt(
+            job_id=job.id, number=epoch, report_token_hash=hash_token(token), launch=plan.printable(), created_at=now
+        )
+        session.add(attempt)
+        session.flush()
+        session.add(
+            AttemptNode(job_id=job.id, attempt=epoch, node=0, gpus=list(grant.gpus), cpu_slots=list(grant.cpus))
+        )
+        values: dict[str, Any] = {"epoch": epoch, "not_before": None, **lease}
+        if job.started_at is None:
+            values["started_at"] = now
+        data = {"attempt": epoch, "gpus": list(grant.gpus), "cpu_slots": list(grant.cpus)}
+        apply(session, job.id, Event.LAUNCH, message=None, values=values, data=data)
+        return Launched(Lease(job.id, epoch, lease["lease_token"]), plan)
+
+    def relaunch(self, lease: Lease) -> LaunchPlan:
+        """The plan of an attempt that was committed but perhaps never submitted. Raises ``LeaseLost``."""
+        paths = self._home.job(lease.job_id).attempt(lease.epoch)
+        written = _launch_file(paths)
+        if written is not None:
+            return self._launcher.plan(written)
+        token = secrets.token_urlsafe(32)
+        with self._database.write() as session:
+            job = hold(session, lease)
+            attempt = session.get_one(Attempt, (job.id, lease.epoch))
+            node = session.get_one(AttemptNode, (job.id, lease.epoch, 0))
+            spec, resolved = JobSpec.model_validate(job.spec), Resolved.model_validate(job.resolved)
+            launch = self._launch_file(session, job, lease.epoch, spec, resolved, tuple(node.gpus), token)
+            attempt.report_token_hash = hash_token(token)
+            return self._launcher.plan(launch)
+
+    def _launch_file(
+        self,
+        session: Session,
+        job: Job,
+        epoch: int,
+        spec: JobSpec,
+        resolved: Resolved,
+        gpus: tuple[int, ...],
+        token: str,
+    ) -> LaunchFile:
+        wish = None if job.resume_from is None else Base(step=job.resume_from["step"], epoch=job.resume_from["epoch"])
+        fork = None if job.fork_source is None else ForkSource.model_validate(job.fork_source)
+        segments = lineage(bases_of(session, job.id), resume_from=wish, fork=fork)
+        committed = committed_of(session, job.id)
+        return launch_file(self._home, job.id, epoch, spec, resolved, gpus, token, job.desired).model_copy(
+            update={"lineage": segments, "fork": fork_for_launch(fork, segments, committed)}
+        )
+
+
+def launch_file(
+    home: HomePaths,
+    job_id: str,
+    epoch: int,
+    spec: JobSpec,
+    resolved: Resolved,
+    gpus: tuple[int, ...],
+    token: str,
+    desired: Any,
+) -> LaunchFile:
+    """What follows from spec and place alone; lineage and fork are the caller's."""
+    job = home.job(job_id)
+    paths = job.attempt(epoch)
+    digest = resolved.code_digest
+    return LaunchFile(
+        job_id=job_id,
+        epoch=epoch,
+        world_size=spec.world.size,
+        ranks=list(range(spec.world.ranks_per_node)),
+        spec=spec,
+        resolved=resolved,
+        job_root=str(job.root),
+        attempt_dir=str(paths.root),
+        workdir=str(home.code / digest) if digest else str(paths.root / "work"),
+        gpus=list(gpus),
+        report_token=token,
+        service_file=str(home.service_file),
+        desired=desired,
+    )
+
+
+def limits_of(spec: JobSpec) -> Limits:
+    policy = spec.policy
+    return Limits(policy.max_preemptions, policy.max_failures, policy.backoff, policy.timeout, policy.stop_grace)
+
+
+def view_of(job: Job, limits: Limits) -> JobView:
+    """What ``decide`` may know of the row; the attempt is added by who looks after it."""
+    return JobView(
+        job_id=job.id,
+        phase=job.phase,
+        desired=job.desired,
+        desired_cause=job.desired_cause,
+        desired_at=job.desired_at,
+        epoch=job.epoch,
+        counters=Counters(job.preemptions, job.failures, job.no_progress),
+        limits=limits,
+        not_before=job.not_before,
+        running_seconds=job.running_seconds,
+    )
+
+
+def bases_of(session: Session, job_id: str) -> dict[int, Base]:
+    """The base of every attempt that recorded one."""
+    query = sa.select(Attempt.number, Attempt.base_step, Attempt.base_epoch, Attempt.base_digest)
+    rows = session.execute(query.where(Attempt.job_id == job_id, Attempt.base_step.is_not(None)))
+    return {number: Base(step=step or 0, epoch=epoch, digest=digest) for number, step, epoch, digest in rows}
+
+
+def committed_of(session: Session, job_id: str) -> list[tuple[int, int]]:
+    """(step, epoch) of every committed checkpoint."""
+    query = sa.select(Checkpoint.step, Checkpoint.epoch)
+    rows = session.execute(query.where(Checkpoint.job_id == job_id, Checkpoint.state == "committed"))
+    return [(step, epoch) for step, epoch in rows]
+
+
+def _held(session: Session) -> list[Grant]:
+    """By attempts that have not ended; an agent that says of itself that it has may still be alive."""
+    query = sa.select(AttemptNode.gpus, AttemptNode.cpu_slots).join(
+        Attempt, (Attempt.job_id == AttemptNode.job_id) & (Attempt.number == AttemptNode.attempt)
+    )
+    rows = session.execute(query.where(Attempt.phase != AttemptPhase.ENDED))
+    return [Grant(tuple(gpus), tuple(cpus)) for gpus, cpus in rows]
+
+
+def _give_up(session: Session, job: Job, decision: Decision) -> None:
+    assert decision.event is not None
+    apply(session, job.id, decision.event, reason=decision.reason, message=decision.message)
+
+
+def _say_why(job: Job, waiting: Waiting) -> None:
+    """Progress of a kind, so the version stays; written only when it changes."""
+    if (job.reason, job.message) != (NO_SLOT, waiting.message):
+        job.reason, job.message = NO_SLOT, waiting.message
+
+
+def _launch_file(paths: AttemptPaths) -> LaunchFile | None:
+    try:
+        return LaunchFile.model_validate_json(paths.launch_file.read_bytes())
+    except (OSError, ValidationError):
+        return None

@@ -1,0 +1,114 @@
+"""Leases: which reconciler looks after which active job. Taken, renewed and given back by guarded UPDATEs.
+
+A lease has a token of its own, new each time it is taken. Whatever a reconciler writes about a job, it writes in a
+transaction that holds the job's row and has seen its own token there (``hold``): a reconciler that was stopped past the end
+of its lease finds another token and drops the job. Expiry goes by the database's clock.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Collection, Iterable
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+from sqlalchemy.engine import CursorResult
+from sqlalchemy.orm import Session
+
+from ratchet_contract.errors import RatchetError
+from ratchet_contract.phases import JobPhase
+from ratchet_service.database import utc_now
+from ratchet_service.launchers.processes import is_alive, start_time
+from ratchet_service.models import Job
+from ratchet_service.transitions import lock_job
+
+ACTIVE = tuple(p for p in JobPhase if p.active)
+
+
+class LeaseLost(RatchetError):
+    """Another reconciler looks after the job now."""
+
+    code = "lease-lost"
+
+
+class Lease(NamedTuple):
+    job_id: str
+    epoch: int
+    token: str
+
+
+def new_owner() -> str:
+    """Names this process for good: host, pid, start time. A later process can tell that it is dead."""
+    return f"{socket.gethostname()[:80]}/{os.getpid()}/{start_time(os.getpid())}"
+
+
+def owner_is_dead(owner: str | None) -> bool:
+    """Known to be dead: a process of this host that is not there any more. Of other hosts nothing is known."""
+    parts = (owner or "").rsplit("/", 2)
+    if len(parts) != 3 or parts[0] != socket.gethostname()[:80] or not (parts[1].isdigit() and parts[2].isdigit()):
+        return False
+    return not is_alive(int(parts[1]), int(parts[2]))
+
+
+def database_now(session: Session) -> datetime:
+    """The clock by which leases expire: the server's, or with SQLite this machine's, since all its writers share that."""
+    if session.get_bind().dialect.name == "sqlite":
+        return utc_now()
+    now = session.scalar(sa.select(sa.func.clock_timestamp()))
+    assert isinstance(now, datetime)
+    return now
+
+
+def lease_values(session: Session, owner: str, seconds: float) -> dict[str, Any]:
+    """The columns of a new lease."""
+    expires = database_now(session) + timedelta(seconds=seconds)
+    return {"lease_owner": owner, "lease_token": secrets.token_hex(16), "lease_expires_at": expires}
+
+
+NO_LEASE: dict[str, Any] = {"lease_owner": None, "lease_token": None, "lease_expires_at": None}
+
+
+def free_jobs(session: Session, skip: Collection[str]) -> list[Lease]:
+    """Active jobs that nobody looks after: lease missing, expired, or of an owner that is dead; with the token that stands."""
+    now = database_now(session)
+    query = sa.select(Job.id, Job.epoch, Job.lease_token, Job.lease_owner, Job.lease_expires_at)
+    out = []
+    for job_id, epoch, token, owner, expires in session.execute(query.where(Job.phase.in_(ACTIVE))):
+        if job_id not in skip and (token is None or expires is None or expires < now or owner_is_dead(owner)):
+            out.append(Lease(job_id, epoch, token or ""))
+    return out
+
+
+def take(session: Session, free: Lease, owner: str, seconds: float) -> Lease | None:
+    """Take a job that ``free_jobs`` found; None when somebody else was faster."""
+    values = lease_values(session, owner, seconds)
+    standing = Job.lease_token == free.token if free.token else Job.lease_token.is_(None)
+    guard = sa.update(Job).where(Job.id == free.job_id, Job.phase.in_(ACTIVE), Job.epoch == free.epoch, standing)
+    result = session.execute(guard.values(**values).execution_options(synchronize_session=False))
+    assert isinstance(result, CursorResult)
+    return Lease(free.job_id, free.epoch, values["lease_token"]) if result.rowcount == 1 else None
+
+
+def renew(session: Session, leases: Iterable[Lease], seconds: float) -> None:
+    """Push the end of our own leases back. One that was lost is not renewed; ``hold`` will tell."""
+    tokens = [lease.token for lease in leases]
+    expires = database_now(session) + timedelta(seconds=seconds)
+    statement = sa.update(Job).where(Job.lease_token.in_(tokens)).values(lease_expires_at=expires)
+    session.execute(statement.execution_options(synchronize_session=False))
+
+
+def release(session: Session, leases: Iterable[Lease]) -> None:
+    """Give leases back at a clean end, so that the next reconciler need not wait."""
+    statement = sa.update(Job).where(Job.lease_token.in_([lease.token for lease in leases])).values(**NO_LEASE)
+    session.execute(statement.execution_options(synchronize_session=False))
+
+
+def hold(session: Session, lease: Lease) -> Job:
+    """The job's row, held until the transaction ends, with our token seen on it. Raises ``LeaseLost``."""
+    job = lock_job(session, lease.job_id)
+    if job.lease_token != lease.token or job.epoch != lease.epoch or not job.phase.active:
+        raise LeaseLost(f"job {lease.job_id}, attempt {lease.epoch}: another reconciler has taken it over")
+    return job

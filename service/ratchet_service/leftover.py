@@ -1,0 +1,64 @@
+"""What an agent that died left in its ranks' spools: stored with the same sequence numbers, so exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+from pydantic import TypeAdapter, ValidationError
+
+from ratchet_contract.messages import Note, RankBatch, RankMessage
+from ratchet_contract.paths import JobPaths
+from ratchet_service.database import Database
+from ratchet_service.ingest import hook_iterations, ingest_batches
+from ratchet_service.leases import Lease, hold
+from ratchet_service.models import Attempt, AttemptNode
+
+BATCH: Final = 500
+_MESSAGE: Final[TypeAdapter[RankMessage]] = TypeAdapter(RankMessage)
+
+
+def ingest_leftover(database: Database, job_paths: JobPaths, lease: Lease, world_size: int) -> int:
+    """Store every complete spool line that was not acknowledged; returns their number. Raises ``LeaseLost``.
+
+    The ranks must be dead: a line that is still being written has no end yet and would be lost.
+    """
+    paths = job_paths.attempt(lease.epoch)
+    with database.read() as session:
+        node = session.get(AttemptNode, (lease.job_id, lease.epoch, 0))
+        acked = {int(rank): seq for rank, seq in node.acked.items()} if node is not None else {}
+    stored = 0
+    for rank in range(world_size):
+        for batch in _batches(paths.spool(rank), rank, acked.get(rank, 0)):
+            iterations = hook_iterations([batch], job_paths)
+            with database.write() as session:
+                job = hold(session, lease)
+                attempt = session.get_one(Attempt, (job.id, lease.epoch))
+                node = session.get_one(AttemptNode, (job.id, lease.epoch, 0))
+                stored += ingest_batches(session, job, attempt, node, [batch], iterations)
+    return stored
+
+
+def _batches(spool: Path, rank: int, acked: int) -> Iterator[RankBatch]:
+    if not spool.is_file():
+        return
+    with spool.open("rb") as handle:
+        lines = (line for line in handle if line.endswith(b"\n"))
+        rest = islice(lines, acked, None)
+        seq = acked + 1
+        while chunk := list(islice(rest, BATCH)):
+            messages = [_parse(line, rank, seq + i, spool.name) for i, line in enumerate(chunk)]
+            yield RankBatch(rank=rank, from_seq=seq, messages=messages)
+            seq += len(chunk)
+
+
+def _parse(line: bytes, rank: int, seq: int, name: str) -> RankMessage:
+    try:
+        return _MESSAGE.validate_json(line)
+    except ValidationError as error:  # the line keeps its number, so the ones behind it are not lost
+        first = error.errors(include_url=False, include_input=False)[0]["msg"]
+        at = datetime.now(UTC).isoformat()
+        return Note(rank=rank, at=at, type="bad-message", message=f"line {seq} of {name} is no message: {first}"[:4000])

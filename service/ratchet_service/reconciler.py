@@ -1,0 +1,173 @@
+"""The loop that makes what runs match what the database says.
+
+Every round: renew our leases, take over active jobs that nobody looks after, start what there are slots for, look at every
+attempt of ours. Any number of reconcilers may run side by side; each line may be the last one before a SIGKILL.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Final
+
+import sqlalchemy as sa
+from sqlalchemy.exc import SQLAlchemyError
+
+from ratchet_contract.paths import HomePaths
+from ratchet_contract.phases import JobPhase
+from ratchet_service import leases
+from ratchet_service.database import Database, utc_now
+from ratchet_service.expiry import Expiry
+from ratchet_service.launchers.base import Launcher
+from ratchet_service.launching import Launching
+from ratchet_service.leases import Lease, LeaseLost
+from ratchet_service.models import Job
+from ratchet_service.slots import Capacity
+from ratchet_service.watching import Timing, Watch, Watcher, Wish, wishes
+
+log = logging.getLogger(__name__)
+
+ACTIVE_INTERVAL: Final = 0.2
+IDLE_INTERVAL: Final = 1.0
+LEASE_SECONDS: Final = 15.0
+_ERROR_PAUSE: Final = 1.0
+
+
+class Reconciler:
+    """``run`` in a thread (or the main one) until ``stop``. ``wake`` when something changed: it never blocks."""
+
+    def __init__(
+        self,
+        database: Database,
+        home: HomePaths,
+        launcher: Launcher,
+        capacity: Capacity,
+        *,
+        timing: Timing | None = None,
+        lease_seconds: float = LEASE_SECONDS,
+    ) -> None:
+        self._database = database
+        self._owner = leases.new_owner()
+        self._lease_seconds = lease_seconds
+        self._launching = Launching(database, home, launcher, capacity, self._owner, lease_seconds)
+        self._watcher = Watcher(database, home, launcher, self._launching, timing or Timing())
+        self._expiry = Expiry(database, home)
+        self._watches: dict[str, Watch] = {}
+        self._stopping = threading.Event()
+        self._changed = threading.Event()
+        self._renewed = 0.0
+        self._looked_around = 0.0
+        self._expired = 0.0
+
+    def wake(self) -> None:
+        """Look at the queue now instead of at the end of the pause."""
+        self._changed.set()
+
+    def stop(self) -> None:
+        """Let ``run`` end after the current round."""
+        self._stopping.set()
+        self._changed.set()
+
+    def run(self) -> None:
+        """Until ``stop``; then the leases are given back. What the agents do is not touched. Faults are logged and survived."""
+        while not self._stopping.is_set():
+            try:
+                pause = self.round()
+            except SQLAlchemyError as error:
+                log.error("the database does not answer, trying again: %s", str(error).splitlines()[0])
+                pause = _ERROR_PAUSE
+            except Exception:
+                log.exception("a round of the reconciler failed, trying again")
+                pause = _ERROR_PAUSE
+            self._changed.wait(pause)
+        self._give_back()
+
+    def round(self) -> float:
+        """One round; seconds until the next one is due."""
+        now = time.monotonic()
+        woken = self._changed.is_set()
+        self._changed.clear()
+        self._renew(now)
+        if woken or now - self._looked_around >= IDLE_INTERVAL:
+            self._looked_around = now
+            self._take_over()
+            self._launch()
+        if self._watches:
+            self._look()
+        if now - self._expired >= self._expiry.interval:
+            self._expired = now
+            self._expiry.run()
+        return ACTIVE_INTERVAL if self._watches else self._idle_pause()
+
+    def _renew(self, now: float) -> None:
+        if not self._watches or now - self._renewed < self._lease_seconds / 4:
+            return
+        with self._database.write() as session:
+            leases.renew(session, [w.lease for w in self._watches.values()], self._lease_seconds)
+        self._renewed = now
+
+    def _take_over(self) -> None:
+        with self._database.read() as session:
+            free = leases.free_jobs(session, self._watches)
+        for found in free:
+            with self._database.write() as session:
+                lease = leases.take(session, found, self._owner, self._lease_seconds)
+            if lease is not None:
+                log.info("%s, attempt %d: taken over", lease.job_id, lease.epoch)
+                self._watches[lease.job_id] = self._watcher.begin(lease)
+
+    def _launch(self) -> None:
+        for launched in self._launching.launch_ready():
+            watch = self._watcher.begin(launched.lease)
+            self._watches[launched.lease.job_id] = watch
+            log.info("%s: launching", watch.ref.name)
+            self._watcher.submit(watch, launched.plan)
+
+    def _look(self) -> None:
+        with self._database.read() as session:
+            current = wishes(session, [w.lease for w in self._watches.values()])
+        for job_id, watch in list(self._watches.items()):
+            wish = current.get(job_id)
+            if wish is None:
+                log.info("%s: looked after by another reconciler now", watch.ref.name)
+                del self._watches[job_id]
+                continue
+            self._look_at(job_id, watch, wish)
+
+    def _look_at(self, job_id: str, watch: Watch, wish: Wish) -> None:
+        try:
+            decision = self._watcher.look(watch, wish)
+        except LeaseLost as error:
+            log.info("%s", error.detail)
+            del self._watches[job_id]
+            return
+        except SQLAlchemyError:
+            raise
+        except Exception:
+            log.exception("%s: looking after it failed, trying again", watch.ref.name)
+            return
+        if decision is not None:
+            assert decision.event is not None and decision.cause is not None
+            log.info("%s: ended with %s: %s", watch.ref.name, decision.cause.value, decision.event.value)
+            del self._watches[job_id]
+            self._changed.set()  # its slots are free
+
+    def _idle_pause(self) -> float:
+        """Until the next job's time comes, at most ``IDLE_INTERVAL``."""
+        query = sa.select(sa.func.min(Job.not_before)).where(Job.phase == JobPhase.QUEUED)
+        with self._database.read() as session:
+            due = session.scalar(query)
+        if due is None:
+            return IDLE_INTERVAL
+        return min(IDLE_INTERVAL, max(0.05, (due - utc_now()).total_seconds()))
+
+    def _give_back(self) -> None:
+        held: list[Lease] = [w.lease for w in self._watches.values()]
+        if not held:
+            return
+        try:
+            with self._database.write() as session:
+                leases.release(session, held)
+        except SQLAlchemyError as error:
+            log.warning("leases were not given back, they expire by themselves: %s", str(error).splitlines()[0])

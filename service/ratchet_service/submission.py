@@ -1,0 +1,64 @@
+"""What a submission asks of this machine: pre-flight, snapshot, plan. Implements ``ports.SubmissionPorts``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from ratchet_contract.api import Warning_
+from ratchet_contract.errors import FieldProblem
+from ratchet_contract.paths import HomePaths
+from ratchet_contract.phases import Desired
+from ratchet_contract.spec import JobSpec, Resolved
+from ratchet_service import preflight, snapshot
+from ratchet_service.interpreters import Interpreters
+from ratchet_service.launchers.base import Launcher
+from ratchet_service.launching import launch_file
+from ratchet_service.machine import Machine, read_machine
+
+_NO_JOB: Final = "job-id"
+
+
+class LocalSubmission:
+    """Ports of a service whose launcher works on the service's own machine. ``wake`` is the reconciler's, if it runs here."""
+
+    def __init__(
+        self,
+        home: HomePaths,
+        machine: Machine,
+        launcher: Launcher,
+        wake: Callable[[], None] | None = None,
+        *,
+        here: bool = True,
+    ) -> None:
+        """``here`` False: jobs run on the machine of a reconciler elsewhere, which tells of itself in the run directory."""
+        self._home = home
+        self._own = machine
+        self._here = here
+        self._launcher = launcher
+        self._wake = wake
+        self._interpreters = Interpreters()
+
+    def resolve(self, spec: JobSpec) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
+        return preflight.resolve(spec, self._machine(), interpreters=self._interpreters)
+
+    def snapshot(self, path: Path) -> str:
+        return snapshot.snapshot(path, self._home.code)
+
+    def plan(self, spec: JobSpec, resolved: Resolved) -> dict[str, Any]:
+        """The launch of a first attempt; the job's id and the GPU indices are only known when there is one."""
+        gpus = tuple(self._machine().gpus[: spec.world.ranks_per_node]) if resolved.device == "cuda" else ()
+        launch = launch_file(self._home, _NO_JOB, 1, spec, resolved, gpus, token="", desired=Desired.RUN)
+        return self._launcher.plan(launch).printable()
+
+    def _machine(self) -> Machine:
+        """Of a reconciler that has not run yet nothing is known; then this machine stands for its own."""
+        if self._here:
+            return self._own
+        return read_machine(self._home.home) or replace(self._own, here=False)
+
+    def wake(self) -> None:
+        if self._wake is not None:
+            self._wake()

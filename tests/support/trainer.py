@@ -1,0 +1,139 @@
+"""A job without torch: the real agent, a rank that really commits checkpoints, resumes along its lineage and obeys stops.
+
+``python trainer.py agent LAUNCH_FILE`` is the agent, ``python trainer.py rank`` the rank it starts. What the rank does is in
+the spec's env, TRAINER (JSON): steps, every (steps between checkpoints), pause (seconds per step); per epoch under "epochs":
+at (step) and do: kill (itself), kill-agent, raise, user-error, mute (checkpoints are committed but not reported), deaf (stops
+are ignored), child (a sleeping process in a session of its own, then kill-agent).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ratchet_contract.manifest import Manifest
+from ratchet_contract.messages import CheckpointCommitted, LaunchFile, Progress, RankResult, Training
+from ratchet_contract.paths import AttemptPaths, JobPaths
+from ratchet_contract.phases import Cause
+from ratchet_contract.resume import Base
+from ratchet_store.commit import commit
+from ratchet_store.lineage import find_base
+from ratchet_worker import procs
+from ratchet_worker.agent import run
+from ratchet_worker.counter import Stage, StepCounter
+from ratchet_worker.files import now, write_atomic
+from ratchet_worker.results import write_rank_result
+from ratchet_worker.spool import Spool
+from ratchet_worker.starter import ProcessStarter, RankPlan, RankProcess
+from tests.support.checkpoints import manifest_of, write_ranks
+
+AGENT = (sys.executable, "-P", "-m", "tests.support.trainer", "agent")
+
+
+class TrainerStarter:
+    def start(self, plan: RankPlan) -> RankProcess:
+        return ProcessStarter().start(replace(plan, command=[plan.command[0], "-P", __file__, "rank"]))
+
+
+class Rank:
+    """One rank; rank 0 alone commits."""
+
+    def __init__(self) -> None:
+        self.launch = LaunchFile.model_validate_json(Path(os.environ["RATCHET_LAUNCH_FILE"]).read_bytes())
+        self.rank = int(os.environ["RANK"])
+        self.paths = AttemptPaths(Path(self.launch.attempt_dir))
+        self.job = JobPaths(Path(self.launch.job_root))
+        self.plan: dict[str, Any] = json.loads(os.environ.get("TRAINER", "{}"))
+        self.faults: dict[str, Any] = self.plan.get("epochs", {}).get(str(self.launch.epoch), {})
+        self.counter = StepCounter.create(self.paths.counter(self.rank))
+        self.spool = Spool(self.paths.spool(self.rank))
+
+    def train(self) -> None:
+        steps, every = self.plan.get("steps", 30), self.plan.get("every", 10)
+        base = self._resume()
+        parent = base
+        if self.rank == 0:
+            write_atomic(self.paths.base_file, base.model_dump_json().encode(), durable=True)
+            self.spool.append(Training(rank=0, at=now(), base=base, total_steps=steps))
+        self.counter.stage(Stage.TRAINING)
+        for step in range(base.step + 1, steps + 1):
+            self.counter.start_step(step)
+            time.sleep(self.plan.get("pause", 0.003))
+            self.counter.finish_step(step)
+            self.spool.append(Progress(rank=self.rank, at=now(), step=step, total_steps=steps))
+            if step % every == 0 or step == steps:
+                parent = self._commit(step, parent, "end" if step == steps else "schedule", finished=step == steps)
+            if step == self.faults.get("at"):
+                self._misbehave(self.faults["do"], step)
+            cause = None if self.faults.get("do") == "deaf" else self._wanted_stop()
+            if cause is not None:
+                if step % every and step != steps:
+                    self._commit(step, parent, "stop", finished=False)
+                self._finish(cause, 143, step)
+        self._finish("completed", 0, steps)
+
+    def _resume(self) -> Base:
+        found, _ = find_base(
+            self.job.checkpoints, self.job.quarantine, self.launch.lineage, expected_job_id=self.launch.job_id
+        )
+        if found is not None:
+            return found.base
+        fork = self.launch.fork
+        return Base() if fork is None else Base(step=fork.step, epoch=fork.epoch, digest=fork.digest)
+
+    def _commit(self, step: int, parent: Base, reason: Any, *, finished: bool) -> Base:
+        if self.rank != 0:
+            return parent
+        began, epoch = time.monotonic(), self.launch.epoch
+        directory = self.job.checkpoint(step, epoch)
+        files, tensors = write_ranks(directory, world_size=1, seed=step)
+        manifest: Manifest = manifest_of(step, epoch, files, tensors, parent=parent, job_id=self.launch.job_id)
+        sealed = commit(directory, manifest.model_copy(update={"reason": reason, "finished": finished}))
+        if self.faults.get("do") != "mute":
+            self.spool.append(
+                CheckpointCommitted(
+                    rank=0, at=now(), step=step, epoch=epoch, digest=sealed.digest, size=sealed.size, files=1,
+                    seconds=time.monotonic() - began, reason=reason, parent=parent, finished=finished,
+                )
+            )  # fmt: skip
+        return sealed.base
+
+    def _wanted_stop(self) -> str | None:
+        try:
+            wish = json.loads(self.paths.control_file.read_bytes())
+        except (OSError, ValueError):
+            return None
+        return None if wish["desired"] == "run" else str(wish["cause"])
+
+    def _misbehave(self, what: str, step: int) -> None:
+        if what == "child":
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif what in ("kill-agent", "child", "mute"):
+            os.kill(int(os.environ["RATCHET_AGENT_PID"]), signal.SIGKILL)
+            time.sleep(3600)
+        elif what == "raise":
+            self._finish("exception", 1, step, "ValueError: wrong")
+        elif what == "user-error":
+            self._finish("user-error", 78, step, "no module named mine")
+
+    def _finish(self, cause: str, code: int, step: int, message: str | None = None) -> NoReturn:
+        result = RankResult(rank=self.rank, cause=Cause(cause), at=now(), last_step=step, message=message)
+        self.spool.close()
+        write_rank_result(self.paths.rank_result(self.rank), result)
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "agent":
+        sys.exit(run(Path(sys.argv[2]), TrainerStarter()))
+    procs.die_with_parent(int(os.environ["RATCHET_AGENT_PID"]))
+    Rank().train()
