@@ -181,6 +181,14 @@ class HookView(View):
     updated_at: datetime | None = None
 
 
+class HookSampleView(View):
+    """One kept summary of one rank, of ``GET .../hook/history``."""
+
+    epoch: int
+    at: datetime
+    summary: HookSummary
+
+
 class MetricPoint(View):
     step: int
     epoch: int
@@ -252,3 +260,10 @@ class VerifyResult(View):
     error: str | None = None
     bytes_checked: int
     seconds: float
+
+
+class DeleteResult(View):
+    """What ``DELETE /v1/jobs/{id}`` left behind."""
+
+    id: str
+    checkpoints: str | None = Field(None, description="Directory of the kept checkpoints; null: they were deleted.")

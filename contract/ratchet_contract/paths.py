@@ -17,6 +17,7 @@ from typing import Final
 
 MANIFEST_NAME: Final = "MANIFEST.json"
 DELETED_MANIFEST_NAME: Final = "MANIFEST.json.deleted"
+PINNED_NAME: Final = "PINNED"  # empty file in a checkpoint's directory, made by the service: retention leaves it alone
 _CHECKPOINT_RE = re.compile(r"^step-(\d{12})\.a(\d{4,})$")
 _RANK_FILE_RE = re.compile(r"^rank-(\d{5})-of-(\d{5})\.safetensors$")
 

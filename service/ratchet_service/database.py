@@ -76,6 +76,11 @@ class Database:
         with Session(self._reader, expire_on_commit=False, autoflush=False) as session:
             yield session
 
+    def ping(self) -> None:
+        """Raises SQLAlchemy's errors when the database does not answer."""
+        with self.read() as session:
+            session.execute(sa.select(1))
+
     def dispose(self) -> None:
         self.engine.dispose()
 

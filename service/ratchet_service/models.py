@@ -77,7 +77,10 @@ class Job(Base):
     step: Mapped[int] = mapped_column(default=0)
     total_steps: Mapped[int | None]
     data_epoch: Mapped[int | None]
-    committed_step: Mapped[int] = mapped_column(default=0)  # best committed step of the lineage
+    committed_step: Mapped[int] = mapped_column(
+        default=0
+    )  # newest committed step of the lineage (fork source included)
+    committed_epoch: Mapped[int | None]  # epoch of that checkpoint; None: from scratch, or the fork source's
     checkpoint_request: Mapped[int] = mapped_column(default=0)  # grows by one for each "save now"
 
     preemptions: Mapped[int] = mapped_column(default=0)

@@ -78,7 +78,9 @@ def apply(
     step = check(job, event)
     assert step.phase is not None
     before = job.phase
-    changes = _changes(job, step, step.phase, cause) | {"reason": reason, "message": message} | (values or {})
+    changes = _changes(job, step, step.phase, cause) | (values or {})
+    if event is not Event.CHECKPOINT:  # which changes nothing of why the job is where it is
+        changes |= {"reason": reason, "message": message}
     statement = sa.update(Job).where(Job.id == job_id, Job.phase == before, Job.desired == job.desired)
     if expected_epoch is not None:
         statement = statement.where(Job.epoch == expected_epoch)

@@ -47,6 +47,7 @@ def upgrade() -> None:
         sa.Column("total_steps", sa.BigInteger(), nullable=True),
         sa.Column("data_epoch", sa.BigInteger(), nullable=True),
         sa.Column("committed_step", sa.BigInteger(), nullable=False),
+        sa.Column("committed_epoch", sa.BigInteger(), nullable=True),
         sa.Column("checkpoint_request", sa.BigInteger(), nullable=False),
         sa.Column("preemptions", sa.BigInteger(), nullable=False),
         sa.Column("failures", sa.BigInteger(), nullable=False),

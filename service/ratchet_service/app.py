@@ -1,0 +1,69 @@
+"""``create_app``: the REST API over one database and one run directory."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import Depends, FastAPI
+from starlette.concurrency import run_in_threadpool
+
+from ratchet_contract.version import RATCHET_VERSION
+from ratchet_service import edge, migrate, openapi
+from ratchet_service.database import Database
+from ratchet_service.http import Service, refuse_unknown_parameters
+from ratchet_service.idempotency import Idempotency
+from ratchet_service.instruments import Instruments
+from ratchet_service.ports import SubmissionPorts
+from ratchet_service.routers import actions, checkpoints, hooks, jobs, observe, operations, reports
+from ratchet_service.settings import Settings
+
+DESCRIPTION = """\
+Checkpoint-aware training: DDP jobs that may be killed at any instant and go on bit for bit, hook state included.
+
+Errors are `application/problem+json` (RFC 9457) with a stable `code`; `errors` point into the body (JSON pointer), or at
+`/query/<name>`. Times are UTC. Cursors are opaque. `Idempotency-Key` on POST gives the first answer again for 24 hours.
+"""
+
+
+def create_app(settings: Settings, ports: SubmissionPorts, database: Database | None = None) -> FastAPI:
+    """The app. Its lifespan migrates the database before the first request.
+
+    ``database``: an open one to share, which the caller migrates and disposes of; default: the settings' own.
+    """
+    own = Database(settings.url) if database is None else None
+    shared = database or own
+    assert shared is not None
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        settings.paths.jobs.mkdir(parents=True, exist_ok=True)
+        if own is not None:
+            await run_in_threadpool(migrate.upgrade, own)
+        yield
+        if own is not None:
+            own.dispose()
+
+    app = FastAPI(
+        title="Ratchet",
+        version=RATCHET_VERSION,
+        summary="Checkpoint-aware training service",
+        description=DESCRIPTION,
+        lifespan=lifespan,
+        docs_url=None,  # its pages load scripts from elsewhere
+        redoc_url=None,
+        responses=openapi.PROBLEMS,
+        redirect_slashes=False,
+        generate_unique_id_function=lambda route: route.name,
+    )
+    instruments = Instruments()
+    idempotency = Idempotency(shared, settings.idempotency_seconds, settings.claim_seconds)
+    app.state.service = Service(settings, shared, ports, idempotency)
+    app.state.instruments = instruments
+    edge.install(app, instruments)
+    app.state.routes = []
+    for module in (jobs, actions, checkpoints, observe, hooks, reports, operations):
+        app.include_router(module.router, dependencies=[Depends(refuse_unknown_parameters)])
+        app.state.routes += module.router.routes
+    app.openapi = lambda: openapi.describe(app)  # type: ignore[method-assign]
+    return app

@@ -1,0 +1,145 @@
+"""Request bodies: size, media type, syntax, and only values that both databases can hold."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from ratchet_contract.errors import FieldProblem, Refused, SpecError
+from ratchet_contract.spec_parse import load_spec_text, pointer_of, problem_of
+
+M = TypeVar("M", bound=BaseModel)
+JSON_TYPES: Final = frozenset({"application/json", "application/merge-patch+json"})
+YAML_TYPES: Final = frozenset({"application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml"})
+MAX_DEPTH: Final = 64
+MAX_VALUES: Final = 200_000
+_MAX_INT: Final = 2**63 - 1
+_UNSTORABLE: Final = re.compile("[\0\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class RawBody:
+    """Bytes and the media type without parameters, lower case; '' when there was none."""
+
+    media_type: str
+    content: bytes
+
+
+async def read_body(request: Request, limit: int) -> RawBody:
+    """All bytes, at most ``limit`` of them are ever held. Raises ``Refused`` (``body-too-large``)."""
+    too_large = Refused(f"the body is larger than {limit} bytes", code="body-too-large")
+    announced = request.headers.get("content-length", "")
+    if announced.isascii() and announced.isdigit() and int(announced[:20]) > limit:
+        raise too_large
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise too_large
+        parts.append(part)
+    media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    return RawBody(media_type, b"".join(parts))
+
+
+def decode(body: RawBody, *, yaml: bool = False) -> Any:
+    """The body's data; an empty body is ``{}``. Raises ``Refused`` or ``SpecError`` with a pointer to what is wrong."""
+    if not body.content.strip():
+        return {}
+    allowed = JSON_TYPES | YAML_TYPES if yaml else JSON_TYPES
+    if body.media_type not in allowed:
+        wanted = "application/json or application/yaml" if yaml else "application/json"
+        raise Refused(
+            f"content type {body.media_type or 'missing'!r} is not understood here: send {wanted}",
+            code="unsupported-media-type",
+        )
+    data = _yaml(body.content) if body.media_type in YAML_TYPES else _json(body.content)
+    problems = unstorable(data)
+    if problems:
+        raise SpecError(f"{problems[0].pointer or '/'}: {problems[0].detail}", code="invalid-value", errors=problems)
+    return data
+
+
+def _json(content: bytes) -> Any:
+    try:
+        return json.loads(content.decode("utf-8"), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"not valid JSON: {_sentence(error)}", code="invalid-json") from None
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON value")
+
+
+def _yaml(content: bytes) -> Any:
+    try:
+        return load_spec_text(content.decode("utf-8"))
+    except SpecError:
+        raise
+    except (ValueError, TypeError, RecursionError, OverflowError, AttributeError, KeyError) as error:
+        # what YAML's own constructors let through: dates that do not exist, numbers too long, unhashable keys
+        raise Refused(f"not valid YAML: {_sentence(error)}", code="invalid-yaml") from None
+
+
+def _sentence(error: BaseException) -> str:
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)[:300]
+
+
+def unstorable(data: Any) -> list[FieldProblem]:
+    """What JSON, a 64-bit column or PostgreSQL's text cannot hold, with JSON pointers; at most ten of them.
+
+    YAML anchors let a small text stand for a huge document: the walk counts every visit and stops at ``MAX_VALUES``.
+    """
+    out: list[FieldProblem] = []
+    stack: list[tuple[Any, tuple[str | int, ...]]] = [(data, ())]
+    visits = 0
+    while stack and len(out) < 10:
+        value, path = stack.pop()
+        visits += 1
+        if visits > MAX_VALUES:
+            return [FieldProblem(pointer="", code="too-many-values", detail=f"more than {MAX_VALUES} values")]
+        fault = _fault(value) or (("too-deep", f"nested deeper than {MAX_DEPTH}") if len(path) > MAX_DEPTH else None)
+        if fault:
+            out.append(FieldProblem(pointer=pointer_of(path), code=fault[0], detail=fault[1]))
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                fault = (
+                    _fault(key) if isinstance(key, str) else ("key-not-text", f"the key {key!r} must be text: quote it")
+                )
+                if fault:
+                    out.append(FieldProblem(pointer=pointer_of(path), code=fault[0], detail=fault[1]))
+                else:
+                    stack.append((item, (*path, key)))
+        elif isinstance(value, list):
+            stack.extend((item, (*path, i)) for i, item in enumerate(value))
+    return out
+
+
+def _fault(value: Any) -> tuple[str, str] | None:
+    if isinstance(value, str):
+        if _UNSTORABLE.search(value):
+            return "invalid-character", "text with a NUL character or half a surrogate pair cannot be stored"
+    elif isinstance(value, int):  # bool too
+        if abs(value) > _MAX_INT:
+            return "number-too-large", "whole numbers must fit 64 bits"
+    elif isinstance(value, float):
+        if value != value or value in (float("inf"), float("-inf")):
+            return "not-finite", "not-a-number and infinity are no JSON values"
+    elif value is not None and not isinstance(value, dict | list):
+        return "not-json", f"a {type(value).__name__} is no JSON value: quote it to make it text"
+    return None
+
+
+def parse(model: type[M], data: Any) -> M:
+    """``data`` as ``model``. Raises ``SpecError`` (``invalid-body``) with one problem per fault."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        problems = [problem_of(e, model) for e in error.errors(include_url=False)[:50]]
+    first = problems[0]
+    raise SpecError(f"{first.pointer or '/'}: {first.detail}", code="invalid-body", errors=problems)

@@ -1,0 +1,157 @@
+"""Idempotency-Key: the same POST sent again gets the first answer again, and its effect happens once.
+
+The answer is stored in the transaction that has the effect, so there is never one without the other. A request claims its
+key first; while the claim is young, a second one is refused. When the server died in between, the claim grows old and is
+taken over: the effect was not committed, or the answer would be there. Should the first request still live, its token is no
+longer the claim's, so its transaction fails.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import CursorResult
+from sqlalchemy.orm import Session
+
+from ratchet_contract.errors import Conflict, RatchetError, Refused
+from ratchet_contract.spec_parse import canonical_json
+from ratchet_service import problems
+from ratchet_service.database import Database, utc_now
+from ratchet_service.models import IdempotencyKey
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Status, JSON text and headers of an answer."""
+
+    status: int
+    body: str
+    headers: dict[str, str] = field(default_factory=dict)
+    media_type: str = "application/json"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One POST. ``key`` None: without a key. ``scope`` is the caller, method and path; ``body_hash`` covers body and query."""
+
+    key: str | None
+    scope: str
+    body_hash: str
+    instance: str
+
+
+def make_call(key: str | None, caller: str, method: str, path: str, query: list[tuple[str, str]], body: Any) -> Call:
+    """Raises ``Refused`` (``invalid-idempotency-key``)."""
+    if key is not None and not (0 < len(key) <= 255 and key.isascii() and key.isprintable()):
+        raise Refused("an Idempotency-Key is 1 to 255 printable ASCII characters", code="invalid-idempotency-key")
+    scope = hashlib.sha256(canonical_json([caller, method, path])).hexdigest()
+    digest = hashlib.sha256(canonical_json([sorted(query), body])).hexdigest()
+    return Call(key, scope, digest, path)
+
+
+class Idempotency:
+    def __init__(self, database: Database, keep_seconds: float, claim_seconds: float) -> None:
+        self._database = database
+        self._keep = timedelta(seconds=keep_seconds)
+        self._claim = timedelta(seconds=claim_seconds)
+
+    def run(self, call: Call, prepare: Callable[[], T], effect: Callable[[Session, T], Reply]) -> Reply:
+        """``prepare`` outside, ``effect`` inside the one write transaction; or the stored answer.
+
+        Errors of the client are answers too and are kept; those of the server are not. Raises what the two raise.
+        """
+        if call.key is None:
+            prepared = prepare()
+            with self._database.write() as session:
+                return effect(session, prepared)
+        token = secrets.token_hex(16)
+        known = self._take(call, token)
+        if known is not None:
+            return known
+        try:
+            prepared = prepare()
+            with self._database.write() as session:
+                reply = effect(session, prepared)
+                self._record(session, call, token, reply)
+                return reply
+        except RatchetError as error:
+            reply = _reply_of(error, call)
+            if reply.status >= 500 or error.code == "idempotency-claim-lost":
+                self._release(call, token)
+            else:
+                with self._database.write() as session:
+                    self._record(session, call, token, reply)
+            raise
+        except BaseException:
+            self._release(call, token)
+            raise
+
+    def _take(self, call: Call, token: str) -> Reply | None:
+        """Claim the key, or give the stored answer. Raises ``Conflict`` while the first request runs, ``Refused`` for
+        another body."""
+        with self._database.write() as session:
+            now = utc_now()
+            session.execute(sa.delete(IdempotencyKey).where(IdempotencyKey.created_at < now - self._keep))
+            insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
+            claim = insert(IdempotencyKey).values(
+                scope=call.scope, key=call.key, body_hash=call.body_hash, token=token, headers={}, created_at=now
+            )
+            result = session.execute(claim.on_conflict_do_nothing())
+            if cast(CursorResult[Any], result).rowcount == 1:
+                return None
+            query = sa.select(IdempotencyKey).where(IdempotencyKey.scope == call.scope, IdempotencyKey.key == call.key)
+            row = session.scalars(query.with_for_update()).one_or_none()
+            if row is not None and row.body_hash != call.body_hash:
+                raise Refused(
+                    "this Idempotency-Key was used with another body: take a new key for a new request",
+                    code="idempotency-key-reused",
+                )
+            if row is not None and row.status is not None:
+                media_type = row.headers.get("content-type", "application/json")
+                headers = {k: v for k, v in row.headers.items() if k != "content-type"}
+                return Reply(row.status, row.body or "", headers | {"Idempotency-Replayed": "true"}, media_type)
+            if row is None or row.created_at > now - self._claim:
+                raise Conflict(
+                    "the first request with this Idempotency-Key is still running: ask again in a moment",
+                    code="idempotency-in-progress",
+                )
+            row.token, row.created_at = token, now
+            return None
+
+    def _record(self, session: Session, call: Call, token: str, reply: Reply) -> None:
+        statement = sa.update(IdempotencyKey).where(
+            IdempotencyKey.scope == call.scope,
+            IdempotencyKey.key == call.key,
+            IdempotencyKey.token == token,
+            IdempotencyKey.status.is_(None),
+        )
+        headers = reply.headers | {"content-type": reply.media_type}
+        result = session.execute(statement.values(status=reply.status, body=reply.body, headers=headers))
+        if cast(CursorResult[Any], result).rowcount != 1:
+            raise Conflict(
+                "another request with the same Idempotency-Key took over: ask again for its answer",
+                code="idempotency-claim-lost",
+            )
+
+    def _release(self, call: Call, token: str) -> None:
+        with self._database.write() as session:
+            session.execute(
+                sa.delete(IdempotencyKey).where(
+                    IdempotencyKey.scope == call.scope, IdempotencyKey.key == call.key, IdempotencyKey.token == token
+                )
+            )
+
+
+def _reply_of(error: RatchetError, call: Call) -> Reply:
+    problem = problems.problem_of(error, call.instance)
+    headers = problems.headers_of(problem.status, problem.code)
+    return Reply(problem.status, problem.model_dump_json(), headers, problems.MEDIA_TYPE)

@@ -1,0 +1,168 @@
+"""Reports of agents: fenced by epoch, stored exactly once by (attempt, rank, sequence number).
+
+``ingest`` is the door for agents; ``ingest_batches`` is used by the reconciler as well, for what an agent that died left in
+its spools. A result that a report brings ends nothing by itself: it is kept on the attempt for the reconciler, which decides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+from sqlalchemy.orm import Session
+
+from ratchet_contract.errors import Conflict, NotFound, Refused
+from ratchet_contract.messages import AgentReport, CheckpointCommitted, Control, RankBatch, ReportAck
+from ratchet_contract.paths import HomePaths, JobPaths
+from ratchet_contract.phases import AttemptPhase
+from ratchet_contract.version import PROTOCOL_VERSION
+from ratchet_service.database import Database, utc_now
+from ratchet_service.ingest_effects import Effects, saved_iteration
+from ratchet_service.models import Attempt, AttemptNode, Job
+from ratchet_service.transitions import add_event, lock_job
+
+_ORDER = [AttemptPhase.LAUNCHING, AttemptPhase.RUNNING, AttemptPhase.STOPPING, AttemptPhase.ENDED]
+
+
+def hash_token(token: str) -> str:
+    """What is stored of a report token."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def ingest(database: Database, report: AgentReport, token: str | None, homes: HomePaths) -> ReportAck:
+    """Store what is new of a report and answer what is stored and wanted. An empty report only reads.
+
+    Raises ``Refused`` (``protocol-mismatch``, ``token-missing``, ``token-wrong``), ``NotFound``, and ``Conflict``
+    (``stale-epoch``) for an attempt that is not the newest one or has ended.
+    """
+    if report.protocol != PROTOCOL_VERSION:
+        raise Refused(
+            f"this service speaks protocol {PROTOCOL_VERSION}, the agent {report.protocol}: install the same version of Ratchet",
+            code="protocol-mismatch",
+        )
+    with database.read() as session:
+        attempt, job = _authorised(session, report, token)
+        _fence(job, attempt)
+        node = session.get(AttemptNode, (report.job_id, report.epoch, report.node))
+        if node is not None and not _news(report, attempt, node):
+            return _ack(job, node)
+    iterations = hook_iterations(report.batches, homes.job(report.job_id))
+    with database.write() as session:
+        job = lock_job(session, report.job_id)
+        held = session.get(Attempt, (report.job_id, report.epoch), populate_existing=True)
+        if held is None:
+            raise NotFound(f"job {report.job_id} has no attempt {report.epoch}", code="attempt-not-found")
+        _fence(job, held)
+        node = _node(session, report)
+        ingest_batches(session, job, held, node, report.batches, iterations)
+        _advance(session, held, node, report)
+        session.flush()
+        return _ack(job, node)
+
+
+def ingest_batches(
+    session: Session,
+    job: Job,
+    attempt: Attempt,
+    node: AttemptNode,
+    batches: Sequence[RankBatch],
+    hook_iterations: dict[tuple[int, int], int] | None = None,
+) -> int:
+    """Store every message that is not stored yet; returns their number. The caller holds the job's row.
+
+    Sequence numbers that leave a gap after what is stored are left alone: they come again. Effects on the job itself happen
+    only while the attempt is its newest one.
+    """
+    acked = dict(node.acked)
+    effects = Effects(session, job, attempt, hook_iterations or {})
+    world = int(job.spec["world"]["nodes"]) * int(job.spec["world"]["ranks_per_node"])
+    stored = 0
+    for batch in batches:
+        if not 0 <= batch.rank < world:
+            raise Refused(f"there is no rank {batch.rank} in a group of {world}", code="invalid-report")
+        done = acked.get(str(batch.rank), 0)
+        if batch.from_seq > done + 1:
+            continue
+        fresh = batch.messages[done + 1 - batch.from_seq :]
+        for message in fresh:
+            effects.apply(batch.rank, message)
+        if fresh:
+            acked[str(batch.rank)] = done + len(fresh)
+            stored += len(fresh)
+    if stored:
+        effects.finish()
+        node.acked = acked
+        node.reported_at = utc_now()
+    return stored
+
+
+def hook_iterations(batches: Sequence[RankBatch], job: JobPaths) -> dict[tuple[int, int], int]:
+    """Iteration of the hook in each checkpoint that the batches report, from its manifest. Read outside of transactions."""
+    out = {}
+    for batch in batches:
+        for message in batch.messages:
+            if isinstance(message, CheckpointCommitted):
+                found = saved_iteration(job, message)
+                if found is not None:
+                    out[message.step, message.epoch] = found
+    return out
+
+
+def _authorised(session: Session, report: AgentReport, token: str | None) -> tuple[Attempt, Job]:
+    if not token:
+        raise Refused("a report needs the attempt's token: Authorization: Bearer ...", code="token-missing")
+    attempt = session.get(Attempt, (report.job_id, report.epoch))
+    job = session.get(Job, report.job_id)
+    if attempt is None or job is None:
+        raise NotFound(f"job {report.job_id} has no attempt {report.epoch}", code="attempt-not-found")
+    if not hmac.compare_digest(hash_token(token), attempt.report_token_hash):
+        raise Refused("this is not the token of that attempt", code="token-wrong")
+    return attempt, job
+
+
+def _fence(job: Job, attempt: Attempt) -> None:
+    if attempt.number != job.epoch or attempt.phase is AttemptPhase.ENDED:
+        raise Conflict(
+            f"attempt {attempt.number} is over (the newest one is {job.epoch}): end its ranks", code="stale-epoch"
+        )
+
+
+def _news(report: AgentReport, attempt: Attempt, node: AttemptNode) -> bool:
+    fresh = any(b.from_seq + len(b.messages) - 1 > node.acked.get(str(b.rank), 0) for b in report.batches)
+    result = report.result is not None and str(report.node) not in attempt.results
+    return fresh or result or _later(report.phase, node.phase)
+
+
+def _later(new: AttemptPhase, old: AttemptPhase) -> bool:
+    return _ORDER.index(new) > _ORDER.index(old)
+
+
+def _node(session: Session, report: AgentReport) -> AttemptNode:
+    """The launcher makes the row; an agent that reports before that makes it itself."""
+    key = (report.job_id, report.epoch, report.node)
+    node = session.get(AttemptNode, key, populate_existing=True)
+    if node is None:
+        node = AttemptNode(job_id=key[0], attempt=key[1], node=key[2], gpus=[], cpu_slots=[], acked={})
+        node.phase = AttemptPhase.LAUNCHING
+        session.add(node)
+    return node
+
+
+def _advance(session: Session, attempt: Attempt, node: AttemptNode, report: AgentReport) -> None:
+    """Phases only go forward, and only the reconciler ends an attempt."""
+    if _later(report.phase, node.phase):
+        node.phase = report.phase
+    if report.phase is not AttemptPhase.ENDED and _later(report.phase, attempt.phase):
+        attempt.phase = report.phase
+    attempt.last_step = max(attempt.last_step, min(report.last_step, 2**63 - 1))
+    if report.result is not None and str(report.node) not in attempt.results:
+        attempt.results = attempt.results | {str(report.node): report.result.model_dump(mode="json")}
+        cause = report.result.cause.value
+        facts = {"cause": cause, "rank": report.result.rank, "last_step": report.result.last_step}
+        add_event(session, attempt.job_id, "result", f"the agent ended: {cause}", epoch=attempt.number, data=facts)
+
+
+def _ack(job: Job, node: AttemptNode) -> ReportAck:
+    control = Control(desired=job.desired, cause=job.desired_cause, checkpoint_request=job.checkpoint_request)
+    return ReportAck(acked={int(rank): seq for rank, seq in node.acked.items()}, control=control)

@@ -1,0 +1,24 @@
+"""What submission needs of the machine and the launcher; tests give their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from ratchet_contract.api import Warning_
+from ratchet_contract.errors import FieldProblem
+from ratchet_contract.spec import JobSpec, Resolved
+
+
+class SubmissionPorts(Protocol):
+    def resolve(self, spec: JobSpec) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
+        """Every ``auto`` decided for this machine; problems are why the spec cannot run here."""
+
+    def snapshot(self, path: Path) -> str:
+        """Copy the user's code below the run directory; returns its digest. Raises ``SpecError``."""
+
+    def plan(self, spec: JobSpec, resolved: Resolved) -> dict[str, Any]:
+        """What a launch would run: commands and variables, without secret values. Starts nothing."""
+
+    def wake(self) -> None:
+        """Something changed: the reconciler need not wait for its next round. Never blocks."""

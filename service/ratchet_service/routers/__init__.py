@@ -1,0 +1,1 @@
+"""HTTP: parameters in, views out. Nothing is decided here."""

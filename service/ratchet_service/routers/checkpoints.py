@@ -1,0 +1,93 @@
+"""Attempts and checkpoints of a job."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Response
+
+from ratchet_contract.api import (
+    AttemptView,
+    CheckpointDetail,
+    CheckpointView,
+    Page,
+    PinRequest,
+    VerifyResult,
+)
+from ratchet_service import examples, openapi
+from ratchet_service.bodies import parse
+from ratchet_service.http import Cursor, JsonPost, Limit, ServiceDep, reply
+from ratchet_service.routers.actions import Nothing
+from ratchet_service.usecases import attempts, checkpoints
+
+router = APIRouter(tags=["attempts and checkpoints"])
+
+
+@router.get("/v1/jobs/{job_id}/attempts", summary="List attempts")
+def list_attempts(service: ServiceDep, job_id: str, limit: Limit = 50, cursor: Cursor = None) -> Page[AttemptView]:
+    """Newest first."""
+    with service.database.read() as session:
+        return attempts.list_attempts(session, job_id, limit, cursor)
+
+
+@router.get("/v1/jobs/{job_id}/attempts/{number}", summary="Read an attempt")
+def get_attempt(service: ServiceDep, job_id: str, number: str) -> AttemptView:
+    """With outcome, cause, steps done and lost, and the resume report."""
+    with service.database.read() as session:
+        return attempts.get_attempt(session, job_id, number)
+
+
+@router.get("/v1/jobs/{job_id}/checkpoints", summary="List checkpoints")
+def list_checkpoints(
+    service: ServiceDep,
+    job_id: str,
+    state: Annotated[
+        list[checkpoints.State] | None, Query(description="Default: what is stored, committed and quarantined.")
+    ] = None,
+    limit: Limit = 50,
+    cursor: Cursor = None,
+) -> Page[CheckpointView]:
+    """Newest step first."""
+    with service.database.read() as session:
+        return checkpoints.list_checkpoints(session, job_id, tuple(state or ()), limit, cursor)
+
+
+@router.get("/v1/jobs/{job_id}/checkpoints/{checkpoint_id}", summary="Read a checkpoint")
+def get_checkpoint(service: ServiceDep, job_id: str, checkpoint_id: str) -> CheckpointDetail:
+    """With its manifest, where the disk still has it."""
+    with service.database.read() as session:
+        return checkpoints.detail(session, job_id, checkpoint_id, service.settings.paths)
+
+
+@router.post(
+    "/v1/jobs/{job_id}/checkpoints/{checkpoint_id}/verify",
+    response_model=VerifyResult,
+    openapi_extra=openapi.NO_BODY,
+    summary="Read every byte and compare with the digests",
+)
+def verify(service: ServiceDep, post: JsonPost, job_id: str, checkpoint_id: str) -> Response:
+    """Takes as long as reading the files takes. What is found damaged stays where it is; the next resume sets it aside."""
+    poster, data = post
+    parse(Nothing, data)
+    paths = service.settings.paths
+    return poster.run(
+        lambda: checkpoints.read_all_bytes(service.database, job_id, checkpoint_id, paths),
+        lambda session, found: reply(200, checkpoints.record_verification(session, job_id, checkpoint_id, found)),
+    )
+
+
+@router.post(
+    "/v1/jobs/{job_id}/checkpoints/{checkpoint_id}/pin",
+    response_model=CheckpointView,
+    openapi_extra=openapi.body(PinRequest, examples.PIN),
+    summary="Keep a checkpoint, or let it go",
+)
+def pin(service: ServiceDep, post: JsonPost, job_id: str, checkpoint_id: str) -> Response:
+    """A pinned checkpoint is left alone by `keep_last`; deleting the job deletes it."""
+    poster, data = post
+    request = parse(PinRequest, data)
+    paths = service.settings.paths
+    return poster.run(
+        lambda: None,
+        lambda session, _: reply(200, checkpoints.pin(session, job_id, checkpoint_id, request.pinned, paths)),
+    )

@@ -1,0 +1,108 @@
+"""Jobs: submit, list, read, change, delete."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query, Response
+from sqlalchemy.orm import Session
+
+from ratchet_contract.api import DeleteResult, JobView, Page, PatchRequest, PlanView
+from ratchet_contract.phases import JobPhase
+from ratchet_contract.spec import JobSpec
+from ratchet_service import examples, openapi
+from ratchet_service.bodies import decode, parse
+from ratchet_service.http import BodyDep, Cursor, Limit, ServiceDep, SpecPost, reply, respond
+from ratchet_service.idempotency import Reply
+from ratchet_service.usecases import deletion, jobs, submit
+from ratchet_service.usecases.queries import find_job
+from ratchet_service.usecases.views import job_view
+
+router = APIRouter(tags=["jobs"])
+
+
+@router.post(
+    "/v1/jobs",
+    status_code=201,
+    response_model=JobView,
+    responses={200: {"model": PlanView, "description": "With `dry_run`: the plan. Nothing is stored."}},
+    openapi_extra=openapi.body(JobSpec, examples.SPEC, required=True, yaml=examples.SPEC_YAML),
+    summary="Submit a job",
+)
+def submit_job(
+    service: ServiceDep,
+    post: SpecPost,
+    dry_run: Annotated[bool, Query(description="Check and plan only.")] = False,
+) -> Response:
+    """Validate the spec against this machine, snapshot its code and queue it. JSON or YAML, by content type."""
+    poster, data = post
+    if dry_run:
+        return poster.run(lambda: submit.dry_run(data, service.ports), lambda _session, plan: reply(200, plan))
+
+    def effect(session: Session, prepared: submit.Prepared) -> Reply:
+        job = submit.store(session, prepared)
+        return reply(201, job_view(session, job), Location=f"/v1/jobs/{job.id}", ETag=jobs.etag(job))
+
+    answer = poster.run(lambda: submit.prepare(data, service.ports), effect)
+    service.ports.wake()
+    return answer
+
+
+@router.get("/v1/jobs", summary="List jobs")
+def list_jobs(
+    service: ServiceDep,
+    phase: Annotated[list[JobPhase] | None, Query(description="Any of these phases.")] = None,
+    label: Annotated[
+        list[Annotated[str, Query(max_length=400)]] | None, Query(description="key=value; all of them must hold.")
+    ] = None,
+    name: Annotated[str | None, Query(max_length=100, description="The whole name.")] = None,
+    sort: Annotated[jobs.Sort, Query(description="`-` means descending.")] = "-created",
+    limit: Limit = 50,
+    cursor: Cursor = None,
+) -> Page[JobView]:
+    """One page. Jobs submitted while you page neither repeat nor hide those that were there before."""
+    labels = tuple(jobs.parse_label(text) for text in label or ())
+    wanted = jobs.JobFilter(tuple(phase or ()), labels, name, sort)
+    with service.database.read() as session:
+        return jobs.list_jobs(session, wanted, limit, cursor)
+
+
+@router.get("/v1/jobs/{job_id}", summary="Read a job")
+def get_job(service: ServiceDep, job_id: str, response: Response) -> JobView:
+    """The ETag changes with phase, wish, labels and priority, not with progress."""
+    with service.database.read() as session:
+        job = find_job(session, job_id)
+        response.headers["ETag"] = jobs.etag(job)
+        return job_view(session, job)
+
+
+@router.patch(
+    "/v1/jobs/{job_id}",
+    response_model=JobView,
+    openapi_extra=openapi.body(PatchRequest, examples.PATCH, required=True),
+    summary="Change labels and priority",
+)
+def patch_job(
+    service: ServiceDep,
+    job_id: str,
+    body: BodyDep,
+    if_match: Annotated[str | None, Header(description=openapi.IF_MATCH)] = None,
+) -> Response:
+    """Labels are merged, null removes one. The spec stays as it was submitted."""
+    request = parse(PatchRequest, decode(body))
+    with service.database.write() as session:
+        job = jobs.patch(session, job_id, request, if_match)
+        answer = reply(200, job_view(session, job), ETag=jobs.etag(job))
+    service.ports.wake()
+    return respond(answer)
+
+
+@router.delete("/v1/jobs/{job_id}", summary="Delete a job that has ended")
+def delete_job(
+    service: ServiceDep,
+    job_id: str,
+    keep_checkpoints: Annotated[bool, Query(description="Leave its checkpoints on the disk.")] = False,
+    if_match: Annotated[str | None, Header(description=openapi.IF_MATCH)] = None,
+) -> DeleteResult:
+    """Its history, logs and, unless kept, its checkpoints go. There is no way back."""
+    return deletion.delete(service.database, job_id, keep_checkpoints, if_match, service.settings.paths)

@@ -1,0 +1,39 @@
+"""Health and metrics of the service itself."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+
+from ratchet_contract.version import RATCHET_VERSION
+from ratchet_service.http import ServiceDep
+from ratchet_service.instruments import Instruments
+
+router = APIRouter(tags=["operations"])
+
+
+class Health(BaseModel):
+    status: str = "ok"
+    version: str = RATCHET_VERSION
+
+
+@router.get("/healthz", summary="The process answers")
+def healthz() -> Health:
+    return Health()
+
+
+@router.get("/readyz", summary="The database answers too")
+def readyz(service: ServiceDep) -> Health:
+    """503 `database-unavailable` when it does not."""
+    service.database.ping()
+    return Health()
+
+
+@router.get(
+    "/metrics", response_class=Response, summary="Prometheus metrics", responses={200: {"content": {"text/plain": {}}}}
+)
+def metrics(request: Request, service: ServiceDep) -> Response:
+    """Requests and their durations, and jobs by phase."""
+    instruments: Instruments = request.app.state.instruments
+    return Response(instruments.render(service.database), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,43 @@
+"""Agents report here, and are told what is wanted."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Header
+
+from ratchet_contract.errors import NotFound, Refused
+from ratchet_contract.messages import AgentReport, ReportAck
+from ratchet_service import openapi
+from ratchet_service.bodies import RawBody, decode, parse
+from ratchet_service.http import ServiceDep, get_report_body
+from ratchet_service.ingest import ingest
+
+router = APIRouter(tags=["agents"])
+
+
+@router.post(
+    "/v1/jobs/{job_id}/attempts/{number}/reports",
+    openapi_extra=openapi.body(AgentReport, None, required=True),
+    summary="Report of an agent",
+)
+def report(
+    service: ServiceDep,
+    job_id: str,
+    number: str,
+    body: Annotated[RawBody, Depends(get_report_body)],
+    authorization: Annotated[str | None, Header(description="Bearer and the token of the attempt.")] = None,
+) -> ReportAck:
+    """Everything that ranks said since the last acknowledgement. 409 `stale-epoch`: the attempt is over, end its ranks."""
+    told = parse(AgentReport, decode(body))
+    if told.job_id != job_id or str(told.epoch) != number:
+        raise NotFound(
+            f"the report is of attempt {told.epoch} of {told.job_id}, the path of another", code="attempt-not-found"
+        )
+    scheme, _, token = (authorization or "").partition(" ")
+    if authorization is not None and scheme.lower() != "bearer":
+        raise Refused("the token goes into Authorization: Bearer ...", code="token-missing")
+    ack = ingest(service.database, told, token.strip() or None, service.settings.paths)
+    if told.result is not None:
+        service.ports.wake()
+    return ack

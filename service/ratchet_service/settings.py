@@ -1,0 +1,32 @@
+"""What a running service is told at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ratchet_contract.paths import HomePaths
+from ratchet_service.database import sqlite_url
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes are bytes, times seconds. ``database_url`` None: SQLite below ``home``."""
+
+    home: Path
+    database_url: str | None = None
+    max_body: int = 1 << 20
+    max_report_body: int = 16 << 20
+    idempotency_seconds: float = 24 * 3600.0
+    claim_seconds: float = 300.0  # an idempotent request that has not answered by then has died with its server
+    follow_interval: float = 0.25  # between two looks of a follower of events or logs
+    keep_alive_interval: float = 15.0  # a comment line, so that dead followers are noticed
+    hook_samples_per_rank: int = 2000  # thinned to half beyond this
+    paths: HomePaths = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "paths", HomePaths(self.home.resolve()))
+
+    @property
+    def url(self) -> str:
+        return self.database_url or sqlite_url(self.paths.database)

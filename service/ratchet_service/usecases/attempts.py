@@ -1,0 +1,40 @@
+"""Attempts of a job, newest first."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session
+
+from ratchet_contract.api import AttemptView, Page
+from ratchet_service import cursors
+from ratchet_service.models import Attempt, AttemptNode
+from ratchet_service.usecases.queries import find_attempt, find_job
+from ratchet_service.usecases.views import attempt_view
+
+
+def list_attempts(session: Session, job_id: str, limit: int, cursor: str | None) -> Page[AttemptView]:
+    find_job(session, job_id)
+    digest = cursors.query_digest(of="attempts", job=job_id)
+    query = sa.select(Attempt).where(Attempt.job_id == job_id)
+    after = cursors.decode(cursor, digest, (int,))
+    if after is not None:
+        query = query.where(Attempt.number < after[0])
+    rows = list(session.scalars(query.order_by(Attempt.number.desc()).limit(limit + 1)))
+    page = rows[:limit]
+    nodes = _nodes(session, job_id, [row.number for row in page])
+    following = cursors.encode(digest, [page[-1].number]) if len(rows) > limit else None
+    views = [attempt_view(row, nodes.get(row.number, [])) for row in page]
+    return Page[AttemptView](items=views, next_cursor=following)
+
+
+def get_attempt(session: Session, job_id: str, number: str) -> AttemptView:
+    attempt = find_attempt(session, job_id, number)
+    return attempt_view(attempt, _nodes(session, job_id, [attempt.number]).get(attempt.number, []))
+
+
+def _nodes(session: Session, job_id: str, numbers: list[int]) -> dict[int, list[AttemptNode]]:
+    query = sa.select(AttemptNode).where(AttemptNode.job_id == job_id, AttemptNode.attempt.in_(numbers))
+    out: dict[int, list[AttemptNode]] = {}
+    for node in session.scalars(query.order_by(AttemptNode.node)):
+        out.setdefault(node.attempt, []).append(node)
+    return out

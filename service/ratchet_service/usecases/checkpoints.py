@@ -1,0 +1,136 @@
+"""What is stored of a job: listing, verification, pins."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Literal
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session
+
+from ratchet_contract.api import CheckpointDetail, CheckpointView, Page, VerifyResult
+from ratchet_contract.errors import CheckpointError, Conflict
+from ratchet_contract.paths import PINNED_NAME, HomePaths
+from ratchet_service import cursors
+from ratchet_service.database import Database, utc_now
+from ratchet_service.models import Checkpoint
+from ratchet_service.transitions import add_event
+from ratchet_service.usecases.queries import find_checkpoint, find_job, hold_job
+from ratchet_service.usecases.views import checkpoint_view
+from ratchet_store.commit import read_manifest
+from ratchet_store.read import VerifyOutcome, verify
+
+State = Literal["committed", "quarantined", "deleted"]
+STORED: tuple[State, ...] = ("committed", "quarantined")
+
+
+def list_checkpoints(
+    session: Session, job_id: str, states: tuple[State, ...], limit: int, cursor: str | None
+) -> Page[CheckpointView]:
+    """Newest step first."""
+    find_job(session, job_id)
+    wanted = sorted(states or STORED)
+    digest = cursors.query_digest(of="checkpoints", job=job_id, states=wanted)
+    query = sa.select(Checkpoint).where(Checkpoint.job_id == job_id, Checkpoint.state.in_(wanted))
+    after = cursors.decode(cursor, digest, (int, int))
+    if after is not None:
+        query = query.where(sa.tuple_(Checkpoint.step, Checkpoint.epoch) < sa.tuple_(after[0], after[1]))
+    rows = list(session.scalars(query.order_by(Checkpoint.step.desc(), Checkpoint.epoch.desc()).limit(limit + 1)))
+    page = rows[:limit]
+    following = cursors.encode(digest, [page[-1].step, page[-1].epoch]) if len(rows) > limit else None
+    return Page[CheckpointView](items=[checkpoint_view(row) for row in page], next_cursor=following)
+
+
+def detail(session: Session, job_id: str, checkpoint_id: str, homes: HomePaths) -> CheckpointDetail:
+    """With the manifest, where the disk still has one that is right."""
+    row = find_checkpoint(session, job_id, checkpoint_id)
+    try:
+        manifest = read_manifest(homes.job(job_id).checkpoint(row.step, row.epoch)).model_dump(mode="json")
+    except CheckpointError:
+        manifest = None
+    return CheckpointDetail(**checkpoint_view(row).model_dump(), manifest=manifest)
+
+
+def read_all_bytes(
+    database: Database, job_id: str, checkpoint_id: str, homes: HomePaths
+) -> tuple[VerifyOutcome, float]:
+    """Check every byte; no transaction is open meanwhile. Returns what was found, and seconds.
+
+    Raises ``Conflict`` (``checkpoint-gone``) where there is nothing to check, ``CheckpointError`` where the system does not
+    give the files out.
+    """
+    with database.read() as session:
+        row = find_checkpoint(session, job_id, checkpoint_id)
+    if row.state != "committed":
+        raise Conflict(f"checkpoint {row.name} is {row.state}: there is nothing to verify", code="checkpoint-gone")
+    begin = time.monotonic()
+    directory = homes.job(job_id).checkpoint(row.step, row.epoch)
+    try:
+        outcome = verify(directory)
+    except CheckpointError as error:
+        if error.code == "checkpoint-missing":
+            raise Conflict(f"checkpoint {row.name} is not on the disk any more", code="checkpoint-gone") from None
+        raise
+    if outcome.ok and read_manifest(directory).digest != row.digest:
+        outcome = VerifyOutcome(False, "its manifest is not the one that was recorded", outcome.bytes_checked)
+    return outcome, time.monotonic() - begin
+
+
+def record_verification(
+    session: Session, job_id: str, checkpoint_id: str, found: tuple[VerifyOutcome, float]
+) -> VerifyResult:
+    """Keep what ``read_all_bytes`` found."""
+    hold_job(session, job_id)
+    row = find_checkpoint(session, job_id, checkpoint_id)
+    outcome, seconds = found
+    verdict: Literal["ok", "damaged"] = "ok" if outcome.ok else "damaged"
+    row.verified_at, row.verification, row.verification_error = utc_now(), verdict, outcome.error
+    facts = {"checkpoint": row.name, "verification": verdict, "error": outcome.error}
+    add_event(session, job_id, "verified", f"checkpoint {row.name}: {verdict}", epoch=row.epoch, data=facts)
+    session.flush()
+    return VerifyResult(
+        id=row.name,
+        verification=verdict,
+        error=outcome.error,
+        bytes_checked=outcome.bytes_checked,
+        seconds=round(seconds, 6),
+    )
+
+
+def pin(session: Session, job_id: str, checkpoint_id: str, pinned: bool, homes: HomePaths) -> CheckpointView:
+    """Keep a checkpoint whatever retention says, or let it go again. Raises ``Conflict`` (``checkpoint-gone``)."""
+    hold_job(session, job_id)
+    row = find_checkpoint(session, job_id, checkpoint_id)
+    if row.state != "committed":
+        raise Conflict(f"checkpoint {row.name} is {row.state}: it cannot be pinned", code="checkpoint-gone")
+    if row.pinned != pinned:
+        set_pin(session, row, pinned, homes)
+        word = "pinned" if pinned else "unpinned"
+        add_event(
+            session, job_id, word, f"checkpoint {row.name} {word}", epoch=row.epoch, data={"checkpoint": row.name}
+        )
+    session.flush()
+    return checkpoint_view(row)
+
+
+def set_pin(session: Session, row: Checkpoint, pinned: bool, homes: HomePaths) -> None:
+    """The mark lies beside the files, where the worker's retention looks; the row follows.
+
+    First the mark, then a look at the manifest: who deletes uncommits the manifest first and then looks for the mark, so one
+    of the two notices the other. Raises ``Conflict`` (``checkpoint-gone``).
+    """
+    directory = homes.job(row.job_id).checkpoint(row.step, row.epoch)
+    mark = directory / PINNED_NAME
+    if pinned:
+        try:
+            os.close(os.open(mark, os.O_CREAT | os.O_WRONLY, 0o644))
+            read_manifest(directory)
+        except (OSError, CheckpointError):
+            mark.unlink(missing_ok=True)
+            raise Conflict(
+                f"checkpoint {row.name} is not on the disk any more, or damaged", code="checkpoint-gone"
+            ) from None
+    else:
+        mark.unlink(missing_ok=True)
+    row.pinned = pinned

@@ -1,0 +1,100 @@
+"""Deleting a job that has ended: its rows at once, its files right after; a crash between the two is made good at start."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from typing import Final
+
+from ratchet_contract.api import DeleteResult
+from ratchet_contract.errors import Conflict
+from ratchet_contract.paths import HomePaths, JobPaths
+from ratchet_contract.phases import Event
+from ratchet_service.database import Database
+from ratchet_service.ids import is_job_id
+from ratchet_service.models import Job
+from ratchet_service.transitions import check
+from ratchet_service.usecases.fork import waiting_forks
+from ratchet_service.usecases.jobs import require_match
+from ratchet_service.usecases.queries import hold_job
+from ratchet_store.files import fsync_dir
+from ratchet_store.retain import delete_all
+
+MARK: Final = "DELETING"
+_KEEP: Final = "keep-checkpoints"
+
+
+def delete(
+    database: Database, job_id: str, keep_checkpoints: bool, if_match: str | None, homes: HomePaths
+) -> DeleteResult:
+    """Remove the job, its history and its files. Raises ``NotFound``; ``Conflict`` while it has not ended, or while a fork
+    that has not started yet needs its checkpoints (``checkpoint-in-use``)."""
+    paths = homes.job(job_id)
+    with database.write() as session:
+        job = hold_job(session, job_id)
+        check(job, Event.DELETE)
+        require_match(job, if_match)
+        forks = [] if keep_checkpoints else waiting_forks(session, job_id)
+        if forks:
+            raise Conflict(
+                f"job {forks[0]} was forked from this one and has no checkpoint of its own yet: keep the checkpoints, "
+                "or delete the fork first",
+                code="checkpoint-in-use",
+            )
+        _mark(paths, keep_checkpoints)  # on the disk before the rows go: see sweep_deleted
+        session.delete(job)
+    _remove_files(paths)
+    kept = keep_checkpoints and paths.checkpoints.is_dir()
+    return DeleteResult(id=job_id, checkpoints=str(paths.checkpoints) if kept else None)
+
+
+def sweep_deleted(database: Database, homes: HomePaths) -> list[str]:
+    """Finish deletions that a crash interrupted; returns the jobs' ids. A mark whose job still has its
+    row means nothing: its deletion has not been committed, or never was."""
+    done = []
+    for mark in sorted(homes.jobs.glob(f"*/{MARK}")):
+        job_id = mark.parent.name
+        if not is_job_id(job_id):
+            continue
+        with database.read() as session:
+            there = session.get(Job, job_id) is not None
+        if not there:
+            _remove_files(homes.job(job_id))
+            done.append(job_id)
+    return done
+
+
+def _mark(paths: JobPaths, keep_checkpoints: bool) -> None:
+    if not paths.root.is_dir():
+        return
+    with (paths.root / MARK).open("w") as handle:
+        handle.write(_KEEP if keep_checkpoints else "")
+        handle.flush()
+        os.fsync(handle.fileno())
+    fsync_dir(paths.root)
+
+
+def _remove_files(paths: JobPaths) -> None:
+    mark = paths.root / MARK
+    try:
+        handle = mark.open()
+    except FileNotFoundError:  # there were no files, or somebody else has removed them
+        return
+    with handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)  # the sweep and the request may both be at it
+        if not mark.exists():
+            return
+        keep = handle.read() == _KEEP
+        if not keep:
+            delete_all(paths)
+        for path in sorted(paths.root.iterdir()):
+            if path == mark or (keep and path == paths.checkpoints):
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        mark.unlink()
+        if not any(paths.root.iterdir()):
+            paths.root.rmdir()

@@ -1,0 +1,133 @@
+"""A new job from a checkpoint of another one, with a changed spec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session
+
+from ratchet_contract.api import ForkRequest
+from ratchet_contract.errors import Conflict, FieldProblem, NotFound, SpecError
+from ratchet_contract.messages import ForkSource
+from ratchet_contract.paths import HomePaths
+from ratchet_contract.phases import Event, JobPhase
+from ratchet_contract.spec import JobSpec
+from ratchet_service.models import Checkpoint, Job
+from ratchet_service.ports import SubmissionPorts
+from ratchet_service.transitions import add_event, check
+from ratchet_service.usecases import submit
+from ratchet_service.usecases.checkpoints import set_pin
+from ratchet_service.usecases.queries import committed_in_lineage, find_checkpoint, find_job, hold_job
+from ratchet_service.usecases.views import labels_of
+
+
+@dataclass(frozen=True)
+class PreparedFork:
+    prepared: submit.Prepared
+    parent_id: str
+    checkpoint_id: str
+
+
+def prepare(session: Session, job_id: str, request: ForkRequest, ports: SubmissionPorts) -> PreparedFork:
+    """The new job's spec, checked as at submission. Raises ``SpecError``, ``NotFound``, ``Conflict``."""
+    parent = find_job(session, job_id)
+    source = _source(session, parent, request.checkpoint_id)
+    base = parent.spec | {"labels": labels_of(session, [job_id])[job_id], "priority": parent.priority}
+    data = merge(base, request.spec)
+    if not isinstance(data, dict):
+        raise SpecError("/spec: a mapping is merged over the parent's spec", code="invalid-body")
+    data["name"] = request.name or request.spec.get("name") or _fork_name(parent.name)
+    digest = parent.resolved.get("code_digest") if data.get("code") == parent.spec.get("code") else None
+    prepared = submit.prepare(data, ports, code_digest=digest)
+    _same_shape(JobSpec.model_validate(parent.spec), prepared.spec)
+    return PreparedFork(prepared, parent.id, source.name)
+
+
+def store(session: Session, fork: PreparedFork, homes: HomePaths) -> Job:
+    """The new job's row. The source is pinned, so that nobody's retention takes it away before the fork has started."""
+    parent = hold_job(session, fork.parent_id)
+    check(parent, Event.FORK)
+    row = find_checkpoint(session, parent.id, fork.checkpoint_id)
+    _require_committed(row)
+    set_pin(session, row, True, homes)
+    root = homes.job(parent.id).root
+    source = ForkSource(job_root=str(root), step=row.step, epoch=row.epoch, digest=row.digest)
+    origin = f"{parent.id}/{row.name}"
+    job = submit.store(
+        session,
+        fork.prepared,
+        forked_from=origin,
+        fork_source=source.model_dump(mode="json"),
+        step=row.step,
+        committed_step=row.step,
+    )
+    add_event(session, parent.id, "forked", f"job {job.id} was forked from {row.name}", data={"fork": job.id})
+    add_event(session, job.id, "forked-from", f"starts from {origin}", data={"source": origin})
+    session.flush()
+    return job
+
+
+def merge(target: Any, patch: Any) -> Any:
+    """JSON merge patch (RFC 7386): null removes, mappings merge, all else replaces."""
+    if not isinstance(patch, dict):
+        return patch
+    out = dict(target) if isinstance(target, dict) else {}
+    for key, value in patch.items():
+        if value is None:
+            out.pop(key, None)
+        else:
+            out[key] = merge(out.get(key), value)
+    return out
+
+
+def waiting_forks(session: Session, job_id: str, checkpoints: set[str] | None = None) -> list[str]:
+    """Jobs forked from this job (from one of ``checkpoints``) that may still have to read the source: not ended for good,
+    and without a committed checkpoint of their own."""
+    query = sa.select(Job.id, Job.forked_from).where(
+        Job.forked_from.startswith(f"{job_id}/", autoescape=True),
+        Job.phase != JobPhase.SUCCEEDED,
+        Job.committed_epoch.is_(None),
+    )
+    rows = session.execute(query).all()
+    return [fork for fork, origin in rows if checkpoints is None or str(origin).partition("/")[2] in checkpoints]
+
+
+def _source(session: Session, parent: Job, checkpoint_id: str | None) -> Checkpoint:
+    if checkpoint_id is not None:
+        row = find_checkpoint(session, parent.id, checkpoint_id)
+        _require_committed(row)
+        return row
+    committed = committed_in_lineage(session, parent)
+    if not committed:
+        raise NotFound(
+            f"job {parent.id} has no committed checkpoint yet: there is nothing to fork from",
+            code="checkpoint-not-found",
+        )
+    return committed[0]
+
+
+def _require_committed(row: Checkpoint) -> None:
+    if row.state != "committed":
+        raise Conflict(f"checkpoint {row.name} is {row.state}: it cannot be started from", code="checkpoint-gone")
+
+
+def _fork_name(name: str) -> str:
+    return name[:58].rstrip("-") + "-fork"
+
+
+def _same_shape(parent: JobSpec, spec: JobSpec) -> None:
+    """What a checkpoint cannot be loaded into is refused now, not by the first attempt."""
+    problems = []
+    if spec.world.size != parent.world.size:
+        text = f"the checkpoint was written by {parent.world.size} ranks; another number is not available yet"
+        problems.append(FieldProblem(pointer="/spec/world", code="not-available", detail=text))
+    if spec.hook != parent.hook and spec.policy.on_hook_mismatch == "fail":
+        text = (
+            f"the checkpoint holds the state of hook {parent.hook.name} with other parameters: keep the hook, or set "
+            "policy.on_hook_mismatch to reset"
+        )
+        problems.append(FieldProblem(pointer="/spec/hook", code="hook-mismatch", detail=text))
+    if problems:
+        raise SpecError(f"{problems[0].pointer}: {problems[0].detail}", errors=problems)

@@ -1,0 +1,201 @@
+"""Logs of ranks, straight from their files: they outlive worker and server. Lines carry no time of their own.
+
+A line's id is ``<attempt>.<rank>.<byte offset after the line>``. Lines come attempt by attempt, within it rank by rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from ratchet_contract.api import LogLine, Page
+from ratchet_contract.errors import Refused
+from ratchet_contract.paths import JobPaths
+from ratchet_service import cursors
+
+MAX_LINE: Final = 64 * 1024  # bytes; a longer line is cut into several
+MAX_MARK: Final = 4096
+_BLOCK: Final = 64 * 1024
+_ID: Final = re.compile(r"(\d{1,9})\.(\d{1,6})\.(\d{1,18})", re.ASCII)
+_LOG: Final = re.compile(r"rank-(\d{5,6})\.log", re.ASCII)
+_ATTEMPT: Final = re.compile(r"\d{4,9}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class LogFilter:
+    """Attempts ``first`` to ``last`` (None: all later ones). ``grep`` is plain text, not a pattern. ``since``: only files
+    written to since then."""
+
+    first: int = 1
+    last: int | None = None
+    rank: int | None = None
+    grep: str | None = None
+    since: datetime | None = None
+    tail: int | None = None  # lines of each rank's log
+
+
+@dataclass(frozen=True, order=True)
+class Position:
+    """Everything up to byte ``offset`` of one rank's log of one attempt, and all logs that come before it, is done."""
+
+    attempt: int
+    rank: int
+    offset: int
+
+
+def parse_position(text: str) -> Position:
+    match = _ID.fullmatch(text)
+    if match is None:
+        raise Refused(f"a log line's id is <attempt>.<rank>.<offset>, not {text!r}", code="invalid-parameter")
+    return Position(int(match[1]), int(match[2]), int(match[3]))
+
+
+def log_files(job: JobPaths, wanted: LogFilter) -> list[tuple[int, int, Path]]:
+    """``(attempt, rank, file)`` in order."""
+    out = []
+    for folder in (job.root / "attempts").glob("*"):
+        if not _ATTEMPT.fullmatch(folder.name):
+            continue
+        attempt = int(folder.name)
+        if attempt < wanted.first or (wanted.last is not None and attempt > wanted.last):
+            continue
+        for path in (folder / "logs").glob("rank-*.log"):
+            match = _LOG.fullmatch(path.name)
+            if match is None or (wanted.rank is not None and int(match[1]) != wanted.rank):
+                continue
+            if wanted.since is None or _written_since(path, wanted.since):
+                out.append((attempt, int(match[1]), path))
+    return sorted(out)
+
+
+def _written_since(path: Path, since: datetime) -> bool:
+    try:
+        return path.stat().st_mtime >= since.timestamp()
+    except FileNotFoundError:
+        return False
+
+
+def read_lines(job: JobPaths, wanted: LogFilter, after: Position | None = None) -> Iterator[LogLine]:
+    """What is there now, from ``after`` on."""
+    for attempt, rank, path in log_files(job, wanted):
+        if after is not None and (attempt, rank) < (after.attempt, after.rank):
+            continue
+        begun = after is not None and (attempt, rank) == (after.attempt, after.rank)
+        start = after.offset if begun and after is not None else tail_offset(path, wanted.tail)
+        yield from lines_of(path, attempt, rank, start, wanted.grep, partial=True)
+
+
+def page(job: JobPaths, job_id: str, wanted: LogFilter, limit: int, cursor: str | None) -> Page[LogLine]:
+    """One page of ``read_lines``."""
+    since = None if wanted.since is None else wanted.since.isoformat()
+    digest = cursors.query_digest(
+        of="logs", job=job_id, range=[wanted.first, wanted.last], rank=wanted.rank, grep=wanted.grep, since=since
+    )
+    after = cursors.decode(cursor, digest, (int, int, int))
+    lines = read_lines(job, wanted, None if after is None else Position(after[0], after[1], max(0, after[2])))
+    items = [line for _, line in zip(range(limit + 1), lines, strict=False)]
+    following = None
+    if len(items) > limit:
+        last = parse_position(items[limit - 1].id)
+        following = cursors.encode(digest, [last.attempt, last.rank, last.offset])
+    return Page[LogLine](items=items[:limit], next_cursor=following)
+
+
+def lines_of(path: Path, attempt: int, rank: int, start: int, grep: str | None, *, partial: bool) -> Iterator[LogLine]:
+    """Lines from byte ``start``; ``partial``: also a last one without its line end (a follower waits for the rest)."""
+    try:
+        with path.open("rb") as handle:
+            handle.seek(start)
+            yield from _split(handle, attempt, rank, start, grep, partial)
+    except FileNotFoundError:
+        return
+
+
+def _split(
+    handle: BinaryIO, attempt: int, rank: int, offset: int, grep: str | None, partial: bool
+) -> Iterator[LogLine]:
+    while raw := handle.readline(MAX_LINE):
+        if not raw.endswith(b"\n") and len(raw) < MAX_LINE and not partial:
+            return
+        offset += len(raw)
+        text = raw.removesuffix(b"\n").decode("utf-8", "replace")
+        if grep is None or grep in text:
+            yield LogLine(id=f"{attempt}.{rank}.{offset}", attempt=attempt, rank=rank, text=text)
+
+
+def tail_offset(path: Path, lines: int | None) -> int:
+    """Where the last ``lines`` lines begin; 0 for None, or when there are not more."""
+    if lines is None:
+        return 0
+    try:
+        with path.open("rb") as handle:
+            return _tail(handle, lines)
+    except FileNotFoundError:
+        return 0
+
+
+def _tail(handle: BinaryIO, lines: int) -> int:
+    end = handle.seek(0, 2)
+    if lines == 0 or end == 0:
+        return end
+    position, missing = end, lines
+    while position > 0:
+        begin = max(0, position - _BLOCK)
+        handle.seek(begin)
+        block = handle.read(position - begin)
+        if position == end and block.endswith(b"\n"):
+            block = block[:-1]  # the last line's own end begins no line
+        at = len(block)
+        while (at := block.rfind(b"\n", 0, at)) >= 0:
+            missing -= 1
+            if missing == 0:
+                return begin + at + 1
+        position = begin
+    return 0
+
+
+class Follower:
+    """Lines as they are written, of all logs that the filter takes, new attempts included. Not for several threads.
+
+    Every line comes with a *mark*: the ids of how far each rank's log of that attempt is done, joined by commas. A follower
+    that starts after a mark gets every later line once; a single line's id is a mark too, for that rank's log alone.
+    """
+
+    def __init__(self, job: JobPaths, wanted: LogFilter, mark: str | None = None) -> None:
+        done = [] if mark is None else [parse_position(part) for part in mark.split(",")[:MAX_MARK]]
+        self._job = job
+        self._offsets = {(p.attempt, p.rank): p.offset for p in done}
+        self._resumed_at = max((p.attempt for p in done), default=None)
+        first = min([wanted.first, *(p.attempt for p in done)])
+        self._wanted = replace(wanted, first=first)
+        self._tail = wanted.tail if mark is None else None
+
+    def poll(self, limit: int, *, last: bool = False) -> list[tuple[str, LogLine]]:
+        """At most ``limit`` new lines with their marks. ``last``: nothing is written any more, so a line without its end
+        counts too."""
+        out: list[tuple[str, LogLine]] = []
+        files = log_files(self._job, self._wanted)
+        for attempt, rank, path in files:
+            if (attempt, rank) not in self._offsets:
+                self._offsets[attempt, rank] = self._start(attempt, path)
+        self._tail = None
+        for attempt, rank, path in files:
+            for line in lines_of(path, attempt, rank, self._offsets[attempt, rank], None, partial=last):
+                self._offsets[attempt, rank] = int(line.id.rpartition(".")[2])
+                if self._wanted.grep is None or self._wanted.grep in line.text:
+                    out.append((self._mark(attempt), line))
+                if len(out) >= limit:
+                    return out
+        return out
+
+    def _start(self, attempt: int, path: Path) -> int:
+        if self._resumed_at is not None and attempt < self._resumed_at:
+            return path.stat().st_size  # lines come attempt by attempt: the earlier ones were done
+        return tail_offset(path, self._tail)
+
+    def _mark(self, attempt: int) -> str:
+        return ",".join(f"{a}.{r}.{offset}" for (a, r), offset in sorted(self._offsets.items()) if a == attempt)

@@ -1,0 +1,68 @@
+"""Finding rows by what a caller named, or ``NotFound``."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session
+
+from ratchet_contract.errors import NotFound
+from ratchet_contract.messages import ForkSource
+from ratchet_contract.paths import checkpoint_dir_name, parse_checkpoint_dir_name
+from ratchet_contract.resume import Base, Segment
+from ratchet_service.ids import is_job_id
+from ratchet_service.lineage import lineage
+from ratchet_service.models import Attempt, Checkpoint, Job
+from ratchet_service.transitions import lock_job, no_such_job
+
+_MAX_INT = 2**63 - 1
+
+
+def find_job(session: Session, job_id: str) -> Job:
+    job = session.get(Job, job_id) if is_job_id(job_id) else None
+    if job is None:
+        raise no_such_job(job_id)
+    return job
+
+
+def hold_job(session: Session, job_id: str) -> Job:
+    """The same, held until the transaction ends."""
+    if not is_job_id(job_id):
+        raise no_such_job(job_id)
+    return lock_job(session, job_id)
+
+
+def find_attempt(session: Session, job_id: str, number: str) -> Attempt:
+    """``number`` as it stands in the path."""
+    find_job(session, job_id)
+    whole = int(number) if number.isascii() and number.isdigit() and len(number) < 19 else 0
+    attempt = session.get(Attempt, (job_id, whole))
+    if attempt is None:
+        raise NotFound(f"job {job_id} has no attempt {number!r}", code="attempt-not-found")
+    return attempt
+
+
+def find_checkpoint(session: Session, job_id: str, checkpoint_id: str) -> Checkpoint:
+    find_job(session, job_id)
+    parsed = parse_checkpoint_dir_name(checkpoint_id)
+    row = None
+    if parsed is not None and checkpoint_dir_name(*parsed) == checkpoint_id and parsed[1] <= _MAX_INT:
+        row = session.get(Checkpoint, (job_id, *parsed))
+    if row is None:
+        raise NotFound(f"job {job_id} has no checkpoint {checkpoint_id!r}", code="checkpoint-not-found")
+    return row
+
+
+def committed_in_lineage(session: Session, job: Job) -> list[Checkpoint]:
+    """Committed checkpoints that the job's next attempt could start from if nothing else is wished, newest first."""
+    segments = job_lineage(session, job)
+    query = sa.select(Checkpoint).where(Checkpoint.job_id == job.id, Checkpoint.state == "committed")
+    rows = session.scalars(query.order_by(Checkpoint.step.desc(), Checkpoint.epoch.desc()))
+    return [row for row in rows if any(s.holds(row.step, row.epoch) for s in segments)]
+
+
+def job_lineage(session: Session, job: Job) -> list[Segment]:
+    query = sa.select(Attempt.number, Attempt.base_step, Attempt.base_epoch, Attempt.base_digest)
+    rows = session.execute(query.where(Attempt.job_id == job.id, Attempt.base_step.is_not(None)))
+    bases = {number: Base(step=step or 0, epoch=epoch, digest=digest) for number, step, epoch, digest in rows}
+    fork = None if job.fork_source is None else ForkSource.model_validate(job.fork_source)
+    return lineage(bases, fork=fork)

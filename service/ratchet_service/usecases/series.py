@@ -1,0 +1,119 @@
+"""Metrics and hook summaries over steps. What an abandoned branch left behind is not shown: once a later attempt has started
+from step s, the earlier attempts' points above s are steps that are done again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session
+
+from ratchet_contract.api import HookSampleView, HookView, MetricPoint, MetricSeries, MetricsView, Page
+from ratchet_hooks.registry import HOOKS
+from ratchet_hooks.summary import HookSummary
+from ratchet_service import cursors
+from ratchet_service.models import Attempt, Checkpoint, HookSample, Job, Metric
+from ratchet_service.usecases.queries import find_job
+from ratchet_service.usecases.views import last_checkpoint
+
+
+def _not_abandoned(table: Any) -> sa.ColumnElement[bool]:
+    later = sa.exists().where(
+        Attempt.job_id == table.job_id, Attempt.number > table.epoch, Attempt.base_step < table.step
+    )
+    return ~later
+
+
+def metrics(session: Session, job_id: str, names: Sequence[str], max_points: int) -> MetricsView:
+    """Series by name. A series with more than ``max_points`` is thinned to evenly spaced points of its own, first and last
+    included (``max_points`` >= 2); values are never averaged or made up."""
+    find_job(session, job_id)
+    order = sa.func.row_number().over(partition_by=Metric.name, order_by=Metric.step)
+    count = sa.func.count().over(partition_by=Metric.name)
+    query = sa.select(
+        Metric.name, Metric.step, Metric.epoch, Metric.value, Metric.at, order.label("row"), count.label("n")
+    )
+    query = query.where(Metric.job_id == job_id, _not_abandoned(Metric))
+    if names:
+        query = query.where(Metric.name.in_(names))
+    rows = query.subquery()
+    # The first row of each of max_points - 1 equal stretches, and the last row of all.
+    position, last, parts = rows.c.row - 1, sa.func.nullif(rows.c.n - 1, 0), max_points - 1
+    begins = sa.or_(
+        rows.c.n <= max_points, position == 0, (position * parts) // last != ((position - 1) * parts) // last
+    )
+    out: dict[str, list[MetricPoint]] = {name: [] for name in names}
+    for name, step, epoch, value, at, *_ in session.execute(
+        sa.select(rows).where(begins).order_by(rows.c.name, rows.c.step)
+    ):
+        number = math.nan if value is None else value
+        out.setdefault(name, []).append(MetricPoint(step=step, epoch=epoch, value=number, at=at))
+    return MetricsView(job_id=job_id, series=[MetricSeries(name=name, points=points) for name, points in out.items()])
+
+
+def hook(session: Session, job_id: str) -> HookView:
+    """The newest summary of every rank; the plain figures are those of the lowest rank."""
+    job = find_job(session, job_id)
+    newest = sa.func.row_number().over(
+        partition_by=HookSample.rank, order_by=(HookSample.epoch.desc(), HookSample.step.desc())
+    )
+    ranked = sa.select(HookSample, newest.label("age")).where(HookSample.job_id == job_id).subquery()
+    query = sa.select(ranked.c.summary, ranked.c.at).where(ranked.c.age == 1).order_by(ranked.c.rank)
+    rows = [(HookSummary.model_validate(summary), at) for summary, at in session.execute(query)]
+    spec = dict(job.spec["hook"])
+    name = str(spec.pop("name"))
+    view = HookView(
+        job_id=job_id, name=name, wrapper=spec.pop("wrapper", None), parameters=spec, stateful=HOOKS[name].stateful
+    )
+    update: dict[str, Any] = {
+        "checkpoint_id": last_checkpoint(job),
+        "checkpoint_iteration": _saved_iteration(session, job),
+    }
+    if rows:
+        first = rows[0][0]
+        same = (
+            "phase",
+            "iteration",
+            "compression_rate",
+            "elements_before",
+            "elements_after",
+            "bytes_before",
+            "bytes_after",
+        )
+        update |= {key: getattr(first, key) for key in (*same, "memory_bytes", "step")}
+        update |= {
+            "residual_norm": {summary.rank: summary.residual_norm for summary, _ in rows},
+            "ranks": [summary for summary, _ in rows],
+            "updated_at": max(at for _, at in rows),
+        }
+    return view.model_copy(update=update)
+
+
+def _saved_iteration(session: Session, job: Job) -> int | None:
+    if job.committed_epoch is None:
+        return None
+    row = session.get(Checkpoint, (job.id, job.committed_step, job.committed_epoch))
+    return None if row is None else row.hook_iteration
+
+
+def hook_history(
+    session: Session, job_id: str, rank: int | None, limit: int, cursor: str | None
+) -> Page[HookSampleView]:
+    """Kept summaries by step and rank, oldest first; long histories are thinned as they are stored."""
+    find_job(session, job_id)
+    digest = cursors.query_digest(of="hook-history", job=job_id, rank=rank)
+    query = sa.select(HookSample).where(HookSample.job_id == job_id, _not_abandoned(HookSample))
+    if rank is not None:
+        query = query.where(HookSample.rank == rank)
+    after = cursors.decode(cursor, digest, (int, int))
+    if after is not None:
+        query = query.where(sa.tuple_(HookSample.step, HookSample.rank) > sa.tuple_(after[0], after[1]))
+    rows = list(session.scalars(query.order_by(HookSample.step, HookSample.rank).limit(limit + 1)))
+    page = rows[:limit]
+    following = cursors.encode(digest, [page[-1].step, page[-1].rank]) if len(rows) > limit else None
+    items = [
+        HookSampleView(epoch=row.epoch, at=row.at, summary=HookSummary.model_validate(row.summary)) for row in page
+    ]
+    return Page[HookSampleView](items=items, next_cursor=following)

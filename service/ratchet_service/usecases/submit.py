@@ -1,0 +1,88 @@
+"""Submission: parse, check against the machine, snapshot the code, store; and the dry run that stores nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from ratchet_contract.api import PlanView, Warning_
+from ratchet_contract.errors import SpecError
+from ratchet_contract.phases import JobPhase
+from ratchet_contract.spec import JobSpec, Resolved
+from ratchet_contract.spec_parse import parse_spec
+from ratchet_service.database import utc_now
+from ratchet_service.ids import new_job_id
+from ratchet_service.models import Job, JobLabel
+from ratchet_service.ports import SubmissionPorts
+from ratchet_service.transitions import add_event
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A spec that this machine can run, with everything decided that is decided once per job."""
+
+    spec: JobSpec
+    resolved: Resolved
+    warnings: list[Warning_]
+
+
+def check(data: Any, ports: SubmissionPorts) -> Prepared:
+    """Validate and resolve. Raises ``SpecError`` with every problem found."""
+    spec = parse_spec(data)
+    resolved, warnings, problems = ports.resolve(spec)
+    if problems:
+        first, more = problems[0], f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise SpecError(f"{first.pointer or '/'}: {first.detail}{more}", errors=problems)
+    return Prepared(spec, resolved, warnings)
+
+
+def prepare(data: Any, ports: SubmissionPorts, *, code_digest: str | None = None) -> Prepared:
+    """``check``, then the snapshot of the code. ``code_digest``: a snapshot that is there already, of a parent job."""
+    checked = check(data, ports)
+    if checked.spec.code is None:
+        return checked
+    digest = code_digest or ports.snapshot(Path(checked.spec.code.path))
+    return Prepared(checked.spec, checked.resolved.model_copy(update={"code_digest": digest}), checked.warnings)
+
+
+def dry_run(data: Any, ports: SubmissionPorts) -> PlanView:
+    """What would be run; nothing is stored, the code not copied."""
+    checked = check(data, ports)
+    return PlanView(
+        spec=checked.spec.model_dump(mode="json"),
+        resolved=checked.resolved,
+        warnings=checked.warnings,
+        launch=ports.plan(checked.spec, checked.resolved),
+    )
+
+
+def store(session: Session, prepared: Prepared, **columns: Any) -> Job:
+    """The job's row, labels and first event. ``columns`` are further columns of the row (a fork's origin)."""
+    spec, now = prepared.spec, utc_now()
+    job_id = new_job_id()
+    while session.get(Job, job_id) is not None:
+        job_id = new_job_id()
+    job = Job(
+        id=job_id,
+        name=spec.name,
+        phase=JobPhase.QUEUED,
+        spec=spec.model_dump(mode="json"),
+        resolved=prepared.resolved.model_dump(mode="json"),
+        warnings=[w.model_dump(mode="json") for w in prepared.warnings],
+        spec_digest=spec.digest(),
+        priority=spec.priority,
+        ttl=spec.ttl,
+        created_at=now,
+        updated_at=now,
+        **columns,
+    )
+    session.add(job)
+    session.flush()
+    session.add_all(JobLabel(job_id=job_id, key=key, value=value) for key, value in spec.labels.items())
+    facts = {"name": spec.name, "hook": spec.hook.name, "world_size": spec.world.size}
+    add_event(session, job_id, "submitted", f"job {spec.name} submitted", data=facts)
+    session.flush()
+    return job

@@ -1,0 +1,143 @@
+"""From rows to what the API shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session
+
+from ratchet_contract.api import (
+    AttemptView,
+    BudgetView,
+    CheckpointView,
+    EventView,
+    JobView,
+    NodeView,
+    ProgressView,
+    Warning_,
+)
+from ratchet_contract.paths import checkpoint_dir_name
+from ratchet_contract.resume import Base, ResumeReport
+from ratchet_contract.spec import Resolved
+from ratchet_service.models import Attempt, AttemptNode, Checkpoint, Event, Job, JobLabel
+
+
+def labels_of(session: Session, job_ids: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Labels by job, keys in order."""
+    ids = list(job_ids)
+    out: dict[str, dict[str, str]] = {job_id: {} for job_id in ids}
+    for row in session.scalars(sa.select(JobLabel).where(JobLabel.job_id.in_(ids)).order_by(JobLabel.key)):
+        out[row.job_id][row.key] = row.value
+    return out
+
+
+def job_view(session: Session, job: Job) -> JobView:
+    return job_views(session, [job])[0]
+
+
+def job_views(session: Session, jobs: Sequence[Job]) -> list[JobView]:
+    labels = labels_of(session, [job.id for job in jobs])
+    return [_job_view(job, labels[job.id]) for job in jobs]
+
+
+def _job_view(job: Job, labels: dict[str, str]) -> JobView:
+    policy = job.spec["policy"]
+    return JobView(
+        id=job.id,
+        name=job.name,
+        phase=job.phase,
+        desired=job.desired,
+        reason=job.reason,
+        message=job.message,
+        labels=labels,
+        priority=job.priority,
+        spec=job.spec,
+        resolved=Resolved.model_validate(job.resolved),
+        warnings=[Warning_.model_validate(w) for w in job.warnings],
+        epoch=job.epoch,
+        progress=ProgressView(
+            step=job.step,
+            total_steps=job.total_steps,
+            data_epoch=job.data_epoch,
+            steps_at_risk=max(0, job.step - job.committed_step),
+        ),
+        budgets=BudgetView(
+            preemptions=job.preemptions,
+            max_preemptions=policy["max_preemptions"],
+            failures=job.failures,
+            max_failures=policy["max_failures"],
+            attempts_without_progress=job.no_progress,
+        ),
+        hook=job.spec["hook"]["name"],
+        last_checkpoint=last_checkpoint(job),
+        forked_from=job.forked_from,
+        created_at=job.created_at,
+        updated_at=job.updated_at,
+        started_at=job.started_at,
+        ended_at=job.ended_at,
+        not_before=job.not_before,
+    )
+
+
+def last_checkpoint(job: Job) -> str | None:
+    """Id of the newest committed checkpoint of the job's own lineage."""
+    return None if job.committed_epoch is None else checkpoint_dir_name(job.committed_step, job.committed_epoch)
+
+
+def attempt_view(attempt: Attempt, nodes: Iterable[AttemptNode]) -> AttemptView:
+    base = None
+    if attempt.base_step is not None:
+        base = Base(step=attempt.base_step, epoch=attempt.base_epoch, digest=attempt.base_digest)
+    report = attempt.resume_report
+    return AttemptView(
+        job_id=attempt.job_id,
+        number=attempt.number,
+        phase=attempt.phase,
+        outcome=attempt.outcome,
+        cause=attempt.cause,
+        rank=attempt.rank,
+        exit_code=attempt.exit_code,
+        message=attempt.message,
+        base=base,
+        last_step=attempt.last_step,
+        steps_done=max(0, attempt.last_step - attempt.base_step) if attempt.base_step is not None else 0,
+        steps_lost=attempt.steps_lost,
+        committed_step=attempt.committed_step,
+        resume_report=None if report is None else ResumeReport.model_validate(report),
+        nodes=[NodeView(node=n.node, host=n.host, pid=n.pid, gpus=n.gpus, phase=n.phase) for n in nodes],
+        created_at=attempt.created_at,
+        training_at=attempt.training_at,
+        ended_at=attempt.ended_at,
+    )
+
+
+def checkpoint_view(row: Checkpoint) -> CheckpointView:
+    return CheckpointView.model_validate(
+        {
+            "id": row.name,
+            "job_id": row.job_id,
+            "step": row.step,
+            "epoch": row.epoch,
+            "parent": row.parent,
+            "state": row.state,
+            "reason": row.reason,
+            "finished": row.finished,
+            "adopted": row.adopted,
+            "pinned": row.pinned,
+            "digest": row.digest,
+            "size": row.size,
+            "files": row.files,
+            "seconds": row.seconds,
+            "verified_at": row.verified_at,
+            "verification": row.verification,
+            "verification_error": row.verification_error,
+            "created_at": row.created_at,
+        }
+    )
+
+
+def event_view(row: Event) -> EventView:
+    return EventView(
+        id=row.id, job_id=row.job_id, at=row.at, type=row.type, epoch=row.epoch, message=row.message, data=row.data
+    )
