@@ -32,9 +32,9 @@ def retain(
 ) -> list[tuple[int, int]]:
     """Delete the oldest checkpoints of ``lineage`` beyond ``keep_last`` (at least two); returns the deleted ``(step, epoch)``.
 
-    Never deleted, and not counted among the kept: ``pinned``, by name or by the file ``PINNED`` in their directory. Never deleted: ``protected`` (the caller names its base and the
-    newest verified one), what lies outside the lineage, and what does not look whole (``find_base`` deals with that), which
-    does not count as kept either.
+    Never deleted, and not counted among the kept: ``pinned``, by name or by the file ``PINNED`` in their directory.
+    Never deleted: ``protected`` (the caller names its base and the newest verified one), what lies outside the lineage, and what
+    does not look whole, which does not count as kept either (``find_base`` deals with it).
     ``epoch``: a worker names its own attempt. Then only that attempt's checkpoints are deleted, and none at all when a
     later attempt has left anything on disk: the caller is a zombie, and may be deleting what the later one started from.
     Raises ``CheckpointError`` (``checkpoint-unreadable``) when the system refuses.

@@ -1,0 +1,162 @@
+"""What a checkpoint costs beyond the bytes themselves: save and load against the plain system calls.
+
+One rank, tensors like those of a small transformer with AdamW. Every operation runs once per round, rounds are interleaved,
+medians are shown. The first column to read is the ratio: seconds depend on the machine and on who else uses it.
+``RATCHET_BENCH_MB`` (default 200) and ``RATCHET_BENCH_ROUNDS`` (default 7) set the size.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ratchet_contract.manifest import FileEntry, HookRecord, Manifest, TensorEntry
+from ratchet_contract.paths import checkpoint_dir_name
+from ratchet_contract.resume import Base
+from ratchet_store.commit import commit
+from ratchet_store.rankfile import Piece, write_rank_file
+from ratchet_store.read import load
+
+CHUNK = 4 << 20
+TENSORS = 396
+
+
+def main() -> None:
+    megabytes = int(os.environ.get("RATCHET_BENCH_MB", "200"))
+    rounds = int(os.environ.get("RATCHET_BENCH_ROUNDS", "7"))
+    with tempfile.TemporaryDirectory(prefix="ratchet-bench-", dir=os.environ.get("RATCHET_BENCH_DIR")) as folder:
+        bench = _Bench(Path(folder), megabytes * 1_000_000)
+        times: dict[str, list[float]] = {name: [] for name in bench.operations}
+        for _ in range(rounds):
+            for name, operation in bench.operations.items():
+                times[name].append(operation())
+        _print(bench, {name: statistics.median(found) for name, found in times.items()}, rounds)
+
+
+class _Bench:
+    """The data, and one timed operation per row of the table; each returns its seconds."""
+
+    def __init__(self, folder: Path, nbytes: int) -> None:
+        self.folder = folder
+        self.numbers = _sizes(nbytes)
+        self.nbytes = sum(self.numbers)
+        self.source = memoryview(bytearray(os.urandom(1 << 20) * (self.nbytes // (1 << 20) + 1)))[: self.nbytes]
+        self.target = memoryview(bytearray(b"\1" * self.nbytes))
+        self.raw = folder / "raw.bin"
+        self.manifest: Manifest | None = None
+        self.operations: dict[str, Callable[[], float]] = {
+            "memory copy": self.copy,
+            "raw write + fsync": self.raw_write,
+            "Ratchet save (XXH3, fsync, manifest)": self.save,
+            **self._safetensors(),
+            "raw read": self.raw_read,
+            "Ratchet load + verify": self.load,
+        }
+
+    def copy(self) -> float:
+        begin = time.perf_counter()
+        self.target[:] = self.source
+        return time.perf_counter() - begin
+
+    def raw_write(self) -> float:
+        self.raw.unlink(missing_ok=True)
+        begin = time.perf_counter()
+        fd = os.open(self.raw, os.O_WRONLY | os.O_CREAT)
+        for offset in range(0, self.nbytes, CHUNK):
+            os.write(fd, self.source[offset : offset + CHUNK])
+        os.fsync(fd)
+        os.close(fd)
+        return time.perf_counter() - begin
+
+    def save(self) -> float:
+        directory = self.folder / "checkpoints" / checkpoint_dir_name(1, 1)
+        shutil.rmtree(directory, ignore_errors=True)
+        begin = time.perf_counter()
+        pieces, offset = [], 0
+        for index, number in enumerate(self.numbers):
+            data = self.source[offset : offset + number]
+            pieces.append(Piece(f"shared/model/{index}", "F32", (number // 4,), 0, data))
+            offset += number
+        file, tensors = write_rank_file(directory, 0, 1, pieces, {})
+        self.manifest = commit(directory, _manifest(file, tensors))
+        return time.perf_counter() - begin
+
+    def raw_read(self) -> float:
+        begin = time.perf_counter()
+        fd = os.open(self.raw, os.O_RDONLY)
+        for offset in range(0, self.nbytes, CHUNK):
+            os.readv(fd, [self.target[offset : offset + CHUNK]])
+        os.close(fd)
+        return time.perf_counter() - begin
+
+    def load(self) -> float:
+        """Straight into memory that is already there, as into live tensors."""
+        assert self.manifest is not None
+        first = min(entry.offset for entry in self.manifest.tensors)
+
+        def into(entry: TensorEntry) -> memoryview:
+            return self.target[entry.offset - first : entry.offset - first + entry.nbytes]
+
+        begin = time.perf_counter()
+        load(self.folder / "checkpoints" / self.manifest.id, self.manifest, lambda _: True, into)
+        seconds = time.perf_counter() - begin
+        assert self.target == self.source, "what was loaded is not what was saved"
+        return seconds
+
+    def _safetensors(self) -> dict[str, Callable[[], float]]:
+        """The safetensors library with fsync; no checksum, no manifest. Absent where it is not installed."""
+        try:
+            import numpy as np
+            from safetensors.numpy import save_file
+        except ImportError:
+            return {}
+        tensors, offset = {}, 0
+        for index, number in enumerate(self.numbers):
+            tensors[str(index)] = np.frombuffer(self.source[offset : offset + number], np.float32)
+            offset += number
+        path = self.folder / "library.safetensors"
+
+        def save() -> float:
+            path.unlink(missing_ok=True)
+            begin = time.perf_counter()
+            save_file(tensors, path)
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.close(fd)
+            return time.perf_counter() - begin
+
+        return {"safetensors save_file + fsync": save}
+
+
+def _sizes(nbytes: int) -> list[int]:
+    """Bytes of each tensor: a third of them large matrices, the rest vectors; multiples of 4."""
+    small = [4 * 768] * (TENSORS * 2 // 3)
+    large = TENSORS - len(small)
+    return small + [max((nbytes - sum(small)) // large // 4 * 4, 4)] * large
+
+
+def _manifest(file: FileEntry, tensors: list[TensorEntry]) -> Manifest:
+    hook = HookRecord(name="allreduce", parameters={}, state_version=1)
+    return Manifest(
+        job_id="bench", step=1, epoch=1, parent=Base(), world_size=1, created="now", reason="schedule", spec_digest="",
+        replicas="equal", hook=hook, files=[file], tensors=tensors,
+    )  # fmt: skip
+
+
+def _print(bench: _Bench, medians: dict[str, float], rounds: int) -> None:
+    print(f"{bench.nbytes / 1e6:.0f} MB in {len(bench.numbers)} tensors, median of {rounds} interleaved rounds")
+    print(f"{'operation':<38} {'s':>7} {'GB/s':>6} {'x copy':>7} {'x raw':>6}")
+    for name, seconds in medians.items():
+        raw = "raw read" if "read" in name or "load" in name else "raw write + fsync"
+        against = "" if name == "memory copy" else f"{seconds / medians[raw]:6.2f}"
+        rate, copies = bench.nbytes / seconds / 1e9, seconds / medians["memory copy"]
+        print(f"{name:<38} {seconds:7.4f} {rate:6.2f} {copies:7.2f} {against:>6}")
+
+
+if __name__ == "__main__":
+    main()
