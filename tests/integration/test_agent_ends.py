@@ -184,6 +184,6 @@ def test_group_signal_to_the_agent_does_not_reach_the_ranks(make: Make) -> None:
     rank = attempt.pid_of(0)
     os.killpg(agent.pid, signal.SIGINT)
     attempt.wait_log("preempt (sigterm)")
-    assert procs.state(rank) == "S"
+    assert procs.state(rank) not in (None, "Z", "X")
     os.killpg(rank, signal.SIGKILL)
     assert attempt.wait().cause is Cause.RANK_KILLED

@@ -16,8 +16,8 @@ TOKEN = "token-of-this-attempt"
 
 
 class ReportService:
-    """Stores what arrives by sequence number. ``faults`` are used up, one per request: drop (store, then hang up), 500,
-    garbage; ``refuse`` is (status, code) for every request."""
+    """Stores what arrives by sequence number. ``faults`` are used up, one per request that brings messages: drop (store, then
+    hang up), 500, garbage; ``refuse`` is (status, code) for every request."""
 
     def __init__(self, service_file: Path) -> None:
         self.messages: dict[int, list[Any]] = defaultdict(list)
@@ -63,7 +63,8 @@ class ReportService:
             request.close_connection = True
             return
         self.requests += 1
-        fault = self.faults.pop(0) if self.faults else ""
+        report = AgentReport.model_validate_json(body)
+        fault = self.faults.pop(0) if self.faults and report.batches else ""
         if request.headers["Authorization"] != f"Bearer {TOKEN}":
             self._problem(request, 401, "wrong-token")
         elif self.refuse is not None:
@@ -73,7 +74,7 @@ class ReportService:
         elif fault == "garbage":
             self._send(request, 200, b"<html>", "text/html")
         else:
-            ack = self._store(AgentReport.model_validate_json(body))
+            ack = self._store(report)
             if fault == "drop":
                 request.close_connection = True
             else:

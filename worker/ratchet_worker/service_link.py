@@ -20,7 +20,7 @@ _TIMEOUT: Final = 5.0
 _MAX_ANSWER: Final = 1024 * 1024
 _LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 _DENIALS: Final = 3  # and at least _DENIAL_TIME seconds apart, first to last
-_DENIAL_TIME: Final = 1.0
+_DENIAL_TIME: Final = 0.3
 
 
 class Unreachable(Exception):
