@@ -7,7 +7,7 @@ together: checkpoint and stop, or checkpoint and go on. No rank can be beyond th
 is exact also under hooks that let ranks drift apart.
 
 A **position** numbers the units of work, in the one order that all ranks follow: ``step * STRIDE + phase``. A unit is whatever
-needs all ranks: a training step, the exchange that begins an evaluation, the end of the job.
+needs all ranks: a training step with the save that is due at its end, the exchange that begins an evaluation, the end of the job.
 
 Store keys: ``freeze/<round>/open`` and ``freeze/<round>/<rank>``. Rounds count from 0; a rank opens round k + 1 only when it has
 acted on round k. Each thread has a store client of its own.
@@ -26,14 +26,16 @@ from torch.distributed.distributed_c10d import Store
 from ratchet_contract.phases import CAUSE_PRECEDENCE, Cause
 from ratchet_worker.exchange import until_present
 
-STRIDE: Final = 4
-STEP, EVALUATION, FINISH = 0, 1, 2
+STRIDE: Final = 1024
+STEP: Final = 0
+EVALUATION: Final = 1  # the first evaluation after a step begins; a second one has phase 2, and so on
+FINISH: Final = STRIDE - 1
 NOT_STARTED: Final = 0
 _FREE: Final = 2**62
 
 
 def position(step: int, phase: int = STEP) -> int:
-    """Position of a unit of work; ``step`` counts from 1."""
+    """Position of a unit of work; ``step`` counts from 1 (0: before the first)."""
     return step * STRIDE + phase
 
 

@@ -1,0 +1,179 @@
+"""A job run by real agents and ranks, attempt after attempt, without the service."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from ratchet_contract.messages import AttemptResult, Control, LaunchFile, RankMessage, Resumed
+from ratchet_contract.paths import AttemptPaths, HomePaths, JobPaths
+from ratchet_contract.resume import Base, ResumeReport, Segment
+from ratchet_contract.spec import Resolved
+from ratchet_contract.spec_parse import parse_spec
+from ratchet_worker.control import write_control
+from ratchet_worker.counter import CounterReader, Reading
+from tests.support.server import processes_below, wait_for
+
+_MESSAGE: TypeAdapter[RankMessage] = TypeAdapter(RankMessage)
+
+
+class Job:
+    """``spec`` as a user writes it (``name`` may be left out); ``workdir``: the code snapshot."""
+
+    def __init__(self, home: Path, spec: dict[str, Any], workdir: Path | None = None, *, job_id: str = "job-1") -> None:
+        self.home, self.job_id = HomePaths(home), job_id
+        self.paths: JobPaths = self.home.job(job_id)
+        self.workdir = workdir or home / "empty"
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        self.spec = {"name": "test", "world": {"ranks_per_node": 2, "device": "cpu"}, **spec}
+        self.attempts: list[Attempt] = []
+
+    def launch(self, *, spec: dict[str, Any] | None = None, **launch: Any) -> Attempt:
+        """Start the next attempt. ``spec`` changes keys of the spec for this and later attempts."""
+        self.spec = {**self.spec, **(spec or {})}
+        attempt = Attempt(self, len(self.attempts) + 1, launch)
+        self.attempts.append(attempt)
+        return attempt
+
+    def lineage(self) -> list[Segment]:
+        """What the attempts so far built on one another, newest first; each ends where the next one began."""
+        out: list[Segment] = []
+        until: int | None = None
+        wanted: int | None = None
+        for attempt in reversed(self.attempts):
+            base = attempt.base()
+            if base is None or (wanted is not None and attempt.epoch != wanted):
+                continue
+            out.append(Segment(epoch=attempt.epoch, after_step=base.step, until_step=until))
+            if base.epoch is None:
+                break
+            wanted, until = base.epoch, base.step
+        return out
+
+    def checkpoints(self) -> list[str]:
+        """Ids of what is committed, oldest first."""
+        return sorted(p.parent.name for p in self.paths.checkpoints.glob("*/MANIFEST.json"))
+
+    def newest(self) -> Path:
+        return self.paths.checkpoints / self.checkpoints()[-1]
+
+    def close(self) -> None:
+        for attempt in self.attempts:
+            attempt.close()
+
+
+class Attempt:
+    """One running (or ended) attempt."""
+
+    def __init__(self, job: Job, epoch: int, launch: dict[str, Any]) -> None:
+        self.job, self.epoch = job, epoch
+        self.paths: AttemptPaths = job.paths.attempt(epoch)
+        spec = parse_spec(job.spec)
+        self.world_size = spec.world.size
+        lineage = job.lineage()
+        self.launch = LaunchFile(
+            job_id=job.job_id,
+            epoch=epoch,
+            world_size=self.world_size,
+            ranks=list(range(self.world_size)),
+            spec=spec,
+            resolved=Resolved(device="cpu", backend="gloo", threads_per_rank=1, python=sys.executable),
+            job_root=str(job.paths.root),
+            attempt_dir=str(self.paths.root),
+            workdir=str(job.workdir),
+            report_token="none",
+            service_file=str(job.home.service_file),
+            **{"lineage": lineage, **launch},
+        )
+        self.paths.root.mkdir(parents=True)
+        self.paths.launch_file.write_text(self.launch.model_dump_json())
+        with self.paths.agent_log.open("ab") as log:
+            self.agent = subprocess.Popen(
+                [sys.executable, "-P", "-m", "ratchet_worker.agent", str(self.paths.launch_file)],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    # --- what it does --------------------------------------------------------------------------------------------------
+
+    def wait(self, deadline: float = 60) -> AttemptResult:
+        """Its result, after the agent has exited."""
+        wait_for(lambda: self.agent.poll() is not None, f"attempt {self.epoch} to end\n{self.logs()}", deadline)
+        return AttemptResult.model_validate_json(self.paths.result_file.read_bytes())
+
+    def reading(self, rank: int = 0) -> Reading | None:
+        return CounterReader(self.paths.counter(rank)).read()
+
+    def wait_step(self, step: int, rank: int = 0) -> None:
+        def reached() -> bool:
+            assert self.agent.poll() is None, f"it ended before step {step}\n{self.logs()}"
+            reading = self.reading(rank)
+            return reading is not None and reading.finished >= step
+
+        wait_for(reached, f"rank {rank} to finish step {step}", 60)
+
+    def wait_log(self, text: str, rank: int = 0) -> None:
+        path = self.paths.log(rank)
+        wait_for(lambda: path.exists() and text in path.read_text(), f"{text!r} in the log of rank {rank}", 60)
+
+    def control(self, **fields: Any) -> None:
+        """What the agent would write when the service wishes it."""
+        write_control(self.paths.control_file, Control(**fields))
+
+    def pid(self, rank: int) -> int:
+        for pid in processes_below(self.paths.root):
+            with suppress(OSError):
+                env = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                line = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if f"RANK={rank}".encode() in env and b"ratchet_worker.rank" in line:
+                    return pid
+        raise AssertionError(f"rank {rank} is not alive\n{self.logs()}")
+
+    def kill(self, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(self.pid(rank), number)
+
+    # --- what it left --------------------------------------------------------------------------------------------------
+
+    def base(self) -> Base | None:
+        if not self.paths.base_file.exists():
+            return None
+        return Base.model_validate_json(self.paths.base_file.read_bytes())
+
+    def messages(self, rank: int = 0, kind: str | None = None) -> list[Any]:
+        lines = self.paths.spool(rank).read_text().splitlines()
+        found = [_MESSAGE.validate_json(line) for line in lines]
+        return [m for m in found if kind is None or m.kind == kind]
+
+    def report(self) -> ResumeReport:
+        (message,) = self.messages(kind="resumed")
+        assert isinstance(message, Resumed)
+        return message.report
+
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """Values by step; a step's several messages are merged."""
+        out: dict[int, dict[str, float]] = {}
+        for message in self.messages(kind="metrics"):
+            out.setdefault(message.step, {}).update(message.values)
+        return out
+
+    def logs(self) -> str:
+        """The agent's log and the ends of the ranks' logs."""
+        paths = [self.paths.agent_log, *(self.paths.log(r) for r in range(self.world_size))]
+        return "\n".join(f"--- {p.name}\n{p.read_text()[-4000:]}" for p in paths if p.exists())
+
+    def close(self) -> None:
+        if self.agent.poll() is None:
+            self.agent.kill()
+        self.agent.wait(10)
+        for pid in processes_below(self.paths.root):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not processes_below(self.paths.root), "the attempt's processes to go", 10)

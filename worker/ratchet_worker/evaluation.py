@@ -1,0 +1,77 @@
+"""Evaluating between two steps without leaving a trace, and without a collective that a stop could leave hanging."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ratchet_hooks.layout import ManagedDDP
+from ratchet_worker import rng
+from ratchet_worker.exchange import Abandoned, Exchange
+
+Item = TypeVar("Item")
+
+
+class Evaluation:
+    """What the block of ``evaluating`` works with. Everything in it raises ``Abandoned`` once the ranks agreed to stop; the block
+    is then left, and the evaluation runs again after the resume."""
+
+    def __init__(
+        self, exchange: Exchange, name: str, tick: Callable[[], None], stop_pending: Callable[[], bool]
+    ) -> None:
+        self._exchange, self._name, self._tick, self._stop_pending = exchange, name, tick, stop_pending
+        self._gathers = 0
+
+    def batches(self, items: Iterable[Item]) -> Iterator[Item]:
+        """``items``, each of them progress."""
+        for item in items:
+            if self._stop_pending():
+                raise Abandoned(self._name)
+            self._tick()
+            yield item
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's JSON value in rank order; every rank calls it."""
+        self._gathers += 1
+        return self._exchange.gather(f"{self._name}/{self._gathers}", value, abandon=self._stop_pending)
+
+    def averages(self, sums: dict[str, tuple[float, float]]) -> dict[str, float]:
+        """Sum of sums / sum of weights over all ranks, by name (0 weight: NaN)."""
+        parts = self.gather({k: [float(v[0]).hex(), float(v[1]).hex()] for k, v in sums.items()})
+        names = sorted({name for part in parts for name in part})
+        out: dict[str, float] = {}
+        for name in names:
+            total = sum(float.fromhex(p[name][0]) for p in parts if name in p)
+            weight = sum(float.fromhex(p[name][1]) for p in parts if name in p)
+            out[name] = total / weight if weight else float("nan")
+        return out
+
+
+@contextmanager
+def undisturbed(ddp: ManagedDDP, device: torch.device, *, broadcast: bool) -> Iterator[None]:
+    """Eval mode without gradients; afterwards modes, buffers and generators are as before.
+
+    ``broadcast``: inside, every rank has rank 0's buffers, those that DDP would hand out at the next forward: what is evaluated
+    is one model, not one per rank. A collective then.
+    """
+    modes = [(module, module.training) for module in ddp.modules()]
+    buffers = [buffer for _, buffer in sorted(ddp.module.named_buffers())]
+    with torch.no_grad():
+        kept = [buffer.clone() for buffer in buffers]
+        if broadcast:
+            for buffer in buffers:
+                dist.broadcast(buffer, src=0, group=ddp.process_group)
+    try:
+        ddp.eval()
+        with rng.forked(device), torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        with torch.no_grad():
+            for buffer, value in zip(buffers, kept, strict=True):
+                buffer.copy_(value)

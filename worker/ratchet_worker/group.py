@@ -1,0 +1,99 @@
+"""A rank's place in its group: identity, rendezvous store, process group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch.distributed import init_process_group
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
+
+from ratchet_contract import environment as names
+from ratchet_contract.errors import UserError
+from ratchet_contract.messages import LaunchFile
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this process is, from the variables that the agent sets."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    host: str
+    port: int
+    store_fd: int | None
+
+    @classmethod
+    def of(cls, env: Mapping[str, str]) -> Identity:
+        """Raises ``KeyError`` or ``ValueError`` when the agent's variables are missing."""
+        fd = env.get(names.STORE_FD)
+        return cls(
+            rank=int(env[names.RANK]),
+            local_rank=int(env[names.LOCAL_RANK]),
+            world_size=int(env[names.WORLD_SIZE]),
+            host=env[names.MASTER_ADDR],
+            port=int(env[names.MASTER_PORT]),
+            store_fd=int(fd) if fd is not None else None,
+        )
+
+
+@dataclass(frozen=True)
+class Clients:
+    """One store client per thread that waits: the main thread, the side thread, the process group. Rank 0 has the server."""
+
+    main: Store
+    side: Store
+    group: Store
+    server: Store | None
+
+
+def device_of(launch: LaunchFile, identity: Identity) -> torch.device:
+    """This rank's device, made current. Raises ``UserError`` when the machine does not have it."""
+    if launch.resolved.device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available() or identity.local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"rank {identity.rank} needs CUDA device {identity.local_rank}, this machine offers {torch.cuda.device_count()} to "
+            "it: submit with world.device cpu, or with fewer ranks"
+        )
+    device = torch.device("cuda", identity.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def connect(identity: Identity, timeout: float) -> Clients:
+    """Rank 0 serves on the socket that its agent has bound; every rank connects. ``timeout`` in seconds."""
+    limit = timedelta(seconds=timeout)
+    server = None
+    if identity.rank == 0:
+        server = TCPStore(
+            identity.host, identity.port, is_master=True, timeout=limit, wait_for_workers=False,
+            master_listen_fd=_free_copy(identity.store_fd),
+        )  # fmt: skip
+
+    def client() -> Store:
+        return TCPStore(identity.host, identity.port, is_master=False, timeout=limit)
+
+    return Clients(client(), client(), client(), server)
+
+
+def _free_copy(fd: int | None) -> int | None:
+    """libuv wants a descriptor of its own."""
+    return None if fd is None else os.dup(fd)
+
+
+def join(launch: LaunchFile, identity: Identity, clients: Clients, device: torch.device, timeout: float) -> None:
+    """``init_process_group`` with the job's back end; ``timeout`` (seconds) bounds every collective."""
+    init_process_group(
+        launch.resolved.backend,
+        store=PrefixStore("group", clients.group),
+        rank=identity.rank,
+        world_size=identity.world_size,
+        timeout=timedelta(seconds=timeout),
+        device_id=device if launch.resolved.backend == "nccl" else None,
+    )

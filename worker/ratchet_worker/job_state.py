@@ -1,0 +1,235 @@
+"""Everything with state in one rank, in one place: what a checkpoint captures and a resume puts back, component by component."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ratchet_contract.errors import StateError, UserError
+from ratchet_contract.resume import ComponentReport, ComponentStatus
+from ratchet_hooks.build import ManagedHook, redistribute
+from ratchet_hooks.layout import ManagedDDP
+from ratchet_worker import optimizer_state, rng
+from ratchet_worker.snapshot import Snapshot, Tensors, digest
+from ratchet_worker.task import Stateful, TrainData
+
+_MODEL: Final = "model"
+
+
+class JobState:
+    """The registered objects of one rank. ``hook`` and ``ddp`` are set by the runtime when the model is wrapped."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank, self._device = rank, device
+        self.ddp: ManagedDDP | None = None
+        self.hook: ManagedHook | None = None
+        self.optimizers: dict[str, Optimizer] = {}
+        self.stateful: dict[str, Stateful] = {}
+        self.data: TrainData | None = None
+
+    def register(self, component: str, item: Any) -> None:
+        """Add one object under a component's name. Raises ``UserError`` for what has no state that can be put back."""
+        if component in (*self.optimizers, *self.stateful) or (component == "data" and self.data is not None):
+            raise UserError(f"{component} is registered twice; give each object a name of its own")
+        if isinstance(item, Optimizer):
+            optimizer_state.refuse_sharded(component, item)
+            self.optimizers[component] = item
+        elif component == "data":
+            if not isinstance(item, TrainData):
+                raise UserError(
+                    f"data of type {type(item).__name__} cannot give its position back; wrap it in "
+                    "ratchet_worker.data.TrainLoader (map-style) or ratchet_worker.data.StreamData (iterable)"
+                )
+            self.data = item
+        elif isinstance(item, nn.parallel.DistributedDataParallel):
+            raise UserError(f"{component}: a model is registered by wrap(), not by register()")
+        else:
+            self.stateful[component] = _as_stateful(component, item)
+
+    # --- capture -------------------------------------------------------------------------------------------------------
+
+    def capture(self) -> Snapshot:
+        """This rank's state now. A collective the first time (the hook may let DDP rebuild its buckets)."""
+        ddp, hook = self.hook_or_refuse()
+        hook_tensors, hook_data = hook.capture()  # first: no rank may fail before this collective
+        out = Snapshot()
+        self._capture_equal(out, hook.replicas == "equal")
+        buffers = {name: buffer.detach() for name, buffer in ddp.module.named_buffers()}
+        out.add_encoded("buffers", buffers, sorted(buffers))
+        for component, item in self.stateful.items():
+            out.add(component, item.state_dict())
+        if self.data is not None:
+            out.add("data", self.data.state_dict())
+        out.add_encoded("hook", hook_tensors, hook_data)
+        out.add("rng", rng.capture(self._device))
+        return out
+
+    def _capture_equal(self, out: Snapshot, equal: bool) -> None:
+        ddp, _ = self.hook_or_refuse()
+        names, replicated = self._names(), self._replicated()
+        tensors: Tensors = {f"{_MODEL}/{name}": p.detach() for name, p in ddp.module.named_parameters()}
+        own = [name for name in tensors if name.removeprefix(f"{_MODEL}/") not in replicated]
+        for component, optimizer in self.optimizers.items():
+            shared, rest = optimizer_state.capture(optimizer, component, names, replicated)
+            tensors |= shared
+            out.add(component, rest)
+        for name, tensor in tensors.items():
+            (out.shared if equal and name not in own else out.private)[name] = tensor
+        out.state[_MODEL] = sorted(own)
+
+    def shared_digest(self) -> str | None:
+        """Digest of what is equal on all ranks, as a checkpoint taken now would have it; None when nothing is."""
+        out = Snapshot()
+        self._capture_equal(out, self.hook_or_refuse()[1].replicas == "equal")
+        return digest(out.shared.values()) if out.shared else None
+
+    # --- restore -------------------------------------------------------------------------------------------------------
+
+    def restore(
+        self, saved: Snapshot, *, reset_hook: str | None = None, relayout: bool = False
+    ) -> list[ComponentReport]:
+        """Put back the state of a group of the same size, bit for bit. ``reset_hook``: why the hook starts anew instead;
+        ``relayout``: DDP stands on other buckets. Raises ``UserError`` when the objects do not fit."""
+        reports = self._restore_common(saved, "exact", None)
+        if self.data is not None:
+            reports.append(self._restore_data(lambda data: data.load_state_dict(saved.value("data"))))
+        changed = "laid into other buckets by parameter name" if relayout else None
+        reports.append(self._restore_hook(saved.encoded("hook"), reset_hook, changed, relayout))
+        reports.append(self._fits("rng", lambda: rng.restore(saved.value("rng"), self._device)))
+        return reports
+
+    def restore_resized(
+        self, mine: Snapshot, old: Sequence[Snapshot], seed: int, *, reset_hook: str | None, relayout: bool
+    ) -> list[ComponentReport]:
+        """Put back the state of a group of ``len(old)`` ranks as well as it can be. ``mine``: the old rank that this rank takes
+        private state from; ``old``: data and hook of all old ranks. The generators are seeded anew from ``seed``."""
+        reports = self._restore_common(mine, "redistributed", f"the group had {len(old)} ranks; this is one of theirs")
+        if self.data is not None:
+            reports.append(self._resize_data([s.value("data") for s in old], len(old)))
+        merged = redistribute([s.encoded("hook") for s in old])
+        reports.append(self._restore_hook(merged, reset_hook, "the mean of the old residuals, on every rank", relayout))
+        rng.seed_all(seed, self._rank)
+        reports.append(self._report("rng", "reset", "the number of ranks changed; seeded anew"))
+        return reports
+
+    def _restore_common(self, saved: Snapshot, status: ComponentStatus, reason: str | None) -> list[ComponentReport]:
+        """Model, optimizers, buffers and further objects. ``status`` is that of what is private; the rest is exact."""
+        reports = [self._fits(_MODEL, lambda: self._restore_model(saved))]
+        equal = {**saved.shared, **saved.private}
+        names = self._names()
+        for component, optimizer in self.optimizers.items():
+            rest = saved.value(component)
+            load = partial(optimizer_state.restore, optimizer, component, names, equal, rest)
+            reports.append(self._fits(component, load))
+        private = [self._fits("buffers", lambda: self._restore_buffers(saved))]
+        for component, item in self.stateful.items():
+            private.append(self._fits(component, partial(item.load_state_dict, saved.value(component))))
+        return reports + [r.model_copy(update={"status": status, "reason": reason}) for r in private]
+
+    def _restore_model(self, saved: Snapshot) -> None:
+        live = dict(self.hook_or_refuse()[0].module.named_parameters())
+        prefix = f"{_MODEL}/"
+        found = {
+            n.removeprefix(prefix): t for n, t in {**saved.shared, **saved.private}.items() if n.startswith(prefix)
+        }
+        _copy_into("parameter", live, found)
+
+    def _restore_buffers(self, saved: Snapshot) -> None:
+        _copy_into("buffer", dict(self.hook_or_refuse()[0].module.named_buffers()), saved.encoded("buffers")[0])
+
+    def _restore_hook(
+        self, state: tuple[Tensors, Any], reset: str | None, changed: str | None, relayout: bool
+    ) -> ComponentReport:
+        """``reset``: why it starts anew instead; ``changed``: what was done to a state that is not this rank's own as it was."""
+        _, hook = self.hook_or_refuse()
+        if reset is not None:
+            return self._report("hook", "reset", reset)
+        report = self._fits("hook", lambda: hook.restore(*state, relayout=relayout))
+        if changed is None or not hook.entry.stateful:
+            return report
+        return self._report("hook", "redistributed", changed)
+
+    def _restore_data(self, load: Callable[[TrainData], None]) -> ComponentReport:
+        assert self.data is not None
+        data = self.data
+        report = self._fits("data", lambda: load(data))
+        if data.exact:
+            return report
+        reason = getattr(data, "inexact_reason", None) or "the data cannot give their position back"
+        return self._report("data", "not-exact", str(reason))
+
+    def _resize_data(self, states: list[Any], ranks: int) -> ComponentReport:
+        assert self.data is not None
+        load: Any = getattr(self.data, "load_resized", None)
+        if load is None:
+            return self._report("data", "reset", f"the group had {ranks} ranks and the data have no load_resized")
+        report = self._restore_data(lambda _: load(states))
+        reason = f"continued behind what {ranks} ranks had used up"
+        return report if report.status == "not-exact" else self._report("data", "redistributed", reason)
+
+    def _fits(self, component: str, load: Callable[[], Any]) -> ComponentReport:
+        """Run ``load``; an object that does not take the recorded state is a user's error that no retry heals."""
+        try:
+            load()
+        except torch.OutOfMemoryError:
+            raise
+        except (StateError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise UserError(
+                f"{component} of rank {self._rank} cannot take the state of the checkpoint: {error}. Resume with the code, the "
+                "spec and the arguments that made it, or fork the job from an earlier checkpoint",
+                code="state-mismatch",
+            ) from error
+        return self._report(component, "exact", None)
+
+    def _report(self, component: str, status: ComponentStatus, reason: str | None) -> ComponentReport:
+        return ComponentReport(component=component, rank=self._rank, status=status, reason=reason)
+
+    # --- what belongs to what ------------------------------------------------------------------------------------------
+
+    def hook_or_refuse(self) -> tuple[ManagedDDP, ManagedHook]:
+        """The wrapped model and its hook. Raises ``UserError`` when nothing was wrapped."""
+        if self.ddp is None or self.hook is None:
+            raise UserError(
+                "there is no model: wrap() it before the first step, so that DDP and its hook can be managed"
+            )
+        return self.ddp, self.hook
+
+    def _names(self) -> dict[int, str]:
+        return {id(p): name for name, p in self.hook_or_refuse()[0].module.named_parameters()}
+
+    def _replicated(self) -> Collection[str]:
+        """Parameters that DDP keeps equal: all but those that the module asks DDP to ignore."""
+        module = self.hook_or_refuse()[0].module
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        return [name for name, _ in module.named_parameters() if name not in ignored]
+
+
+def _as_stateful(component: str, item: Any) -> Stateful:
+    if hasattr(item, "state_dict") and hasattr(item, "load_state_dict"):
+        found: Stateful = item
+        return found
+    if rng.is_generator(item):
+        return rng.GeneratorState(item)
+    raise UserError(
+        f"{component} of type {type(item).__name__} has no state_dict and load_state_dict, so it cannot be put back; "
+        "add them (tensors, numbers, strings, lists, dicts), or do not register it"
+    )
+
+
+def _copy_into(kind: str, live: dict[str, torch.Tensor] | dict[str, nn.Parameter], found: Tensors) -> None:
+    """Copy bit for bit into live tensors of the same names, shapes and dtypes. Raises ``StateError`` naming what differs."""
+    if odd := sorted(set(live) ^ set(found)):
+        side = "the model has no longer" if odd[0] in found else "the checkpoint does not have"
+        raise StateError(f"{kind} {odd[0]!r}, which {side}")
+    with torch.no_grad():
+        for name, tensor in live.items():
+            saved = found[name]
+            if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
+                was, now = (f"{t.dtype} {list(t.shape)}" for t in (saved, tensor))
+                raise StateError(f"{kind} {name!r} is {now}, the checkpoint has {was}")
+            tensor.copy_(saved)

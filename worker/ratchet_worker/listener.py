@@ -1,0 +1,63 @@
+"""What reaches a rank from outside: signals, which only set a flag, and ``control.json``. Without torch: set up first of all.
+
+A Python signal handler runs between two bytecodes of the main thread, which may be inside a collective for minutes; the wake-up
+descriptor is written by the C handler at once, and a side thread reads it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import select
+import signal
+from pathlib import Path
+from typing import Any, Final
+
+from ratchet_contract.messages import Control
+from ratchet_contract.phases import Cause, Desired
+from ratchet_worker.control import ControlReader
+from ratchet_worker.results import default_cause
+
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+class Listener:
+    """Call ``install`` on the main thread; ``wait`` from one other thread."""
+
+    def __init__(self) -> None:
+        self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._signalled = False
+        self._reader: ControlReader | None = None
+        self._control = Control()
+
+    def install(self) -> None:
+        """Handlers for SIGTERM and SIGINT; SIGUSR1 writes all threads' stacks to the log."""
+        signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        for number in STOP_SIGNALS:
+            signal.signal(number, _ignore)
+        faulthandler.enable()
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+    def follow(self, control_file: Path, first: Desired) -> None:
+        """Read wishes from ``control_file`` too, beginning with what the launch asked for."""
+        self._reader = ControlReader(control_file)
+        self._control = Control(desired=first)
+
+    def wait(self, seconds: float) -> tuple[Cause | None, int]:
+        """Up to ``seconds`` for a signal; then ``(cause of the stop that is wanted, number of "save now")`` as known now."""
+        readable, _, _ = select.select([self._read_fd], [], [], seconds)
+        if readable:
+            numbers = os.read(self._read_fd, 4096)
+            self._signalled = self._signalled or any(n in numbers for n in STOP_SIGNALS)
+        if self._reader is not None:
+            self._control = self._reader.poll() or self._control
+        return self._cause(), self._control.checkpoint_request
+
+    def _cause(self) -> Cause | None:
+        if self._control.desired is not Desired.RUN:
+            return self._control.cause or default_cause(self._control.desired)
+        return Cause.SIGTERM if self._signalled else None
+
+
+def _ignore(number: int, frame: Any) -> None:
+    """The wake-up descriptor has told the side thread; nothing is done between two bytecodes of the main thread."""

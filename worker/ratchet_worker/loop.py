@@ -1,0 +1,166 @@
+"""The training loop for tasks. It reads as what it does; everything that must be exact lies in ``runtime``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ratchet_contract.errors import UserError
+from ratchet_hooks.layout import ManagedDDP
+from ratchet_worker.runtime import Runtime, endless
+from ratchet_worker.task import LossResult, Metrics, Parts, Task, TaskContext
+
+
+def run_task(runtime: Runtime, task: Task) -> None:
+    """Build, restore, train to the end, finish. Raises ``Stopped`` when the ranks agreed to stop, ``UserError`` for parts that
+    cannot work, and whatever the task raises."""
+    parts = _build(runtime, task)
+    total = _steps(parts)
+    ddp = runtime.wrap(parts.model)
+    for component, item in _components(parts).items():
+        runtime.state.register(component, item)
+    digest = getattr(parts.train, "data_digest", None)
+    runtime.data_digest = parts.digest or (digest() if callable(digest) else None)
+    runtime.restore(total)
+    trainer = Trainer(runtime, task, parts, ddp)
+    if runtime.step > 0 and trainer.evaluation_due():
+        trainer.evaluate()
+    while not runtime.done:
+        runtime.begin_step()
+        trainer.train_step()
+        runtime.end_step()
+        trainer.log()
+        if trainer.evaluation_due():
+            trainer.evaluate()
+    runtime.finish()
+
+
+def _build(runtime: Runtime, task: Task) -> Parts:
+    context = TaskContext(
+        rank=runtime.rank,
+        world_size=runtime.world_size,
+        local_rank=runtime.local_rank,
+        device=runtime.device,
+        seed=runtime.launch.spec.seed,
+    )
+    parts = task.build(context)
+    if not isinstance(parts, Parts):
+        raise UserError(
+            f"{type(task).__name__}.build must return ratchet_worker.task.Parts, not {type(parts).__name__}"
+        )
+    return parts
+
+
+def _steps(parts: Parts) -> int:
+    try:
+        return parts.steps()
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _components(parts: Parts) -> dict[str, Any]:
+    out: dict[str, Any] = {"optimizer": parts.optimizer, "data": parts.train}
+    if parts.scheduler is not None:
+        out["scheduler"] = parts.scheduler
+    if parts.scaler is not None:
+        out["scaler"] = parts.scaler
+    return out | {f"user:{name}": item for name, item in parts.stateful.items()}
+
+
+class Trainer:
+    """One task on one rank."""
+
+    def __init__(self, runtime: Runtime, task: Task, parts: Parts, ddp: ManagedDDP) -> None:
+        self._runtime, self._task, self._parts, self._ddp = runtime, task, parts, ddp
+        self._batches: Iterator[Any] = endless(parts.train, runtime.counter.tick)
+        self._to_device: Callable[[Any, torch.device], Any] = getattr(task, "batch_to_device", to_device)
+        self._before_step: Callable[[nn.Module, Any, int], None] | None = getattr(task, "before_step", None)
+        self._losses: list[tuple[torch.Tensor, Metrics]] = []
+
+    def train_step(self) -> None:
+        """Forward and backward of ``accumulate`` batches, then the optimizer, the scaler and the scheduler."""
+        parts, count = self._parts, self._parts.accumulate
+        self._losses = []
+        for number in range(count):
+            batch = self._to_device(next(self._batches), self._runtime.device)
+            with self._ddp.no_sync() if number < count - 1 else contextlib.nullcontext():
+                loss, metrics = _split(self._task.loss(self._ddp, batch))
+                scaled = loss / count if count > 1 else loss
+                (parts.scaler.scale(scaled) if parts.scaler is not None else scaled).backward()  # type: ignore[no-untyped-call]
+            self._losses.append((loss.detach(), metrics))
+        self._optimizer_step()
+
+    def _optimizer_step(self) -> None:
+        parts = self._parts
+        if self._before_step is not None:
+            if parts.scaler is not None:
+                parts.scaler.unscale_(parts.optimizer)
+            self._before_step(self._ddp.module, parts.optimizer, self._runtime.step + 1)
+        if parts.scaler is not None:
+            parts.scaler.step(parts.optimizer)
+            parts.scaler.update()
+        else:
+            parts.optimizer.step()
+        step: Any = getattr(parts.scheduler, "step", None)
+        if step is not None:
+            step()
+        parts.optimizer.zero_grad()
+
+    def log(self) -> None:
+        """The step's metrics of rank 0's own batches, each the mean over the accumulated batches."""
+        runtime = self._runtime
+        if runtime.rank != 0 or not runtime.reporter.metrics_due(runtime.step, runtime.total):
+            return
+        values: dict[str, list[float]] = {}
+        for loss, metrics in self._losses:
+            for name, value in {"loss": loss, **metrics}.items():
+                values.setdefault(name, []).append(float(value))
+        rates = {
+            f"lr/{i}" if i else "lr": float(g["lr"])
+            for i, g in enumerate(self._parts.optimizer.param_groups)
+            if "lr" in g
+        }
+        runtime.log({**{name: sum(v) / len(v) for name, v in values.items()}, **rates})
+
+    def evaluation_due(self) -> bool:
+        """After every ``evaluate_every`` steps and after the last, if the task can be evaluated."""
+        if not hasattr(self._task, "evaluation"):
+            return False
+        every, step = self._parts.evaluate_every, self._runtime.step
+        return self._runtime.done or (every is not None and step % every == 0)
+
+    def evaluate(self) -> None:
+        """All ranks' shares into one set of metrics."""
+        task: Any = self._task
+        with self._runtime.evaluating() as evaluation:
+            sums: dict[str, tuple[float, float]] = {}
+            for batch in evaluation.batches(task.evaluation()):
+                found = task.evaluate(self._ddp.module, self._to_device(batch, self._runtime.device))
+                for name, (total, weight) in found.items():
+                    before = sums.get(name, (0.0, 0.0))
+                    sums[name] = (before[0] + float(total), before[1] + float(weight))
+            self._runtime.log({**evaluation.averages(sums)})
+
+
+def _split(result: LossResult) -> tuple[torch.Tensor, Metrics]:
+    loss, metrics = result if isinstance(result, tuple) else (result, {})
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise UserError("loss() must return a scalar tensor, or a scalar tensor and a dict of metrics")
+    return loss, metrics
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Tensors inside lists, tuples and dicts on ``device``."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {k: to_device(v, device) for k, v in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(v, device) for v in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(to_device(v, device) for v in batch)
+    return batch

@@ -1,0 +1,102 @@
+"""An optimizer's state by parameter name: tensors that are equal on all ranks apart from the rest.
+
+``Optimizer.state_dict`` numbers parameters and ``load_state_dict`` casts floating-point state to the parameter's dtype. Both are
+undone here: another order of parameters is noticed, and float32 momenta of bfloat16 parameters come back as float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import Optimizer
+
+from ratchet_contract.errors import StateError, UserError
+from ratchet_worker.snapshot import Tensors
+
+
+def refuse_sharded(name: str, optimizer: Optimizer) -> None:
+    """Raises ``UserError`` for an optimizer whose state is spread over the ranks in a way that is not stored yet."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        raise UserError(f"{name}: ZeroRedundancyOptimizer is not supported yet; use the optimizer that it wraps")
+
+
+def capture(
+    optimizer: Optimizer, component: str, names: dict[int, str], replicated: Collection[str]
+) -> tuple[Tensors, Any]:
+    """``(shared tensors, the rest)``. ``names``: parameter name by ``id``; ``replicated``: names of parameters that DDP keeps
+    equal. The rest is a tree that ``ratchet_hooks.codec`` takes."""
+    state = optimizer.state_dict()
+    labels = list(_labels(optimizer, names))
+    shared: Tensors = {}
+    entries: dict[str, dict[str, Any]] = {}
+    for index, values in state["state"].items():
+        label = labels[index] if isinstance(index, int) and index < len(labels) else f"#{index}"
+        rest: dict[str, Any] = {}
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if label in replicated and _plain(value) and isinstance(key, str):
+                shared[f"{component}/{label}/{key}"] = value.detach()
+                rest[key] = {"shared": True}
+            else:
+                rest[key] = value
+        entries[label] = rest
+    groups = [{**group, "params": [labels[i] for i in group["params"]]} for group in state["param_groups"]]
+    extra = {k: v for k, v in state.items() if k not in ("state", "param_groups")}
+    return shared, {"state": entries, "param_groups": groups, "extra": extra}
+
+
+def restore(optimizer: Optimizer, component: str, names: dict[int, str], shared: Tensors, rest: Any) -> None:
+    """Inverse of ``capture``. Raises ``StateError`` when the optimizer has other parameters or groups than the recorded one."""
+    labels = list(_labels(optimizer, names))
+    recorded = [label for group in rest["param_groups"] for label in group["params"]]
+    if sorted(recorded) != sorted(labels):
+        odd = sorted(set(recorded) ^ set(labels))
+        raise StateError(
+            f"{component}: it has other parameters than the recorded one: {', '.join(odd[:3]) or 'in number'}"
+        )
+    sizes = [[len(g["params"]) for g in groups] for groups in (rest["param_groups"], optimizer.param_groups)]
+    if sizes[0] != sizes[1] or recorded != labels:
+        raise StateError(f"{component}: its parameter groups hold other parameters than the recorded ones")
+    index = {label: i for i, label in enumerate(labels)}
+    entries = {
+        label: {k: shared[f"{component}/{label}/{k}"] if v == {"shared": True} else v for k, v in values.items()}
+        for label, values in rest["state"].items()
+    }
+    groups = [{**group, "params": [index[label] for label in group["params"]]} for group in rest["param_groups"]]
+    optimizer.load_state_dict(
+        {"state": {index[n]: v for n, v in entries.items()}, "param_groups": groups, **rest["extra"]}
+    )
+    _undo_casts(optimizer, labels, entries)
+
+
+def _undo_casts(optimizer: Optimizer, labels: list[str], entries: dict[str, dict[str, Any]]) -> None:
+    """Put back dtype and, where a state has its parameter's shape, the parameter's memory format."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for label, parameter in zip(labels, parameters, strict=True):
+        for key, value in entries.get(label, {}).items():
+            there = optimizer.state[parameter].get(key)
+            if not isinstance(value, torch.Tensor) or not isinstance(there, torch.Tensor):
+                continue
+            if value.shape == parameter.shape and there.stride() != parameter.stride():
+                there = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False, device=there.device)
+                optimizer.state[parameter][key] = there.copy_(value)
+            elif there.dtype != value.dtype:
+                optimizer.state[parameter][key] = value.to(there.device, copy=True)
+
+
+def _labels(optimizer: Optimizer, names: dict[int, str]) -> Iterator[str]:
+    """One label per parameter in the order that ``state_dict`` numbers them; those outside the model by number."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    for number, parameter in enumerate(parameters):
+        yield names.get(id(parameter), f"#{number}")
+
+
+def _plain(value: Any) -> bool:
+    return (
+        type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.layout is torch.strided
+        and not value.is_quantized
+        and not value.dtype.is_complex
+    )

@@ -1,0 +1,103 @@
+"""What a rank says upwards: one method per message, on top of the spool. Nothing here raises or waits.
+
+Which steps' metrics are sent depends on step numbers alone, so that two runs of a job send the same series; progress and hook
+summaries are for people who watch, and go by time.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+from typing import Any, Final, Literal
+
+from ratchet_contract import messages as m
+from ratchet_contract.manifest import Manifest
+from ratchet_contract.resume import Base, ResumeReport
+from ratchet_hooks.summary import HookSummary
+from ratchet_worker.files import now
+from ratchet_worker.spool import Spool
+
+_PROGRESS_SECONDS: Final = 0.5
+_HOOK_SECONDS: Final = 1.0
+_POINTS: Final = 1000
+_NEVER: Final = -math.inf
+
+
+class Reporter:
+    """Messages of one rank."""
+
+    def __init__(self, spool: Spool, rank: int) -> None:
+        self._spool, self._rank = spool, rank
+        self._progress_at = self._hook_at = _NEVER
+
+    def started(self, device: str, torch_version: str) -> None:
+        self._send(
+            m.Started(
+                rank=self._rank,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                at=now(),
+                device=device,
+                torch=torch_version,
+            )
+        )
+
+    def training(self, base: Base, total_steps: int | None) -> None:
+        self._send(m.Training(rank=self._rank, at=now(), base=base, total_steps=total_steps))
+
+    def resumed(self, report: ResumeReport) -> None:
+        self._send(m.Resumed(rank=self._rank, at=now(), report=report))
+
+    def metrics_due(self, step: int, total_steps: int | None) -> bool:
+        """A thousand points over the job: every step of a short one, every n-th of a long one; always the last."""
+        every = 10 if total_steps is None else max(1, total_steps // _POINTS)
+        return step % every == 0 or step == total_steps or step == 1
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        self._send(m.Metrics(rank=self._rank, at=now(), step=step, values=values))
+
+    def progress(self, step: int, total_steps: int | None, data_epoch: int | None, *, always: bool = False) -> None:
+        """At most every half second, unless ``always``."""
+        instant = time.monotonic()
+        if always or instant - self._progress_at >= _PROGRESS_SECONDS:
+            self._progress_at = instant
+            self._send(m.Progress(rank=self._rank, at=now(), step=step, total_steps=total_steps, data_epoch=data_epoch))
+
+    def hook_due(self) -> bool:
+        return time.monotonic() - self._hook_at >= _HOOK_SECONDS
+
+    def hook(self, summary: HookSummary) -> None:
+        self._hook_at = time.monotonic()
+        self._send(m.HookState(rank=self._rank, at=now(), summary=summary))
+
+    def committed(self, manifest: Manifest, seconds: float) -> None:
+        self._send(
+            m.CheckpointCommitted(
+                rank=self._rank, at=now(), step=manifest.step, epoch=manifest.epoch, digest=manifest.digest,
+                size=manifest.size, files=len(manifest.files), seconds=seconds, reason=manifest.reason,
+                parent=manifest.parent, finished=manifest.finished,
+            )
+        )  # fmt: skip
+
+    def checkpoint_failed(self, step: int, error: str) -> None:
+        self._send(m.CheckpointFailed(rank=self._rank, at=now(), step=step, error=error))
+
+    def deleted(self, step: int, epoch: int) -> None:
+        self._send(m.CheckpointDeleted(rank=self._rank, at=now(), step=step, epoch=epoch))
+
+    def quarantined(self, step: int, epoch: int, error: str) -> None:
+        self._send(m.Quarantined(rank=self._rank, at=now(), step=step, epoch=epoch, error=error))
+
+    def note(self, type_: str, message: str, **data: Any) -> None:
+        self._send(m.Note(rank=self._rank, at=now(), type=type_, message=message[:4000], data=data))
+
+    def close(self) -> None:
+        self._spool.close()
+
+    def _send(self, message: m.RankMessage) -> None:
+        self._spool.append(message)
+
+
+Reason = Literal["schedule", "stop", "request", "end"]

@@ -1,0 +1,169 @@
+"""From the disk to a rank: which checkpoint an attempt starts from, and reading it back, every byte verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ratchet_contract.errors import CheckpointError, UserError
+from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX, Manifest, TensorEntry
+from ratchet_contract.messages import ForkSource, LaunchFile
+from ratchet_contract.paths import JobPaths
+from ratchet_contract.resume import Base, EnvironmentDifference
+from ratchet_hooks.registry import HOOKS
+from ratchet_store.commit import read_manifest
+from ratchet_store.lineage import find_base
+from ratchet_store.read import load, verify_files
+from ratchet_worker.environment_record import Record, compare
+from ratchet_worker.exchange import Exchange
+from ratchet_worker.reporter import Reporter
+from ratchet_worker.snapshot import Snapshot, byte_view, empty
+
+_NEVER_MATTERS = frozenset({"compression_stats_logging_frequency", "random_seed"})
+"""Hook parameters that cannot change a running hook's bits: its generator comes back with its state."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What this attempt starts from; ``manifest`` None: from scratch. The same on every rank."""
+
+    base: Base = field(default_factory=Base)
+    manifest: Manifest | None = None
+    directory: Path | None = None
+    quarantined: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def choose(launch: LaunchFile, exchange: Exchange, reporter: Reporter) -> Chosen:
+    """Rank 0 finds the newest valid checkpoint of the lineage (or the fork's source); every rank gets the choice.
+
+    Damaged ones are moved to the quarantine and told. Raises ``CheckpointError`` where nothing may silently be passed over.
+    """
+    told = None
+    if exchange.rank == 0:
+        chosen = _find(launch, reporter)
+        told = {
+            "directory": str(chosen.directory) if chosen.directory else None,
+            "digest": chosen.base.digest,
+            "quarantined": chosen.quarantined,
+            "notes": chosen.notes,
+        }
+    told = exchange.broadcast("base", told)
+    if told["directory"] is None:
+        return Chosen(quarantined=told["quarantined"], notes=told["notes"])
+    directory = Path(told["directory"])
+    manifest = read_manifest(directory)
+    if manifest.digest != told["digest"]:
+        raise CheckpointError(f"{directory} changed while the ranks agreed on it")
+    return Chosen(manifest.base, manifest, directory, told["quarantined"], told["notes"])
+
+
+def _find(launch: LaunchFile, reporter: Reporter) -> Chosen:
+    job, fork = JobPaths(Path(launch.job_root)), launch.fork
+    root = Base() if fork is None else Base(step=fork.step, epoch=fork.epoch, digest=fork.digest)
+    manifest, moved = find_base(
+        job.checkpoints, job.quarantine, launch.lineage, expected_job_id=launch.job_id, root=root
+    )
+    for item in moved:
+        reporter.quarantined(item.step, item.epoch, item.error)
+    quarantined = [f"{item.path.name}: {item.error}" for item in moved]
+    if manifest is not None:
+        return Chosen(manifest.base, manifest, job.checkpoint(manifest.step, manifest.epoch), quarantined)
+    notes = ["no valid checkpoint is left in the lineage; the job starts over"] if launch.lineage else []
+    if fork is None:
+        return Chosen(quarantined=quarantined, notes=notes)
+    return _find_fork(fork, quarantined)
+
+
+def _find_fork(fork: ForkSource, quarantined: list[str]) -> Chosen:
+    directory = JobPaths(Path(fork.job_root)).checkpoint(fork.step, fork.epoch)
+    try:
+        manifest = read_manifest(directory)
+        if manifest.digest != fork.digest:
+            raise CheckpointError(f"{directory} is not the checkpoint that the job was forked from")
+        verify_files(directory, manifest)
+    except CheckpointError as error:
+        if error.code in ("checkpoint-missing", "checkpoint-damaged"):
+            raise UserError(
+                f"the source of the fork cannot be used: {error.detail}; fork from another checkpoint"
+            ) from error
+        raise
+    return Chosen(manifest.base, manifest, directory, quarantined, [f"forked from job {manifest.job_id}"])
+
+
+def read(
+    chosen: Chosen,
+    ranks: Collection[int],
+    wanted: Callable[[str], bool] = lambda component: True,
+    *,
+    shared: bool = True,
+) -> dict[int, Snapshot]:
+    """Snapshots of ``ranks`` as they were saved; ``wanted`` picks private components by name. The shared tensors, if asked
+    for, are in every snapshot returned. Raises ``CheckpointError``."""
+    manifest, directory = chosen.manifest, chosen.directory
+    assert manifest is not None and directory is not None
+    tensors: dict[str, torch.Tensor] = {}
+
+    def takes(entry: TensorEntry) -> bool:
+        if entry.name.startswith(SHARED_PREFIX):
+            return shared
+        rank, _, rest = entry.name.removeprefix(RANK_PREFIX).partition("/")
+        return int(rank) in ranks and wanted(rest.partition("/")[0])
+
+    def place(entry: TensorEntry) -> memoryview:
+        if entry.name not in tensors:
+            tensors[entry.name] = empty(entry.dtype, entry.shape)
+        tensor = tensors[entry.name]
+        begin = entry.start * tensor.element_size()
+        return byte_view(tensor)[begin : begin + entry.nbytes]
+
+    loaded = load(directory, manifest, takes, place, ranks=ranks)
+    return {rank: _snapshot(rank, tensors, loaded.states[rank]) for rank in ranks}
+
+
+def _snapshot(rank: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> Snapshot:
+    prefix = f"{RANK_PREFIX}{rank}/"
+    return Snapshot(
+        shared={n.removeprefix(SHARED_PREFIX): t for n, t in tensors.items() if n.startswith(SHARED_PREFIX)},
+        private={n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)},
+        state=state,
+    )
+
+
+def differences(
+    manifest: Manifest, current: Record, launch: LaunchFile, data_digest: str | None
+) -> list[EnvironmentDifference]:
+    """Everything recorded that is not the same now: the environment, and digests of spec, code and data."""
+    recorded = {
+        **manifest.environment,
+        "spec_digest": manifest.spec_digest,
+        "code_digest": manifest.code_digest,
+        "data_digest": manifest.data_digest,
+    }
+    now: Record = {
+        **current,
+        "spec_digest": launch.spec.digest(),
+        "code_digest": launch.resolved.code_digest,
+        "data_digest": data_digest,
+    }
+    return compare(recorded, now)
+
+
+def hook_difference(manifest: Manifest, launch: LaunchFile) -> str | None:
+    """A sentence when the recorded state belongs to another hook than the spec asks for, else None."""
+    spec = launch.spec.hook
+    if manifest.hook.name != spec.name:
+        return f"the checkpoint was made under hook {manifest.hook.name}, the spec asks for {spec.name}"
+    if not HOOKS[spec.name].stateful:
+        return None
+    asked = spec.model_dump(mode="json")
+    changed = [
+        f"{key} {manifest.hook.parameters.get(key)} -> {asked.get(key)}"
+        for key in sorted(set(asked) | set(manifest.hook.parameters))
+        if manifest.hook.parameters.get(key) != asked.get(key) and key not in _NEVER_MATTERS
+    ]
+    return f"hook {spec.name} was recorded with other parameters: {', '.join(changed)}" if changed else None

@@ -1,0 +1,164 @@
+"""Coming back: the model on the recorded bucket layout, every component's state, and an honest report of how it went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ratchet_contract.errors import StateError, UserError
+from ratchet_contract.manifest import Manifest
+from ratchet_contract.messages import LaunchFile
+from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.resume import ComponentReport, EnvironmentDifference, ResumeReport, Verdict
+from ratchet_hooks.build import ManagedHook, managed_ddp
+from ratchet_hooks.errors import LayoutMismatch, UnsupportedModel
+from ratchet_hooks.layout import ManagedDDP
+from ratchet_worker import environment_record, rng
+from ratchet_worker import restore as disk
+from ratchet_worker.files import write_atomic
+from ratchet_worker.restore import Chosen
+from ratchet_worker.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from ratchet_worker.runtime import Runtime
+
+
+@dataclass
+class Notes:
+    """What the construction of the model had to give up; None: nothing."""
+
+    layout: str | None = None
+    hook: str | None = None
+
+
+def build(
+    launch: LaunchFile, chosen: Chosen, module: nn.Module, device: torch.device, notes: Notes
+) -> tuple[ManagedDDP, ManagedHook]:
+    """DDP under the job's hook on the recorded layout. A collective. Raises ``UserError`` where ``policy.on_hook_mismatch`` does
+    not allow what it would take."""
+    spec, manifest = launch.spec, chosen.manifest
+    policy = spec.policy.on_hook_mismatch
+    recorded = manifest.bucket_layout if manifest is not None else None
+    if manifest is not None and (difference := disk.hook_difference(manifest, launch)) is not None:
+        if policy != "reset":
+            raise UserError(
+                f"{difference}; its state cannot be carried over. Give the recorded hook, or set policy.on_hook_mismatch: reset "
+                "to start the hook anew",
+                code="hook-mismatch",
+            )
+        notes.hook = difference
+    options = spec.ddp.model_dump(exclude={"backend"})
+    try:
+        return managed_ddp(module, spec.hook, ddp=options, device=device, recorded_layout=recorded)
+    except LayoutMismatch as error:
+        if policy == "fail":
+            raise UserError(
+                f"the recorded bucket layout cannot stand again: {error}. Resume with the recorded model and ddp settings, or "
+                "set policy.on_hook_mismatch to redistribute (state by parameter name) or reset",
+                code="layout-mismatch",
+            ) from error
+        notes.layout = str(error)
+    except UnsupportedModel as error:
+        raise UserError(f"hook {spec.hook.name} cannot run this model: {error}", code="unsupported-model") from error
+    return managed_ddp(module, spec.hook, ddp=options, device=device)
+
+
+def restore(runtime: Runtime) -> None:
+    """Load, compare, report; afterwards ``base.json`` is on the disk and rank 0 has said that training begins."""
+    launch, chosen = runtime.launch, runtime.chosen
+    runtime.environment = environment_record.record(launch, runtime.device)
+    differences: list[EnvironmentDifference] = []
+    reports: list[ComponentReport] = []
+    if chosen.manifest is not None:
+        differences = disk.differences(chosen.manifest, runtime.environment, launch, runtime.data_digest)
+        if differences and launch.spec.determinism == "strict":
+            raise UserError(
+                f"determinism is strict and this is not what was recorded: {environment_record.sentence(differences)}. Resume "
+                "where it is the same, or submit with determinism: warn",
+                code="environment-differs",
+            )
+        reports = _restore_state(runtime, chosen.manifest)
+    gathered = runtime.exchange.gather("resume", [r.model_dump() for r in reports])
+    if runtime.rank != 0:
+        return
+    components = [ComponentReport.model_validate(r) for rank in gathered for r in rank]
+    report = ResumeReport(
+        verdict=_verdict(chosen.manifest, components, differences),
+        base=chosen.base,
+        world_size=launch.world_size,
+        recorded_world_size=chosen.manifest.world_size if chosen.manifest else None,
+        components=components,
+        differences=differences,
+        quarantined=chosen.quarantined,
+        notes=chosen.notes,
+    )
+    _announce(runtime, report)
+
+
+def _announce(runtime: Runtime, report: ResumeReport) -> None:
+    """The base is on the disk before anything is trained: the lineage rests on it."""
+    paths = AttemptPaths(runtime.attempt_dir)
+    write_atomic(paths.base_file, report.base.model_dump_json().encode(), durable=True)
+    runtime.reporter.resumed(report)
+    runtime.reporter.training(report.base, runtime.total)
+
+
+def _verdict(
+    manifest: Manifest | None, components: list[ComponentReport], differences: list[EnvironmentDifference]
+) -> Verdict:
+    if manifest is None:
+        return "fresh"
+    return "exact" if not differences and all(c.status == "exact" for c in components) else "not-exact"
+
+
+def _restore_state(runtime: Runtime, manifest: Manifest) -> list[ComponentReport]:
+    state, rank = runtime.state, runtime.rank
+    resized = manifest.world_size != runtime.world_size
+    reset, relayout = runtime.notes.hook, runtime.notes.layout is not None
+    if not resized:
+        saved = disk.read(runtime.chosen, [rank])[rank]
+        reports = state.restore(saved, reset_hook=reset, relayout=relayout)
+    else:
+        _refuse_resize(runtime, manifest)
+        reports = _restore_resized(runtime, manifest)
+    if manifest.replicas == "equal" and state.shared_digest() != manifest.shared_digest:
+        raise StateError("what was restored is not what was saved: the digest of the shared tensors differs")
+    return [*reports, _layout_report(runtime, manifest)]
+
+
+def _refuse_resize(runtime: Runtime, manifest: Manifest) -> None:
+    _, hook = runtime.state.hook_or_refuse()
+    data = runtime.state.data
+    lost = ["the hook's residuals"] if hook.entry.stateful else []
+    lost += ["the data position"] if data is not None and not hasattr(data, "load_resized") else []
+    if lost and runtime.launch.spec.policy.on_hook_mismatch == "fail":
+        raise UserError(
+            f"the checkpoint was made by {manifest.world_size} ranks, this group has {runtime.world_size}: "
+            f"{' and '.join(lost)} cannot come back exactly. Set policy.on_hook_mismatch to redistribute (or reset), or use the "
+            "recorded number of ranks",
+            code="world-size-mismatch",
+        )
+
+
+def _restore_resized(runtime: Runtime, manifest: Manifest) -> list[ComponentReport]:
+    everyone = disk.read(runtime.chosen, range(manifest.world_size), lambda c: c in ("hook", "data"), shared=False)
+    source = runtime.rank % manifest.world_size
+    mine: Snapshot = disk.read(runtime.chosen, [source])[source]
+    seed = rng.derive_seed(runtime.launch.spec.seed, "resized", manifest.step)
+    reset = runtime.notes.hook
+    if runtime.launch.spec.policy.on_hook_mismatch == "reset":
+        reset = reset or "the number of ranks changed and policy.on_hook_mismatch is reset"
+    old = [everyone[r] for r in range(manifest.world_size)]
+    return runtime.state.restore_resized(mine, old, seed, reset_hook=reset, relayout=runtime.notes.layout is not None)
+
+
+def _layout_report(runtime: Runtime, manifest: Manifest) -> ComponentReport:
+    note, rank = runtime.notes.layout, runtime.rank
+    if note is not None:
+        return ComponentReport(component="layout", rank=rank, status="redistributed", reason=note)
+    if manifest.bucket_layout is None:
+        return ComponentReport(component="layout", rank=rank, status="absent", reason="none was recorded")
+    return ComponentReport(component="layout", rank=rank, status="exact")

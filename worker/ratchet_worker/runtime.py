@@ -1,0 +1,291 @@
+"""One rank's run: the step boundary, where state is captured and all ranks act together. The loop and a Session stand on it.
+
+Order at the boundary after a step: the save that is due, then whatever the ranks agreed on, then an evaluation. A save comes
+before an evaluation, so an evaluation that a stop cut short runs again after the resume, from the same state.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Final, TypeVar
+
+import torch
+from torch import nn
+
+from ratchet_contract.errors import CheckpointError, UserError
+from ratchet_contract.exit_codes import EXIT_PREEMPTED
+from ratchet_contract.manifest import HookRecord
+from ratchet_contract.messages import LaunchFile
+from ratchet_contract.phases import Cause
+from ratchet_hooks.build import STATE_VERSION, ManagedHook
+from ratchet_hooks.layout import ManagedDDP
+from ratchet_worker import resume
+from ratchet_worker.agreement import FINISH, NOT_STARTED, STRIDE, Agreement, Decision, position
+from ratchet_worker.checkpointer import Checkpointer, Content
+from ratchet_worker.counter import Stage, StepCounter
+from ratchet_worker.environment_record import Record
+from ratchet_worker.evaluation import Evaluation, undisturbed
+from ratchet_worker.exchange import Abandoned, Exchange
+from ratchet_worker.job_state import JobState
+from ratchet_worker.reporter import Reason, Reporter
+from ratchet_worker.restore import Chosen
+
+Item = TypeVar("Item")
+current: Final[ContextVar[Runtime]] = ContextVar("ratchet_runtime")
+"""The runtime of this process, for a script's Session."""
+
+
+class Stopped(SystemExit):
+    """All ranks stop after the same step; let it pass. ``cause`` says who asked."""
+
+    def __init__(self, cause: Cause, message: str) -> None:
+        super().__init__(EXIT_PREEMPTED)
+        self.cause, self.message = cause, message
+
+
+class Runtime:
+    """``step`` is the number of completed steps of the job, ``total`` how many there will be (None: the script knows)."""
+
+    def __init__(
+        self,
+        launch: LaunchFile,
+        local_rank: int,
+        device: torch.device,
+        exchange: Exchange,
+        agreement: Agreement,
+        counter: StepCounter,
+        reporter: Reporter,
+        chosen: Chosen,
+    ) -> None:
+        self.launch, self.local_rank, self.device = launch, local_rank, device
+        self.exchange, self.agreement, self.counter, self.reporter = exchange, agreement, counter, reporter
+        self.chosen = chosen
+        self.step = chosen.base.step
+        self.total: int | None = None
+        self.state = JobState(exchange.rank, device)
+        self.checkpointer = Checkpointer(launch, exchange, counter, reporter, chosen.base)
+        self.restored = self.finished = False
+        self.data_digest: str | None = None
+        self.environment: Record = {}
+        self.notes = resume.Notes()
+        self._unit = position(self.step)  # the last one begun
+        self._open = False  # between begin_step and end_step
+        self._iteration = 0  # of the hook, when the open step began
+        self._warned: set[str] = set()
+
+    @property
+    def attempt_dir(self) -> Path:
+        return Path(self.launch.attempt_dir)
+
+    @property
+    def rank(self) -> int:
+        return self.exchange.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.exchange.world_size
+
+    @property
+    def done(self) -> bool:
+        """Nothing is left to train: the checkpoint says so, or the last step is behind us."""
+        manifest = self.chosen.manifest
+        ended = manifest is not None and manifest.finished and manifest.job_id == self.launch.job_id
+        return (ended and self.step == self.chosen.base.step) or (self.total is not None and self.step >= self.total)
+
+    # --- before the first step -----------------------------------------------------------------------------------------
+
+    def wrap(self, module: nn.Module) -> ManagedDDP:
+        """DDP under the job's hook, on the recorded bucket layout. A collective. Raises ``UserError``."""
+        if self.state.ddp is not None:
+            raise UserError("one model per job can be wrapped; put several networks into one module")
+        self.state.ddp, self.state.hook = resume.build(
+            self.launch, self.chosen, module.to(self.device), self.device, self.notes
+        )
+        return self.state.ddp
+
+    def restore(self, total: int | None) -> None:
+        """Put back what was registered, tell how it went, and say that training begins. On every rank, once.
+
+        Raises ``UserError`` (state that does not fit, ``determinism: strict`` and a difference) and ``CheckpointError``.
+        """
+        if self.restored:
+            raise UserError("restore comes once, after everything is registered and before the first step")
+        self.total = total
+        self.state.hook_or_refuse()
+        self.counter.tick()
+        resume.restore(self)
+        self.restored = True
+        self.counter.tick()
+        self._report_hook()
+
+    # --- steps ---------------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Start the next step, or act on what was agreed first. Raises ``Stopped``."""
+        self._begin(position(self.step + 1))
+        self._open, self._iteration = True, self.state.hook_or_refuse()[1].iteration
+        self.counter.start_step(self.step + 1)
+
+    def end_step(self) -> None:
+        """The step boundary: after ``optimizer.step()`` and ``zero_grad()``. Without effect when no step is open."""
+        if not self._open:
+            return
+        self._open = False
+        self.step += 1
+        self.counter.finish_step(self.step)
+        self._report_progress(always=self.step == self.total)
+        every = self.launch.spec.checkpoint.every_steps
+        if self.step == self.total:
+            self._save("end", finished=True)
+        elif every is not None and self.step % every == 0:
+            self._save("schedule")
+
+    def settle(self) -> None:
+        """Something is asked for in the middle of a loop's body: if the open step has done its work, it ends here."""
+        if self._open and self.state.hook_or_refuse()[1].iteration > self._iteration:
+            self.end_step()
+
+    def checkpoint(self) -> bool:
+        """Save now, unless this step is saved; every rank calls it after the same step. False: the save failed (and was told)."""
+        self.settle()
+        return self._save_if_new("request") is None
+
+    def log(self, values: dict[str, float | torch.Tensor]) -> None:
+        """Metrics of the open step, or of the one just done; only rank 0's are kept."""
+        if self.rank == 0:
+            self.reporter.metrics(self.step + self._open, {k: _number(k, v) for k, v in values.items()})
+
+    def finish(self) -> None:
+        """The end of the job: every rank has done its last step. The final checkpoint, if it is not there yet."""
+        if self.finished:
+            return
+        self.settle()
+        self._begin(position(self.step, FINISH))
+        last, manifest = self.checkpointer.last, self.chosen.manifest
+        ended = last.epoch == self.launch.epoch or (manifest is not None and manifest.finished)
+        if self.step != last.step or not ended:
+            self._save("end", finished=True)
+        self._report_hook()
+        self.finished = True
+        self.agreement.close()
+
+    # --- evaluation ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def evaluating(self) -> Iterator[Evaluation]:
+        """A block that leaves no trace in the training state, and that a stop cuts short. On every rank, after the same step."""
+        ddp, _ = self.state.hook_or_refuse()
+        self.settle()
+        if (self._unit + 1) % STRIDE == FINISH:
+            raise UserError(f"more than {FINISH - 1} evaluations after one step")
+        self._begin(self._unit + 1)
+        self.counter.stage(Stage.EVALUATING)
+        name = f"evaluation/{self._unit}"
+        try:
+            with undisturbed(ddp, self.device, broadcast=self.launch.spec.ddp.broadcast_buffers):
+                yield Evaluation(self.exchange, name, self.counter.tick, self._stop_pending)
+        except Abandoned:
+            self.reporter.note(
+                "evaluation-abandoned", f"a stop left the evaluation after step {self.step}; it runs again"
+            )
+        self.counter.stage(Stage.TRAINING)
+
+    def _stop_pending(self) -> bool:
+        decision = self.agreement.pending()
+        return decision is not None and decision.stop is not None
+
+    # --- acting together -----------------------------------------------------------------------------------------------
+
+    def _begin(self, unit: int) -> None:
+        while (decision := self.agreement.begin(unit)) is not None:
+            self._act(decision)
+        self._unit = unit
+
+    def _act(self, decision: Decision) -> None:
+        if decision.stop is None:
+            if self.step > self.checkpointer.last.step:
+                self._save("request")
+            self.agreement.resolve(decision)
+            return
+        if decision.target == NOT_STARTED:
+            threading.Event().wait()  # the side thread is about to end the process
+        self.counter.stage(Stage.STOPPING)
+        error = self._save_if_new("stop")
+        self._report_progress(always=True)
+        self._report_hook()
+        tail = f"; no new checkpoint: {error}; step {self.checkpointer.last.step} counts" if error else ""
+        raise Stopped(decision.stop, f"stopped after step {self.step} ({decision.stop}){tail}")
+
+    def _save_if_new(self, reason: Reason) -> str | None:
+        """What went wrong, or None."""
+        if self.step == self.checkpointer.last.step:
+            return None
+        try:
+            return self._save(reason)
+        except CheckpointError as error:
+            if reason != "stop":
+                raise
+            return error.detail
+
+    def _save(self, reason: Reason, *, finished: bool = False) -> str | None:
+        outcome = self.checkpointer.save(self.step, reason, finished, self._content)
+        self._report_hook()
+        return outcome.error
+
+    def _content(self) -> Content:
+        _, hook = self.state.hook_or_refuse()
+        layout = hook.layout()
+        return Content(
+            snapshot=self.state.capture(),
+            layout=layout,
+            hook=hook_record(hook),
+            replicas=hook.replicas,
+            summary=hook.summary(rank=self.rank, step=self.step),
+            environment=self.environment,
+            data_digest=self.data_digest,
+        )
+
+    # --- telling -------------------------------------------------------------------------------------------------------
+
+    def _report_progress(self, *, always: bool = False) -> None:
+        if self.rank == 0:
+            epoch = None if self.state.data is None else self.state.data.epoch
+            self.reporter.progress(self.step, self.total, epoch, always=always)
+        if self.reporter.hook_due():
+            self._report_hook()
+
+    def _report_hook(self) -> None:
+        _, hook = self.state.hook_or_refuse()
+        self.reporter.hook(hook.summary(rank=self.rank, step=self.step))
+        for warning in hook.warnings():
+            text = str(warning)
+            if text not in self._warned:
+                self._warned.add(text)
+                self.reporter.note(f"hook-{warning.code}", text, parameter=warning.parameter)
+
+
+def hook_record(hook: ManagedHook) -> HookRecord:
+    """What a manifest says of a hook."""
+    return HookRecord(name=hook.spec.name, parameters=hook.spec.model_dump(mode="json"), state_version=STATE_VERSION)
+
+
+def _number(name: str, value: float | torch.Tensor) -> float:
+    if not name or len(name) > 200:
+        raise UserError(f"a metric needs a name of 1 to 200 characters, not {name[:20]!r}")
+    return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
+
+
+def endless(data: Iterable[Item], on_batch: Callable[[], None]) -> Iterator[Item]:
+    """Batches of ``data``, epoch after epoch. Raises ``UserError`` for an epoch without batches."""
+    while True:
+        empty = True
+        for batch in data:
+            empty = False
+            on_batch()
+            yield batch
+        if empty:
+            raise UserError("the data gave no batch in a whole epoch: fewer samples than one global batch needs?")

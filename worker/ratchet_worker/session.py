@@ -1,0 +1,190 @@
+"""For people who keep their own loop: everything the built-in loop has, as a ``Session``.
+
+A complete script, ``train.py`` in the directory named by ``code.path``; the spec says ``script: ["train.py", "--lr", "0.1"]``::
+
+    import torch
+    from torch import nn
+    from ratchet_worker.data.loader import TrainLoader
+    from ratchet_worker.session import Session
+
+    def main() -> None:
+        with Session() as s:
+            data = TrainLoader(my_dataset(), batch_size=32, seed=s.seed, rank=s.rank, world_size=s.world_size)
+            net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2))
+            model = s.wrap(net)                                    # DDP under the hook of the spec
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+            s.register(optimizer=optimizer, data=data)
+            batches = s.batches()                                  # epoch after epoch, from the restored position
+            for step in s.steps(1000):                             # 0, 1, ...; after a resume from where it stopped
+                x, y = next(batches)
+                loss = nn.functional.cross_entropy(model(x.to(s.device)), y.to(s.device))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                s.log({"loss": loss})
+            # here only when all 1000 steps are done, and again if the job is killed after that
+    if __name__ == "__main__":
+        main()
+
+The rules:
+
+- **Register everything that has state** (optimizers, schedulers, a scaler, data, generators, averages, anything with
+  ``state_dict``/``load_state_dict``); what is not registered cannot be restored. Names other than optimizer, scheduler, scaler
+  and data are free. Values derived from ``step`` need no registration.
+- The state is put back when the first step is asked for (or at ``restore()``): register before, create iterators of the data
+  through ``batches()``.
+- The body of the loop is one step. It ends with ``optimizer.step()`` and ``zero_grad()``: gradients are not saved.
+- All ranks do the same number of steps. ``break`` on all ranks in the same step ends the job early; the step counts if its
+  backward was done.
+- A stop that the ranks agreed on comes out of ``steps`` as ``Stopped`` (a ``SystemExit``): let it pass.
+- The script runs again from its first line in every attempt.
+
+Evaluating inside the loop, between two steps::
+
+    if (step + 1) % 100 == 0:
+        with s.evaluation() as ev:                 # eval mode, no gradients, rank 0's buffers; leaves no trace
+            right = total = 0
+            for x, y in ev.batches(my_test_share):
+                right += int((net(x).argmax(1) == y).sum()); total += len(y)
+            s.log(ev.averages({"accuracy": (right, total)}))
+
+The block is left early when a stop comes; use ``ev.gather`` or ``ev.averages`` in it, no collectives of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ratchet_contract.errors import UserError
+from ratchet_worker.evaluation import Evaluation
+from ratchet_worker.runtime import Runtime, current, endless
+
+_OWN_NAMES = frozenset({"optimizer", "scheduler", "scaler", "data"})
+
+
+class Session:
+    """A script's hold on its job. Raises ``UserError`` where no agent started the process."""
+
+    def __init__(self) -> None:
+        runtime = current.get(None)
+        if runtime is None:
+            raise UserError(
+                "there is no job here: a script with a Session is started by Ratchet. Submit it with a spec that has "
+                'script: ["train.py"] and code: {path: DIRECTORY} (ratchet serve; ratchet submit spec.yaml)'
+            )
+        self._runtime: Runtime = runtime
+        self._gathers = 0
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Without an exception: the job is done, after the same step on every rank; the final checkpoint is made."""
+        if kind is None and self._runtime.restored:
+            self._runtime.finish()
+
+    # --- facts ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        return self._runtime.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._runtime.world_size
+
+    @property
+    def local_rank(self) -> int:
+        return self._runtime.local_rank
+
+    @property
+    def device(self) -> torch.device:
+        return self._runtime.device
+
+    @property
+    def seed(self) -> int:
+        """The job's seed; torch, CUDA, numpy and ``random`` are seeded from it and the rank already."""
+        return self._runtime.launch.spec.seed
+
+    @property
+    def step(self) -> int:
+        """Completed steps of the job, those of earlier attempts included."""
+        return self._runtime.step
+
+    @property
+    def resumed(self) -> bool:
+        """Does this attempt continue a checkpoint?"""
+        return self._runtime.chosen.manifest is not None
+
+    @property
+    def should_stop(self) -> bool:
+        """A stop was asked for. Ranks hear of it at different moments: use it to cut work short that no other rank waits for.
+        ``steps`` stops all ranks together by itself."""
+        return self._runtime.agreement.wish.stop is not None
+
+    # --- before the first step -----------------------------------------------------------------------------------------
+
+    def wrap(self, module: nn.Module) -> nn.parallel.DistributedDataParallel:
+        """``module`` on this rank's device, in DDP with the spec's settings and hook. Once, on every rank."""
+        return self._runtime.wrap(module)
+
+    def register(self, **objects: Any) -> None:
+        """Objects with state, by name. ``data``: a ``TrainLoader``, a ``TrainStream``, or what fits ``TrainData``."""
+        if self._runtime.restored:
+            raise UserError("register before the first step: the state has been put back already")
+        for name, item in objects.items():
+            self._runtime.state.register(name if name in _OWN_NAMES else f"user:{name}", item)
+
+    def batches(self) -> Iterator[Any]:
+        """Batches of the registered data, epoch after epoch, from the restored position."""
+        data = self._runtime.state.data
+        if data is None:
+            raise UserError("register(data=...) first; batches() gives the batches of the registered data")
+        return endless(data, self._runtime.counter.tick)
+
+    def restore(self, total_steps: int | None = None) -> None:
+        """Put the state back now; ``steps`` does it by itself. Everything must be registered."""
+        digest = getattr(self._runtime.state.data, "data_digest", None)
+        self._runtime.data_digest = digest() if callable(digest) else None
+        self._runtime.restore(total_steps)
+
+    # --- the loop ------------------------------------------------------------------------------------------------------
+
+    def steps(self, total: int | None = None) -> Iterator[int]:
+        """Numbers of the steps to do, from the restored one to ``total`` - 1 (None: until the script breaks). Each is saved,
+        counted and stopped at when the next is asked for. Raises ``Stopped``."""
+        runtime = self._runtime
+        if total is not None and total < 1:
+            raise UserError(f"total must be at least 1, not {total}")
+        if not runtime.restored:
+            self.restore(total)
+        runtime.total = total
+        while not runtime.done:
+            runtime.begin_step()
+            yield runtime.step
+            runtime.end_step()
+
+    def checkpoint(self) -> bool:
+        """Save now, between two steps (after ``zero_grad``); every rank calls it. False: the save failed, which was told."""
+        return self._runtime.checkpoint()
+
+    def evaluation(self) -> AbstractContextManager[Evaluation]:
+        """See the module's text. Every rank enters it after the same step."""
+        return self._runtime.evaluating()
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every rank's JSON value in rank order; every rank calls it. Not in an evaluation: use ``ev.gather`` there."""
+        self._gathers += 1
+        return self._runtime.exchange.gather(f"session/{self._gathers}", value)
+
+    def log(self, values: dict[str, float | torch.Tensor]) -> None:
+        """Metrics of the current step; rank 0's are kept."""
+        self._runtime.log(values)

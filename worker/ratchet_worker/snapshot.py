@@ -1,0 +1,115 @@
+"""One rank's whole state at a step boundary, split into what is equal on all ranks and what is this rank's own.
+
+Names: ``shared/model/<parameter>``, ``shared/optimizer/<parameter>/<key>``; private: ``rank/<r>/<component>/<path>``. Where the
+hook lets replicas differ, the first group is private too. Everything that is not a tensor lies in the rank file's JSON state,
+one entry per component, as ``ratchet_hooks.codec`` writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+import xxhash
+
+from ratchet_contract.errors import StateError
+from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX
+from ratchet_hooks.codec import decode, encode
+from ratchet_hooks.errors import HookStateError
+from ratchet_store.rankfile import Piece
+from ratchet_store.slices import plan_slices
+
+DTYPE_NAMES: Final[dict[torch.dtype, str]] = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16", torch.int32: "I32",
+    torch.uint32: "U32", torch.int64: "I64", torch.uint64: "U64", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}  # fmt: skip
+DTYPES: Final = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Snapshot:
+    """``shared`` and ``private`` by name without prefix (``model/weight``, ``rng/torch``), ``state`` by component."""
+
+    shared: Tensors = field(default_factory=dict)
+    private: Tensors = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, component: str, value: object) -> None:
+        """Encode ``value`` as this rank's own state of ``component``. Raises ``StateError`` naming what cannot be stored."""
+        try:
+            tensors, self.state[component] = encode(value, where=component)
+        except HookStateError as error:
+            raise StateError(f"{error.key}: {error.detail}") from error
+        self.add_encoded(component, tensors, self.state[component])
+
+    def add_encoded(self, component: str, tensors: Mapping[str, torch.Tensor], data: Any) -> None:
+        """The same for a state that is tensors and JSON already."""
+        self.state[component] = data
+        for name, tensor in tensors.items():
+            self.private[f"{component}/{name}"] = tensor
+
+    def value(self, component: str) -> Any:
+        """Inverse of ``add``. Raises ``StateError`` when the component is missing or malformed."""
+        tensors, data = self.encoded(component)
+        try:
+            return decode(tensors, data)
+        except HookStateError as error:
+            raise StateError(f"{component}: {error.key}: {error.detail}") from error
+
+    def encoded(self, component: str) -> tuple[Tensors, Any]:
+        """Inverse of ``add_encoded``. Raises ``StateError`` when there is no such component."""
+        if component not in self.state:
+            raise StateError(f"{component}: the checkpoint has no state of that name")
+        prefix = f"{component}/"
+        return {n.removeprefix(prefix): t for n, t in self.private.items() if n.startswith(prefix)}, self.state[
+            component
+        ]
+
+    def pieces(self, rank: int, world_size: int) -> list[Piece]:
+        """What this rank writes: its slices of the shared tensors and all of its private ones."""
+        sizes = [(name, t.numel(), t.element_size()) for name, t in self.shared.items()]
+        out = [
+            _piece(f"{SHARED_PREFIX}{name}", self.shared[name], start, stop)
+            for name, start, stop in plan_slices(sizes, world_size)[rank]
+        ]
+        prefix = f"{RANK_PREFIX}{rank}/"
+        return out + [_piece(f"{prefix}{name}", t, 0, t.numel()) for name, t in self.private.items()]
+
+
+def _piece(name: str, tensor: torch.Tensor, start: int, stop: int) -> Piece:
+    if tensor.dtype not in DTYPE_NAMES:
+        raise StateError(f"{name}: dtype {tensor.dtype} cannot be stored")
+    flat = tensor.detach().contiguous().reshape(-1)[start:stop]
+    return Piece(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), start, byte_view(flat.cpu()))
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without a copy."""
+    flat = tensor.detach().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(bytearray())
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """XXH3-128 in hex over the bytes of all tensors, row-major, in the given order."""
+    hasher = xxhash.xxh3_128()
+    for tensor in tensors:
+        hasher.update(byte_view(tensor.detach().contiguous().cpu()))
+    return hasher.hexdigest()
+
+
+def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """One digest per tensor, to name the one that differs."""
+    return {name: digest([tensor]) for name, tensor in tensors.items()}
+
+
+def empty(dtype: str, shape: Iterable[int]) -> torch.Tensor:
+    """An uninitialised CPU tensor of a stored dtype. Raises ``StateError`` for one that this torch does not know."""
+    if dtype not in DTYPES:
+        raise StateError(f"dtype {dtype} is not known here")
+    return torch.empty(tuple(shape), dtype=DTYPES[dtype])

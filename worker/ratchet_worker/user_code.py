@@ -1,0 +1,101 @@
+"""Finding and running what the user wrote. What no retry can heal is a ``UserError`` that says what to do."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ratchet_contract.errors import UserError
+from ratchet_contract.spec import TaskSpec
+
+
+def add_to_path(workdir: Path) -> None:
+    """The code snapshot comes first: a user's ``hooks.py`` or ``worker.py`` is the user's."""
+    text = str(workdir)
+    sys.path[:] = [text, *(p for p in sys.path if p not in (text, ""))]
+
+
+def make_task(spec: TaskSpec, workdir: Path) -> Any:
+    """The task object of an entrypoint, constructed with its arguments. Exceptions of its own constructor come through."""
+    module_name, _, attribute = spec.entrypoint.partition(":")
+    found: Any = _import(module_name, workdir)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            names = ", ".join(n for n in dir(found) if not n.startswith("_"))
+            raise UserError(
+                f"task.entrypoint {spec.entrypoint!r}: {getattr(found, '__name__', module_name)} has no {part!r}; it has: "
+                f"{names[:300] or 'nothing'}",
+                code="entrypoint-missing",
+            )
+        found = getattr(found, part)
+    if not callable(found):
+        raise UserError(
+            f"task.entrypoint {spec.entrypoint!r} is a {type(found).__name__}, not a class", code="entrypoint-wrong"
+        )
+    _check_arguments(found, spec)
+    task = found(**spec.args)
+    missing = [name for name in ("build", "loss") if not callable(getattr(task, name, None))]
+    if hasattr(task, "evaluation") and not callable(getattr(task, "evaluate", None)):
+        missing.append("evaluate")
+    if missing:
+        raise UserError(
+            f"task {spec.entrypoint!r} has no {' and no '.join(missing)}; see ratchet_worker.task for what a task needs",
+            code="entrypoint-wrong",
+        )
+    return task
+
+
+def _import(name: str, workdir: Path) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            here = ", ".join(sorted(p.name for p in workdir.iterdir())[:20]) or "nothing"
+            raise UserError(
+                f"task.entrypoint: no module named {error.name!r} in the code directory (it holds: {here}) or on the path of "
+                f"{sys.executable}; check task.entrypoint and code.path",
+                code="entrypoint-missing",
+            ) from error
+        raise UserError(
+            f"importing {name!r} needs the module {error.name!r}, which {sys.executable} does not have: install it there, or "
+            "name another interpreter with `python`",
+            code="import-failed",
+        ) from error
+    except (ImportError, SyntaxError) as error:
+        raise UserError(f"importing {name!r} failed: {type(error).__name__}: {error}", code="import-failed") from error
+
+
+def _check_arguments(factory: Any, spec: TaskSpec) -> None:
+    """Before the call, so that a ``TypeError`` from inside the constructor is not mistaken for wrong arguments."""
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(**spec.args)
+    except TypeError as error:
+        raise UserError(
+            f"task.args do not fit {spec.entrypoint!r}: {error}; it takes {signature}", code="arguments-wrong"
+        ) from error
+
+
+def run_script(script: Sequence[str], workdir: Path) -> None:
+    """``python script.py args ...`` in this process. Whatever the script raises comes through, ``SystemExit`` included."""
+    path = workdir / script[0]
+    if not path.is_file():
+        here = ", ".join(sorted(p.name for p in workdir.iterdir())[:20]) or "nothing"
+        raise UserError(f"script {script[0]!r} is not in the code directory; it holds: {here}", code="script-missing")
+    sys.argv[:] = [str(path), *script[1:]]
+    directory = str(path.parent)
+    if directory != sys.path[0]:
+        sys.path.insert(0, directory)
+    try:
+        compile(path.read_bytes(), str(path), "exec")
+    except (SyntaxError, ValueError) as error:
+        raise UserError(f"script {script[0]!r} is not valid Python: {error}", code="script-wrong") from error
+    runpy.run_path(str(path), run_name="__main__")
