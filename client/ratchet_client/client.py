@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeAlias, TypeVar
 from urllib.parse import quote
 
 from pydantic import BaseModel
@@ -18,6 +18,8 @@ from ratchet_contract.phases import JobPhase
 from ratchet_contract.spec import JobSpec
 
 M = TypeVar("M", bound=BaseModel)
+WhichAttempt: TypeAlias = int | Literal["all"] | None
+"""Whose logs: None the newest attempt's (and, when following, those that come later)."""
 TERMINAL = frozenset(phase for phase in JobPhase if phase.terminal)
 _PAGE = 100
 
@@ -87,9 +89,10 @@ class RatchetClient:
         body = request.model_dump(mode="json", exclude_unset=True)
         return api.JobView.model_validate(self._transport.request("PATCH", _job(job_id), json=body).json())
 
-    def delete(self, job_id: str, *, checkpoints: Literal["keep", "delete"] = "delete") -> None:
+    def delete(self, job_id: str, *, keep_checkpoints: bool = False) -> api.DeleteResult:
         """Remove a job that has ended, and its checkpoints unless they are to be kept."""
-        self._transport.request("DELETE", _job(job_id), params={"checkpoints": checkpoints})
+        params: Params = {"keep_checkpoints": "true" if keep_checkpoints else None}
+        return api.DeleteResult.model_validate(self._transport.request("DELETE", _job(job_id), params=params).json())
 
     # --- what belongs to a job ----------------------------------------------------------------------------------------
 
@@ -131,9 +134,10 @@ class RatchetClient:
     def events(self, job_id: str) -> Iterator[api.EventView]:
         return self._pages(f"{_job(job_id)}/events", api.EventView, {"limit": _PAGE})
 
-    def logs(self, job_id: str, *, rank: int | None = None, attempt: int | None = None, tail: int | None = None,
+    def logs(self, job_id: str, *, rank: int | None = None, attempt: WhichAttempt = None, tail: int | None = None,
              grep: str | None = None, since: str | None = None) -> Iterator[api.LogLine]:  # fmt: skip
-        """Lines of the ranks' logs that are there now. ``tail``: only the last lines of each rank."""
+        """Lines of the ranks' logs that are there now. ``tail``: only the last lines of each rank; ``grep``: only lines with
+        this text; ``since`` (RFC 3339): only logs written to since then, whole."""
         params: Params = {"rank": rank, "attempt": attempt, "tail": tail, "grep": grep, "since": since}
         return self._pages(f"{_job(job_id)}/logs", api.LogLine, params)
 
@@ -148,7 +152,7 @@ class RatchetClient:
         )  # fmt: skip
         return (api.EventView.model_validate_json(e.data) for e in events)
 
-    def follow_logs(self, job_id: str, *, rank: int | None = None, attempt: int | None = None, tail: int | None = None,
+    def follow_logs(self, job_id: str, *, rank: int | None = None, attempt: WhichAttempt = None, tail: int | None = None,
                     grep: str | None = None,
                     on_gap: Callable[[str], None] | None = None) -> Iterator[api.LogLine]:  # fmt: skip
         """Log lines as they are written, until the job has ended."""

@@ -18,12 +18,13 @@ from tests.support.server import Server
 
 SPEC = """
 name: digits-short
-task: {entrypoint: "ratchet_worker.tasks.digits:DigitsTask", args: {max_steps: 40, num_workers: 0}}
+task: {entrypoint: "ratchet_worker.tasks.digits:DigitsTask", args: {epochs: 2}}
 world: {ranks_per_node: 2, device: cpu}
 resources: {cpus_per_rank: 1}
 hook: {name: powerSGD, matrix_approximation_rank: 2, start_powerSGD_iter: 10}
 checkpoint: {every_steps: 15}
 """
+STEPS = 44  # two epochs of 1437 images in batches of 64
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +47,16 @@ def test_a_job_followed_to_its_end_leaves_everything_to_read(cli: Cli) -> None:
         json.loads(line) for line in cli("submit", "spec.yaml", "--follow", "--json", deadline=120).text.splitlines()
     ]
     job = lines[-1]["job"]
-    assert job["phase"] == "SUCCEEDED" and job["progress"]["step"] == 40
+    assert job["phase"] == "SUCCEEDED" and job["progress"]["step"] == STEPS
     assert {next(iter(line)) for line in lines} == {"event", "progress", "job"}
     job_id = job["id"]
     assert cli("wait", job_id).text == ""
     plain = cli("wait", job_id, "--follow").text
-    assert "SUCCEEDED at step 40/40" in plain and "\x1b" not in plain
+    assert f"SUCCEEDED at step {STEPS}/{STEPS}" in plain and "\x1b" not in plain
     hook = cli("hook", job_id).text
     assert "compressing" in hook and "residual norm, rank 1" in hook
     (attempt,) = cli("attempts", job_id, "--json").data
-    assert (attempt["cause"], attempt["steps_done"]) == ("completed", 40)
+    assert (attempt["cause"], attempt["steps_done"]) == ("completed", STEPS)
     assert "completed" in cli("attempts", job_id).text
     _checkpoints_are_shown_and_verified(cli, job_id)
     _logs_are_shown_and_followed(cli, job_id)
@@ -63,7 +64,7 @@ def test_a_job_followed_to_its_end_leaves_everything_to_read(cli: Cli) -> None:
 
 def _checkpoints_are_shown_and_verified(cli: Cli, job_id: str) -> None:
     final = next(c for c in cli("checkpoints", job_id, "--json").data if c["finished"])
-    assert final["step"] == 40
+    assert final["step"] == STEPS
     assert cli("checkpoints", job_id, "verify", final["id"]).text.startswith(f"{final['id']}: ok")
     assert cli("checkpoints", job_id, "pin", final["id"], "--json").data["pinned"]
     assert "final,pinned" in cli("checkpoints", job_id).text
@@ -79,7 +80,7 @@ def _logs_are_shown_and_followed(cli: Cli, job_id: str) -> None:
 
 
 def test_on_a_terminal_progress_is_drawn_and_ctrl_c_detaches(cli: Cli) -> None:
-    arguments = ("submit", "spec.yaml", "--follow", "--set", "task.args.max_steps=100000")
+    arguments = ("submit", "spec.yaml", "--follow", "--set", "task.args.epochs=5000")
     master, slave = pty.openpty()
     environment = {k: v for k, v in cli.environment.items() if k != "COLUMNS"} | {"TERM": "xterm-256color"}
     process = subprocess.Popen(

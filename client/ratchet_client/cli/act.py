@@ -107,11 +107,12 @@ def delete(
 ) -> None:
     """Remove a job that has ended, with its logs and, unless kept, its checkpoints."""
     with open_client(ctx) as client:
-        client.delete(job, checkpoints="keep" if keep_checkpoints else "delete")
+        result = client.delete(job, keep_checkpoints=keep_checkpoints)
     if as_json:
-        output.emit_line({"deleted": job, "checkpoints": "kept" if keep_checkpoints else "deleted"})
+        output.emit(result)
     else:
-        output.line(f"{job} is deleted")
+        kept = f"; its checkpoints stay in {result.checkpoints}" if result.checkpoints else ", with its checkpoints"
+        output.line(f"{job} is deleted{kept}")
 
 
 def wait(

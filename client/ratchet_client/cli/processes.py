@@ -28,6 +28,7 @@ CpuSlots = Annotated[int | None, typer.Option(min=1, help="CPU cores to give to 
 
 def register(app: typer.Typer) -> None:
     app.command()(serve)
+    app.command()(reconcile)
     app.command()(agent)
 
 
@@ -38,23 +39,35 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8642,
     database_url: DatabaseUrl = None,
     cpu_slots: CpuSlots = None,
-    no_reconciler: Annotated[bool, typer.Option("--no-reconciler", help="Only the API; jobs wait.")] = False,
+    no_reconciler: Annotated[
+        bool, typer.Option("--no-reconciler", help="Only the API; `ratchet reconcile` runs elsewhere.")
+    ] = False,
+    url: Annotated[
+        str | None, typer.Option(help="How agents reach the service, if not by the address it listens on.")
+    ] = None,
+    allow_remote: Annotated[
+        bool,
+        typer.Option("--allow-remote", help="Allow an address that other machines can reach. There is no login yet."),
+    ] = False,
 ) -> None:
     """Run the service (API and reconciler) in the foreground. Ctrl-C ends it; running jobs go on and are found again."""
-    arguments = [
-        "serve",
-        "--home",
-        str(home_directory(home or settings(ctx).home)),
-        "--host",
-        host,
-        "--port",
-        str(port),
-    ]
-    if cpu_slots is not None:
-        arguments += ["--cpu-slots", str(cpu_slots)]
-    if no_reconciler:
-        arguments.append("--no-reconciler")
+    arguments = ["serve", *_common(ctx, home, cpu_slots), "--host", host, "--port", str(port)]
+    arguments += ["--no-reconciler"] * no_reconciler + ["--allow-remote"] * allow_remote
+    if url is not None:
+        arguments += ["--url", url]
     _become("ratchet_service", "fastapi", "service", arguments, database_url)
+
+
+def reconcile(
+    ctx: typer.Context, home: Home = None, database_url: DatabaseUrl = None, cpu_slots: CpuSlots = None
+) -> None:
+    """Run a reconciler alone, beside a service with --no-reconciler. Several may share one database."""
+    _become("ratchet_service", "fastapi", "service", ["reconcile", *_common(ctx, home, cpu_slots)], database_url)
+
+
+def _common(ctx: typer.Context, home: Path | None, cpu_slots: int | None) -> list[str]:
+    arguments = ["--home", str(home_directory(home or settings(ctx).home))]
+    return arguments if cpu_slots is None else [*arguments, "--cpu-slots", str(cpu_slots)]
 
 
 def agent(launch_file: Annotated[Path, typer.Argument(help="The attempt's launch.json.", exists=True)]) -> None:

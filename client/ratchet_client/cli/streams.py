@@ -12,6 +12,7 @@ from ratchet_client.cli.common import JobId, JsonFlag, open_client
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from ratchet_client.client import WhichAttempt
     from ratchet_contract import api
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")]
@@ -29,18 +30,21 @@ def logs(
     job: JobId,
     follow: Follow = False,
     rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.")] = None,
-    attempt: Annotated[int | None, typer.Option(min=1, help="Only this attempt.")] = None,
+    attempt: Annotated[
+        str | None, typer.Option(metavar="N|all", help="This attempt, or all of them. (default: the newest)")
+    ] = None,
     tail: Annotated[int | None, typer.Option(min=0, help="Only the last lines of each rank.")] = None,
-    grep: Annotated[str | None, typer.Option(help="Only lines that match this regular expression.")] = None,
+    grep: Annotated[str | None, typer.Option(help="Only lines with this text.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Print the ranks' output, each line with attempt and rank before it. Logs stay when service and worker are gone."""
+    which = _which(attempt)
     with open_client(ctx, _PATIENCE if follow else 3.0) as client:
         lines: Iterable[api.LogLine]
         if follow:
-            lines = client.follow_logs(job, rank=rank, attempt=attempt, tail=tail, grep=grep, on_gap=say_gap)
+            lines = client.follow_logs(job, rank=rank, attempt=which, tail=tail, grep=grep, on_gap=say_gap)
         else:
-            lines = client.logs(job, rank=rank, attempt=attempt, tail=tail, grep=grep)
+            lines = client.logs(job, rank=rank, attempt=which, tail=tail, grep=grep)
         if as_json and not follow:
             output.emit(list(lines))
             return
@@ -50,6 +54,14 @@ def logs(
             else:
                 output.line(f"{entry.attempt}.{entry.rank} | {entry.text}")
                 output.flush()
+
+
+def _which(attempt: str | None) -> WhichAttempt:
+    if attempt is None or attempt == "all":
+        return "all" if attempt else None
+    if not attempt.isascii() or not attempt.isdigit() or int(attempt) < 1:
+        raise typer.BadParameter(f"--attempt takes a number from 1 on, or all, not {attempt!r}")
+    return int(attempt)
 
 
 def events(ctx: typer.Context, job: JobId, follow: Follow = False, as_json: JsonFlag = False) -> None:

@@ -141,7 +141,7 @@ def _until_ended(client: RatchetClient, job_id: str, view: View, arrived: queue.
 
 def _snapshot(client: RatchetClient, job: JobView) -> Snapshot:
     hook = client.hook(job.id) if job.epoch else None
-    series = client.metrics(job.id, name=["loss"], max_points=1).series if job.epoch else []
+    series = client.metrics(job.id, name=["loss"], max_points=2).series if job.epoch else []
     points = next((s.points for s in series if s.name == "loss"), [])
     return Snapshot(job, hook, points[-1].value if points else None)
 
