@@ -57,7 +57,7 @@ class Reconciler:
         self._stopping = threading.Event()
         self._changed = threading.Event()
         self._renewed = 0.0
-        self._looked_around = 0.0
+        self._look_around_at = 0.0
         self._expired = 0.0
 
     def wake(self) -> None:
@@ -89,16 +89,17 @@ class Reconciler:
         woken = self._changed.is_set()
         self._changed.clear()
         self._renew(now)
-        if woken or now - self._looked_around >= IDLE_INTERVAL:
-            self._looked_around = now
+        if woken or now >= self._look_around_at:
             self._take_over()
             self._launch()
+            self._look_around_at = now + self._until_next()
         if self._watches:
             self._look()
         if now - self._expired >= self._expiry.interval:
             self._expired = now
             self._expiry.run()
-        return ACTIVE_INTERVAL if self._watches else self._idle_pause()
+        pause = self._look_around_at - time.monotonic()
+        return max(0.0, min(ACTIVE_INTERVAL, pause) if self._watches else pause)
 
     def _renew(self, now: float) -> None:
         if not self._watches or now - self._renewed < self._lease_seconds / 4:
@@ -153,14 +154,15 @@ class Reconciler:
             del self._watches[job_id]
             self._changed.set()  # its slots are free
 
-    def _idle_pause(self) -> float:
-        """Until the next job's time comes, at most ``IDLE_INTERVAL``."""
-        query = sa.select(sa.func.min(Job.not_before)).where(Job.phase == JobPhase.QUEUED)
+    def _until_next(self) -> float:
+        """Seconds until a queued job's time comes, at most ``IDLE_INTERVAL``: other processes wake nobody here."""
+        now = utc_now()
+        query = sa.select(sa.func.min(Job.not_before)).where(Job.phase == JobPhase.QUEUED, Job.not_before > now)
         with self._database.read() as session:
             due = session.scalar(query)
         if due is None:
             return IDLE_INTERVAL
-        return min(IDLE_INTERVAL, max(0.05, (due - utc_now()).total_seconds()))
+        return min(IDLE_INTERVAL, max(0.0, (due - now).total_seconds()))
 
     def _give_back(self) -> None:
         held: list[Lease] = [w.lease for w in self._watches.values()]

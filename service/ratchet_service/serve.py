@@ -26,6 +26,7 @@ from ratchet_service import migrate
 from ratchet_service.app import create_app
 from ratchet_service.database import Database, utc_now
 from ratchet_service.interpreters import Interpreters
+from ratchet_service.launchers.base import Launcher
 from ratchet_service.launchers.table import make_launcher
 from ratchet_service.machine import Machine, probe, write_machine
 from ratchet_service.reconciler import Reconciler
@@ -45,7 +46,8 @@ class StartError(Exception):
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """``url``: what ``service.json`` tells agents, where the bound address is not how they reach it."""
+    """``url``: what ``service.json`` tells agents, where the bound address is not how they reach it. ``launcher``: another one
+    than the table's, for tests."""
 
     settings: Settings
     host: str = "127.0.0.1"
@@ -54,6 +56,7 @@ class ServeOptions:
     reconcile: bool = True
     allow_remote: bool = False
     url: str | None = None
+    launcher: Launcher | None = None
 
 
 def serve(options: ServeOptions) -> None:
@@ -64,7 +67,7 @@ def serve(options: ServeOptions) -> None:
     with _only_one(settings.paths), _bound_socket(options.host, options.port) as bound:
         database = open_database(settings)
         try:
-            launcher = make_launcher(LAUNCHER, settings.paths)
+            launcher = options.launcher or make_launcher(LAUNCHER, settings.paths)
             machine = probe(options.cpu_slots)
             reconciler = None
             if options.reconcile:

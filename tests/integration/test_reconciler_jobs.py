@@ -1,0 +1,173 @@
+"""Whole lives of jobs: real agents, real processes, both databases."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ratchet_contract.phases import AttemptPhase, Cause, Desired, JobPhase, Outcome
+from ratchet_service.database import Database
+from ratchet_service.launchers.processes import with_variable
+from ratchet_service.models import Attempt
+from ratchet_service.watching import Timing
+from tests.support.plane import Plane
+from tests.support.server import agent_pid, wait_for
+
+
+@pytest.fixture
+def plane(tmp_path: Path, database: Database) -> Iterator[Plane]:
+    made = Plane(tmp_path, database)
+    made.serve_api()
+    yield made
+    made.close()
+
+
+def executed(attempts: list[Attempt]) -> int:
+    return sum(a.last_step - (a.base_step or 0) for a in attempts)
+
+
+def test_a_job_runs_and_gives_everything_back(plane: Plane) -> None:
+    plane.reconcile()
+    job_id = plane.submit({"steps": 25})
+    job = plane.wait(job_id, JobPhase.SUCCEEDED)
+    (attempt,) = plane.attempts(job_id)
+    assert (attempt.phase, attempt.outcome, attempt.cause) == (
+        AttemptPhase.ENDED,
+        Outcome.SUCCEEDED,
+        Cause.COMPLETED,
+    )
+    assert (attempt.last_step, attempt.committed_step, attempt.steps_lost) == (25, 25, 0)
+    assert (job.step, job.committed_step, job.desired, job.lease_token) == (25, 25, Desired.RUN, None)
+    assert (job.preemptions, job.failures, job.no_progress) == (0, 0, 0)
+    launch = plane.attempt_paths(job_id, 1).launch_file
+    assert launch.stat().st_mode & 0o777 == 0o600
+    assert not with_variable("RATCHET_ATTEMPT_DIR", str(launch.parent))
+
+
+def test_every_kind_of_death_costs_only_the_steps_since_the_last_checkpoint(plane: Plane) -> None:
+    plane.reconcile()
+    faults = {"1": {"at": 14, "do": "kill"}, "2": {"at": 27, "do": "kill-agent"}, "3": {"at": 33, "do": "raise"}}
+    job_id = plane.submit({"steps": 40, "epochs": faults})
+    job = plane.wait(job_id, JobPhase.SUCCEEDED)
+    attempts = plane.attempts(job_id)
+    assert [a.cause for a in attempts] == [Cause.RANK_KILLED, Cause.UNKNOWN, Cause.EXCEPTION, Cause.COMPLETED]
+    assert [(a.base_step, a.base_epoch) for a in attempts] == [(0, None), (10, 1), (20, 2), (30, 3)]
+    assert [a.steps_lost for a in attempts] == [4, 7, 3, 0]
+    assert executed(attempts) == 40 + 14
+    assert (job.failures, job.no_progress, job.step) == (1, 0, 40)
+    assert attempts[2].message == "ValueError: wrong"
+    reasons = [e.data["reason"] for e in plane.events(job_id) if e.type == "end-requeue"]
+    assert reasons == ["backoff"] * 3
+
+
+def test_a_checkpoint_whose_report_was_lost_is_adopted(plane: Plane) -> None:
+    plane.reconcile()
+    job_id = plane.submit({"steps": 30, "epochs": {"1": {"at": 15, "do": "mute"}}})
+    plane.wait(job_id, JobPhase.SUCCEEDED)
+    adopted = [(row.step, row.epoch) for row in plane.checkpoints(job_id) if row.adopted]
+    assert adopted == [(10, 1)]
+    assert [a.steps_lost for a in plane.attempts(job_id)] == [5, 0]
+    assert plane.attempts(job_id)[1].base_step == 10
+    assert [e.type for e in plane.events(job_id)].count("checkpoint-adopted") == 1
+
+
+def test_nothing_of_an_attempt_outlives_it(plane: Plane) -> None:
+    plane.reconcile()
+    job_id = plane.submit({"steps": 30, "epochs": {"1": {"at": 12, "do": "child"}}})
+    plane.wait_job(job_id, lambda job: job.epoch == 2, "in its second attempt")
+    assert with_variable("RATCHET_ATTEMPT_DIR", str(plane.attempt_paths(job_id, 1).root)) == []
+    plane.wait(job_id, JobPhase.SUCCEEDED)
+
+
+def test_suspend_resume_preempt_cancel(plane: Plane) -> None:
+    plane.reconcile()
+    job_id = plane.submit({"steps": 100_000, "every": 50})
+    plane.wait_job(job_id, lambda job: job.step > 5, "training")
+    plane.post(f"/v1/jobs/{job_id}/suspend")
+    job = plane.wait(job_id, JobPhase.SUSPENDED)
+    assert (job.desired, job.reason, job.lease_token) == (Desired.RUN, None, None)
+    suspended_at = job.step
+    plane.post(f"/v1/jobs/{job_id}/resume")
+    plane.wait_job(job_id, lambda job: job.step > suspended_at, "training again")
+    plane.post(f"/v1/jobs/{job_id}/preempt")
+    plane.wait_job(job_id, lambda job: job.epoch == 3 and job.phase is JobPhase.RUNNING, "in its third attempt")
+    plane.post(f"/v1/jobs/{job_id}/cancel")
+    job = plane.wait(job_id, JobPhase.CANCELLED)
+    attempts = plane.attempts(job_id)
+    assert [a.cause for a in attempts] == [Cause.API_SUSPEND, Cause.API_PREEMPT, Cause.API_CANCEL]
+    assert [a.steps_lost for a in attempts] == [0, 0, 0]
+    assert (job.preemptions, job.failures) == (1, 0)
+
+
+def test_an_agent_that_does_not_answer_is_ended_by_force(plane: Plane) -> None:
+    plane.reconcile(timing=Timing(kill_after=0.5))
+    job_id = plane.submit({"steps": 100_000}, policy={"stop_grace": 1})
+    plane.wait_job(job_id, lambda job: job.committed_step >= 10, "saved")
+    os.kill(agent_pid(plane.attempt_paths(job_id, 1)), signal.SIGSTOP)
+    plane.post(f"/v1/jobs/{job_id}/suspend")
+    job = plane.wait(job_id, JobPhase.SUSPENDED)
+    (attempt,) = plane.attempts(job_id)
+    assert (attempt.cause, job.reason, job.failures) == (Cause.HANG, "hang", 1)
+    assert [e.type for e in plane.events(job_id) if e.type.startswith("agent-")] == ["agent-stopped", "agent-killed"]
+    assert attempt.steps_lost == attempt.last_step - (attempt.committed_step or 0)
+
+
+def test_what_cannot_heal_ends_the_job_at_once_and_no_progress_after_three_tries(plane: Plane) -> None:
+    plane.reconcile()
+    wrong = plane.submit({"epochs": {"1": {"at": 1, "do": "user-error"}}})
+    stuck = plane.submit({"epochs": {str(n): {"at": 3, "do": "kill"} for n in range(1, 9)}}, policy={"max_failures": 8})
+    job = plane.wait(wrong, JobPhase.FAILED)
+    assert (job.reason, job.message, job.epoch) == ("user-error", "no module named mine", 1)
+    job = plane.wait(stuck, JobPhase.FAILED)
+    assert (job.reason, job.epoch) == ("no-progress", 3)
+    assert job.message is not None and "rank-killed" in job.message
+
+
+def test_the_timeout_ends_the_job_and_keeps_its_last_checkpoint(plane: Plane) -> None:
+    plane.reconcile()
+    job_id = plane.submit({"steps": 100_000}, policy={"timeout": 2, "stop_grace": 1})
+    job = plane.wait(job_id, JobPhase.FAILED)
+    (attempt,) = plane.attempts(job_id)
+    assert (job.reason, attempt.cause) == ("timeout", Cause.TIMEOUT)
+    assert job.committed_step == attempt.last_step > 0
+
+
+def test_an_agent_that_cannot_start_is_told_from_one_that_died(plane: Plane) -> None:
+    from ratchet_service.launchers.local import LocalLauncher
+
+    plane.reconcile(LocalLauncher(agent=("/bin/sh", "-c", "echo no such interpreter >&2; exit 3")))
+    job_id = plane.submit({}, policy={"max_failures": 0})
+    job = plane.wait(job_id, JobPhase.FAILED)
+    (attempt,) = plane.attempts(job_id)
+    assert (attempt.cause, job.reason) == (Cause.LAUNCHER_ERROR, "max-failures")
+    assert attempt.message is not None and "no such interpreter" in attempt.message
+
+
+def test_jobs_wait_for_slots_in_order_and_say_so(plane: Plane) -> None:
+    release = {"steps": 100_000}
+    first = plane.submit(release, resources={"cpus_per_rank": 3})
+    low = plane.submit({"steps": 3}, resources={"cpus_per_rank": 4}, priority=1)
+    high = plane.submit({"steps": 3}, resources={"cpus_per_rank": 2}, priority=5)
+    plane.reconcile()
+    plane.wait(high, JobPhase.SUCCEEDED)
+    plane.wait(low, JobPhase.SUCCEEDED)
+    plane.wait_job(first, lambda job: job.phase is JobPhase.RUNNING, "running")
+    late = plane.submit({"steps": 3}, resources={"cpus_per_rank": 2})
+    job = plane.wait_job(late, lambda job: job.reason == "no-slot", "waiting")
+    assert job.message is not None and "2 of 4 CPU slots (1 free)" in job.message
+    plane.post(f"/v1/jobs/{first}/cancel")
+    plane.wait(late, JobPhase.SUCCEEDED)
+    order = [plane.job(j).started_at for j in (high, low, first, late)]
+    assert order == sorted(order, key=str)
+
+
+def test_a_job_goes_with_its_files_after_its_ttl(plane: Plane) -> None:
+    plane.reconcile()
+    job_id = plane.submit({"steps": 5}, ttl=0.5)
+    root = plane.paths.job(job_id).root
+    wait_for(root.exists, "the job's files to be there", 30)
+    wait_for(lambda: not root.exists(), "the job's files to go", 30)
