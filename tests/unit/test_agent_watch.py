@@ -66,6 +66,21 @@ def test_the_one_behind_or_stopped_is_named() -> None:
     assert found is not None and found.ranks == (2,) and "SIGSTOP" in found.message
 
 
+def test_waiting_for_a_rank_that_moves_is_no_hang() -> None:
+    """Rank 0 evaluates alone while rank 1 waits in the next step's collective; then rank 1 stands still for itself."""
+    bench = Bench(2)
+    bench.set(1, 20, 8, 7)
+    for ticks in range(20, 60):
+        bench.set(0, ticks, 7, 7, Stage.EVALUATING)
+        assert bench.run(1) is None
+    for step in range(9, 20):
+        bench.set(0, 100 + step, step, step - 1)
+        found = bench.run(1)
+        if found is not None:
+            break
+    assert found is not None and found.ranks == (1,)
+
+
 def test_an_agent_that_slept_blames_nobody() -> None:
     bench = Bench(1)
     bench.set(0, 2, 1, 1)

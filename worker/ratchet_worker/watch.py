@@ -70,7 +70,7 @@ class Watch:
                 return None
             limit = f"has not finished its first step within startup_deadline ({self._startup_deadline:g} s)"
         else:
-            late = [r for r in live if now - self._moved[r] > self._step_deadline]
+            late = self._overdue(live, now)
             if not late:
                 return None
             limit = f"has made no progress within step_deadline ({self._step_deadline:g} s)"
@@ -78,11 +78,20 @@ class Watch:
         guilty = halted or self._behind(late)
         return Stuck(guilty, self._sentence(guilty, halted, limit))
 
+    def _overdue(self, live: list[int], now: float) -> list[int]:
+        """Ranks that stand still and do not merely wait: a rank that moves and is no further may be what they wait for, such
+        as rank 0 when it evaluates alone or writes a manifest."""
+        still = [r for r in live if now - self._moved[r] > self._step_deadline]
+        moving = [r for r in live if r not in still]
+        return [r for r in still if not any(self._place(m) <= self._place(r) for m in moving)]
+
+    def _place(self, rank: int) -> tuple[int, int]:
+        return self._readings[rank].started, self._readings[rank].finished
+
     def _behind(self, late: list[int]) -> tuple[int, ...]:
         """Those with the fewest steps: the others wait for them in a collective. All, when none is behind."""
-        place = {r: (self._readings[r].started, self._readings[r].finished) for r in late}
-        least = min(place.values())
-        return tuple(r for r in late if place[r] == least)
+        least = min(self._place(r) for r in late)
+        return tuple(r for r in late if self._place(r) == least)
 
     def _sentence(self, guilty: tuple[int, ...], halted: tuple[int, ...], limit: str) -> str:
         parts = []
