@@ -151,6 +151,8 @@ def _conclusion(cause: Cause, ended: Ended) -> Conclusion:
 
 
 def _sentence(cause: Cause, end: RankEnd) -> str:
+    if cause is Cause.COMPLETED:
+        return "all ranks completed"
     if end.result is not None:
         return end.result.message or f"rank {end.rank}: {end.result.cause}"
     code = end.exit_code
