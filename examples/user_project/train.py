@@ -1,4 +1,4 @@
-"""A script with a loop of its own: ``script: ["train.py", "--epochs", "30"]`` in the job's spec. See ``ratchet_worker.session``."""
+"""A script with a loop of its own: ``script: ["train.py", "--epochs", "30"]`` in the spec. See ``ratchet_worker.session``."""
 
 from __future__ import annotations
 
