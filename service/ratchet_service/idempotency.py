@@ -105,8 +105,7 @@ class Idempotency:
             claim = insert(IdempotencyKey).values(
                 scope=call.scope, key=call.key, body_hash=call.body_hash, token=token, headers={}, created_at=now
             )
-            result = session.execute(claim.on_conflict_do_nothing())
-            if cast(CursorResult[Any], result).rowcount == 1:
+            if session.scalar(claim.on_conflict_do_nothing().returning(IdempotencyKey.token)) is not None:
                 return None
             query = sa.select(IdempotencyKey).where(IdempotencyKey.scope == call.scope, IdempotencyKey.key == call.key)
             row = session.scalars(query.with_for_update()).one_or_none()
