@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -37,7 +38,8 @@ def on_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 class Allreduce:
-    """One all-reduce per bucket, divided first: the bits of DDP without a hook."""
+    """One all-reduce per bucket: the bits of DDP without a hook, which multiplies by 1 / ranks where torch's ``allreduce_hook``
+    divides by ranks (other bits when the number of ranks is no power of two)."""
 
     def __init__(self, spec: AllreduceSpec, group: dist.ProcessGroup) -> None:
         self.state = None
@@ -45,7 +47,9 @@ class Allreduce:
         self.watch = Watch()
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
-        return default_hooks.allreduce_hook(self.group, bucket), bucket.buffer().nbytes
+        buffer = bucket.buffer().mul_(1.0 / self.group.size())
+        work: Any = dist.all_reduce(buffer, group=self.group, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0]), buffer.nbytes
 
 
 class Fp16Compress:
@@ -66,35 +70,50 @@ class Fp16Compress:
         return default_hooks.fp16_compress_hook(self.group, bucket), buffer.numel() * 2
 
 
-class PowerSGD:
-    """torch's ``powerSGD_hook``. Off NCCL it waits for the bucket's whole chain of all-reduces before it returns.
+class _InOrder:
+    """Stands for ``torch.distributed`` inside torch's hook: every all-reduce is complete when it returns.
 
-    torch starts a bucket's second and third all-reduce from callbacks, in whatever thread finishes the one before. On gloo two
-    buckets, or DDP's own all-reduce of the map of unused parameters, would cross in different orders on different ranks.
+    torch starts a bucket's second and third all-reduce, and multiplies matrices, in callbacks. On gloo those run in whichever
+    thread finishes the all-reduce before: two buckets (or DDP's own all-reduce of the map of unused parameters) cross in
+    different orders on different ranks, and the products come out in other bits, because the number of threads and the handling
+    of denormals belong to the thread. After a finished all-reduce the callbacks run at once, in the thread that called the hook.
     """
+
+    group = dist.group
+
+    @staticmethod
+    def all_reduce(tensor: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool) -> Any:
+        work: Any = dist.all_reduce(tensor, group=group, async_op=async_op)
+        work.get_future().wait()
+        return work
+
+
+def _in_order(hook: Any) -> FunctionType:
+    """The same code over ``_InOrder`` instead of ``torch.distributed``; torch's module stays as it is."""
+    return FunctionType(hook.__code__, {**hook.__globals__, "dist": _InOrder}, hook.__name__, hook.__defaults__)
+
+
+class PowerSGD:
+    """torch's ``powerSGD_hook``; off NCCL with every all-reduce of its chain in order."""
 
     def __init__(self, spec: PowerSGDSpec, group: dist.ProcessGroup) -> None:
         self.group = group
         self.state = powersgd.make_state(spec, group)
         self.watch = Watch()
 
-    @property
-    def compressing(self) -> bool:
-        return bool(self.state.iter >= self.state.start_powerSGD_iter)
-
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
-        buffer, compressing, before = bucket.buffer(), self.compressing, self.state.total_numel_after_compression
-        gradients = bucket.gradients()
-        future = torch_powersgd.powerSGD_hook(self.state, bucket)
-        elements = self.state.total_numel_after_compression - before if compressing else buffer.numel()
-        waits = not on_nccl(self.group, buffer.device)
-        if waits:
-            future.wait()
-        if compressing and waits:
-            self.watch.non_finite(names, buffer, gradients)
-        elif compressing:
+        buffer, gradients, state = bucket.buffer(), bucket.gradients(), self.state
+        compressing, before = state.iter >= state.start_powerSGD_iter, state.total_numel_after_compression
+        nccl = on_nccl(self.group, buffer.device)
+        hook = torch_powersgd.powerSGD_hook if nccl else _in_order(torch_powersgd.powerSGD_hook)
+        future: TensorFuture = hook(state, bucket)
+        if not compressing:
+            return future, buffer.nbytes
+        if nccl:
             future = future.then(lambda done: self._watched(done, names, buffer, gradients))
-        return future, elements * buffer.element_size()
+        else:
+            self.watch.non_finite(names, buffer, gradients)
+        return future, (state.total_numel_after_compression - before) * buffer.element_size()
 
     def _watched(
         self, done: TensorFuture, names: Sequence[str], buffer: torch.Tensor, gradients: list[torch.Tensor]

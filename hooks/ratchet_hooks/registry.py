@@ -58,7 +58,7 @@ HOOKS: dict[str, HookEntry] = {
             "equal",
             False,
             _BOTH,
-            ("Gradients above 65504 / world size overflow to inf in float16.",),
+            ("Gradients above 65504 on any rank become inf in float16.",),
         ),
         HookEntry(
             "powerSGD",

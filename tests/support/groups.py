@@ -75,7 +75,7 @@ class Ranks:
             for pipe in ready:
                 answers[left[pipe]] = self._receive(left[pipe])  # type: ignore[index]
             if any(not ok for ok, _ in answers.values()):
-                end = min(end, time.monotonic() + 5.0)  # the others mostly fail with it: let them say how
+                end = min(end, time.monotonic() + 2.0)  # the others mostly fail with it: let them say how
         if len(answers) < self.world or any(not ok for ok, _ in answers.values()):
             self.close(clean=False)
             raise RankFailure(_report(answers, self.world))

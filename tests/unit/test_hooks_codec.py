@@ -34,7 +34,9 @@ def bits(value: float) -> bytes:
 NAN_WITH_PAYLOAD = struct.unpack(">d", bytes.fromhex("fff8000000000123"))[0]
 
 
-@pytest.mark.parametrize("value", [0.0, -0.0, 0.1, 5e-324, 1.7976931348623157e308, math.inf, -math.inf, math.nan, NAN_WITH_PAYLOAD])
+@pytest.mark.parametrize(
+    "value", [0.0, -0.0, 0.1, 5e-324, 1.7976931348623157e308, math.inf, -math.inf, math.nan, NAN_WITH_PAYLOAD]
+)
 def test_floats_keep_every_bit(value: float) -> None:
     assert bits(through_disk({"x": value})["x"]) == bits(value)
 
@@ -128,7 +130,8 @@ def test_module_state_dict_keeps_its_versions() -> None:
     "array",
     [
         np.array(1.5), np.zeros((0, 2)), np.asfortranarray(np.arange(6.0).reshape(2, 3)), np.arange(6)[::2], np.array(["ab", "c"]),
-        np.array([True]), np.array([1 + 2j]), np.arange(3, dtype=">i4"), np.float16([1, 2]), np.array([1], dtype="datetime64[s]"),
+        np.array([True]), np.array([1 + 2j]), np.arange(3, dtype=">i4"), np.float16([1, 2]),
+        np.array([1], dtype="datetime64[s]"),
     ],
     ids=lambda a: f"{a.dtype}{a.shape}",
 )  # fmt: skip
@@ -141,7 +144,10 @@ def test_numpy_arrays(array: np.ndarray[Any, Any]) -> None:
 def test_numpy_generators_continue_where_they_were() -> None:
     legacy = np.random.RandomState(3)
     legacy.standard_normal(5)  # odd: half of a Box-Muller pair is cached
-    modern = [np.random.Generator(getattr(np.random, name)(7)) for name in ("PCG64", "PCG64DXSM", "Philox", "SFC64", "MT19937")]
+    modern = [
+        np.random.Generator(getattr(np.random, name)(7))
+        for name in ("PCG64", "PCG64DXSM", "Philox", "SFC64", "MT19937")
+    ]
     for generator in modern:
         generator.standard_normal(3)
         generator.spawn(2)
@@ -194,7 +200,8 @@ GOOD_TENSORS, GOOD = encode({"t": torch.arange(4.0), "r": np.random.RandomState(
 @pytest.mark.parametrize(
     "data",
     [
-        {"unknown": 1}, {}, {"dict": 3}, {"dict": [[1]]}, {"float": "0xzz"}, {"int": 5}, {"tensor": {"name": "nothing"}}, {"tensor": 1},
+        {"unknown": 1}, {}, {"dict": 3}, {"dict": [[1]]}, {"float": "0xzz"}, {"int": 5}, {"tensor": {"name": "nothing"}},
+        {"tensor": 1},
         {"dict": [["a", 1], ["a", 2]]}, {"RandomState": {"dict": []}}, {"array": {"name": "t", "dtype": "O", "shape": [4]}}, 1.5,
         {"tensor": {"storage": "t", "dtype": "float32", "offset": 3, "shape": [4], "stride": [1], "bits": [False, False]}},
         {"tensor": {"name": "t", "stride": [1, 2]}}, {"scalar": ["<f8", "00"]}, {"nan": []}, {"dict": [[[], 1]]},

@@ -1,0 +1,133 @@
+"""The private parts of torch that recorded layouts lean on, and how they behave.
+
+Red here means: measure again before you upgrade.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch._C._distributed_c10d import Reducer, _compute_bucket_assignment_by_size
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
+from torch.nn.parallel import DistributedDataParallel
+
+from ratchet_hooks import powersgd
+from ratchet_hooks.layout import require_torch
+from ratchet_hooks.specs import PowerSGDSpec
+from tests.support.groups import Ranks
+
+
+def test_the_version_is_the_one_that_was_measured() -> None:
+    assert torch.__version__.startswith("2.13."), (
+        "run the hook tests, re-measure what ratchet_hooks.layout says, then move this"
+    )
+    require_torch()
+
+
+def test_a_torch_without_the_reducers_private_parts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ratchet_hooks.layout._REDUCER_API", ("_rebuild_buckets", "_gone"))
+    with pytest.raises(RuntimeError, match=r"Reducer\._gone"):
+        require_torch()
+
+
+def test_signatures() -> None:
+    assert list(inspect.signature(DistributedDataParallel._build_params_for_reducer).parameters) == ["self"]
+    assert list(inspect.signature(DistributedDataParallel._pre_forward).parameters) == ["self", "inputs", "kwargs"]
+    assert hasattr(Reducer, "_push_all_rebuilt_params") and hasattr(Reducer, "_get_zeros_like_grad_buckets")
+
+
+def test_powersgd_state_has_the_slots_that_are_stored() -> None:
+    expected = {
+        "process_group", *powersgd.HYPERPARAMETERS, "rng", "error_dict", "p_memory_dict", "q_memory_dict", "iter",
+        "total_numel_before_compression", "total_numel_after_compression", "compression_stats_logging_frequency",
+        "next_stats_report",
+    }  # fmt: skip
+    assert set(torch_powersgd.PowerSGDState.__slots__) == expected
+
+
+def test_the_spec_has_the_parameters_and_defaults_of_torchs_state() -> None:
+    parameters = inspect.signature(torch_powersgd.PowerSGDState.__init__).parameters
+    defaults = {name: p.default for name, p in parameters.items() if name not in ("self", "process_group")}
+    assert defaults == PowerSGDSpec().model_dump(exclude={"name", "wrapper"})
+
+
+def test_powersgd_hook_can_be_bound_to_other_collectives() -> None:
+    code = torch_powersgd.powerSGD_hook.__code__
+    assert code.co_freevars == () and torch_powersgd.powerSGD_hook.__kwdefaults__ is None
+    assert {"dist", "default", "_should_compress", "_orthogonalize"} <= names_in(code)
+    assert names_of("dist", torch_powersgd.powerSGD_hook) == {"all_reduce", "group"}
+
+
+def names_in(code: Any) -> set[str]:
+    inner = (names_in(c) for c in code.co_consts if hasattr(c, "co_names"))
+    return set(code.co_names).union(*inner)
+
+
+def names_of(module: str, function: Any) -> set[str]:
+    """Attributes of ``module`` that the body of ``function`` reads (its annotations are evaluated elsewhere)."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    assert isinstance(tree, ast.FunctionDef)
+    attributes = (n for stmt in tree.body for n in ast.walk(stmt) if isinstance(n, ast.Attribute))
+    return {a.attr for a in attributes if isinstance(a.value, ast.Name) and a.value.id == module}
+
+
+def test_buckets_fill_per_dtype_and_close_at_their_limit() -> None:
+    tensors = [torch.zeros(4), torch.zeros(4, dtype=torch.float64), torch.zeros(4), torch.zeros(4)]
+    buckets, _ = _compute_bucket_assignment_by_size(tensors, [32, 16], [False] * 4, [3, 2, 1, 0])
+    assert buckets == [[2], [3, 1], [0]]  # float64: 32 bytes at once; float32: 32 bytes, then 16
+
+
+class Path(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = nn.Linear(40, 4), nn.Linear(8, 40)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.first(x))
+        return out
+
+
+def observe(rank: int, options: dict[str, Any]) -> list[list[tuple[int, bool, list[str]]]]:
+    """(index, is_last, parameters) of every bucket in each of four iterations of plain DDP."""
+    module = Path()
+    names = {id(p): name for name, p in module.named_parameters()}
+    ddp = DistributedDataParallel(module, bucket_cap_mb=0.0005, **options)  # type: ignore[arg-type]
+    seen: list[tuple[int, bool, list[str]]] = []
+
+    def hook(state: object, bucket):  # type: ignore[no-untyped-def]
+        seen.append((bucket.index(), bucket.is_last(), [names[id(p)] for p in bucket.parameters()]))
+        return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]
+
+    ddp.register_comm_hook(None, hook)
+    iterations = []
+    for _ in range(4):
+        ddp(torch.ones(2, 8)).sum().backward()
+        iterations.append(list(seen))
+        seen.clear()
+    read = [[names[id(p)] for p in bucket.parameters()] for bucket in ddp.reducer._get_zeros_like_grad_buckets()]
+    assert read == [bucket for _, _, bucket in iterations[-1]]
+    assert dist.get_world_size() == 2
+    return iterations
+
+
+READY = {"last.bias", "last.weight", "first.bias", "first.weight"}
+
+
+def test_when_ddp_rebuilds_its_buckets() -> None:
+    with Ranks(2) as ranks:
+        plain = ranks.run(observe, {})[0]
+        static = ranks.run(observe, {"static_graph": True})[0]
+        unused = ranks.run(observe, {"find_unused_parameters": True})[0]
+    assert [len(i) for i in plain] == [1, 2, 2, 2]
+    assert {name for _, _, names in plain[1] for name in names} == READY and plain[1] == plain[3]
+    assert [(index, last) for index, last, _ in plain[1]] == [(0, False), (1, True)]
+    assert [len(i) for i in static] == [1, 1, 2, 2]
+    assert [len(i) for i in unused] == [3, 3, 3, 3] and unused[0] == unused[3]
