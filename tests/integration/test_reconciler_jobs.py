@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 
 from ratchet_contract.phases import AttemptPhase, Cause, Desired, JobPhase, Outcome
-from ratchet_service.database import Database
+from ratchet_service.database import Database, sqlite_url
+from ratchet_service.expiry import Expiry
+from ratchet_service.launchers.local import LocalLauncher
 from ratchet_service.launchers.processes import with_variable
-from ratchet_service.models import Attempt
+from ratchet_service.migrate import upgrade
+from ratchet_service.models import Attempt, Job
 from ratchet_service.watching import Timing
 from tests.support.plane import Plane
-from tests.support.server import agent_pid, wait_for
+from tests.support.server import agent_pid
 
 
 @pytest.fixture
@@ -26,11 +29,23 @@ def plane(tmp_path: Path, database: Database) -> Iterator[Plane]:
     made.close()
 
 
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Plane]:
+    """On SQLite alone: for what does not depend on the database."""
+    database = Database(sqlite_url(tmp_path / "ratchet.db"))
+    upgrade(database)
+    made = Plane(tmp_path, database)
+    made.serve_api()
+    yield made
+    made.close()
+    database.dispose()
+
+
 def executed(attempts: list[Attempt]) -> int:
     return sum(a.last_step - (a.base_step or 0) for a in attempts)
 
 
-def test_a_job_runs_and_gives_everything_back(plane: Plane) -> None:
+def test_a_job_runs_gives_everything_back_and_goes_after_its_ttl(plane: Plane) -> None:
     plane.reconcile()
     job_id = plane.submit({"steps": 25})
     job = plane.wait(job_id, JobPhase.SUCCEEDED)
@@ -47,11 +62,23 @@ def test_a_job_runs_and_gives_everything_back(plane: Plane) -> None:
     assert launch.stat().st_mode & 0o777 == 0o600
     assert not with_variable("RATCHET_ATTEMPT_DIR", str(launch.parent))
 
+    with plane.database.write() as session:
+        session.get_one(Job, job_id).ttl = 0.001
+    Expiry(plane.database, plane.paths).run()
+    assert not plane.paths.job(job_id).root.exists()
+    assert plane.events(job_id) == []
+
 
 def test_every_kind_of_death_costs_only_the_steps_since_the_last_checkpoint(plane: Plane) -> None:
     plane.reconcile()
     faults = {"1": {"at": 14, "do": "kill"}, "2": {"at": 27, "do": "kill-agent"}, "3": {"at": 33, "do": "raise"}}
     job_id = plane.submit({"steps": 40, "epochs": faults})
+    orphans = plane.submit({"steps": 30, "epochs": {"1": {"at": 12, "do": "child"}}})
+    mute = plane.submit({"steps": 30, "epochs": {"1": {"at": 15, "do": "mute"}}})
+
+    plane.wait_job(orphans, lambda job: job.epoch == 2, "in its second attempt")
+    assert with_variable("RATCHET_ATTEMPT_DIR", str(plane.attempt_paths(orphans, 1).root)) == []
+
     job = plane.wait(job_id, JobPhase.SUCCEEDED)
     attempts = plane.attempts(job_id)
     assert [a.cause for a in attempts] == [Cause.RANK_KILLED, Cause.UNKNOWN, Cause.EXCEPTION, Cause.COMPLETED]
@@ -63,24 +90,11 @@ def test_every_kind_of_death_costs_only_the_steps_since_the_last_checkpoint(plan
     reasons = [e.data["reason"] for e in plane.events(job_id) if e.type == "end-requeue"]
     assert reasons == ["backoff"] * 3
 
-
-def test_a_checkpoint_whose_report_was_lost_is_adopted(plane: Plane) -> None:
-    plane.reconcile()
-    job_id = plane.submit({"steps": 30, "epochs": {"1": {"at": 15, "do": "mute"}}})
-    plane.wait(job_id, JobPhase.SUCCEEDED)
-    adopted = [(row.step, row.epoch) for row in plane.checkpoints(job_id) if row.adopted]
-    assert adopted == [(10, 1)]
-    assert [a.steps_lost for a in plane.attempts(job_id)] == [5, 0]
-    assert plane.attempts(job_id)[1].base_step == 10
-    assert [e.type for e in plane.events(job_id)].count("checkpoint-adopted") == 1
-
-
-def test_nothing_of_an_attempt_outlives_it(plane: Plane) -> None:
-    plane.reconcile()
-    job_id = plane.submit({"steps": 30, "epochs": {"1": {"at": 12, "do": "child"}}})
-    plane.wait_job(job_id, lambda job: job.epoch == 2, "in its second attempt")
-    assert with_variable("RATCHET_ATTEMPT_DIR", str(plane.attempt_paths(job_id, 1).root)) == []
-    plane.wait(job_id, JobPhase.SUCCEEDED)
+    plane.wait(mute, JobPhase.SUCCEEDED)
+    assert [(row.step, row.epoch) for row in plane.checkpoints(mute) if row.adopted] == [(10, 1)]
+    assert [a.steps_lost for a in plane.attempts(mute)] == [5, 0]
+    assert plane.attempts(mute)[1].base_step == 10
+    assert [e.type for e in plane.events(mute)].count("checkpoint-adopted") == 1
 
 
 def test_suspend_resume_preempt_cancel(plane: Plane) -> None:
@@ -103,46 +117,44 @@ def test_suspend_resume_preempt_cancel(plane: Plane) -> None:
     assert (job.preemptions, job.failures) == (1, 0)
 
 
-def test_an_agent_that_does_not_answer_is_ended_by_force(plane: Plane) -> None:
-    plane.reconcile(timing=Timing(kill_after=0.5))
-    job_id = plane.submit({"steps": 100_000}, policy={"stop_grace": 1})
-    plane.wait_job(job_id, lambda job: job.committed_step >= 10, "saved")
-    os.kill(agent_pid(plane.attempt_paths(job_id, 1)), signal.SIGSTOP)
-    plane.post(f"/v1/jobs/{job_id}/suspend")
-    job = plane.wait(job_id, JobPhase.SUSPENDED)
-    (attempt,) = plane.attempts(job_id)
+def test_an_agent_that_does_not_answer_is_ended_by_force(small: Plane) -> None:
+    small.reconcile(timing=Timing(kill_after=0.5))
+    job_id = small.submit({"steps": 100_000}, policy={"stop_grace": 1})
+    small.wait_job(job_id, lambda job: job.committed_step >= 10, "saved")
+    os.kill(agent_pid(small.attempt_paths(job_id, 1)), signal.SIGSTOP)
+    small.post(f"/v1/jobs/{job_id}/suspend")
+    job = small.wait(job_id, JobPhase.SUSPENDED)
+    (attempt,) = small.attempts(job_id)
     assert (attempt.cause, job.reason, job.failures) == (Cause.HANG, "hang", 1)
-    assert [e.type for e in plane.events(job_id) if e.type.startswith("agent-")] == ["agent-stopped", "agent-killed"]
+    assert [e.type for e in small.events(job_id) if e.type.startswith("agent-")] == ["agent-stopped", "agent-killed"]
     assert attempt.steps_lost == attempt.last_step - (attempt.committed_step or 0)
 
 
-def test_what_cannot_heal_ends_the_job_at_once_and_no_progress_after_three_tries(plane: Plane) -> None:
-    plane.reconcile()
-    wrong = plane.submit({"epochs": {"1": {"at": 1, "do": "user-error"}}})
-    stuck = plane.submit({"epochs": {str(n): {"at": 3, "do": "kill"} for n in range(1, 9)}}, policy={"max_failures": 8})
-    job = plane.wait(wrong, JobPhase.FAILED)
+def test_what_cannot_heal_ends_the_job_at_once_and_no_progress_after_three_tries(small: Plane) -> None:
+    small.reconcile()
+    wrong = small.submit({"epochs": {"1": {"at": 1, "do": "user-error"}}})
+    stuck = small.submit({"epochs": {str(n): {"at": 3, "do": "kill"} for n in range(1, 9)}}, policy={"max_failures": 8})
+    job = small.wait(wrong, JobPhase.FAILED)
     assert (job.reason, job.message, job.epoch) == ("user-error", "no module named mine", 1)
-    job = plane.wait(stuck, JobPhase.FAILED)
+    job = small.wait(stuck, JobPhase.FAILED)
     assert (job.reason, job.epoch) == ("no-progress", 3)
     assert job.message is not None and "rank-killed" in job.message
 
 
-def test_the_timeout_ends_the_job_and_keeps_its_last_checkpoint(plane: Plane) -> None:
-    plane.reconcile()
-    job_id = plane.submit({"steps": 100_000}, policy={"timeout": 2, "stop_grace": 1})
-    job = plane.wait(job_id, JobPhase.FAILED)
-    (attempt,) = plane.attempts(job_id)
+def test_the_timeout_ends_the_job_and_keeps_its_last_checkpoint(small: Plane) -> None:
+    small.reconcile()
+    job_id = small.submit({"steps": 100_000}, policy={"timeout": 2, "stop_grace": 1})
+    job = small.wait(job_id, JobPhase.FAILED)
+    (attempt,) = small.attempts(job_id)
     assert (job.reason, attempt.cause) == ("timeout", Cause.TIMEOUT)
     assert job.committed_step == attempt.last_step > 0
 
 
-def test_an_agent_that_cannot_start_is_told_from_one_that_died(plane: Plane) -> None:
-    from ratchet_service.launchers.local import LocalLauncher
-
-    plane.reconcile(LocalLauncher(agent=("/bin/sh", "-c", "echo no such interpreter >&2; exit 3")))
-    job_id = plane.submit({}, policy={"max_failures": 0})
-    job = plane.wait(job_id, JobPhase.FAILED)
-    (attempt,) = plane.attempts(job_id)
+def test_an_agent_that_cannot_start_is_told_from_one_that_died(small: Plane) -> None:
+    small.reconcile(LocalLauncher(agent=("/bin/sh", "-c", "echo no such interpreter >&2; exit 3")))
+    job_id = small.submit({}, policy={"max_failures": 0})
+    job = small.wait(job_id, JobPhase.FAILED)
+    (attempt,) = small.attempts(job_id)
     assert (attempt.cause, job.reason) == (Cause.LAUNCHER_ERROR, "max-failures")
     assert attempt.message is not None and "no such interpreter" in attempt.message
 
@@ -163,11 +175,3 @@ def test_jobs_wait_for_slots_in_order_and_say_so(plane: Plane) -> None:
     plane.wait(late, JobPhase.SUCCEEDED)
     order = [plane.job(j).started_at for j in (high, low, first, late)]
     assert order == sorted(order, key=str)
-
-
-def test_a_job_goes_with_its_files_after_its_ttl(plane: Plane) -> None:
-    plane.reconcile()
-    job_id = plane.submit({"steps": 5}, ttl=0.5)
-    root = plane.paths.job(job_id).root
-    wait_for(root.exists, "the job's files to be there", 30)
-    wait_for(lambda: not root.exists(), "the job's files to go", 30)

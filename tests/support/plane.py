@@ -164,7 +164,7 @@ class Plane:
             return job if condition(job) else None
 
         try:
-            return wait_for(reached, f"job to be {what}", deadline)
+            return wait_for(reached, f"job to be {what}", deadline, 0.05)
         except AssertionError as error:
             job = self.job(job_id)
             story = [f"{e.epoch} {e.type}: {e.message}" for e in self.events(job_id)]

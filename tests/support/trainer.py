@@ -65,9 +65,10 @@ class Rank:
         self.counter.stage(Stage.TRAINING)
         for step in range(base.step + 1, steps + 1):
             self.counter.start_step(step)
-            time.sleep(self.plan.get("pause", 0.003))
+            time.sleep(self.plan.get("pause", 0.01))
             self.counter.finish_step(step)
-            self.spool.append(Progress(rank=self.rank, at=now(), step=step, total_steps=steps))
+            if step % 5 == 0:
+                self.spool.append(Progress(rank=self.rank, at=now(), step=step, total_steps=steps))
             if step % every == 0 or step == steps:
                 parent = self._commit(step, parent, "end" if step == steps else "schedule", finished=step == steps)
             if step == self.faults.get("at"):

@@ -1,0 +1,220 @@
+"""Reconcilers that die, stall or multiply: no job is run twice, none is lost. Both databases."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from ratchet_contract.phases import JobPhase
+from ratchet_service import leases
+from ratchet_service.database import Database, utc_now
+from ratchet_service.launchers.base import LaunchPlan
+from ratchet_service.launchers.local import LocalLauncher
+from ratchet_service.leases import LeaseLost
+from ratchet_service.models import AttemptNode, Job
+from tests.support.plane import Plane, trainer_launcher
+from tests.support.server import agent_pid, wait_for
+
+
+@pytest.fixture
+def plane(tmp_path: Path, database: Database) -> Iterator[Plane]:
+    made = Plane(tmp_path, database)
+    yield made
+    made.close()
+
+
+class Died(BaseException):
+    """The reconciler's process ends here: nothing is cleaned up."""
+
+
+class DiesBefore(LocalLauncher):
+    def submit(self, plan: LaunchPlan) -> None:
+        raise Died
+
+
+class DiesAfterWriting(LocalLauncher):
+    """Between ``launch.json`` and the start of the agent."""
+
+    def submit(self, plan: LaunchPlan) -> None:
+        self._agent = ("/nonexistent/python",)
+        try:
+            super().submit(self.plan(plan.launch))
+        except Exception as error:
+            raise Died from error
+
+
+class DiesAfter(LocalLauncher):
+    def submit(self, plan: LaunchPlan) -> None:
+        super().submit(plan)
+        raise Died
+
+
+@pytest.fixture
+def deaths(monkeypatch: pytest.MonkeyPatch) -> list[type[BaseException]]:
+    """Reconcilers' threads that ended as their process would."""
+    seen: list[type[BaseException]] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: seen.append(args.exc_type))
+    return seen
+
+
+def test_a_crash_around_the_submission_neither_loses_nor_doubles_the_attempt(
+    plane: Plane, deaths: list[type[BaseException]]
+) -> None:
+    plane.serve_api()
+    jobs = []
+    for kind in (DiesBefore, DiesAfterWriting, DiesAfter):
+        jobs.append(plane.submit({"steps": 20}))
+        plane.reconcile(trainer_launcher(kind), lease=600)
+        wait_for(lambda: len(deaths) == len(jobs), "the reconciler to die", 30)
+        assert plane.job(jobs[-1]).phase is JobPhase.STARTING
+    assert deaths == [Died] * 3
+    with plane.database.write() as session:
+        session.execute(sa.update(Job).values(lease_expires_at=utc_now()))
+    plane.reconcile()
+    for job_id in jobs:
+        plane.wait(job_id, JobPhase.SUCCEEDED)
+        (attempt,) = plane.attempts(job_id)
+        assert (attempt.number, attempt.last_step, attempt.steps_lost) == (1, 20, 0)
+        assert "another agent" not in plane.attempt_paths(job_id, 1).agent_log.read_text()
+
+
+def test_two_reconcilers_run_every_job_once_and_share_no_slot(plane: Plane) -> None:
+    plane.serve_api()
+    jobs = [plane.submit({"steps": 10}, resources={"cpus_per_rank": 2}) for _ in range(5)]
+    plane.reconcile()
+    plane.reconcile()
+    for job_id in jobs:
+        plane.wait(job_id, JobPhase.SUCCEEDED, deadline=60)
+    spans = []
+    for job_id in jobs:
+        (attempt,) = plane.attempts(job_id)
+        assert "another agent" not in plane.attempt_paths(job_id, 1).agent_log.read_text()
+        with plane.database.read() as session:
+            node = session.get_one(AttemptNode, (job_id, 1, 0))
+        assert len(node.cpu_slots) == 2
+        spans.append((attempt.created_at, attempt.ended_at, set(node.cpu_slots)))
+    for i, (begin, end, slots) in enumerate(spans):
+        for other_begin, other_end, others in spans[i + 1 :]:
+            assert end is not None and other_end is not None
+            assert end <= other_begin or other_end <= begin or not slots & others
+
+
+def test_a_killed_service_finds_its_jobs_again_or_replaces_them(plane: Plane) -> None:
+    service = plane.start_process()
+    lives = plane.submit({"steps": 100_000, "every": 10})
+    dies = plane.submit({"steps": 100_000, "every": 10})
+    for job_id in (lives, dies):
+        plane.wait_job(job_id, lambda job: job.committed_step >= 10, "saved")
+    agents = {job_id: agent_pid(plane.attempt_paths(job_id, 1)) for job_id in (lives, dies)}
+    service.kill()
+    service.wait(10)
+    os.kill(agents[dies], signal.SIGKILL)
+    step = plane.job(lives).step
+    plane.start_process()
+    plane.wait_job(lives, lambda job: job.step > step + 20, "training on")
+    wait_for(lambda: plane.attempts(dies)[-1].base_step, "the other to train in a second attempt", 30)
+    assert plane.job(lives).epoch == 1
+    assert agent_pid(plane.attempt_paths(lives, 1)) == agents[lives]
+    first, second = plane.attempts(dies)
+    assert second.base_step == first.committed_step == first.last_step - (first.steps_lost or 0)
+    for job_id in (lives, dies):
+        plane.post(f"/v1/jobs/{job_id}/cancel")
+    for job_id in (lives, dies):
+        plane.wait(job_id, JobPhase.CANCELLED)
+    assert [len(plane.attempts(job_id)) for job_id in (lives, dies)] == [1, 2]
+
+
+def test_a_clean_end_leaves_agents_alone_and_gives_leases_back(plane: Plane) -> None:
+    plane.serve_api()
+    job_id = plane.submit({"steps": 100_000})
+    first = plane.reconcile()
+    plane.wait(job_id, JobPhase.RUNNING)
+    agent = agent_pid(plane.attempt_paths(job_id, 1))
+    first.stop()
+    plane.wait_job(job_id, lambda job: job.lease_token is None, "free")
+    os.kill(agent, 0)
+    plane.reconcile()
+    plane.post(f"/v1/jobs/{job_id}/cancel")
+    plane.wait(job_id, JobPhase.CANCELLED)
+    assert len(plane.attempts(job_id)) == 1
+
+
+def insert(database: Database, **columns: object) -> str:
+    now = utc_now()
+    values: dict[str, object] = {
+        "id": "job-000000000001", "name": "t", "phase": JobPhase.RUNNING, "spec": {}, "resolved": {}, "spec_digest": "",
+        "created_at": now, "updated_at": now, "epoch": 3, **columns,
+    }  # fmt: skip
+    with database.write() as session:
+        session.add(Job(**values))
+    return str(values["id"])
+
+
+def test_of_many_who_want_a_free_job_one_gets_it(database: Database) -> None:
+    insert(database)
+    with database.read() as session:
+        (free,) = leases.free_jobs(session, ())
+    taken = []
+
+    def take() -> None:
+        with database.write() as session:
+            lease = leases.take(session, free, "a/1/1", 60)
+        if lease is not None:
+            taken.append(lease)
+
+    threads = [threading.Thread(target=take) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(taken) == 1
+    with database.write() as session:
+        assert leases.hold(session, taken[0]).epoch == 3
+        assert leases.free_jobs(session, ()) == []
+
+
+def test_a_lease_that_ran_out_goes_to_another_and_the_first_can_write_nothing(database: Database) -> None:
+    job_id = insert(database)
+    with database.write() as session:
+        first = leases.take(session, leases.free_jobs(session, ())[0], "elsewhere/1/1", 60)
+        assert first is not None
+    with database.write() as session:
+        leases.renew(session, [first], -1.0)
+    with database.write() as session:
+        second = leases.take(session, leases.free_jobs(session, ())[0], "elsewhere/2/2", 60)
+        assert second is not None
+    with database.write() as session, pytest.raises(LeaseLost):
+        leases.hold(session, first)
+    with database.write() as session:
+        leases.renew(session, [first], 60)
+        leases.release(session, [first])
+        assert leases.hold(session, second).id == job_id
+
+
+def test_an_attempt_that_is_over_cannot_be_held(database: Database) -> None:
+    insert(database)
+    with database.write() as session:
+        lease = leases.take(session, leases.free_jobs(session, ())[0], "a/1/1", 60)
+        assert lease is not None
+        session.execute(sa.update(Job).values(epoch=4))
+    with database.write() as session, pytest.raises(LeaseLost):
+        leases.hold(session, lease)
+
+
+def test_the_lease_of_a_process_that_is_known_to_be_dead_is_free_at_once(database: Database) -> None:
+    host = leases.new_owner().rsplit("/", 2)[0]
+    later = utc_now() + timedelta(hours=1)
+    insert(database, lease_owner=leases.new_owner(), lease_token="t", lease_expires_at=later)
+    with database.write() as session:
+        assert leases.free_jobs(session, ()) == []
+        session.execute(sa.update(Job).values(lease_owner=f"elsewhere/{os.getpid()}/1"))
+        assert leases.free_jobs(session, ()) == []
+        session.execute(sa.update(Job).values(lease_owner=f"{host}/{os.getpid()}/1"))
+        assert len(leases.free_jobs(session, ())) == 1
