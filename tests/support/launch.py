@@ -177,3 +177,10 @@ class Attempt:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not processes_below(self.paths.root), "the attempt's processes to go", 10)
+
+
+def rendezvous(pid: int) -> tuple[str, int]:
+    """Host and port of the store that the rank ``pid`` belongs to."""
+    pairs = (line.split(b"=", 1) for line in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if b"=" in line)
+    env = {key: value.decode() for key, value in pairs}
+    return env[b"MASTER_ADDR"], int(env[b"MASTER_PORT"])

@@ -1,0 +1,164 @@
+"""A user's directory for tests: a task and a script of their own beside modules that are named like parts of Ratchet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+TASK = '''
+"""A small net with BatchNorm and dropout, and ways to misbehave that tests ask for."""
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import hooks    # the user's own, beside this file
+import service
+import worker
+from ratchet_worker.data.loader import TrainLoader
+from ratchet_worker.task import Parts
+
+
+class Numbers:
+    def __init__(self, n):
+        g = torch.Generator().manual_seed(7)
+        self.x = torch.randn(n, 12, generator=g)
+        self.y = (self.x[:, :3].sum(1) > 0).long()
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+
+
+def net():
+    return nn.Sequential(nn.Linear(12, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Dropout(0.2), nn.Linear(48, 32), nn.ReLU(),
+                         nn.Linear(32, 2))
+
+
+class Mine:
+    """``gate``: a directory; a file in it named like a place holds everybody there (build, step, batch)."""
+
+    def __init__(self, steps=24, evaluate_every=None, gate=None, diverge_at=None):
+        assert (hooks.OWNER, worker.OWNER, service.OWNER) == ("user", "user", "user")
+        self.steps, self.evaluate_every, self.diverge_at = steps, evaluate_every, diverge_at
+        self.gate = Path(gate) if gate else None
+
+    def wait(self, place):
+        if self.gate is None:
+            return
+        (self.gate / f"{place}.reached.{self.rank}").touch()
+        while (self.gate / place).exists():
+            time.sleep(0.01)
+
+    def build(self, ctx):
+        self.rank = ctx.rank
+        self.wait("build")
+        model = net()
+        data = TrainLoader(Numbers(100), batch_size=8, seed=ctx.seed, rank=ctx.rank, world_size=ctx.world_size)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        return Parts(model, optimizer, data, total_steps=self.steps, evaluate_every=self.evaluate_every,
+                     scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5))
+
+    def loss(self, model, batch):
+        x, y = batch
+        return nn.functional.cross_entropy(model(x + 0.01 * torch.randn_like(x)), y)
+
+    def before_step(self, model, optimizer, step):
+        self.wait(f"step{step}")
+        if step == self.diverge_at and self.rank == 1:
+            with torch.no_grad():
+                model[0].bias[0] += 1e-6
+
+    def evaluation(self):
+        if self.evaluate_every is None:
+            return
+        data = Numbers(40)
+        for i in range(self.rank, 40, 10):
+            self.wait("batch")
+            torch.rand(3)
+            yield data.x[i : i + 5], data.y[i : i + 5]
+
+    def evaluate(self, model, batch):
+        x, y = batch
+        return {"right": (float((model(x).argmax(1) == y).sum()), float(len(y)))}
+'''
+
+SCRIPT = '''
+"""The user keeps the loop."""
+import argparse
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from mine import Numbers, net
+from ratchet_worker.data.loader import TrainLoader
+from ratchet_worker.session import Session
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--hold", type=int, nargs="*", default=[])
+    parser.add_argument("--gate")
+    args = parser.parse_args()
+    with Session() as s:
+        data = TrainLoader(Numbers(100), batch_size=8, seed=s.seed, rank=s.rank, world_size=s.world_size)
+        module = net()
+        model = s.wrap(module)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+        noise = np.random.default_rng(s.rank)
+        average = {"weight": torch.zeros(48, 12)}
+        s.register(optimizer=optimizer, data=data, noise=noise, average=Average(average))
+        batches = s.batches()
+        for step in s.steps(args.steps):
+            x, y = next(batches)
+            loss = nn.functional.cross_entropy(model(x + 0.01 * float(noise.standard_normal())), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average["weight"] = 0.9 * average["weight"] + 0.1 * module[0].weight.detach()
+            s.log({"loss": loss})
+            if step in args.hold:
+                Path(args.gate, f"held{step}.{s.rank}").touch()
+                while not Path(args.gate, f"go{step}").exists():
+                    time.sleep(0.01)
+            if (step + 1) % 8 == 0:
+                with s.evaluation() as ev:
+                    right = total = 0
+                    for i in ev.batches(range(s.rank, 20, s.world_size)):
+                        right += int(module(torch.ones(2, 12) * i / 20).argmax(1).sum())
+                        total += 2
+                    s.log(ev.averages({"right": (right, total)}))
+        assert s.all_gather(s.rank) == list(range(s.world_size))
+    print("after the loop", flush=True)
+
+
+class Average:
+    def __init__(self, values):
+        self.values = values
+
+    def state_dict(self):
+        return dict(self.values)
+
+    def load_state_dict(self, state):
+        self.values.update(state)
+
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+def make_project(directory: Path) -> Path:
+    """Write the project below ``directory``; returns it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in ("hooks", "worker", "service"):
+        (directory / f"{name}.py").write_text('OWNER = "user"\n')
+    (directory / "mine.py").write_text(TASK)
+    (directory / "train.py").write_text(SCRIPT)
+    return directory
