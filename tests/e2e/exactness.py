@@ -38,11 +38,11 @@ START = 20  # iterations before PowerSGD compresses
 TASKS: dict[str, dict[str, Any]] = {
     "digits": {
         "entrypoint": "ratchet_worker.tasks.digits:DigitsTask",
-        "args": {"max_steps": STEPS, "num_workers": 0},
+        "args": {"steps": STEPS},
     },
     "bytelm": {
         "entrypoint": "ratchet_worker.tasks.bytelm:ByteLMTask",
-        "args": {"max_steps": STEPS},
+        "args": {"steps": STEPS},
     },
 }
 HOOKS: dict[str, dict[str, Any]] = {
@@ -97,11 +97,17 @@ class Outcome:
 
 
 def plan_kills(rng: random.Random, kinds: tuple[Kill, ...]) -> list[tuple[Kill, int]]:
-    """The first kill falls after the first checkpoint and before compression starts, the others after it, in random order."""
+    """The first kill falls after the first checkpoint and before compression starts, the others after it, in random order.
+
+    The first is one that acts at once: a preemption takes a moment, in which a small model makes many steps.
+    """
     order = list(kinds)
     rng.shuffle(order)
-    later = sorted(rng.sample(range(START + 3, STEPS - 8, 3), len(order) - 1))
-    return list(zip(order, [rng.randint(EVERY + 1, START - 4), *later], strict=True))
+    order.sort(key=lambda kind: kind not in ("rank", "agent"))
+    first, rest = order[0], order[1:]
+    rng.shuffle(rest)
+    later = sorted(rng.sample(range(START + EVERY + 1, STEPS - 10, 3), len(rest)))
+    return list(zip([first, *rest], [rng.randint(EVERY + 1, START - 5), *later], strict=True))
 
 
 def strike(
@@ -166,6 +172,8 @@ def judge(
             bad(f"attempt {attempt['number']} began at step 0")
         if report.get("verdict") != "exact":
             bad(f"attempt {attempt['number']} resumed {report.get('verdict')}: {report}")
+    if outcome.bases and not outcome.bases[0] < START <= outcome.bases[-1]:
+        bad(f"resumed at {outcome.bases}: compression starts at {START} and must lie between")
     outcome.lost = sum(int(a["steps_lost"] or 0) for a in attempts)
     executed = sum(int(a["steps_done"]) for a in attempts)
     if executed != total + outcome.lost:

@@ -1,0 +1,39 @@
+"""A reduced set of the exactness matrix; ``make exactness`` runs all of it with any number of seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.exactness import KILLS, Cell, Kill, line, run_case
+from tests.support.server import Server, processes_below
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    home: Path = tmp_path_factory.mktemp("home")
+    server = Server(home)
+    try:
+        yield server.start()
+    finally:
+        server.stop()
+        assert not processes_below(home)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cell", "kinds"),
+    [
+        (Cell("powerSGD", "many", 2, "digits"), KILLS),
+        (Cell("powerSGD", "one", 3, "bytelm"), ("rank", "preempt")),
+        (Cell("fp16_compress", "many", 3, "digits"), ("agent", "sigterm")),
+        (Cell("allreduce", "many", 2, "bytelm"), ("rank", "sigterm")),
+    ],
+    ids=str,
+)
+def test_interrupted_job_ends_with_the_same_bits(server: Server, cell: Cell, kinds: tuple[Kill, ...]) -> None:
+    outcome, _ = run_case(server, cell, seed=11, reference=None, kinds=kinds)
+    print(line(outcome))
+    assert not outcome.problems
