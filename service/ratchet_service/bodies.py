@@ -47,8 +47,11 @@ async def read_body(request: Request, limit: int) -> RawBody:
     return RawBody(media_type, b"".join(parts))
 
 
-def decode(body: RawBody, *, yaml: bool = False) -> Any:
-    """The body's data; an empty body is ``{}``. Raises ``Refused`` or ``SpecError`` with a pointer to what is wrong."""
+def decode(body: RawBody, *, yaml: bool = False, storable: bool = True) -> Any:
+    """The body's data; an empty body is ``{}``. Raises ``Refused`` or ``SpecError`` with a pointer to what is wrong.
+
+    ``storable`` False: the caller makes the values fit for the databases itself.
+    """
     if not body.content.strip():
         return {}
     allowed = JSON_TYPES | YAML_TYPES if yaml else JSON_TYPES
@@ -59,7 +62,7 @@ def decode(body: RawBody, *, yaml: bool = False) -> Any:
             code="unsupported-media-type",
         )
     data = _yaml(body.content) if body.media_type in YAML_TYPES else _json(body.content)
-    problems = unstorable(data)
+    problems = unstorable(data) if storable else []
     if problems:
         raise SpecError(f"{problems[0].pointer or '/'}: {problems[0].detail}", code="invalid-value", errors=problems)
     return data

@@ -18,7 +18,8 @@ from ratchet_contract.paths import HomePaths, JobPaths
 from ratchet_contract.phases import AttemptPhase
 from ratchet_contract.version import PROTOCOL_VERSION
 from ratchet_service.database import Database, utc_now
-from ratchet_service.ingest_effects import Effects, saved_iteration
+from ratchet_service.ids import is_job_id
+from ratchet_service.ingest_effects import MAX_NUMBER, Effects, saved_iteration, storable_json
 from ratchet_service.models import Attempt, AttemptNode, Job
 from ratchet_service.transitions import add_event, lock_job
 
@@ -41,6 +42,8 @@ def ingest(database: Database, report: AgentReport, token: str | None, homes: Ho
             f"this service speaks protocol {PROTOCOL_VERSION}, the agent {report.protocol}: install the same version of Ratchet",
             code="protocol-mismatch",
         )
+    if not is_job_id(report.job_id) or not 0 < report.epoch <= MAX_NUMBER:
+        raise _no_attempt(report)
     with database.read() as session:
         attempt, job = _authorised(session, report, token)
         _fence(job, attempt)
@@ -52,7 +55,7 @@ def ingest(database: Database, report: AgentReport, token: str | None, homes: Ho
         job = lock_job(session, report.job_id)
         held = session.get(Attempt, (report.job_id, report.epoch), populate_existing=True)
         if held is None:
-            raise NotFound(f"job {report.job_id} has no attempt {report.epoch}", code="attempt-not-found")
+            raise _no_attempt(report)
         _fence(job, held)
         node = _node(session, report)
         ingest_batches(session, job, held, node, report.batches, iterations)
@@ -115,10 +118,16 @@ def _authorised(session: Session, report: AgentReport, token: str | None) -> tup
     attempt = session.get(Attempt, (report.job_id, report.epoch))
     job = session.get(Job, report.job_id)
     if attempt is None or job is None:
-        raise NotFound(f"job {report.job_id} has no attempt {report.epoch}", code="attempt-not-found")
+        raise _no_attempt(report)
     if not hmac.compare_digest(hash_token(token), attempt.report_token_hash):
         raise Refused("this is not the token of that attempt", code="token-wrong")
+    if not 0 <= report.node < int(job.spec["world"]["nodes"]):
+        raise Refused(f"there is no node {report.node} in this job", code="invalid-report")
     return attempt, job
+
+
+def _no_attempt(report: AgentReport) -> NotFound:
+    return NotFound(f"job {report.job_id} has no attempt {report.epoch}", code="attempt-not-found")
 
 
 def _fence(job: Job, attempt: Attempt) -> None:
@@ -155,9 +164,9 @@ def _advance(session: Session, attempt: Attempt, node: AttemptNode, report: Agen
         node.phase = report.phase
     if report.phase is not AttemptPhase.ENDED and _later(report.phase, attempt.phase):
         attempt.phase = report.phase
-    attempt.last_step = max(attempt.last_step, min(report.last_step, 2**63 - 1))
+    attempt.last_step = max(attempt.last_step, min(report.last_step, MAX_NUMBER))
     if report.result is not None and str(report.node) not in attempt.results:
-        attempt.results = attempt.results | {str(report.node): report.result.model_dump(mode="json")}
+        attempt.results = attempt.results | {str(report.node): storable_json(report.result.model_dump(mode="json"))}
         cause = report.result.cause.value
         facts = {"cause": cause, "rank": report.result.rank, "last_step": report.result.last_step}
         add_event(session, attempt.job_id, "result", f"the agent ended: {cause}", epoch=attempt.number, data=facts)

@@ -4,7 +4,7 @@ one, so text is made storable and a message that cannot count becomes an event t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import Any, Final
 
@@ -34,7 +34,7 @@ from ratchet_service.database import utc_now
 from ratchet_service.models import Attempt, Checkpoint, HookSample, Job, Metric
 from ratchet_store.commit import read_manifest
 
-_MAX_STEP: Final = 2**63 - 1
+MAX_NUMBER: Final = 2**63 - 1
 _CHUNK: Final = 500
 MAX_SAMPLES: Final = 2000
 
@@ -63,10 +63,7 @@ class Effects:
 
     def apply(self, rank: int, message: RankMessage) -> None:
         """``rank`` is the batch's: a message cannot speak for another rank."""
-        steps = [getattr(message, name, 0) for name in ("step", "epoch", "total_steps", "data_epoch")]
-        if isinstance(message, HookState):
-            steps += [message.summary.step, message.summary.iteration]
-        if not all(step is None or 0 <= step <= _MAX_STEP for step in steps):
+        if not all(number is None or 0 <= number <= MAX_NUMBER for number in _numbers(message)):
             self._event("message-dropped", f"rank {rank}: a {message.kind} message with an impossible number", {})
             return
         match message:
@@ -220,6 +217,16 @@ class Effects:
                     index_elements=keys, set_=new, where=table.epoch <= statement.excluded.epoch
                 )
             )
+
+
+def _numbers(message: RankMessage) -> Iterator[int | None]:
+    """Those that end up in 64-bit columns."""
+    for name in ("step", "epoch", "total_steps", "data_epoch", "size", "files"):
+        yield getattr(message, name, 0)
+    if isinstance(message, HookState):
+        yield from (message.summary.step, message.summary.iteration)
+    if isinstance(message, Training):
+        yield from (message.base.step, message.base.epoch)
 
 
 def thin_samples(session: Session, job_id: str, rank: int, most: int = MAX_SAMPLES) -> None:

@@ -264,7 +264,9 @@ REPORTS: list[tuple[str, dict[str, Any], str | None, int, str]] = [
     ("negative-rank", {"batches": [{"rank": -1, "from_seq": 1, "messages": [message("progress", step=1)]}]},
      f"Bearer {TOKEN}", 422, "invalid-report"),
     ("kind", {"batches": [{"rank": 0, "from_seq": 1, "messages": [{"kind": "x"}]}]}, f"Bearer {TOKEN}", 422, "invalid-body"),
-    ("huge", {"last_step": 10**30}, f"Bearer {TOKEN}", 422, "invalid-value"),
+    ("huge-epoch", {"epoch": 10**30}, f"Bearer {TOKEN}", 404, "attempt-not-found"),
+    ("node", {"node": 1}, f"Bearer {TOKEN}", 422, "invalid-report"),
+    ("huge-node", {"node": 10**30}, f"Bearer {TOKEN}", 422, "invalid-report"),
 ]  # fmt: skip
 
 

@@ -29,7 +29,7 @@ def report(
     authorization: Annotated[str | None, Header(description="Bearer and the token of the attempt.")] = None,
 ) -> ReportAck:
     """Everything that ranks said since the last acknowledgement. 409 `stale-epoch`: the attempt is over, end its ranks."""
-    told = parse(AgentReport, decode(body))
+    told = parse(AgentReport, decode(body, storable=False))  # a rank may say anything, and must not be stuck with it
     if told.job_id != job_id or str(told.epoch) != number:
         raise NotFound(
             f"the report is of attempt {told.epoch} of {told.job_id}, the path of another", code="attempt-not-found"

@@ -1,0 +1,279 @@
+"""Reports of agents: fenced, exactly once, never stuck on a strange message."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from ratchet_contract.messages import RankBatch
+from ratchet_contract.phases import AttemptPhase, JobPhase
+from ratchet_service.ingest import ingest_batches
+from ratchet_service.ingest_effects import thin_samples
+from ratchet_service.models import Attempt, AttemptNode, HookSample
+from ratchet_service.transitions import lock_job
+from tests.support.api import Api, checkpoint_message, message, training_message
+
+BASE = {"step": 0, "epoch": None, "digest": None}
+
+
+@pytest.fixture
+def job(api: Api) -> str:
+    job_id = api.submit()
+    api.attempt(job_id)
+    return job_id
+
+
+def hook_message(step: int, rank: int = 0, **fields: Any) -> dict[str, Any]:
+    summary = {
+        "name": "powerSGD", "rank": rank, "step": step, "phase": "compressing", "iteration": step, "compression_rate": 8.0,
+        "elements_before": 800, "elements_after": 100, "bytes_before": 3200, "bytes_after": 400, "residual_norm": 0.5 + rank,
+        "memory_bytes": 4096,
+    }  # fmt: skip
+    return message("hook", rank, summary=summary | fields)
+
+
+def event_types(api: Api, job_id: str) -> list[str]:
+    return [e["type"] for e in api.client.get(f"/v1/jobs/{job_id}/events").json()["items"]]
+
+
+def test_a_whole_attempt_as_an_agent_tells_it(api: Api, job: str) -> None:
+    report = {"verdict": "fresh", "base": BASE, "world_size": 2}
+    ack = api.report(
+        job,
+        (0, 1, [
+            message("started", pid=11, host="here", device="cpu", torch="2.13"),
+            message("resumed", report=report),
+            training_message(total_steps=40),
+            message("progress", step=7, data_epoch=1),
+            message("metrics", step=7, values={"loss": 2.5}),
+            hook_message(7),
+            checkpoint_message(5),
+        ]),
+        (1, 1, [message("started", 1, pid=12, host="here", device="cpu", torch="2.13"), hook_message(7, rank=1)]),
+    ).json()  # fmt: skip
+    assert ack["acked"] == {"0": 7, "1": 2}
+    found = api.job(job)
+    assert found["phase"] == "RUNNING"
+    assert found["progress"] == {"step": 7, "total_steps": 40, "data_epoch": 1, "steps_at_risk": 2}
+    assert found["last_checkpoint"] == "step-000000000005.a0001"
+    attempt = api.client.get(f"/v1/jobs/{job}/attempts/1").json()
+    assert attempt["base"] == BASE
+    assert (attempt["last_step"], attempt["steps_done"], attempt["committed_step"]) == (7, 7, 5)
+    assert attempt["resume_report"]["verdict"] == "fresh"
+    assert attempt["training_at"] == "2030-01-01T00:00:00Z"
+    stored = api.client.get(f"/v1/jobs/{job}/checkpoints").json()["items"]
+    assert [(c["id"], c["state"], c["digest"], c["size"]) for c in stored] == [
+        ("step-000000000005.a0001", "committed", "d5", 1000)
+    ]
+    hook = api.client.get(f"/v1/jobs/{job}/hook").json()
+    assert (hook["phase"], hook["iteration"], hook["compression_rate"]) == ("compressing", 7, 8.0)
+    assert hook["residual_norm"] == {"0": 0.5, "1": 1.5}
+    assert hook["checkpoint_id"] == "step-000000000005.a0001"
+    assert event_types(api, job) == ["submitted", "rank-started", "resumed", "training", "checkpoint", "rank-started"]
+
+
+def test_what_comes_again_counts_once(api: Api, job: str) -> None:
+    lines = [training_message(), *(message("note", type="n", message=str(i)) for i in range(4))]
+    for begin, end in ((0, 2), (0, 2), (0, 4), (1, 3), (3, 5), (0, 5)):
+        ack = api.report(job, (0, begin + 1, lines[begin:end])).json()
+    assert ack["acked"] == {"0": 5}
+    events = api.client.get(f"/v1/jobs/{job}/events").json()["items"]
+    assert [e["message"] for e in events if e["type"] == "note.n"] == ["0", "1", "2", "3"]
+    assert [e["type"] for e in events].count("training") == 1
+
+
+def test_a_gap_is_not_stored_and_the_answer_says_where_to_go_on(api: Api, job: str) -> None:
+    assert api.report(job, (0, 3, [message("note", type="late", message="x")])).json()["acked"] == {}
+    assert api.report(job, (0, 1, [training_message()])).json()["acked"] == {"0": 1}
+    assert "note.late" not in event_types(api, job)
+
+
+def test_agents_that_send_the_same_at_the_same_time_store_it_once(api: Api, job: str) -> None:
+    start = threading.Barrier(6)
+    lines = [message("note", type="n", message=str(i)) for i in range(20)]
+    statuses = []
+
+    def send() -> None:
+        start.wait(10)
+        for size in (5, 10, 20):
+            statuses.append(api.report(job, (0, 1, lines[:size])).status_code)
+
+    threads = [threading.Thread(target=send) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert set(statuses) == {200}
+    assert event_types(api, job).count("note.n") == 20
+
+
+def test_an_empty_report_only_reads(api: Api, job: str) -> None:
+    api.report(job, (0, 1, [training_message()]))
+    with api.database.write():  # on SQLite nobody else can write now
+        assert api.report(job).json()["acked"] == {"0": 1}
+        assert api.report(job, (0, 1, [training_message()]), last_step=3).json()["acked"] == {"0": 1}
+
+
+@pytest.mark.parametrize("how", ["newer", "ended"])
+def test_a_fenced_attempt_is_told_so_and_stores_nothing(api: Api, job: str, how: str) -> None:
+    if how == "newer":
+        api.attempt(job, number=2)
+    else:
+        with api.database.write() as session:
+            session.get_one(Attempt, (job, 1)).phase = AttemptPhase.ENDED
+    for batches in ((), ((0, 1, [checkpoint_message(5)]),)):
+        answer = api.report(job, *batches)
+        assert (answer.status_code, answer.json()["code"]) == (409, "stale-epoch")
+    assert api.client.get(f"/v1/jobs/{job}/checkpoints").json()["items"] == []
+
+
+def test_a_checkpoint_of_another_epoch_is_not_recorded(api: Api, job: str) -> None:
+    api.report(job, (0, 1, [checkpoint_message(5, epoch=7)]))
+    assert api.client.get(f"/v1/jobs/{job}/checkpoints").json()["items"] == []
+    assert "checkpoint-ignored" in event_types(api, job)
+    assert api.job(job)["last_checkpoint"] is None
+
+
+def test_checkpoints_change_state_as_the_worker_says(api: Api, job: str) -> None:
+    api.report(
+        job, (0, 1, [checkpoint_message(5), checkpoint_message(10, parent=5), checkpoint_message(15, parent=10)])
+    )
+    api.report(
+        job,
+        (0, 4, [
+            message("checkpoint_deleted", step=5, epoch=1),
+            message("quarantined", step=15, epoch=1, error="bit flip"),
+            message("checkpoint_failed", step=20, error="disk full"),
+        ]),
+    )  # fmt: skip
+    stored = api.client.get(f"/v1/jobs/{job}/checkpoints").json()["items"]
+    assert [(c["step"], c["state"]) for c in stored] == [(15, "quarantined"), (10, "committed")]
+    gone = api.client.get(f"/v1/jobs/{job}/checkpoints", params={"state": "deleted"}).json()["items"]
+    assert [c["step"] for c in gone] == [5]
+    assert {"checkpoint-quarantined", "checkpoint-failed"} <= set(event_types(api, job))
+
+
+def test_the_next_attempt_sets_progress_back_to_its_base(api: Api, job: str) -> None:
+    api.report(job, (0, 1, [training_message(), checkpoint_message(5), message("progress", step=9)]))
+    assert api.job(job)["progress"]["steps_at_risk"] == 4
+    api.attempt(job, number=2)
+    api.report(job, (0, 1, [training_message(5, 1)]), number=2)
+    assert api.job(job)["progress"]["step"] == 5
+    assert api.job(job)["progress"]["steps_at_risk"] == 0
+    assert api.job(job)["last_checkpoint"] == "step-000000000005.a0001"
+
+
+def test_a_result_waits_for_the_reconciler(api: Api, job: str) -> None:
+    wakes = api.ports.wakes
+    result = {
+        "job_id": job, "epoch": 1, "cause": "exception", "rank": 1, "exit_code": 1, "message": "boom", "last_step": 12,
+        "started_at": "2030-01-01T00:00:00Z", "ended_at": "2030-01-01T00:01:00Z", "ranks": [],
+    }  # fmt: skip
+    for _ in range(2):
+        assert api.report(job, phase="ENDED", result=result, last_step=12).status_code == 200
+    assert api.ports.wakes > wakes
+    with api.database.read() as session:
+        attempt = session.get_one(Attempt, (job, 1))
+        assert attempt.phase is AttemptPhase.RUNNING
+        assert attempt.results["0"]["cause"] == "exception"
+        assert attempt.last_step == 12
+    assert api.job(job)["phase"] == "STARTING"
+    assert event_types(api, job).count("result") == 1
+
+
+def test_phases_of_an_attempt_only_go_forward(api: Api, job: str) -> None:
+    for told, node in (("STOPPING", "STOPPING"), ("LAUNCHING", "STOPPING"), ("ENDED", "ENDED")):
+        api.report(job, phase=told)
+        attempt = api.client.get(f"/v1/jobs/{job}/attempts/1").json()
+        assert attempt["nodes"][0]["phase"] == node
+        assert attempt["phase"] == "STOPPING"  # only the reconciler ends an attempt
+
+
+def test_training_while_stopping_stays_stopping(api: Api, job: str) -> None:
+    api.client.post(f"/v1/jobs/{job}/suspend")
+    control = api.report(job, (0, 1, [training_message()])).json()["control"]
+    assert control["desired"] == "suspend"
+    assert api.job(job)["phase"] == "STOPPING"
+
+
+STRANGE: list[dict[str, Any]] = [
+    message("note", type="a\0b", message="nul \0", data={"k\0": ["\ud800", {"\udfff": 1e999}, 10**40]}),
+    message("metrics", step=1, values={"lo\0ss": 1.0, "x" * 500: 2.0, "nan": "NaN", "inf": "Infinity"}),
+    message("metrics", step=-5, values={"loss": 1.0}),
+    message("progress", step=2**70),
+    message("progress", step=1) | {"at": "not a time"},
+    message("progress", step=2) | {"at": "9999-12-31T23:59:59.999999-23:59"},
+    hook_message(3, compression_rate="NaN", residual_norm="Infinity", name="a\0"),
+    hook_message(2**70),
+    message("started", pid=1, host="h\0", device="\0", torch=""),
+    message("quarantined", step=1, epoch=99, error="\0"),
+    message("checkpoint_deleted", step=1, epoch=2**80),
+    checkpoint_message(3, digest="\0" * 200, seconds="NaN"),
+    checkpoint_message(4, size=2**70),
+    training_message() | {"base": {"step": 2**80}},
+    message("resumed", report={
+        "verdict": "not-exact", "base": BASE, "world_size": 2, "notes": ["\0"],
+        "differences": [{"key": "x", "recorded": "NaN", "current": None}],
+    }),
+]  # fmt: skip
+
+
+def test_strange_messages_from_a_spool_never_block_it(api: Api, job: str) -> None:
+    """As the reconciler hands them in, past the checks of the door."""
+    for number, line in enumerate(STRANGE, 1):
+        batch = RankBatch.model_validate({"rank": 0, "from_seq": number, "messages": [line]})
+        with api.database.write() as session:
+            node = session.get_one(AttemptNode, (job, 1, 0))
+            stored = ingest_batches(session, lock_job(session, job), session.get_one(Attempt, (job, 1)), node, [batch])
+        assert stored == 1, line
+    for part in ("", "/events", "/attempts", "/attempts/1", "/metrics", "/hook", "/hook/history", "/checkpoints"):
+        assert api.client.get(f"/v1/jobs/{job}{part}").status_code == 200, part
+    assert event_types(api, job).count("message-dropped") == 6
+    series = {s["name"][:10]: s["points"] for s in api.client.get(f"/v1/jobs/{job}/metrics").json()["series"]}
+    assert [p["value"] for p in series["nan"]] == ["NaN"]
+    assert [p["value"] for p in series["inf"]] == ["Infinity"]
+    assert api.client.get(f"/v1/jobs/{job}/hook").json()["compression_rate"] == "NaN"
+
+
+def test_strange_messages_come_through_the_door_too(api: Api, job: str) -> None:
+    """JSON may carry all of it, except halves of surrogate pairs, which no message model takes."""
+    sent = [line for line in STRANGE if "ud800" not in json.dumps(line)]
+    answer = api.report(job, (0, 1, sent))
+    assert (answer.status_code, answer.json()["acked"]) == (200, {"0": len(sent)})
+
+
+def test_leftovers_of_an_older_attempt_do_not_touch_the_job(api: Api, job: str) -> None:
+    api.report(job, (0, 1, [training_message(), message("progress", step=4)]))
+    api.attempt(job, number=2)
+    lines = [message("progress", step=9), checkpoint_message(9), message("metrics", step=9, values={"loss": 1.0})]
+    batch = RankBatch.model_validate({"rank": 0, "from_seq": 3, "messages": lines})
+    with api.database.write() as session:
+        node = session.get_one(AttemptNode, (job, 1, 0))
+        ingest_batches(session, lock_job(session, job), session.get_one(Attempt, (job, 1)), node, [batch])
+    assert api.job(job)["progress"]["step"] == 4
+    assert api.job(job)["last_checkpoint"] is None
+    assert api.client.get(f"/v1/jobs/{job}/attempts/1").json()["last_step"] == 9
+
+
+def test_the_hook_history_is_thinned_and_keeps_its_ends(api: Api, job: str) -> None:
+    api.report(job, *((rank, 1, [hook_message(s, rank) for s in range(1, 101)]) for rank in (0, 1)))
+    with api.database.write() as session:
+        thin_samples(session, job, 0, most=60)
+    with api.database.read() as session:
+        query = sa.select(HookSample.step).where(HookSample.job_id == job, HookSample.rank == 0)
+        steps = list(session.scalars(query.order_by(HookSample.step)))
+    assert len(steps) == 50
+    assert steps[-1] == 100
+    assert steps[0] <= 2
+    assert len(api.client.get(f"/v1/jobs/{job}/hook/history", params={"rank": 1}).json()["items"]) == 100
+
+
+def test_desired_phase_reaches_a_job_that_ended(api: Api, job: str) -> None:
+    """Training told after the job was ended by the reconciler must not bring it back."""
+    api.put(job, JobPhase.CANCELLED)
+    assert api.report(job, (0, 1, [training_message()])).status_code == 200
+    assert api.job(job)["phase"] == "CANCELLED"
