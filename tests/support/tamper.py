@@ -44,4 +44,4 @@ def tamper(directory: Path, change: Callable[[Pieces, States], None]) -> None:
     ]
     files = [file for file, _ in written]
     tensors = [entry for _, found in written for entry in found]
-    commit(directory, manifest.model_copy(update={"files": files, "tensors": tensors, "shared_digest": None}))
+    commit(directory, manifest.model_copy(update={"files": files, "tensors": tensors}))
