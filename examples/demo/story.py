@@ -18,8 +18,10 @@ from ratchet_contract.phases import AttemptPhase
 START_COMPRESSION = 60
 EVERY = 50
 """Steps between checkpoints."""
+KILL, PREEMPT, ORPHAN = 120, 210, 300
+"""Steps of the 660 from which on the rank is killed, the job preempted, and the service killed."""
 SPEC: dict[str, Any] = {
-    "task": {"entrypoint": "ratchet_worker.tasks.digits:DigitsTask", "args": {"epochs": 40}},
+    "task": {"entrypoint": "ratchet_worker.tasks.digits:DigitsTask", "args": {"epochs": 30}},
     "world": {"ranks_per_node": 2, "device": "cpu"},
     "resources": {"cpus_per_rank": 1},
     "hook": {"name": "powerSGD", "matrix_approximation_rank": 2, "start_powerSGD_iter": START_COMPRESSION},
@@ -67,7 +69,7 @@ class Story:
 
     def _kill_a_rank(self, job: JobView) -> None:
         say("\n2. Kill a rank. One of the two training processes gets SIGKILL, which nothing can catch.")
-        self._compressing(job, attempt=1, beyond=START_COMPRESSION + 20)
+        self._compressing(job, 1, KILL)
         paths = self._attempt_paths(job, 1)
         pid = wait_for("rank 1's process id", lambda: rank_pid(paths, 1), 10.0, paths.root)
         alive = self._running(job, 1)
@@ -81,7 +83,7 @@ class Story:
 
     def _preempt(self, job: JobView) -> None:
         say("\n3. Preempt over REST. The group agrees on a step, saves a checkpoint, and leaves the machine.")
-        self._resumed(job, 2)
+        self._resumed(job, 2, PREEMPT)
         alive = self._running(job, 2)
         self.service.client.preempt(job.id)
         ended = self._ended(job, 2)
@@ -92,7 +94,7 @@ class Story:
 
     def _kill_the_service(self, job: JobView) -> None:
         say("\n4. Kill the service. Training goes on without it; a new service finds the job again.")
-        self._resumed(job, 3)
+        self._resumed(job, 3, ORPHAN)
         paths = self._attempt_paths(job, 3)
         alive = self._running(job, 3)
         self.service.kill()
@@ -108,7 +110,7 @@ class Story:
         self.expect(alive and still, f"training went on without the service: from step {before} to step {after}")
         say(f"  started the service again: {self.service.start()}")
         newest = self.service.client.job(job.id)
-        self.expect(newest.epoch == 3, f"the new service adopted the running attempt {newest.epoch}")
+        self.expect(newest.epoch == 3, f"the new service found attempt {newest.epoch} again; the job is {newest.phase}")
         self.marks.append(Interruption(before, None, "service killed (SIGKILL)", "#2a9d8f"))
 
     # --- waiting ------------------------------------------------------------------------------------------------------
@@ -125,7 +127,7 @@ class Story:
         def look() -> Any:
             nonlocal shown
             now = self.service.client.job(job.id)
-            if time.monotonic() - shown > 1.5 and now.phase == "RUNNING" and now.progress.step:
+            if time.monotonic() - shown > 3.0 and now.phase == "RUNNING" and now.progress.step:
                 say(f"    step {now.progress.step:>5} of {now.progress.total_steps}   {self._hook_words(job)}")
                 shown = time.monotonic()
             if now.phase == "FAILED" and not happened(now):
@@ -141,26 +143,26 @@ class Story:
         rate = "" if hook.compression_rate in (None, 1.0) else f", {hook.compression_rate:.1f} times fewer numbers sent"
         return f"PowerSGD {hook.phase or 'not started'}, iteration {hook.iteration or 0}{rate}"
 
-    def _compressing(self, job: JobView, attempt: int, beyond: int) -> None:
+    def _compressing(self, job: JobView, attempt: int, step: int) -> None:
         """Wait until the hook compresses and a checkpoint holds its state from after the start of compression."""
 
         def happened(now: JobView) -> bool:
             hook: HookView = self.service.client.hook(job.id)
             return (
                 now.epoch == attempt and now.phase == "RUNNING" and hook.phase == "compressing"
-                and (hook.checkpoint_iteration or 0) > START_COMPRESSION and now.progress.step > beyond
+                and (hook.checkpoint_iteration or 0) > START_COMPRESSION and now.progress.step >= step
             )  # fmt: skip
 
-        self._until(job, f"attempt {attempt} of {job.name} to compress beyond step {beyond}", happened, _START)
+        self._until(job, f"attempt {attempt} of {job.name} to compress beyond step {step}", happened, _START)
 
-    def _resumed(self, job: JobView, number: int) -> None:
-        """Wait until attempt ``number`` trains, and has gone some steps beyond the checkpoint it resumed from."""
+    def _resumed(self, job: JobView, number: int, step: int) -> None:
+        """Wait until attempt ``number`` has gone some steps beyond the checkpoint it resumed from, and beyond ``step``."""
 
         def happened(now: JobView) -> bool:
             if now.epoch != number or now.phase != "RUNNING":
                 return False
             base = self.service.client.attempt(job.id, number).base
-            return base is not None and now.progress.step >= base.step + EVERY // 2
+            return base is not None and now.progress.step >= max(step, base.step + EVERY // 2)
 
         self._until(job, f"attempt {number} of {job.name} to train again", happened, _START)
         attempt = self.service.client.attempt(job.id, number)
