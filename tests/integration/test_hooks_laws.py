@@ -67,6 +67,11 @@ def test_what_went_in_is_applied_or_kept(three: Ranks) -> None:
     assert min(norms) > 0 and len(set(norms)) == 3  # each keeps its own residual
 
 
+@pytest.mark.parametrize("batched", [False, True], ids=["one-by-one", "batched"])
+def test_p_and_q_are_stored_under_their_own_parameter(two: Ranks, batched: bool) -> None:
+    assert two.run(laws.factors, batched) == [[], []]
+
+
 @pytest.mark.parametrize(
     ("change", "case", "kill", "pin"),
     [

@@ -182,6 +182,30 @@ def residual_law(rank: int, case: Case, warm_up: int) -> tuple[list[str], list[b
     return broken, applied, run.hook.summary(rank=rank, step=run.step).residual_norm or 0.0
 
 
+def factors(rank: int, batched: bool) -> list[str]:
+    """Parameters whose stored P and Q do not give what was applied; layers of equal shape do not stand side by side."""
+    torch.manual_seed(rank)
+    layers = [
+        nn.Linear(48, 48),
+        nn.Tanh(),
+        nn.Linear(48, 32),
+        nn.Tanh(),
+        nn.Linear(32, 48),
+        nn.Tanh(),
+        nn.Linear(48, 48),
+    ]
+    spec = PowerSGDSpec(start_powerSGD_iter=2, matrix_approximation_rank=3, batch_tensors_with_same_shape=batched)
+    ddp, hook = managed_ddp(nn.Sequential(*layers), spec, ddp={}, device=CPU)
+    for _ in range(4):
+        ddp.zero_grad()
+        ddp(torch.randn(16, 48)).square().mean().backward()
+    tensors = hook.capture()[0]
+    grads = {name: p.grad for name, p in ddp.module.named_parameters() if p.dim() == 2 and p.grad is not None}
+    assert {f"q/{name}" for name in grads} == {name for name in tensors if name.startswith("q/")}
+    products = {name: tensors[f"p/{name}"] @ tensors[f"q/{name}"].T for name in grads}
+    return [name for name, grad in grads.items() if not torch.allclose(products[name], grad, rtol=1e-5, atol=1e-8)]
+
+
 def capture_all(rank: int, case: Case, steps: int) -> tuple[Any, Any]:
     """The hook state of this rank with its weights; sent to the test process as numpy."""
     run = Run(rank, case)

@@ -129,7 +129,8 @@ def test_module_state_dict_keeps_its_versions() -> None:
 @pytest.mark.parametrize(
     "array",
     [
-        np.array(1.5), np.zeros((0, 2)), np.asfortranarray(np.arange(6.0).reshape(2, 3)), np.arange(6)[::2], np.array(["ab", "c"]),
+        np.array(1.5),
+        np.zeros((0, 2)), np.asfortranarray(np.arange(6.0).reshape(2, 3)), np.arange(6)[::2], np.array(["ab", "c"]),
         np.array([True]), np.array([1 + 2j]), np.arange(3, dtype=">i4"), np.float16([1, 2]),
         np.array([1], dtype="datetime64[s]"),
     ],
