@@ -16,7 +16,7 @@ from ratchet_service import cursors
 from ratchet_service.database import Database, utc_now
 from ratchet_service.models import Checkpoint
 from ratchet_service.transitions import add_event
-from ratchet_service.usecases.queries import find_checkpoint, find_job, hold_job
+from ratchet_service.usecases.queries import find_checkpoint, find_job, hold_job, waiting_forks
 from ratchet_service.usecases.views import checkpoint_view
 from ratchet_store.commit import read_manifest
 from ratchet_store.read import VerifyOutcome, verify
@@ -99,11 +99,15 @@ def record_verification(
 
 
 def pin(session: Session, job_id: str, checkpoint_id: str, pinned: bool, homes: HomePaths) -> CheckpointView:
-    """Keep a checkpoint whatever retention says, or let it go again. Raises ``Conflict`` (``checkpoint-gone``)."""
+    """Keep a checkpoint whatever retention says, or let it go again. Raises ``Conflict`` (``checkpoint-gone``,
+    ``checkpoint-in-use``)."""
     hold_job(session, job_id)
     row = find_checkpoint(session, job_id, checkpoint_id)
     if row.state != "committed":
         raise Conflict(f"checkpoint {row.name} is {row.state}: it cannot be pinned", code="checkpoint-gone")
+    forks = [] if pinned else waiting_forks(session, job_id, {row.name})
+    if forks:
+        raise Conflict(f"job {forks[0]} was forked from it and has not started from it yet", code="checkpoint-in-use")
     if row.pinned != pinned:
         set_pin(session, row, pinned, homes)
         word = "pinned" if pinned else "unpinned"

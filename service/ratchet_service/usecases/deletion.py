@@ -15,9 +15,8 @@ from ratchet_service.database import Database
 from ratchet_service.ids import is_job_id
 from ratchet_service.models import Job
 from ratchet_service.transitions import check
-from ratchet_service.usecases.fork import waiting_forks
 from ratchet_service.usecases.jobs import require_match
-from ratchet_service.usecases.queries import hold_job
+from ratchet_service.usecases.queries import hold_job, waiting_forks
 from ratchet_store.files import fsync_dir
 from ratchet_store.retain import delete_all
 

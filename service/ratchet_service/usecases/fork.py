@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from ratchet_contract.api import ForkRequest
 from ratchet_contract.errors import Conflict, FieldProblem, NotFound, SpecError
 from ratchet_contract.messages import ForkSource
 from ratchet_contract.paths import HomePaths
-from ratchet_contract.phases import Event, JobPhase
+from ratchet_contract.phases import Event
 from ratchet_contract.spec import JobSpec
+from ratchet_hooks.specs import normalise_hook
 from ratchet_service.models import Checkpoint, Job
 from ratchet_service.ports import SubmissionPorts
 from ratchet_service.transitions import add_event, check
@@ -35,12 +35,15 @@ def prepare(session: Session, job_id: str, request: ForkRequest, ports: Submissi
     parent = find_job(session, job_id)
     source = _source(session, parent, request.checkpoint_id)
     base = parent.spec | {"labels": labels_of(session, [job_id])[job_id], "priority": parent.priority}
-    data = merge(base, request.spec)
+    data = merge(base, _whole_hook(parent.spec["hook"], request.spec))
     if not isinstance(data, dict):
         raise SpecError("/spec: a mapping is merged over the parent's spec", code="invalid-body")
     data["name"] = request.name or request.spec.get("name") or _fork_name(parent.name)
     digest = parent.resolved.get("code_digest") if data.get("code") == parent.spec.get("code") else None
-    prepared = submit.prepare(data, ports, code_digest=digest)
+    try:
+        prepared = submit.prepare(data, ports, code_digest=digest)
+    except SpecError as error:
+        raise _in_request(error, named=request.name is not None) from None
     _same_shape(JobSpec.model_validate(parent.spec), prepared.spec)
     return PreparedFork(prepared, parent.id, source.name)
 
@@ -69,6 +72,24 @@ def store(session: Session, fork: PreparedFork, homes: HomePaths) -> Job:
     return job
 
 
+def _in_request(error: SpecError, *, named: bool) -> SpecError:
+    """The same with pointers into the request's body, where the spec lies below ``/spec``."""
+    errors = [
+        e if named and e.pointer == "/name" else e.model_copy(update={"pointer": f"/spec{e.pointer}"})
+        for e in error.errors
+    ]
+    detail = f"{errors[0].pointer}: {errors[0].detail}" if errors else error.detail
+    return SpecError(detail, code=error.code, errors=errors)
+
+
+def _whole_hook(parent: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
+    """A hook of another name is not merged over the parent's: their parameters have nothing to do with each other."""
+    hook = normalise_hook(patch.get("hook"))
+    if not isinstance(hook, dict) or hook.get("name", parent["name"]) == parent["name"]:
+        return patch
+    return patch | {"hook": {key: None for key in parent if key not in hook} | hook}
+
+
 def merge(target: Any, patch: Any) -> Any:
     """JSON merge patch (RFC 7386): null removes, mappings merge, all else replaces."""
     if not isinstance(patch, dict):
@@ -80,18 +101,6 @@ def merge(target: Any, patch: Any) -> Any:
         else:
             out[key] = merge(out.get(key), value)
     return out
-
-
-def waiting_forks(session: Session, job_id: str, checkpoints: set[str] | None = None) -> list[str]:
-    """Jobs forked from this job (from one of ``checkpoints``) that may still have to read the source: not ended for good,
-    and without a committed checkpoint of their own."""
-    query = sa.select(Job.id, Job.forked_from).where(
-        Job.forked_from.startswith(f"{job_id}/", autoescape=True),
-        Job.phase != JobPhase.SUCCEEDED,
-        Job.committed_epoch.is_(None),
-    )
-    rows = session.execute(query).all()
-    return [fork for fork, origin in rows if checkpoints is None or str(origin).partition("/")[2] in checkpoints]
 
 
 def _source(session: Session, parent: Job, checkpoint_id: str | None) -> Checkpoint:

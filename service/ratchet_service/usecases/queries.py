@@ -8,6 +8,7 @@ from sqlalchemy.orm import Session
 from ratchet_contract.errors import NotFound
 from ratchet_contract.messages import ForkSource
 from ratchet_contract.paths import checkpoint_dir_name, parse_checkpoint_dir_name
+from ratchet_contract.phases import JobPhase
 from ratchet_contract.resume import Base, Segment
 from ratchet_service.ids import is_job_id
 from ratchet_service.lineage import lineage
@@ -66,3 +67,15 @@ def job_lineage(session: Session, job: Job) -> list[Segment]:
     bases = {number: Base(step=step or 0, epoch=epoch, digest=digest) for number, step, epoch, digest in rows}
     fork = None if job.fork_source is None else ForkSource.model_validate(job.fork_source)
     return lineage(bases, fork=fork)
+
+
+def waiting_forks(session: Session, job_id: str, checkpoints: set[str] | None = None) -> list[str]:
+    """Jobs forked from this job (from one of ``checkpoints``) that may still have to read the source: not ended for good,
+    and without a committed checkpoint of their own."""
+    query = sa.select(Job.id, Job.forked_from).where(
+        Job.forked_from.startswith(f"{job_id}/", autoescape=True),
+        Job.phase != JobPhase.SUCCEEDED,
+        Job.committed_epoch.is_(None),
+    )
+    rows = session.execute(query).all()
+    return [fork for fork, origin in rows if checkpoints is None or str(origin).partition("/")[2] in checkpoints]

@@ -1,0 +1,249 @@
+"""Checkpoints over HTTP against real files: verification, pins, resume from a step, forks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ratchet_contract.manifest import Manifest
+from ratchet_contract.paths import PINNED_NAME, JobPaths
+from ratchet_contract.phases import JobPhase
+from ratchet_contract.resume import Base, Segment
+from ratchet_hooks.summary import HookSummary
+from ratchet_service.models import Job
+from ratchet_store.commit import commit
+from ratchet_store.retain import retain
+from tests.support.api import Api, checkpoint_message, training_message
+from tests.support.checkpoints import make_checkpoint, manifest_of, write_ranks
+
+
+@pytest.fixture
+def job(api: Api) -> str:
+    job_id = api.submit(labels={"team": "x"}, priority=3)
+    api.attempt(job_id)
+    api.report(job_id, (0, 1, [training_message()]))
+    return job_id
+
+
+def paths(api: Api, job_id: str) -> JobPaths:
+    return api.settings.paths.job(job_id)
+
+
+def told(manifest: Manifest) -> dict[str, Any]:
+    return checkpoint_message(
+        manifest.step, manifest.epoch, digest=manifest.digest, size=manifest.size, files=len(manifest.files),
+        parent=manifest.parent.step,
+    ) | {"parent": manifest.parent.model_dump()}  # fmt: skip
+
+
+def saved(
+    api: Api, job_id: str, *steps: int, seq: int = 2, epoch: int = 1, parent: Base | None = None
+) -> list[Manifest]:
+    """Checkpoints on disk, reported."""
+    chain: list[Manifest] = []
+    for step in steps:
+        base = chain[-1].base if chain else parent
+        chain.append(make_checkpoint(paths(api, job_id).checkpoints, step, epoch, parent=base, job_id=job_id))
+    answer = api.report(job_id, (0, seq, [told(m) for m in chain]), number=epoch)
+    assert answer.json()["acked"]["0"] == seq + len(steps) - 1
+    return chain
+
+
+def url(job_id: str, manifest: Manifest, action: str = "") -> str:
+    return f"/v1/jobs/{job_id}/checkpoints/{manifest.id}{action}"
+
+
+def test_a_checkpoint_shows_its_manifest(api: Api, job: str) -> None:
+    (manifest,) = saved(api, job, 5)
+    detail = api.client.get(url(job, manifest)).json()
+    assert detail["digest"] == manifest.digest
+    assert detail["manifest"]["files"][0]["xxh3_128"] == manifest.files[0].xxh3_128
+    (paths(api, job).checkpoint(5, 1) / "MANIFEST.json").unlink()
+    assert api.client.get(url(job, manifest)).json()["manifest"] is None
+
+
+def test_checkpoints_page_newest_first(api: Api, job: str) -> None:
+    api.report(job, (0, 2, [checkpoint_message(s) for s in range(1, 8)]))
+    seen, cursor = [], None
+    while True:
+        query = {"limit": 3} | ({"cursor": cursor} if cursor else {})
+        page = api.client.get(f"/v1/jobs/{job}/checkpoints", params=query).json()
+        seen += [c["step"] for c in page["items"]]
+        cursor = page["next_cursor"]
+        if cursor is None:
+            break
+    assert seen == [7, 6, 5, 4, 3, 2, 1]
+
+
+def test_attempts_page_newest_first(api: Api, job: str) -> None:
+    for number in range(2, 6):
+        api.attempt(job, number=number)
+    first = api.client.get(f"/v1/jobs/{job}/attempts", params={"limit": 3}).json()
+    rest = api.client.get(f"/v1/jobs/{job}/attempts", params={"limit": 3, "cursor": first["next_cursor"]}).json()
+    assert [a["number"] for a in first["items"] + rest["items"]] == [5, 4, 3, 2, 1]
+    assert rest["next_cursor"] is None
+
+
+def test_verification_reads_every_byte_and_is_remembered(api: Api, job: str) -> None:
+    good, bad = saved(api, job, 5, 10)
+    answer = api.client.post(url(job, good, "/verify"))
+    assert answer.status_code == 200
+    result = answer.json()
+    assert (result["verification"], result["error"]) == ("ok", None)
+    assert result["bytes_checked"] == good.size
+    file = paths(api, job).checkpoint(10, 1) / bad.files[1].name
+    raw = bytearray(file.read_bytes())
+    raw[-3] ^= 1
+    file.write_bytes(raw)
+    damaged = api.client.post(url(job, bad, "/verify")).json()
+    assert damaged["verification"] == "damaged"
+    assert bad.files[1].name in damaged["error"]
+    seen = {c["step"]: c for c in api.client.get(f"/v1/jobs/{job}/checkpoints").json()["items"]}
+    assert (seen[5]["verification"], seen[10]["verification"]) == ("ok", "damaged")
+    assert seen[10]["verification_error"] == damaged["error"]
+    assert seen[5]["verified_at"] is not None
+
+
+def test_a_checkpoint_exchanged_for_another_valid_one_is_found(api: Api, job: str) -> None:
+    (manifest,) = saved(api, job, 5)
+    directory = paths(api, job).checkpoint(5, 1)
+    for file in directory.iterdir():
+        file.unlink()
+    make_checkpoint(paths(api, job).checkpoints, 5, 1, seed=99, job_id=job)
+    assert api.client.post(url(job, manifest, "/verify")).json()["verification"] == "damaged"
+
+
+def test_what_is_gone_is_neither_verified_nor_pinned(api: Api, job: str) -> None:
+    vanished, deleted = saved(api, job, 5, 10)
+    for file in paths(api, job).checkpoint(5, 1).iterdir():
+        file.unlink()
+    api.report(job, (0, 4, [{"kind": "checkpoint_deleted", "rank": 0, "at": "", "step": 10, "epoch": 1}]))
+    for manifest in (vanished, deleted):
+        for action in ("/verify", "/pin"):
+            answer = api.client.post(url(job, manifest, action))
+            assert (answer.status_code, answer.json()["code"]) == (409, "checkpoint-gone")
+    assert not (paths(api, job).checkpoint(5, 1) / PINNED_NAME).exists()
+
+
+def test_a_pin_holds_against_the_workers_retention(api: Api, job: str) -> None:
+    first, *_ = saved(api, job, 5, 10, 15, 20)
+    assert api.client.post(url(job, first, "/pin")).json()["pinned"] is True
+    lineage = [Segment(epoch=1, after_step=0)]
+    assert retain(paths(api, job).checkpoints, keep_last=2, lineage=lineage, epoch=1) == [(10, 1)]
+    assert api.client.post(url(job, first, "/verify")).json()["verification"] == "ok"
+    assert api.client.post(url(job, first, "/pin"), json={"pinned": False}).json()["pinned"] is False
+    assert retain(paths(api, job).checkpoints, keep_last=2, lineage=lineage, epoch=1) == [(5, 1)]
+
+
+def test_the_hooks_iteration_in_the_checkpoint_comes_from_its_manifest(api: Api, job: str) -> None:
+    files, tensors = write_ranks(paths(api, job).checkpoint(5, 1))
+    summary = HookSummary(
+        name="powerSGD", rank=0, step=5, phase="compressing", iteration=6, compression_rate=4.0, elements_before=4,
+        elements_after=1, bytes_before=16, bytes_after=4,
+    )  # fmt: skip
+    plain = manifest_of(5, 1, files, tensors, job_id=job)
+    manifest = commit(paths(api, job).checkpoint(5, 1), plain.model_copy(update={"hook_summaries": [summary]}))
+    api.report(job, (0, 2, [told(manifest)]))
+    view = api.client.get(f"/v1/jobs/{job}/hook").json()
+    assert (view["checkpoint_id"], view["checkpoint_iteration"]) == (manifest.id, 6)
+
+
+def test_resume_from_a_step_of_the_lineage(api: Api, job: str) -> None:
+    saved(api, job, 5, 10)
+    while_running = api.client.post(f"/v1/jobs/{job}/resume", json={"from_step": 5})
+    assert (while_running.status_code, while_running.json()["code"]) == (409, "from-step-needs-stop")
+    api.put(job, JobPhase.SUSPENDED)
+    missing = api.client.post(f"/v1/jobs/{job}/resume", json={"from_step": 7})
+    assert missing.status_code == 404
+    assert "10, 5" in missing.json()["detail"]
+    answer = api.client.post(f"/v1/jobs/{job}/resume", json={"from_step": 5})
+    assert (answer.status_code, answer.json()["phase"]) == (200, "QUEUED")
+    with api.database.read() as session:
+        assert session.get_one(Job, job).resume_from == {"step": 5, "epoch": 1}
+
+
+def test_an_abandoned_branch_is_no_place_to_resume_from(api: Api, job: str) -> None:
+    first, _ = saved(api, job, 5, 10)
+    api.attempt(job, number=2)
+    api.report(job, (0, 1, [training_message(5, 1) | {"base": first.base.model_dump()}]), number=2)
+    saved(api, job, 8, epoch=2, parent=first.base)
+    api.put(job, JobPhase.FAILED)
+    assert api.client.post(f"/v1/jobs/{job}/resume", json={"from_step": 10}).status_code == 404
+    fork = api.client.post(f"/v1/jobs/{job}/fork").json()
+    assert fork["forked_from"] == f"{job}/step-000000000008.a0002"
+    assert api.client.post(f"/v1/jobs/{job}/resume", json={"from_step": 5}).status_code == 200
+
+
+def test_a_fork_is_a_new_job_with_a_changed_spec(api: Api, job: str) -> None:
+    saved(api, job, 5)
+    (newest,) = saved(api, job, 10, seq=3)
+    api.client.patch(f"/v1/jobs/{job}", json={"labels": {"team": "y"}})
+    body = {"spec": {"task": {"args": {"epochs": 3}}, "policy": {"max_failures": 1}}}
+    answer = api.client.post(f"/v1/jobs/{job}/fork", json=body)
+    assert answer.status_code == 201, answer.text
+    fork = answer.json()
+    assert answer.headers["location"] == f"/v1/jobs/{fork['id']}"
+    assert (fork["phase"], fork["name"], fork["epoch"]) == ("QUEUED", "digits-fork", 0)
+    assert fork["forked_from"] == f"{job}/{newest.id}"
+    assert fork["spec"]["task"] == {"entrypoint": "pkg.module:Task", "args": {"epochs": 3}}
+    assert (fork["labels"], fork["priority"], fork["budgets"]["max_failures"]) == ({"team": "y"}, 3, 1)
+    assert fork["progress"]["step"] == 10
+    assert fork["last_checkpoint"] is None
+    with api.database.read() as session:
+        source = session.get_one(Job, fork["id"]).fork_source
+    root = str(paths(api, job).root)
+    assert source == {"job_root": root, "step": 10, "epoch": 1, "digest": newest.digest}
+    assert api.client.get(url(job, newest)).json()["pinned"] is True
+
+
+def test_a_fork_keeps_its_source_until_it_stands_on_its_own(api: Api, job: str) -> None:
+    (manifest,) = saved(api, job, 5)
+    fork = api.client.post(f"/v1/jobs/{job}/fork", json={"checkpoint_id": manifest.id, "name": "other"}).json()["id"]
+    api.put(job, JobPhase.SUCCEEDED)
+    for answer in (
+        api.client.delete(f"/v1/jobs/{job}"),
+        api.client.post(url(job, manifest, "/pin"), json={"pinned": False}),
+    ):
+        assert (answer.status_code, answer.json()["code"]) == (409, "checkpoint-in-use")
+    api.attempt(fork)
+    start = training_message(5, 1) | {"base": manifest.base.model_dump()}
+    api.report(fork, (0, 1, [start]))
+    assert api.job(fork)["last_checkpoint"] is None
+    assert api.client.delete(f"/v1/jobs/{job}").status_code == 409
+    api.report(fork, (0, 2, [checkpoint_message(9)]))
+    assert api.job(fork)["last_checkpoint"] == "step-000000000009.a0001"
+    assert api.client.delete(f"/v1/jobs/{job}").status_code == 200
+
+
+WRONG_FORKS: list[tuple[dict[str, Any], str]] = [
+    ({"world": {"ranks_per_node": 3}}, "/spec/world"),
+    ({"hook": "allreduce"}, "/spec/hook"),
+    ({"hook": {"matrix_approximation_rank": 7}}, "/spec/hook"),
+    ({"tsak": {}}, "/spec/tsak"),
+    ({"world": {"device": "cuda"}}, "/spec/world/device"),
+]
+
+
+@pytest.mark.parametrize(("change", "pointer"), WRONG_FORKS)
+def test_a_fork_that_could_never_start_is_refused(api: Api, job: str, change: dict[str, Any], pointer: str) -> None:
+    saved(api, job, 5)
+    answer = api.client.post(f"/v1/jobs/{job}/fork", json={"spec": change})
+    assert answer.status_code == 422
+    assert answer.json()["errors"][0]["pointer"] == pointer
+    assert len(api.client.get("/v1/jobs").json()["items"]) == 1
+
+
+def test_a_wrong_name_of_a_fork_is_pointed_at_where_it_stands(api: Api, job: str) -> None:
+    saved(api, job, 5)
+    for body, pointer in (({"name": "A B"}, "/name"), ({"spec": {"name": "A B"}}, "/spec/name")):
+        answer = api.client.post(f"/v1/jobs/{job}/fork", json=body)
+        assert (answer.status_code, answer.json()["errors"][0]["pointer"]) == (422, pointer)
+
+
+def test_another_hook_may_be_asked_for_openly(api: Api, job: str) -> None:
+    saved(api, job, 5)
+    change = {"hook": "allreduce", "policy": {"on_hook_mismatch": "reset"}}
+    answer = api.client.post(f"/v1/jobs/{job}/fork", json={"spec": change})
+    assert answer.status_code == 201, answer.text
+    assert answer.json()["hook"] == "allreduce"
