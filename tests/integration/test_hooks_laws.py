@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from ratchet_hooks.build import HookStateError, redistribute
 from ratchet_hooks.specs import PowerSGDSpec
+from tests.support import hook_faults as faults
 from tests.support import hook_laws as laws
 from tests.support.groups import Ranks, run_ranks
 from tests.support.hook_cases import MANY_BUCKETS, ONE_BUCKET, Case
@@ -143,28 +144,28 @@ def test_summary_follows_the_phases(two: Ranks) -> None:
 
 
 def test_overflow_in_half_precision_is_reported_where_it_happens(two: Ranks) -> None:
-    quiet, loud = two.run(laws.overflow_warnings)
+    quiet, loud = two.run(faults.overflow_warnings)
     assert quiet == []
     assert set(loud) == {("fp16-overflow", "bias", 2), ("fp16-overflow", "weight", 2)}
 
 
 def test_all_zero_gradients_under_powersgd_are_reported_and_epsilon_cures_them(two: Ranks) -> None:
-    for warnings, finite in two.run(laws.zero_gradient_warnings, 0.0):
+    for warnings, finite in two.run(faults.zero_gradient_warnings, 0.0):
         assert warnings == {("non-finite", "spare.weight", 3)} and not finite
-    assert two.run(laws.zero_gradient_warnings, 1e-8) == [(set(), True)] * 2
+    assert two.run(faults.zero_gradient_warnings, 1e-8) == [(set(), True)] * 2
 
 
-@pytest.mark.parametrize("name", list(laws.REFUSALS))
+@pytest.mark.parametrize("name", list(faults.REFUSALS))
 def test_what_cannot_be_exact_is_refused(two: Ranks, name: str) -> None:
-    assert all(laws.REFUSALS[name][3] in said for said in two.run(laws.refused, name))
+    assert all(faults.REFUSALS[name][3] in said for said in two.run(faults.refused, name))
 
 
 def test_static_graph_does_not_accumulate_while_it_learns(two: Ranks) -> None:
-    assert all("must not be under no_sync" in said for said in two.run(laws.static_graph_under_no_sync))
+    assert all("must not be under no_sync" in said for said in two.run(faults.static_graph_under_no_sync))
 
 
 def test_a_state_does_not_go_into_the_wrong_place(two: Ranks) -> None:
-    found: dict[str, Any] = two.run(laws.mismatches)[0]
+    found: dict[str, Any] = two.run(faults.mismatches)[0]
     keys = {what: key for what, (key, _) in found.items()}
     assert keys == {
         "newer": "version", "not a state": "version", "other hook": "hook", "other rank": "state.matrix_approximation_rank",
@@ -176,21 +177,21 @@ def test_a_state_does_not_go_into_the_wrong_place(two: Ranks) -> None:
 
 
 def test_a_bucket_of_another_layout_is_refused_before_it_meets_the_state(two: Ranks) -> None:
-    for said, untouched in two.run(laws.foreign_bucket):
+    for said, untouched in two.run(faults.foreign_bucket):
         assert "differs from the recorded layout" in said and untouched
 
 
 def test_capture_during_backward_is_refused(two: Ranks) -> None:
-    assert all("between steps" in said for said in two.run(laws.capture_mid_backward))
+    assert all("between steps" in said for said in two.run(faults.capture_mid_backward))
 
 
 def test_the_docstrings_script_resumes_in_new_processes(two: Ranks, tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir()
     cut.mkdir()
-    two.run(laws.save_to_disk, str(whole), 9)
-    two.run(laws.save_to_disk, str(cut), 5)
-    run_ranks(2, laws.save_to_disk, str(cut), 9)  # other processes: only the files carry state
+    two.run(faults.save_to_disk, str(whole), 9)
+    two.run(faults.save_to_disk, str(cut), 5)
+    run_ranks(2, faults.save_to_disk, str(cut), 9)  # other processes: only the files carry state
     for rank in range(2):
         a, b = (load_file(d / f"rank-{rank}.safetensors") for d in (whole, cut))
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
@@ -200,7 +201,7 @@ def test_the_docstrings_script_resumes_in_new_processes(two: Ranks, tmp_path: Pa
 
 def test_ranks_report_failures_and_leave_nothing_behind() -> None:
     with pytest.raises(AssertionError, match="said by rank one"):
-        run_ranks(2, laws.die_or_wait, "raise", deadline=20)
+        run_ranks(2, faults.die_or_wait, "raise", deadline=20)
     with pytest.raises(AssertionError, match="exit code 7"):
-        run_ranks(2, laws.die_or_wait, "exit", deadline=20)
-    assert [(rank, world) for rank, world, _ in run_ranks(2, laws.environment)] == [(0, 2), (1, 2)]
+        run_ranks(2, faults.die_or_wait, "exit", deadline=20)
+    assert [(rank, world) for rank, world, _ in run_ranks(2, faults.environment)] == [(0, 2), (1, 2)]

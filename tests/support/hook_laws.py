@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +14,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 from torch.nn.parallel import DistributedDataParallel
 
-import ratchet_hooks
-from ratchet_hooks.build import HookStateError, LayoutMismatch, UnsupportedModel, managed_ddp
-from ratchet_hooks.specs import AllreduceSpec, Fp16CompressSpec, HookSpec, PowerSGDSpec
-from tests.support.hook_cases import MANY_BUCKETS, ONE_BUCKET, SPECS, Case, Checkpoint, Net, Run, differences, same
+from ratchet_hooks.build import managed_ddp
+from ratchet_hooks.specs import PowerSGDSpec
+from tests.support.hook_cases import ONE_BUCKET, Case, Checkpoint, Run, differences, same
 
 CPU = torch.device("cpu")
 
@@ -236,184 +233,3 @@ def summaries(rank: int, case: Case, steps: list[int]) -> list[dict[str, Any]]:
         run.train(step)
         out.append(run.hook.summary(rank=rank, step=run.step).model_dump())
     return out
-
-
-def overflow_warnings(rank: int) -> list[tuple[str, str, int]]:
-    """A loss that is too large on rank 1 only, at the second step."""
-    module = nn.Linear(4, 4)
-    ddp, hook = managed_ddp(module, Fp16CompressSpec(), ddp={}, device=CPU)
-    for step in range(3):
-        factor = 1e6 if step == 1 and rank == 1 else 1.0
-        (ddp(torch.ones(2, 4)).sum() * factor).backward()
-        ddp.zero_grad()
-    return [(w.code, w.parameter, w.iteration) for w in hook.warnings()]
-
-
-def zero_gradient_warnings(rank: int, epsilon: float) -> tuple[set[tuple[str, str, int]], bool]:
-    """A parameter that no rank uses, under PowerSGD: (warnings, whether the residuals stayed finite)."""
-    spec = PowerSGDSpec(start_powerSGD_iter=2, orthogonalization_epsilon=epsilon)
-    case = Case(hook="powerSGD", cap=MANY_BUCKETS, spec=spec, unused=True, ddp={"find_unused_parameters": True})
-    run = Run(rank, case)
-    run.train(4)
-    tensors = run.hook.capture()[0]
-    return {(w.code, w.parameter, w.iteration) for w in run.hook.warnings()}, all(
-        bool(t.isfinite().all()) for t in tensors.values()
-    )
-
-
-class Scalar(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-
-REFUSALS: dict[str, tuple[Callable[[], nn.Module], HookSpec, dict[str, object], str]] = {
-    "sparse": (lambda: nn.Embedding(4, 4, sparse=True), AllreduceSpec(), {}, "weight produces sparse gradients"),
-    "scalar": (Scalar, SPECS["powerSGD"], {}, "scale has shape"),
-    "complex": (lambda: nn.Linear(2, 2, dtype=torch.complex64), Fp16CompressSpec(), {}, "weight is complex"),
-    "option": (
-        lambda: nn.Linear(2, 2),
-        AllreduceSpec(),
-        {"mixed_precision": 1},
-        "DDP option mixed_precision is not managed",
-    ),
-    "both": (
-        lambda: nn.Linear(2, 2),
-        AllreduceSpec(),
-        {"static_graph": True, "find_unused_parameters": True},
-        "give only one",
-    ),
-}
-
-
-def refused(rank: int, name: str) -> str:
-    make, spec, ddp, _ = REFUSALS[name]
-    try:
-        managed_ddp(make(), spec, ddp=ddp, device=CPU)
-    except UnsupportedModel as exc:
-        return str(exc)
-    return "accepted"
-
-
-def static_graph_under_no_sync(rank: int) -> str:
-    ddp, _ = managed_ddp(nn.Linear(2, 2), AllreduceSpec(), ddp={"static_graph": True}, device=CPU)
-    with torch.no_grad(), ddp.no_sync():
-        ddp(torch.ones(1, 2))  # an evaluation is allowed
-    try:
-        with ddp.no_sync():
-            ddp(torch.ones(1, 2)).sum().backward()
-    except UnsupportedModel as exc:
-        return str(exc)
-    return "accepted"
-
-
-def mismatches(rank: int) -> dict[str, tuple[str, str]]:
-    """(key, message) of every way to restore into the wrong place."""
-    case = Case(hook="powerSGD", cap=MANY_BUCKETS)
-    run = Run(rank, case)
-    run.train(5)
-    tensors, data = run.hook.capture()
-    layout = run.hook.layout()
-
-    def attempt(act: Callable[[], object]) -> tuple[str, str]:
-        try:
-            act()
-        except HookStateError as exc:
-            return exc.key, str(exc)
-        return "", "accepted"
-
-    def build(
-        module: nn.Module | None = None, spec: HookSpec | None = None, cap: float = MANY_BUCKETS, pin: bool = True
-    ) -> Any:
-        ddp = {"bucket_cap_mb": cap}
-        recorded = layout if pin else None
-        return managed_ddp(module or Net(), spec or case.the_spec, ddp=ddp, device=CPU, recorded_layout=recorded)[1]
-
-    wide = Net()
-    wide.extra = nn.Linear(3, 3)
-    without = {name: t for name, t in tensors.items() if name != "residual/left.weight"}
-    reshaped = {**tensors, "residual/left.weight": tensors["residual/left.weight"].flatten()}
-    return {
-        "newer": attempt(lambda: build().restore(tensors, {**data, "version": 99})),
-        "not a state": attempt(lambda: build().restore(tensors, [])),
-        "other hook": attempt(lambda: build(spec=AllreduceSpec()).restore(tensors, data)),
-        "other rank": attempt(lambda: build(spec=PowerSGDSpec(start_powerSGD_iter=3)).restore(tensors, data)),
-        "missing": attempt(lambda: build().restore(without, data)),
-        "reshaped": attempt(lambda: build().restore(reshaped, data)),
-        "left over": attempt(lambda: build().restore({**tensors, "residual/none": torch.ones(1)}, data)),
-        "other model": attempt(lambda: build(module=wide)),
-        "other model at restore": attempt(lambda: build(module=wide, pin=False).restore(tensors, data)),
-        "other cap": attempt(lambda: build(cap=ONE_BUCKET)),
-        "not pinned": attempt(lambda: build(pin=False).restore(tensors, data)),
-        "laid out anew": attempt(lambda: build(cap=ONE_BUCKET, pin=False).restore(tensors, data, relayout=True)),
-    }
-
-
-class OtherBucket:
-    """A bucket as another layout would hand it to the hook: in the place of bucket 0, with the parameters of bucket 1."""
-
-    def __init__(self, run: Run) -> None:
-        names = (run.hook.layout() or [])[1]
-        self._parameters = [run.module.get_parameter(name) for name in names]
-
-    def index(self) -> int:
-        return 0
-
-    def is_last(self) -> bool:
-        return False
-
-    def parameters(self) -> list[nn.Parameter]:
-        return self._parameters
-
-    def buffer(self) -> torch.Tensor:
-        return torch.zeros(sum(p.numel() for p in self._parameters))
-
-
-def foreign_bucket(rank: int) -> tuple[str, bool]:
-    """A bucket of another layout reaches the hook: (the error, whether the hook's state was left alone)."""
-    run = Run(rank, Case(hook="powerSGD", cap=MANY_BUCKETS))
-    run.train(5)
-    before = run.hook.capture()[0]
-    try:
-        run.hook.on_bucket(None, OtherBucket(run))
-    except LayoutMismatch as exc:
-        return str(exc), all(same(t, before[name]) for name, t in run.hook.capture()[0].items())
-    return "", False
-
-
-def capture_mid_backward(rank: int) -> str:
-    run = Run(rank, Case(cap=MANY_BUCKETS))
-    run.train(2)
-    said: list[str] = []
-
-    def probe(_: torch.Tensor) -> None:
-        try:
-            run.hook.capture()
-        except RuntimeError as exc:
-            said.append(str(exc))
-
-    run.module.get_parameter("first.weight").register_hook(probe)  # reduced last: other buckets are under way
-    run.one_step()
-    return said[0] if said else ""
-
-
-def save_to_disk(rank: int, directory: str, steps: int) -> None:
-    """The script of the package's docstring, up to ``steps``; goes on from what the directory holds."""
-    text = ratchet_hooks.__doc__ or ""
-    source = "\n".join(line[4:] for line in text.split("\n\n", 2)[2].splitlines())
-    scope: dict[str, Any] = {"__name__": "example"}
-    exec(compile(source, "ratchet_hooks.__doc__", "exec"), scope)
-    scope["train"](Path(directory), steps)
-
-
-def environment(rank: int) -> tuple[int, int, int]:
-    return rank, dist.get_world_size(), os.getppid()
-
-
-def die_or_wait(rank: int, how: str) -> None:
-    """Rank 1 ends badly; rank 0 waits for it in a collective."""
-    if rank == 1 and how == "raise":
-        raise ValueError("said by rank one")
-    if rank == 1 and how == "exit":
-        os._exit(7)
-    dist.barrier()
