@@ -22,6 +22,9 @@ This demo trains a small network on handwritten digits with two processes (ranks
 One run gets killed, preempted, and loses its service. A second run is left alone. Then all bits are compared."""
 
 
+_ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 def main(directory: Path) -> int:
     """Run the demo; the picture stays in ``directory``, the run directory below it is removed unless something failed."""
     began = time.monotonic()
@@ -36,7 +39,8 @@ def main(directory: Path) -> int:
     except KeyboardInterrupt:
         story.faults.append("ended by a signal")
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave processes behind
+        for ending in _ENDINGS:
+            signal.signal(ending, signal.SIG_IGN)  # a second Ctrl-C must not leave processes behind
         service.stop()
     say(f"\nAll processes of the demo have ended. It took {time.monotonic() - began:.0f} s.")
     if story.faults:
@@ -73,6 +77,6 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    for ending in (signal.SIGTERM, signal.SIGHUP):
+    for ending in _ENDINGS:
         signal.signal(ending, _terminate)
     sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else ".ratchet-demo")))

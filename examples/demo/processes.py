@@ -79,14 +79,14 @@ class Service:
                 self._process.wait(timeout=10.0)
             if self._process.poll() is None:
                 self.kill()
-        for pid in living(self.home):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
         end = time.monotonic() + 10.0
-        while (left := living(self.home)) and time.monotonic() < end:
+        while left := living(self.home):
+            if time.monotonic() > end:
+                raise DemoError(f"processes {sorted(left)} did not end")
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
-        if left:
-            raise DemoError(f"processes {sorted(left)} did not end")
 
 
 def _environment() -> dict[str, str]:

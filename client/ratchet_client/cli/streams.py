@@ -80,8 +80,9 @@ def events(ctx: typer.Context, job: JobId, follow: Follow = False, as_json: Json
 
 
 def event_line(event: api.EventView) -> str:
-    attempt = "" if event.epoch is None else f"attempt {event.epoch}: "
-    return f"{output.moment(event.at)}  {event.type:<20}  {attempt}{event.message}"
+    attempt = f"attempt {event.epoch}"
+    prefix = "" if event.epoch is None or event.message.startswith(attempt) else f"{attempt}: "
+    return f"{output.moment(event.at)}  {event.type:<20}  {prefix}{event.message}"
 
 
 def say_gap(detail: str) -> None:
