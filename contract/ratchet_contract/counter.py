@@ -7,10 +7,11 @@ Native 64-bit words: magic, ticks, steps started, steps finished, stage, three u
 from __future__ import annotations
 
 import struct
+import sys
 from pathlib import Path
 from typing import Final
 
-COUNTER_MAGIC: Final = 0x31544354454843  # "CHETCT1"
+COUNTER_MAGIC: Final = int.from_bytes(b"RATCHET1", sys.byteorder)
 COUNTER_WORDS: Final = struct.Struct("=8Q")
 COUNTER_SIZE: Final = COUNTER_WORDS.size
 TICKS, STARTED, FINISHED, STAGE = 1, 2, 3, 4

@@ -1,23 +1,18 @@
 """The step counter: a 64-byte file per rank, mapped by the rank and read by the agent. Liveness is progress, not a heartbeat.
 
-Native 64-bit words: magic, ticks, steps started, steps finished, stage, three unused. The rank only stores into memory: no
-system call, no lock, a few tens of nanoseconds; the words survive the process that wrote them.
+The layout is the contract's (``ratchet_contract.counter``): the service reads what a dead rank left. The rank only stores into
+memory: no system call, no lock, a few tens of nanoseconds; the words survive the process that wrote them.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import struct
-import sys
 from enum import IntEnum
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-_MAGIC: Final = int.from_bytes(b"RATCHET1", sys.byteorder)
-_SIZE: Final = 64
-_WORDS: Final = struct.Struct("=8Q")
-_TICKS, _STARTED, _FINISHED, _STAGE = 1, 2, 3, 4
+from ratchet_contract.counter import COUNTER_MAGIC, COUNTER_SIZE, COUNTER_WORDS, FINISHED, STAGE, STARTED, TICKS
 
 
 class Stage(IntEnum):
@@ -47,13 +42,13 @@ class StepCounter:
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
-            os.write(fd, bytes(_SIZE))
-            os.posix_fallocate(fd, 0, _SIZE)
-            self._map = mmap.mmap(fd, _SIZE)
+            os.write(fd, bytes(COUNTER_SIZE))
+            os.posix_fallocate(fd, 0, COUNTER_SIZE)
+            self._map = mmap.mmap(fd, COUNTER_SIZE)
         finally:
             os.close(fd)
         self._words = memoryview(self._map).cast("Q")
-        self._words[0] = _MAGIC
+        self._words[0] = COUNTER_MAGIC
 
     @classmethod
     def create(cls, path: Path) -> StepCounter:
@@ -61,21 +56,21 @@ class StepCounter:
 
     def tick(self) -> None:
         """Something was achieved: an evaluation batch, a part of a checkpoint."""
-        self._words[_TICKS] += 1
+        self._words[TICKS] += 1
 
     def start_step(self, step: int) -> None:
         """The global step ``step`` (the first is 1) begins."""
-        self._words[_STARTED] = step
-        self._words[_TICKS] += 1
+        self._words[STARTED] = step
+        self._words[TICKS] += 1
 
     def finish_step(self, step: int) -> None:
-        self._words[_FINISHED] = step
-        self._words[_TICKS] += 1
+        self._words[FINISHED] = step
+        self._words[TICKS] += 1
 
     def stage(self, stage: Stage) -> None:
         """Enter ``stage``; that is progress too."""
-        self._words[_STAGE] = stage
-        self._words[_TICKS] += 1
+        self._words[STAGE] = stage
+        self._words[TICKS] += 1
 
     def close(self) -> None:
         self._words.release()
@@ -94,9 +89,9 @@ class CounterReader:
             data = self.path.read_bytes()
         except FileNotFoundError:
             return None
-        if len(data) != _SIZE:
+        if len(data) != COUNTER_SIZE:
             return None
-        words = _WORDS.unpack(data)
-        if words[0] != _MAGIC:
+        words = COUNTER_WORDS.unpack(data)
+        if words[0] != COUNTER_MAGIC:
             return None
-        return Reading(words[_TICKS], words[_STARTED], words[_FINISHED], Stage(words[_STAGE]))
+        return Reading(words[TICKS], words[STARTED], words[FINISHED], Stage(words[STAGE]))
