@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from ratchet_contract.exit_codes import EXIT_PREEMPTED
 from ratchet_contract.phases import Cause, Desired
 from ratchet_store.compare import compare, render
-from tests.support.launch import Attempt, Job, rendezvous
+from tests.support.launch import Attempt, Job
 from tests.support.projects import make_project
 from tests.support.server import wait_for
 
@@ -46,9 +45,7 @@ def _wish_while_held(attempt: Attempt, gate: Path, step: int, round_: int, **wis
     held = [gate / f"held{step}.{r}" for r in range(2)]
     wait_for(lambda: all(p.exists() for p in held), f"step {step}\n{attempt.logs()}", 60)
     attempt.control(**wish)
-    host, port = rendezvous(attempt.pid(0))
-    store = dist.TCPStore(host, port, is_master=False)
-    wait_for(lambda: store.check([f"freeze/{round_}/0", f"freeze/{round_}/1"]), "both ranks to be in the freeze")
+    attempt.wait_freeze(round_)
     (gate / f"go{step}").touch()
 
 

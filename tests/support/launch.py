@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
+from torch.distributed import TCPStore
 
 from ratchet_contract.messages import AttemptResult, Control, LaunchFile, RankMessage, Resumed
 from ratchet_contract.paths import AttemptPaths, HomePaths, JobPaths
@@ -21,6 +22,7 @@ from ratchet_worker.control import write_control
 from ratchet_worker.counter import CounterReader, Reading
 from tests.support.server import processes_below, wait_for
 
+RESOLVED = Resolved(device="cpu", backend="gloo", threads_per_rank=1, python=sys.executable)
 _MESSAGE: TypeAdapter[RankMessage] = TypeAdapter(RankMessage)
 
 
@@ -84,13 +86,12 @@ class Attempt:
             world_size=self.world_size,
             ranks=list(range(self.world_size)),
             spec=spec,
-            resolved=Resolved(device="cpu", backend="gloo", threads_per_rank=1, python=sys.executable),
             job_root=str(job.paths.root),
             attempt_dir=str(self.paths.root),
             workdir=str(job.workdir),
             report_token="none",
             service_file=str(job.home.service_file),
-            **{"lineage": lineage, **launch},
+            **{"lineage": lineage, "resolved": RESOLVED, **launch},
         )
         self.paths.root.mkdir(parents=True)
         self.paths.launch_file.write_text(self.launch.model_dump_json())
@@ -127,6 +128,14 @@ class Attempt:
     def control(self, **fields: Any) -> None:
         """What the agent would write when the service wishes it."""
         write_control(self.paths.control_file, Control(**fields))
+
+    def wait_freeze(self, number: int) -> None:
+        """Every rank has published where it is in freeze round ``number`` (from 0), and begins nothing that was not begun."""
+        env = Path(f"/proc/{self.pid(0)}/environ").read_bytes().split(b"\0")
+        port = next(int(pair.split(b"=")[1]) for pair in env if pair.startswith(b"MASTER_PORT="))
+        store = TCPStore("127.0.0.1", port, is_master=False)
+        keys = [f"freeze/{number}/{rank}" for rank in range(self.world_size)]
+        wait_for(lambda: store.check(keys), f"all ranks to be in freeze {number}\n{self.logs()}", 30)
 
     def pid(self, rank: int) -> int:
         for pid in processes_below(self.paths.root):
@@ -177,10 +186,3 @@ class Attempt:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not processes_below(self.paths.root), "the attempt's processes to go", 10)
-
-
-def rendezvous(pid: int) -> tuple[str, int]:
-    """Host and port of the store that the rank ``pid`` belongs to."""
-    pairs = (line.split(b"=", 1) for line in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if b"=" in line)
-    env = {key: value.decode() for key, value in pairs}
-    return env[b"MASTER_ADDR"], int(env[b"MASTER_PORT"])

@@ -1,0 +1,138 @@
+"""Whole attempts of a task on two real ranks: stopped, killed, damaged on disk, resumed; bit for bit the undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet_contract.exit_codes import EXIT_PREEMPTED, EXIT_USER_ERROR
+from ratchet_contract.messages import ForkSource
+from ratchet_contract.phases import Cause
+from ratchet_store.compare import compare, render
+from ratchet_store.read import CheckpointReader
+from tests.support.launch import RESOLVED, Attempt, Job
+
+STEPS, EVERY = 60, 10
+HOOK = {"name": "powerSGD", "matrix_approximation_rank": 2, "start_powerSGD_iter": 5}
+
+
+def _spec(**args: Any) -> dict[str, Any]:
+    return {
+        "task": {
+            "entrypoint": "ratchet_worker.tasks.digits:DigitsTask",
+            "args": {"steps": STEPS, "width": 8, **args},
+        },
+        "hook": HOOK,
+        "ddp": {"bucket_cap_mb": 0.02},
+        "checkpoint": {"every_steps": EVERY, "keep_last": 2},
+    }
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[list[Job]]:
+    made: list[Job] = []
+    yield made
+    for job in made:
+        job.close()
+
+
+def _steps(job: Job) -> list[int]:
+    return [int(name.split("-")[1].split(".")[0]) for name in job.checkpoints()]
+
+
+def _statuses(attempt: Attempt) -> dict[str, str]:
+    return {c.component: c.status for c in attempt.report().components if c.rank == 0}
+
+
+def test_stopped_killed_and_damaged_it_ends_like_the_undisturbed_run(tmp_path: Path, jobs: list[Job]) -> None:
+    whole, cut = Job(tmp_path, _spec(), job_id="whole"), Job(tmp_path, _spec(num_workers=1), job_id="cut")
+    jobs += [whole, cut]
+    attempt = whole.launch()
+    assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
+    assert _steps(whole) == [50, 60]
+    assert [m.step for m in attempt.messages(kind="checkpoint_deleted")] == [10, 20, 30, 40]
+    assert CheckpointReader(whole.newest()).manifest.finished
+
+    # SIGTERM to one rank's whole process group, its DataLoader worker included.
+    attempt = cut.launch()
+    attempt.wait_step(14)
+    os.killpg(attempt.pid(1), signal.SIGTERM)
+    result = attempt.wait()
+    assert (result.cause, result.exit_code) == (Cause.SIGTERM, EXIT_PREEMPTED), attempt.logs()
+    stopped_at = result.last_step
+    assert 14 <= stopped_at < STEPS and _steps(cut)[-1] == stopped_at
+
+    # The stop's checkpoint is damaged on disk: found, put aside, told; the one before it takes its place.
+    broken = cut.newest() / "rank-00001-of-00002.safetensors"
+    data = bytearray(broken.read_bytes())
+    data[-1] ^= 1
+    broken.write_bytes(data)
+    fallback = stopped_at // EVERY * EVERY if stopped_at % EVERY else stopped_at - EVERY
+    attempt = cut.launch()
+    attempt.wait_step(fallback + 12)
+    attempt.kill(0)
+    result = attempt.wait()
+    assert result.cause is Cause.RANK_KILLED
+    report = attempt.report()
+    assert (report.base.step, report.verdict, len(report.quarantined)) == (fallback, "exact", 1)
+    assert "digest" in report.quarantined[0]
+    assert [m.step for m in attempt.messages(kind="quarantined")] == [stopped_at]
+
+    attempt = cut.launch()
+    assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
+    report = attempt.report()
+    assert report.verdict == "exact" and report.base.step >= fallback + 10 and report.base.epoch == 2
+    comparison = compare(whole.newest(), cut.newest())
+    assert comparison.identical, render(comparison)
+    assert {c.component for c in comparison.components} == {"model", "optimizer", "buffers", "hook", "rng"}
+    assert whole.attempts[0].metrics()[STEPS] == attempt.metrics()[STEPS]
+
+    # Relaunched, a finished job evaluates once more and ends: no step, no checkpoint.
+    before = cut.checkpoints()
+    attempt = cut.launch()
+    assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
+    reading = attempt.reading()
+    assert reading is not None and reading.started == 0 and cut.checkpoints() == before
+    assert attempt.metrics() == {STEPS: {k: v for k, v in whole.attempts[0].metrics()[STEPS].items() if "test" in k}}
+
+
+def test_what_differs_is_refused_or_reported_and_a_fork_on_other_ranks_is_redistributed(
+    tmp_path: Path, jobs: list[Job]
+) -> None:
+    job = Job(tmp_path, {**_spec(evaluate=False), "determinism": "strict"})
+    jobs.append(job)
+    attempt = job.launch()
+    attempt.wait_step(12)
+    attempt.kill(1)
+    attempt.wait()
+    source = CheckpointReader(job.newest()).manifest
+
+    attempt = job.launch(resolved=RESOLVED.model_copy(update={"threads_per_rank": 2}))
+    result = attempt.wait()
+    assert (result.cause, result.exit_code) == (Cause.USER_ERROR, EXIT_USER_ERROR)
+    assert "threads (1 -> 2)" in (result.message or "") and "determinism: warn" in (result.message or "")
+
+    fork = ForkSource(job_root=str(job.paths.root), step=source.step, epoch=source.epoch, digest=source.digest)
+    alone = {**_spec(evaluate=False), "world": {"ranks_per_node": 1, "device": "cpu"}}
+    forked = Job(tmp_path, alone, job_id="forked")
+    jobs.append(forked)
+    attempt = forked.launch(fork=fork)
+    result = attempt.wait()
+    assert result.cause is Cause.USER_ERROR and "redistribute" in (result.message or ""), attempt.logs()
+
+    attempt = forked.launch(fork=fork, spec={"policy": {"on_hook_mismatch": "redistribute"}})
+    assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
+    report = attempt.report()
+    assert report.verdict == "not-exact" and report.recorded_world_size == 2 and report.base.step == source.step
+    assert _statuses(attempt) == {
+        "model": "exact", "optimizer": "exact", "layout": "exact", "scheduler": "redistributed", "rng": "reset",
+        "buffers": "redistributed", "data": "redistributed", "hook": "redistributed",
+    }  # fmt: skip
+    assert {d.key for d in report.differences} == {"determinism", "ranks_per_node", "world_size", "spec_digest"}
+    manifest = CheckpointReader(forked.newest()).manifest
+    assert manifest.step == STEPS and manifest.world_size == 1
