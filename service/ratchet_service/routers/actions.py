@@ -122,7 +122,7 @@ def resume(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
     summary="New job from a checkpoint",
 )
 def fork_job(service: ServiceDep, post: SpecPost, job_id: str) -> Response:
-    """The parent's spec with `spec` merged over it (RFC 7386; another hook replaces the hook). The source checkpoint is pinned."""
+    """The parent's spec with `spec` merged over it (RFC 7386; another hook replaces it whole). The source is pinned."""
     poster, data = post
     request = parse(ForkRequest, data)
 
