@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -87,7 +88,6 @@ def matrix() -> list[Cell]:
 class Outcome:
     """What one case showed. ``problems`` empty: identical, and everything that must have happened did."""
 
-    cell: Cell
     kills: list[tuple[Kill, int]]
     bases: list[int] = field(default_factory=list)
     lost: int = 0
@@ -138,12 +138,22 @@ def run_undisturbed(server: Server, spec: dict[str, Any]) -> Path:
     return final_checkpoint(server, job_id)
 
 
-def run_interrupted(server: Server, spec: dict[str, Any], kills: list[tuple[Kill, int]], rng: random.Random) -> str:
-    """Submit, strike at each step, wait for the end. Each strike must hit an attempt of its own."""
+def run_interrupted(
+    server: Server,
+    spec: dict[str, Any],
+    kills: list[tuple[Kill, int]],
+    rng: random.Random,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> str:
+    """Submit, strike at each step, wait for the end. Each strike must hit an attempt of its own.
+
+    ``meanwhile`` runs before each strike: what it changes must not change the job.
+    """
     job_id = server.submit(spec)
     struck = 0
     for kind, step in kills:
         number, paths = server.wait_step(job_id, step, after_attempt=struck)
+        meanwhile()
         strike(server, job_id, kind, number, paths, rng, int(spec["world"]["ranks_per_node"]))
         struck = number
     server.wait_phase(job_id, "SUCCEEDED", deadline=180)
@@ -151,9 +161,19 @@ def run_interrupted(server: Server, spec: dict[str, Any], kills: list[tuple[Kill
 
 
 def judge(
-    server: Server, job_id: str, reference: Path, outcome: Outcome, total: int = STEPS, every: int = EVERY
+    server: Server,
+    job_id: str,
+    reference: Path,
+    outcome: Outcome,
+    *,
+    total: int = STEPS,
+    every: int = EVERY,
+    start: int = START,
 ) -> None:
-    """Everything the promise says, checked one by one; each breach is a line in ``outcome.problems``."""
+    """Everything the promise says, checked one by one; each breach is a line in ``outcome.problems``.
+
+    The job makes ``total`` steps with a checkpoint each ``every`` and compresses from iteration ``start`` on.
+    """
     bad = outcome.problems.append
     attempts = server.attempts(job_id)
     if len(attempts) != len(outcome.kills) + 1:
@@ -172,8 +192,8 @@ def judge(
             bad(f"attempt {attempt['number']} began at step 0")
         if report.get("verdict") != "exact":
             bad(f"attempt {attempt['number']} resumed {report.get('verdict')}: {report}")
-    if outcome.bases and not outcome.bases[0] < START <= outcome.bases[-1]:
-        bad(f"resumed at {outcome.bases}: compression starts at {START} and must lie between")
+    if outcome.bases and not outcome.bases[0] < start <= outcome.bases[-1]:
+        bad(f"resumed at {outcome.bases}: compression starts at {start} and must lie between")
     outcome.lost = sum(int(a["steps_lost"] or 0) for a in attempts)
     executed = sum(int(a["steps_done"]) for a in attempts)
     if executed != total + outcome.lost:
@@ -195,7 +215,7 @@ def run_case(
     """One cell with one seed; the reference run is made once per cell and handed on."""
     rng = random.Random(seed)
     began = time.monotonic()
-    outcome = Outcome(cell, plan_kills(rng, kinds))
+    outcome = Outcome(plan_kills(rng, kinds))
     reference = reference or run_undisturbed(server, cell.spec(f"reference-{seed}"))
     job_id = run_interrupted(server, cell.spec(f"interrupted-{seed}"), outcome.kills, rng)
     judge(server, job_id, reference, outcome)
@@ -203,8 +223,7 @@ def run_case(
     return outcome, reference
 
 
-def line(outcome: Outcome) -> str:
-    cell = outcome.cell
+def line(cell: Cell, outcome: Outcome) -> str:
     kills = " ".join(f"{kind}@{step}" for kind, step in outcome.kills)
     verdict = "identical" if not outcome.problems else "FAILED"
     return (
@@ -228,7 +247,7 @@ def main() -> int:
                 cell = cells[i % len(cells)]
                 outcome, references[cell] = run_case(server, cell, arguments.seed + i, references.get(cell))
                 good += not outcome.problems
-                print(f"{i + 1:4d}/{arguments.n} {line(outcome)}", flush=True)
+                print(f"{i + 1:4d}/{arguments.n} {line(cell, outcome)}", flush=True)
                 for problem in outcome.problems:
                     print(f"          {problem}", flush=True)
         finally:

@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from tests.e2e.exactness import KILLS, Cell, Kill, line, run_case
-from tests.support.server import Server, processes_below
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    home: Path = tmp_path_factory.mktemp("home")
-    server = Server(home)
-    try:
-        yield server.start()
-    finally:
-        server.stop()
-        assert not processes_below(home)
+from tests.support.server import Server
 
 
 @pytest.mark.slow
@@ -35,5 +21,5 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 )
 def test_interrupted_job_ends_with_the_same_bits(server: Server, cell: Cell, kinds: tuple[Kill, ...]) -> None:
     outcome, _ = run_case(server, cell, seed=11, reference=None, kinds=kinds)
-    print(line(outcome))
+    print(line(cell, outcome))
     assert not outcome.problems
