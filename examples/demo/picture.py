@@ -43,7 +43,7 @@ class _Frame:
 
 def draw(path: Path, undisturbed: Points, interrupted: Points, marks: Sequence[Interruption]) -> None:
     """Write the picture: the undisturbed run broad and pale, the interrupted one thin on top of it."""
-    positive = [loss for _, loss in (*undisturbed, *interrupted) if loss > 0]
+    positive = [loss for _, loss in (*undisturbed, *interrupted) if loss > 0 and math.isfinite(loss)] or [1.0]
     low, high = 10 ** math.floor(math.log10(min(positive))), 10 ** math.ceil(math.log10(max(positive)))
     frame = _Frame(max(1, *(step for step, _ in (*undisturbed, *interrupted))), max(low, 1e-6), max(high, low * 10))
     parts = [
