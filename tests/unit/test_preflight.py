@@ -1,0 +1,170 @@
+"""Specs against machines: what is refused and where, what is warned of, and what every ``auto`` becomes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet_contract.spec import JobSpec, Resolved
+from ratchet_service.interpreters import Findings, Interpreters
+from ratchet_service.machine import Machine, read_machine, write_machine
+from ratchet_service.preflight import resolve
+from ratchet_service.snapshot import Limits
+
+CPU = Machine((), 8)
+GPUS = Machine((0, 1, 2, 3), 32)
+
+
+class Told(Interpreters):
+    """Answers what a test says an interpreter would."""
+
+    def __init__(self, **findings: Any) -> None:
+        super().__init__()
+        self.findings = Findings(**{"version": (3, 11, 0), "protocol": 1, "torch": True, **findings})
+
+    def ask(self, python: str, *, code: str | None = None, module: str | None = None) -> Findings:
+        return self.findings
+
+
+def spec(**more: Any) -> JobSpec:
+    return JobSpec.model_validate({"name": "a", "task": {"entrypoint": "mine:Mine"}, **more})
+
+
+def run(machine: Machine = CPU, told: Interpreters | None = None, **more: Any) -> tuple[Resolved, set[str], set[str]]:
+    """The resolution, and warnings and problems as ``pointer code``."""
+    resolved, warnings, problems = resolve(spec(**more), machine, interpreters=told or Told(), environ={"TOKEN": "x"})
+    return resolved, {f"{w.pointer} {w.code}" for w in warnings}, {f"{p.pointer} {p.code}" for p in problems}
+
+
+@pytest.mark.parametrize(
+    ("machine", "cuda", "more", "expected"),
+    [
+        (CPU, False, {}, ("cpu", "gloo", 8)),
+        (CPU, False, {"world": {"ranks_per_node": 3}}, ("cpu", "gloo", 2)),
+        (CPU, False, {"world": {"ranks_per_node": 20}}, ("cpu", "gloo", 1)),
+        (CPU, False, {"resources": {"cpus_per_rank": 5}}, ("cpu", "gloo", 5)),
+        (CPU, False, {"env": {"OMP_NUM_THREADS": "3"}}, ("cpu", "gloo", 3)),
+        (GPUS, True, {"world": {"ranks_per_node": 2}}, ("cuda", "nccl", 8)),
+        (GPUS, True, {"world": {"ranks_per_node": 2, "device": "cpu"}}, ("cpu", "gloo", 16)),
+        (GPUS, True, {"ddp": {"backend": "gloo"}}, ("cuda", "gloo", 8)),
+        (GPUS, False, {}, ("cpu", "gloo", 32)),
+    ],
+)
+def test_every_auto_is_decided(machine: Machine, cuda: bool, more: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    resolved, _, problems = run(machine, Told(torch_cuda=cuda), **more)
+    assert problems == set()
+    assert (resolved.device, resolved.backend, resolved.threads_per_rank) == expected
+    assert resolved.python == sys.executable
+
+
+@pytest.mark.parametrize(
+    ("machine", "told", "more", "problem"),
+    [
+        (CPU, {}, {"world": {"device": "cuda"}}, "/world/device no-gpu"),
+        (CPU, {}, {"ddp": {"backend": "nccl"}}, "/ddp/backend backend-device"),
+        (GPUS, {"torch_cuda": True}, {"world": {"ranks_per_node": 5}}, "/world/ranks_per_node too-few-gpus"),
+        (GPUS, {}, {"world": {"device": "cuda"}}, "/world/device torch-without-cuda"),
+        (CPU, {}, {"secrets": {"KEY": {"from_env": "NOT_SET"}}}, "/secrets/KEY secret-missing"),
+        (CPU, {}, {"python": "/nowhere/python"}, "/python python-not-found"),
+        (CPU, {}, {"python": "venv"}, "/python python-not-found"),
+        (CPU, {"error": "it could not be run"}, {}, "/python python-unusable"),
+        (CPU, {"worker_error": "ModuleNotFoundError"}, {}, "/python worker-missing"),
+        (CPU, {"protocol": 99}, {}, "/python protocol-mismatch"),
+        (CPU, {"torch": False}, {}, "/python torch-missing"),
+        (CPU, {"missing": "mine"}, {}, "/task/entrypoint module-not-found"),
+        (CPU, {"syntax": "mine.py, line 3"}, {}, "/task/entrypoint syntax-error"),
+        (CPU, {}, {"code": {"path": "/nowhere"}}, "/code/path not-a-directory"),
+        (CPU, {}, {"code": {"path": "here"}}, "/code/path relative-path"),
+    ],
+)
+def test_what_cannot_work_is_refused_where_it_stands(
+    machine: Machine, told: dict[str, Any], more: dict[str, Any], problem: str
+) -> None:
+    assert run(machine, Told(**told), **more)[2] == {problem}
+
+
+@pytest.mark.parametrize(
+    ("machine", "more", "warning"),
+    [
+        (CPU, {"world": {"ranks_per_node": 9}}, "/world/ranks_per_node oversubscribed"),
+        (CPU, {"nccl": {"NCCL_DEBUG": "INFO"}}, "/nccl no-effect"),
+        (CPU, {"hook": "fp16_compress"}, "/hook single-rank"),
+        (CPU, {"policy": {"on_hook_mismatch": "reset"}}, "/policy/on_hook_mismatch no-effect"),
+        (CPU, {"policy": {"backoff": "10m"}}, "/policy/backoff capped"),
+        (CPU, {"policy": {"timeout": "1m"}}, "/policy/timeout shorter-than-grace"),
+        (CPU, {"checkpoint": {"every_steps": None}}, "/checkpoint/every_steps no-schedule"),
+    ],
+)
+def test_what_has_no_effect_or_a_price_is_said(machine: Machine, more: dict[str, Any], warning: str) -> None:
+    _, warnings, problems = run(machine, **more)
+    assert (warnings, problems) == ({warning}, set())
+
+
+def test_a_plain_spec_has_no_warnings() -> None:
+    assert run(world={"ranks_per_node": 2}, hook={"name": "powerSGD"}, secrets={"KEY": {"from_env": "TOKEN"}})[1:] == (
+        set(),
+        set(),
+    )
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    root = tmp_path / "project"
+    (root / "pkg").mkdir(parents=True)
+    (root / "pkg" / "__init__.py").write_text("raise SystemExit('user code was imported')\n")
+    (root / "pkg" / "model.py").write_text("class Mine: ...\n")
+    (root / "hooks.py").write_text("raise SystemExit('user code was imported')\n")
+    (root / "typing.py").write_text("raise SystemExit('user code was imported')\n")
+    (root / "broken.py").write_text("x = 1\ndef f(:\n")
+    (root / "train.py").write_text("print('hello')\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("job", "problem"),
+    [
+        ({"task": {"entrypoint": "pkg.model:Mine"}}, None),
+        ({"task": {"entrypoint": "hooks:Mine"}}, None),
+        ({"task": {"entrypoint": "ratchet_worker.task:Parts"}}, None),
+        ({"task": {"entrypoint": "pkg.other:Mine"}}, "/task/entrypoint module-not-found"),
+        ({"task": {"entrypoint": "nowhere.at_all:Mine"}}, "/task/entrypoint module-not-found"),
+        ({"task": {"entrypoint": "broken:Mine"}}, "/task/entrypoint syntax-error"),
+        ({"script": ["train.py", "--lr", "1"]}, None),
+        ({"script": ["absent.py"]}, "/script/0 script-not-found"),
+        ({"script": ["broken.py"]}, "/script/0 syntax-error"),
+    ],
+)
+def test_the_users_code_is_looked_up_and_never_imported(code: Path, job: dict[str, Any], problem: str | None) -> None:
+    made = JobSpec.model_validate({"name": "a", "code": {"path": str(code)}, **job})
+    _, _, problems = resolve(made, CPU)
+    assert [f"{p.pointer} {p.code}" for p in problems] == ([] if problem is None else [problem])
+
+
+def test_a_huge_directory_is_refused(code: Path) -> None:
+    made = spec(code={"path": str(code)})
+    _, _, problems = resolve(made, CPU, interpreters=Told(), limits=Limits(max_files=3))
+    assert [p.code for p in problems] == ["too-large"]
+
+
+def test_a_virtual_environment_is_named_by_its_directory(tmp_path: Path) -> None:
+    bare = tmp_path / "venv"
+    (bare / "bin").mkdir(parents=True)
+    (bare / "bin" / "python").symlink_to("/usr/bin/env")
+    resolved, _, problems = resolve(spec(python=str(bare)), CPU)
+    assert resolved.python == str(bare / "bin" / "python")
+    assert [p.code for p in problems] == ["python-unusable"]
+
+
+def test_a_machine_elsewhere_is_known_by_what_its_reconciler_wrote(tmp_path: Path) -> None:
+    assert read_machine(tmp_path) is None
+    write_machine(tmp_path, Machine((0, 1), 16, 12, "/there/python"), torch_cuda=True)
+    there = read_machine(tmp_path)
+    assert there is not None
+    assert (there.capacity.gpus, there.capacity.cpus) == ((0, 1), 12)
+    made = spec(world={"ranks_per_node": 2}, secrets={"KEY": {"from_env": "ONLY_THERE"}})
+    resolved, _, problems = resolve(made, there, environ={})
+    assert problems == []
+    assert (resolved.device, resolved.python) == ("cuda", "/there/python")
