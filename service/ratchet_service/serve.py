@@ -91,11 +91,11 @@ def reconcile(settings: Settings, cpu_slots: int | None) -> None:
     database = open_database(settings)
     try:
         machine = probe(cpu_slots)
-        write_machine(settings.home, machine, _torch_has_cuda(machine))
         launcher = make_launcher(LAUNCHER, settings.paths)
         reconciler = Reconciler(database, settings.paths, launcher, machine.capacity)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: reconciler.stop())
+        write_machine(settings.home, machine, _torch_has_cuda(machine))
         log.info("reconciling; %d GPUs, %d CPU slots", len(machine.gpus), machine.capacity.cpus)
         reconciler.run()
     finally:

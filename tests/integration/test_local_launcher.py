@@ -1,0 +1,193 @@
+"""The local launcher with real processes: what agents inherit, that none is started twice, that the dead are proved dead."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet_contract.messages import LaunchFile
+from ratchet_contract.paths import HomePaths
+from ratchet_contract.phases import Desired
+from ratchet_contract.spec import JobSpec, Resolved
+from ratchet_service.launchers import processes
+from ratchet_service.launchers.base import LaunchError
+from ratchet_service.launchers.local import LocalLauncher
+from ratchet_service.launchers.table import make_launcher
+from ratchet_service.launching import launch_file
+from ratchet_worker.launch_env import plan_ranks
+from tests.support.server import processes_below, wait_for
+
+# Takes the lock, tells its environment and process ids, and does as argv[2:] says.
+AGENT = """
+import fcntl, json, os, pathlib, subprocess, sys, time
+root = pathlib.Path(sys.argv[-1]).parent
+lock = open(root / "agent.lock", "w")
+try:
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    sys.exit("another agent")
+start = int(open("/proc/self/stat").read().rpartition(")")[2].split()[19])
+(root / "env.json").write_text(json.dumps({**os.environ, "SID": str(os.getsid(0)), "PWD_": os.getcwd()}))
+(root / ".new").write_text(json.dumps({"pid": os.getpid(), "start_time": start, "host": "here"}))
+(root / ".new").rename(root / "agent.json")
+if "family" in sys.argv:
+    sleep = [sys.executable, "-c", "import time; time.sleep(3600)"]
+    child = f"import subprocess, time; subprocess.Popen({sleep!r}, start_new_session=True); time.sleep(3600)"
+    subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
+if "end" not in sys.argv:
+    time.sleep(3600)
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[HomePaths]:
+    yield HomePaths(tmp_path)
+    for pid in processes_below(tmp_path):
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not processes_below(tmp_path), "the test's processes to go", 10)
+
+
+def launcher(*words: str, **environ: str) -> LocalLauncher:
+    return LocalLauncher((sys.executable, "-c", AGENT, *words), {"PATH": os.environ["PATH"], **environ})
+
+
+def launch(home: HomePaths, epoch: int = 1, **more: Any) -> LaunchFile:
+    spec = JobSpec.model_validate({"name": "a", "task": {"entrypoint": "m:T"}, "world": {"ranks_per_node": 2}, **more})
+    resolved = Resolved(device="cpu", backend="gloo", threads_per_rank=2, python=sys.executable)
+    return launch_file(home, "job-1", epoch, spec, resolved, (), "secret-token", Desired.RUN)
+
+
+def test_an_agent_inherits_what_it_may_and_outlives_its_starter(home: HomePaths) -> None:
+    made = launcher(
+        HOME="/root",
+        SOURCE="value",
+        RATCHET_HOME="/x",
+        RATCHET_DATABASE_URL="postgresql://u:pw@h/d",
+        ALSO="postgresql://u:pw@h/d",
+        OTHER_DATABASE_URL="x",
+        PGPASSWORD="pw",
+    )
+    plan = made.plan(launch(home, secrets={"KEY": {"from_env": "SOURCE"}}))
+    assert "value" not in json.dumps(plan.printable()) and "secret-token" not in json.dumps(plan.printable())
+    made.submit(plan)
+    wait_for(lambda: made.poll(plan.ref).seen, "the agent to start", 30)
+    env = json.loads((plan.ref.paths.root / "env.json").read_text())
+    agent = made.poll(plan.ref).agent
+    assert agent is not None
+    assert env["KEY"] == "value"
+    assert env["HOME"] == "/root"
+    assert env["SID"] == str(agent.pid)
+    assert env["RATCHET_ATTEMPT_DIR"] == str(plan.ref.paths.root)
+    withheld = {"RATCHET_HOME", "RATCHET_DATABASE_URL", "ALSO", "OTHER_DATABASE_URL", "PGPASSWORD"}
+    assert not withheld & set(env)
+    assert plan.ref.paths.launch_file.stat().st_mode & 0o777 == 0o600
+    assert "value" not in plan.ref.paths.launch_file.read_text()
+
+
+def test_a_secret_that_is_not_there_is_an_error_that_says_where_to_set_it(home: HomePaths) -> None:
+    made = launcher()
+    with pytest.raises(LaunchError, match="SOURCE, which is not set"):
+        made.submit(made.plan(launch(home, secrets={"KEY": {"from_env": "SOURCE"}})))
+
+
+def test_submitting_again_starts_nothing(home: HomePaths) -> None:
+    first, second = launcher(), launcher()
+    plan = first.plan(launch(home))
+    first.submit(plan)
+    second.submit(second.plan(launch(home)))
+    wait_for(lambda: first.poll(plan.ref).seen, "the agent to start", 30)
+    second.submit(second.plan(launch(home)))
+    assert len(processes.with_variable("RATCHET_ATTEMPT_DIR", str(plan.ref.paths.root))) == 1
+    assert plan.ref.paths.agent_log.read_text() == ""
+
+
+def test_poll_tells_starting_alive_and_dead_apart(home: HomePaths) -> None:
+    made = launcher("end")
+    plan = made.plan(launch(home))
+    state = made.poll(plan.ref)
+    assert (state.alive, state.seen, state.result) == (False, False, None)
+    made.submit(plan)
+    wait_for(lambda: made.poll(plan.ref).seen, "the agent to start", 30)
+    wait_for(lambda: not made.poll(plan.ref).alive, "the agent to end", 30)
+    state = made.poll(plan.ref)
+    assert state.seen and state.agent is not None
+    with pytest.raises(ChildProcessError):  # collected: no zombie stays behind
+        os.waitpid(state.agent.pid, os.WNOHANG)
+
+
+def test_a_sweep_reaches_grandchildren_in_sessions_of_their_own(home: HomePaths) -> None:
+    made = launcher("family")
+    plan, other = made.plan(launch(home)), made.plan(launch(home, epoch=2))
+    for each in (plan, other):
+        made.submit(each)
+
+    def family(root: Path) -> list[int]:
+        return processes.with_variable("RATCHET_ATTEMPT_DIR", str(root))
+
+    wait_for(lambda: len(family(plan.ref.paths.root)) == 3, "agent, child and grandchild", 30)
+    wait_for(lambda: len(family(other.ref.paths.root)) == 3, "those of the other attempt", 30)
+    agent = made.poll(plan.ref).agent
+    assert agent is not None
+    os.kill(agent.pid, signal.SIGKILL)
+    wait_for(lambda: not made.poll(plan.ref).alive, "the agent to die", 30)
+    assert len(made.sweep(plan.ref)) == 2
+    wait_for(lambda: made.sweep(plan.ref) == [], "the rest to die", 30)
+    assert len(family(other.ref.paths.root)) == 3
+
+
+def test_a_stopped_agent_is_alive_until_it_is_swept(home: HomePaths) -> None:
+    made = launcher()
+    plan = made.plan(launch(home))
+    made.submit(plan)
+    wait_for(lambda: made.poll(plan.ref).seen, "the agent to start", 30)
+    agent = made.poll(plan.ref).agent
+    assert agent is not None
+    os.kill(agent.pid, signal.SIGSTOP)
+    made.stop(plan.ref, 1.0)
+    assert made.poll(plan.ref).alive
+    assert made.sweep(plan.ref) == [agent.pid]
+    wait_for(lambda: made.sweep(plan.ref) == [], "it to die", 30)
+    assert not made.poll(plan.ref).alive
+
+
+def test_a_pid_that_was_used_again_is_not_killed(home: HomePaths) -> None:
+    made = launcher()
+    plan = made.plan(launch(home))
+    plan.ref.paths.root.mkdir(parents=True)
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+    try:
+        plan.ref.paths.agent_file.write_text(json.dumps({"pid": bystander.pid, "start_time": 1, "host": "here"}))
+        plan.ref.paths.lock_file.touch()
+        made.stop(plan.ref, 1.0)
+        assert made.sweep(plan.ref) == []
+        time.sleep(0.05)
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait(10)
+
+
+def test_the_printed_ranks_are_what_the_agent_will_start(home: HomePaths) -> None:
+    made = launch(home, env={"A": "1"})
+    plan = make_launcher("local", home).plan(made)
+    real = plan_ranks(made, plan.ref.paths, store_port=1, store_fd=None, inherited={})
+    assert len(plan.ranks) == len(real) == 2
+    for shown, planned in zip(plan.ranks, real, strict=True):
+        assert shown["command"] == planned.command
+        assert shown["cwd"] == str(planned.cwd)
+        assert shown["env"].items() <= planned.env.items()
+    assert plan.argv[1:4] == ("-P", "-m", "ratchet_worker.agent")
+
+
+def test_an_unknown_launcher_is_refused_by_name(home: HomePaths) -> None:
+    with pytest.raises(ValueError, match="'slurm' is not available"):
+        make_launcher("slurm", home)

@@ -1,0 +1,133 @@
+"""``python -m ratchet_service`` as a process: how it starts, what it refuses, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ratchet_service.__main__ import main
+from ratchet_service.serve import remove_service_file, write_service_file
+from tests.support.server import wait_for
+
+COMMAND = [sys.executable, "-m", "ratchet_service"]
+
+
+class Running:
+    """Processes of the service, ended with the test."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        env = {k: v for k, v in os.environ.items() if not k.startswith("RATCHET_")}
+        process = subprocess.Popen(
+            [*COMMAND, *arguments, "--home", str(self.home)], stderr=subprocess.PIPE, text=True, env=env
+        )
+        self.started.append(process)
+        return process
+
+    def url(self, process: subprocess.Popen[str]) -> str:
+        def described() -> str | None:
+            assert process.poll() is None, process.communicate()[1]
+            try:
+                data = json.loads((self.home / "service.json").read_text())
+            except FileNotFoundError:
+                return None
+            return str(data["url"]) if data["pid"] == process.pid else None
+
+        return wait_for(described, "service.json", 60)
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    made = Running(tmp_path)
+    yield made
+    for process in made.started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate(timeout=10)
+
+
+def test_one_service_per_home_found_by_its_file_and_gone_after_a_clean_end(running: Running) -> None:
+    first = running.start("serve", "--port", "0")
+    url = running.url(first)
+    assert httpx.get(f"{url}/readyz").json()["status"] == "ok"
+    file = running.home / "service.json"
+    assert file.stat().st_mode & 0o777 == 0o600
+
+    second = running.start("serve", "--port", "0")
+    assert second.wait(60) == 2
+    text = second.communicate()[1]
+    assert "already" in text and url in text and str(first.pid) in text
+    assert json.loads(file.read_text())["pid"] == first.pid
+
+    with httpx.stream("GET", f"{url}/v1/jobs?limit=1"):
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(30) == 0
+    assert not file.exists()
+    text = first.communicate()[1]
+    assert f"listening on {url}" in text
+    assert "agents that were running go on" in text
+
+
+def test_a_reconciler_alone_ends_cleanly_and_tells_what_its_machine_has(running: Running) -> None:
+    process = running.start("reconcile", "--cpu-slots", "3")
+    wait_for((running.home / "machine.json").exists, "machine.json", 60)
+    assert json.loads((running.home / "machine.json").read_text())["cpu_slots"] == 3
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+
+
+def test_a_port_that_is_taken_is_said_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["serve", "--home", str(tmp_path), "--port", str(port)]) == 2
+    text = capsys.readouterr().err
+    assert f"port {port}" in text and "--port 0" in text
+    assert not (tmp_path / "service.json").exists()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_other_machines_are_kept_out_unless_allowed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], host: str
+) -> None:
+    assert main(["serve", "--home", str(tmp_path), "--port", "0", "--host", host]) == 2
+    assert "--allow-remote" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [("mysql://u@h/d", "not supported"), ("postgresql://u:hidden@127.0.0.1:1/d", "cannot be opened")],
+)
+def test_a_database_that_cannot_be_used_is_said_without_its_password(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str, text: str
+) -> None:
+    assert main(["serve", "--home", str(tmp_path), "--port", "0", "--database-url", url]) == 2
+    shown = capsys.readouterr().err
+    assert text in shown and "hidden" not in shown
+
+
+def test_a_later_services_file_is_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "service.json"
+    write_service_file(file, "http://127.0.0.1:1")
+    remove_service_file(file)
+    assert not file.exists()
+    file.write_text(json.dumps({"protocol": 1, "url": "http://127.0.0.1:2", "pid": 1, "started_at": "now"}))
+    remove_service_file(file)
+    assert file.exists()
+    file.write_text("torn")
+    remove_service_file(file)
+    remove_service_file(tmp_path / "absent.json")
