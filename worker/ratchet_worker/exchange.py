@@ -76,7 +76,8 @@ class Exchange:
         return json.loads(self._store.get(key))
 
     def forget(self, name: str) -> None:
-        """Remove the keys of ``name`` from the store; only when every rank is known to have read them."""
+        """Remove the keys of ``name`` from the store; only when every rank is known to have read them: it has posted something
+        since."""
         for rank in range(self.world_size):
             self._store.delete_key(self._key(name, rank))
 

@@ -19,6 +19,7 @@ from ratchet_worker.snapshot import Snapshot, Tensors, digest
 from ratchet_worker.task import Stateful, TrainData
 
 _MODEL: Final = "model"
+_ALWAYS: Final = frozenset({_MODEL, "buffers", "hook", "rng"})
 
 
 class JobState:
@@ -96,7 +97,7 @@ class JobState:
         """Put back the state of a group of the same size, bit for bit. ``reset_hook``: why the hook starts anew instead;
         ``relayout``: DDP stands on other buckets. Raises ``UserError`` when the objects do not fit."""
         reports = self._restore_common(saved, "exact", None)
-        if self.data is not None:
+        if self.data is not None and "data" in saved.state:
             reports.append(self._restore_data(lambda data: data.load_state_dict(saved.value("data"))))
         changed = "laid into other buckets by parameter name" if relayout else None
         reports.append(self._restore_hook(saved.encoded("hook"), reset_hook, changed, relayout))
@@ -109,7 +110,7 @@ class JobState:
         """Put back the state of a group of ``len(old)`` ranks as well as it can be. ``mine``: the old rank that this rank takes
         private state from; ``old``: data and hook of all old ranks. The generators are seeded anew from ``seed``."""
         reports = self._restore_common(mine, "redistributed", f"the group had {len(old)} ranks; this is one of theirs")
-        if self.data is not None:
+        if self.data is not None and "data" in mine.state:
             reports.append(self._resize_data([s.value("data") for s in old], len(old)))
         merged = redistribute([s.encoded("hook") for s in old])
         reports.append(self._restore_hook(merged, reset_hook, "the mean of the old residuals, on every rank", relayout))
@@ -120,16 +121,28 @@ class JobState:
     def _restore_common(self, saved: Snapshot, status: ComponentStatus, reason: str | None) -> list[ComponentReport]:
         """Model, optimizers, buffers and further objects. ``status`` is that of what is private; the rest is exact."""
         reports = [self._fits(_MODEL, lambda: self._restore_model(saved))]
-        equal = {**saved.shared, **saved.private}
-        names = self._names()
-        for component, optimizer in self.optimizers.items():
-            rest = saved.value(component)
-            load = partial(optimizer_state.restore, optimizer, component, names, equal, rest)
-            reports.append(self._fits(component, load))
+        equal, names = {**saved.shared, **saved.private}, self._names()
         private = [self._fits("buffers", lambda: self._restore_buffers(saved))]
+        for component, optimizer in self.optimizers.items():
+            if component in saved.state:
+                rest = saved.value(component)
+                load = partial(optimizer_state.restore, optimizer, component, names, equal, rest)
+                reports.append(self._fits(component, load))
         for component, item in self.stateful.items():
-            private.append(self._fits(component, partial(item.load_state_dict, saved.value(component))))
-        return reports + [r.model_copy(update={"status": status, "reason": reason}) for r in private]
+            if component in saved.state:
+                private.append(self._fits(component, partial(item.load_state_dict, saved.value(component))))
+        private = [r.model_copy(update={"status": status, "reason": reason}) for r in private]
+        return reports + private + self._absent(saved)
+
+    def _absent(self, saved: Snapshot) -> list[ComponentReport]:
+        """What only one side has: told, never passed over."""
+        here = {*self.optimizers, *self.stateful, *(["data"] if self.data is not None else [])}
+        there = set(saved.state) - _ALWAYS
+        lost = [
+            self._report(c, "absent", "recorded, but nothing of that name is registered") for c in sorted(there - here)
+        ]
+        new = [self._report(c, "absent", "the checkpoint has none; it starts anew") for c in sorted(here - there)]
+        return lost + new
 
     def _restore_model(self, saved: Snapshot) -> None:
         live = dict(self.hook_or_refuse()[0].module.named_parameters())

@@ -34,7 +34,7 @@ class Listener:
         """Handlers for SIGTERM and SIGINT; SIGUSR1 writes all threads' stacks to the log."""
         signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
-            signal.signal(number, _ignore)
+            signal.signal(number, self._remember)
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True)
 
@@ -58,6 +58,6 @@ class Listener:
             return self._control.cause or default_cause(self._control.desired)
         return Cause.SIGTERM if self._signalled else None
 
-
-def _ignore(number: int, frame: Any) -> None:
-    """The wake-up descriptor has told the side thread; nothing is done between two bytecodes of the main thread."""
+    def _remember(self, number: int, frame: Any) -> None:
+        """Only a flag: the wake-up descriptor has told the side thread already, unless a script took it (asyncio does)."""
+        self._signalled = True

@@ -7,13 +7,17 @@ undone here: another order of parameters is noticed, and float32 momenta of bflo
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer
 
 from ratchet_contract.errors import StateError, UserError
+from ratchet_hooks.codec import is_dense
 from ratchet_worker.snapshot import Tensors
+
+_SHARED: Final = "ratchet:shared"
+"""Key of the mark that stands for a shared tensor; its value is the list of strides."""
 
 
 def refuse_sharded(name: str, optimizer: Optimizer) -> None:
@@ -38,7 +42,7 @@ def capture(
         for key, value in values.items() if isinstance(values, dict) else ():
             if label in replicated and _plain(value) and isinstance(key, str):
                 shared[f"{component}/{label}/{key}"] = value.detach()
-                rest[key] = {"shared": True}
+                rest[key] = {_SHARED: list(value.stride())}
             else:
                 rest[key] = value
         entries[label] = rest
@@ -61,7 +65,7 @@ def restore(optimizer: Optimizer, component: str, names: dict[int, str], shared:
         raise StateError(f"{component}: its parameter groups hold other parameters than the recorded ones")
     index = {label: i for i, label in enumerate(labels)}
     entries = {
-        label: {k: shared[f"{component}/{label}/{k}"] if v == {"shared": True} else v for k, v in values.items()}
+        label: {k: _tensor(shared, f"{component}/{label}/{k}", v) for k, v in values.items()}
         for label, values in rest["state"].items()
     }
     groups = [{**group, "params": [index[label] for label in group["params"]]} for group in rest["param_groups"]]
@@ -71,18 +75,24 @@ def restore(optimizer: Optimizer, component: str, names: dict[int, str], shared:
     _undo_casts(optimizer, labels, entries)
 
 
+def _tensor(shared: Tensors, name: str, value: Any) -> Any:
+    """A shared tensor under its old strides (channels-last stays channels-last), or the value itself."""
+    if not isinstance(value, dict) or list(value) != [_SHARED]:
+        return value
+    stored, stride = shared[name], value[_SHARED]
+    if not is_dense(torch.empty_strided(stored.shape, stride, device="meta")):
+        return stored
+    return torch.empty_strided(stored.shape, stride, dtype=stored.dtype).copy_(stored)
+
+
 def _undo_casts(optimizer: Optimizer, labels: list[str], entries: dict[str, dict[str, Any]]) -> None:
-    """Put back dtype and, where a state has its parameter's shape, the parameter's memory format."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for label, parameter in zip(labels, parameters, strict=True):
         for key, value in entries.get(label, {}).items():
             there = optimizer.state[parameter].get(key)
             if not isinstance(value, torch.Tensor) or not isinstance(there, torch.Tensor):
                 continue
-            if value.shape == parameter.shape and there.stride() != parameter.stride():
-                there = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False, device=there.device)
-                optimizer.state[parameter][key] = there.copy_(value)
-            elif there.dtype != value.dtype:
+            if (there.dtype, there.stride()) != (value.dtype, value.stride()):
                 optimizer.state[parameter][key] = value.to(there.device, copy=True)
 
 

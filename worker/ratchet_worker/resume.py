@@ -81,6 +81,7 @@ def restore(runtime: Runtime) -> None:
                 code="environment-differs",
             )
         reports = _restore_state(runtime, chosen.manifest)
+        _insist_if_strict(launch, reports)
     gathered = runtime.exchange.gather("resume", [r.model_dump() for r in reports])
     if runtime.rank != 0:
         return
@@ -96,6 +97,16 @@ def restore(runtime: Runtime) -> None:
         notes=chosen.notes,
     )
     _announce(runtime, report)
+
+
+def _insist_if_strict(launch: LaunchFile, reports: list[ComponentReport]) -> None:
+    lost = [f"{r.component} of rank {r.rank}: {r.status} ({r.reason})" for r in reports if r.status != "exact"]
+    if lost and launch.spec.determinism == "strict":
+        raise UserError(
+            f"determinism is strict and not everything comes back exactly: {'; '.join(lost)}. Submit with determinism: warn to "
+            "go on all the same",
+            code="state-differs",
+        )
 
 
 def _announce(runtime: Runtime, report: ResumeReport) -> None:

@@ -209,6 +209,10 @@ class Runtime:
         if decision.stop is None:
             if self.step > self.checkpointer.last.step:
                 self._save("request")
+            elif self.rank == 0:
+                self.reporter.note(
+                    "checkpoint-not-needed", f"step {self.step} is saved already; nothing was done since"
+                )
             self.agreement.resolve(decision)
             return
         if decision.target == NOT_STARTED:

@@ -183,7 +183,10 @@ class Session:
     def all_gather(self, value: Any) -> list[Any]:
         """Every rank's JSON value in rank order; every rank calls it. Not in an evaluation: use ``ev.gather`` there."""
         self._gathers += 1
-        return self._runtime.exchange.gather(f"session/{self._gathers}", value)
+        values = self._runtime.exchange.gather(f"session/{self._gathers}", value)
+        if self.rank == 0 and self._gathers > 1:
+            self._runtime.exchange.forget(f"session/{self._gathers - 1}")
+        return values
 
     def log(self, values: dict[str, float | torch.Tensor]) -> None:
         """Metrics of the current step; rank 0's are kept."""

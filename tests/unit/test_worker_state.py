@@ -1,0 +1,185 @@
+"""What a rank captures and puts back: generators, optimizers, environment facts."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ratchet_contract.errors import StateError, UserError
+from ratchet_worker import environment_record, optimizer_state, rng
+from ratchet_worker.snapshot import Snapshot, digest
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _own_generators() -> Any:
+    with rng.forked(CPU):
+        yield
+
+
+def _draw() -> list[Any]:
+    return [
+        torch.rand(3).tolist(),
+        torch.randn(1).tolist(),
+        np.random.standard_normal(3).tolist(),
+        random.gauss(0, 1),
+        random.random(),
+    ]
+
+
+def _through_a_checkpoint(value: object) -> Any:
+    snapshot = Snapshot()
+    snapshot.add("it", value)
+    return snapshot.value("it")
+
+
+def test_generators_differ_by_rank_repeat_by_seed_and_come_back_in_the_middle_of_a_pair() -> None:
+    rng.seed_all(5, 0)
+    first = _draw()
+    rng.seed_all(5, 1)
+    assert all(a != b for a, b in zip(_draw(), first, strict=True))
+    rng.seed_all(5, 0)
+    assert _draw() == first
+    np.random.standard_normal(), random.gauss(0, 1)  # both keep the other half of a pair
+    state = _through_a_checkpoint(rng.capture(CPU))
+    following = _draw()
+    rng.seed_all(9, 9)
+    rng.restore(state, CPU)
+    assert _draw() == following
+
+
+def test_what_is_drawn_in_a_fork_leaves_no_trace_even_when_it_raises() -> None:
+    rng.seed_all(1, 0)
+    expected = _draw()
+    rng.seed_all(1, 0)
+    with pytest.raises(ZeroDivisionError), rng.forked(CPU):
+        _draw()
+        raise ZeroDivisionError
+    assert _draw() == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "draw"),
+    [
+        (lambda: np.random.default_rng(3), lambda g: g.standard_normal(5).tolist()),
+        (lambda: np.random.Generator(np.random.MT19937(3)), lambda g: g.integers(0, 9, 5).tolist()),
+        (lambda: np.random.RandomState(3), lambda g: g.randn(5).tolist()),
+        (lambda: torch.Generator().manual_seed(3), lambda g: torch.randn(5, generator=g).tolist()),
+    ],
+)
+def test_registered_generators_of_every_kind_continue(make: Any, draw: Any) -> None:
+    generator = make()
+    draw(generator)
+    state = _through_a_checkpoint(rng.GeneratorState(generator).state_dict())
+    expected = draw(generator)
+    other = make()
+    rng.GeneratorState(other).load_state_dict(state)
+    assert draw(other) == expected
+
+
+def test_a_checkpoint_of_a_gpu_rank_is_refused_on_a_cpu() -> None:
+    state = rng.capture(CPU) | {"cuda": torch.zeros(16, dtype=torch.uint8)}
+    with pytest.raises(StateError, match="written with a CUDA device"):
+        rng.restore(state, CPU)
+
+
+class Momentum(torch.optim.Optimizer):
+    """Float32 momentum of bfloat16 parameters, and a number per parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["momentum"] = state.get("momentum", torch.zeros(p.shape)) * 0.9 + p.grad.float()
+                state["count"] = state.get("count", 0) + 1
+                p -= (group["lr"] * state["momentum"]).to(p.dtype)
+
+
+def _trained(make: Any, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last), nn.Flatten(), nn.Linear(16, 3))
+    if make is Momentum:
+        model = model.bfloat16()
+    optimizer = make(model.parameters())
+    for _ in range(3):
+        _step(model, optimizer)
+    return model, optimizer
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    dtype = next(model.parameters()).dtype
+    model(torch.ones(2, 2, 4, 4, dtype=dtype)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Momentum,
+        lambda p: torch.optim.SGD(p, 0.01, momentum=0.9),
+        lambda p: torch.optim.AdamW(p, 0.01, amsgrad=True),
+        lambda p: torch.optim.Adam(p, 0.01, fused=True),
+        lambda p: torch.optim.Adagrad(p, 0.01),
+    ],
+)
+def test_an_optimizer_goes_on_bit_for_bit_and_keeps_its_own_dtypes_and_strides(make: Any) -> None:
+    model, optimizer = _trained(make, 0)
+    names = {id(p): n for n, p in model.named_parameters()}
+    shared, rest = optimizer_state.capture(optimizer, "optimizer", names, list(names.values()))
+    shared = {n: t.clone(memory_format=torch.contiguous_format) for n, t in shared.items()}
+    assert {n.split("/")[1] for n in shared} == set(names.values())
+    rest = _through_a_checkpoint(rest)
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    _step(model, optimizer)
+
+    other, again = _trained(make, 1)
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            parameter.copy_(weights[name])
+    optimizer_state.restore(again, "optimizer", {id(p): n for n, p in other.named_parameters()}, shared, rest)
+    _step(other, again)
+    pairs = list(zip(model.parameters(), other.parameters(), strict=True))
+    assert digest(p for p, _ in pairs) == digest(q for _, q in pairs)
+    for p, q in pairs:
+        for key, value in optimizer.state[p].items():
+            if isinstance(value, torch.Tensor):
+                found = again.state[q][key]
+                assert torch.equal(found, value) and found.dtype == value.dtype and found.stride() == value.stride()
+            else:
+                assert again.state[q][key] == value
+
+
+def test_an_optimizer_over_other_parameters_is_refused_by_name() -> None:
+    model, optimizer = _trained(Momentum, 0)
+    names = {id(p): n for n, p in model.named_parameters()}
+    shared, rest = optimizer_state.capture(optimizer, "optimizer", names, list(names.values()))
+    smaller = Momentum(list(model.parameters())[:-1])
+    with pytest.raises(StateError, match=r"other parameters .*2\.bias"):
+        optimizer_state.restore(smaller, "optimizer", names, shared, rest)
+    with pytest.raises(UserError, match="ZeroRedundancyOptimizer"):
+        optimizer_state.refuse_sharded(
+            "optimizer", type("ZeroRedundancyOptimizer", (Momentum,), {})(model.parameters())
+        )
+
+
+def test_state_that_cannot_be_stored_is_refused_with_its_key() -> None:
+    with pytest.raises(StateError, match=r"user:mine.*handle"):
+        Snapshot().add("user:mine", {"fine": 1, "handle": object()})
+
+
+def test_every_difference_of_two_environments_is_named_with_both_values() -> None:
+    recorded = {"threads": 2, "torch": "2.13.0", "gpu": "H200"}
+    found = environment_record.compare(recorded, {"threads": 1, "torch": "2.13.0", "env:MKL_CBWR": "AVX2"})
+    assert environment_record.sentence(found) == "env:MKL_CBWR (None -> AVX2), gpu (H200 -> None), threads (2 -> 1)"
+    assert environment_record.compare(recorded, dict(recorded)) == []
