@@ -11,6 +11,7 @@ import sqlalchemy as sa
 from ratchet_contract.errors import Conflict
 from ratchet_contract.phases import Cause, Desired, Event, JobPhase, next_step
 from ratchet_service import models
+from ratchet_service.models import Job
 from ratchet_service.transitions import apply
 from tests.support.api import Api
 
@@ -99,6 +100,19 @@ def test_a_stale_epoch_changes_nothing(api: Api) -> None:
         apply(session, job_id, Event.TRAINING, expected_epoch=1)
     assert caught.value.code == "stale-epoch"
     assert api.job(job_id)["phase"] == "STARTING"
+
+
+def test_a_transition_from_a_phase_that_is_no_more_is_refused(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even a caller that saw an old row cannot write: the UPDATE itself names the phase."""
+    job_id = api.submit()
+    with api.database.read() as session:
+        seen = session.get_one(Job, job_id)
+    api.put(job_id, JobPhase.CANCELLED)
+    monkeypatch.setattr("ratchet_service.transitions.lock_job", lambda *_: seen)
+    with pytest.raises(Conflict) as caught, api.database.write() as session:
+        apply(session, job_id, Event.LAUNCH)
+    assert caught.value.code == "changed-meanwhile"
+    assert api.job(job_id)["phase"] == "CANCELLED"
 
 
 def test_a_transition_and_its_event_are_one(api: Api) -> None:

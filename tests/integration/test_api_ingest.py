@@ -131,6 +131,19 @@ def test_a_fenced_attempt_is_told_so_and_stores_nothing(api: Api, job: str, how:
     assert api.client.get(f"/v1/jobs/{job}/checkpoints").json()["items"] == []
 
 
+def test_an_attempt_fenced_while_its_report_is_read_stores_nothing(
+    api: Api, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def between(*_: Any) -> dict[tuple[int, int], int]:  # after the first look, before the write
+        api.attempt(job, number=2)
+        return {}
+
+    monkeypatch.setattr("ratchet_service.ingest.hook_iterations", between)
+    answer = api.report(job, (0, 1, [checkpoint_message(5)]))
+    assert (answer.status_code, answer.json()["code"]) == (409, "stale-epoch")
+    assert api.client.get(f"/v1/jobs/{job}/checkpoints").json()["items"] == []
+
+
 def test_a_checkpoint_of_another_epoch_is_not_recorded(api: Api, job: str) -> None:
     api.report(job, (0, 1, [checkpoint_message(5, epoch=7)]))
     assert api.client.get(f"/v1/jobs/{job}/checkpoints").json()["items"] == []
@@ -249,14 +262,24 @@ def test_strange_messages_come_through_the_door_too(api: Api, job: str) -> None:
 def test_leftovers_of_an_older_attempt_do_not_touch_the_job(api: Api, job: str) -> None:
     api.report(job, (0, 1, [training_message(), message("progress", step=4)]))
     api.attempt(job, number=2)
-    lines = [message("progress", step=9), checkpoint_message(9), message("metrics", step=9, values={"loss": 1.0})]
+    later = [training_message(4, 1), message("progress", step=4), message("metrics", step=9, values={"loss": 2.0})]
+    api.report(job, (0, 1, [*later, hook_message(9, residual_norm=2.0)]), number=2)
+    lines = [
+        hook_message(9),
+        message("progress", step=9),
+        checkpoint_message(9),
+        message("metrics", step=9, values={"loss": 1.0}),
+    ]
     batch = RankBatch.model_validate({"rank": 0, "from_seq": 3, "messages": lines})
     with api.database.write() as session:
         node = session.get_one(AttemptNode, (job, 1, 0))
         ingest_batches(session, lock_job(session, job), session.get_one(Attempt, (job, 1)), node, [batch])
     assert api.job(job)["progress"]["step"] == 4
-    assert api.job(job)["last_checkpoint"] is None
+    assert api.job(job)["last_checkpoint"] == "step-000000000004.a0001"
     assert api.client.get(f"/v1/jobs/{job}/attempts/1").json()["last_step"] == 9
+    (loss,) = api.client.get(f"/v1/jobs/{job}/metrics").json()["series"]
+    assert [(p["step"], p["epoch"], p["value"]) for p in loss["points"]] == [(9, 2, 2.0)]
+    assert api.client.get(f"/v1/jobs/{job}/hook").json()["residual_norm"] == {"0": 2.0}
 
 
 def test_the_hook_history_is_thinned_and_keeps_its_ends(api: Api, job: str) -> None:

@@ -215,6 +215,17 @@ def test_following_logs_gets_every_line_of_every_rank_once_across_reconnects(api
     ]
 
 
+def test_a_follower_of_all_attempts_does_not_start_over(api: Api, job: str) -> None:
+    write(api, job, 1, 0, "old\n")
+    api.attempt(job, number=2)
+    write(api, job, 2, 0, "new\n")
+    path = f"/v1/jobs/{job}/logs?follow=true&attempt=all"
+    seen = stream(api, path, lambda got: len(got) == 2)
+    write(api, job, 2, 0, "newer\n")
+    seen += stream(api, path, lambda got: len(got) == 1, last=seen[-1]["id"])
+    assert [json.loads(e["data"])["text"] for e in seen] == ["old", "new", "newer"]
+
+
 def test_following_can_start_at_the_tail_and_be_plain_text(api: Api, job: str) -> None:
     write(api, job, 1, 0, "".join(f"{i}\n" for i in range(50)))
     path = f"/v1/jobs/{job}/logs?follow=true&tail=2&rank=0"
