@@ -12,6 +12,7 @@ from torch import nn
 
 from ratchet_contract.errors import StateError, UserError
 from ratchet_worker import environment_record, optimizer_state, rng
+from ratchet_worker.evaluation import undisturbed
 from ratchet_worker.snapshot import Snapshot, digest
 
 CPU = torch.device("cpu")
@@ -183,3 +184,31 @@ def test_every_difference_of_two_environments_is_named_with_both_values() -> Non
     found = environment_record.compare(recorded, {"threads": 1, "torch": "2.13.0", "env:MKL_CBWR": "AVX2"})
     assert environment_record.sentence(found) == "env:MKL_CBWR (None -> AVX2), gpu (H200 -> None), threads (2 -> 1)"
     assert environment_record.compare(recorded, dict(recorded)) == []
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer, in eval mode too, as a careless metric does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.drop(x) * 2
+
+
+def test_an_evaluation_leaves_modes_buffers_gradients_and_generators_as_they_were() -> None:
+    inner = Counting()
+    outer: Any = nn.Sequential()
+    outer.module = inner
+    inner.train()
+    inner.drop.eval()  # frozen by the user: stays so
+    before = _through_a_checkpoint(rng.capture(CPU))
+    with pytest.raises(ZeroDivisionError), undisturbed(outer, CPU, broadcast=False):
+        assert not inner.training and not inner(torch.ones(3, requires_grad=True)).requires_grad
+        _draw()
+        raise ZeroDivisionError
+    assert inner.training and not inner.drop.training and inner.calls == 0
+    assert torch.equal(rng.capture(CPU)["torch"], before["torch"])
