@@ -64,7 +64,8 @@ def settle(database: Database, job_paths: JobPaths, lease: Lease, limits: Limits
             session.flush()
         for manifest in found:
             _adopt(session, job, manifest)
-        return _end(session, job, attempt, limits, _cause(paths, job, evidence), evidence, paths)
+        facts = _facts(session, job, attempt, evidence, paths)
+        return _end(session, job, attempt, limits, _cause(paths, job, evidence), facts)
 
 
 def _lost_reports(database: Database, job_paths: JobPaths, lease: Lease, base: Base | None) -> list[Manifest]:
@@ -142,45 +143,75 @@ def _as_wished(cause: Cause, job: Job, evidence: Evidence) -> Cause:
     return job.desired_cause if job.desired is not Desired.RUN and job.desired_cause is not None else cause
 
 
-def _end(
-    session: Session,
-    job: Job,
-    attempt: Attempt,
-    limits: Limits,
-    cause: _Cause,
-    evidence: Evidence,
-    paths: AttemptPaths,
-) -> Decision:
-    now = utc_now()
-    base = None
-    if attempt.base_step is not None:
-        base = Base(step=attempt.base_step, epoch=attempt.base_epoch, digest=attempt.base_digest)
+@dataclass(frozen=True)
+class _Facts:
+    """Where the attempt began, got to, and what is safe: the newest committed checkpoint that the next one can start from."""
+
+    base: Base | None
+    newest: Checkpoint | None
+    last: int
+
+    @property
+    def start(self) -> int:
+        return self.base.step if self.base is not None else 0
+
+    @property
+    def safe(self) -> int:
+        return self.newest.step if self.newest is not None else self.start
+
+    @property
+    def lost(self) -> int:
+        return max(0, self.last - self.safe) if self.base is not None else 0
+
+    def own(self, epoch: int) -> int | None:
+        """The newest step that the attempt itself committed."""
+        return self.newest.step if self.newest is not None and self.newest.epoch == epoch else None
+
+
+def _facts(session: Session, job: Job, attempt: Attempt, evidence: Evidence, paths: AttemptPaths) -> _Facts:
+    if attempt.base_step is None:
+        return _Facts(None, _newest(session, job, attempt.number, None), 0)
+    base = Base(step=attempt.base_step, epoch=attempt.base_epoch, digest=attempt.base_digest)
     newest = _newest(session, job, attempt.number, base)
-    own = newest if newest is not None and newest.epoch == attempt.number else None
-    start = base.step if base is not None else 0
-    safe = newest.step if newest is not None else start
-    last = max(attempt.last_step, safe, _last_step(evidence, paths)) if base is not None else 0
-    view = view_of(job, limits)
+    reached = max(base.step, newest.step if newest is not None else 0)
+    return _Facts(base, newest, max(attempt.last_step, reached, _last_step(evidence, paths)))
+
+
+def _end(session: Session, job: Job, attempt: Attempt, limits: Limits, cause: _Cause, facts: _Facts) -> Decision:
+    now, number = utc_now(), attempt.number
     end = AttemptEnd(
         cause.cause,
-        base_step=start,
-        committed_step=own.step if own is not None else None,
-        finished=newest is not None and newest.finished,
+        base_step=facts.start,
+        committed_step=facts.own(number),
+        finished=facts.newest is not None and facts.newest.finished,
         message=cause.message,
     )
-    decision = decide(replace(view, attempt=end), now)
+    decision = decide(replace(view_of(job, limits), attempt=end), now)
     assert decision.event is not None and decision.cause is not None
-    lost = last - safe if base is not None else 0
     attempt.phase, attempt.outcome, attempt.cause = AttemptPhase.ENDED, decision.cause.outcome, decision.cause
     attempt.rank, attempt.exit_code, attempt.message = cause.rank, cause.exit_code, cause.message
-    attempt.last_step, attempt.steps_lost, attempt.ended_at = last, lost, now
-    if own is not None:
-        attempt.committed_step = own.step
-    nodes = sa.update(AttemptNode).where(AttemptNode.job_id == job.id, AttemptNode.attempt == attempt.number)
+    attempt.last_step, attempt.steps_lost, attempt.ended_at = facts.last, facts.lost, now
+    if facts.own(number) is not None:
+        attempt.committed_step = facts.own(number)
+    nodes = sa.update(AttemptNode).where(AttemptNode.job_id == job.id, AttemptNode.attempt == number)
     session.execute(nodes.values(phase=AttemptPhase.ENDED).execution_options(synchronize_session=False))
-    facts = {"cause": decision.cause.value, "rank": cause.rank, "steps_lost": lost, "last_step": last}
-    text = f"attempt {attempt.number} ended: {decision.cause.value}" + (f": {cause.message}" if cause.message else "")
-    add_event(session, job.id, "attempt-ended", text, epoch=attempt.number, data=facts)
+    data = {"cause": decision.cause.value, "rank": cause.rank, "steps_lost": facts.lost, "last_step": facts.last}
+    text = f"attempt {number} ended: {decision.cause.value}" + (f": {cause.message}" if cause.message else "")
+    add_event(session, job.id, "attempt-ended", text, epoch=number, data=data)
+    session.flush()
+    apply(
+        session,
+        job.id,
+        decision.event,
+        expected_epoch=number,
+        reason=decision.reason,
+        message=decision.message,
+        values=_job_values(job, attempt, decision, facts, now),
+    )
+    return decision
+
+
+def _job_values(job: Job, attempt: Attempt, decision: Decision, facts: _Facts, now: datetime) -> dict[str, Any]:
     values: dict[str, Any] = {
         "preemptions": decision.counters.preemptions,
         "failures": decision.counters.failures,
@@ -189,22 +220,12 @@ def _end(
         "running_seconds": job.running_seconds + (now - attempt.created_at).total_seconds(),
         **NO_LEASE,
     }
-    if base is not None:
+    if facts.base is not None:  # it took the explicit wish, if there was one, and moved the job
         values["resume_from"] = None
-        values["step"] = safe if lost else last
-        values["committed_step"] = safe
-        values["committed_epoch"] = newest.epoch if newest is not None else None
-    session.flush()
-    apply(
-        session,
-        job.id,
-        decision.event,
-        expected_epoch=attempt.number,
-        reason=decision.reason,
-        message=decision.message,
-        values=values,
-    )
-    return decision
+        values["step"] = facts.last - facts.lost
+        values["committed_step"] = facts.safe
+        values["committed_epoch"] = facts.newest.epoch if facts.newest is not None else None
+    return values
 
 
 def _newest(session: Session, job: Job, epoch: int, base: Base | None) -> Checkpoint | None:

@@ -27,7 +27,7 @@ from ratchet_service.leases import Lease, hold, lease_values
 from ratchet_service.lineage import fork_for_launch, lineage
 from ratchet_service.models import Attempt, AttemptNode, Checkpoint, Job
 from ratchet_service.slots import Board, Capacity, Grant, Waiting, need_of
-from ratchet_service.transitions import apply, lock_job
+from ratchet_service.transitions import apply
 
 BATCH: Final = 16
 """Launches in one transaction."""
@@ -84,10 +84,14 @@ class Launching:
         board = Board(self._capacity, _held(session))
         out: list[Launched] = []
         for job_id in list(session.scalars(ordered)):
-            job = lock_job(session, job_id)
-            if job.phase is not JobPhase.QUEUED:
+            job = _hold_queued(session, job_id)
+            if job is None:
                 continue
-            spec, resolved = JobSpec.model_validate(job.spec), Resolved.model_validate(job.resolved)
+            try:
+                spec, resolved = JobSpec.model_validate(job.spec), Resolved.model_validate(job.resolved)
+            except ValidationError as error:
+                _unreadable(session, job, error)
+                continue
             decision = decide(view_of(job, limits_of(spec)), utc_now())
             if decision.action is Action.END:
                 _give_up(session, job, decision)
@@ -239,6 +243,21 @@ def _held(session: Session) -> list[Grant]:
     )
     rows = session.execute(query.where(Attempt.phase != AttemptPhase.ENDED))
     return [Grant(tuple(gpus), tuple(cpus)) for gpus, cpus in rows]
+
+
+def _hold_queued(session: Session, job_id: str) -> Job | None:
+    """The job's row, held; None if it is not queued any more, or somebody holds it now: then its turn comes again."""
+    query = sa.select(Job).where(Job.id == job_id, Job.phase == JobPhase.QUEUED).with_for_update(skip_locked=True)
+    return session.scalar(query.execution_options(populate_existing=True))
+
+
+def _unreadable(session: Session, job: Job, error: ValidationError) -> None:
+    """A spec stored by another version must not keep the rest of the queue from running."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    text = (
+        f"this version of Ratchet cannot read the stored spec: {first['msg']} at {first['loc']}; submit the job again"
+    )
+    apply(session, job.id, Event.END_FAILED, reason="spec-unreadable", message=text)
 
 
 def _give_up(session: Session, job: Job, decision: Decision) -> None:

@@ -114,9 +114,13 @@ class Reconciler:
         for found in free:
             with self._database.write() as session:
                 lease = leases.take(session, found, self._owner, self._lease_seconds)
-            if lease is not None:
-                log.info("%s, attempt %d: taken over", lease.job_id, lease.epoch)
+            if lease is None:
+                continue
+            log.info("%s, attempt %d: taken over", lease.job_id, lease.epoch)
+            try:
                 self._watches[lease.job_id] = self._watcher.begin(lease)
+            except ValueError:  # rows of another version: the others must go on
+                log.exception("%s cannot be looked after by this version", lease.job_id)
 
     def _launch(self) -> None:
         for launched in self._launching.launch_ready():

@@ -76,6 +76,10 @@ class Board:
 
     def ask(self, job_id: str, need: Need) -> Grant | Waiting:
         """Give ``need`` to the next job of the queue, or keep what there is for it and say why it waits."""
+        if need.gpus > len(self._capacity.gpus):  # it will never fit, so it keeps nothing from others
+            return Waiting(
+                f"needs {need.gpus} GPUs, this machine has {len(self._capacity.gpus)}: fork it with fewer ranks"
+            )
         cpus = min(need.cpus, self._capacity.cpus)
         if need.gpus <= len(self._gpus) and cpus <= len(self._cpus):
             return Grant(tuple(self._take(self._gpus, need.gpus)), tuple(self._take(self._cpus, cpus)))

@@ -117,9 +117,11 @@ class Watcher:
         if watch.killing:
             return self._finish(watch, state, now)
         if not state.alive:
-            if not state.seen and not watch.submitted:
+            if not state.seen and not watch.submitted and wish.desired is Desired.RUN:
                 self.submit(watch)
                 return None
+            if not state.seen and not watch.submitted:
+                watch.forced, watch.message = wish.desired_cause, "ended before an agent was started"
             return self._finish(watch, state, now)
         return self._alive(watch, state, wish, now)
 

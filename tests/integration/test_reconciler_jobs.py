@@ -97,21 +97,21 @@ def test_every_kind_of_death_costs_only_the_steps_since_the_last_checkpoint(plan
     assert [e.type for e in plane.events(mute)].count("checkpoint-adopted") == 1
 
 
-def test_suspend_resume_preempt_cancel(plane: Plane) -> None:
-    plane.reconcile()
-    job_id = plane.submit({"steps": 100_000, "every": 50})
-    plane.wait_job(job_id, lambda job: job.step > 5, "training")
-    plane.post(f"/v1/jobs/{job_id}/suspend")
-    job = plane.wait(job_id, JobPhase.SUSPENDED)
+def test_suspend_resume_preempt_cancel(small: Plane) -> None:
+    small.reconcile()
+    job_id = small.submit({"steps": 100_000, "every": 50})
+    small.wait_job(job_id, lambda job: job.step > 5, "training")
+    small.post(f"/v1/jobs/{job_id}/suspend")
+    job = small.wait(job_id, JobPhase.SUSPENDED)
     assert (job.desired, job.reason, job.lease_token) == (Desired.RUN, None, None)
     suspended_at = job.step
-    plane.post(f"/v1/jobs/{job_id}/resume")
-    plane.wait_job(job_id, lambda job: job.step > suspended_at, "training again")
-    plane.post(f"/v1/jobs/{job_id}/preempt")
-    plane.wait_job(job_id, lambda job: job.epoch == 3 and job.phase is JobPhase.RUNNING, "in its third attempt")
-    plane.post(f"/v1/jobs/{job_id}/cancel")
-    job = plane.wait(job_id, JobPhase.CANCELLED)
-    attempts = plane.attempts(job_id)
+    small.post(f"/v1/jobs/{job_id}/resume")
+    small.wait_job(job_id, lambda job: job.step > suspended_at, "training again")
+    small.post(f"/v1/jobs/{job_id}/preempt")
+    small.wait_job(job_id, lambda job: job.epoch == 3 and job.phase is JobPhase.RUNNING, "in its third attempt")
+    small.post(f"/v1/jobs/{job_id}/cancel")
+    job = small.wait(job_id, JobPhase.CANCELLED)
+    attempts = small.attempts(job_id)
     assert [a.cause for a in attempts] == [Cause.API_SUSPEND, Cause.API_PREEMPT, Cause.API_CANCEL]
     assert [a.steps_lost for a in attempts] == [0, 0, 0]
     assert (job.preemptions, job.failures) == (1, 0)
@@ -159,19 +159,39 @@ def test_an_agent_that_cannot_start_is_told_from_one_that_died(small: Plane) -> 
     assert attempt.message is not None and "no such interpreter" in attempt.message
 
 
-def test_jobs_wait_for_slots_in_order_and_say_so(plane: Plane) -> None:
+def test_an_agent_that_never_takes_its_lock_is_given_up(small: Plane) -> None:
+    small.reconcile(LocalLauncher(agent=("/bin/sh", "-c", "sleep 3600")), Timing(launch_deadline=0.5))
+    job_id = small.submit({}, policy={"max_failures": 0})
+    small.wait(job_id, JobPhase.FAILED)
+    (attempt,) = small.attempts(job_id)
+    assert (attempt.cause, attempt.steps_lost) == (Cause.LAUNCHER_ERROR, 0)
+    assert attempt.message is not None and "launch deadline" in attempt.message
+    assert with_variable("RATCHET_ATTEMPT_DIR", str(small.attempt_paths(job_id, 1).root)) == []
+
+
+def test_a_stored_spec_that_cannot_be_read_fails_alone(small: Plane) -> None:
+    bad, good = small.submit({"steps": 3}), small.submit({"steps": 3})
+    with small.database.write() as session:
+        session.get_one(Job, bad).spec = {"name": "t", "world": {"nodes": 1, "ranks_per_node": 1}}
+    small.reconcile()
+    job = small.wait(bad, JobPhase.FAILED)
+    assert job.reason == "spec-unreadable"
+    small.wait(good, JobPhase.SUCCEEDED)
+
+
+def test_jobs_wait_for_slots_in_order_and_say_so(small: Plane) -> None:
     release = {"steps": 100_000}
-    first = plane.submit(release, resources={"cpus_per_rank": 3})
-    low = plane.submit({"steps": 3}, resources={"cpus_per_rank": 4}, priority=1)
-    high = plane.submit({"steps": 3}, resources={"cpus_per_rank": 2}, priority=5)
-    plane.reconcile()
-    plane.wait(high, JobPhase.SUCCEEDED)
-    plane.wait(low, JobPhase.SUCCEEDED)
-    plane.wait_job(first, lambda job: job.phase is JobPhase.RUNNING, "running")
-    late = plane.submit({"steps": 3}, resources={"cpus_per_rank": 2})
-    job = plane.wait_job(late, lambda job: job.reason == "no-slot", "waiting")
+    first = small.submit(release, resources={"cpus_per_rank": 3})
+    low = small.submit({"steps": 3}, resources={"cpus_per_rank": 4}, priority=1)
+    high = small.submit({"steps": 3}, resources={"cpus_per_rank": 2}, priority=5)
+    small.reconcile()
+    small.wait(high, JobPhase.SUCCEEDED)
+    small.wait(low, JobPhase.SUCCEEDED)
+    small.wait_job(first, lambda job: job.phase is JobPhase.RUNNING, "running")
+    late = small.submit({"steps": 3}, resources={"cpus_per_rank": 2})
+    job = small.wait_job(late, lambda job: job.reason == "no-slot", "waiting")
     assert job.message is not None and "2 of 4 CPU slots (1 free)" in job.message
-    plane.post(f"/v1/jobs/{first}/cancel")
-    plane.wait(late, JobPhase.SUCCEEDED)
-    order = [plane.job(j).started_at for j in (high, low, first, late)]
+    small.post(f"/v1/jobs/{first}/cancel")
+    small.wait(late, JobPhase.SUCCEEDED)
+    order = [small.job(j).started_at for j in (high, low, first, late)]
     assert order == sorted(order, key=str)

@@ -47,6 +47,13 @@ def test_small_jobs_do_not_overtake_a_large_one_on_what_it_waits_for() -> None:
     assert isinstance(board.ask("cpu only", Need(0, 3)), Grant)
 
 
+def test_a_job_that_can_never_fit_keeps_nothing_from_others() -> None:
+    board = Board(Capacity((0,), 4), [])
+    answer = board.ask("impossible", Need(2, 4))
+    assert isinstance(answer, Waiting) and "needs 2 GPUs, this machine has 1" in answer.message
+    assert board.ask("other", Need(1, 4)) == Grant((0,), (0, 1, 2, 3))
+
+
 def test_needs_follow_from_device_and_threads() -> None:
     spec = JobSpec.model_validate({"name": "a", "task": {"entrypoint": "m:T"}, "world": {"ranks_per_node": 3}})
     cpu = Resolved(device="cpu", backend="gloo", threads_per_rank=2, python="/p")
