@@ -32,7 +32,7 @@ def ingest_leftover(database: Database, job_paths: JobPaths, lease: Lease, world
         acked = {int(rank): seq for rank, seq in node.acked.items()} if node is not None else {}
     stored = 0
     for rank in range(world_size):
-        for batch in _batches(paths.spool(rank), rank, acked.get(rank, 0)):
+        for batch in batches(paths.spool(rank), rank, acked.get(rank, 0)):
             iterations = hook_iterations([batch], job_paths)
             with database.write() as session:
                 job = hold(session, lease)
@@ -42,7 +42,8 @@ def ingest_leftover(database: Database, job_paths: JobPaths, lease: Lease, world
     return stored
 
 
-def _batches(spool: Path, rank: int, acked: int) -> Iterator[RankBatch]:
+def batches(spool: Path, rank: int, acked: int) -> Iterator[RankBatch]:
+    """The complete lines of a spool after the first ``acked``."""
     if not spool.is_file():
         return
     with spool.open("rb") as handle:

@@ -18,6 +18,7 @@ from ratchet_service.database import Database, utc_now
 from ratchet_service.launchers.base import LaunchPlan
 from ratchet_service.launchers.local import LocalLauncher
 from ratchet_service.leases import LeaseLost
+from ratchet_service.leftover import batches
 from ratchet_service.models import AttemptNode, Job
 from tests.support.plane import Plane, trainer_launcher
 from tests.support.server import agent_pid, wait_for
@@ -129,6 +130,35 @@ def test_a_killed_service_finds_its_jobs_again_or_replaces_them(plane: Plane) ->
     for job_id in (lives, dies):
         plane.wait(job_id, JobPhase.CANCELLED)
     assert [len(plane.attempts(job_id)) for job_id in (lives, dies)] == [1, 2]
+
+
+def test_what_was_never_reported_is_read_from_the_disk_once(plane: Plane) -> None:
+    plane.serve_api()
+    job_id = plane.submit({"steps": 30, "epochs": {"1": {"at": 27, "do": "kill-agent"}}})
+    plane.paths.service_file.unlink()  # the agents find no service
+    plane.reconcile()
+    plane.wait(job_id, JobPhase.SUCCEEDED)
+    rows = plane.checkpoints(job_id)
+    assert [(row.step, row.epoch, row.adopted) for row in rows] == [(10, 1, False), (20, 1, False), (30, 2, False)]
+    assert [a.training_at is not None for a in plane.attempts(job_id)] == [True, True]
+    assert [a.steps_lost for a in plane.attempts(job_id)] == [7, 0]
+    for epoch in (1, 2):
+        lines = plane.attempt_paths(job_id, epoch).spool(0).read_text().splitlines()
+        with plane.database.read() as session:
+            assert session.get_one(AttemptNode, (job_id, epoch, 0)).acked == {"0": len(lines)}
+    types = [e.type for e in plane.events(job_id)]
+    assert types.count("training") == 2
+
+
+def test_only_whole_lines_count_and_each_keeps_its_number(tmp_path: Path) -> None:
+    spool = tmp_path / "rank-00003.jsonl"
+    good = '{"kind":"progress","rank":3,"at":"2026-01-01T00:00:00Z","step":%d}'
+    spool.write_text("\n".join([good % 1, "garbage", good % 3, good % 4]) + '\n{"kind":"prog')
+    (batch,) = batches(spool, 3, acked=1)
+    assert (batch.rank, batch.from_seq) == (3, 2)
+    assert [m.kind for m in batch.messages] == ["note", "progress", "progress"]
+    assert list(batches(spool, 3, acked=4)) == []
+    assert list(batches(tmp_path / "absent", 0, acked=0)) == []
 
 
 def test_a_clean_end_leaves_agents_alone_and_gives_leases_back(plane: Plane) -> None:
