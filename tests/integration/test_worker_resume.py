@@ -121,9 +121,14 @@ def test_what_differs_is_refused_or_reported_and_a_fork_on_other_ranks_is_redist
     alone = {**_spec(evaluate=False), "world": {"ranks_per_node": 1, "device": "cpu"}}
     forked = Job(tmp_path, alone, job_id="forked")
     jobs.append(forked)
-    attempt = forked.launch(fork=fork)
-    result = attempt.wait()
-    assert result.cause is Cause.USER_ERROR and "redistribute" in (result.message or ""), attempt.logs()
+    for change, word in (
+        ({"hook": {**HOOK, "matrix_approximation_rank": 4}}, "rank 2 -> 4"),
+        ({"hook": HOOK}, "2 ranks"),
+    ):
+        attempt = forked.launch(fork=fork, spec=change)
+        result = attempt.wait()
+        assert result.cause is Cause.USER_ERROR and word in (result.message or ""), attempt.logs()
+        assert "policy.on_hook_mismatch" in (result.message or "")
 
     attempt = forked.launch(fork=fork, spec={"policy": {"on_hook_mismatch": "redistribute"}})
     assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()

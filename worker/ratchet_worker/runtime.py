@@ -119,7 +119,7 @@ class Runtime:
         self.counter.tick()
         resume.restore(self)
         self.restored = True
-        self.counter.tick()
+        self.counter.stage(Stage.TRAINING)
         self._report_hook()
 
     # --- steps ---------------------------------------------------------------------------------------------------------
