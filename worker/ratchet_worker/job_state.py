@@ -44,7 +44,7 @@ class JobState:
             if not isinstance(item, TrainData):
                 raise UserError(
                     f"data of type {type(item).__name__} cannot give its position back; wrap it in "
-                    "ratchet_worker.data.TrainLoader (map-style) or ratchet_worker.data.StreamData (iterable)"
+                    "ratchet_worker.data.loader.TrainLoader (map-style) or ratchet_worker.data.iterable.TrainStream (iterable)"
                 )
             self.data = item
         elif isinstance(item, nn.parallel.DistributedDataParallel):

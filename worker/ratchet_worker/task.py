@@ -5,8 +5,13 @@ A complete task, in a file ``mine.py`` of the directory named by ``code.path``; 
 
     import torch
     from torch import nn
-    from ratchet_worker.data import ...             # or any object that fits TrainData
+    from torch.utils.data import TensorDataset
+    from ratchet_worker.data.loader import TrainLoader
     from ratchet_worker.task import Parts, TaskContext
+
+    def numbers(n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(n, 8, generator=torch.Generator().manual_seed(seed))
+        return x, (x.sum(1) > 0).long()
 
     class Mine:
         def __init__(self, width: int = 32, steps: int = 1000) -> None:
@@ -16,7 +21,11 @@ A complete task, in a file ``mine.py`` of the directory named by ``code.path``; 
             model = nn.Sequential(nn.Linear(8, self.width), nn.ReLU(), nn.Linear(self.width, 2)).to(ctx.device)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.steps)
-            return Parts(model, optimizer, MyData(ctx), total_steps=self.steps, scheduler=scheduler, evaluate_every=100)
+            data = TrainLoader(
+                TensorDataset(*numbers(1000, 1)), batch_size=32, seed=ctx.seed, rank=ctx.rank, world_size=ctx.world_size
+            )
+            self.share = slice(ctx.rank, None, ctx.world_size)
+            return Parts(model, optimizer, data, total_steps=self.steps, scheduler=scheduler, evaluate_every=100)
 
         def loss(self, model, batch):
             x, y = batch
@@ -24,7 +33,8 @@ A complete task, in a file ``mine.py`` of the directory named by ``code.path``; 
             return nn.functional.cross_entropy(out, y), {"accuracy": (out.argmax(1) == y).float().mean()}
 
         def evaluation(self):                       # optional: this rank's share of the evaluation data
-            yield from self.my_test_batches
+            x, y = numbers(200, 2)
+            yield x[self.share], y[self.share]
 
         def evaluate(self, model, batch):           # needed with evaluation(): per metric (sum, weight)
             x, y = batch
