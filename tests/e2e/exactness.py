@@ -43,7 +43,18 @@ TASKS: dict[str, dict[str, Any]] = {
     },
     "bytelm": {
         "entrypoint": "ratchet_worker.tasks.bytelm:ByteLMTask",
-        "args": {"steps": STEPS},
+        "args": {
+            "steps": STEPS,
+            "width": 32,
+            "layers": 2,
+            "heads": 2,
+            "context": 32,
+            "batch_size": 8,
+            "grams": 256,
+            "dropout": 0.1,
+            "train_bytes": 200_000,
+            "held_back_bytes": 20_000,
+        },
     },
 }
 HOOKS: dict[str, dict[str, Any]] = {
