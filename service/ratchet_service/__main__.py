@@ -12,7 +12,7 @@ from typing import Final
 from ratchet_contract import environment
 from ratchet_service.settings import Settings
 
-DEFAULT_PORT: Final = 8642
+DEFAULT_PORT: Final = 0
 
 
 def main(argv: list[str] | None = None) -> int:

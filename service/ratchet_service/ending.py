@@ -27,6 +27,7 @@ from ratchet_service.launching import bases_of, view_of
 from ratchet_service.leases import NO_LEASE, Lease, hold
 from ratchet_service.lineage import lineage
 from ratchet_service.models import Attempt, AttemptNode, Checkpoint, Job
+from ratchet_service.tidying import tidy
 from ratchet_service.transitions import add_event, apply
 from ratchet_store.lineage import adoptable
 
@@ -64,6 +65,7 @@ def settle(database: Database, job_paths: JobPaths, lease: Lease, limits: Limits
             session.flush()
         for manifest in found:
             _adopt(session, job, manifest)
+        tidy(session, job, job_paths, _lineage(session, job, lease.epoch, base)[0], lease.epoch)
         facts = _facts(session, job, attempt, evidence, paths)
         return _end(session, job, attempt, limits, _cause(paths, job, evidence), facts)
 

@@ -51,7 +51,7 @@ class ServeOptions:
 
     settings: Settings
     host: str = "127.0.0.1"
-    port: int = 8642
+    port: int = 0
     cpu_slots: int | None = None
     reconcile: bool = True
     allow_remote: bool = False

@@ -97,6 +97,23 @@ def test_every_kind_of_death_costs_only_the_steps_since_the_last_checkpoint(plan
     assert [e.type for e in plane.events(mute)].count("checkpoint-adopted") == 1
 
 
+def test_keep_last_counts_over_all_attempts_and_remains_of_saves_go(small: Plane) -> None:
+    small.reconcile()
+    faults = {"1": {"at": 44, "do": "kill"}, "2": {"at": 57, "do": "kill-agent"}, "3": {"at": 75, "do": "raise"}}
+    job_id = small.submit({"steps": 90, "pause": 0.02, "epochs": faults}, checkpoint={"keep_last": 2})
+    directory = small.paths.job(job_id).checkpoints
+    small.wait_job(job_id, lambda job: job.epoch == 1 and (job.committed_step or 0) >= 20, "past a checkpoint")
+    torn = directory / "step-000000000021.a0001"
+    torn.mkdir()
+    (torn / "rank-00000-of-00001.safetensors.tmp").write_bytes(b"half")
+    small.wait(job_id, JobPhase.SUCCEEDED)
+    rows = small.checkpoints(job_id)
+    kept = [(row.step, row.epoch) for row in rows if row.state == "committed"]
+    assert sorted(kept) == [(80, 4), (90, 4)]
+    assert sorted(p.name for p in directory.iterdir()) == ["step-000000000080.a0004", "step-000000000090.a0004"]
+    assert {(10, 1), (50, 2), (70, 3)} <= {(row.step, row.epoch) for row in rows if row.state == "deleted"}
+
+
 def test_suspend_resume_preempt_cancel(small: Plane) -> None:
     small.reconcile()
     job_id = small.submit({"steps": 100_000, "every": 50})

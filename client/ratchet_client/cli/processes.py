@@ -36,7 +36,7 @@ def serve(
     ctx: typer.Context,
     home: Home = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8642,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one (found through service.json).")] = 0,
     database_url: DatabaseUrl = None,
     cpu_slots: CpuSlots = None,
     no_reconciler: Annotated[
