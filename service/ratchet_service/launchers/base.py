@@ -8,7 +8,6 @@ that was killed and started again can look after attempts that another process l
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from ratchet_contract.errors import RatchetError
@@ -94,8 +93,4 @@ class Launcher(Protocol):
 
     def sweep(self, ref: AttemptRef) -> list[int]:
         """End by force everything of the attempt that is still alive; the pids found. Empty: it is proved dead."""
-        ...
-
-    def logs(self, ref: AttemptRef) -> dict[int, Path]:
-        """The log file of every rank that has one."""
         ...

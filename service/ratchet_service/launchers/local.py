@@ -97,11 +97,6 @@ class LocalLauncher:
         self._reap()
         return found
 
-    def logs(self, ref: AttemptRef) -> dict[int, Path]:
-        folder = ref.paths.log(0).parent
-        files = sorted(folder.glob("rank-*.log")) if folder.is_dir() else []
-        return {int(p.stem.removeprefix("rank-")): p for p in files}
-
     def _child_environment(self, plan: LaunchPlan) -> dict[str, str]:
         """This process's environment without Ratchet's own variables and database credentials, plus the named secrets."""
         url = self._environ.get(names.DATABASE_URL)
