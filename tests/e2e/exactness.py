@@ -32,7 +32,7 @@ CAUSES: dict[Kill, set[str]] = {
     "sigterm": {"sigterm"},
     "preempt": {"api-preempt"},
 }
-STEPS = 60
+STEPS = 120
 EVERY = 7
 START = 20  # iterations before PowerSGD compresses
 
@@ -108,16 +108,18 @@ class Outcome:
 
 
 def plan_kills(rng: random.Random, kinds: tuple[Kill, ...]) -> list[tuple[Kill, int]]:
-    """The first kill falls after the first checkpoint and before compression starts, the others after it, in random order.
+    """The first kill falls after the first checkpoint and before compression starts, the others after it.
 
-    The first is one that acts at once: a preemption takes a moment, in which a small model makes many steps.
+    The first is one that acts at once; a preemption over REST takes up to half a second, in which a small model makes many
+    steps, so it comes second, with the rest of the job before it. The order is random otherwise.
     """
     order = list(kinds)
     rng.shuffle(order)
     order.sort(key=lambda kind: kind not in ("rank", "agent"))
-    first, rest = order[0], order[1:]
+    first, *rest = order
     rng.shuffle(rest)
-    later = sorted(rng.sample(range(START + EVERY + 1, STEPS - 10, 3), len(rest)))
+    rest.sort(key=lambda kind: kind != "preempt")
+    later = sorted(rng.sample(range(START + EVERY + 1, STEPS // 2, 3), len(rest)))
     return list(zip([first, *rest], [rng.randint(EVERY + 1, START - 5), *later], strict=True))
 
 
