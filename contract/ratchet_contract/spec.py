@@ -17,16 +17,22 @@ from ratchet_contract.environment import RESERVED_NAMES, RESERVED_PREFIXES
 from ratchet_hooks.specs import AllreduceSpec, HookSpec, normalise_hook
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*$")
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", re.ASCII)
 _NAME = r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$"
-_ENTRYPOINT = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")
-_ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
-_LABEL = re.compile(r"^[A-Za-z0-9]([-A-Za-z0-9_./]{0,61}[A-Za-z0-9])?$")
+_ENTRYPOINT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_LABEL = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_./]{0,61}[A-Za-z0-9])?")
+_MAX_STRING = 128 * 1024 - 1
+"""Bytes of one argument, or of ``NAME=value``, that Linux starts a process with (MAX_ARG_STRLEN, its last byte a NUL)."""
+
+
+def _bytes(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
 
 
 def _duration(value: Any) -> Any:
     if isinstance(value, str):
-        match = _DURATION.match(value)
+        match = _DURATION.fullmatch(value)
         if match is None:
             raise ValueError("a duration is a number of seconds or a number with s, m, h or d, like 90, '30s' or '2h'")
         return float(match[1]) * _UNITS[match[2]]
@@ -38,7 +44,7 @@ JsonValue = Any
 
 
 class SpecModel(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, str_strip_whitespace=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class TaskSpec(SpecModel):
@@ -50,7 +56,7 @@ class TaskSpec(SpecModel):
     @field_validator("entrypoint")
     @classmethod
     def _syntax(cls, value: str) -> str:
-        if not _ENTRYPOINT.match(value):
+        if not _ENTRYPOINT.fullmatch(value):
             raise ValueError(f"entrypoint must look like 'package.module:ClassName', not {value!r}")
         return value
 
@@ -62,7 +68,11 @@ class CodeSpec(SpecModel):
 
 
 class SecretSpec(SpecModel):
-    from_env: str = Field(description="Variable of the launcher's environment; the value is never stored or shown.")
+    from_env: str = Field(
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+        description="Variable of the launcher's environment; the value is never stored or shown. Ratchet's own and the "
+        "database's credentials cannot be named.",
+    )
 
 
 class WorldSpec(SpecModel):
@@ -160,19 +170,29 @@ class JobSpec(SpecModel):
     @classmethod
     def _env_names(cls, value: dict[str, Any]) -> dict[str, Any]:
         for name, item in value.items():
-            if not _ENV_NAME.match(name):
+            if not _ENV_NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is not a variable name")
             if name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES):
                 raise ValueError(f"{name} is set by the agent and cannot be given in a spec")
             if isinstance(item, str) and "\0" in item:
                 raise ValueError(f"the value of {name} has a NUL character")
+            if isinstance(item, str) and _bytes(name) + 1 + _bytes(item) > _MAX_STRING:
+                raise ValueError(f"the value of {name} is longer than a process can be given: put it into a file")
+        return value
+
+    @field_validator("script")
+    @classmethod
+    def _arguments(cls, value: list[str] | None) -> list[str] | None:
+        for i, argument in enumerate(value or ()):
+            if "\0" in argument or _bytes(argument) > _MAX_STRING:
+                raise ValueError(f"argument {i} has a NUL character or is longer than a process can be given")
         return value
 
     @field_validator("nccl")
     @classmethod
     def _nccl_names(cls, value: dict[str, str]) -> dict[str, str]:
         for name in value:
-            if not name.startswith("NCCL_") or not _ENV_NAME.match(name):
+            if not name.startswith("NCCL_") or not _ENV_NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is not an NCCL_* variable")
         return value
 
@@ -180,7 +200,7 @@ class JobSpec(SpecModel):
     @classmethod
     def _labels(cls, value: dict[str, str]) -> dict[str, str]:
         for key, text in value.items():
-            if not _LABEL.match(key):
+            if not _LABEL.fullmatch(key):
                 raise ValueError(f"label key {key!r} must be 1 to 63 letters, digits, '-', '_', '.', '/'")
             if len(text) > 255:
                 raise ValueError(f"the value of label {key!r} is longer than 255 characters")

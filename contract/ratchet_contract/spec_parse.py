@@ -17,10 +17,12 @@ from ratchet_hooks.registry import HOOKS
 from ratchet_hooks.specs import canonical_hook_name, normalise_hook
 
 _NOT_YET = "is not available yet in this version; remove it"
+_MAX_PROBLEMS = 50
+_MAX_THREADS = 1024
 
 
 def parse_spec(data: Any) -> JobSpec:
-    """Validate ``data`` (decoded JSON or YAML). Raises ``SpecError`` with every fault found."""
+    """Validate ``data`` (decoded JSON or YAML). Raises ``SpecError`` with every fault found, the first 50 of them."""
     if not isinstance(data, dict):
         raise SpecError("a job spec is a mapping (JSON object or YAML mapping)", code="invalid-spec")
     early = _later_keys(data) + _hook_name(data.get("hook"))
@@ -29,7 +31,7 @@ def parse_spec(data: Any) -> JobSpec:
     try:
         spec = JobSpec.model_validate(data)
     except ValidationError as error:
-        problems = [problem_of(e, JobSpec) for e in error.errors(include_url=False)]
+        problems = [problem_of(e, JobSpec) for e in error.errors(include_url=False)[:_MAX_PROBLEMS]]
         raise SpecError(_sentence(problems), errors=problems) from None
     problems = cross_check(spec)
     if problems:
@@ -182,8 +184,9 @@ def cross_check(spec: JobSpec) -> list[FieldProblem]:
         refuse(f"/secrets/{name}", "duplicate-variable", f"{name} is given in env and in secrets; keep one")
     threads = spec.env.get("OMP_NUM_THREADS")
     if threads is not None:
-        if not threads.isdigit() or int(threads) < 1:
-            refuse("/env/OMP_NUM_THREADS", "invalid-value", f"OMP_NUM_THREADS must be a number >= 1, not {threads!r}")
+        if not (threads.isascii() and threads.isdigit() and len(threads) <= 4 and 1 <= int(threads) <= _MAX_THREADS):
+            text = f"OMP_NUM_THREADS must be a number from 1 to {_MAX_THREADS}, not {threads[:40]!r}"
+            refuse("/env/OMP_NUM_THREADS", "invalid-value", text)
         elif spec.resources.cpus_per_rank not in (None, int(threads)):
             refuse(
                 "/env/OMP_NUM_THREADS",

@@ -66,6 +66,13 @@ WRONG = [
     (spec(env={"OMP_NUM_THREADS": "many"}), "/env/OMP_NUM_THREADS", "invalid-value", ""),
     (spec(env={"OMP_NUM_THREADS": 2}, resources={"cpus_per_rank": 1}), "/env/OMP_NUM_THREADS", "thread-conflict", ""),
     (spec(env={"A": "1"}, secrets={"A": {"from_env": "B"}}), "/secrets/A", "duplicate-variable", ""),
+    (spec(env={"OMP_NUM_THREADS": "\u00b2"}), "/env/OMP_NUM_THREADS", "invalid-value", "1 to 1024"),
+    (spec(env={"OMP_NUM_THREADS": "9" * 5000}), "/env/OMP_NUM_THREADS", "invalid-value", "1 to 1024"),
+    (spec(env={"A\n": "1"}), "/env", "value-error", "variable name"),
+    (spec(env={"A": "x" * 131_070}), "/env", "value-error", "into a file"),
+    (spec(secrets={"A": {"from_env": "B=C"}}), "/secrets/A/from_env", "string-pattern-mismatch", ""),
+    (spec(labels={"a\n": "x"}), "/labels", "value-error", ""),
+    ({"name": "job", "script": ["t.py", "x" * 131_072], "code": {"path": "."}}, "/script", "value-error", "argument 1"),
     (spec(nccl={"PATH": "x"}), "/nccl", "value-error", "NCCL_"),
     (spec(policy={"timeout": "ten minutes"}), "/policy/timeout", "value-error", "'2h'"),
     (spec(policy={"timeout": 0}), "/policy/timeout", "greater-than", ""),
@@ -113,6 +120,20 @@ def test_the_example_of_the_design_is_accepted_in_yaml() -> None:
 def test_a_spec_survives_its_own_json() -> None:
     job = parse_spec(spec(hook={"name": "powerSGD", "start_powerSGD_iter": 10}, policy={"timeout": "90s"}))
     assert parse_spec(job.model_dump(mode="json")) == job
+
+
+def test_what_a_process_is_given_is_not_touched() -> None:
+    """Blanks at the ends of values, arguments and paths are the user's own."""
+    job = parse_spec(spec(env={"A": " 1 ", "B": "x" * 131_069}, labels={"a": " b "}))
+    assert (job.env["A"], job.labels["a"]) == (" 1 ", " b ")
+    script = parse_spec({"name": "job", "script": ["t.py", " x ", ""], "code": {"path": "/a "}})
+    assert script.script == ["t.py", " x ", ""] and script.code is not None and script.code.path == "/a "
+
+
+def test_a_flood_of_faults_is_cut_off() -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_spec(spec(world={f"k{i}": 1 for i in range(5000)}))
+    assert len(caught.value.errors) == 50
 
 
 def test_yaml_errors_say_where() -> None:
