@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ratchet_service.snapshot import exists
+
 PROBE_SECONDS: Final = 60.0
 CACHE_SECONDS: Final = 30.0
 
@@ -113,9 +115,9 @@ def _ask(python: str, code: str | None, module: str | None) -> Findings:
         return Findings(error=f"it could not be run: {error}")
     try:
         data = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
+        return Findings(**{**data, "version": tuple(data["version"])})
+    except (IndexError, ValueError, TypeError, KeyError):  # perhaps no Python at all
         return Findings(error=f"it did not answer: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
-    return Findings(**{**data, "version": tuple(data["version"])})
 
 
 def interpreter_of(given: str) -> Path | None:
@@ -124,6 +126,6 @@ def interpreter_of(given: str) -> Path | None:
     Links are kept: a virtual environment's python is a link, and is one only under that name.
     """
     path = Path(given)
-    if path.is_dir():
+    if exists(path, directory=True):
         path = path / "bin" / "python"
-    return path if path.is_file() else None
+    return path if exists(path, directory=False) else None

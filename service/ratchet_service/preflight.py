@@ -18,6 +18,7 @@ from ratchet_contract.spec import JobSpec, Resolved
 from ratchet_contract.version import PROTOCOL_VERSION
 from ratchet_hooks.registry import HOOKS
 from ratchet_service import snapshot
+from ratchet_service.credentials import withheld
 from ratchet_service.decide import MAX_BACKOFF
 from ratchet_service.interpreters import Findings, Interpreters, interpreter_of
 from ratchet_service.machine import Machine
@@ -67,8 +68,12 @@ def resolve(
 
 
 def _check_secrets(spec: JobSpec, environ: Mapping[str, str], report: _Report) -> None:
+    kept = withheld(environ)
     for name, secret in spec.secrets.items():
-        if secret.from_env not in environ:
+        if secret.from_env in kept:
+            detail = f"{secret.from_env} is the service's own and given to no job: put the value under another name"
+            report.refuse(f"/secrets/{name}", "secret-withheld", detail)
+        elif secret.from_env not in environ:
             detail = f"{secret.from_env} is not set in the launcher's environment: set it where the service is started"
             report.refuse(f"/secrets/{name}", "secret-missing", detail)
 
@@ -84,7 +89,7 @@ def _check_code(spec: JobSpec, limits: snapshot.Limits | None, report: _Report) 
         return False
     if spec.script is not None:
         script = Path(spec.code.path) / spec.script[0]
-        if not script.is_file():
+        if not snapshot.exists(script, directory=False):
             report.refuse("/script/0", "script-not-found", f"there is no file {spec.script[0]!r} in {spec.code.path!r}")
         else:
             _check_syntax(script, report)

@@ -27,6 +27,7 @@ IGNORED_NAMES: Final = frozenset(
 IGNORED_SUFFIXES: Final = (".pyc", ".pyo")
 MAX_BYTES: Final = 512 * 2**20
 MAX_FILES: Final = 20_000
+MAX_PATH: Final = 1024
 GRACE: Final = 600.0
 _CHUNK: Final = 1 << 20
 
@@ -37,6 +38,7 @@ class _Entry:
     source: Path
     mode: int
     link: str | None  # target of a symbolic link
+    size: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,14 +117,18 @@ def _refuse(code: str, detail: str) -> SpecError:
 def _entries(root: Path, limits: Limits) -> list[_Entry]:
     if not root.is_absolute():
         raise _refuse("relative-path", f"{str(root)!r} must be an absolute path on the service's machine")
-    if not root.is_dir():
+    if not exists(root, directory=True):
         raise _refuse("not-a-directory", f"{str(root)!r} is not a directory on the service's machine")
     resolved = root.resolve()
     out: list[_Entry] = []
     total = 0
-    for entry in _walk(resolved, resolved):
+    for entry in _walk(resolved):
         out.append(entry)
-        total += entry.source.lstat().st_size if entry.link is None else 0
+        total += entry.size
+        if len(os.fsencode(entry.path)) > MAX_PATH:
+            raise _refuse(
+                "too-deep", f"a path below {str(root)!r} is longer than {MAX_PATH} bytes: {entry.path[:60]}..."
+            )
         if len(out) > limits.max_files or total > limits.max_bytes:
             raise _refuse(
                 "too-large",
@@ -132,26 +138,44 @@ def _entries(root: Path, limits: Limits) -> list[_Entry]:
     return sorted(out, key=lambda e: e.path)
 
 
-def _walk(folder: Path, root: Path) -> Iterator[_Entry]:
+def exists(path: Path, *, directory: bool) -> bool:
+    """Is there such a file or directory? A path that the system cannot even look up (too long, no permission) is not there."""
     try:
-        with os.scandir(folder) as scan:
-            children = sorted(scan, key=lambda c: c.name)
-    except OSError as error:
-        raise _refuse("unreadable", f"cannot read {str(folder)!r}: {error.strerror}") from None
-    for child in children:
-        path = Path(child.path)
-        if child.name in IGNORED_NAMES or child.name.endswith(IGNORED_SUFFIXES):
-            continue
-        if child.is_symlink():
-            yield _link(path, root)
-        elif child.is_dir():
-            if (path / "pyvenv.cfg").is_file():
-                continue  # a virtual environment under another name
-            yield from _walk(path, root)
-        elif child.is_file():
-            yield _Entry(path.relative_to(root).as_posix(), path, stat.S_IMODE(path.stat().st_mode), None)
-        else:
-            raise _refuse("special-file", f"{str(path)!r} is neither a file, a directory nor a symbolic link")
+        return path.is_dir() if directory else path.is_file()
+    except OSError:
+        return False
+
+
+def _walk(root: Path) -> Iterator[_Entry]:
+    folders = [root]
+    while folders:
+        folder = folders.pop()
+        try:
+            with os.scandir(folder) as scan:
+                for child in scan:
+                    if child.name in IGNORED_NAMES or child.name.endswith(IGNORED_SUFFIXES):
+                        continue
+                    if child.is_dir(follow_symlinks=False):
+                        if not exists(Path(child.path, "pyvenv.cfg"), directory=False):  # else a virtual environment
+                            folders.append(Path(child.path))
+                    else:
+                        yield _entry(child, root)
+        except (OSError, RuntimeError) as error:  # RuntimeError: pathlib's word for links that lead in a circle
+            raise _refuse("unreadable", f"cannot read {str(folder)[:300]!r}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror or "" if isinstance(error, OSError) else "symbolic links in it lead in a circle"
+
+
+def _entry(child: os.DirEntry[str], root: Path) -> _Entry:
+    path = Path(child.path)
+    if child.is_symlink():
+        return _link(path, root)
+    if not child.is_file():
+        raise _refuse("special-file", f"{str(path)!r} is neither a file, a directory nor a symbolic link")
+    found = child.stat()
+    return _Entry(path.relative_to(root).as_posix(), path, stat.S_IMODE(found.st_mode), None, found.st_size)
 
 
 def _link(path: Path, root: Path) -> _Entry:
@@ -195,7 +219,7 @@ def _copy_file(entry: _Entry, place: Path) -> bytes:
                 out.write(chunk)
             out.flush()
             os.fsync(out.fileno())
-    except PermissionError as error:
+    except (PermissionError, FileNotFoundError) as error:
         raise _refuse("unreadable", f"cannot read {str(entry.source)!r}: {error.strerror}") from None
     place.chmod(entry.mode & 0o555 | 0o444)
     return inner.digest()

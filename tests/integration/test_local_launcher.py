@@ -99,6 +99,12 @@ def test_a_secret_that_is_not_there_is_an_error_that_says_where_to_set_it(home: 
         made.submit(made.plan(launch(home, secrets={"KEY": {"from_env": "SOURCE"}})))
 
 
+def test_the_services_own_credentials_are_given_to_nobody(home: HomePaths) -> None:
+    made = launcher(PGPASSWORD="pw")
+    with pytest.raises(LaunchError, match="given to no job"):
+        made.submit(made.plan(launch(home, secrets={"KEY": {"from_env": "PGPASSWORD"}})))
+
+
 def test_submitting_again_starts_nothing(home: HomePaths) -> None:
     first, second = launcher(), launcher()
     plan = first.plan(launch(home))

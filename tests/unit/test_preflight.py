@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,39 @@ def test_the_users_code_is_looked_up_and_never_imported(code: Path, job: dict[st
     made = JobSpec.model_validate({"name": "a", "code": {"path": str(code)}, **job})
     _, _, problems = resolve(made, CPU)
     assert [f"{p.pointer} {p.code}" for p in problems] == ([] if problem is None else [problem])
+
+
+@pytest.mark.parametrize("wrong", ["circle", "dangling", "deep", "long", "pipe"])
+def test_a_directory_that_cannot_be_copied_is_refused(code: Path, wrong: str) -> None:
+    path = str(code)
+    if wrong == "circle":
+        (code / "a").symlink_to("b")
+        (code / "b").symlink_to("a")
+    elif wrong == "dangling":
+        (code / "a").symlink_to("/nowhere")
+    elif wrong == "deep":
+        (code / "/".join(["d" * 200] * 6)).mkdir(parents=True)
+        (code / "/".join(["d" * 200] * 6) / "x").touch()
+    elif wrong == "long":
+        path = "/" + "x" * 5000
+    else:
+        os.mkfifo(code / "pipe")
+    _, _, problems = resolve(spec(code={"path": path}), CPU, interpreters=Told())
+    assert [p.pointer for p in problems] == ["/code/path"]
+
+
+@pytest.mark.parametrize("given", ["/bin/echo", "/bin/cat", "/" + "x" * 5000])
+def test_a_python_that_is_none_is_refused(given: str) -> None:
+    _, _, problems = resolve(spec(python=given), CPU)
+    assert [p.pointer for p in problems] == ["/python"]
+
+
+@pytest.mark.parametrize("name", ["RATCHET_DATABASE_URL", "PGPASSWORD", "COPY"])
+def test_the_services_own_credentials_are_no_secrets_of_a_job(name: str) -> None:
+    environ = {"RATCHET_DATABASE_URL": "postgresql://u:pw@h/d", "COPY": "postgresql://u:pw@h/d", "PGPASSWORD": "pw"}
+    made = spec(secrets={"KEY": {"from_env": name}})
+    _, _, problems = resolve(made, CPU, interpreters=Told(), environ=environ)
+    assert [(p.pointer, p.code) for p in problems] == [("/secrets/KEY", "secret-withheld")]
 
 
 def test_a_huge_directory_is_refused(code: Path) -> None:

@@ -22,13 +22,12 @@ from pydantic import BaseModel, ValidationError
 from ratchet_contract import environment as names
 from ratchet_contract.messages import AgentFile, AttemptResult, LaunchFile
 from ratchet_contract.paths import AttemptPaths, HomePaths
+from ratchet_service.credentials import withheld
 from ratchet_service.launchers import processes
 from ratchet_service.launchers.base import AttemptRef, LaunchError, LaunchPlan, NodeState
 
 AGENT: Final = ("-P", "-m", "ratchet_worker.agent")
 """-P: the directory that the service was started in must not be on the agent's import path."""
-_WITHHELD: Final = frozenset({"DATABASE_URL", "PGPASSWORD", "PGPASSFILE", "PGUSER", "PGSERVICE", "PGSERVICEFILE"})
-
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -99,14 +98,14 @@ class LocalLauncher:
 
     def _child_environment(self, plan: LaunchPlan) -> dict[str, str]:
         """This process's environment without Ratchet's own variables and database credentials, plus the named secrets."""
-        url = self._environ.get(names.DATABASE_URL)
-        env = {
-            k: v
-            for k, v in self._environ.items()
-            if not k.startswith("RATCHET_") and k not in _WITHHELD and not k.endswith("_DATABASE_URL") and v != url
-        }
+        kept = withheld(self._environ)
+        env = {k: v for k, v in self._environ.items() if k not in kept}
         for name, source in plan.secrets.items():
             value = self._environ.get(source)
+            if source in kept:
+                raise LaunchError(
+                    f"secret {name} is read from {source}, which is the service's own and given to no job"
+                )
             if value is None:
                 raise LaunchError(
                     f"secret {name} is read from {source}, which is not set in the launcher's environment: set it where the "

@@ -1,0 +1,20 @@
+"""Variables of the service's own environment that no job gets, neither inherited nor as a secret by another name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from ratchet_contract import environment as names
+
+_DATABASE: Final = frozenset({"DATABASE_URL", "PGPASSWORD", "PGPASSFILE", "PGUSER", "PGSERVICE", "PGSERVICEFILE"})
+
+
+def withheld(environ: Mapping[str, str]) -> set[str]:
+    """Ratchet's own variables, and what would open the database; a copy of its URL under any name too."""
+    url = environ.get(names.DATABASE_URL)
+    return {
+        name
+        for name, value in environ.items()
+        if name.startswith("RATCHET_") or name in _DATABASE or name.endswith("_DATABASE_URL") or (url and value == url)
+    }
