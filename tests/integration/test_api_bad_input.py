@@ -156,6 +156,7 @@ REQUESTS: list[tuple[str, str, int, str]] = [
     ("GET", "/v1/jobs?limit=" + "9" * 5000, 422, "invalid-parameter"),
     ("GET", "/v1/jobs?label=x", 422, "invalid-parameter"),
     ("GET", "/v1/jobs?label=%3Dx", 422, "invalid-parameter"),
+    ("GET", "/v1/jobs?" + "&".join(["label=a=b"] * 1200), 422, "invalid-parameter"),
     ("GET", "/v1/jobs?name=%00", 400, "invalid-character"),
     ("GET", "/v1/jobs?phse=RUNNING", 422, "unknown-parameter"),
     ("POST", "/v1/jobs?dryrun=true", 422, "unknown-parameter"),

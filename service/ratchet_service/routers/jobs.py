@@ -53,7 +53,8 @@ def list_jobs(
     service: ServiceDep,
     phase: Annotated[list[JobPhase] | None, Query(description="Any of these phases.")] = None,
     label: Annotated[
-        list[Annotated[str, Query(max_length=400)]] | None, Query(description="key=value; all of them must hold.")
+        list[Annotated[str, Query(max_length=400)]] | None,
+        Query(max_length=64, description="key=value; all of them must hold."),
     ] = None,
     name: Annotated[str | None, Query(max_length=100, description="The whole name.")] = None,
     sort: Annotated[jobs.Sort, Query(description="`-` means descending.")] = "-created",

@@ -5,6 +5,7 @@ A line's id is ``<attempt>.<rank>.<byte offset after the line>``. Lines come att
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -109,7 +110,7 @@ def lines_of(path: Path, attempt: int, rank: int, start: int, grep: str | None, 
     """Lines from byte ``start``; ``partial``: also a last one without its line end (a follower waits for the rest)."""
     try:
         with path.open("rb") as handle:
-            handle.seek(start)
+            handle.seek(min(start, os.fstat(handle.fileno()).st_size))
             yield from _split(handle, attempt, rank, start, grep, partial)
     except FileNotFoundError:
         return
