@@ -197,6 +197,18 @@ def test_a_fork_is_a_new_job_with_a_changed_spec(api: Api, job: str) -> None:
     assert api.client.get(url(job, newest)).json()["pinned"] is True
 
 
+def test_a_fork_runs_its_parents_snapshot_unless_it_names_code(api: Api) -> None:
+    parent = api.submit(code={"path": "/project"})
+    api.attempt(parent)
+    api.report(parent, (0, 1, [training_message()]))
+    saved(api, parent, 5)
+    taken = len(api.ports.snapshots)
+    for change, more in (({}, 0), ({"code": {"path": "/project"}}, 1), ({"code": {"path": "/other"}}, 2)):
+        answer = api.client.post(f"/v1/jobs/{parent}/fork", json={"spec": change})
+        assert answer.status_code == 201, answer.text
+        assert len(api.ports.snapshots) == taken + more
+
+
 def test_a_fork_keeps_its_source_until_it_stands_on_its_own(api: Api, job: str) -> None:
     (manifest,) = saved(api, job, 5)
     fork = api.client.post(f"/v1/jobs/{job}/fork", json={"checkpoint_id": manifest.id, "name": "other"}).json()["id"]
@@ -219,6 +231,7 @@ def test_a_fork_keeps_its_source_until_it_stands_on_its_own(api: Api, job: str) 
 WRONG_FORKS: list[tuple[dict[str, Any], str]] = [
     ({"world": {"ranks_per_node": 3}}, "/spec/world"),
     ({"hook": "allreduce"}, "/spec/hook"),
+    ({"hook": "allreduce", "policy": {"on_hook_mismatch": "redistribute"}}, "/spec/hook"),
     ({"hook": {"matrix_approximation_rank": 7}}, "/spec/hook"),
     ({"tsak": {}}, "/spec/tsak"),
     ({"world": {"device": "cuda"}}, "/spec/world/device"),

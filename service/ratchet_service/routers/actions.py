@@ -122,7 +122,10 @@ def resume(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
     summary="New job from a checkpoint",
 )
 def fork_job(service: ServiceDep, post: SpecPost, job_id: str) -> Response:
-    """The parent's spec with `spec` merged over it (RFC 7386; another hook replaces it whole). The source is pinned."""
+    """The parent's spec with `spec` merged over it (RFC 7386; another hook replaces it whole). The source is pinned.
+
+    The code is the parent's snapshot; name `code` in `spec`, be it the same path, to take a new one.
+    """
     poster, data = post
     request = parse(ForkRequest, data)
 

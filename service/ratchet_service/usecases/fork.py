@@ -31,7 +31,10 @@ class PreparedFork:
 
 
 def prepare(session: Session, job_id: str, request: ForkRequest, ports: SubmissionPorts) -> PreparedFork:
-    """The new job's spec, checked as at submission. Raises ``SpecError``, ``NotFound``, ``Conflict``."""
+    """The new job's spec, checked as at submission. Raises ``SpecError``, ``NotFound``, ``Conflict``.
+
+    The parent's snapshot of the code is used again, unless the request names ``code``: then a new one is taken.
+    """
     parent = find_job(session, job_id)
     source = _source(session, parent, request.checkpoint_id)
     base = parent.spec | {"labels": labels_of(session, [job_id])[job_id], "priority": parent.priority}
@@ -39,7 +42,7 @@ def prepare(session: Session, job_id: str, request: ForkRequest, ports: Submissi
     if not isinstance(data, dict):
         raise SpecError("/spec: a mapping is merged over the parent's spec", code="invalid-body")
     data["name"] = request.name or request.spec.get("name") or _fork_name(parent.name)
-    digest = parent.resolved.get("code_digest") if data.get("code") == parent.spec.get("code") else None
+    digest = None if "code" in request.spec else parent.resolved.get("code_digest")
     try:
         prepared = submit.prepare(data, ports, code_digest=digest)
     except SpecError as error:
@@ -132,9 +135,9 @@ def _same_shape(parent: JobSpec, spec: JobSpec) -> None:
     if spec.world.size != parent.world.size:
         text = f"the checkpoint was written by {parent.world.size} ranks; another number is not available yet"
         problems.append(FieldProblem(pointer="/spec/world", code="not-available", detail=text))
-    if spec.hook != parent.hook and spec.policy.on_hook_mismatch == "fail":
+    if spec.hook != parent.hook and spec.policy.on_hook_mismatch != "reset":
         text = (
-            f"the checkpoint holds the state of hook {parent.hook.name} with other parameters: keep the hook, or set "
+            f"the checkpoint was made under hook {parent.hook.name} with other parameters: keep the hook, or set "
             "policy.on_hook_mismatch to reset"
         )
         problems.append(FieldProblem(pointer="/spec/hook", code="hook-mismatch", detail=text))
