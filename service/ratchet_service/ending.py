@@ -23,6 +23,7 @@ from ratchet_contract.phases import AttemptPhase, Cause, Desired, Outcome
 from ratchet_contract.resume import Base, Segment
 from ratchet_service.database import Database, utc_now
 from ratchet_service.decide import AttemptEnd, Decision, Limits, decide
+from ratchet_service.ingest_effects import when
 from ratchet_service.launching import bases_of, view_of
 from ratchet_service.leases import NO_LEASE, Lease, hold
 from ratchet_service.lineage import lineage
@@ -67,7 +68,7 @@ def settle(database: Database, job_paths: JobPaths, lease: Lease, limits: Limits
             _adopt(session, job, manifest)
         tidy(session, job, job_paths, _lineage(session, job, lease.epoch, base)[0], lease.epoch)
         facts = _facts(session, job, attempt, evidence, paths)
-        return _end(session, job, attempt, limits, _cause(paths, job, evidence), facts)
+        return _end(session, job, attempt, limits, _cause(paths, job, evidence), facts, evidence.result)
 
 
 def _lost_reports(database: Database, job_paths: JobPaths, lease: Lease, base: Base | None) -> list[Manifest]:
@@ -179,8 +180,23 @@ def _facts(session: Session, job: Job, attempt: Attempt, evidence: Evidence, pat
     return _Facts(base, newest, max(attempt.last_step, reached, _last_step(evidence, paths)))
 
 
-def _end(session: Session, job: Job, attempt: Attempt, limits: Limits, cause: _Cause, facts: _Facts) -> Decision:
+def _ended_at(attempt: Attempt, result: AttemptResult | None, now: datetime) -> datetime:
+    """When the agent said it ended: a service that was away meanwhile must not count its own absence as running time."""
+    said = now if result is None else when(result.ended_at, now)
+    return max(attempt.created_at, min(said, now))
+
+
+def _end(
+    session: Session,
+    job: Job,
+    attempt: Attempt,
+    limits: Limits,
+    cause: _Cause,
+    facts: _Facts,
+    result: AttemptResult | None,
+) -> Decision:
     now, number = utc_now(), attempt.number
+    ended_at = _ended_at(attempt, result, now)
     end = AttemptEnd(
         cause.cause,
         base_step=facts.start,
@@ -192,7 +208,7 @@ def _end(session: Session, job: Job, attempt: Attempt, limits: Limits, cause: _C
     assert decision.event is not None and decision.cause is not None
     attempt.phase, attempt.outcome, attempt.cause = AttemptPhase.ENDED, decision.cause.outcome, decision.cause
     attempt.rank, attempt.exit_code, attempt.message = cause.rank, cause.exit_code, cause.message
-    attempt.last_step, attempt.steps_lost, attempt.ended_at = facts.last, facts.lost, now
+    attempt.last_step, attempt.steps_lost, attempt.ended_at = facts.last, facts.lost, ended_at
     if facts.own(number) is not None:
         attempt.committed_step = facts.own(number)
     nodes = sa.update(AttemptNode).where(AttemptNode.job_id == job.id, AttemptNode.attempt == number)
@@ -208,18 +224,18 @@ def _end(session: Session, job: Job, attempt: Attempt, limits: Limits, cause: _C
         expected_epoch=number,
         reason=decision.reason,
         message=decision.message,
-        values=_job_values(job, attempt, decision, facts, now),
+        values=_job_values(job, attempt, decision, facts, ended_at),
     )
     return decision
 
 
-def _job_values(job: Job, attempt: Attempt, decision: Decision, facts: _Facts, now: datetime) -> dict[str, Any]:
+def _job_values(job: Job, attempt: Attempt, decision: Decision, facts: _Facts, ended_at: datetime) -> dict[str, Any]:
     values: dict[str, Any] = {
         "preemptions": decision.counters.preemptions,
         "failures": decision.counters.failures,
         "no_progress": decision.counters.no_progress,
         "not_before": decision.not_before,
-        "running_seconds": job.running_seconds + (now - attempt.created_at).total_seconds(),
+        "running_seconds": job.running_seconds + (ended_at - attempt.created_at).total_seconds(),
         **NO_LEASE,
     }
     if facts.base is not None:  # it took the explicit wish, if there was one, and moved the job

@@ -6,12 +6,13 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 
+from ratchet_contract.messages import AttemptResult
 from ratchet_contract.phases import JobPhase
 from ratchet_service import leases
 from ratchet_service.database import Database, utc_now
@@ -142,6 +143,11 @@ def test_what_was_never_reported_is_read_from_the_disk_once(plane: Plane) -> Non
     assert [(row.step, row.epoch, row.adopted) for row in rows] == [(10, 1, False), (20, 1, False), (30, 2, False)]
     assert [a.training_at is not None for a in plane.attempts(job_id)] == [True, True]
     assert [a.steps_lost for a in plane.attempts(job_id)] == [7, 0]
+    result = AttemptResult.model_validate_json(plane.attempt_paths(job_id, 2).result_file.read_bytes())
+    last = plane.attempts(job_id)[1]
+    assert last.ended_at == datetime.fromisoformat(result.ended_at)  # not when the service came to look
+    ran = sum((a.ended_at - a.created_at).total_seconds() for a in plane.attempts(job_id) if a.ended_at)
+    assert plane.job(job_id).running_seconds == pytest.approx(ran)
     for epoch in (1, 2):
         lines = plane.attempt_paths(job_id, epoch).spool(0).read_text().splitlines()
         with plane.database.read() as session:
