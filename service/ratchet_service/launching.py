@@ -112,7 +112,7 @@ class Launching:
         others = sa.update(Job).where(
             Job.phase == JobPhase.QUEUED, Job.id.in_(self._ready()), Job.reason.is_distinct_from(NO_SLOT)
         )
-        text = f"waits for CPU slots: all {self._capacity.cpus} are taken"
+        text = f"waits for CPU slots: all {self._capacity.cpus} are taken, or kept for jobs ahead of it"
         session.flush()
         session.execute(others.values(reason=NO_SLOT, message=text).execution_options(synchronize_session=False))
 
@@ -128,7 +128,8 @@ class Launching:
         session.add(
             AttemptNode(job_id=job.id, attempt=epoch, node=0, gpus=list(grant.gpus), cpu_slots=list(grant.cpus))
         )
-        values: dict[str, Any] = {"epoch": epoch, "not_before": None, **lease}
+        # A "save now" was for the attempt that ran: this one starts from what is saved, and counts from 0.
+        values: dict[str, Any] = {"epoch": epoch, "not_before": None, "checkpoint_request": 0, **lease}
         if job.started_at is None:
             values["started_at"] = now
         data = {"attempt": epoch, "gpus": list(grant.gpus), "cpu_slots": list(grant.cpus)}
@@ -241,7 +242,7 @@ def _held(session: Session) -> list[Grant]:
     query = sa.select(AttemptNode.gpus, AttemptNode.cpu_slots).join(
         Attempt, (Attempt.job_id == AttemptNode.job_id) & (Attempt.number == AttemptNode.attempt)
     )
-    rows = session.execute(query.where(Attempt.phase != AttemptPhase.ENDED))
+    rows = session.execute(query.where(Attempt.phase.in_([p for p in AttemptPhase if p is not AttemptPhase.ENDED])))
     return [Grant(tuple(gpus), tuple(cpus)) for gpus, cpus in rows]
 
 

@@ -94,16 +94,21 @@ def take(session: Session, free: Lease, owner: str, seconds: float) -> Lease | N
 
 def renew(session: Session, leases: Iterable[Lease], seconds: float) -> None:
     """Push the end of our own leases back. One that was lost is not renewed; ``hold`` will tell."""
-    tokens = [lease.token for lease in leases]
     expires = database_now(session) + timedelta(seconds=seconds)
-    statement = sa.update(Job).where(Job.lease_token.in_(tokens)).values(lease_expires_at=expires)
+    statement = sa.update(Job).where(_ours(leases)).values(lease_expires_at=expires)
     session.execute(statement.execution_options(synchronize_session=False))
 
 
 def release(session: Session, leases: Iterable[Lease]) -> None:
     """Give leases back at a clean end, so that the next reconciler need not wait."""
-    statement = sa.update(Job).where(Job.lease_token.in_([lease.token for lease in leases])).values(**NO_LEASE)
+    statement = sa.update(Job).where(_ours(leases)).values(**NO_LEASE)
     session.execute(statement.execution_options(synchronize_session=False))
+
+
+def _ours(leases: Iterable[Lease]) -> sa.ColumnElement[bool]:
+    """By key, so that the table is not read through; the token decides."""
+    held = list(leases)
+    return Job.id.in_([lease.job_id for lease in held]) & Job.lease_token.in_([lease.token for lease in held])
 
 
 def hold(session: Session, lease: Lease) -> Job:

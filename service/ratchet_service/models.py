@@ -119,6 +119,7 @@ class Attempt(Base):
     """One launch of a job's group; ``number`` is the epoch. ``base_step`` is None until the group says what it resumed."""
 
     __tablename__ = "attempts"
+    __table_args__ = (sa.Index("ix_attempts_phase", "phase"),)
 
     job_id: Mapped[str] = _job_id()
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)

@@ -98,6 +98,7 @@ def upgrade() -> None:
         sa.ForeignKeyConstraint(["job_id"], ["jobs.id"], name="fk_attempts_job_id_jobs", ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("job_id", "number", name="pk_attempts"),
     )
+    op.create_index("ix_attempts_phase", "attempts", ["phase"], unique=False)
     op.create_table(
         "checkpoints",
         sa.Column("job_id", sa.String(length=16), nullable=False),
@@ -202,6 +203,8 @@ def downgrade() -> None:
 
     op.drop_table("events")
     op.drop_table("checkpoints")
+    op.drop_index("ix_attempts_phase", "attempts")
+
     op.drop_table("attempts")
     op.drop_index("ix_jobs_priority_id", "jobs")
     op.drop_index("ix_jobs_phase_not_before", "jobs")
