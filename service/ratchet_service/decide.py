@@ -205,7 +205,8 @@ def _ended(view: JobView, end: AttemptEnd, now: datetime) -> Decision:
     if view.desired is Desired.CANCEL or cause is Cause.API_CANCEL:
         return _over(view, Event.END_CANCELLED, cause, counters, *_unless(cause, Outcome.CANCELLED, end))
     if cause.budget is Budget.FATAL:
-        text = end.message or (_timeout_text(view.limits.timeout) if cause is Cause.TIMEOUT else None)
+        timeout = view.limits.timeout if cause is Cause.TIMEOUT else None
+        text = end.message if timeout is None else _timeout_text(timeout)
         return _over(view, Event.END_FAILED, cause, counters, cause.value, text)
     if view.desired is Desired.SUSPEND:
         return _over(view, Event.END_SUSPENDED, cause, counters, *_unless(cause, Outcome.SUSPENDED, end))
@@ -275,8 +276,8 @@ def _last(cause: Cause, end: AttemptEnd) -> str:
     return f"The last attempt ended with {cause.value}" + (f": {end.message.rstrip('.')}." if end.message else ".")
 
 
-def _timeout_text(timeout: float | None) -> str:
+def _timeout_text(timeout: float) -> str:
     return (
-        f"The attempts ran for {timeout:g} s in all, which is policy.timeout. The last checkpoint is kept: fork the job with a "
-        "longer timeout to go on."
+        f"The attempts ran for {timeout:g} s in all, which is policy.timeout. The last checkpoint is kept: resume the job for as "
+        "long again, or fork it with a longer timeout."
     )

@@ -116,6 +116,11 @@ class RankProcess:
         except SystemExit as exit_:
             if exit_.code not in (None, 0):
                 raise RuntimeError(f"the script ended with sys.exit({exit_.code!r})") from exit_
+            if runtime.restored and not (runtime.finished or runtime.done):
+                raise RuntimeError(
+                    f"the script called sys.exit after step {runtime.step}, before its loop had ended: that is no success. Leave "
+                    "the loop by `break`, and call sys.exit only behind the Session's block"
+                ) from exit_
 
     def _finish(self) -> None:
         """A script that ends without leaving its Session's block has come to its end, too."""
@@ -184,6 +189,8 @@ def _cause_of(error: BaseException) -> tuple[Cause, str]:
         return Cause.USER_ERROR, error.detail
     if isinstance(error, CheckpointError):
         return Cause.CHECKPOINT_ERROR, error.detail
+    if isinstance(error, SystemExit):
+        return Cause.EXCEPTION, f"the user's code called sys.exit({error.code!r}) in the middle of its work"
     text = error.detail if isinstance(error, RatchetError) else f"{type(error).__name__}: {error}"
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return Cause.OOM, f"out of memory: {text}"

@@ -73,7 +73,10 @@ def _find(launch: LaunchFile, reporter: Reporter) -> Chosen:
     quarantined = [f"{item.path.name}: {item.error}" for item in moved]
     if manifest is not None:
         return Chosen(manifest.base, manifest, job.checkpoint(manifest.step, manifest.epoch), quarantined)
-    notes = ["no valid checkpoint is left in the lineage; the job starts over"] if launch.lineage else []
+    notes = []
+    if launch.lineage:
+        what = "no valid checkpoint is left of earlier attempts" if moved else "earlier attempts left no checkpoint"
+        notes = [f"{what}; the job starts over"]
     if fork is None:
         return Chosen(quarantined=quarantined, notes=notes)
     return _find_fork(fork, quarantined)

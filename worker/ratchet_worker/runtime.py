@@ -164,8 +164,13 @@ class Runtime:
         if self.finished:
             return
         self.settle()
-        self._begin(position(self.step, FINISH))
         last, manifest = self.checkpointer.last, self.chosen.manifest
+        if manifest is not None and manifest.job_id != self.launch.job_id and self.step == manifest.step:
+            raise UserError(
+                f"the fork starts after step {self.step} and has nothing left to train: ask for more steps, or fork from an "
+                "earlier checkpoint"
+            )
+        self._begin(position(self.step, FINISH))
         ended = last.epoch == self.launch.epoch or (manifest is not None and manifest.finished)
         if self.step != last.step or not ended:
             self._save("end", finished=True)
