@@ -127,6 +127,8 @@ def test_a_wait_ends_at_its_deadline_and_says_that_the_job_goes_on(cli: Cli) -> 
         (("submit", "spec.yaml", "--set", "hook.matrix_aproximation_rank=2"), 5, "matrix_approximation_rank"),
         (("submit", "spec.yaml", "--set", "hook.start_powerSGD_iter=1"), 5, "must be > 1"),
         (("submit", "spec.yaml", "--set", "name.x=1"), 2, "not a mapping"),
+        (("submit", "spec.yaml", "--set", "task.args.day=2026-01-01"), 5, "quote it"),
+        (("fork", "job-none", "--set", "task.args.rate=.nan"), 5, "quote it"),
         (("list", "--sort", "nonsense"), 5, "sort"),
         (("wait", "job-none", "--until", "SLEEPING"), 2, "SUSPENDED"),
         (("checkpoints", "job-none", "verify"), 2, "checkpoint id"),

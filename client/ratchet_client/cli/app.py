@@ -51,7 +51,7 @@ def _version(value: bool) -> None:
 def _root(
     ctx: typer.Context,
     server: Annotated[
-        str | None, typer.Option(help="Address of the service, like http://host:8642 (default: RATCHET_SERVER).")
+        str | None, typer.Option(help="Address of the service, like http://host:8000 (default: RATCHET_SERVER).")
     ] = None,
     home: Annotated[
         Path | None,

@@ -36,7 +36,9 @@ def serve(
     ctx: typer.Context,
     home: Home = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one (found through service.json).")] = 0,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one (found through service.json).")
+    ] = 0,
     database_url: DatabaseUrl = None,
     cpu_slots: CpuSlots = None,
     no_reconciler: Annotated[
@@ -76,11 +78,14 @@ def agent(launch_file: Annotated[Path, typer.Argument(help="The attempt's launch
 
 
 def _become(module: str, needs: str, extra: str, arguments: list[str], database_url: str | None = None) -> NoReturn:
-    """Replace this process, so that signals and the exit code are the other's own."""
+    """Replace this process, so that signals and the exit code are the other's own.
+
+    -P: a ``secrets.py`` or ``yaml.py`` of the directory that this is called in must not be imported.
+    """
     if find_spec(needs) is None:
         typer.echo(f"ratchet: this needs more packages: pip install 'ratchet-train[{extra}]'", err=True)
         raise typer.Exit(Exit.FAULT)
     variables = dict(os.environ)
     if database_url is not None:
         variables[environment.DATABASE_URL] = database_url  # not an argument: it may hold a password
-    os.execve(sys.executable, [sys.executable, "-m", module, *arguments], variables)
+    os.execve(sys.executable, [sys.executable, "-P", "-m", module, *arguments], variables)

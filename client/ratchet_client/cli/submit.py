@@ -75,12 +75,19 @@ def read_spec(file: str) -> dict[str, Any]:
     data = load_spec_text(text)
     if not isinstance(data, dict):
         raise SpecError(f"{file} holds no mapping: a job spec is a YAML mapping or a JSON object")
-    try:
-        data = json.loads(json.dumps(data, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise SpecError(f"{file} holds a value that JSON does not know ({error}): quote it") from None
+    data = _json_value(data, file)
     _absolute_paths(data, Path.cwd() if file == "-" else Path(file).absolute().parent)
     return dict(data)
+
+
+def _json_value(data: Any, where: str) -> Any:
+    """What YAML gave, as JSON knows it. Raises ``SpecError`` for dates, not-a-number and the like."""
+    from ratchet_contract.errors import SpecError
+
+    try:
+        return json.loads(json.dumps(data, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SpecError(f"{where} holds a value that JSON does not know ({error}): quote it") from None
 
 
 def _absolute_paths(data: dict[str, Any], base: Path) -> None:
@@ -109,7 +116,7 @@ def override(spec: dict[str, Any], sets: list[str], labels: dict[str, str]) -> N
                 raise typer.BadParameter(f"--set {dotted}: {part} is not a mapping in this spec")
             place[part] = inner = {} if inner is None else inner
             place = inner
-        place[last] = load_spec_text(text)
+        place[last] = _json_value(load_spec_text(text), f"--set {dotted}")
     if labels:
         spec["labels"] = {**(spec.get("labels") or {}), **labels}
 
