@@ -18,8 +18,7 @@ from typing import Final
 MANIFEST_NAME: Final = "MANIFEST.json"
 DELETED_MANIFEST_NAME: Final = "MANIFEST.json.deleted"
 PINNED_NAME: Final = "PINNED"  # empty file in a checkpoint's directory, made by the service: retention leaves it alone
-_CHECKPOINT_RE = re.compile(r"^step-(\d{12})\.a(\d{4,})$")
-_RANK_FILE_RE = re.compile(r"^rank-(\d{5})-of-(\d{5})\.safetensors$")
+_CHECKPOINT_RE = re.compile(r"step-(\d{12})\.a(\d{4,})", re.ASCII)
 
 
 def checkpoint_dir_name(step: int, epoch: int) -> str:
@@ -29,18 +28,12 @@ def checkpoint_dir_name(step: int, epoch: int) -> str:
 
 def parse_checkpoint_dir_name(name: str) -> tuple[int, int] | None:
     """``(step, epoch)``, or None if the name is not a checkpoint's."""
-    match = _CHECKPOINT_RE.match(name)
+    match = _CHECKPOINT_RE.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def rank_file_name(rank: int, world_size: int) -> str:
     return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
-
-
-def parse_rank_file_name(name: str) -> tuple[int, int] | None:
-    """``(rank, world size)``, or None."""
-    match = _RANK_FILE_RE.match(name)
-    return (int(match[1]), int(match[2])) if match else None
 
 
 @dataclass(frozen=True)
