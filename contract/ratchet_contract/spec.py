@@ -76,9 +76,11 @@ class SecretSpec(SpecModel):
 
 
 class WorldSpec(SpecModel):
-    nodes: int = Field(1, ge=1, le=1024)
-    ranks_per_node: int = Field(1, ge=1, le=1024)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    nodes: int = Field(1, ge=1, le=1024, description="Machines. More than one is not available yet.")
+    ranks_per_node: int = Field(1, ge=1, le=1024, description="Training processes; on CUDA each gets a GPU of its own.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: CUDA where the machine has a GPU and torch can use it; decided once per job."
+    )
 
     @property
     def size(self) -> int:
@@ -89,17 +91,21 @@ class ResourcesSpec(SpecModel):
     cpus_per_rank: int | None = Field(
         None, ge=1, le=1024, description="Threads per rank; part of the result's bits on CPU."
     )
-    memory: str | None = None
-    gpu: str | None = None
+    memory: str | None = Field(None, description="Not available yet.")
+    gpu: str | None = Field(None, description="Not available yet.")
 
 
 class DdpSpec(SpecModel):
-    bucket_cap_mb: float | None = Field(None, gt=0, le=100_000, allow_inf_nan=False)
-    static_graph: bool = False
-    gradient_as_bucket_view: bool = False
-    find_unused_parameters: bool = False
-    broadcast_buffers: bool = True
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Options of torch's DistributedDataParallel, under its own names."""
+
+    bucket_cap_mb: float | None = Field(
+        None, gt=0, le=100_000, allow_inf_nan=False, description="MiB of gradients per bucket; null: torch's default."
+    )
+    static_graph: bool = Field(False, description="The graph of a step never changes.")
+    gradient_as_bucket_view: bool = Field(False, description="Gradients are views into the buckets: less memory.")
+    find_unused_parameters: bool = Field(False, description="Needed where a step may leave parameters out.")
+    broadcast_buffers: bool = Field(True, description="Rank 0's buffers go to all ranks before each forward pass.")
+    backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: NCCL on CUDA, else gloo.")
 
 
 class CheckpointSpec(SpecModel):
@@ -107,7 +113,7 @@ class CheckpointSpec(SpecModel):
         100, ge=1, description="Steps between scheduled checkpoints; null: only at stops and the end."
     )
     keep_last: int = Field(3, ge=2, le=10_000, description="Newest checkpoints kept; never fewer than two.")
-    uri: str | None = None
+    uri: str | None = Field(None, description="Not available yet.")
 
 
 class PolicySpec(SpecModel):
@@ -115,7 +121,11 @@ class PolicySpec(SpecModel):
     max_failures: int = Field(
         3, ge=0, description="Failed or lost attempts before the job fails; reset by real progress."
     )
-    on_hook_mismatch: Literal["fail", "reset", "redistribute"] = "fail"
+    on_hook_mismatch: Literal["fail", "reset", "redistribute"] = Field(
+        "fail",
+        description="A checkpoint whose hook state does not fit. fail: end the job; redistribute: carry over what can be, by "
+        "parameter name; reset: start the hook anew. The resume report tells.",
+    )
     timeout: Seconds | None = Field(None, description="Wall-clock limit over all attempts' running time.")
     startup_deadline: Seconds = Field(
         300.0, description="From launch to the first step, then the attempt ends as a hang."
@@ -128,33 +138,39 @@ class PolicySpec(SpecModel):
 
 
 class LauncherSpec(SpecModel):
-    kind: Literal["local", "kubernetes", "slurm"] = "local"
+    kind: Literal["local", "kubernetes", "slurm"] = Field("local", description="Only local is available yet.")
 
 
 class JobSpec(SpecModel):
     """A whole job. Exactly one of ``task`` and ``script`` is given."""
 
     name: str = Field(pattern=_NAME, description="RFC 1035 label: lower case, digits, '-', up to 63 characters.")
-    task: TaskSpec | None = None
+    task: TaskSpec | None = Field(None, description="A task class; Ratchet runs the loop.")
     script: list[str] | None = Field(None, min_length=1, description="A Python file below `code` and its arguments.")
-    code: CodeSpec | None = None
+    code: CodeSpec | None = Field(None, description="The user's directory; on the import path of every rank.")
     python: str | None = Field(
         None, description="The user's interpreter or virtual environment; it needs ratchet-train[worker]."
     )
-    env: dict[str, str] = {}
-    secrets: dict[str, SecretSpec] = {}
+    env: dict[str, str] = Field({}, description="Variables of every rank. Stored and shown: not for secrets.")
+    secrets: dict[str, SecretSpec] = Field({}, description="Variables of every rank that are named, never valued.")
     world: WorldSpec = WorldSpec()
     resources: ResourcesSpec = ResourcesSpec()
     ddp: DdpSpec = DdpSpec()
-    hook: Annotated[HookSpec, BeforeValidator(normalise_hook)] = AllreduceSpec()
+    hook: Annotated[HookSpec, BeforeValidator(normalise_hook)] = Field(
+        AllreduceSpec(), description="The communication hook: its name, or name and parameters."
+    )
     nccl: dict[str, str] = Field({}, description="NCCL_* variables; a warning when the backend is not NCCL.")
     checkpoint: CheckpointSpec = CheckpointSpec()
     policy: PolicySpec = PolicySpec()
-    determinism: Literal["strict", "warn", "off"] = "warn"
+    determinism: Literal["strict", "warn", "off"] = Field(
+        "warn",
+        description="strict: refuse what cannot be exact; warn: deterministic algorithms, and the resume report tells what is "
+        "not exact; off: torch's defaults.",
+    )
     launcher: LauncherSpec = LauncherSpec()
-    labels: dict[str, str] = Field({}, max_length=64)
-    priority: int = Field(0, ge=-1000, le=1000)
-    seed: int = Field(0, ge=0, le=2**63 - 1)
+    labels: dict[str, str] = Field({}, max_length=64, description="For people and filters; changeable later.")
+    priority: int = Field(0, ge=-1000, le=1000, description="Higher starts first; nothing is stopped for it.")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="Of every generator, the order of the data and augmentation.")
     ttl: Seconds | None = Field(None, description="Seconds after the end until the job and its files are deleted.")
 
     @field_validator("env", "nccl", mode="before")
