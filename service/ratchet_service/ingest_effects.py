@@ -36,6 +36,8 @@ from ratchet_store.commit import read_manifest
 
 MAX_NUMBER: Final = 2**63 - 1
 _CHUNK: Final = 500
+_MAX_DEPTH: Final = 64
+"""Of a message's data: what is stored must be readable again, by every reader's limit of recursion."""
 MAX_SAMPLES: Final = 2000
 
 
@@ -246,16 +248,18 @@ def storable(text: str) -> str:
     return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
 
 
-def storable_json(value: Any) -> Any:
-    """The same for every text in JSON data; numbers that are no JSON become their names."""
+def storable_json(value: Any, depth: int = 0) -> Any:
+    """The same for every text in JSON data; numbers that are no JSON become their names, what is nested too deeply "..."."""
+    if depth > _MAX_DEPTH:
+        return "..."
     if isinstance(value, str):
         return storable(value)
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {storable(str(key)): storable_json(item) for key, item in value.items()}
+        return {storable(str(key)): storable_json(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list):
-        return [storable_json(item) for item in value]
+        return [storable_json(item, depth + 1) for item in value]
     return value
 
 

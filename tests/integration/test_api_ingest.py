@@ -215,6 +215,7 @@ def test_training_while_stopping_stays_stopping(api: Api, job: str) -> None:
 
 STRANGE: list[dict[str, Any]] = [
     message("note", type="a\0b", message="nul \0", data={"k\0": ["\ud800", {"\udfff": 1e999}, 10**40]}),
+    message("note", type="deep", message="x", data={"x": json.loads("[" * 700 + "]" * 700)}),
     message("metrics", step=1, values={"lo\0ss": 1.0, "x" * 500: 2.0, "nan": "NaN", "inf": "Infinity"}),
     message("metrics", step=-5, values={"loss": 1.0}),
     message("progress", step=2**70),
