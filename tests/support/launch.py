@@ -20,10 +20,20 @@ from ratchet_contract.spec import Resolved
 from ratchet_contract.spec_parse import parse_spec
 from ratchet_worker.control import write_control
 from ratchet_worker.counter import CounterReader, Reading
-from tests.support.server import processes_below, wait_for
+from tests.support.server import processes_below, rank_pid, wait_for
 
 RESOLVED = Resolved(device="cpu", backend="gloo", threads_per_rank=1, python=sys.executable)
 _MESSAGE: TypeAdapter[RankMessage] = TypeAdapter(RankMessage)
+
+
+def wait_freeze(paths: AttemptPaths, number: int, world_size: int = 2) -> None:
+    """Every rank has published where it is in freeze round ``number`` (from 0), and begins nothing that was not begun."""
+    env = Path(f"/proc/{rank_pid(paths, 0)}/environ").read_bytes().split(b"\0")
+    port = next(int(pair.split(b"=")[1]) for pair in env if pair.startswith(b"MASTER_PORT="))
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    keys = [f"freeze/{number}/{rank}" for rank in range(world_size)]
+    log = paths.log(0)
+    wait_for(lambda: store.check(keys), f"all ranks to be in freeze {number}\n{log.read_text()[-4000:]}", 30)
 
 
 class Job:
@@ -130,12 +140,8 @@ class Attempt:
         write_control(self.paths.control_file, Control(**fields))
 
     def wait_freeze(self, number: int) -> None:
-        """Every rank has published where it is in freeze round ``number`` (from 0), and begins nothing that was not begun."""
-        env = Path(f"/proc/{self.pid(0)}/environ").read_bytes().split(b"\0")
-        port = next(int(pair.split(b"=")[1]) for pair in env if pair.startswith(b"MASTER_PORT="))
-        store = TCPStore("127.0.0.1", port, is_master=False)
-        keys = [f"freeze/{number}/{rank}" for rank in range(self.world_size)]
-        wait_for(lambda: store.check(keys), f"all ranks to be in freeze {number}\n{self.logs()}", 30)
+        """See the function of that name."""
+        wait_freeze(self.paths, number, self.world_size)
 
     def pid(self, rank: int) -> int:
         for pid in processes_below(self.paths.root):
