@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import select
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -88,12 +89,16 @@ def test_on_a_terminal_progress_is_drawn_and_ctrl_c_detaches(cli: Cli) -> None:
         start_new_session=True, preexec_fn=_take_terminal,
     )  # fmt: skip
     os.close(slave)
-    screen = _read_until(master, b"compressing, iteration", 90.0)
-    assert b"\x1b[" in screen and "━".encode() in screen
-    os.write(master, b"\x03")
-    screen += _read_until(master, b"goes on", 20.0)
-    assert process.wait(20) == 130 and b"detached" in screen
-    os.close(master)
+    try:
+        screen = _read_until(master, b"compressing, iteration", 90.0)
+        assert b"\x1b[" in screen and "━".encode() in screen
+        os.write(master, b"\x03")
+        screen += _read_until(master, b"goes on", 20.0)
+        assert process.wait(20) == 130 and b"detached" in screen
+    finally:
+        process.kill()
+        process.wait(10)
+        os.close(master)
     job = cli("list", "--phase", "RUNNING", "--json").data[0]
     assert job["id"].encode() in screen
     cli("suspend", job["id"])
@@ -102,7 +107,9 @@ def test_on_a_terminal_progress_is_drawn_and_ctrl_c_detaches(cli: Cli) -> None:
 
 
 def _take_terminal() -> None:
-    """In the child: make the pty its controlling terminal, so that ^C becomes a signal."""
+    """In the child: make the pty its controlling terminal, so that ^C becomes a signal, and one that is not ignored because
+    the tests were started in the background of a script."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.close(os.open(os.ttyname(0), os.O_RDWR))
 
 
