@@ -131,6 +131,16 @@ def test_sigterm_stops_all_ranks_with_cause_sigterm(make: Make) -> None:
     assert [end.exit_code for end in result.ranks] == [EXIT_PREEMPTED, EXIT_PREEMPTED]
 
 
+def test_rank_that_sigterm_ends_without_a_result_does_not_leave_the_others_waiting(make: Make) -> None:
+    attempt = make([FOREVER, FOREVER])  # stand-ins have no handler, like a rank that has only just been started
+    agent = attempt.start()
+    attempt.wait_step(0)
+    attempt.wait_step(1)
+    os.kill(attempt.pid_of(1), signal.SIGTERM)
+    result = attempt.wait()
+    assert (result.cause, result.rank, agent.returncode) == (Cause.SIGTERM, 1, EXIT_PREEMPTED)
+
+
 @pytest.mark.parametrize(("spin", "cause"), [(False, Cause.SIGTERM), (True, Cause.HANG)])
 def test_ranks_that_ignore_a_stop_are_killed_after_the_grace(make: Make, spin: bool, cause: Cause) -> None:
     """Ranks that go on training are preempted all the same; ranks that stand still hang."""

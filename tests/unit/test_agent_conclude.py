@@ -48,7 +48,9 @@ def end(rank: int, code: int | None, cause: Cause | None = None, at: float = 0.0
         # stops
         ([end(0, 143, Cause.SIGTERM), end(1, 143, Cause.API_SUSPEND)], Cause.API_SUSPEND, 1),
         ([end(0, 0, Cause.COMPLETED), end(1, 143, Cause.API_PREEMPT)], Cause.API_PREEMPT, 1),
-        ([end(0, TERM), end(1, None)], Cause.UNKNOWN, None),
+        # SIGTERM met a rank before its handler stood; the agent killed the one that waited for it
+        ([end(0, TERM), end(1, None)], Cause.SIGTERM, 0),
+        ([end(0, 0, Cause.COMPLETED), end(1, None)], Cause.UNKNOWN, None),
         ([end(0, TERM), end(1, TERM)], Cause.SIGTERM, 0),
         # codes of programs that leave no result
         ([end(0, 3), end(1, None)], Cause.EXCEPTION, 0),

@@ -81,7 +81,10 @@ def conclude(ends: Sequence[Ended], evidence: Evidence = Evidence()) -> Conclusi
         return _conclusion(*_root(failures))
     if evidence.overdue and evidence.stop is not None:
         return _overdue(evidence.stop, evidence.moved, [e.end.rank for e in ends if e.end.result is None])
-    if not causes or len(causes) < len(ends):
+    alone = any(
+        e.end.result is None for _, e in causes
+    )  # ended by SIGTERM early on; the agent killed those that waited for it
+    if not causes or (len(causes) < len(ends) and not alone):
         return Conclusion(Cause.UNKNOWN, None, None, "ranks ended without telling why")
     return _conclusion(*min(causes, key=lambda item: (CAUSE_PRECEDENCE.index(item[0]), item[1].end.rank)))
 

@@ -198,7 +198,9 @@ class Supervisor:
             say(f"rank {number} (pid {rank.process.pid}) ended with {code}{' (killed by the agent)' * rank.killed}")
             if code == -signal.SIGKILL and not rank.killed and self._oom.recently():
                 self._evidence = replace(self._evidence, oom=self._evidence.oom | {number})
-            if self._failed_since is None and not is_fine(rank.end(0).end):
+            end = rank.end(0).end
+            if self._failed_since is None and (end.result is None or not is_fine(end)):
+                # Without a result it was not agreed on, whatever ended it: the others would wait for it.
                 self._failed_since = time.monotonic()
 
     def _publish(self) -> None:
