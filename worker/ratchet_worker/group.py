@@ -83,8 +83,12 @@ def connect(identity: Identity, timeout: float) -> Clients:
 
 
 def _free_copy(fd: int | None) -> int | None:
-    """libuv wants a descriptor of its own."""
-    return None if fd is None else os.dup(fd)
+    """For libuv, which closes it; the inherited one goes: children of this process would inherit it too, and keep the port."""
+    if fd is None:
+        return None
+    copy = os.dup(fd)
+    os.close(fd)
+    return copy
 
 
 def join(launch: LaunchFile, identity: Identity, clients: Clients, device: torch.device, timeout: float) -> None:
