@@ -105,15 +105,18 @@ def main():
     parser.add_argument("--steps", type=int)
     parser.add_argument("--hold", type=int, nargs="*", default=[])
     parser.add_argument("--gate")
+    parser.add_argument("--hold-evaluation", type=int)
+    parser.add_argument("--hold-end", action="store_true")
     args = parser.parse_args()
     with Session() as s:
-        data = TrainLoader(Numbers(100), batch_size=8, seed=s.seed, rank=s.rank, world_size=s.world_size)
+        data = TrainLoader(Share(100, s.rank), batch_size=8, seed=s.seed, rank=s.rank, world_size=s.world_size)
         module = net()
         model = s.wrap(module)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
         noise = np.random.default_rng(s.rank)
         average = {"weight": torch.zeros(48, 12)}
-        s.register(optimizer=optimizer, data=data, noise=noise, average=Average(average))
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", patience=0)
+        s.register(optimizer=optimizer, scheduler=plateau, data=data, noise=noise, average=Average(average))
         batches = s.batches()
         for step in s.steps(args.steps):
             x, y = next(batches)
@@ -124,18 +127,40 @@ def main():
             average["weight"] = 0.9 * average["weight"] + 0.1 * module[0].weight.detach()
             s.log({"loss": loss})
             if step in args.hold:
-                Path(args.gate, f"held{step}.{s.rank}").touch()
-                while not Path(args.gate, f"go{step}").exists():
-                    time.sleep(0.01)
+                hold(args.gate, step, s.rank)
             if (step + 1) % 8 == 0:
                 with s.evaluation() as ev:
                     right = total = 0
                     for i in ev.batches(range(s.rank, 20, s.world_size)):
                         right += int(module(torch.ones(2, 12) * i / 20).argmax(1).sum())
                         total += 2
-                    s.log(ev.averages({"right": (right, total)}))
+                    if args.gate and step + 1 == args.hold_evaluation:
+                        hold(args.gate, "evaluation", s.rank)
+                    found = ev.averages({"right": (right, total)})
+                s.log(found)
+                plateau.step(found["right"])
+                module[1].eval()    # the running statistics are frozen from here on
         assert s.all_gather(s.rank) == list(range(s.world_size))
+        if args.hold_end and s.rank == 1:
+            hold(args.gate, "end", s.rank)
     print("after the loop", flush=True)
+
+
+def hold(gate, place, rank):
+    Path(gate, f"held{place}.{rank}").touch()
+    while not Path(gate, f"go{place}").exists():
+        time.sleep(0.01)
+
+
+class Share(Numbers):
+    """Each rank names its own data."""
+
+    def __init__(self, n, rank):
+        super().__init__(n)
+        self.rank = rank
+
+    def digest(self):
+        return f"share of rank {self.rank}"
 
 
 class Average:

@@ -37,7 +37,7 @@ _VARIABLES: Final = (
 def record(launch: LaunchFile, device: torch.device) -> Record:
     """This process's facts. All ranks of a group are expected to agree; rank 0's go into the manifest."""
     facts: Record = {
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "torch_build": _short_digest(torch.__config__.show()),
         "numpy": np.__version__,
         "python": ".".join(platform.python_version_tuple()[:2]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -14,12 +14,12 @@ from ratchet_contract.errors import StateError, UserError
 from ratchet_contract.resume import ComponentReport, ComponentStatus
 from ratchet_hooks.build import ManagedHook, redistribute
 from ratchet_hooks.layout import ManagedDDP
-from ratchet_worker import optimizer_state, rng
+from ratchet_worker import module_state, optimizer_state, rng
 from ratchet_worker.snapshot import Snapshot, Tensors, digest
 from ratchet_worker.task import Stateful, TrainData
 
 _MODEL: Final = "model"
-_ALWAYS: Final = frozenset({_MODEL, "buffers", "hook", "rng"})
+_ALWAYS: Final = frozenset({_MODEL, "buffers", "modules", "facts", "hook", "rng"})
 
 
 class JobState:
@@ -35,6 +35,8 @@ class JobState:
 
     def register(self, component: str, item: Any) -> None:
         """Add one object under a component's name. Raises ``UserError`` for what has no state that can be put back."""
+        if not component or "/" in component:
+            raise UserError(f"{component!r} is no name for a registered object: it must not be empty or have a slash")
         if component in (*self.optimizers, *self.stateful) or (component == "data" and self.data is not None):
             raise UserError(f"{component} is registered twice; give each object a name of its own")
         if isinstance(item, Optimizer):
@@ -52,6 +54,18 @@ class JobState:
         else:
             self.stateful[component] = _as_stateful(component, item)
 
+    def refuse_uncovered(self) -> None:
+        """Raises ``UserError`` for a parameter of an optimizer that nobody saves: neither the model nor a registered object."""
+        names, held = self._names(), {p for item in self.stateful.values() for p in addresses(item.state_dict())}
+        for component, optimizer in self.optimizers.items():
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            for number, parameter in enumerate(parameters):
+                if id(parameter) not in names and parameter.data_ptr() not in held:
+                    raise UserError(
+                        f"{component}: its parameter number {number} {list(parameter.shape)} is not in the wrapped model, so it "
+                        "would be neither averaged over the ranks nor saved. Make it part of the model, or register its module"
+                    )
+
     # --- capture -------------------------------------------------------------------------------------------------------
 
     def capture(self) -> Snapshot:
@@ -62,6 +76,7 @@ class JobState:
         self._capture_equal(out, hook.replicas == "equal")
         buffers = {name: buffer.detach() for name, buffer in ddp.module.named_buffers()}
         out.add_encoded("buffers", buffers, sorted(buffers))
+        out.add("modules", module_state.capture(ddp.module))
         for component, item in self.stateful.items():
             out.add(component, item.state_dict())
         if self.data is not None:
@@ -96,7 +111,7 @@ class JobState:
     ) -> list[ComponentReport]:
         """Put back the state of a group of the same size, bit for bit. ``reset_hook``: why the hook starts anew instead;
         ``relayout``: DDP stands on other buckets. Raises ``UserError`` when the objects do not fit."""
-        reports = self._restore_common(saved, "exact", None)
+        reports = self._restore_common(saved, "exact", None, relayout)
         if self.data is not None and "data" in saved.state:
             reports.append(self._restore_data(lambda data: data.load_state_dict(saved.value("data"))))
         changed = "laid into other buckets by parameter name" if relayout else None
@@ -109,7 +124,8 @@ class JobState:
     ) -> list[ComponentReport]:
         """Put back the state of a group of ``len(old)`` ranks as well as it can be. ``mine``: the old rank that this rank takes
         private state from; ``old``: data and hook of all old ranks. The generators are seeded anew from ``seed``."""
-        reports = self._restore_common(mine, "redistributed", f"the group had {len(old)} ranks; this is one of theirs")
+        reason = f"the group had {len(old)} ranks; this is one of theirs"
+        reports = self._restore_common(mine, "redistributed", reason, relayout)
         if self.data is not None and "data" in mine.state:
             reports.append(self._resize_data([s.value("data") for s in old], len(old)))
         merged = redistribute([s.encoded("hook") for s in old])
@@ -118,11 +134,13 @@ class JobState:
         reports.append(self._report("rng", "reset", "the number of ranks changed; seeded anew"))
         return reports
 
-    def _restore_common(self, saved: Snapshot, status: ComponentStatus, reason: str | None) -> list[ComponentReport]:
+    def _restore_common(
+        self, saved: Snapshot, status: ComponentStatus, reason: str | None, relayout: bool
+    ) -> list[ComponentReport]:
         """Model, optimizers, buffers and further objects. ``status`` is that of what is private; the rest is exact."""
         reports = [self._fits(_MODEL, lambda: self._restore_model(saved))]
         equal, names = {**saved.shared, **saved.private}, self._names()
-        private = [self._fits("buffers", lambda: self._restore_buffers(saved))]
+        private = [self._fits("buffers", lambda: self._restore_buffers(saved, relayout))]
         for component, optimizer in self.optimizers.items():
             if component in saved.state:
                 rest = saved.value(component)
@@ -152,8 +170,10 @@ class JobState:
         }
         _copy_into("parameter", live, found)
 
-    def _restore_buffers(self, saved: Snapshot) -> None:
-        _copy_into("buffer", dict(self.hook_or_refuse()[0].module.named_buffers()), saved.encoded("buffers")[0])
+    def _restore_buffers(self, saved: Snapshot, relayout: bool) -> None:
+        module = self.hook_or_refuse()[0].module
+        _copy_into("buffer", dict(module.named_buffers()), saved.encoded("buffers")[0])
+        module_state.restore(module, saved.value("modules"), frozen=not relayout)
 
     def _restore_hook(
         self, state: tuple[Tensors, Any], reset: str | None, changed: str | None, relayout: bool
@@ -189,7 +209,7 @@ class JobState:
         """Run ``load``; an object that does not take the recorded state is a user's error that no retry heals."""
         try:
             load()
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # the device's fault, which another attempt may heal
             raise
         except (StateError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise UserError(
@@ -220,6 +240,15 @@ class JobState:
         module = self.hook_or_refuse()[0].module
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         return [name for name, _ in module.named_parameters() if name not in ignored]
+
+
+def addresses(state: Any) -> Iterator[int]:
+    """Where the tensors of a state begin in memory."""
+    if isinstance(state, torch.Tensor):
+        yield state.data_ptr()
+    elif isinstance(state, (dict, list, tuple)):
+        for item in state.values() if isinstance(state, dict) else state:
+            yield from addresses(item)
 
 
 def _as_stateful(component: str, item: Any) -> Stateful:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ratchet_contract.errors import UserError
 from ratchet_hooks.layout import ManagedDDP
-from ratchet_worker.runtime import Runtime, endless
+from ratchet_worker.runtime import Runtime
 from ratchet_worker.task import LossResult, Metrics, Parts, Task, TaskContext
 
 
@@ -76,7 +76,7 @@ class Trainer:
 
     def __init__(self, runtime: Runtime, task: Task, parts: Parts, ddp: ManagedDDP) -> None:
         self._runtime, self._task, self._parts, self._ddp = runtime, task, parts, ddp
-        self._batches: Iterator[Any] = endless(parts.train, runtime.counter.tick)
+        self._batches: Iterator[Any] = runtime.batches(parts.train)
         self._to_device: Callable[[Any, torch.device], Any] = getattr(task, "batch_to_device", to_device)
         self._before_step: Callable[[nn.Module, Any, int], None] | None = getattr(task, "before_step", None)
         self._losses: list[tuple[torch.Tensor, Metrics]] = []

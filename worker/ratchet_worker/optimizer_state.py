@@ -36,10 +36,16 @@ def capture(
     labels = list(_labels(optimizer, names))
     shared: Tensors = {}
     entries: dict[str, dict[str, Any]] = {}
+    others: dict[Any, Any] = {}
     for index, values in state["state"].items():
-        label = labels[index] if isinstance(index, int) and index < len(labels) else f"#{index}"
+        if not isinstance(index, int):  # not of a parameter: state_dict lets such keys pass as they are
+            others[index] = values
+            continue
+        label = labels[index]
+        if not isinstance(values, dict):
+            raise StateError(f"{component}: the state of {label} is a {type(values).__name__}, not a dict")
         rest: dict[str, Any] = {}
-        for key, value in values.items() if isinstance(values, dict) else ():
+        for key, value in values.items():
             if label in replicated and _plain(value) and isinstance(key, str):
                 shared[f"{component}/{label}/{key}"] = value.detach()
                 rest[key] = {_SHARED: list(value.stride())}
@@ -48,7 +54,7 @@ def capture(
         entries[label] = rest
     groups = [{**group, "params": [labels[i] for i in group["params"]]} for group in state["param_groups"]]
     extra = {k: v for k, v in state.items() if k not in ("state", "param_groups")}
-    return shared, {"state": entries, "param_groups": groups, "extra": extra}
+    return shared, {"state": entries, "others": others, "param_groups": groups, "extra": extra}
 
 
 def restore(optimizer: Optimizer, component: str, names: dict[int, str], shared: Tensors, rest: Any) -> None:
@@ -70,7 +76,11 @@ def restore(optimizer: Optimizer, component: str, names: dict[int, str], shared:
     }
     groups = [{**group, "params": [index[label] for label in group["params"]]} for group in rest["param_groups"]]
     optimizer.load_state_dict(
-        {"state": {index[n]: v for n, v in entries.items()}, "param_groups": groups, **rest["extra"]}
+        {
+            "state": {index[n]: v for n, v in entries.items()} | rest["others"],
+            "param_groups": groups,
+            **rest["extra"],
+        }
     )
     _undo_casts(optimizer, labels, entries)
 

@@ -12,7 +12,10 @@ import socket
 import time
 from typing import Any, Final, Literal
 
+import torch
+
 from ratchet_contract import messages as m
+from ratchet_contract.errors import UserError
 from ratchet_contract.manifest import Manifest
 from ratchet_contract.resume import Base, ResumeReport
 from ratchet_hooks.summary import HookSummary
@@ -101,3 +104,10 @@ class Reporter:
 
 
 Reason = Literal["schedule", "stop", "request", "end"]
+
+
+def metric(name: str, value: float | torch.Tensor) -> float:
+    """A metric's value as a number. Raises ``UserError`` for a name that cannot be one."""
+    if not name or len(name) > 200:
+        raise UserError(f"a metric needs a name of 1 to 200 characters, not {name[:20]!r}")
+    return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)

@@ -138,14 +138,14 @@ def _snapshot(rank: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]
 
 
 def differences(
-    manifest: Manifest, current: Record, launch: LaunchFile, data_digest: str | None
+    manifest: Manifest, current: Record, launch: LaunchFile, data_digest: str | None, own: Record | None = None
 ) -> list[EnvironmentDifference]:
-    """Everything recorded that is not the same now: the environment, and digests of spec, code and data."""
+    """Everything recorded that is not the same now: the environment, and digests of spec, code and data. ``own``: what this very
+    rank had recorded (its GPU, the digest of its share of the data); else rank 0's facts stand for it."""
     recorded = {
-        **manifest.environment,
+        **(own if own is not None else {**manifest.environment, "data_digest": manifest.data_digest}),
         "spec_digest": manifest.spec_digest,
         "code_digest": manifest.code_digest,
-        "data_digest": manifest.data_digest,
     }
     now: Record = {
         **current,

@@ -61,6 +61,8 @@ def build(
                 code="layout-mismatch",
             ) from error
         notes.layout = str(error)
+        if policy == "reset":
+            notes.hook = notes.hook or str(error)
     except UnsupportedModel as error:
         raise UserError(f"hook {spec.hook.name} cannot run this model: {error}", code="unsupported-model") from error
     return managed_ddp(module, spec.hook, ddp=options, device=device)
@@ -73,19 +75,23 @@ def restore(runtime: Runtime) -> None:
     differences: list[EnvironmentDifference] = []
     reports: list[ComponentReport] = []
     if chosen.manifest is not None:
-        differences = disk.differences(chosen.manifest, runtime.environment, launch, runtime.data_digest)
+        saved = _read_own(runtime, chosen.manifest)
+        own = saved.state.get("facts") if saved is not None else None
+        differences = disk.differences(chosen.manifest, runtime.environment, launch, runtime.data_digest, own)
         if differences and launch.spec.determinism == "strict":
             raise UserError(
                 f"determinism is strict and this is not what was recorded: {environment_record.sentence(differences)}. Resume "
                 "where it is the same, or submit with determinism: warn",
                 code="environment-differs",
             )
-        reports = _restore_state(runtime, chosen.manifest)
+        reports = _restore_state(runtime, chosen.manifest, saved)
         _insist_if_strict(launch, reports)
-    gathered = runtime.exchange.gather("resume", [r.model_dump() for r in reports])
+    mine = {"reports": [r.model_dump() for r in reports], "differences": [d.model_dump() for d in differences]}
+    gathered = runtime.exchange.gather("resume", mine)
     if runtime.rank != 0:
         return
-    components = [ComponentReport.model_validate(r) for rank in gathered for r in rank]
+    components = [ComponentReport.model_validate(r) for rank in gathered for r in rank["reports"]]
+    differences = _union([EnvironmentDifference.model_validate(d) for rank in gathered for d in rank["differences"]])
     report = ResumeReport(
         verdict=_verdict(chosen.manifest, components, differences),
         base=chosen.base,
@@ -94,9 +100,24 @@ def restore(runtime: Runtime) -> None:
         components=components,
         differences=differences,
         quarantined=chosen.quarantined,
-        notes=chosen.notes,
+        notes=[*chosen.notes, *_caveats(runtime)],
     )
     _announce(runtime, report)
+
+
+def _union(found: list[EnvironmentDifference]) -> list[EnvironmentDifference]:
+    """Each once, by key; what several ranks tell alike is one."""
+    return sorted({(d.key, repr(d)): d for d in found}.values(), key=lambda d: d.key)
+
+
+def _caveats(runtime: Runtime) -> list[str]:
+    """What a report cannot know of."""
+    out = []
+    if runtime.state.data is None:
+        out.append("no data are registered: their position is right only if batches are a function of the step")
+    if runtime.launch.spec.determinism == "off":
+        out.append("determinism is off: the state is compared, but the same state need not lead to the same bits")
+    return out
 
 
 def _insist_if_strict(launch: LaunchFile, reports: list[ComponentReport]) -> None:
@@ -125,12 +146,17 @@ def _verdict(
     return "exact" if not differences and all(c.status == "exact" for c in components) else "not-exact"
 
 
-def _restore_state(runtime: Runtime, manifest: Manifest) -> list[ComponentReport]:
-    state, rank = runtime.state, runtime.rank
-    resized = manifest.world_size != runtime.world_size
+def _read_own(runtime: Runtime, manifest: Manifest) -> Snapshot | None:
+    """What this rank had saved; None when the number of ranks has changed."""
+    if manifest.world_size != runtime.world_size:
+        return None
+    return disk.read(runtime.chosen, [runtime.rank])[runtime.rank]
+
+
+def _restore_state(runtime: Runtime, manifest: Manifest, saved: Snapshot | None) -> list[ComponentReport]:
+    state = runtime.state
     reset, relayout = runtime.notes.hook, runtime.notes.layout is not None
-    if not resized:
-        saved = disk.read(runtime.chosen, [rank])[rank]
+    if saved is not None:
         reports = state.restore(saved, reset_hook=reset, relayout=relayout)
     else:
         _refuse_resize(runtime, manifest)

@@ -6,8 +6,9 @@ before an evaluation, so an evaluation that a stop cut short runs again after th
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -27,11 +28,12 @@ from ratchet_worker import resume
 from ratchet_worker.agreement import FINISH, NOT_STARTED, STRIDE, Agreement, Decision, position
 from ratchet_worker.checkpointer import Checkpointer, Content
 from ratchet_worker.counter import Stage, StepCounter
+from ratchet_worker.data.epochs import endless
 from ratchet_worker.environment_record import Record
 from ratchet_worker.evaluation import Evaluation, undisturbed
 from ratchet_worker.exchange import Abandoned, Exchange
 from ratchet_worker.job_state import JobState
-from ratchet_worker.reporter import Reason, Reporter
+from ratchet_worker.reporter import Reason, Reporter, metric
 from ratchet_worker.restore import Chosen
 
 Item = TypeVar("Item")
@@ -75,6 +77,7 @@ class Runtime:
         self._unit = position(self.step)  # the last one begun
         self._open = False  # between begin_step and end_step
         self._iteration = 0  # of the hook, when the open step began
+        self._evaluations = 0  # within the open step
         self._warned: set[str] = set()
 
     @property
@@ -116,6 +119,7 @@ class Runtime:
             raise UserError("restore comes once, after everything is registered and before the first step")
         self.total = total
         self.state.hook_or_refuse()
+        self.state.refuse_uncovered()
         self.counter.tick()
         resume.restore(self)
         self.restored = True
@@ -127,6 +131,7 @@ class Runtime:
     def begin_step(self) -> None:
         """Start the next step, or act on what was agreed first. Raises ``Stopped``."""
         self._begin(position(self.step + 1))
+        self._evaluations = 0
         self._open, self._iteration = True, self.state.hook_or_refuse()[1].iteration
         self.counter.start_step(self.step + 1)
 
@@ -144,6 +149,19 @@ class Runtime:
         elif every is not None and self.step % every == 0:
             self._save("schedule")
 
+    def batches(self, data: Iterable[Item]) -> Iterator[Item]:
+        """Batches of ``data``, epoch after epoch. Raises ``UserError`` for an epoch without batches, and for a batch that is
+        taken where no step is open: the position in the data would belong to another step than the rest of the state."""
+        return endless(data, self._taken)
+
+    def _taken(self) -> None:
+        if not self._open:
+            raise UserError(
+                "a batch of the training data was taken outside a step, so a checkpoint would count it to the wrong one: take "
+                "batches in the body of the loop over steps, before its end is asked for, and none in advance"
+            )
+        self.counter.tick()
+
     def settle(self) -> None:
         """Something is asked for in the middle of a loop's body: if the open step has done its work, it ends here."""
         if self._open and self.state.hook_or_refuse()[1].iteration > self._iteration:
@@ -157,7 +175,7 @@ class Runtime:
     def log(self, values: dict[str, float | torch.Tensor]) -> None:
         """Metrics of the open step, or of the one just done; only rank 0's are kept."""
         if self.rank == 0:
-            self.reporter.metrics(self.step + self._open, {k: _number(k, v) for k, v in values.items()})
+            self.reporter.metrics(self.step + self._open, {k: metric(k, v) for k, v in values.items()})
 
     def finish(self) -> None:
         """The end of the job: every rank has done its last step. The final checkpoint, if it is not there yet."""
@@ -175,6 +193,8 @@ class Runtime:
         if self.step != last.step or not ended:
             self._save("end", finished=True)
         self._report_hook()
+        # A rank that stopped listening now would leave one that is frozen before its own end waiting for an answer.
+        self.exchange.gather("finish", None, timeout=math.inf)
         self.finished = True
         self.agreement.close()
 
@@ -182,22 +202,33 @@ class Runtime:
 
     @contextmanager
     def evaluating(self) -> Iterator[Evaluation]:
-        """A block that leaves no trace in the training state, and that a stop cuts short. On every rank, after the same step."""
+        """A block that leaves no trace in the training state. On every rank, after the same step.
+
+        Between two steps a stop cuts it short, and it runs again after the resume. Within an open step it belongs to the step, as
+        does what a script makes of its values (a scheduler that is stepped by them): a stop comes after both.
+        """
         ddp, _ = self.state.hook_or_refuse()
-        self.settle()
-        if (self._unit + 1) % STRIDE == FINISH:
-            raise UserError(f"more than {FINISH - 1} evaluations after one step")
-        self._begin(self._unit + 1)
+        cut_short = not self._open
+        name = self._begin_evaluation()
         self.counter.stage(Stage.EVALUATING)
-        name = f"evaluation/{self._unit}"
         try:
             with undisturbed(ddp, self.device, broadcast=self.launch.spec.ddp.broadcast_buffers):
-                yield Evaluation(self.exchange, name, self.counter.tick, self._stop_pending)
+                yield Evaluation(self.exchange, name, self.counter.tick, lambda: cut_short and self._stop_pending())
         except Abandoned:
             self.reporter.note(
                 "evaluation-abandoned", f"a stop left the evaluation after step {self.step}; it runs again"
             )
         self.counter.stage(Stage.TRAINING)
+
+    def _begin_evaluation(self) -> str:
+        """Its name. Between two steps it is a unit of its own, within one it belongs to the step's."""
+        if self._open:
+            self._evaluations += 1
+            return f"evaluation/{self._unit}/{self._evaluations}"
+        if (self._unit + 1) % STRIDE == FINISH:
+            raise UserError(f"more than {FINISH - 1} evaluations after one step")
+        self._begin(self._unit + 1)
+        return f"evaluation/{self._unit}"
 
     def _stop_pending(self) -> bool:
         decision = self.agreement.pending()
@@ -248,8 +279,10 @@ class Runtime:
     def _content(self) -> Content:
         _, hook = self.state.hook_or_refuse()
         layout = hook.layout()
+        snapshot = self.state.capture()
+        snapshot.state["facts"] = {**self.environment, "data_digest": self.data_digest}
         return Content(
-            snapshot=self.state.capture(),
+            snapshot=snapshot,
             layout=layout,
             hook=hook_record(hook),
             replicas=hook.replicas,
@@ -280,21 +313,3 @@ class Runtime:
 def hook_record(hook: ManagedHook) -> HookRecord:
     """What a manifest says of a hook."""
     return HookRecord(name=hook.spec.name, parameters=hook.spec.model_dump(mode="json"), state_version=STATE_VERSION)
-
-
-def _number(name: str, value: float | torch.Tensor) -> float:
-    if not name or len(name) > 200:
-        raise UserError(f"a metric needs a name of 1 to 200 characters, not {name[:20]!r}")
-    return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
-
-
-def endless(data: Iterable[Item], on_batch: Callable[[], None]) -> Iterator[Item]:
-    """Batches of ``data``, epoch after epoch. Raises ``UserError`` for an epoch without batches."""
-    while True:
-        empty = True
-        for batch in data:
-            empty = False
-            on_batch()
-            yield batch
-        if empty:
-            raise UserError("the data gave no batch in a whole epoch: fewer samples than one global batch needs?")

@@ -33,22 +33,27 @@ The rules:
   and data are free. Values derived from ``step`` need no registration.
 - The state is put back when the first step is asked for (or at ``restore()``): register before, create iterators of the data
   through ``batches()``.
-- The body of the loop is one step. It ends with ``optimizer.step()`` and ``zero_grad()``: gradients are not saved.
+- The body of the loop is one step: what it changes counts to it, down to its last line, and it is saved when the next step is
+  asked for. Take batches in the body, none in advance. End it with ``optimizer.step()`` and ``zero_grad()``; gradients that are
+  left are saved too, at the price of their size. After ``checkpoint()`` nothing that has state may change in the same body.
 - All ranks do the same number of steps. ``break`` on all ranks in the same step ends the job early; the step counts if its
   backward was done.
 - A stop that the ranks agreed on comes out of ``steps`` as ``Stopped`` (a ``SystemExit``): let it pass.
 - The script runs again from its first line in every attempt.
 
-Evaluating inside the loop, between two steps::
+Evaluating inside the loop, at the end of a step::
 
     if (step + 1) % 100 == 0:
         with s.evaluation() as ev:                 # eval mode, no gradients, rank 0's buffers; leaves no trace
             right = total = 0
             for x, y in ev.batches(my_test_share):
                 right += int((net(x).argmax(1) == y).sum()); total += len(y)
-            s.log(ev.averages({"accuracy": (right, total)}))
+            found = ev.averages({"accuracy": (right, total)})
+        s.log(found)
+        scheduler.step(found["accuracy"])          # belongs to the step, too
 
-The block is left early when a stop comes; use ``ev.gather`` or ``ev.averages`` in it, no collectives of torch.
+A stop waits for the end of the step, evaluation included. Outside the loop the block is left early when a stop comes. Use
+``ev.gather`` or ``ev.averages`` in it, no collectives of torch.
 """
 
 from __future__ import annotations
@@ -63,7 +68,7 @@ from torch import nn
 
 from ratchet_contract.errors import UserError
 from ratchet_worker.evaluation import Evaluation
-from ratchet_worker.runtime import Runtime, current, endless
+from ratchet_worker.runtime import Runtime, current
 
 _OWN_NAMES = frozenset({"optimizer", "scheduler", "scaler", "data"})
 
@@ -148,7 +153,7 @@ class Session:
         data = self._runtime.state.data
         if data is None:
             raise UserError("register(data=...) first; batches() gives the batches of the registered data")
-        return endless(data, self._runtime.counter.tick)
+        return self._runtime.batches(data)
 
     def restore(self, total_steps: int | None = None) -> None:
         """Put the state back now; ``steps`` does it by itself. Everything must be registered."""

@@ -1,0 +1,112 @@
+"""What comes back with a module and an optimizer besides tensors, and what is refused before anything is trained with it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ratchet_contract.errors import StateError, UserError
+from ratchet_worker import module_state, optimizer_state
+from ratchet_worker.job_state import JobState
+from ratchet_worker.snapshot import Snapshot
+
+
+class Calibrated(nn.Linear):
+    """State that is neither parameter nor buffer."""
+
+    seen = 0
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen, "peak": torch.full((2,), float(self.seen))}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Calibrated(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def _through_a_checkpoint(value: object) -> Any:
+    snapshot = Snapshot()
+    snapshot.add("modules", value)
+    return snapshot.value("modules")
+
+
+def test_modes_frozen_parameters_extra_state_and_left_gradients_come_back() -> None:
+    net = _net()
+    net(torch.ones(5, 3)).sum().backward()
+    net[1].eval()
+    net[2].weight.requires_grad_(False)
+    net[0].seen = 7
+    net[2].weight.grad = None
+    net[1].weight.grad.zero_()
+    state = _through_a_checkpoint(module_state.capture(net))
+
+    other = _net()
+    other[2].weight.grad = torch.ones(2, 4)
+    module_state.restore(other, state)
+    assert [m.training for m in other.modules()] == [m.training for m in net.modules()]
+    assert [p.requires_grad for p in other.parameters()] == [p.requires_grad for p in net.parameters()]
+    assert other[0].seen == 7
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None) and (p.grad is None or torch.equal(p.grad, q.grad))
+
+    # DDP was built for other parameters: what it trains is not changed behind its back.
+    again = _net()
+    module_state.restore(again, state, frozen=False)
+    assert all(p.requires_grad for p in again.parameters()) and not again[1].training
+    with pytest.raises(StateError, match="extra state of '0'"):
+        module_state.restore(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), state)
+    with pytest.raises(StateError, match=r"'1.*the model has no longer"):
+        module_state.restore(nn.Sequential(Calibrated(3, 4)), state)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a number that belongs to no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        self.state["steps"] = self.state.get("steps", 0) + 1
+
+
+def test_state_of_an_optimizer_that_belongs_to_no_parameter_comes_back() -> None:
+    net = _net()
+    optimizer = Counting(net.parameters(), 0.1, momentum=0.9)
+    net(torch.ones(5, 3)).sum().backward()
+    optimizer.step()
+    names = {id(p): n for n, p in net.named_parameters()}
+    shared, rest = optimizer_state.capture(optimizer, "optimizer", names, list(names.values()))
+
+    other = _net()
+    again = Counting(other.parameters(), 0.1, momentum=0.9)
+    named = {id(p): n for n, p in other.named_parameters()}
+    optimizer_state.restore(again, "optimizer", named, shared, _through_a_checkpoint(rest))
+    assert again.state["steps"] == 1 and len(again.state) == len(optimizer.state)
+
+
+def _job(net: nn.Module) -> JobState:
+    state: Any = JobState(0, torch.device("cpu"))
+    state.ddp, state.hook = SimpleNamespace(module=net), object()
+    return state  # type: ignore[no-any-return]
+
+
+def test_a_parameter_that_nobody_saves_is_refused_before_the_first_step() -> None:
+    net, head = _net(), nn.Linear(2, 2)
+    state = _job(net)
+    state.register("optimizer", torch.optim.SGD([*net.parameters(), *head.parameters()], 0.1))
+    with pytest.raises(UserError, match=r"number 6 \[2, 2\] is not in the wrapped model"):
+        state.refuse_uncovered()
+    state.register("user:head", head)
+    state.refuse_uncovered()
+
+
+@pytest.mark.parametrize("name", ["", "user:a/b"])
+def test_names_that_would_mix_up_two_components_are_refused(name: str) -> None:
+    with pytest.raises(UserError, match="no name"):
+        _job(_net()).register(name, nn.Linear(1, 1))

@@ -1,0 +1,55 @@
+"""What a module has besides parameters and buffers: modes, frozen parameters, extra state, and gradients that were left.
+
+Gradients are mostly none or zeros between two steps; a script that accumulates over several of its steps leaves more, and whether
+an unused parameter has zeros or nothing decides if an optimizer moves it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ratchet_contract.errors import StateError
+
+
+def capture(module: nn.Module) -> dict[str, Any]:
+    """A tree that ``ratchet_hooks.codec`` takes; a gradient of zeros is stored as None."""
+    gradients = {name: p.grad.detach() for name, p in module.named_parameters() if p.grad is not None}
+    return {
+        "eval": [name for name, m in module.named_modules() if not m.training],
+        "frozen": [name for name, p in module.named_parameters() if not p.requires_grad],
+        "extra": {name: m.get_extra_state() for name, m in _with_extra_state(module).items()},
+        "gradients": {name: g if bool(g.any()) else None for name, g in gradients.items()},
+    }
+
+
+def restore(module: nn.Module, state: dict[str, Any], *, frozen: bool = True) -> None:
+    """Inverse of ``capture``. ``frozen`` False leaves ``requires_grad`` alone: DDP was built for other parameters then.
+
+    Raises ``StateError`` when the module is built of other parts than the recorded one.
+    """
+    modules, parameters = dict(module.named_modules()), dict(module.named_parameters())
+    holders = _with_extra_state(module)
+    if odd := sorted(set(holders) ^ set(state["extra"])):
+        raise StateError(f"extra state of {odd[0]!r} is only on one side, of the model or of the checkpoint")
+    named = {*state["frozen"], *state["gradients"]} - set(parameters) | set(state["eval"]) - set(modules)
+    if named:
+        raise StateError(f"{min(named)!r}, which the model has no longer")
+    for name, part in modules.items():
+        part.training = name not in state["eval"]
+    for name, holder in holders.items():
+        holder.set_extra_state(state["extra"][name])
+    for name, parameter in parameters.items():
+        if frozen and parameter.requires_grad is (name in state["frozen"]):
+            parameter.requires_grad_(name not in state["frozen"])
+        parameter.grad = _gradient(parameter, state["gradients"][name]) if name in state["gradients"] else None
+
+
+def _gradient(parameter: nn.Parameter, saved: torch.Tensor | None) -> torch.Tensor:
+    return torch.zeros_like(parameter) if saved is None else saved.to(parameter.device, copy=True)
+
+
+def _with_extra_state(module: nn.Module) -> dict[str, nn.Module]:
+    return {n: m for n, m in module.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state}
