@@ -108,7 +108,7 @@ def _canonical(data: dict[str, Any]) -> bytes:
 
 def seal(manifest: Manifest) -> tuple[Manifest, bytes]:
     """The manifest with its digest, and the bytes to write."""
-    data = manifest.model_dump(mode="json")
+    data = json.loads(manifest.model_dump_json())  # not ``model_dump``: it would keep NaN, which is no JSON
     digest = hashlib.sha256(_canonical(data)).hexdigest()
     data["digest"] = digest
     return manifest.model_copy(update={"digest": digest}), json.dumps(data, indent=1, allow_nan=False).encode()

@@ -50,6 +50,11 @@ class Net(nn.Module):
         return self.last(x)
 
 
+class Diverging(Mine):
+    def loss(self, model, batch):
+        return super().loss(model, batch) * float("nan")
+
+
 class Turning(Mine):
     def build(self, ctx):
         self.rank = ctx.rank
@@ -156,7 +161,7 @@ class World:
             self.server.call("POST", f"/v1/jobs/{job_id}/checkpoints/{checkpoint}/verify").json()["verification"]
         )
 
-    def metrics(self, job_id: str) -> dict[str, list[tuple[int, float]]]:
+    def metrics(self, job_id: str) -> dict[str, list[tuple[int, float | str]]]:
         series = self.server.call("GET", f"/v1/jobs/{job_id}/metrics").json()["series"]
         return {s["name"]: [(p["step"], p["value"]) for p in s["points"]] for s in series}
 
@@ -322,6 +327,29 @@ def test_a_signal_to_every_process_at_once_is_one_agreed_stop(server: Server) ->
     assert resumed["resume_report"]["verdict"] == "exact"
     comparison = compare(reference, final_checkpoint(server, job))
     assert comparison.identical, render(comparison)
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_is_shown_saved_and_resumed_like_any_other(world: World, tmp_path: Path) -> None:
+    """Loss and residuals are NaN, which JSON does not know."""
+    server, gate = world.server, Gate(tmp_path / "gate")
+    gate.hold("step12")
+    spec = world.spec("diverging", gate)
+    spec["task"] = {"entrypoint": "turning:Diverging", "args": {"steps": 14, "gate": str(gate.directory)}}
+    job = server.submit(spec)
+    gate.reached("step12")
+    os.kill(rank_pid(world.newest(job), 1), signal.SIGKILL)
+    gate.release("step12")
+    server.wait_phase(job, "SUCCEEDED")
+    _, resumed = server.attempts(job)
+    assert (resumed["base"]["step"], resumed["resume_report"]["verdict"]) == (10, "exact")
+    assert {value for _, value in world.metrics(job)["loss"]} == {"NaN"}
+    hook = server.call("GET", f"/v1/jobs/{job}/hook").json()
+    assert (hook["phase"], hook["residual_norm"]) == ("compressing", {"0": "NaN", "1": "NaN"})
+    newest = server.job(job)["last_checkpoint"]
+    assert world.verify(job, newest) == "ok"
+    manifest = server.call("GET", f"/v1/jobs/{job}/checkpoints/{newest}").json()["manifest"]
+    assert [summary["residual_norm"] for summary in manifest["hook_summaries"]] == ["NaN", "NaN"]
 
 
 @pytest.mark.slow

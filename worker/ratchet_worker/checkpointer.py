@@ -120,7 +120,7 @@ class Checkpointer:
             "file": file.model_dump(),
             "tensors": [entry.model_dump() for entry in tensors],
             "shared": digest(content.snapshot.shared.values()),
-            "summary": content.summary.model_dump(mode="json"),
+            "summary": content.summary.model_dump_json(),
         }
 
     def _decide(
@@ -165,7 +165,7 @@ class Checkpointer:
             shared_digest=reports[0]["shared"] if mine.snapshot.shared else None,
             bucket_layout=mine.layout,
             hook=mine.hook,
-            hook_summaries=[HookSummary.model_validate(r["summary"]) for r in reports],
+            hook_summaries=[HookSummary.model_validate_json(r["summary"]) for r in reports],
             environment=mine.environment,
             finished=finished,
             files=[FileEntry.model_validate(r["file"]) for r in reports],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from typing import Literal
@@ -46,7 +47,7 @@ def detail(session: Session, job_id: str, checkpoint_id: str, homes: HomePaths) 
     """With the manifest, where the disk still has one that is right."""
     row = find_checkpoint(session, job_id, checkpoint_id)
     try:
-        manifest = read_manifest(homes.job(job_id).checkpoint(row.step, row.epoch)).model_dump(mode="json")
+        manifest = json.loads(read_manifest(homes.job(job_id).checkpoint(row.step, row.epoch)).model_dump_json())
     except CheckpointError:
         manifest = None
     return CheckpointDetail(**checkpoint_view(row).model_dump(), manifest=manifest)
