@@ -75,8 +75,8 @@ def _find(launch: LaunchFile, reporter: Reporter) -> Chosen:
         return Chosen(manifest.base, manifest, job.checkpoint(manifest.step, manifest.epoch), quarantined)
     notes = []
     if launch.lineage:
-        what = "no valid checkpoint is left of earlier attempts" if moved else "earlier attempts left no checkpoint"
-        notes = [f"{what}; the job starts over"]
+        valid = "valid " if moved else ""
+        notes = [f"there is no {valid}checkpoint of earlier attempts; the job starts over"]
     if fork is None:
         return Chosen(quarantined=quarantined, notes=notes)
     return _find_fork(fork, quarantined)
