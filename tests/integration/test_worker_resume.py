@@ -141,3 +141,11 @@ def test_what_differs_is_refused_or_reported_and_a_fork_on_other_ranks_is_redist
     assert {d.key for d in report.differences} == {"determinism", "ranks_per_node", "world_size", "spec_digest"}
     manifest = CheckpointReader(forked.newest()).manifest
     assert manifest.step == STEPS and manifest.world_size == 1
+
+    # Other buckets under `reset`: the hook starts anew, as was asked, and the report says so.
+    anew = Job(tmp_path, {**_spec(evaluate=False, steps=source.step + 2), "ddp": {"bucket_cap_mb": 1}}, job_id="anew")
+    jobs.append(anew)
+    attempt = anew.launch(fork=fork, spec={"policy": {"on_hook_mismatch": "reset"}})
+    assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
+    statuses = _statuses(attempt)
+    assert (statuses["hook"], statuses["layout"], statuses["optimizer"]) == ("reset", "redistributed", "exact")

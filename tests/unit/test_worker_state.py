@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import socket
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -13,6 +18,7 @@ from torch import nn
 from ratchet_contract.errors import StateError, UserError
 from ratchet_worker import environment_record, optimizer_state, rng
 from ratchet_worker.evaluation import undisturbed
+from ratchet_worker.group import _free_copy
 from ratchet_worker.snapshot import Snapshot, digest
 
 CPU = torch.device("cpu")
@@ -212,3 +218,22 @@ def test_an_evaluation_leaves_modes_buffers_gradients_and_generators_as_they_wer
         raise ZeroDivisionError
     assert inner.training and not inner.drop.training and inner.calls == 0
     assert torch.equal(rng.capture(CPU)["torch"], before["torch"])
+
+
+def test_the_rendezvous_socket_is_not_left_to_children_of_the_rank() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        inherited = os.dup(server.fileno())
+        os.set_inheritable(inherited, True)
+        copy = _free_copy(inherited)
+        assert copy is not None and not os.get_inheritable(copy)
+        os.close(copy)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(inherited if inherited != copy else -1)
+
+
+def test_a_rank_whose_agent_died_before_it_could_ask_dies_too() -> None:
+    code = (
+        "import os; from ratchet_worker.procs import die_with_parent; die_with_parent(os.getppid() + 1); print('alive')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")
