@@ -100,3 +100,10 @@ def test_a_failed_save_is_told_and_the_third_in_a_row_ends_the_attempt(home: Hom
     result = attempt.wait()
     assert result.cause is Cause.CHECKPOINT_ERROR and "model/0.bias of rank [1]" in (result.message or "")
     assert job.checkpoints()[-1] == "step-000000000006.a0002"
+
+
+def test_ranks_that_would_do_different_numbers_of_steps_are_refused_before_the_first(home: Home) -> None:
+    attempt = home.job("uneven", None, uneven=True).launch()
+    result = attempt.wait()
+    assert result.cause is Cause.USER_ERROR and f"[{STEPS}, {STEPS + 1}]" in (result.message or ""), attempt.logs()
+    assert result.last_step == 0

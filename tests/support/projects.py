@@ -40,9 +40,9 @@ def net():
 class Mine:
     """``gate``: a directory; a file in it named like a place holds everybody there (build, step, batch)."""
 
-    def __init__(self, steps=24, evaluate_every=None, gate=None, diverge_at=None):
+    def __init__(self, steps=24, evaluate_every=None, gate=None, diverge_at=None, uneven=False):
         assert (hooks.OWNER, worker.OWNER, service.OWNER) == ("user", "user", "user")
-        self.steps, self.evaluate_every, self.diverge_at = steps, evaluate_every, diverge_at
+        self.steps, self.evaluate_every, self.diverge_at, self.uneven = steps, evaluate_every, diverge_at, uneven
         self.gate = Path(gate) if gate else None
 
     def wait(self, place):
@@ -58,7 +58,7 @@ class Mine:
         model = net()
         data = TrainLoader(Numbers(100), batch_size=8, seed=ctx.seed, rank=ctx.rank, world_size=ctx.world_size)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        return Parts(model, optimizer, data, total_steps=self.steps, evaluate_every=self.evaluate_every,
+        return Parts(model, optimizer, data, total_steps=self.steps + self.uneven * ctx.rank, evaluate_every=self.evaluate_every,
                      scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5))
 
     def loss(self, model, batch):

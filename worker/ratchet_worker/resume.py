@@ -86,8 +86,13 @@ def restore(runtime: Runtime) -> None:
             )
         reports = _restore_state(runtime, chosen.manifest, saved)
         _insist_if_strict(launch, reports)
-    mine = {"reports": [r.model_dump() for r in reports], "differences": [d.model_dump() for d in differences]}
+    mine = {
+        "reports": [r.model_dump() for r in reports],
+        "differences": [d.model_dump() for d in differences],
+        "total": runtime.total,
+    }
     gathered = runtime.exchange.gather("resume", mine)
+    _insist_on_one_total([rank["total"] for rank in gathered])
     if runtime.rank != 0:
         return
     components = [ComponentReport.model_validate(r) for rank in gathered for r in rank["reports"]]
@@ -103,6 +108,16 @@ def restore(runtime: Runtime) -> None:
         notes=[*chosen.notes, *_caveats(runtime)],
     )
     _announce(runtime, report)
+
+
+def _insist_on_one_total(totals: list[int | None]) -> None:
+    """A rank with more steps to do than the others would wait for them until a deadline, and look like a hang."""
+    if len(set(totals)) > 1:
+        raise UserError(
+            f"the ranks do not agree on the number of steps: {totals}, in rank order. It must not depend on a rank's own share "
+            "of the data",
+            code="total-steps-differ",
+        )
 
 
 def _union(found: list[EnvironmentDifference]) -> list[EnvironmentDifference]:
