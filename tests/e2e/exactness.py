@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ratchet_contract.paths import AttemptPaths
+from ratchet_store.commit import read_manifest
 from ratchet_store.compare import compare
 from tests.support.server import Server, agent_pid, rank_pid
 
@@ -232,6 +233,9 @@ def run_case(
     reference = reference or run_undisturbed(server, cell.spec(f"reference-{seed}"))
     job_id = run_interrupted(server, cell.spec(f"interrupted-{seed}"), outcome.kills, rng)
     judge(server, job_id, reference, outcome)
+    buckets = len(read_manifest(reference).bucket_layout or [])
+    if not (buckets == 1 if cell.buckets == "one" else buckets >= 3):
+        outcome.problems.append(f"{buckets} buckets, {cell.buckets} wanted")
     outcome.seconds = time.monotonic() - began
     return outcome, reference
 
