@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -23,6 +24,11 @@ class Segment(_Model):
 
     def holds(self, step: int, epoch: int) -> bool:
         return epoch == self.epoch and step > self.after_step and (self.until_step is None or step <= self.until_step)
+
+
+def holds(lineage: Sequence[Segment], step: int, epoch: int) -> bool:
+    """Does checkpoint (step, epoch) belong to the lineage?"""
+    return any(segment.holds(step, epoch) for segment in lineage)
 
 
 class Base(_Model):

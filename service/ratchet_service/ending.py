@@ -17,14 +17,15 @@ from sqlalchemy.orm import Session
 from ratchet_contract.counter import finished_step
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.manifest import Manifest
-from ratchet_contract.messages import AttemptResult, ForkSource
+from ratchet_contract.messages import AttemptResult
 from ratchet_contract.paths import AttemptPaths, JobPaths
 from ratchet_contract.phases import AttemptPhase, Cause, Desired, Outcome
 from ratchet_contract.resume import Base, Segment
+from ratchet_service.ancestry import bases_of, committed_of, fork_of, within
 from ratchet_service.database import Database, utc_now
 from ratchet_service.decide import AttemptEnd, Decision, Limits, decide
 from ratchet_service.ingest_effects import when
-from ratchet_service.launching import bases_of, view_of
+from ratchet_service.launching import view_of
 from ratchet_service.leases import NO_LEASE, Lease, hold
 from ratchet_service.lineage import lineage
 from ratchet_service.models import Attempt, AttemptNode, Checkpoint, Job
@@ -89,11 +90,10 @@ def _lineage(session: Session, job: Job, epoch: int, base: Base | None) -> tuple
     bases = bases_of(session, job.id)
     if base is not None:
         bases.setdefault(epoch, base)
-    fork = None if job.fork_source is None else ForkSource.model_validate(job.fork_source)
     wish = None
     if job.resume_from is not None and epoch not in bases:
         wish = Base(step=job.resume_from["step"], epoch=job.resume_from["epoch"])
-    segments = lineage(bases, resume_from=wish, fork=fork)
+    segments = lineage(bases, resume_from=wish, fork=fork_of(job))
     return segments, bases.get(segments[-1].epoch) if segments else None
 
 
@@ -249,9 +249,7 @@ def _job_values(job: Job, attempt: Attempt, decision: Decision, facts: _Facts, e
 def _newest(session: Session, job: Job, epoch: int, base: Base | None) -> Checkpoint | None:
     """The newest committed checkpoint of the lineage: what the next attempt starts from."""
     segments, _ = _lineage(session, job, epoch, base)
-    query = sa.select(Checkpoint).where(Checkpoint.job_id == job.id, Checkpoint.state == "committed")
-    rows = session.scalars(query.order_by(Checkpoint.step.desc(), Checkpoint.epoch.desc()))
-    return next((row for row in rows if any(s.holds(row.step, row.epoch) for s in segments)), None)
+    return next(iter(within(segments, committed_of(session, job.id))), None)
 
 
 def _last_step(evidence: Evidence, paths: AttemptPaths) -> int:

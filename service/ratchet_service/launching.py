@@ -14,18 +14,19 @@ import sqlalchemy as sa
 from pydantic import ValidationError
 from sqlalchemy.orm import Session
 
-from ratchet_contract.messages import ForkSource, LaunchFile
+from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import AttemptPaths, HomePaths
 from ratchet_contract.phases import AttemptPhase, Event, JobPhase
 from ratchet_contract.resume import Base
 from ratchet_contract.spec import JobSpec, Resolved
+from ratchet_service.ancestry import bases_of, committed_of, fork_of
 from ratchet_service.database import Database, utc_now
 from ratchet_service.decide import Action, Counters, Decision, JobView, Limits, decide
 from ratchet_service.ingest import hash_token
 from ratchet_service.launchers.base import Launcher, LaunchPlan
 from ratchet_service.leases import Lease, hold, lease_values
 from ratchet_service.lineage import fork_for_launch, lineage
-from ratchet_service.models import Attempt, AttemptNode, Checkpoint, Job
+from ratchet_service.models import Attempt, AttemptNode, Job
 from ratchet_service.slots import Board, Capacity, Grant, Waiting, need_of
 from ratchet_service.transitions import apply
 
@@ -163,9 +164,9 @@ class Launching:
         token: str,
     ) -> LaunchFile:
         wish = None if job.resume_from is None else Base(step=job.resume_from["step"], epoch=job.resume_from["epoch"])
-        fork = None if job.fork_source is None else ForkSource.model_validate(job.fork_source)
+        fork = fork_of(job)
         segments = lineage(bases_of(session, job.id), resume_from=wish, fork=fork)
-        committed = committed_of(session, job.id)
+        committed = [(row.step, row.epoch) for row in committed_of(session, job.id)]
         return launch_file(self._home, job.id, epoch, spec, resolved, gpus, token, job.desired).model_copy(
             update={"lineage": segments, "fork": fork_for_launch(fork, segments, committed)}
         )
@@ -221,20 +222,6 @@ def view_of(job: Job, limits: Limits) -> JobView:
         not_before=job.not_before,
         running_seconds=job.running_seconds,
     )
-
-
-def bases_of(session: Session, job_id: str) -> dict[int, Base]:
-    """The base of every attempt that recorded one."""
-    query = sa.select(Attempt.number, Attempt.base_step, Attempt.base_epoch, Attempt.base_digest)
-    rows = session.execute(query.where(Attempt.job_id == job_id, Attempt.base_step.is_not(None)))
-    return {number: Base(step=step or 0, epoch=epoch, digest=digest) for number, step, epoch, digest in rows}
-
-
-def committed_of(session: Session, job_id: str) -> list[tuple[int, int]]:
-    """(step, epoch) of every committed checkpoint."""
-    query = sa.select(Checkpoint.step, Checkpoint.epoch)
-    rows = session.execute(query.where(Checkpoint.job_id == job_id, Checkpoint.state == "committed"))
-    return [(step, epoch) for step, epoch in rows]
 
 
 def _held(session: Session) -> list[Grant]:

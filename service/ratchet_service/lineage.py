@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ratchet_contract.messages import ForkSource
-from ratchet_contract.resume import Base, Segment
+from ratchet_contract.resume import Base, Segment, holds
 
 
 def lineage(
@@ -54,11 +54,6 @@ def _chain(bases: Mapping[int, Base], epoch: int | None, until: int | None, fork
 def _is_fork(base: Base, fork: ForkSource | None) -> bool:
     """A digest covers the job's id, so a base with the fork's digest is never one of this job's own."""
     return fork is not None and base.digest == fork.digest
-
-
-def holds(segments: list[Segment], step: int, epoch: int) -> bool:
-    """Is checkpoint (step, epoch) of this lineage?"""
-    return any(s.holds(step, epoch) for s in segments)
 
 
 def fork_for_launch(

@@ -6,13 +6,13 @@ over all attempts goes here, and so do the remains of saves that a kill cut shor
 
 from __future__ import annotations
 
-import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import MANIFEST_NAME, JobPaths
 from ratchet_contract.resume import Segment
-from ratchet_service.models import Checkpoint, Job
+from ratchet_service.ancestry import committed_of, within
+from ratchet_service.models import Job
 from ratchet_service.transitions import add_event
 from ratchet_store.retain import retain, sweep
 
@@ -23,9 +23,9 @@ def tidy(session: Session, job: Job, paths: JobPaths, segments: list[Segment], e
     Runs inside the transaction that ends attempt ``epoch``, with the job's row locked. A crash in the middle leaves rows whose
     manifest is gone; the next run marks them. What cannot be deleted becomes an event: it costs space, nothing else.
     """
-    committed = _committed(session, job.id)
+    committed = committed_of(session, job.id)
     protected = {(c.step, c.epoch) for c in committed if c.pinned}
-    verified = [c for c in committed if c.verification == "ok" and any(s.holds(c.step, c.epoch) for s in segments)]
+    verified = [c for c in within(segments, committed) if c.verification == "ok"]
     protected |= {(c.step, c.epoch) for c in verified[:1]}
     if job.resume_from is not None:
         protected.add((job.resume_from["step"], job.resume_from["epoch"]))
@@ -43,9 +43,3 @@ def tidy(session: Session, job: Job, paths: JobPaths, segments: list[Segment], e
         if not (paths.checkpoint(row.step, row.epoch) / MANIFEST_NAME).exists():
             row.state = "deleted"
     session.flush()
-
-
-def _committed(session: Session, job_id: str) -> list[Checkpoint]:
-    """Newest first."""
-    query = sa.select(Checkpoint).where(Checkpoint.job_id == job_id, Checkpoint.state == "committed")
-    return list(session.scalars(query.order_by(Checkpoint.step.desc(), Checkpoint.epoch.desc())))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.manifest import Manifest
 from ratchet_contract.paths import MANIFEST_NAME, checkpoint_dir_name
-from ratchet_contract.resume import Base, Segment
+from ratchet_contract.resume import Base, Segment, holds
 from ratchet_store.commit import checkpoint_dirs, read_manifest
 from ratchet_store.files import DAMAGED, MISSING, UNREADABLE, ensure_dir, fsync_dir
 from ratchet_store.read import verify_files
@@ -86,11 +86,6 @@ def adoptable(
             continue
         found.append(manifest)
     return found[::-1]
-
-
-def holds(lineage: Sequence[Segment], step: int, epoch: int) -> bool:
-    """Does any segment hold this checkpoint?"""
-    return any(segment.holds(step, epoch) for segment in lineage)
 
 
 def _valid(directory: Path, lineage: Sequence[Segment], job_id: str | None, root: Base | None) -> Manifest:

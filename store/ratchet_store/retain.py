@@ -13,10 +13,9 @@ from typing import Final
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import DELETED_MANIFEST_NAME, MANIFEST_NAME, PINNED_NAME, JobPaths
-from ratchet_contract.resume import Segment
+from ratchet_contract.resume import Segment, holds
 from ratchet_store.commit import check_files, checkpoint_dirs, read_manifest
 from ratchet_store.files import TMP_SUFFIX, UNREADABLE, fsync_dir
-from ratchet_store.lineage import holds
 
 MIN_KEEP: Final = 2
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from ratchet_contract.messages import ForkSource
-from ratchet_contract.resume import Base, Segment
-from ratchet_service.lineage import fork_for_launch, holds, lineage
+from ratchet_contract.resume import Base, Segment, holds
+from ratchet_service.lineage import fork_for_launch, lineage
 
 Point = tuple[int, int]  # (step, epoch)
 

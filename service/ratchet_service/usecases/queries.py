@@ -6,10 +6,9 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from ratchet_contract.errors import NotFound
-from ratchet_contract.messages import ForkSource
 from ratchet_contract.paths import checkpoint_dir_name, parse_checkpoint_dir_name
 from ratchet_contract.phases import JobPhase
-from ratchet_contract.resume import Base, Segment
+from ratchet_service.ancestry import bases_of, committed_of, fork_of, within
 from ratchet_service.ids import is_job_id
 from ratchet_service.lineage import lineage
 from ratchet_service.models import Attempt, Checkpoint, Job
@@ -55,18 +54,8 @@ def find_checkpoint(session: Session, job_id: str, checkpoint_id: str) -> Checkp
 
 def committed_in_lineage(session: Session, job: Job) -> list[Checkpoint]:
     """Committed checkpoints that the job's next attempt could start from if nothing else is wished, newest first."""
-    segments = job_lineage(session, job)
-    query = sa.select(Checkpoint).where(Checkpoint.job_id == job.id, Checkpoint.state == "committed")
-    rows = session.scalars(query.order_by(Checkpoint.step.desc(), Checkpoint.epoch.desc()))
-    return [row for row in rows if any(s.holds(row.step, row.epoch) for s in segments)]
-
-
-def job_lineage(session: Session, job: Job) -> list[Segment]:
-    query = sa.select(Attempt.number, Attempt.base_step, Attempt.base_epoch, Attempt.base_digest)
-    rows = session.execute(query.where(Attempt.job_id == job.id, Attempt.base_step.is_not(None)))
-    bases = {number: Base(step=step or 0, epoch=epoch, digest=digest) for number, step, epoch, digest in rows}
-    fork = None if job.fork_source is None else ForkSource.model_validate(job.fork_source)
-    return lineage(bases, fork=fork)
+    segments = lineage(bases_of(session, job.id), fork=fork_of(job))
+    return within(segments, committed_of(session, job.id))
 
 
 def waiting_forks(session: Session, job_id: str, checkpoints: set[str] | None = None) -> list[str]:
