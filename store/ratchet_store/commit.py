@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -15,11 +14,11 @@ from ratchet_store.files import (
     DAMAGED,
     EXISTS,
     MISSING,
-    TMP_SUFFIX,
     fsync_dir,
     not_read,
     not_written,
     open_regular,
+    replacing,
     write_all,
 )
 from ratchet_store.header import refuse_json_bomb
@@ -129,16 +128,5 @@ def _already(directory: Path, sealed: Manifest) -> bool:
 
 
 def _write_by_rename(path: Path, raw: bytes) -> None:
-    tmp = path.with_name(path.name + TMP_SUFFIX)
-    fd = os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    try:
-        try:
-            write_all(fd, memoryview(raw))
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        tmp.rename(path)
-    except BaseException:
-        with suppress(OSError):
-            tmp.unlink()
-        raise
+    with replacing(path) as fd:
+        write_all(fd, memoryview(raw))

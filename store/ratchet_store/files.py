@@ -16,7 +16,8 @@ import ctypes
 import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Final, cast
@@ -32,6 +33,27 @@ NOT_WRITTEN: Final = "checkpoint-not-written"
 EXISTS: Final = "checkpoint-exists"
 
 _GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO})
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[int]:
+    """A descriptor to write ``path`` through: ``.tmp``, fsync, rename; on any failure ``path`` is as it was and ``.tmp`` gone.
+
+    The rename itself is durable only after an ``fsync_dir`` of the parent, which is the caller's. Raises ``OSError``.
+    """
+    tmp = path.with_name(path.name + TMP_SUFFIX)
+    fd = os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            yield fd
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        tmp.rename(path)
+    except BaseException:
+        with suppress(OSError):
+            tmp.unlink()
+        raise
 
 
 def not_written(path: Path, error: OSError) -> CheckpointError:

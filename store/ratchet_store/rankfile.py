@@ -6,7 +6,6 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +15,7 @@ import xxhash
 from ratchet_contract.errors import CheckpointError, StateError
 from ratchet_contract.manifest import FileEntry, TensorEntry
 from ratchet_contract.paths import DELETED_MANIFEST_NAME, MANIFEST_NAME, rank_file_name
-from ratchet_store.files import EXISTS, TMP_SUFFIX, ensure_dir, fsync_dir, not_written, start_writeback
+from ratchet_store.files import EXISTS, ensure_dir, fsync_dir, not_written, replacing, start_writeback
 from ratchet_store.header import ALIGNMENT, ITEMSIZE, MAX_DIMENSIONS, Stored, build_header, is_whole, tensor_key
 
 JsonValue = Any
@@ -158,19 +157,8 @@ def _refuse_committed(directory: Path) -> None:
 
 def _write(path: Path, buffers: list[memoryview]) -> tuple[int, str]:
     """Size in bytes and XXH3-128 of what was written durably under ``path``."""
-    tmp = path.with_name(path.name + TMP_SUFFIX)
-    fd = os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    try:
-        try:
-            size, digest = _stream(fd, buffers)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        tmp.rename(path)
-    except BaseException:
-        with suppress(OSError):
-            tmp.unlink()
-        raise
+    with replacing(path) as fd:
+        size, digest = _stream(fd, buffers)
     fsync_dir(path.parent)
     return size, digest
 
