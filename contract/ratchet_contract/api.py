@@ -41,6 +41,7 @@ class ProgressView(View):
     total_steps: int | None = None
     data_epoch: int | None = None
     steps_at_risk: int = Field(0, description="Steps done since the last committed checkpoint.")
+    steps_per_second: float | None = Field(None, description="Newest measurement; null when no attempt trains.")
 
 
 class BudgetView(View):
@@ -227,10 +228,23 @@ class HookInfo(View):
     warnings: list[str] = []
 
 
+class WorldChange(View):
+    """Another number of ranks for the attempts to come."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    ranks_per_node: int = Field(ge=1, le=1024)
+
+
 class ResumeRequest(View):
     model_config = ConfigDict(extra="forbid")
 
     from_step: int | None = Field(None, ge=0, description="Step of a committed checkpoint of this job's lineage.")
+    world: WorldChange | None = Field(
+        None,
+        description="Go on with another number of ranks. Not exact: policy.on_hook_mismatch must allow it where the hook or the "
+        "data would lose something, and the resume report tells what was redistributed.",
+    )
 
 
 class ForkRequest(View):

@@ -7,6 +7,8 @@ from typing import Final
 # read by client and service
 HOME: Final = "RATCHET_HOME"  # the run directory; default ./.ratchet
 SERVER: Final = "RATCHET_SERVER"  # base URL; default: from $RATCHET_HOME/service.json
+TOKEN: Final = "RATCHET_TOKEN"  # bearer token sent to the service
+CONFIG: Final = "RATCHET_CONFIG"  # the client's configuration file; default: ratchet/config.json below XDG_CONFIG_HOME
 DATABASE_URL: Final = "RATCHET_DATABASE_URL"
 
 # set by the agent for every rank
@@ -31,6 +33,8 @@ MASTER_ADDR: Final = "MASTER_ADDR"
 MASTER_PORT: Final = "MASTER_PORT"
 TORCHELASTIC_RUN_ID: Final = "TORCHELASTIC_RUN_ID"
 TORCHELASTIC_RESTART_COUNT: Final = "TORCHELASTIC_RESTART_COUNT"
+TORCHELASTIC_MAX_RESTARTS: Final = "TORCHELASTIC_MAX_RESTARTS"
+TORCHELASTIC_USE_AGENT_STORE: Final = "TORCHELASTIC_USE_AGENT_STORE"
 
 # Names that a spec's env or secrets may not set: the agent owns them.
 RESERVED_PREFIXES: Final = ("RATCHET_", "TORCHELASTIC_")

@@ -50,7 +50,10 @@ class LaunchFile(Message):
     resolved: Resolved
     job_root: str
     attempt_dir: str
-    workdir: str = Field(description="The code snapshot, or an empty directory of the attempt.")
+    code_dir: str | None = Field(None, description="The code snapshot, read-only; null: no user code.")
+    workdir: str = Field(
+        description="Current directory of every rank: the job's own writable copy of the snapshot, kept over all attempts."
+    )
     gpus: list[int] = []
     report_token: str
     service_file: str
@@ -124,6 +127,7 @@ class Progress(Message):
     step: int
     total_steps: int | None = None
     data_epoch: int | None = None
+    steps_per_second: float | None = Field(None, description="Since the report before this one, saves included.")
 
 
 class HookState(Message):

@@ -5,6 +5,7 @@
 <home>/code/<digest>/                    snapshots of user code
 <home>/jobs/<job id>/checkpoints/step-000000001200.a0007/{rank-00000-of-00002.safetensors, MANIFEST.json}
 <home>/jobs/<job id>/quarantine/         damaged checkpoints, moved here whole
+<home>/jobs/<job id>/work/               current directory of the ranks: a writable copy of the code, kept over all attempts
 <home>/jobs/<job id>/attempts/0007/      one launch: files of AttemptPaths
 """
 
@@ -73,6 +74,10 @@ class JobPaths:
     @property
     def quarantine(self) -> Path:
         return self.root / "quarantine"
+
+    @property
+    def work(self) -> Path:
+        return self.root / "work"
 
     def checkpoint(self, step: int, epoch: int) -> Path:
         return self.checkpoints / checkpoint_dir_name(step, epoch)

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 ComponentStatus = Literal["exact", "redistributed", "reset", "absent", "not-exact"]
-Verdict = Literal["fresh", "exact", "not-exact"]
+Verdict = Literal["fresh", "exact", "not-exact", "unmanaged"]
 
 
 class _Model(BaseModel):
@@ -57,7 +57,11 @@ class EnvironmentDifference(_Model):
 
 
 class ResumeReport(_Model):
-    """Written by rank 0 before the first step of an attempt; ``exact`` only when every component and fact is the same."""
+    """Written by rank 0 before the first step of an attempt; ``exact`` only when every component and fact is the same.
+
+    ``unmanaged``: a script without a Session. It is started, and started again, from its first line; what it saves and restores
+    is its own affair, and there are no components to speak of.
+    """
 
     verdict: Verdict
     base: Base

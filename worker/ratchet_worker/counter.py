@@ -23,6 +23,7 @@ class Stage(IntEnum):
     EVALUATING = 2
     CHECKPOINTING = 3
     STOPPING = 4
+    UNMANAGED = 5  # a script without a Session: nothing here tells whether it gets on, and no deadline holds
 
 
 class Reading(NamedTuple):
