@@ -139,6 +139,7 @@ class CheckpointView(View):
     verified_at: datetime | None = None
     verification: Literal["ok", "damaged"] | None = None
     verification_error: str | None = None
+    hook_iteration: int | None = Field(None, description="Rank 0's hook iteration, as saved.")
     created_at: datetime
 
 
@@ -243,7 +244,10 @@ class ResumeRequest(View):
     world: WorldChange | None = Field(
         None,
         description="Go on with another number of ranks. Not exact: policy.on_hook_mismatch must allow it where the hook or the "
-        "data would lose something, and the resume report tells what was redistributed.",
+        "data would lose something, and the resume report tells what was redistributed. Threads per rank are decided again.",
+    )
+    on_hook_mismatch: Literal["fail", "reset", "redistribute"] | None = Field(
+        None, description="The job's policy.on_hook_mismatch from now on; null: as it is."
     )
 
 

@@ -124,7 +124,7 @@ class Effects:
         forked = job.fork_source is not None and base.digest == job.fork_source["digest"]
         job.step = job.committed_step = base.step
         job.committed_epoch = None if forked else base.epoch
-        job.resume_from = None
+        job.resume_from = job.steps_per_second = None
         if message.total_steps is not None:
             job.total_steps = message.total_steps
         data = {"base_step": base.step, "base_epoch": base.epoch}
@@ -160,6 +160,9 @@ class Effects:
             self._job.total_steps = message.total_steps
         if message.data_epoch is not None:
             self._job.data_epoch = message.data_epoch
+        rate = message.steps_per_second
+        if rate is not None and 0 <= rate < math.inf:  # also false for NaN
+            self._job.steps_per_second = rate
 
     def _hook(self, rank: int, message: HookState) -> None:
         summary = storable_json(message.model_dump(mode="json")["summary"]) | {"rank": rank}

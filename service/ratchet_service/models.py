@@ -77,6 +77,7 @@ class Job(Base):
     step: Mapped[int] = mapped_column(default=0)
     total_steps: Mapped[int | None]
     data_epoch: Mapped[int | None]
+    steps_per_second: Mapped[float | None] = mapped_column(sa.Double())  # newest measurement of the newest attempt
     committed_step: Mapped[int] = mapped_column(
         default=0
     )  # newest committed step of the lineage (fork source included)

@@ -58,7 +58,8 @@ def test_a_whole_attempt_as_an_agent_tells_it(api: Api, job: str) -> None:
     assert ack["acked"] == {"0": 7, "1": 2}
     found = api.job(job)
     assert found["phase"] == "RUNNING"
-    assert found["progress"] == {"step": 7, "total_steps": 40, "data_epoch": 1, "steps_at_risk": 2}
+    progress = {"step": 7, "total_steps": 40, "data_epoch": 1, "steps_at_risk": 2, "steps_per_second": None}
+    assert found["progress"] == progress
     assert found["last_checkpoint"] == "step-000000000005.a0001"
     attempt = api.client.get(f"/v1/jobs/{job}/attempts/1").json()
     assert attempt["base"] == BASE
@@ -258,6 +259,28 @@ def test_strange_messages_come_through_the_door_too(api: Api, job: str) -> None:
     sent = [line for line in STRANGE if "ud800" not in json.dumps(line)]
     answer = api.report(job, (0, 1, sent))
     assert (answer.status_code, answer.json()["acked"]) == (200, {"0": len(sent)})
+
+
+def test_throughput_is_the_newest_measurement_of_the_attempt_that_trains(api: Api, job: str) -> None:
+    def rate() -> float | None:
+        value: float | None = api.job(job)["progress"]["steps_per_second"]
+        return value
+
+    def progress(step: int, **fields: Any) -> dict[str, Any]:
+        return message("progress", step=step, **fields)
+
+    api.report(job, (0, 1, [training_message(), progress(1), progress(9, steps_per_second=16.5)]))
+    assert rate() == 16.5
+    api.report(job, (0, 4, [progress(9)]))  # no step done since: still the newest
+    api.report(job, (0, 5, [progress(9, steps_per_second=value) for value in ("NaN", "Infinity", -1.0)]))
+    assert rate() == 16.5
+    api.attempt(job, number=2)
+    api.report(job, (0, 1, [training_message(4, 1)]), number=2)
+    assert rate() is None, "the first attempt's speed is not the second one's"
+    api.report(job, (0, 2, [progress(6, steps_per_second=3.0)]), number=2)
+    assert rate() == 3.0
+    api.client.post(f"/v1/jobs/{job}/cancel")
+    assert rate() is None
 
 
 def test_leftovers_of_an_older_attempt_do_not_touch_the_job(api: Api, job: str) -> None:

@@ -34,6 +34,7 @@ class Reporter:
     def __init__(self, spool: Spool, rank: int) -> None:
         self._spool, self._rank = spool, rank
         self._progress_at = self._hook_at = _NEVER
+        self._progress_step: int | None = None
 
     def started(self, device: str, torch_version: str) -> None:
         self._send(
@@ -62,11 +63,24 @@ class Reporter:
         self._send(m.Metrics(rank=self._rank, at=now(), step=step, values=values))
 
     def progress(self, step: int, total_steps: int | None, data_epoch: int | None, *, always: bool = False) -> None:
-        """At most every half second, unless ``always``."""
+        """At most every half second, unless ``always``. Throughput is measured between two messages: nothing per step."""
         instant = time.monotonic()
-        if always or instant - self._progress_at >= _PROGRESS_SECONDS:
-            self._progress_at = instant
-            self._send(m.Progress(rank=self._rank, at=now(), step=step, total_steps=total_steps, data_epoch=data_epoch))
+        seconds = instant - self._progress_at
+        if not always and seconds < _PROGRESS_SECONDS:
+            return
+        done = 0 if self._progress_step is None else step - self._progress_step
+        rate = done / seconds if done > 0 and seconds > 0 else None
+        self._progress_at, self._progress_step = instant, step
+        self._send(
+            m.Progress(
+                rank=self._rank,
+                at=now(),
+                step=step,
+                total_steps=total_steps,
+                data_epoch=data_epoch,
+                steps_per_second=rate,
+            )
+        )
 
     def hook_due(self) -> bool:
         return time.monotonic() - self._hook_at >= _HOOK_SECONDS

@@ -18,6 +18,7 @@ from ratchet_contract.api import (
     Warning_,
 )
 from ratchet_contract.paths import checkpoint_dir_name
+from ratchet_contract.phases import JobPhase
 from ratchet_contract.resume import Base, ResumeReport
 from ratchet_contract.spec import Resolved
 from ratchet_service.models import Attempt, AttemptNode, Checkpoint, Event, Job, JobLabel
@@ -61,6 +62,7 @@ def _job_view(job: Job, labels: dict[str, str]) -> JobView:
             total_steps=job.total_steps,
             data_epoch=job.data_epoch,
             steps_at_risk=max(0, job.step - job.committed_step),
+            steps_per_second=job.steps_per_second if job.phase is JobPhase.RUNNING else None,
         ),
         budgets=BudgetView(
             preemptions=job.preemptions,
@@ -132,6 +134,7 @@ def checkpoint_view(row: Checkpoint) -> CheckpointView:
             "verified_at": row.verified_at,
             "verification": row.verification,
             "verification_error": row.verification_error,
+            "hook_iteration": row.hook_iteration,
             "created_at": row.created_at,
         }
     )
