@@ -12,16 +12,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import JsonValue
 
 from ratchet_hooks import powersgd
 from ratchet_hooks.algorithms import Algorithm, Allreduce, Fp16Compress, PowerSGD
+from ratchet_hooks.codec import Tensors
 from ratchet_hooks.errors import HookStateError, LayoutMismatch, UnsupportedModel
 from ratchet_hooks.groups import close_group
 from ratchet_hooks.layout import Layout, ManagedDDP
 from ratchet_hooks.managed import ManagedHook
 from ratchet_hooks.registry import HOOKS
 from ratchet_hooks.specs import AllreduceSpec, Fp16CompressSpec, HookSpec, PowerSGDSpec
-from ratchet_hooks.states import STATE_VERSION, redistribute
+from ratchet_hooks.states import STATE_VERSION, check_data, redistribute
 from ratchet_hooks.watch import HookWarning
 
 __all__ = [
@@ -57,20 +59,31 @@ def managed_ddp(
     module: torch.nn.Module,
     spec: HookSpec,
     *,
-    ddp: Mapping[str, object],
-    device: torch.device,
+    ddp: Mapping[str, object] | None = None,
+    device: torch.device | None = None,
     recorded_layout: Layout | None = None,
+    captured: tuple[Tensors, JsonValue] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> tuple[ManagedDDP, ManagedHook]:
     """``module`` wrapped in DDP under the hook of ``spec``. A collective: all ranks of the group call it.
 
     ``ddp`` takes DDP's own keywords: bucket_cap_mb (MiB), static_graph, gradient_as_bucket_view, find_unused_parameters,
     broadcast_buffers, init_sync. DDP broadcasts rank 0's parameters and buffers here, so load per-rank state afterwards.
+    ``device``: where the module's parameters lie; None: where its first one does.
 
-    ``recorded_layout`` is ``ManagedHook.layout()`` of the run that is continued; the reducer stands on it from the first
-    iteration. Raises ``LayoutMismatch`` when it cannot, ``UnsupportedModel`` for what the hook cannot handle.
+    ``captured`` is what ``ManagedHook.capture()`` gave on this rank: the hook goes on from there, on the buckets it was captured
+    on. ``recorded_layout`` alone is ``ManagedHook.layout()`` of the run that is continued, for those who call
+    ``ManagedHook.restore`` themselves; the reducer stands on it from the first iteration. Raises ``LayoutMismatch`` when it
+    cannot, ``HookStateError`` for a captured state of another hook or model, ``UnsupportedModel`` for what the hook cannot
+    handle.
     """
-    kwargs = _ddp_kwargs(ddp)
+    kwargs = _ddp_kwargs(ddp or {})
+    if captured is not None:
+        if recorded_layout is not None:
+            raise ValueError("give captured, which has the layout in it, or recorded_layout; not both")
+        recorded_layout = check_data(captured[1], spec.name)["layout"]
+    if device is None:
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
     entry = HOOKS[spec.name]
     _check_module(module, spec)
     if entry.builder is None:
@@ -89,6 +102,8 @@ def managed_ddp(
     algorithm: Algorithm = getattr(import_module(module_name), attribute)(spec, group)
     hook = ManagedHook(spec, entry, wrapped, algorithm)
     wrapped.register_comm_hook(None, hook.on_bucket)
+    if captured is not None:
+        hook.restore(*captured)
     return wrapped, hook
 
 
