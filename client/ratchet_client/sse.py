@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 
 from ratchet_client.errors import ServiceFault, ServiceUnreachable
@@ -45,7 +45,7 @@ def parse_events(lines: Iterable[str]) -> Iterator[ServerEvent]:
 def follow(
     transport: Transport, path: str, params: Params, finished: Callable[[], bool], last_id: str | None = None,
     on_gap: Callable[[str], None] | None = None,
-) -> Iterator[ServerEvent]:  # fmt: skip
+) -> Generator[ServerEvent]:  # fmt: skip
     """Every event once, in order, across reconnects. Ends at the service's end event, or when a stream that closed without one
     has nothing more and ``finished()`` is true. Raises ``ServiceUnreachable`` after ``transport.retry_for`` seconds without an
     answer; ``on_gap`` is told once per interruption."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -38,6 +36,7 @@ def submit(
 ) -> None:
     """Submit a job. Standard output gets the job's id and nothing else: id=$(ratchet submit spec.yaml)."""
     from ratchet_client.cli import watch
+    from ratchet_client.spec_file import read_spec
 
     spec = read_spec(file)
     override(spec, [*sets, *([f"name={json.dumps(name)}"] if name else [])], pairs(labels, "--label"))
@@ -61,48 +60,9 @@ def submit(
             output.note(f"watch it with: ratchet wait {job.id} --follow")
 
 
-def read_spec(file: str) -> dict[str, Any]:
-    """The decoded spec, with relative paths made absolute from the file's directory. Raises ``SpecError``, ``NotFound``."""
-    from ratchet_contract.errors import NotFound, SpecError
-    from ratchet_contract.spec_parse import load_spec_text
-
-    try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise NotFound(f"cannot read {file}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise SpecError(f"{file} is not UTF-8 text: a job spec is YAML or JSON") from None
-    data = load_spec_text(text)
-    if not isinstance(data, dict):
-        raise SpecError(f"{file} holds no mapping: a job spec is a YAML mapping or a JSON object")
-    data = _json_value(data, file)
-    _absolute_paths(data, Path.cwd() if file == "-" else Path(file).absolute().parent)
-    return dict(data)
-
-
-def _json_value(data: Any, where: str) -> Any:
-    """What YAML gave, as JSON knows it. Raises ``SpecError`` for dates, not-a-number and the like."""
-    from ratchet_contract.errors import SpecError
-
-    try:
-        return json.loads(json.dumps(data, allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise SpecError(f"{where} holds a value that JSON does not know ({error}): quote it") from None
-
-
-def _absolute_paths(data: dict[str, Any], base: Path) -> None:
-    """``code.path`` and a ``python`` given as a path mean the same wherever the service runs."""
-    code = data.get("code")
-    if isinstance(code, dict) and isinstance(code.get("path"), str) and code["path"]:
-        code["path"] = str((base / Path(code["path"]).expanduser()).resolve())
-    python = data.get("python")
-    if isinstance(python, str) and "/" in python:
-        # Not resolved: a virtual environment's python is a link that must stay one.
-        data["python"] = str(base / Path(python).expanduser())
-
-
 def override(spec: dict[str, Any], sets: list[str], labels: dict[str, str]) -> None:
     """Apply ``--set a.b=value`` (the value is YAML) and ``--label``, in place."""
+    from ratchet_client.spec_file import json_value
     from ratchet_contract.spec_parse import load_spec_text
 
     for dotted, text in pairs(sets, "--set").items():
@@ -116,7 +76,7 @@ def override(spec: dict[str, Any], sets: list[str], labels: dict[str, str]) -> N
                 raise typer.BadParameter(f"--set {dotted}: {part} is not a mapping in this spec")
             place[part] = inner = {} if inner is None else inner
             place = inner
-        place[last] = _json_value(load_spec_text(text), f"--set {dotted}")
+        place[last] = json_value(load_spec_text(text), f"--set {dotted}")
     if labels:
         spec["labels"] = {**(spec.get("labels") or {}), **labels}
 

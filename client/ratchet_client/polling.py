@@ -1,0 +1,81 @@
+"""Looking at a job again and again until it is where it is wanted, across restarts of the service."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final, NamedTuple, TypeVar
+
+from ratchet_client.errors import DeadlineReached, ServiceUnreachable
+from ratchet_contract.api import HookView, JobView
+from ratchet_contract.phases import JobPhase
+
+T = TypeVar("T")
+TERMINAL: Final = frozenset(phase for phase in JobPhase if phase.terminal)
+_GROWTH = 1.5
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A job at one moment. ``metrics`` holds the newest value of every series (read-only); ``at`` is this machine's time, UTC.
+
+    The job was read before hook and metrics, so those of a job that has ended are its last ones.
+    """
+
+    job: JobView
+    hook: HookView
+    metrics: Mapping[str, float]
+    at: datetime
+
+
+class Series(NamedTuple):
+    """One curve: ``plt.plot(*series)`` or ``pandas.Series(series.values, series.steps)``. Steps grow; values may be nan."""
+
+    steps: list[int]
+    values: list[float]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds. ``first`` to ``longest``: between the beginnings of two looks, growing while the phase stays the same.
+    ``patience``: how long a service may be away when there is no deadline, beyond the retries of one call."""
+
+    first: float
+    longest: float
+    patience: float = 0.0
+
+
+def looks(
+    job_id: str, look: Callable[[], T], job_of: Callable[[T], JobView], until: Collection[JobPhase],
+    deadline: float | None, pace: Pace,
+) -> Iterator[T]:  # fmt: skip
+    """What ``look`` sees, until the job's phase is one of ``until`` or the job has ended: that is the last one.
+
+    Raises ``DeadlineReached`` after ``deadline`` seconds, ``ServiceUnreachable`` when the patience ends.
+    """
+    begin = time.monotonic()
+    delay, phase, away, last = pace.first, None, None, ""
+    while True:
+        started = time.monotonic()
+        try:
+            seen = look()
+        except ServiceUnreachable as error:
+            away = started if away is None else away
+            if deadline is None and time.monotonic() - away >= pace.patience:
+                raise
+            last = error.detail
+        else:
+            job, away = job_of(seen), None
+            if job.phase is not phase:
+                phase, delay = job.phase, pace.first
+            yield seen
+            if phase in until or phase in TERMINAL:
+                return
+            last = f"it is {phase}, step {job.progress.step}"
+        if deadline is not None and time.monotonic() + delay > begin + deadline:
+            wanted = ", ".join(sorted(until)) or "at its end"
+            raise DeadlineReached(f"job {job_id} was not {wanted} after {deadline:g} s: {last}; the job goes on")
+        time.sleep(max(0.0, started + delay - time.monotonic()))
+        delay = min(delay * _GROWTH, pace.longest)

@@ -1,0 +1,116 @@
+"""What the documentation shows is what happens: its Python runs, its commands parse, its specs are valid, its notebook trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from ratchet_client.cli.app import app
+from ratchet_contract.spec_parse import parse_spec
+from tests.support.docs import PAGES, ROOT, Block, blocks, prose
+from tests.support.server import Server
+
+TINY = {
+    "name": "tiny",
+    "task": {"entrypoint": "ratchet_worker.tasks.digits:DigitsTask", "args": {"epochs": 2}},
+    "world": {"ranks_per_node": 1, "device": "cpu"},
+    "resources": {"cpus_per_rank": 1},
+    "hook": {"name": "powerSGD", "start_powerSGD_iter": 10},
+    "checkpoint": {"every_steps": 20},
+}
+_COMMAND = re.compile(r"(?:^|[\s(])(ratchet(?: [^|;&)#\n]*)?)")
+
+
+def _id(value: Any) -> str:
+    return value.name if isinstance(value, Path) else ""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("docs") / "home")
+    try:
+        yield server.start()
+    finally:
+        server.stop()
+
+
+def _fresh(server: Server, directory: Path, *command: str, stdin: str = "", **variables: str) -> str:
+    """A process that finds the service by ``RATCHET_HOME``, in a directory where ``examples/`` is."""
+    (directory / "examples").symlink_to(ROOT / "examples")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RATCHET_")}
+    environment |= {"RATCHET_HOME": str(server.home), "PYTHONPATH": str(ROOT), **variables}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=directory,
+        env=environment,
+        input=stdin,
+        text=True,
+        capture_output=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-6000:]}"
+    return done.stdout
+
+
+def test_every_python_block_runs(server: Server, tmp_path: Path) -> None:
+    job_id = server.submit(TINY)
+    server.wait_phase(job_id, "SUCCEEDED")
+    pages = {
+        page.name: [(b.line, b.text) for b in blocks(page) if b.language == "python" and not b.not_run]
+        for page in PAGES
+    }
+    assert sum(map(len, pages.values())) >= 1
+    told = _fresh(server, tmp_path, "-m", "tests.support.docs", stdin=json.dumps([pages, job_id]))
+    assert int(re.findall(r"(\d+) examples in docstrings", told)[0]) >= 20
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_id)
+def test_every_spec_is_valid(page: Path) -> None:
+    for block in blocks(page):
+        if block.language in ("yaml", "yml") and not block.not_run:
+            data = yaml.safe_load(block.text)
+            if isinstance(data, dict) and "name" in data:
+                parse_spec(data)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_id)
+def test_every_command_is_one(page: Path) -> None:
+    shown = [command for block in blocks(page) if block.language in ("", "sh", "bash") for command in _commands(block)]
+    inline = re.findall(r"(?<!`)`(ratchet [^`]*)`(?!`)", prose(page))
+    for command in [*shown, *(c for c in inline if not re.search(r"[\[|<\n]|\.\.\.", c))]:
+        _parse(command)
+
+
+def _commands(block: Block) -> list[str]:
+    """Every ``ratchet ...`` of a block of shell lines, those within ``$(...)`` and behind ``&&`` too."""
+    lines = re.sub(r"\\\n\s*", " ", block.text).splitlines()
+    return [command for line in lines for command in _COMMAND.findall(line) if " " in command.strip()]
+
+
+def _parse(text: str) -> None:
+    """Let the real command line take the arguments apart, without running anything."""
+    words = shlex.split(text)[1:]
+    group: Any = typer.main.get_command(app)
+    try:
+        outer = group.make_context("ratchet", list(words))
+        rest = [*getattr(outer, "_protected_args", []), *outer.args]
+        if rest:
+            name, command, arguments = group.resolve_command(outer, rest)
+            command.make_context(name, arguments, parent=outer)
+    except typer.Exit:
+        pass  # --help, --version
+    except SystemExit as error:
+        raise AssertionError(f"`{text}` ends with {error}") from None
+    except Exception as error:
+        raise AssertionError(f"`{text}`: {type(error).__name__}: {getattr(error, 'message', error)}") from None
