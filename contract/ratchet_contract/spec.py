@@ -57,7 +57,10 @@ class TaskSpec(SpecModel):
     @classmethod
     def _syntax(cls, value: str) -> str:
         if not _ENTRYPOINT.fullmatch(value):
-            raise ValueError(f"entrypoint must look like 'package.module:ClassName', not {value!r}")
+            module, _, name = value.rpartition(".")
+            likely = f"{module}:{name if name != 'py' else 'ClassName'}" if module and ":" not in value else ""
+            hint = f"; did you mean {likely!r}?" if _ENTRYPOINT.fullmatch(likely) else ""
+            raise ValueError(f"entrypoint must look like 'package.module:ClassName', not {value!r}{hint}")
         return value
 
 
@@ -225,8 +228,9 @@ class JobSpec(SpecModel):
     @model_validator(mode="after")
     def _one_of(self) -> JobSpec:
         if (self.task is None) == (self.script is None):
+            found = "neither is given" if self.task is None else "both are given: remove one"
             raise ValueError(
-                "give exactly one of task (entrypoint and args) and script (a Python file with its arguments)"
+                "give exactly one of task (entrypoint and args) and script (a Python file with its arguments); " + found
             )
         return self
 
@@ -238,7 +242,8 @@ class JobSpec(SpecModel):
 
 
 class Resolved(SpecModel):
-    """Every ``auto`` of a spec, resolved once per job at submission and the same for all its attempts."""
+    """Every ``auto`` of a spec, resolved once per job at submission and the same for all its attempts; only a change of the
+    number of ranks decides ``threads_per_rank`` again."""
 
     device: Literal["cpu", "cuda"]
     backend: Literal["gloo", "nccl"]

@@ -19,6 +19,16 @@ from ratchet_hooks.specs import canonical_hook_name, normalise_hook
 _NOT_YET = "is not available yet in this version; remove it"
 _MAX_PROBLEMS = 50
 _MAX_THREADS = 1024
+_SHAPES = {
+    "/task": 'task: {entrypoint: "my_module:MyTask", args: {}}',
+    "/script": 'script: ["train.py", "--lr", "0.1"], the file and each argument an item of its own',
+    "/code": "code: {path: .}",
+    "/hook": "hook: {name: powerSGD}",
+    "/world": "world: {ranks_per_node: 2}",
+    "/checkpoint": "checkpoint: {every_steps: 100}",
+}
+"""How the keys are written that are most often given as a bare value."""
+_NAME_RULE = "a name is 1 to 63 lower-case letters, digits and '-', begins with a letter and does not end with '-', like my-job-2"
 
 
 def parse_spec(data: Any) -> JobSpec:
@@ -132,7 +142,41 @@ def problem_of(error: Any, model: type[BaseModel]) -> FieldProblem:
         return FieldProblem(pointer=pointer_of(loc), code="unknown-key", detail=detail)
     if kind == "missing":
         return FieldProblem(pointer=pointer_of(loc), code="missing", detail="this key is required")
-    return FieldProblem(pointer=pointer_of(loc), code=kind.replace("_", "-"), detail=detail)
+    return FieldProblem(pointer=pointer_of(loc), code=kind.replace("_", "-"), detail=_cure(error, model, detail))
+
+
+def _cure(error: Any, model: type[BaseModel], detail: str) -> str:
+    """``detail`` with the value it was given and what would be right: an example of the key, or the key's own description."""
+    loc, kind = error["loc"], error["type"]
+    pointer = pointer_of(loc)
+    if model is JobSpec and pointer == "/name" and kind == "string_pattern_mismatch":
+        return f"{_short(error['input'])} is no name: {_NAME_RULE}"
+    if kind == "value_error" or not loc:
+        return detail
+    if kind == "union_tag_not_found":
+        return f"names no hook: write {_SHAPES['/hook']}"
+    if kind in ("model_type", "list_type", "dict_type", "model_attributes_type"):
+        wanted = "a list" if kind == "list_type" else "a mapping"
+        shape = _SHAPES.get(pointer) if model is JobSpec else None
+        keys = _known_keys(model, loc) if shape is None and kind == "model_type" else []
+        like = f": write {shape}" if shape else f": its keys are {', '.join(keys)}" if keys else ""
+        return f"must be {wanted}, not {_short(error['input'])}{like}"
+    about = _description(model, loc)
+    return f"{detail}, not {_short(error['input'])}" + (f". {about}" if about else "")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _description(model: type[BaseModel], loc: Sequence[str | int]) -> str:
+    current: type[BaseModel] | None = model
+    for part in loc[:-1]:
+        field = current.model_fields.get(str(part)) if current else None
+        current = HOOKS[str(part)].spec if part in HOOKS else _model_in(field.annotation) if field else None
+    field = current.model_fields.get(str(loc[-1])) if current else None
+    return field.description or "" if field else ""
 
 
 def _known_keys(model: type[BaseModel], loc: Sequence[str | int]) -> list[str]:
