@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -14,67 +12,9 @@ import pytest
 from ratchet_client.client import RatchetClient
 from ratchet_client.errors import ServiceFault, ServiceUnreachable
 from ratchet_client.sse import parse_events
+from ratchet_contract.api import PatchRequest
 from ratchet_contract.errors import Conflict, NotFound, SpecError
-
-Reply = tuple[int, str, bytes]
-Script = Callable[[BaseHTTPRequestHandler, int], Reply]
-HOOK = {"name": "allreduce", "title": "t", "available": True, "stateful": False, "replicas": "equal", "backends": []}
-JOB = {
-    "id": "j", "name": "n", "phase": "RUNNING", "desired": "run", "labels": {}, "priority": 0, "spec": {}, "epoch": 1,
-    "resolved": {"device": "cpu", "backend": "gloo", "threads_per_rank": 1, "python": "python"}, "progress": {},
-    "budgets": {"max_failures": 3}, "hook": "allreduce", "created_at": "2026-01-01T00:00:00Z",
-    "updated_at": "2026-01-01T00:00:00Z",
-}  # fmt: skip
-
-
-def problem(status: int, code: str, **extra: object) -> Reply:
-    body = {"type": "about:blank", "title": "t", "status": status, "detail": f"told: {code}", "code": code, **extra}
-    return status, "application/problem+json", json.dumps(body).encode()
-
-
-def ok(data: object) -> Reply:
-    return 200, "application/json", json.dumps(data).encode()
-
-
-class Server:
-    def __init__(self, script: Script) -> None:
-        self.requests: list[tuple[str, str, dict[str, str]]] = []
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def _answer(self) -> None:
-                self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                outer.requests.append((self.command, self.path, dict(self.headers)))
-                status, kind, body = script(self, len(outer.requests))
-                if status == 0:  # drop the connection without an answer
-                    self.close_connection = True
-                    return
-                self.send_response(status)
-                self.send_header("Content-Type", kind)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            do_GET = do_POST = do_DELETE = _answer
-
-            def log_message(self, *args: object) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
-
-
-@contextmanager
-def serving(script: Script) -> Iterator[Server]:
-    server = Server(script)
-    thread = threading.Thread(target=server.http.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.http.shutdown()
-        server.http.server_close()
-        thread.join()
+from tests.support.scripted import HOOK, JOB, Reply, ok, problem, serving
 
 
 def test_a_post_is_repeated_with_the_same_idempotency_key_until_it_is_answered() -> None:
@@ -84,6 +24,12 @@ def test_a_post_is_repeated_with_the_same_idempotency_key_until_it_is_answered()
         assert client.verify("j", "c").verification == "ok"
     keys = {headers["Idempotency-Key"] for _, _, headers in server.requests}
     assert len(server.requests) == 4 and len(keys) == 1
+
+
+def test_a_patch_whose_answer_is_lost_is_repeated_since_it_sets_values() -> None:
+    with serving(lambda _, n: (0, "", b"") if n == 1 else ok(JOB)) as server, RatchetClient(server.url) as client:
+        assert client.patch("j", PatchRequest(priority=1)).id == "j"
+        assert [method for method, _, _ in server.requests] == ["PATCH", "PATCH"]
 
 
 def test_a_delete_whose_answer_is_lost_is_not_repeated() -> None:

@@ -1,0 +1,165 @@
+"""What the client's user leans on: lazy iterators that close what they opened, polling across outages, specs from anywhere."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet_client.client import RatchetClient
+from ratchet_client.errors import DeadlineReached, ServiceUnreachable
+from ratchet_client.spec_file import spec_body
+from ratchet_contract.errors import NotFound, SpecError
+from ratchet_contract.phases import JobPhase
+from ratchet_contract.spec_parse import parse_spec
+from tests.support.scripted import JOB, Reply, ok, problem, serving
+
+VIEW = {"job_id": "j", "name": "allreduce", "wrapper": None, "parameters": {}, "stateful": False}
+POINT = {"epoch": 1, "at": "2026-01-01T00:00:00Z"}
+SERIES = [{"name": "loss", "points": [{"step": s, "value": 1.0 / s, **POINT} for s in (1, 2)]}]
+
+
+class Script:
+    """A job that goes through ``phases``, one per look; ``None`` is a connection that breaks."""
+
+    def __init__(self, *phases: str | None) -> None:
+        self.left = list(phases)
+
+    def __call__(self, handler: BaseHTTPRequestHandler, _: int) -> Reply:
+        path = handler.path.partition("?")[0]
+        if path.endswith("/hook"):
+            return ok(VIEW)
+        if path.endswith("/metrics"):
+            return ok({"job_id": "j", "series": SERIES})
+        phase = self.left[0] if len(self.left) == 1 else self.left.pop(0)
+        return (0, "", b"") if phase is None else ok({**JOB, "phase": phase})
+
+
+def test_a_poll_ends_with_the_job_and_outlives_an_outage() -> None:
+    script = Script("QUEUED", "RUNNING", None, None, None, "RUNNING", "SUCCEEDED")
+    with serving(script) as server, RatchetClient(server.url, retry_for=0.0) as client:
+        seen = list(client.poll("j", every=0.01))
+    assert [now.job.phase for now in seen] == ["QUEUED", "RUNNING", "RUNNING", "SUCCEEDED"]
+    assert seen[-1].metrics == {"loss": 0.5} and seen[-1].hook.name == "allreduce"
+    with pytest.raises(TypeError):
+        seen[-1].metrics["loss"] = 0.0  # type: ignore[index]
+    with pytest.raises(AttributeError):
+        seen[-1].job = seen[0].job  # type: ignore[misc]
+
+
+def test_a_poll_ends_in_a_phase_that_was_asked_for_or_at_its_deadline() -> None:
+    with serving(Script("QUEUED", "RUNNING")) as server, RatchetClient(server.url) as client:
+        assert [now.job.phase for now in client.poll("j", every=0.01, until=[JobPhase.RUNNING])] == [
+            "QUEUED",
+            "RUNNING",
+        ]
+        with pytest.raises(DeadlineReached, match=r"job j was not at its end.*RUNNING"):
+            list(client.poll("j", every=0.01, deadline=0.05))
+
+
+def test_waiting_without_a_deadline_gives_up_on_a_service_that_stays_away() -> None:
+    with serving(Script("RUNNING", None)) as server, RatchetClient(server.url, retry_for=0.0) as client:
+        with pytest.raises(ServiceUnreachable):
+            client.wait("j")
+        with pytest.raises(DeadlineReached, match="no answer"):
+            client.wait("j", deadline=0.2)
+
+
+def test_series_are_two_lists_per_name() -> None:
+    with serving(Script("RUNNING")) as server, RatchetClient(server.url) as client:
+        assert client.series("j", "loss") == {"loss": ([1, 2], [1.0, 0.5])}
+        assert "max_points=10000" in server.requests[0][1] and "name=loss" in server.requests[0][1]
+
+
+def test_pages_are_asked_for_when_they_are_needed() -> None:
+    def script(handler: BaseHTTPRequestHandler, n: int) -> Reply:
+        return ok({"items": [{**JOB, "id": f"j{n}.{i}"} for i in range(2)], "next_cursor": str(n)})
+
+    with serving(script) as server, RatchetClient(server.url) as client:
+        jobs = client.jobs()
+        assert not server.requests
+        assert [next(jobs).id, next(jobs).id] == ["j1.0", "j1.1"] and len(server.requests) == 1
+        assert next(jobs).id == "j2.0" and len(server.requests) == 2
+
+
+def test_closing_a_half_read_stream_closes_its_connection() -> None:
+    gone = threading.Event()
+
+    def script(handler: BaseHTTPRequestHandler, _: int) -> Reply:
+        data = json.dumps({"id": 1, "job_id": "j", "at": "2026-01-01T00:00:00Z", "type": "submitted", "message": "m"})
+        handler.send_response(200)
+        handler.send_header("Content-Type", "text/event-stream")
+        handler.end_headers()
+        handler.wfile.write(f"id: 1\ndata: {data}\n\n".encode())
+        handler.wfile.flush()
+        assert handler.rfile.read(1) == b""  # until the client hangs up
+        gone.set()
+        return 0, "", b""
+
+    with serving(script) as server, RatchetClient(server.url) as client:
+        events = client.follow_events("j")
+        assert not server.requests
+        assert next(events).type == "submitted"
+        events.close()
+        assert gone.wait(20), "the connection is still open"
+
+
+def test_a_download_that_breaks_is_begun_again_and_leaves_no_part(tmp_path: Path) -> None:
+    def script(handler: BaseHTTPRequestHandler, n: int) -> Reply:
+        if n > 1:
+            return 200, "text/plain", b"[1.0] one\n[1.0] two\n"
+        handler.send_response(200)
+        handler.send_header("Content-Length", "20")
+        handler.end_headers()
+        handler.wfile.write(b"[1.0] o")
+        return 0, "", b""
+
+    with serving(script) as server, RatchetClient(server.url) as client:
+        file = client.download_logs("j", tmp_path / "job.log")
+        assert file.read_text() == "[1.0] one\n[1.0] two\n" and "attempt=all" in server.requests[0][1]
+        assert [path.name for path in tmp_path.iterdir()] == ["job.log"]
+
+
+def test_a_service_whose_database_is_away_is_not_ready() -> None:
+    with (
+        serving(lambda *_: problem(503, "database-unavailable")) as server,
+        RatchetClient(server.url, retry_for=0.0) as client,
+    ):
+        assert not client.ready()
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "here" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    yield tmp_path
+
+
+def test_a_relative_path_starts_at_the_file_or_at_the_current_directory(project: Path) -> None:
+    data: dict[str, Any] = {
+        "name": "n",
+        "script": ["train.py"],
+        "code": {"path": "mine"},
+        "python": "./venv/bin/python",
+    }
+    (project / "spec.yaml").write_text(json.dumps(data))
+    from_file = spec_body(project / "spec.yaml")
+    assert from_file["code"]["path"] == str(project / "mine")
+    assert spec_body("../spec.yaml")["code"] == from_file["code"]
+    assert from_file["python"] == str(project / "venv/bin/python")
+    here = str(project / "here" / "mine")
+    assert spec_body(data)["code"]["path"] == here and data["code"]["path"] == "mine"
+    assert spec_body(parse_spec(data))["code"]["path"] == here
+    assert spec_body({**data, "code": {"path": Path("mine")}})["code"]["path"] == here
+
+
+def test_a_spec_that_is_none_is_refused_before_anything_is_sent(project: Path) -> None:
+    with pytest.raises(NotFound, match=r"cannot read missing\.yaml"):
+        spec_body("missing.yaml")
+    with pytest.raises(SpecError, match="JSON does not know"):
+        spec_body({"name": "n", "labels": {"at": object()}})
