@@ -6,17 +6,23 @@ A module is found by walking ``sys.meta_path`` name by name: ``importlib.util.fi
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import threading
 import time
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Final
 
+from ratchet_contract.installation import packages, satisfies
+from ratchet_contract.version import PROTOCOL_VERSION, RATCHET_VERSION
 from ratchet_service.snapshot import exists
 
 PROBE_SECONDS: Final = 60.0
 CACHE_SECONDS: Final = 30.0
+OLDEST_PYTHON: Final = (3, 11)
 
 _PROGRAM: Final = r"""
 import ast, json, os, sys
@@ -47,13 +53,17 @@ if torch is not None and torch.origin:
     with open(os.path.join(os.path.dirname(torch.origin), "version.py")) as f:
         for node in ast.parse(f.read()).body:
             target = getattr(node, "target", None) or (getattr(node, "targets", None) or [None])[0]
-            if getattr(target, "id", "") == "cuda":
-                out["torch_cuda"] = getattr(node.value, "value", None) is not None
+            name, value = getattr(target, "id", ""), getattr(getattr(node, "value", None), "value", None)
+            if name == "cuda":
+                out["torch_cuda"] = value is not None
+            elif name == "__version__":
+                out["torch_version"] = value
 if module:
     spec, name = find(module)
     if spec is None:
         out["missing"] = name
     elif spec.origin and spec.origin.endswith(".py"):
+        out["origin"] = spec.origin
         try:
             with open(spec.origin, "rb") as f:
                 ast.parse(f.read(), spec.origin)
@@ -67,7 +77,8 @@ print(json.dumps(out))
 class Findings:
     """What an interpreter said about itself. ``error`` set: it could not be asked, and nothing else means anything.
 
-    ``missing``: the first part of the module's name that was not found. ``syntax``: the module's syntax error.
+    ``missing``: the first part of the module's name that was not found. ``syntax``: the module's syntax error. ``origin``:
+    the module's source file. ``torch_version`` is as torch's files say it, with its local part (``2.13.0+cpu``).
     """
 
     error: str | None = None
@@ -76,7 +87,9 @@ class Findings:
     worker_error: str | None = None
     torch: bool = False
     torch_cuda: bool = False
+    torch_version: str | None = None
     missing: str | None = None
+    origin: str | None = None
     syntax: str | None = None
 
 
@@ -129,3 +142,43 @@ def interpreter_of(given: str) -> Path | None:
     if exists(path, directory=True):
         path = path / "bin" / "python"
     return path if exists(path, directory=False) else None
+
+
+def python_fault(path: Path, found: Findings) -> tuple[str, str] | None:
+    """Why no rank can run under this interpreter, as a problem's code and a sentence with the command that mends it."""
+    install = pip_install(str(path), "ratchet-train[worker]")
+    if found.error is not None:
+        return "python-unusable", f"{path}: {found.error}"
+    if found.version < OLDEST_PYTHON:
+        have, need = ".".join(map(str, found.version)), ".".join(map(str, OLDEST_PYTHON))
+        text = f"{path} is Python {have}, Ratchet needs {need} or newer: make an environment with one, python{need} -m venv DIR"
+        return "python-too-old", text
+    if found.worker_error is not None:
+        return "worker-missing", f"{path} cannot import ratchet_worker ({found.worker_error}): {install}"
+    if found.protocol != PROTOCOL_VERSION:
+        text = f"{path} has a Ratchet of protocol {found.protocol}, the service speaks {PROTOCOL_VERSION}: install the service's "
+        return (
+            "protocol-mismatch",
+            f"{text}version there, {pip_install(str(path), f'ratchet-train[worker]=={RATCHET_VERSION}')}",
+        )
+    if not found.torch:
+        return "torch-missing", f"{path} has no torch: {install}"
+    wanted = _torch_wanted()
+    if found.torch_version is not None and not satisfies(found.torch_version, wanted):
+        text = f"{path} has torch {found.torch_version}, Ratchet is exact with torch{wanted} alone: "
+        return "torch-version", text + pip_install(str(path), f"torch{wanted}")
+    return None
+
+
+def pip_install(python: str, *what: str) -> str:
+    """The command, ready to be typed."""
+    return shlex.join([python, "-m", "pip", "install", *what])
+
+
+@cache
+def _torch_wanted() -> str:
+    """Specifiers as ``pyproject.toml`` has them; empty (anything goes) where Ratchet runs uninstalled."""
+    try:
+        return next((p.wanted for p in packages("worker") if p.name == "torch"), "")
+    except PackageNotFoundError:
+        return ""

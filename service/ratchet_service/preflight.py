@@ -1,4 +1,5 @@
-"""Checks of a job spec against this machine, and the resolution of every ``auto``: once per job, at submission.
+"""Checks of a job spec against this machine, and the resolution of every ``auto``: once per job, at submission. Another
+number of ranks decides the threads again (``resize``), and nothing else.
 
 What cannot work is a problem with a JSON pointer, and the job is refused; what is legal but without effect or risky is a
 warning. Nothing of the user's is imported and nothing imports torch.
@@ -8,21 +9,24 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from ratchet_contract.api import Warning_
 from ratchet_contract.errors import FieldProblem, SpecError
-from ratchet_contract.spec import JobSpec, Resolved
-from ratchet_contract.version import PROTOCOL_VERSION
-from ratchet_hooks.registry import HOOKS
-from ratchet_service import snapshot
+from ratchet_contract.spec import JobSpec, Resolved, TaskSpec
+from ratchet_contract.spec_parse import nearest
+from ratchet_service import entrypoints, snapshot
 from ratchet_service.credentials import withheld
 from ratchet_service.decide import MAX_BACKOFF
-from ratchet_service.interpreters import Findings, Interpreters, interpreter_of
+from ratchet_service.interpreters import Findings, Interpreters, interpreter_of, pip_install, python_fault
 from ratchet_service.machine import Machine
 from ratchet_service.slots import need_of, oversubscribed
+
+_OF_WORLD: Final = frozenset({"oversubscribed", "single-rank"})
 
 
 @dataclass
@@ -56,15 +60,37 @@ def resolve(
         python, findings = _check_python(spec, machine, interpreters or Interpreters(), code_ok, report)
     else:
         python, findings = spec.python or machine.python, Findings(torch=True, torch_cuda=machine.torch_cuda)
-    device, backend = _device_and_backend(spec, machine, findings, report)
+    device, backend = _device_and_backend(spec, machine, python, findings, report)
     resolved = Resolved(
         device="cuda" if device == "cuda" else "cpu",
         backend="nccl" if backend == "nccl" else "gloo",
         threads_per_rank=_threads(spec, machine, device),
         python=python,
     )
-    _warn(spec, resolved, machine, report)
+    _warn_of_world(spec, resolved, machine, report)
+    _warn(spec, resolved, report)
     return resolved, report.warnings, report.problems
+
+
+def resize(
+    spec: JobSpec, resolved: Resolved, warnings: Sequence[Warning_], machine: Machine
+) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
+    """``spec`` is a job's with another number of ranks; ``resolved`` and ``warnings`` are what the job has so far.
+
+    Device, back end, interpreter and code stay as they are, whatever has become of the machine, the user's directory or the
+    environment: a change of them would be one more difference. Threads per rank are decided again, since they are a share of
+    the cores; a number that the spec itself gives stands.
+    """
+    report = _Report([w for w in warnings if w.code not in _OF_WORLD])
+    ranks, gpus = spec.world.ranks_per_node, len(machine.gpus)
+    if resolved.device == "cuda" and ranks > gpus:
+        text = f"{ranks} ranks need {ranks} GPUs, this machine has {gpus}: use at most {gpus} ranks"
+        if gpus == 0:
+            text = "the job runs on CUDA, and this machine has no GPU: fork it with world.device cpu"
+        report.refuse("/world/ranks_per_node", "too-few-gpus", text)
+    changed = resolved.model_copy(update={"threads_per_rank": _threads(spec, machine, resolved.device)})
+    _warn_of_world(spec, changed, machine, report)
+    return changed, report.warnings, report.problems
 
 
 def _check_secrets(spec: JobSpec, environ: Mapping[str, str], report: _Report) -> None:
@@ -90,7 +116,9 @@ def _check_code(spec: JobSpec, limits: snapshot.Limits | None, report: _Report) 
     if spec.script is not None:
         script = Path(spec.code.path) / spec.script[0]
         if not snapshot.exists(script, directory=False):
-            report.refuse("/script/0", "script-not-found", f"there is no file {spec.script[0]!r} in {spec.code.path!r}")
+            here = snapshot.names_in(spec.code.path)
+            text = f"there is no file {spec.script[0]!r} in {spec.code.path!r}{nearest(spec.script[0], here)}"
+            report.refuse("/script/0", "script-not-found", f"{text}; it holds: {', '.join(here[:20]) or 'nothing'}")
         else:
             _check_syntax(script, report)
     return True
@@ -109,43 +137,72 @@ def _check_python(
 ) -> tuple[str, Findings]:
     """The interpreter for the ranks, and what it says about itself and the entrypoint."""
     given = spec.python or machine.python
-    pointer = "/python"
     path = interpreter_of(given) if Path(given).is_absolute() else None
     if path is None:
-        what = "is neither an interpreter nor a virtual environment" if Path(given).is_absolute() else "is not absolute"
-        report.refuse(pointer, "python-not-found", f"{given!r} {what}: name a python or its environment's directory")
+        report.refuse("/python", "python-not-found", _no_python(given))
         return given, Findings(error="not found")
     module = spec.task.entrypoint.partition(":")[0] if spec.task is not None and code_ok else None
     found = interpreters.ask(str(path), code=spec.code.path if spec.code and code_ok else None, module=module)
-    if found.error is not None:
-        report.refuse(pointer, "python-unusable", f"{path}: {found.error}")
-    elif found.worker_error is not None:
-        text = (
-            f"ratchet_worker cannot be imported by {path} ({found.worker_error}): install ratchet-train[worker] there"
-        )
-        report.refuse(pointer, "worker-missing", text)
-    elif found.protocol != PROTOCOL_VERSION:
-        text = f"{path} has a Ratchet with protocol {found.protocol}, the service speaks {PROTOCOL_VERSION}: install the same"
-        report.refuse(pointer, "protocol-mismatch", text)
-    elif not found.torch:
-        report.refuse(pointer, "torch-missing", f"torch cannot be found by {path}: install ratchet-train[worker] there")
+    wrong = python_fault(path, found)
+    if wrong is not None:
+        report.refuse("/python", *wrong)
     elif found.missing is not None:
-        where = f"{spec.code.path!r} or {path}" if spec.code else f"{path}; set code.path to your directory"
-        report.refuse("/task/entrypoint", "module-not-found", f"no module {found.missing!r} in {where}")
+        report.refuse("/task/entrypoint", "module-not-found", _no_module(spec, path, found.missing))
     elif found.syntax is not None:
         report.refuse("/task/entrypoint", "syntax-error", found.syntax)
+    elif found.origin is not None and spec.task is not None:
+        _check_entrypoint(spec.task, Path(found.origin), report)
     return str(path), found
 
 
-def _device_and_backend(spec: JobSpec, machine: Machine, found: Findings, report: _Report) -> tuple[str, str]:
+def _no_python(given: str) -> str:
+    path = Path(given)
+    if not path.is_absolute():
+        found = shutil.which(given)
+        return f"{given!r} is not absolute: give its full path" + (f", {found!r}" if found else "")
+    if snapshot.exists(path, directory=True):
+        return f"{given!r} is a directory without bin/python, so no virtual environment: name one, or its interpreter"
+    return f"there is no interpreter {given!r} on the service's machine: name a python or its environment's directory"
+
+
+def _check_entrypoint(task: TaskSpec, origin: Path, report: _Report) -> None:
+    try:
+        source = origin.read_bytes()
+    except OSError:  # the interpreter could read it; the first attempt will tell
+        return
+    problem = entrypoints.check(source, task, package=origin.name == "__init__.py")
+    if problem is not None:
+        report.problems.append(problem)
+
+
+def _no_module(spec: JobSpec, path: Path, missing: str) -> str:
+    if spec.code is None:
+        return f"{path} has no module {missing!r}: set code.path to the directory that holds it"
+    here = snapshot.names_in(spec.code.path)
+    near = nearest(missing, [name.removesuffix(".py") for name in here if name.endswith(".py") or "." not in name])
+    held = ", ".join(here[:20]) or "nothing"
+    return f"no module {missing!r} in {spec.code.path!r} (it holds: {held}) or {path}{near}"
+
+
+def _device_and_backend(
+    spec: JobSpec, machine: Machine, python: str, found: Findings, report: _Report
+) -> tuple[str, str]:
     ranks, gpus = spec.world.ranks_per_node, len(machine.gpus)
     device = spec.world.device
     if device == "auto":
         device = "cuda" if gpus and (found.torch_cuda or found.error is not None) else "cpu"
     if device == "cuda" and not gpus:
-        report.refuse("/world/device", "no-gpu", "this machine has no GPU: use device cpu or auto")
+        text = (
+            "the service sees no GPU on this machine: set world.device to cpu or auto. If there is one, `nvidia-smi` and the "
+            "service's CUDA_VISIBLE_DEVICES tell why it is not seen"
+        )
+        report.refuse("/world/device", "no-gpu", text)
     elif device == "cuda" and not found.torch_cuda and found.error is None and found.torch:
-        report.refuse("/world/device", "torch-without-cuda", "torch of this interpreter is built without CUDA")
+        text = (
+            f"torch {found.torch_version or ''} of {python} is built without CUDA: install a CUDA build there (on Linux the one "
+            f"of the package index is): {pip_install(python, 'torch', '--force-reinstall')}; or set world.device to cpu"
+        )
+        report.refuse("/world/device", "torch-without-cuda", text.replace("torch  of", "torch of"))
     elif device == "cuda" and ranks > gpus:
         text = f"{ranks} ranks need {ranks} GPUs, this machine has {gpus}: use at most {gpus} ranks, or device cpu"
         report.refuse("/world/ranks_per_node", "too-few-gpus", text)
@@ -173,8 +230,8 @@ def _threads(spec: JobSpec, machine: Machine, device: str) -> int:
     return max(1, machine.cpus // shares)
 
 
-def _warn(spec: JobSpec, resolved: Resolved, machine: Machine, report: _Report) -> None:
-    """What is legal but does nothing, or less than it seems to."""
+def _warn_of_world(spec: JobSpec, resolved: Resolved, machine: Machine, report: _Report) -> None:
+    """What the number of ranks makes without effect or dear; the codes of ``_OF_WORLD``."""
     need = need_of(spec, resolved)
     if oversubscribed(need, machine.capacity):
         text = (
@@ -182,8 +239,6 @@ def _warn(spec: JobSpec, resolved: Resolved, machine: Machine, report: _Report) 
             f"machine lends {machine.capacity.cpus}: the job takes all of them, runs alone, and its ranks share cores"
         )
         report.warn("/world/ranks_per_node", "oversubscribed", text)
-    if spec.nccl and resolved.backend != "nccl":
-        report.warn("/nccl", "no-effect", f"NCCL settings have no effect with backend {resolved.backend}")
     given = spec.model_fields_set
     if "ddp" in given and spec.world.size == 1 and spec.ddp.bucket_cap_mb is not None:
         report.warn(
@@ -193,10 +248,12 @@ def _warn(spec: JobSpec, resolved: Resolved, machine: Machine, report: _Report) 
         report.warn(
             "/hook", "single-rank", f"with one rank {spec.hook.name} saves no communication, and still loses precision"
         )
-    stateful = HOOKS[spec.hook.name].stateful
-    if not stateful and spec.policy.on_hook_mismatch != "fail":
-        text = f"{spec.hook.name} has no state that could mismatch: this setting has no effect"
-        report.warn("/policy/on_hook_mismatch", "no-effect", text)
+
+
+def _warn(spec: JobSpec, resolved: Resolved, report: _Report) -> None:
+    """What else is legal but does nothing, or less than it seems to."""
+    if spec.nccl and resolved.backend != "nccl":
+        report.warn("/nccl", "no-effect", f"NCCL settings have no effect with backend {resolved.backend}")
     if spec.policy.backoff > MAX_BACKOFF:
         report.warn("/policy/backoff", "capped", f"delays are capped at {MAX_BACKOFF:g} s")
     timeout = spec.policy.timeout

@@ -146,6 +146,15 @@ def exists(path: Path, *, directory: bool) -> bool:
         return False
 
 
+def names_in(directory: str) -> list[str]:
+    """What a message tells of a directory: the names that a snapshot would take from it; none where it cannot be read."""
+    try:
+        found = sorted(entry.name for entry in Path(directory).iterdir())
+    except OSError:
+        return []
+    return [name for name in found if name not in IGNORED_NAMES and not name.endswith(IGNORED_SUFFIXES)]
+
+
 def _walk(root: Path) -> Iterator[_Entry]:
     folders = [root]
     while folders:

@@ -75,6 +75,8 @@ def test_every_auto_is_decided(machine: Machine, cuda: bool, more: dict[str, Any
         (CPU, {"worker_error": "ModuleNotFoundError"}, {}, "/python worker-missing"),
         (CPU, {"protocol": 99}, {}, "/python protocol-mismatch"),
         (CPU, {"torch": False}, {}, "/python torch-missing"),
+        (CPU, {"torch_version": "2.9.0+cpu"}, {}, "/python torch-version"),
+        (CPU, {"version": (3, 9, 18), "worker_error": "SyntaxError"}, {}, "/python python-too-old"),
         (CPU, {"missing": "mine"}, {}, "/task/entrypoint module-not-found"),
         (CPU, {"syntax": "mine.py, line 3"}, {}, "/task/entrypoint syntax-error"),
         (CPU, {}, {"code": {"path": "/nowhere"}}, "/code/path not-a-directory"),
@@ -93,7 +95,6 @@ def test_what_cannot_work_is_refused_where_it_stands(
         (CPU, {"world": {"ranks_per_node": 9}}, "/world/ranks_per_node oversubscribed"),
         (CPU, {"nccl": {"NCCL_DEBUG": "INFO"}}, "/nccl no-effect"),
         (CPU, {"hook": "fp16_compress"}, "/hook single-rank"),
-        (CPU, {"policy": {"on_hook_mismatch": "reset"}}, "/policy/on_hook_mismatch no-effect"),
         (CPU, {"policy": {"backoff": "10m"}}, "/policy/backoff capped"),
         (CPU, {"policy": {"timeout": "1m"}}, "/policy/timeout shorter-than-grace"),
         (CPU, {"checkpoint": {"every_steps": None}}, "/checkpoint/every_steps no-schedule"),
@@ -116,8 +117,13 @@ def code(tmp_path: Path) -> Path:
     root = tmp_path / "project"
     (root / "pkg").mkdir(parents=True)
     (root / "pkg" / "__init__.py").write_text("raise SystemExit('user code was imported')\n")
-    (root / "pkg" / "model.py").write_text("class Mine: ...\n")
-    (root / "hooks.py").write_text("raise SystemExit('user code was imported')\n")
+    task = "    def __init__(self, *, lr=0.1, width): ...\n    def build(self, ctx): ...\n    def loss(self, model, batch): ...\n"
+    exit_ = "raise SystemExit('user code was imported')\n"
+    (root / "pkg" / "model.py").write_text(f"{exit_}class Mine:\n{task}class Half:\n    def build(self, ctx): ...\n")
+    (root / "pkg" / "open.py").write_text(
+        f"{exit_}from .model import *\nclass Sub(Mine): ...\n@change\nclass Made: ...\n"
+    )
+    (root / "hooks.py").write_text(f"{exit_}class Mine(Base): ...\n")
     (root / "typing.py").write_text("raise SystemExit('user code was imported')\n")
     (root / "broken.py").write_text("x = 1\ndef f(:\n")
     (root / "train.py").write_text("print('hello')\n")
@@ -127,7 +133,14 @@ def code(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("job", "problem"),
     [
-        ({"task": {"entrypoint": "pkg.model:Mine"}}, None),
+        ({"task": {"entrypoint": "pkg.model:Mine", "args": {"width": 3}}}, None),
+        ({"task": {"entrypoint": "pkg.model:Mine"}}, "/task/args arguments-wrong"),
+        ({"task": {"entrypoint": "pkg.model:Mine", "args": {"width": 3, "rl": 1}}}, "/task/args/rl arguments-wrong"),
+        ({"task": {"entrypoint": "pkg.model:mine"}}, "/task/entrypoint entrypoint-missing"),
+        ({"task": {"entrypoint": "pkg.model:Half"}}, "/task/entrypoint entrypoint-wrong"),
+        ({"task": {"entrypoint": "pkg.open:Anything"}}, None),
+        ({"task": {"entrypoint": "pkg.open:Sub", "args": {"x": 1}}}, None),
+        ({"task": {"entrypoint": "pkg:model.Mine"}}, None),
         ({"task": {"entrypoint": "hooks:Mine"}}, None),
         ({"task": {"entrypoint": "ratchet_worker.task:Parts"}}, None),
         ({"task": {"entrypoint": "pkg.other:Mine"}}, "/task/entrypoint module-not-found"),
