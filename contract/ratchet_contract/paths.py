@@ -19,7 +19,13 @@ from typing import Final
 MANIFEST_NAME: Final = "MANIFEST.json"
 DELETED_MANIFEST_NAME: Final = "MANIFEST.json.deleted"
 PINNED_NAME: Final = "PINNED"  # empty file in a checkpoint's directory, made by the service: retention leaves it alone
+_JOB_ID_RE = re.compile(r"job-[0-9a-z]{12}", re.ASCII)
 _CHECKPOINT_RE = re.compile(r"step-(\d{12})\.a(\d{4,})", re.ASCII)
+
+
+def is_job_id(text: str) -> bool:
+    """Whether ``text`` has the form that the service gives to a job's id."""
+    return _JOB_ID_RE.fullmatch(text) is not None
 
 
 def checkpoint_dir_name(step: int, epoch: int) -> str:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 from typing import Final
 
 _ALPHABET: Final = "0123456789abcdefghjkmnpqrstvwxyz"
 _EPOCH_MS: Final = 1_704_067_200_000  # 2024-01-01T00:00:00Z
-_JOB_ID: Final = re.compile(r"job-[0-9a-z]{12}", re.ASCII)
 
 
 def new_job_id() -> str:
     """45 bits of milliseconds since 2024 and 15 random bits."""
     number = ((time.time_ns() // 1_000_000 - _EPOCH_MS) << 15) | secrets.randbits(15)
     return "job-" + "".join(_ALPHABET[(number >> shift) & 31] for shift in range(55, -1, -5))
-
-
-def is_job_id(text: str) -> bool:
-    return _JOB_ID.fullmatch(text) is not None

@@ -14,11 +14,10 @@ from sqlalchemy.orm import Session
 
 from ratchet_contract.errors import Conflict, NotFound, Refused
 from ratchet_contract.messages import AgentReport, CheckpointCommitted, Control, RankBatch, ReportAck
-from ratchet_contract.paths import HomePaths, JobPaths
+from ratchet_contract.paths import HomePaths, JobPaths, is_job_id
 from ratchet_contract.phases import AttemptPhase
 from ratchet_contract.version import PROTOCOL_VERSION
 from ratchet_service.database import Database, utc_now
-from ratchet_service.ids import is_job_id
 from ratchet_service.ingest_effects import MAX_NUMBER, Effects, saved_iteration, storable_json
 from ratchet_service.models import Attempt, AttemptNode, Job
 from ratchet_service.transitions import add_event, lock_job

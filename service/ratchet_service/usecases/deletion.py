@@ -9,10 +9,9 @@ from typing import Final
 
 from ratchet_contract.api import DeleteResult
 from ratchet_contract.errors import Conflict
-from ratchet_contract.paths import HomePaths, JobPaths
+from ratchet_contract.paths import HomePaths, JobPaths, is_job_id
 from ratchet_contract.phases import Event
 from ratchet_service.database import Database
-from ratchet_service.ids import is_job_id
 from ratchet_service.models import Job
 from ratchet_service.transitions import check
 from ratchet_service.usecases.jobs import require_match
