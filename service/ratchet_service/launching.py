@@ -226,11 +226,11 @@ def view_of(job: Job, limits: Limits) -> JobView:
 
 def _held(session: Session) -> list[Grant]:
     """By attempts that have not ended; an agent that says of itself that it has may still be alive."""
-    query = sa.select(AttemptNode.gpus, AttemptNode.cpu_slots).join(
+    query = sa.select(AttemptNode.gpus, AttemptNode.cpu_slots, AttemptNode.job_id).join(
         Attempt, (Attempt.job_id == AttemptNode.job_id) & (Attempt.number == AttemptNode.attempt)
     )
     rows = session.execute(query.where(Attempt.phase.in_([p for p in AttemptPhase if p is not AttemptPhase.ENDED])))
-    return [Grant(tuple(gpus), tuple(cpus)) for gpus, cpus in rows]
+    return [Grant(tuple(gpus), tuple(cpus), job_id) for gpus, cpus, job_id in rows]
 
 
 def _hold_queued(session: Session, job_id: str) -> Job | None:

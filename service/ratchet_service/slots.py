@@ -10,9 +10,13 @@ only with what is left after it, so that a large job is not starved by small one
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
 
 from ratchet_contract.spec import JobSpec, Resolved
+
+_NAMED: Final = 4
+"""Holders that a waiting job is told of by name."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +37,11 @@ class Need:
 
 @dataclass(frozen=True)
 class Grant:
-    """Indices that a job holds until its attempt has ended."""
+    """Indices that a job holds until its attempt has ended. ``job``: who, for those who wait."""
 
     gpus: tuple[int, ...] = ()
     cpus: tuple[int, ...] = ()
+    job: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class Board:
     """The free slots while one round of launches is worked out."""
 
     def __init__(self, capacity: Capacity, held: Iterable[Grant]) -> None:
-        grants = list(held)
+        grants = self._held = list(held)
         taken_gpus = {g for grant in grants for g in grant.gpus}
         taken_cpus = {c for grant in grants for c in grant.cpus}
         self._capacity = capacity
@@ -78,11 +83,13 @@ class Board:
         """Give ``need`` to the next job of the queue, or keep what there is for it and say why it waits."""
         if need.gpus > len(self._capacity.gpus):  # it will never fit, so it keeps nothing from others
             return Waiting(
-                f"needs {need.gpus} GPUs, this machine has {len(self._capacity.gpus)}: fork it with fewer ranks"
+                f"needs {need.gpus} GPUs, this machine has {len(self._capacity.gpus)}: resume it with fewer (--world N)"
             )
         cpus = min(need.cpus, self._capacity.cpus)
         if need.gpus <= len(self._gpus) and cpus <= len(self._cpus):
-            return Grant(tuple(self._take(self._gpus, need.gpus)), tuple(self._take(self._cpus, cpus)))
+            grant = Grant(tuple(self._take(self._gpus, need.gpus)), tuple(self._take(self._cpus, cpus)), job_id)
+            self._held.append(grant)
+            return grant
         message = self._why(need, cpus)
         self._take(self._gpus, need.gpus)
         self._take(self._cpus, cpus)
@@ -92,11 +99,21 @@ class Board:
     def _why(self, need: Need, cpus: int) -> str:
         wants = []
         if need.gpus > len(self._gpus):
-            wants.append(f"{need.gpus} of {len(self._capacity.gpus)} GPUs ({len(self._gpus)} free)")
+            wants.append(f"{need.gpus} of {len(self._capacity.gpus)} GPUs ({self._free(self._gpus, 'gpus', 'GPU')})")
         if cpus > len(self._cpus):
-            wants.append(f"{cpus} of {self._capacity.cpus} CPU slots ({len(self._cpus)} free)")
+            wants.append(f"{cpus} of {self._capacity.cpus} CPU slots ({self._free(self._cpus, 'cpus', '')})")
         behind = f", behind job {self._ahead}" if self._ahead else ""
         return f"waits for {' and '.join(wants)}{behind}"
+
+    def _free(self, free: list[int], kind: str, name: str) -> str:
+        """``0 free; job-a has GPU 0, 1, job-b has GPU 2``: how many are left, and who has the others."""
+        holders = [(getattr(grant, kind), grant.job) for grant in self._held if getattr(grant, kind) and grant.job]
+        told = [
+            f"{job} has {name} {', '.join(map(str, taken))}" if name else f"{job} has {len(taken)}"
+            for taken, job in sorted(holders)[:_NAMED]
+        ]
+        told += [f"{len(holders) - _NAMED} jobs more"] * (len(holders) > _NAMED)
+        return "; ".join([f"{len(free)} free", *([", ".join(told)] if told else [])])
 
     @staticmethod
     def _take(free: list[int], n: int) -> Sequence[int]:

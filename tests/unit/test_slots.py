@@ -40,10 +40,12 @@ def test_a_job_that_wants_more_cpus_than_there_are_runs_alone() -> None:
 
 
 def test_small_jobs_do_not_overtake_a_large_one_on_what_it_waits_for() -> None:
-    board = Board(Capacity((0, 1), 8), [Grant((0,), (0,))])
+    board = Board(Capacity((0, 1), 8), [Grant((0,), (0,), "first")])
     waiting = board.ask("large", Need(2, 2))
-    assert waiting == Waiting("waits for 2 of 2 GPUs (1 free)")
-    assert board.ask("small", Need(1, 1)) == Waiting("waits for 1 of 2 GPUs (0 free), behind job large")
+    assert waiting == Waiting("waits for 2 of 2 GPUs (1 free; first has GPU 0)")
+    assert board.ask("small", Need(1, 1)) == Waiting(
+        "waits for 1 of 2 GPUs (0 free; first has GPU 0), behind job large"
+    )
     assert isinstance(board.ask("cpu only", Need(0, 3)), Grant)
 
 
@@ -59,3 +61,15 @@ def test_needs_follow_from_device_and_threads() -> None:
     cpu = Resolved(device="cpu", backend="gloo", threads_per_rank=2, python="/p")
     assert need_of(spec, cpu) == Need(0, 6)
     assert need_of(spec, cpu.model_copy(update={"device": "cuda"})) == Need(3, 6)
+
+
+def test_who_waits_is_told_who_holds_what() -> None:
+    board = Board(Capacity((0, 1, 2), 4), [Grant((2,), (0,), "old")])
+    assert board.ask("new", Need(2, 2)) == Grant((0, 1), (1, 2))
+    assert board.ask("late", Need(1, 2)) == Waiting(
+        "waits for 1 of 3 GPUs (0 free; new has GPU 0, 1, old has GPU 2) and 2 of 4 CPU slots (1 free; old has 1, new has 2)"
+    )
+    many = Board(Capacity((), 9), [Grant((), (i,), f"j{i}") for i in range(9)])
+    assert many.ask("late", Need(0, 1)) == Waiting(
+        "waits for 1 of 9 CPU slots (0 free; j0 has 1, j1 has 1, j2 has 1, j3 has 1, 5 jobs more)"
+    )
