@@ -114,3 +114,28 @@ def _parse(text: str) -> None:
         raise AssertionError(f"`{text}` ends with {error}") from None
     except Exception as error:
         raise AssertionError(f"`{text}`: {type(error).__name__}: {getattr(error, 'message', error)}") from None
+
+
+_RUN_CELLS = """
+import json, os, pathlib, sys
+scope = {"__name__": "__main__"}
+for cell in json.loads(pathlib.Path("examples/notebook.ipynb").read_text())["cells"]:
+    if cell["cell_type"] == "code":
+        exec(compile("".join(cell["source"]), cell["id"], "exec"), scope)
+curves = [[len(line.get_xdata()) for line in axes.lines] for axes in (scope["left"], scope["right"])]
+report = scope["report"]
+print(json.dumps({"curves": curves, "verdict": report.verdict, "parts": len(report.components), "accuracy": scope["accuracy"],
+                  "phase": scope["now"].job.phase, "attempts": scope["now"].job.epoch}))
+"""
+
+
+def test_the_notebook_trains_preempts_and_plots(server: Server, tmp_path: Path) -> None:
+    cells = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())["cells"]
+    assert all(cell.get("outputs", []) == [] for cell in cells), "stored without outputs"
+    told = _fresh(server, tmp_path, "-c", _RUN_CELLS, MPLBACKEND="Agg")
+    seen = json.loads(told.splitlines()[-1])
+    assert (seen["phase"], seen["attempts"], seen["verdict"]) == ("SUCCEEDED", 2, "exact")
+    (loss, test_loss), (warm_up, compressing) = seen["curves"]
+    assert loss > 10 and test_loss == 16 and warm_up > 0 and compressing > 1 and seen["parts"] >= 10
+    assert 0.9 < seen["accuracy"] <= 1.0
+    assert "<svg" in (tmp_path / "digits.svg").read_text() and (tmp_path / "digits.log").exists()
