@@ -18,7 +18,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ratchet_contract.errors import FieldProblem, RatchetError
-from ratchet_service import problems
+from ratchet_service import disk, problems
 from ratchet_service.instruments import Instruments
 
 log = logging.getLogger("ratchet.service")
@@ -47,6 +47,7 @@ def install(app: FastAPI, instruments: Instruments) -> None:
     app.add_exception_handler(OperationalError, _database_away)
     app.add_exception_handler(PoolTimeout, _database_away)
     app.add_exception_handler(DBAPIError, _database_away)
+    app.add_exception_handler(OSError, _disk_full)
     app.add_middleware(Edge, instruments=instruments)
 
 
@@ -96,6 +97,8 @@ def _invalid_parameters(request: Request, error: Exception) -> Response:
 
 def _database_away(request: Request, error: Exception) -> Response:
     """A locked or unreachable database is worth another try; anything else that it refuses is a fault of ours."""
+    if disk.is_full(error, request.app.state.service.settings.home):
+        return _disk_full(request, error)
     if isinstance(error, OperationalError | PoolTimeout) or (
         isinstance(error, DBAPIError) and error.connection_invalidated
     ):
@@ -104,6 +107,19 @@ def _database_away(request: Request, error: Exception) -> Response:
             503, "database-unavailable", "the database does not answer: try again in a moment", request.url.path
         )
     return internal_error(request.method, request.url.path, error)
+
+
+def _disk_full(request: Request, error: Exception) -> Response:
+    """Any other error of the system is a fault of ours."""
+    service = request.app.state.service
+    home = service.settings.home
+    if not disk.is_full(error, home):
+        return internal_error(request.method, request.url.path, error)
+    log.error("%s %s: %s", request.method, request.url.path, error)
+    if isinstance(error, DBAPIError) and not service.database.is_sqlite:
+        text = "the disk of the database server is full: nothing was changed; make room there"
+        return problem_response(507, disk.CODE, text, request.url.path)
+    return problem_response(507, disk.CODE, disk.full(home, "nothing was changed").detail, request.url.path)
 
 
 def internal_error(method: str, path: str, error: BaseException) -> Response:

@@ -38,6 +38,7 @@ _BY_CODE: Final[dict[str, int]] = {
     "unknown-parameter": 422,
     "internal-error": 500,
     "database-unavailable": 503,
+    "disk-full": 507,
 }
 _BY_CLASS: Final[tuple[tuple[type[RatchetError], int], ...]] = (
     (SpecError, 422),
@@ -60,6 +61,7 @@ _TITLES: Final[dict[int, str]] = {
     422: "Invalid request",
     500: "Internal error",
     503: "Temporarily unavailable",
+    507: "No space left",
 }
 _HEADERS: Final[dict[int, dict[str, str]]] = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 

@@ -19,12 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ratchet_contract.code_tree import IGNORED_NAMES, IGNORED_SUFFIXES
 from ratchet_contract.errors import FieldProblem, SpecError
+from ratchet_service import disk
 
-IGNORED_NAMES: Final = frozenset(
-    {".git", ".hg", ".svn", "__pycache__", ".venv", ".ratchet", ".mypy_cache", ".pytest_cache"}
-)
-IGNORED_SUFFIXES: Final = (".pyc", ".pyo")
 MAX_BYTES: Final = 512 * 2**20
 MAX_FILES: Final = 20_000
 MAX_PATH: Final = 1024
@@ -58,9 +56,20 @@ def snapshot(path: str | Path, code_root: Path, limits: Limits | None = None) ->
     """Copy the directory below ``code_root`` and return its digest. Raises ``SpecError`` at ``/code/path``.
 
     Safe against a crash (temporary directory, fsync, rename) and against itself (the loser of a race uses the winner's).
-    The digest is taken from the copy, so files that change while they are copied give one consistent snapshot.
+    The digest is taken from the copy, so files that change while they are copied give one consistent snapshot. Raises
+    ``Refused`` (``disk-full``) when there is no room for it; nothing half copied stays.
     """
     entries = _entries(Path(path), limits or Limits())
+    try:
+        return _snapshot(entries, code_root)
+    except OSError as error:
+        if not disk.is_full(error, code_root):
+            raise
+        what = f"the code of {str(path)!r} cannot be copied there, and the job was not stored"
+        raise disk.full(code_root, what, sum(entry.size for entry in entries)) from error
+
+
+def _snapshot(entries: list[_Entry], code_root: Path) -> str:
     code_root.mkdir(parents=True, exist_ok=True)
     with _guard(code_root):
         temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=code_root))
@@ -76,7 +85,7 @@ def snapshot(path: str | Path, code_root: Path, limits: Limits | None = None) ->
             return digest
         finally:
             if temporary.exists():
-                _rmtree(temporary)
+                remove_tree(temporary)
 
 
 def remove_unreferenced(code_root: Path, referenced: Callable[[], set[str]], grace: float = GRACE) -> list[str]:
@@ -92,7 +101,7 @@ def remove_unreferenced(code_root: Path, referenced: Callable[[], set[str]], gra
         named = referenced()
         for entry in _old(code_root, grace):
             if entry.name not in named:
-                _rmtree(entry)
+                remove_tree(entry)
                 removed.append(entry.name)
     return removed
 
@@ -242,7 +251,12 @@ def _fsync(folder: Path) -> None:
         os.close(fd)
 
 
-def _rmtree(folder: Path) -> None:
-    for current, _, _ in os.walk(folder):
-        Path(current).chmod(0o755)
+def remove_tree(folder: Path) -> None:
+    """Delete a directory whatever modes its directories have. Raises ``OSError``."""
+    folder.chmod(0o755)
+    for current, below, _ in os.walk(folder):
+        for name in below:
+            path = Path(current, name)
+            if not path.is_symlink():
+                path.chmod(0o755)
     shutil.rmtree(folder)

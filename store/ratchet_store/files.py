@@ -56,8 +56,8 @@ def replacing(path: Path) -> Iterator[int]:
         raise
 
 
-def not_written(path: Path, error: OSError) -> CheckpointError:
-    """A failed save, in words: what failed, and what to do."""
+def not_written(path: Path, error: OSError, needed: int | None = None) -> CheckpointError:
+    """A failed save, in words: what failed, and what to do. ``needed``: the file's size in bytes."""
     advice = {
         errno.ENOSPC: "the disk is full: free space, lower checkpoint.keep_last, or move the run directory",
         errno.EDQUOT: "the disk quota is used up: free space, lower checkpoint.keep_last, or raise the quota",
@@ -67,9 +67,22 @@ def not_written(path: Path, error: OSError) -> CheckpointError:
         errno.EACCES: "the process may not write there: check owner and mode",
     }.get(error.errno or 0, "check the file system")
     return CheckpointError(
-        f"checkpoint file {path} was not written: {error.strerror or error}; {advice}. Older checkpoints are untouched.",
+        f"checkpoint file {path} was not written: {error.strerror or error}; {advice}{_room(path, error, needed)}. Older "
+        "checkpoints are untouched.",
         code=NOT_WRITTEN,
     )
+
+
+def _room(path: Path, error: OSError, needed: int | None) -> str:
+    """What is free on the disk, beside what this file takes, where that is the question."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    nearest = next((folder for folder in path.parents if folder.is_dir()), None)
+    if nearest is None:
+        return ""
+    found = os.statvfs(nearest)
+    wanted = f", {needed / 2**20:.1f} MiB needed for this file alone" if needed is not None else ""
+    return f" ({found.f_bavail * found.f_frsize / 2**20:.1f} MiB free{wanted})"
 
 
 def not_read(path: Path, error: OSError) -> CheckpointError:

@@ -64,7 +64,7 @@ def write_rank_file(
         _refuse_committed(directory)
         size, digest = _write(path, [memoryview(header), *(buffers[i] for i in order)])
     except OSError as error:
-        raise not_written(path, error) from error
+        raise not_written(path, error, len(header) + sum(map(len, buffers))) from error
     return FileEntry(name=name, rank=rank, size=size, xxh3_128=digest), entries
 
 
