@@ -91,11 +91,13 @@ class RatchetClient(Following):
         """Save, stop, and stay stopped until ``resume``. Raises ``Conflict`` like all actions, by the phase."""
         return self._act(job_id, "suspend")
 
-    def resume(self, job_id: str, from_step: int | None = None, *, world: int | None = None) -> api.JobView:
+    def resume(self, job_id: str, from_step: int | None = None, *, world: int | None = None,
+               on_hook_mismatch: str | None = None) -> api.JobView:  # fmt: skip
         """Go on: suspended, failed and cancelled jobs. ``from_step``: from an older checkpoint; ``world``: with another number
-        of ranks (per node), which the resume report tells of."""
+        of ranks (per node), which the resume report tells of; ``on_hook_mismatch``: the job's policy from now on (fail, reset,
+        redistribute)."""
         change = None if world is None else api.WorldChange(ranks_per_node=world)
-        given = {"from_step": from_step, "world": change}
+        given = {"from_step": from_step, "world": change, "on_hook_mismatch": on_hook_mismatch}
         request = api.ResumeRequest.model_validate({k: v for k, v in given.items() if v is not None})
         return self._act(job_id, "resume", request)
 

@@ -81,6 +81,7 @@ class Manifest(_Model):
     hook: HookRecord
     hook_summaries: list[HookSummary] = []
     environment: dict[str, str | int | float | bool | None] = {}
+    total_steps: int | None = Field(None, description="Steps that the job was to have; None: only its script knows.")
     finished: bool = Field(False, description="True for the final checkpoint of a job that ran to its end.")
     files: list[FileEntry]
     tensors: list[TensorEntry]

@@ -20,7 +20,7 @@ hook: {name: powerSGD, matrix_approximation_rank: 2, start_powerSGD_iter: 10}
 checkpoint: {every_steps: 50, keep_last: 3}
 labels: {team: vision}
 """
-RESUME: Final[dict[str, Any]] = {"from_step": 1200}
+RESUME: Final[dict[str, Any]] = {"from_step": 1200, "world": {"ranks_per_node": 4}, "on_hook_mismatch": "redistribute"}
 FORK: Final[dict[str, Any]] = {
     "checkpoint_id": "step-000000001200.a0007",
     "name": "digits-longer",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +14,11 @@ from ratchet_contract.spec import JobSpec, Resolved
 class SubmissionPorts(Protocol):
     def resolve(self, spec: JobSpec) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
         """Every ``auto`` decided for this machine; problems are why the spec cannot run here."""
+
+    def resize(
+        self, spec: JobSpec, resolved: Resolved, warnings: Sequence[Warning_]
+    ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
+        """A stored job's spec with another number of ranks: what changes of what was decided for it. Reads no user files."""
 
     def snapshot(self, path: Path) -> str:
         """Copy the user's code below the run directory; returns its digest. Raises ``SpecError``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -43,6 +43,11 @@ class LocalSubmission:
 
     def resolve(self, spec: JobSpec) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
         return preflight.resolve(spec, self._machine(), interpreters=self._interpreters)
+
+    def resize(
+        self, spec: JobSpec, resolved: Resolved, warnings: Sequence[Warning_]
+    ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
+        return preflight.resize(spec, resolved, warnings, self._machine())
 
     def snapshot(self, path: Path) -> str:
         return snapshot.snapshot(path, self._home.code)

@@ -366,7 +366,7 @@ def test_forks_leave_their_parent_alone_and_a_script_that_exits_in_its_loop_has_
     refused = server.call(
         "POST", f"/v1/jobs/{parent}/fork", json={"spec": {"world": {"ranks_per_node": 3}}}, expect=422
     ).json()
-    assert refused["errors"][0]["pointer"] == "/spec/world"
+    assert refused["errors"][0]["pointer"] == "/spec/world/ranks_per_node"
 
     ended = {name: wait_for(lambda i=i: _over(server, i), f"{name} to end", 90) for name, i in
              {"longer": longer, "pointless": pointless, "exits": exits}.items()}  # fmt: skip

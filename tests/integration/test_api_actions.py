@@ -154,13 +154,3 @@ def test_actions_that_race_leave_one_history_that_adds_up(api: Api) -> None:
     events = api.client.get(f"/v1/jobs/{job_id}/events").json()["items"][1:]
     for before, after in pairwise(events):
         assert before["data"]["to"] == after["data"]["from"]
-
-
-def test_another_world_size_is_refused_clearly(api: Api) -> None:
-    job_id = api.submit()
-    api.put(job_id, JobPhase.SUSPENDED)
-    for body in ({"world": {"ranks_per_node": 3}}, {"world_size": 3}):
-        answer = api.client.post(f"/v1/jobs/{job_id}/resume", json=body)
-        assert (answer.status_code, answer.json()["code"]) == (422, "not-available")
-        assert answer.json()["errors"][0]["pointer"] == f"/{next(iter(body))}"
-    assert api.job(job_id)["phase"] == "SUSPENDED"

@@ -229,7 +229,7 @@ def test_a_fork_keeps_its_source_until_it_stands_on_its_own(api: Api, job: str) 
 
 
 WRONG_FORKS: list[tuple[dict[str, Any], str]] = [
-    ({"world": {"ranks_per_node": 3}}, "/spec/world"),
+    ({"world": {"ranks_per_node": 3}}, "/spec/world/ranks_per_node"),
     ({"hook": "allreduce"}, "/spec/hook"),
     ({"hook": "allreduce", "policy": {"on_hook_mismatch": "redistribute"}}, "/spec/hook"),
     ({"hook": {"matrix_approximation_rank": 7}}, "/spec/hook"),

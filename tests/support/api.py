@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ from ratchet_contract.spec import JobSpec, Resolved
 from ratchet_service.app import create_app
 from ratchet_service.database import Database, utc_now
 from ratchet_service.ingest import hash_token
+from ratchet_service.machine import Machine
 from ratchet_service.models import Attempt, AttemptNode, Job
+from ratchet_service.preflight import resize
 from ratchet_service.settings import Settings
 
 TOKEN = "the-token-of-the-attempt"
@@ -45,6 +47,7 @@ class FakePorts:
 
     snapshots: list[Path] = field(default_factory=list)
     wakes: int = 0
+    machine: Machine = field(default_factory=lambda: Machine((), 4))
 
     def resolve(self, spec: JobSpec) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
         problems = []
@@ -52,6 +55,11 @@ class FakePorts:
             problems = [FieldProblem(pointer="/world/device", code="no-gpu", detail="this machine has no GPU")]
         warnings = [Warning_(pointer="/nccl", code="without-effect", detail="the backend is gloo")] if spec.nccl else []
         return Resolved(device="cpu", backend="gloo", threads_per_rank=1, python="/usr/bin/python3"), warnings, problems
+
+    def resize(
+        self, spec: JobSpec, resolved: Resolved, warnings: Sequence[Warning_]
+    ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
+        return resize(spec, resolved, warnings, self.machine)
 
     def snapshot(self, path: Path) -> str:
         self.snapshots.append(path)

@@ -42,6 +42,7 @@ class Content:
     summary: HookSummary
     environment: Record
     data_digest: str | None
+    total_steps: int | None
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,7 @@ class Checkpointer:
             spec_digest=launch.spec.digest(),
             code_digest=launch.resolved.code_digest,
             data_digest=mine.data_digest,
+            total_steps=mine.total_steps,
             replicas=mine.replicas,
             shared_digest=reports[0]["shared"] if mine.snapshot.shared else None,
             bucket_layout=mine.layout,

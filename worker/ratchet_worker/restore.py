@@ -141,7 +141,8 @@ def differences(
     manifest: Manifest, current: Record, launch: LaunchFile, data_digest: str | None, own: Record | None = None
 ) -> list[EnvironmentDifference]:
     """Everything recorded that is not the same now: the environment, and digests of spec, code and data. ``own``: what this very
-    rank had recorded (its GPU, the digest of its share of the data); else rank 0's facts stand for it."""
+    rank had recorded (its GPU, the digest of its share of the data); else rank 0's facts stand for it. A spec in which only the
+    number of ranks is another one is the same: ``world_size`` and ``ranks_per_node`` tell of it."""
     recorded = {
         **(own if own is not None else {**manifest.environment, "data_digest": manifest.data_digest}),
         "spec_digest": manifest.spec_digest,
@@ -149,11 +150,18 @@ def differences(
     }
     now: Record = {
         **current,
-        "spec_digest": launch.spec.digest(),
+        "spec_digest": manifest.spec_digest if same_but_for_the_ranks(manifest, launch) else launch.spec.digest(),
         "code_digest": launch.resolved.code_digest,
         "data_digest": data_digest,
     }
     return compare(recorded, now)
+
+
+def same_but_for_the_ranks(manifest: Manifest, launch: LaunchFile) -> bool:
+    """Was the checkpoint made under this very spec, the number of ranks left aside?"""
+    world = launch.spec.world
+    then = world.model_copy(update={"ranks_per_node": manifest.world_size // world.nodes})
+    return launch.spec.model_copy(update={"world": then}).digest() == manifest.spec_digest
 
 
 def hook_difference(manifest: Manifest, launch: LaunchFile) -> str | None:

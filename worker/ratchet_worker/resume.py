@@ -32,6 +32,7 @@ class Notes:
 
     layout: str | None = None
     hook: str | None = None
+    total: str | None = None
 
 
 def build(
@@ -84,6 +85,7 @@ def restore(runtime: Runtime) -> None:
                 "where it is the same, or submit with determinism: warn",
                 code="environment-differs",
             )
+        _keep_total(runtime, chosen.manifest)
         reports = _restore_state(runtime, chosen.manifest, saved)
         _insist_if_strict(launch, reports)
     mine = {
@@ -110,6 +112,22 @@ def restore(runtime: Runtime) -> None:
     _announce(runtime, report)
 
 
+def _keep_total(runtime: Runtime, manifest: Manifest) -> None:
+    """A task that counts in epochs asks for another number of steps where the number of ranks is another one. The learning
+    rate's schedule came back with the old number, and so does the job's end. A script counts for itself."""
+    launch, before, asked = runtime.launch, manifest.total_steps, runtime.total
+    same = disk.same_but_for_the_ranks(manifest, launch) and manifest.code_digest == launch.resolved.code_digest
+    if launch.spec.task is None or before is None or before == asked or not same:
+        return
+    if manifest.data_digest != runtime.data_digest:
+        return
+    runtime.total = before
+    ranks = launch.world_size
+    runtime.notes.total = (
+        f"the job ends after step {before} as before; for {ranks} ranks the task would ask for {asked} steps"
+    )
+
+
 def _insist_on_one_total(totals: list[int | None]) -> None:
     """A rank with more steps to do than the others would wait for them until a deadline, and look like a hang."""
     if len(set(totals)) > 1:
@@ -127,7 +145,7 @@ def _union(found: list[EnvironmentDifference]) -> list[EnvironmentDifference]:
 
 def _caveats(runtime: Runtime) -> list[str]:
     """What a report cannot know of."""
-    out = []
+    out = [runtime.notes.total] if runtime.notes.total is not None else []
     if runtime.state.data is None:
         out.append("no data are registered: their position is right only if batches are a function of the step")
     if runtime.launch.spec.determinism == "off":
@@ -183,14 +201,14 @@ def _restore_state(runtime: Runtime, manifest: Manifest, saved: Snapshot | None)
 
 def _refuse_resize(runtime: Runtime, manifest: Manifest) -> None:
     _, hook = runtime.state.hook_or_refuse()
-    data = runtime.state.data
+    launch, data = runtime.launch, runtime.state.data
     lost = ["the hook's residuals"] if hook.entry.stateful else []
     lost += ["the data position"] if data is not None and not hasattr(data, "load_resized") else []
-    if lost and runtime.launch.spec.policy.on_hook_mismatch == "fail":
+    if lost and launch.spec.policy.on_hook_mismatch == "fail":
         raise UserError(
             f"the checkpoint was made by {manifest.world_size} ranks, this group has {runtime.world_size}: "
-            f"{' and '.join(lost)} cannot come back exactly. Set policy.on_hook_mismatch to redistribute (or reset), or use the "
-            "recorded number of ranks",
+            f"{' and '.join(lost)} cannot come back exactly. Resume with on_hook_mismatch redistribute or reset (in a "
+            f"spec: policy.on_hook_mismatch), or with {manifest.world_size} ranks again",
             code="world-size-mismatch",
         )
 

@@ -289,6 +289,7 @@ class Runtime:
             summary=hook.summary(rank=self.rank, step=self.step),
             environment=self.environment,
             data_digest=self.data_digest,
+            total_steps=self.total,
         )
 
     # --- telling -------------------------------------------------------------------------------------------------------

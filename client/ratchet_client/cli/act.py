@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +13,14 @@ from ratchet_client.cli.submit import override
 
 if TYPE_CHECKING:
     from ratchet_contract import api
+
+
+class HookPolicy(StrEnum):
+    """Values of ``policy.on_hook_mismatch``."""
+
+    FAIL = "fail"
+    RESET = "reset"
+    REDISTRIBUTE = "redistribute"
 
 
 def register(app: typer.Typer) -> None:
@@ -29,11 +38,21 @@ def resume(
     ctx: typer.Context,
     job: JobId,
     from_step: Annotated[int | None, typer.Option(min=0, help="Go back to the checkpoint of this step.")] = None,
+    world: Annotated[
+        int | None,
+        typer.Option(min=1, max=1024, metavar="RANKS", help="Go on with another number of ranks. Not exact."),
+    ] = None,
+    on_hook_mismatch: Annotated[
+        HookPolicy | None,
+        typer.Option(help="What becomes of hook state that does not fit, now and later: policy.on_hook_mismatch."),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Let a suspended, failed or cancelled job go on."""
+    policy = None if on_hook_mismatch is None else on_hook_mismatch.value
     with open_client(ctx) as client:
-        _done(client.resume(job, from_step), "resumes", as_json)
+        done = client.resume(job, from_step, world=world, on_hook_mismatch=policy)
+    _done(done, "resumes" if world is None else f"resumes with {world} ranks", as_json)
 
 
 def cancel(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:

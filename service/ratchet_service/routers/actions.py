@@ -107,11 +107,15 @@ def checkpoint(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
     summary="Go on",
 )
 def resume(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
-    """A suspended, failed or cancelled job is queued again; with `from_step` from an older checkpoint of its lineage."""
+    """A suspended, failed or cancelled job is queued again; with `from_step` from an older checkpoint of its lineage.
+
+    `world` gives it another number of ranks, which is not exact: `on_hook_mismatch` says what becomes of the hook's state. Both
+    are kept in the spec, and both need a job without a running attempt.
+    """
     poster, data = post
-    actions.refuse_other_world(data)
     request = parse(ResumeRequest, data)
-    return _run(service, poster, lambda session: actions.resume(session, job_id, request))
+    ports, homes = service.ports, service.settings.paths
+    return _run(service, poster, lambda session: actions.resume(session, job_id, request, ports, homes))
 
 
 @router.post(
@@ -131,7 +135,7 @@ def fork_job(service: ServiceDep, post: SpecPost, job_id: str) -> Response:
 
     def prepare() -> fork.PreparedFork:
         with service.database.read() as session:
-            return fork.prepare(session, job_id, request, service.ports)
+            return fork.prepare(session, job_id, request, service.ports, service.settings.paths)
 
     def effect(session: Session, prepared: fork.PreparedFork) -> Reply:
         job = fork.store(session, prepared, service.settings.paths)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sqlalchemy.orm import Session
 
 from ratchet_contract.api import ResumeRequest
-from ratchet_contract.errors import Conflict, FieldProblem, NotFound, SpecError
+from ratchet_contract.errors import Conflict, NotFound
+from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Event
+from ratchet_contract.spec import JobSpec
 from ratchet_service.models import Job
-from ratchet_service.transitions import apply, check
+from ratchet_service.ports import SubmissionPorts
+from ratchet_service.transitions import add_event, apply, check
+from ratchet_service.usecases import worlds
 from ratchet_service.usecases.queries import committed_in_lineage, hold_job
 
 
@@ -30,34 +32,43 @@ def request_checkpoint(session: Session, job_id: str) -> Job:
     return apply(session, job_id, Event.CHECKPOINT, message="a checkpoint was asked for", values=values, data=data)
 
 
-def resume(session: Session, job_id: str, request: ResumeRequest) -> Job:
-    """Let a job go on, optionally from an older checkpoint of its lineage.
+def resume(session: Session, job_id: str, request: ResumeRequest, ports: SubmissionPorts, homes: HomePaths) -> Job:
+    """Let a job go on, optionally from an older checkpoint of its lineage, with another number of ranks or another
+    ``policy.on_hook_mismatch``; both stay the job's.
 
-    Raises ``Conflict`` (``from-step-needs-stop``) for ``from_step`` while an attempt may be alive, ``NotFound`` for a step
-    without a checkpoint.
+    Raises ``Conflict``: ``from-step-needs-stop``, ``world-needs-stop`` or ``policy-needs-stop`` while an attempt may be alive,
+    ``world-size-mismatch`` where the policy forbids to carry the checkpoint over; ``NotFound`` for a step without a checkpoint;
+    ``SpecError`` for more ranks than the machine can run.
     """
     job = hold_job(session, job_id)
-    if request.from_step is None:
+    spec = worlds.wanted(job, request)
+    if request.from_step is None and spec is None:
         return job if _already(job, Event.RESUME) else apply(session, job_id, Event.RESUME)
     check(job, Event.RESUME)
     if job.phase.active:
-        raise Conflict(
-            f"the job is {job.phase.value}: suspend it first, then resume it from step {request.from_step}",
-            code="from-step-needs-stop",
-        )
-    source = _checkpoint_at(session, job, request.from_step)
-    return apply(session, job_id, Event.RESUME, values={"resume_from": source}, data={"from_step": request.from_step})
+        raise _needs_stop(job, request)
+    source, data = job.resume_from, {}
+    if request.from_step is not None:
+        source, data = _checkpoint_at(session, job, request.from_step), {"from_step": request.from_step}
+    start = worlds.next_start(session, job, source, homes)
+    reason = worlds.mismatch(spec or JobSpec.model_validate(job.spec), start) if start is not None else None
+    if reason is not None:
+        raise Conflict(reason, code="world-size-mismatch", phase=job.phase.value)
+    change = worlds.change(job, spec, ports) if spec is not None else None
+    for type_, text, facts in change.events if change is not None else ():
+        add_event(session, job_id, type_, text, epoch=job.epoch or None, data=facts)
+    values = {"resume_from": source} | (change.columns if change is not None else {})
+    return apply(session, job_id, Event.RESUME, values=values, data=data)
 
 
-def refuse_other_world(data: Any) -> None:
-    """``resume`` with another world size is for later: say so, rather than "unknown key"."""
-    if not isinstance(data, dict):
-        return
-    for key in ("world", "world_size", "ranks_per_node", "nodes"):
-        if key in data:
-            text = "going on with another number of ranks is not available yet; leave it out to resume with the same number"
-            problem = FieldProblem(pointer=f"/{key}", code="not-available", detail=text)
-            raise SpecError(f"/{key}: {text}", code="not-available", errors=[problem])
+def _needs_stop(job: Job, request: ResumeRequest) -> Conflict:
+    if request.from_step is not None:
+        code, what = "from-step-needs-stop", f"from step {request.from_step}"
+    elif request.world is not None:
+        code, what = "world-needs-stop", f"with {request.world.ranks_per_node} ranks"
+    else:
+        code, what = "policy-needs-stop", f"with on_hook_mismatch {request.on_hook_mismatch}"
+    return Conflict(f"the job is {job.phase.value}: suspend it first, then resume it {what}", code=code)
 
 
 def _already(job: Job, event: Event) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy.orm import Session
@@ -17,7 +18,7 @@ from ratchet_hooks.specs import normalise_hook
 from ratchet_service.models import Checkpoint, Job
 from ratchet_service.ports import SubmissionPorts
 from ratchet_service.transitions import add_event, check
-from ratchet_service.usecases import submit
+from ratchet_service.usecases import submit, worlds
 from ratchet_service.usecases.checkpoints import set_pin
 from ratchet_service.usecases.queries import committed_in_lineage, find_checkpoint, find_job, hold_job
 from ratchet_service.usecases.views import labels_of
@@ -30,7 +31,9 @@ class PreparedFork:
     checkpoint_id: str
 
 
-def prepare(session: Session, job_id: str, request: ForkRequest, ports: SubmissionPorts) -> PreparedFork:
+def prepare(
+    session: Session, job_id: str, request: ForkRequest, ports: SubmissionPorts, homes: HomePaths
+) -> PreparedFork:
     """The new job's spec, checked as at submission. Raises ``SpecError``, ``NotFound``, ``Conflict``.
 
     The parent's snapshot of the code is used again, unless the request names ``code``: then a new one is taken.
@@ -47,7 +50,8 @@ def prepare(session: Session, job_id: str, request: ForkRequest, ports: Submissi
         prepared = submit.prepare(data, ports, code_digest=digest)
     except SpecError as error:
         raise _in_request(error, named=request.name is not None) from None
-    _same_shape(JobSpec.model_validate(parent.spec), prepared.spec)
+    checkpoint = homes.job(parent.id).checkpoint(source.step, source.epoch)
+    _require_loadable(JobSpec.model_validate(parent.spec), prepared.spec, checkpoint)
     return PreparedFork(prepared, parent.id, source.name)
 
 
@@ -129,12 +133,12 @@ def _fork_name(name: str) -> str:
     return name[:58].rstrip("-") + "-fork"
 
 
-def _same_shape(parent: JobSpec, spec: JobSpec) -> None:
+def _require_loadable(parent: JobSpec, spec: JobSpec, checkpoint: Path) -> None:
     """What a checkpoint cannot be loaded into is refused now, not by the first attempt."""
     problems = []
-    if spec.world.size != parent.world.size:
-        text = f"the checkpoint was written by {parent.world.size} ranks; another number is not available yet"
-        problems.append(FieldProblem(pointer="/spec/world", code="not-available", detail=text))
+    reason = worlds.mismatch(spec, checkpoint)
+    if reason is not None:
+        problems.append(FieldProblem(pointer="/spec/world/ranks_per_node", code="world-size-mismatch", detail=reason))
     if spec.hook != parent.hook and spec.policy.on_hook_mismatch != "reset":
         text = (
             f"the checkpoint was made under hook {parent.hook.name} with other parameters: keep the hook, or set "

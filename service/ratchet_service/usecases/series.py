@@ -54,12 +54,13 @@ def metrics(session: Session, job_id: str, names: Sequence[str], max_points: int
 
 
 def hook(session: Session, job_id: str) -> HookView:
-    """The newest summary of every rank; the plain figures are those of the lowest rank."""
+    """The newest summary of every rank of the newest attempt that told any: an earlier one may have had other ranks. The plain
+    figures are those of the lowest rank."""
     job = find_job(session, job_id)
-    newest = sa.func.row_number().over(
-        partition_by=HookSample.rank, order_by=(HookSample.epoch.desc(), HookSample.step.desc())
-    )
-    ranked = sa.select(HookSample, newest.label("age")).where(HookSample.job_id == job_id).subquery()
+    epoch = sa.select(sa.func.max(HookSample.epoch)).where(HookSample.job_id == job_id).scalar_subquery()
+    newest = sa.func.row_number().over(partition_by=HookSample.rank, order_by=HookSample.step.desc())
+    samples = sa.select(HookSample, newest.label("age"))
+    ranked = samples.where(HookSample.job_id == job_id, HookSample.epoch == epoch).subquery()
     query = sa.select(ranked.c.summary, ranked.c.at).where(ranked.c.age == 1).order_by(ranked.c.rank)
     rows = [(HookSummary.model_validate(summary), at) for summary, at in session.execute(query)]
     spec = dict(job.spec["hook"])

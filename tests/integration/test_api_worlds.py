@@ -1,0 +1,227 @@
+"""Another number of ranks over HTTP: what is decided again, what stays, and every refusal, against real checkpoints on disk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ratchet_contract.phases import JobPhase
+from ratchet_contract.spec import JobSpec
+from ratchet_service.machine import Machine
+from ratchet_service.models import Job
+from tests.support.api import Api, checkpoint_message, message, training_message
+from tests.support.checkpoints import make_checkpoint
+
+SUMMARY: dict[str, Any] = {
+    "name": "powerSGD", "phase": "compressing", "iteration": 10, "compression_rate": 8.0, "elements_before": 800,
+    "elements_after": 100, "bytes_before": 3200, "bytes_after": 400,
+}  # fmt: skip
+REDISTRIBUTE = {"on_hook_mismatch": "redistribute"}
+
+
+def world(ranks: int, **more: Any) -> dict[str, Any]:
+    return {"world": {"ranks_per_node": ranks}, **more}
+
+
+def resume(api: Api, job_id: str, body: dict[str, Any], expect: int = 200) -> dict[str, Any]:
+    answer = api.client.post(f"/v1/jobs/{job_id}/resume", json=body)
+    assert answer.status_code == expect, answer.text
+    return dict(answer.json())
+
+
+def saved(api: Api, job_id: str, step: int, epoch: int = 1, ranks: int = 2) -> None:
+    """An attempt that ended after a checkpoint of ``ranks`` ranks; the job is suspended."""
+    api.attempt(job_id, epoch)
+    root = api.settings.paths.job(job_id).checkpoints
+    made = make_checkpoint(root, step, epoch, job_id=job_id, world_size=ranks)
+    told = checkpoint_message(step, epoch, digest=made.digest)
+    assert api.report(job_id, (0, 1, [training_message(), told]), number=epoch).status_code == 200
+    api.put(job_id, JobPhase.SUSPENDED)
+
+
+def events(api: Api, job_id: str) -> list[dict[str, Any]]:
+    return list(api.client.get(f"/v1/jobs/{job_id}/events?limit=100").json()["items"])
+
+
+def test_a_job_goes_on_with_other_ranks_and_back_and_its_history_tells(api: Api) -> None:
+    job_id = api.submit(resources={"cpus_per_rank": None}, ddp={"bucket_cap_mb": 1})
+    saved(api, job_id, 5)
+    before, etag = api.job(job_id), api.client.get(f"/v1/jobs/{job_id}").headers["etag"]
+    first = resume(api, job_id, world(4, **REDISTRIBUTE))
+    assert first["phase"] == "QUEUED"
+    assert first["spec"]["world"] == before["spec"]["world"] | {"ranks_per_node": 4}
+    assert first["spec"]["policy"] == before["spec"]["policy"] | REDISTRIBUTE
+    assert first["resolved"] == before["resolved"]  # 1 thread for each of 4 ranks on 4 cores
+    assert api.client.get(f"/v1/jobs/{job_id}").headers["etag"] != etag
+    told = [e for e in events(api, job_id) if e["type"] in ("world-changed", "policy-changed", "resume")]
+    assert [e["type"] for e in told] == ["world-changed", "policy-changed", "resume"]
+    assert told[0]["data"]["ranks_per_node"] == {"old": 2, "new": 4} and "2 -> 4 ranks" in told[0]["message"]
+    assert told[1]["data"]["on_hook_mismatch"] == {"old": "fail", "new": "redistribute"}
+
+    alone = resume(api, job_id, world(1))  # still queued: no attempt is alive
+    assert alone["resolved"]["threads_per_rank"] == 4
+    assert {w["code"] for w in alone["warnings"]} == {"single-rank"}
+    assert events(api, job_id)[-2]["data"]["threads_per_rank"] == {"old": 1, "new": 4}
+    back = resume(api, job_id, world(2))
+    assert back["resolved"]["threads_per_rank"] == 2 and back["warnings"] == []
+    with api.database.read() as session:
+        assert session.get_one(Job, job_id).spec_digest == JobSpec.model_validate(back["spec"]).digest()
+
+
+def test_what_was_decided_for_the_job_stays_but_for_the_threads(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine may have changed since: device, back end, interpreter and code do not."""
+    job_id = api.submit(hook="allreduce")
+    facts = {"device": "cuda", "backend": "nccl", "python": "/opt/python", "code_digest": "c" * 64}
+    stored = api.job(job_id)["resolved"] | facts
+    api.put(
+        job_id, JobPhase.SUSPENDED, resolved=stored, warnings=[{"pointer": "/nccl", "code": "no-effect", "detail": "x"}]
+    )
+    monkeypatch.setattr(api.ports, "machine", Machine((0, 1, 2), 12))
+    job = resume(api, job_id, world(3))
+    assert job["resolved"] == stored | {"threads_per_rank": 4}
+    assert [w["code"] for w in job["warnings"]] == ["no-effect"]
+    for gpus, ranks in (((0, 1, 2), 4), ((), 1)):
+        monkeypatch.setattr(api.ports, "machine", Machine(gpus, 12))
+        refused = resume(api, job_id, world(ranks), 422)
+        assert [(e["pointer"], e["code"]) for e in refused["errors"]] == [("/world/ranks_per_node", "too-few-gpus")]
+    assert api.job(job_id)["spec"] == job["spec"]
+    monkeypatch.setattr(api.ports, "machine", Machine((), 4, cpu_slots=2))
+    api.put(job_id, JobPhase.SUSPENDED, resolved=stored | {"device": "cpu", "backend": "gloo"})
+    warned = resume(api, job_id, world(4))["warnings"]
+    assert ("/world/ranks_per_node", "oversubscribed") in {(w["pointer"], w["code"]) for w in warned}
+
+
+@pytest.mark.parametrize("phase", [p for p in JobPhase if p.active])
+def test_nothing_of_it_happens_while_an_attempt_may_be_alive(api: Api, phase: JobPhase) -> None:
+    job_id = api.submit()
+    api.put(job_id, phase)
+    before = api.job(job_id)
+    for body, code in (
+        (world(3), "world-needs-stop"),
+        (REDISTRIBUTE, "policy-needs-stop"),
+        (world(3, from_step=5), "from-step-needs-stop"),
+    ):
+        refused = resume(api, job_id, body, 409)
+        assert refused["code"] == code and "suspend it first" in refused["detail"]
+    assert api.job(job_id) == before
+
+
+def test_the_number_that_it_has_already_is_a_plain_resume(api: Api) -> None:
+    job_id = api.submit()
+    api.put(job_id, JobPhase.RUNNING)
+    before = api.job(job_id)
+    assert resume(api, job_id, world(2, on_hook_mismatch="fail")) == before
+    api.put(job_id, JobPhase.SUSPENDED)
+    assert resume(api, job_id, world(2))["phase"] == "QUEUED"
+    assert "world-changed" not in {e["type"] for e in events(api, job_id)}
+    api.put(job_id, JobPhase.SUCCEEDED)
+    assert resume(api, job_id, world(3), 409)["code"] == "job-ended"
+
+
+def test_a_hook_whose_state_would_not_fit_is_refused_at_once_with_the_cure(api: Api) -> None:
+    job_id = api.submit()
+    saved(api, job_id, 5)
+    before = api.job(job_id)
+    refused = resume(api, job_id, world(3), 409)
+    assert refused["code"] == "world-size-mismatch"
+    assert all(
+        word in refused["detail"] for word in ("2 ranks", "powerSGD", "on_hook_mismatch", "redistribute", "reset")
+    )
+    assert api.job(job_id) == before and events(api, job_id)[-1]["type"] != "resume"
+    assert resume(api, job_id, world(3, on_hook_mismatch="reset"))["spec"]["policy"]["on_hook_mismatch"] == "reset"
+
+    strict = api.submit(determinism="strict", hook="allreduce")
+    saved(api, strict, 5)
+    refused = resume(api, strict, world(3, **REDISTRIBUTE), 409)
+    assert refused["code"] == "world-size-mismatch" and "strict" in refused["detail"] and "fork" in refused["detail"]
+
+
+def test_where_nothing_would_be_lost_no_policy_is_asked_for(api: Api) -> None:
+    fresh = api.submit()  # there is no checkpoint yet
+    api.put(fresh, JobPhase.SUSPENDED)
+    resume(api, fresh, world(3))
+    stateless = api.submit(hook="fp16_compress")
+    saved(api, stateless, 5)
+    resume(api, stateless, world(3))
+    returned = api.submit(policy={"on_hook_mismatch": "redistribute"})
+    saved(api, returned, 5)
+    resume(api, returned, world(3))  # no attempt, so no checkpoint of three
+    assert resume(api, returned, world(2, on_hook_mismatch="fail"))["spec"]["policy"]["on_hook_mismatch"] == "fail"
+
+
+def test_an_older_checkpoint_counts_with_its_own_number_of_ranks(api: Api) -> None:
+    job_id = api.submit(policy={"on_hook_mismatch": "redistribute"})
+    saved(api, job_id, 5)
+    resume(api, job_id, world(3))
+    api.attempt(job_id, 2)
+    made = make_checkpoint(api.settings.paths.job(job_id).checkpoints, 9, 2, job_id=job_id, world_size=3)
+    told = [training_message(5, 1), checkpoint_message(9, 2, parent=5, digest=made.digest)]
+    assert api.report(job_id, (2, 1, []), (0, 1, told), number=2).status_code == 200
+    api.put(job_id, JobPhase.SUSPENDED)
+    refused = resume(api, job_id, {"from_step": 5, "on_hook_mismatch": "fail"}, 409)
+    assert refused["code"] == "world-size-mismatch" and "written by 2 ranks, 3 are asked for" in refused["detail"]
+    job = resume(api, job_id, world(2, from_step=5, on_hook_mismatch="fail"))
+    assert job["spec"]["world"]["ranks_per_node"] == 2
+    assert events(api, job_id)[-1]["data"]["from_step"] == 5
+    assert (
+        resume(api, job_id, world(3), 409)["code"] == "world-size-mismatch"
+    )  # step 5 is still what it will start from
+
+
+@pytest.mark.parametrize(
+    ("body", "pointer"),
+    [
+        ({"world": {"ranks_per_node": 0}}, "/world/ranks_per_node"),
+        ({"world": {"ranks_per_node": 1025}}, "/world/ranks_per_node"),
+        ({"world": {"ranks_per_node": "two"}}, "/world/ranks_per_node"),
+        ({"world": {}}, "/world/ranks_per_node"),
+        ({"world": 3}, "/world"),
+        ({"world": {"ranks_per_node": 2, "nodes": 2}}, "/world/nodes"),
+        ({"world_size": 3}, "/world_size"),
+        ({"on_hook_mismatch": "keep"}, "/on_hook_mismatch"),
+    ],
+)
+def test_a_wrong_body_is_pointed_at_where_it_stands(api: Api, body: dict[str, Any], pointer: str) -> None:
+    job_id = api.submit()
+    api.put(job_id, JobPhase.SUSPENDED)
+    refused = resume(api, job_id, body, 422)
+    assert (refused["code"], refused["errors"][0]["pointer"]) == ("invalid-body", pointer)
+
+
+def test_a_fork_on_other_ranks_needs_the_same_leave(api: Api) -> None:
+    job_id = api.submit()
+    saved(api, job_id, 5)
+    url, other = f"/v1/jobs/{job_id}/fork", {"world": {"ranks_per_node": 3}}
+    refused = api.client.post(url, json={"spec": other}).json()
+    assert [(e["pointer"], e["code"]) for e in refused["errors"]] == [
+        ("/spec/world/ranks_per_node", "world-size-mismatch")
+    ]
+    assert "redistribute" in refused["detail"]
+    answer = api.client.post(url, json={"spec": other | {"policy": REDISTRIBUTE}})
+    assert (answer.status_code, answer.json()["spec"]["world"]["ranks_per_node"]) == (201, 3)
+    fork = answer.json()["id"]
+    api.put(fork, JobPhase.SUSPENDED)
+    assert (
+        resume(api, fork, {"on_hook_mismatch": "fail"}, 409)["code"] == "world-size-mismatch"
+    )  # it stands on the source
+    resume(api, fork, world(2, on_hook_mismatch="fail"))
+
+
+def test_ranks_that_are_no_more_are_not_shown_as_current(api: Api) -> None:
+    job_id = api.submit(policy={"on_hook_mismatch": "redistribute"})
+    api.attempt(job_id)
+
+    def tell(number: int, ranks: int, step: int) -> None:
+        facts = SUMMARY | {"step": step, "residual_norm": float(number)}
+        batches = [(r, 1, [message("hook", r, summary=facts | {"rank": r})]) for r in range(ranks)]
+        assert api.report(job_id, *batches, number=number).status_code == 200
+
+    tell(1, 2, 10)
+    assert api.client.get(f"/v1/jobs/{job_id}/hook").json()["residual_norm"] == {"0": 1.0, "1": 1.0}
+    api.put(job_id, JobPhase.SUSPENDED)
+    resume(api, job_id, world(1))
+    api.attempt(job_id, 2)
+    tell(2, 1, 5)  # from an older checkpoint, so at a smaller step
+    view = api.client.get(f"/v1/jobs/{job_id}/hook").json()
+    assert (view["residual_norm"], view["step"], len(view["ranks"])) == ({"0": 2.0}, 5, 1)
