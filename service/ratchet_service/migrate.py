@@ -19,13 +19,19 @@ from ratchet_service.database import Database
 ADVISORY_LOCK: Final = 0x52_41_54_43_48_45_54  # "RATCHET" in ASCII
 
 
-def config(connection: Connection) -> Config:
+def scripts() -> Config:
     """Alembic's settings without an ini file; the scripts lie in the package ``ratchet_migrations``."""
     spec = find_spec("ratchet_migrations")
     assert spec is not None and spec.submodule_search_locations
     settings = Config()
     settings.set_main_option("script_location", next(iter(spec.submodule_search_locations)).replace("%", "%%"))
     settings.set_main_option("path_separator", "os")
+    return settings
+
+
+def config(connection: Connection) -> Config:
+    """The same, to run on ``connection``."""
+    settings = scripts()
     settings.attributes["connection"] = connection
     return settings
 

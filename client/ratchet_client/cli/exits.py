@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
-from ratchet_contract.errors import Conflict, NotFound, RatchetError, Refused, SpecError
+if TYPE_CHECKING:
+    from ratchet_contract.errors import RatchetError
 
 
 class Exit(IntEnum):
@@ -22,25 +24,29 @@ class Exit(IntEnum):
 
 MEANINGS: dict[Exit, str] = {
     Exit.OK: "done",
-    Exit.JOB_FAILED: "the job waited for failed, was cancelled, or ended elsewhere than asked; a checkpoint is damaged",
-    Exit.USAGE: "wrong command line",
+    Exit.JOB_FAILED: (
+        "the job waited for failed, was cancelled, or ended elsewhere than asked; a checkpoint is damaged; "
+        "`doctor --exactness` found other bits"
+    ),
+    Exit.USAGE: "wrong command line; a name that several jobs have",
     Exit.NOT_FOUND: "no such job, attempt, checkpoint, hook or file",
     Exit.CONFLICT: "the action does not fit the job's phase",
-    Exit.REFUSED: "invalid spec, or a request the service refuses",
+    Exit.REFUSED: "invalid spec or configuration, or a request the service refuses",
     Exit.UNREACHABLE: "the service does not answer",
     Exit.DEADLINE: "the deadline of a wait has passed; the job goes on",
-    Exit.FAULT: "the service failed, or something is missing from this installation",
+    Exit.FAULT: "the service failed, or something is missing from this installation; a check of `doctor` failed",
     Exit.INTERRUPTED: "ended by Ctrl-C; the job goes on",
 }
 
 
 def exit_of(error: RatchetError) -> Exit:
     """The exit code that an error ends the command with."""
-    from ratchet_client.errors import DeadlineReached, ServiceUnreachable
+    from ratchet_client.errors import AmbiguousName, DeadlineReached, ServiceUnreachable
+    from ratchet_contract.errors import Conflict, NotFound, Refused, SpecError
 
     table: tuple[tuple[type[RatchetError], Exit], ...] = (
-        (NotFound, Exit.NOT_FOUND), (Conflict, Exit.CONFLICT), (SpecError, Exit.REFUSED), (Refused, Exit.REFUSED),
-        (ServiceUnreachable, Exit.UNREACHABLE), (DeadlineReached, Exit.DEADLINE),
+        (AmbiguousName, Exit.USAGE), (NotFound, Exit.NOT_FOUND), (Conflict, Exit.CONFLICT), (SpecError, Exit.REFUSED),
+        (Refused, Exit.REFUSED), (ServiceUnreachable, Exit.UNREACHABLE), (DeadlineReached, Exit.DEADLINE),
     )  # fmt: skip
     return next((code for kind, code in table if isinstance(error, kind)), Exit.FAULT)
 

@@ -1,0 +1,115 @@
+"""``ratchet doctor``: can this machine run Ratchet, and what to do where it cannot?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ratchet_client.cli import output
+from ratchet_client.cli.common import SETUP, JsonFlag, Settings, settings
+from ratchet_client.cli.exits import Exit
+from ratchet_client.discovery import home_directory
+
+if TYPE_CHECKING:
+    from ratchet_client.cli.doctor.checks import Diagnosis
+    from ratchet_client.cli.doctor.exactness import Proof
+    from ratchet_contract.findings import Finding
+
+
+def register(app: typer.Typer) -> None:
+    app.command(rich_help_panel=SETUP)(doctor)
+
+
+def doctor(
+    ctx: typer.Context,
+    exactness: Annotated[
+        bool, typer.Option("--exactness", help="Kill and resume a small job per hook and device, and compare the bits.")
+    ] = False,
+    hooks: Annotated[
+        list[str],
+        typer.Option("--hook", help="With --exactness: only this hook; may be repeated. (default: all available)"),
+    ] = [],  # noqa: B006
+    home: Annotated[
+        Path | None, typer.Option(help="Run directory to look at. (default: RATCHET_HOME, else ./.ratchet)")
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Interpreter that trains. (default: this one)")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Check whether this machine can run Ratchet, and say what to do where it cannot. Changes nothing."""
+    from ratchet_client.cli.doctor.checks import examine
+    from ratchet_client.cli.doctor.progress import Progress
+
+    given = settings(ctx)
+    wanted = _known(hooks) if exactness else []
+    chosen = Settings(given.server, home or given.home)
+    with Progress() as progress:
+        found = examine(chosen, python, progress)
+    if not as_json:
+        _show(found.findings)
+    proofs: list[Proof] = []
+    if exactness:
+        proofs = _prove(found, home_directory(chosen.home), python, wanted)
+        found.findings += [proof.finding() for proof in proofs]
+        if not as_json:
+            _show_proofs(proofs)
+    if as_json:
+        output.emit(found.findings)
+    _summary(found.findings)
+    if any(proof.identical is False for proof in proofs):
+        raise typer.Exit(Exit.JOB_FAILED)
+    if any(finding.status == "failed" for finding in found.findings):
+        raise typer.Exit(Exit.FAULT)
+
+
+def _known(hooks: list[str]) -> list[str]:
+    """Raises ``typer.BadParameter``."""
+    from ratchet_client.cli.doctor.exactness import available
+
+    known = available()
+    if strange := [name for name in hooks if name not in known]:
+        raise typer.BadParameter(f"--hook {strange[0]}: available are {', '.join(known)}")
+    return hooks or known
+
+
+def _prove(found: Diagnosis, home: Path, python: str | None, hooks: list[str]) -> list[Proof]:
+    from ratchet_client.cli.doctor.exactness import prove
+    from ratchet_client.cli.doctor.progress import Progress
+
+    with Progress(lines=True) as progress:
+        return prove(found, home, python, hooks, progress)
+
+
+def _show(findings: list[Finding]) -> None:
+    """All checks, then what is to be done, one after the other."""
+    output.table(("CHECK", "STATUS", "FOUND"), [(f.name, f.status, _found(f)) for f in findings])
+    complaints = [f for f in findings if f.status != "ok"]
+    if complaints:
+        output.line()
+    for finding in complaints:
+        output.line(f"{finding.name}: {finding.cure}")
+
+
+def _found(finding: Finding) -> str:
+    return f"{finding.value} ({finding.detail})" if finding.detail else finding.value
+
+
+def _show_proofs(proofs: list[Proof]) -> None:
+    output.line()
+    output.table(
+        ("HOOK", "DEVICE", "RANKS", "IDENTICAL", "TENSORS", "STEPS", "LOST", "SECONDS"),
+        [proof.row() for proof in proofs],
+        right=("RANKS", "TENSORS", "STEPS", "LOST", "SECONDS"),
+    )
+    for proof in proofs:
+        for problem in proof.problems:
+            output.line(f"{proof.hook} on {proof.device}: {problem}")
+
+
+def _summary(findings: list[Finding]) -> None:
+    counts = {status: sum(f.status == status for f in findings) for status in ("failed", "warning", "not-checked")}
+    words = [f"{count} {status}" for status, count in counts.items() if count]
+    output.note(f"{len(findings)} checks: {', '.join(words) or 'all ok'}")

@@ -1,0 +1,258 @@
+"""The machine below the interpreter: packages, cores, memory, limits, clock. Standard library only; nothing is changed."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import platform
+import resource
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+from ratchet_contract import environment
+from ratchet_contract.findings import Finding, failed, not_checked, ok, warning
+from ratchet_contract.installation import packages
+
+BUILD_YEAR: Final = 2026
+"""Before this year no Ratchet existed: a clock that says so is wrong."""
+MIN_OPEN_FILES: Final = 1024
+MIN_MEMORY: Final = 2 << 30
+MIN_SHARED: Final = 256 << 20  # container engines give 64 MiB unless told otherwise
+_TIME_ERROR: Final = 5
+_STA_UNSYNC: Final = 0x40
+_UNLIMITED: Final = 1 << 60  # cgroup v1 writes a number near 2**63 for "no limit"
+
+
+def installation() -> list[Finding]:
+    """This interpreter, and the extras that the service needs; the worker's are asked of the interpreter that trains."""
+    version = platform.python_version()
+    found = [ok("python", version, sys.executable)]
+    try:
+        return [*found, _extra("service", needed=True), _extra("postgres", needed=_wants_postgres())]
+    except metadata.PackageNotFoundError:
+        return [
+            *found,
+            not_checked(
+                "extra service",
+                "unknown",
+                cure="pip install 'ratchet-train[service,worker]'",
+                detail="ratchet-train is not installed in this interpreter, only found on its path",
+            ),
+        ]
+
+
+def _wants_postgres() -> bool:
+    return os.environ.get(environment.DATABASE_URL, "").startswith("postgres")
+
+
+def _extra(name: str, *, needed: bool) -> Finding:
+    wanted = packages(name)
+    bad = [p for p in wanted if not p.fits]
+    if not bad:
+        return ok(f"extra {name}", "installed", ", ".join(f"{p.name} {p.found}" for p in wanted))
+    if not needed and all(p.found is None for p in bad):
+        return ok(f"extra {name}", "not installed", "not needed: the database is SQLite")
+    words = "; ".join(f"{p.name} {p.found or 'is missing'}, wanted {p.wanted}" for p in bad)
+    return failed(f"extra {name}", "incomplete", detail=words, cure=f"pip install 'ratchet-train[{name}]'")
+
+
+# --- cores and memory ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CgroupLimits:
+    """What the control groups allow this process: cores (a fraction may be), bytes, bytes in use; None: no limit."""
+
+    cores: float | None = None
+    memory: int | None = None
+    used: int | None = None
+
+
+def cgroup_limits(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> CgroupLimits:
+    """The tightest limits of this process's groups and all above them, of cgroup v2 and v1."""
+    try:
+        lines = proc.read_text().splitlines()
+    except OSError:
+        return CgroupLimits()
+    cores: list[float] = []
+    memory: list[tuple[int, int | None]] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        names = controllers.split(",")
+        if controllers == "":
+            for folder in _upwards(root, path):
+                cores += _cpu_v2(folder)
+                memory += _memory(folder / "memory.max", folder / "memory.current")
+        if "cpu" in names:
+            for folder in _upwards(_mounted(root, controllers, "cpu"), path):
+                cores += _cpu_v1(folder)
+        if "memory" in names:
+            for folder in _upwards(_mounted(root, controllers, "memory"), path):
+                memory += _memory(folder / "memory.limit_in_bytes", folder / "memory.usage_in_bytes")
+    limit, used = min(memory, key=lambda pair: pair[0], default=(None, None))
+    return CgroupLimits(min(cores, default=None), limit, used)
+
+
+def _mounted(root: Path, controllers: str, name: str) -> Path:
+    together = root / controllers
+    return together if together.is_dir() else root / name
+
+
+def _upwards(mount: Path, path: str) -> Iterator[Path]:
+    """The group's directory and those above it, as far as they can be seen: in a container the upper ones cannot."""
+    parts = [p for p in path.split("/") if p and p != ".."]
+    for count in range(len(parts), -1, -1):
+        folder = mount.joinpath(*parts[:count])
+        if folder.is_dir():
+            yield folder
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
+
+
+def _cpu_v2(folder: Path) -> list[float]:
+    words = _words(folder / "cpu.max")
+    return [int(words[0]) / int(words[1])] if len(words) == 2 and words[0] != "max" else []
+
+
+def _cpu_v1(folder: Path) -> list[float]:
+    quota, period = _words(folder / "cpu.cfs_quota_us"), _words(folder / "cpu.cfs_period_us")
+    return [int(quota[0]) / int(period[0])] if quota and period and int(quota[0]) > 0 else []
+
+
+def _memory(limit: Path, used: Path) -> list[tuple[int, int | None]]:
+    words, now = _words(limit), _words(used)
+    if not words or words[0] == "max" or int(words[0]) >= _UNLIMITED:
+        return []
+    return [(int(words[0]), int(now[0]) if now else None)]
+
+
+def cores(limits: CgroupLimits) -> Finding:
+    """Ratchet lends out the cores of its affinity mask; a quota below that makes ranks wait for one another."""
+    usable, total = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    value = f"{usable} of {total} cores"
+    if limits.cores is not None and limits.cores < usable:
+        slots = max(1, math.floor(limits.cores))
+        return warning(
+            "cpu",
+            f"{value}, quota {limits.cores:g}",
+            cure=f"ratchet serve --cpu-slots {slots}",
+            detail="the container's quota is below the cores that it sees: ranks are throttled and wait for one another",
+        )
+    return ok("cpu", value, "affinity of this process" if usable < total else None)
+
+
+def memory(limits: CgroupLimits) -> Finding:
+    known = {
+        line.split(":")[0]: int(line.split()[1]) << 10
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if len(line.split()) == 3
+    }
+    total, free = known["MemTotal"], known.get("MemAvailable", known["MemFree"])
+    note = None
+    if limits.memory is not None and limits.memory < total:
+        total, note = limits.memory, "limit of the container"
+        free = min(free, total - (limits.used or 0))
+    value = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    if free < MIN_MEMORY:
+        return warning(
+            "memory",
+            value,
+            detail="a rank takes about 0.5 GiB before its model",
+            cure="end what holds it, raise the container's limit, or run one rank at a time: ratchet serve --cpu-slots 1",
+        )
+    return ok("memory", value, note)
+
+
+def shared_memory(path: Path = Path("/dev/shm")) -> Finding:
+    """What DataLoader workers hand their batches over in."""
+    cure = "docker run --shm-size=2g (or --ipc=host), in Kubernetes an emptyDir of medium Memory at /dev/shm; or num_workers=0"
+    try:
+        stat = os.statvfs(path)
+    except OSError as error:
+        return warning("shared memory", "none", detail=f"{path}: {error.strerror}", cure=cure)
+    size, free = stat.f_frsize * stat.f_blocks, stat.f_frsize * stat.f_bavail
+    value = f"{free / 2**20:.0f} of {size / 2**20:.0f} MiB free"
+    if free < MIN_SHARED:
+        return warning(
+            "shared memory",
+            value,
+            cure=cure,
+            detail="DataLoader workers hand batches over in it; too small, they die of a bus error",
+        )
+    return ok("shared memory", value, str(path))
+
+
+def open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    shown = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
+    if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
+        top = "4096" if hard == resource.RLIM_INFINITY else str(min(hard, 65536))
+        return warning(
+            "open files",
+            shown,
+            cure=f"ulimit -n {top} (in the shell that starts `ratchet serve`)",
+            detail="service, followers of logs and DataLoader workers may run out of file descriptors",
+        )
+    return ok("open files", shown)
+
+
+# --- clock ---------------------------------------------------------------------------------------------------------------
+
+
+def clock() -> list[Finding]:
+    """Plausible, and kept right by somebody. Nothing exact rests on it; times in events, back-off and ttl do."""
+    now = datetime.now(UTC)
+    shown = now.strftime("%Y-%m-%dT%H:%M:%SZ")
+    if now.year < BUILD_YEAR:
+        return [
+            failed(
+                "clock",
+                shown,
+                detail=f"this Ratchet is of {BUILD_YEAR}: the clock is wrong",
+                cure="timedatectl set-ntp true, or set it with date -s",
+            ),
+            _synchronised(),
+        ]
+    return [ok("clock", shown), _synchronised()]
+
+
+class _Timex(ctypes.Structure):
+    """``struct timex`` of <sys/timex.h>, up to the field that is read; the rest is room."""
+
+    _fields_ = (
+        ("modes", ctypes.c_uint),
+        ("offset", ctypes.c_long),
+        ("freq", ctypes.c_long),
+        ("maxerror", ctypes.c_long),
+        ("esterror", ctypes.c_long),
+        ("status", ctypes.c_int),
+        ("room", ctypes.c_byte * 256),
+    )
+
+
+def _synchronised() -> Finding:
+    """The kernel's own word, from adjtimex(2) with no mode set, which only reads."""
+    name, cure = "clock synchronised", "timedatectl set-ntp true (systemd-timesyncd, chrony or ntpd keeps it right)"
+    try:
+        libc, state = ctypes.CDLL(None, use_errno=True), _Timex()
+        answer = libc.adjtimex(ctypes.byref(state))
+    except (OSError, AttributeError):
+        answer, state = -1, _Timex()
+    if answer < 0:
+        return not_checked(name, "unknown", detail="this system does not tell (adjtimex)", cure="timedatectl status")
+    if answer == _TIME_ERROR or state.status & _STA_UNSYNC:
+        return warning(
+            name, "no", detail="nobody keeps this clock right: times in events and a job's ttl may be wrong", cure=cure
+        )
+    return ok(name, "yes", f"estimated error {state.esterror / 1000:.1f} ms")

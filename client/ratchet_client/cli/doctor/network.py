@@ -1,0 +1,184 @@
+"""Loopback, proxies, and the service: is one there, is it this Ratchet's, do the clocks agree?"""
+
+from __future__ import annotations
+
+import os
+import socket
+import urllib.request
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Final
+
+from pydantic import ValidationError
+
+from ratchet_client.cli.common import Settings
+from ratchet_client.discovery import START_IT, find_target, home_directory, is_loopback
+from ratchet_client.errors import ServiceUnreachable
+from ratchet_contract import environment
+from ratchet_contract.errors import RatchetError
+from ratchet_contract.findings import Finding, failed, not_checked, ok, warning
+from ratchet_contract.messages import ServiceFile
+from ratchet_contract.paths import HomePaths
+from ratchet_contract.version import PROTOCOL_VERSION, RATCHET_VERSION
+
+SECONDS: Final = 5.0
+MAX_SKEW: Final = 5.0
+"""Seconds between two clocks above which times of service and client cannot be compared (the header has whole seconds)."""
+_PROXIES: Final = ("http_proxy", "https_proxy", "all_proxy")
+
+
+def loopback() -> Finding:
+    """Bind a free port, connect, and carry a few bytes both ways: the service, the rendezvous and gloo all live on it."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(SECONDS)
+            with socket.create_connection(server.getsockname(), timeout=SECONDS) as one:
+                two, _ = server.accept()
+                with two:
+                    two.settimeout(SECONDS)
+                    one.sendall(b"ping")
+                    two.sendall(two.recv(4))
+                    answer = one.recv(4)
+            port = server.getsockname()[1]
+    except OSError as error:
+        return failed(
+            "loopback",
+            "does not work",
+            detail=f"127.0.0.1: {error}",
+            cure="ip link set lo up, and let no firewall rule drop traffic on lo",
+        )
+    if answer != b"ping":
+        return failed(
+            "loopback",
+            "does not work",
+            detail="bytes sent to 127.0.0.1 came back changed",
+            cure="let no firewall rule redirect traffic on lo",
+        )
+    return ok("loopback", "works", f"127.0.0.1, free port {port}")
+
+
+def proxies() -> list[Finding]:
+    """Nothing where no proxy is set. Ratchet itself asks no proxy for a service on this machine; other programs would."""
+    names = [name for name in _PROXIES if os.environ.get(name) or os.environ.get(name.upper())]
+    if not names or urllib.request.proxy_bypass("127.0.0.1"):
+        return []
+    return [
+        ok(
+            "proxy",
+            ", ".join(names),
+            "does not apply to Ratchet's own requests on this machine; for curl and browsers "
+            "set no_proxy=127.0.0.1,localhost",
+        )
+    ]
+
+
+def service(given: Settings) -> list[Finding]:
+    """Whether one runs is information, not a fault; one that is there must answer and be of this Ratchet's protocol."""
+    home = HomePaths(home_directory(given.home))
+    try:
+        target = find_target(given.server, given.home)
+        url = target.url()
+    except ServiceUnreachable:
+        return [_unreadable(home)] if home.service_file.exists() else [ok("service", "not running", START_IT)]
+    except RatchetError as error:
+        return [
+            failed(
+                "service",
+                "wrong address",
+                detail=error.detail,
+                cure=f"mend --server, {environment.SERVER} or the configuration file",
+            )
+        ]
+    described = None if target.server else _described(home.service_file)
+    import httpx
+
+    try:
+        with httpx.Client(timeout=SECONDS, trust_env=not is_loopback(url)) as client:
+            health, ready = client.get(url + "/healthz"), client.get(url + "/readyz")
+            now = datetime.now(UTC)
+    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        return [_silent(url, described, error)]
+    if health.status_code != 200 or not health.headers.get("content-type", "").startswith("application/json"):
+        return [
+            failed(
+                "service",
+                "not Ratchet's",
+                detail=f"{url}/healthz answers {health.status_code}",
+                cure=f"check the address, or {START_IT}",
+            )
+        ]
+    found = [_ready(url, ready, is_loopback(url))]
+    found.append(_version(described, str(health.json().get("version"))))
+    return [*found, _skew(health.headers.get("date"), now)]
+
+
+def _described(path: Path) -> ServiceFile | None:
+    try:
+        return ServiceFile.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def _unreadable(home: HomePaths) -> Finding:
+    return failed("service", "unknown", detail=f"{home.service_file} cannot be read", cure=f"{START_IT} again")
+
+
+def _silent(url: str, described: ServiceFile | None, error: Exception) -> Finding:
+    """A killed service leaves its file behind: that is the same as none running."""
+    if described is not None and not Path(f"/proc/{described.pid}").exists():
+        return ok("service", "not running", f"the one at {url} (pid {described.pid}) was killed; {START_IT}")
+    return failed(
+        "service",
+        "no answer",
+        detail=f"{url}: {error or type(error).__name__}",
+        cure=f"{START_IT}, or check --server / {environment.SERVER} and the network",
+    )
+
+
+def _ready(url: str, ready: object, here: bool) -> Finding:
+    where = f"{url}, {'this machine' if here else 'another machine: its disks and GPUs were not looked at'}"
+    if getattr(ready, "status_code", 0) != 200:
+        return failed(
+            "service",
+            "not ready",
+            detail=f"{where}; its database does not answer",
+            cure="see the service's log; start the database",
+        )
+    return ok("service", "running", where)
+
+
+def _version(described: ServiceFile | None, version: str) -> Finding:
+    name = "service version"
+    if described is not None and described.protocol != PROTOCOL_VERSION:
+        return failed(
+            name,
+            version,
+            detail=f"protocol {described.protocol}, this installation speaks {PROTOCOL_VERSION}: agents will be refused",
+            cure="restart the service from this installation: ratchet serve",
+        )
+    if described is None and version != RATCHET_VERSION:
+        return warning(
+            name, version, detail=f"this client is {RATCHET_VERSION}", cure=f"pip install 'ratchet-train=={version}'"
+        )
+    protocol = f"protocol {described.protocol}" if described is not None else "same as this client"
+    return ok(name, version, protocol)
+
+
+def _skew(header: str | None, now: datetime) -> Finding:
+    name = "service clock"
+    try:
+        there = parsedate_to_datetime(header or "")
+    except ValueError:
+        return not_checked(
+            name, "unknown", detail="the service sends no Date header", cure="compare `date -u` on both machines"
+        )
+    seconds = (there - now).total_seconds()
+    if abs(seconds) > MAX_SKEW:
+        return warning(
+            name,
+            f"{seconds:+.0f} s",
+            detail="against this machine: ages and `logs --since` will be off by as much",
+            cure="timedatectl set-ntp true, on both machines",
+        )
+    return ok(name, f"{seconds:+.0f} s", "against this machine")

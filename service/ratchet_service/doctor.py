@@ -1,0 +1,218 @@
+"""``python -m ratchet_service.doctor --home DIR``: could the service work with its database? Prints one JSON document.
+
+Nothing is written: an SQLite file that no service has open is read as immutable, so that not even ``-shm`` and ``-wal`` files
+appear beside it; one that is open is read through its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sqlite3
+import sys
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+import sqlalchemy as sa
+from alembic.script import ScriptDirectory
+from sqlalchemy.engine import URL, Connection
+from sqlalchemy.exc import SQLAlchemyError
+
+from ratchet_contract import environment
+from ratchet_contract.findings import Finding, ProbeReport, failed, ok, warning
+from ratchet_service import migrate
+from ratchet_service.database import Database, normalise_url
+from ratchet_service.models import Base
+from ratchet_service.settings import Settings
+
+_NEWER: Final = "use the Ratchet that wrote it, or a newer one: pip install --upgrade 'ratchet-train[service]'"
+_BUSY_SECONDS: Final = 5.0
+_RESTORE: Final = (
+    "end the service, keep a copy of the file, and rescue what can be read: sqlite3 {path} .recover | sqlite3 new.db; "
+    "or move it away: checkpoints on disk are not touched"
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m ratchet_service.doctor", description=__doc__)
+    parser.add_argument("--home", type=Path, required=True)
+    options = parser.parse_args(argv)
+    settings = Settings(options.home.expanduser().absolute(), os.environ.get(environment.DATABASE_URL) or None)
+    print(ProbeReport(findings=probe(settings)).model_dump_json())
+    return 0
+
+
+def probe(settings: Settings) -> list[Finding]:
+    """The database that ``ratchet serve`` would use with these settings."""
+    try:
+        url = normalise_url(settings.url)
+    except (ValueError, SQLAlchemyError) as error:
+        words = str(error) if isinstance(error, ValueError) else "it is no URL that SQLAlchemy understands"
+        return [
+            failed(
+                "database",
+                "wrong URL",
+                detail=words,
+                cure=f"set {environment.DATABASE_URL} to sqlite:////path/ratchet.db or postgresql://user@host/name",
+            )
+        ]
+    return _sqlite(Path(str(url.database))) if url.drivername.startswith("sqlite") else _postgres(url)
+
+
+# --- SQLite --------------------------------------------------------------------------------------------------------------
+
+
+def _sqlite(path: Path) -> list[Finding]:
+    if not path.exists():
+        return [ok("database", "none yet", f"`ratchet serve` makes {path}")]
+    try:
+        found = _read_sqlite(path)
+    except sqlite3.OperationalError as error:
+        if "locked" in str(error):
+            return [
+                warning("database", "locked", detail=f"{path} was locked for {_BUSY_SECONDS:g} s", cure="try again")
+            ]
+        return [_damaged(path, str(error))]
+    except sqlite3.DatabaseError as error:
+        return [_damaged(path, str(error))]
+    problem, revision, tables = found
+    if problem != "ok":
+        return [_damaged(path, problem)]
+    size = f"{path.stat().st_size / 2**20:.1f} MiB"
+    return [ok("database", f"SQLite {sqlite3.sqlite_version}, {size}", "quick_check ok"), _schema(revision, tables)]
+
+
+def _read_sqlite(path: Path) -> tuple[str, str | None, set[str]]:
+    """(answer of quick_check, schema revision, names of tables); without a trace in the directory where nobody has it open."""
+    mode = "mode=ro" if path.with_name(path.name + "-wal").exists() else "immutable=1"
+    connection = sqlite3.connect(f"file:{quote(str(path))}?{mode}", uri=True, timeout=_BUSY_SECONDS)
+    try:
+        (problem,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        row = (
+            connection.execute("SELECT version_num FROM alembic_version").fetchone()
+            if "alembic_version" in tables
+            else None
+        )
+    finally:
+        connection.close()
+    return str(problem), None if row is None else str(row[0]), tables
+
+
+def _damaged(path: Path, why: str) -> Finding:
+    return failed("database", "damaged", detail=f"{path}: {why}", cure=_RESTORE.format(path=path))
+
+
+# --- PostgreSQL ----------------------------------------------------------------------------------------------------------
+
+
+def _postgres(url: URL) -> list[Finding]:
+    shown = url.render_as_string(hide_password=True)
+    try:
+        database = Database(url.render_as_string(hide_password=False))
+    except ModuleNotFoundError as error:
+        return [
+            failed("database", "no driver", detail=f"{shown}: {error}", cure="pip install 'ratchet-train[postgres]'")
+        ]
+    try:
+        with database.engine.connect() as connection:
+            return _ask_postgres(connection, shown)
+    except SQLAlchemyError as error:
+        why = (str(getattr(error, "orig", None) or error).strip().splitlines() or [type(error).__name__])[0]
+        return [
+            failed(
+                "database",
+                "no connection",
+                detail=f"{shown}: {why}",
+                cure=f"start the server, and check host, port, user and password in {environment.DATABASE_URL}",
+            )
+        ]
+    finally:
+        database.dispose()
+
+
+def _ask_postgres(connection: Connection, shown: str) -> list[Finding]:
+    version = str(connection.scalar(sa.text("SHOW server_version")))
+    found = [ok("database", f"PostgreSQL {version.split()[0]}", shown)]
+    if connection.scalar(sa.text("SELECT pg_is_in_recovery()")):
+        return [
+            failed(
+                "database",
+                f"PostgreSQL {version.split()[0]}",
+                detail=f"{shown} is a standby: it can only be read",
+                cure="name the primary server in the URL",
+            )
+        ]
+    user = connection.scalar(sa.text("SELECT current_user"))
+    schema = connection.scalar(sa.text("SELECT current_schema()"))
+    tables = set(sa.inspect(connection).get_table_names(schema)) if schema else set()
+    if not schema or not connection.scalar(sa.text("SELECT has_schema_privilege(current_schema(), 'CREATE')")):
+        found.append(
+            failed(
+                "database rights",
+                "none",
+                detail=f"{user} may not create tables in schema {schema or '(none)'}",
+                cure=f"GRANT CREATE, USAGE ON SCHEMA {schema or 'public'} TO {user}",
+            )
+        )
+    elif foreign := _owned_by_others(connection):
+        found.append(
+            failed(
+                "database rights",
+                "not owner",
+                detail=f"{user} does not own {', '.join(foreign[:3])}: no migration can change them",
+                cure=f"ALTER TABLE ... OWNER TO {user}, or connect as the owner",
+            )
+        )
+    else:
+        found.append(ok("database rights", "ok", f"{user} may create and change tables in schema {schema}"))
+    revision = _scalar(connection, "SELECT version_num FROM alembic_version") if "alembic_version" in tables else None
+    return [*found, _schema(revision, tables)]
+
+
+def _owned_by_others(connection: Connection) -> list[str]:
+    query = (
+        "SELECT tablename FROM pg_tables WHERE schemaname = current_schema() "
+        "AND NOT pg_has_role(tableowner, 'USAGE') ORDER BY tablename"
+    )
+    ours = set(Base.metadata.tables) | {"alembic_version"}
+    return [name for (name,) in connection.execute(sa.text(query)) if name in ours]
+
+
+def _scalar(connection: Connection, query: str) -> str | None:
+    try:
+        value: Any = connection.scalar(sa.text(query))
+    except SQLAlchemyError:  # no right to read it, which the finding about rights tells
+        return None
+    return None if value is None else str(value)
+
+
+# --- both ----------------------------------------------------------------------------------------------------------------
+
+
+def _schema(revision: str | None, tables: set[str]) -> Finding:
+    """The schema's revision against those that this Ratchet has migrations for."""
+    scripts = ScriptDirectory.from_config(migrate.scripts())
+    head = str(scripts.get_current_head())
+    known = {script.revision for script in scripts.walk_revisions()}
+    if revision == head:
+        return ok("schema", revision, "this Ratchet's own")
+    if revision in known:
+        return ok("schema", str(revision), f"older: the next `ratchet serve` brings it to {head}")
+    if revision is not None:
+        return failed(
+            "schema", revision, detail=f"this Ratchet knows up to {head}: the database is a newer one's", cure=_NEWER
+        )
+    if "jobs" in tables:
+        return failed(
+            "schema",
+            "unknown",
+            detail="it has a table `jobs` that no migration of Ratchet made, or whose revision cannot be read",
+            cure=f"give Ratchet a database of its own in {environment.DATABASE_URL}",
+        )
+    return ok("schema", "none yet", f"the next `ratchet serve` makes {head}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""GPUs: what ``nvidia-smi`` says of each, and what torch can use of them."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+import subprocess
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ratchet_contract.findings import Finding, failed, ok, warning
+
+_FIELDS: Final = (
+    "index",
+    "name",
+    "memory.total",
+    "memory.used",
+    "compute_mode",
+    "mig.mode.current",
+    "driver_version",
+    "uuid",
+)
+_BUSY_MIB: Final = 1024
+"""Memory in use by others above which a GPU is called busy; a desktop or a driver's own share stays below."""
+_NEWER_DRIVER: Final = (
+    "install a driver that supports the CUDA version torch was built with (nvidia-smi shows the newest it supports)"
+)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One row of ``nvidia-smi``; memory in MiB. ``processes``: how many hold memory on it; None: not told."""
+
+    index: int
+    name: str
+    total: int
+    used: int
+    compute_mode: str
+    mig: bool
+    driver: str
+    uuid: str
+    processes: int | None = None
+
+
+def without_torch() -> list[Finding]:
+    """For people whose torch is missing: the GPUs are there all the same."""
+    return [_finding(gpu) for gpu in ask_smi() or []]
+
+
+def with_torch(torch: Any) -> tuple[list[str], list[Finding]]:
+    """(names of the devices that torch can use, findings)."""
+    rows = ask_smi()
+    if torch.version.cuda is None:
+        return [], [*_no_cuda_build(rows), *(_finding(g) for g in rows or [])]
+    try:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        names = [torch.cuda.get_device_name(i) for i in range(count)]
+    except Exception as error:  # the driver's many ways to say no
+        return [], [_unusable(rows, str(error).splitlines()[0]), *(_finding(g) for g in rows or [])]
+    if not names:
+        return [], [_unusable(rows, "torch sees no CUDA device"), *(_finding(g) for g in rows or [])]
+    driver = f", driver {rows[0].driver}" if rows else ""
+    summary = ok("cuda", f"{count} GPU{'s' * (count != 1)}", detail=f"CUDA {torch.version.cuda}{driver}")
+    if rows:
+        return names, [summary, *(_finding(g) for g in rows)]
+    return names, [summary, *(_from_torch(torch, i, name) for i, name in enumerate(names))]
+
+
+def _no_cuda_build(rows: list[Gpu] | None) -> list[Finding]:
+    if not rows:
+        return [ok("cuda", "none", detail="no GPU here: jobs run on the CPU, over gloo")]
+    return [
+        warning(
+            "cuda",
+            "not usable",
+            detail=f"{len(rows)} GPUs, but this torch was built without CUDA",
+            cure="install torch with CUDA: pip install --force-reinstall torch from pytorch.org's CUDA index",
+        )
+    ]
+
+
+def _unusable(rows: list[Gpu] | None, why: str) -> Finding:
+    if not rows:
+        return ok("cuda", "none", detail=f"{why}: jobs run on the CPU, over gloo")
+    return failed("cuda", "not usable", detail=f"{len(rows)} GPUs, but {why}", cure=_NEWER_DRIVER)
+
+
+def _finding(gpu: Gpu) -> Finding:
+    name, value = f"gpu {gpu.index}", f"{gpu.name}, {gpu.total - gpu.used} of {gpu.total} MiB free"
+    if gpu.compute_mode == "Prohibited":
+        return failed(
+            name,
+            value,
+            detail="compute mode Prohibited: nobody may compute on it",
+            cure=f"sudo nvidia-smi -i {gpu.index} -c DEFAULT",
+        )
+    if gpu.mig:
+        return warning(
+            name,
+            value,
+            cure="give each rank a whole GPU, or run one rank per MIG device",
+            detail="MIG is on: NCCL cannot join several MIG devices of one GPU",
+        )
+    mode = "" if gpu.compute_mode in ("Default", "") else f"compute mode {gpu.compute_mode}: one process per GPU"
+    if gpu.used > _BUSY_MIB or gpu.processes:
+        held = f"{gpu.processes} processes hold" if gpu.processes else "others hold"
+        return warning(
+            name,
+            value,
+            detail=f"{held} {gpu.used} MiB{'; ' + mode if mode else ''}",
+            cure="see them with nvidia-smi; leave the GPU out with CUDA_VISIBLE_DEVICES before `ratchet serve`",
+        )
+    return ok(name, value, detail=mode or "free")
+
+
+def _from_torch(torch: Any, index: int, name: str) -> Finding:
+    try:
+        free, total = (n >> 20 for n in torch.cuda.mem_get_info(index))
+    except Exception as error:  # a GPU in exclusive mode that another process holds
+        return failed(
+            f"gpu {index}",
+            name,
+            detail=str(error).splitlines()[0],
+            cure="free it, or leave it out with CUDA_VISIBLE_DEVICES before `ratchet serve`",
+        )
+    return ok(f"gpu {index}", f"{name}, {free} of {total} MiB free", detail="nvidia-smi is not here")
+
+
+def ask_smi() -> list[Gpu] | None:
+    """The GPUs of this machine; None where ``nvidia-smi`` is missing or fails."""
+    text = _smi(f"--query-gpu={','.join(_FIELDS)}")
+    if text is None:
+        return None
+    users = [line.strip() for line in (_smi("--query-compute-apps=gpu_uuid") or "").splitlines()]
+    try:
+        return [
+            _row(row, users) for row in csv.reader(text.splitlines(), skipinitialspace=True) if len(row) == len(_FIELDS)
+        ]
+    except ValueError:
+        return None
+
+
+def _row(row: list[str], users: list[str]) -> Gpu:
+    index, name, total, used, mode, mig, driver, uuid = (cell.strip() for cell in row)
+    return Gpu(int(index), name, int(total), int(used), mode, mig == "Enabled", driver, uuid, users.count(uuid))
+
+
+def _smi(query: str) -> str | None:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    try:
+        done = subprocess.run(
+            [program, query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=20, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout

@@ -1,0 +1,128 @@
+"""Two processes of this machine meet over loopback and reduce a tensor with gloo, as the ranks of a job do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Final
+
+from ratchet_contract.findings import Finding, failed, ok
+
+NAME: Final = "gloo"
+SECONDS: Final = 30.0
+ELEMENTS: Final = 10_000
+_CURE: Final = (
+    "let processes of this machine talk over 127.0.0.1 (firewall rules on lo, a sandbox without network), and unset "
+    "GLOO_* variables"
+)
+
+
+class Peer:
+    """Rank 1, as a process of its own; this process is rank 0. Everything ends with ``close``."""
+
+    def __init__(self) -> None:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # as every job of one machine has it (``launch_env``)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "ratchet_worker.doctor.loopback"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def reduce(self) -> Finding:
+        """The finding: both ranks must get the sum to the bit."""
+        from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
+
+        began = time.monotonic()
+        limit = timedelta(seconds=SECONDS)
+        try:
+            store = TCPStore("127.0.0.1", 0, is_master=True, timeout=limit, wait_for_workers=False)
+            assert self._process.stdin is not None
+            self._process.stdin.write(f"{store.port}\n")
+            self._process.stdin.flush()
+            mine = all_reduce(0, store, limit)
+            theirs = store.get("digest/1").decode()
+        except Exception as error:  # torch raises DistStoreError, RuntimeError, ValueError for a network that fails
+            return failed(NAME, "no answer", detail=self._why(error), cure=_CURE)
+        if not mine == theirs == expected():
+            return failed(
+                NAME,
+                "wrong sum",
+                cure="report it: this must never happen",
+                detail="an all-reduce of two processes did not give the sum of what they put in",
+            )
+        return ok(
+            NAME,
+            "bit-equal",
+            detail=f"all-reduce of {ELEMENTS} elements between two processes in {time.monotonic() - began:.1f} s",
+        )
+
+    def _why(self, error: Exception) -> str:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if self._process.poll() in (None, 0):
+            return first
+        assert self._process.stderr is not None
+        last = (self._process.stderr.read().strip().splitlines() or ["it said nothing"])[-1]
+        return f"the second process ended with {self._process.returncode}: {last}"
+
+    def close(self) -> None:
+        """Rank 1 ends at once, done or not."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stderr):
+            if stream is not None:
+                with suppress(BrokenPipeError):
+                    stream.close()
+
+
+def operand(rank: int) -> Any:
+    """What rank ``rank`` puts in: float32 of shape (ELEMENTS,), the same at every run."""
+    import torch
+
+    return torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(rank))
+
+
+def expected() -> str:
+    return digest(operand(0) + operand(1))
+
+
+def digest(tensor: Any) -> str:
+    import hashlib
+
+    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+
+
+def all_reduce(rank: int, store: Any, limit: timedelta) -> str:
+    """Sum over both ranks; the digest of this rank's result, also written into the store."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
+    try:
+        tensor = operand(rank)
+        dist.all_reduce(tensor)
+        store.set(f"digest/{rank}", digest(tensor))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    return digest(tensor)
+
+
+def main() -> int:
+    """Rank 1: the port of the store comes on standard input; no line means that nobody wants it any more."""
+    from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
+
+    line = sys.stdin.readline()
+    if not line:
+        return 0
+    limit = timedelta(seconds=SECONDS)
+    all_reduce(1, TCPStore("127.0.0.1", int(line), is_master=False, timeout=limit), limit)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""What this interpreter could train with: its packages, torch, back ends, devices, and two processes that really reduce."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ratchet_contract.findings import Finding, ProbeReport, failed, not_checked, ok, warning
+from ratchet_contract.installation import Package, packages, satisfies
+from ratchet_worker.doctor import gpus, loopback
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+EXTRA = "worker"
+INSTALL = "pip install 'ratchet-train[worker]'"
+_CPU_TORCH = "--index-url https://download.pytorch.org/whl/cpu for a machine without a GPU"
+
+
+def probe() -> ProbeReport:
+    """Everything, in the order in which it is shown. Never raises for what the machine lacks."""
+    found = [_python(), *_packages()]
+    torch, finding = import_torch()
+    found.append(finding)
+    if torch is None:
+        return ProbeReport(findings=[*found, *gpus.without_torch()], cpu=cpu_name())
+    peer = loopback.Peer()  # it imports torch while this process looks at the devices
+    try:
+        names, devices = gpus.with_torch(torch)
+        found += [_backends(torch, bool(names)), *devices, _determinism(bool(names)), peer.reduce()]
+    finally:
+        peer.close()
+    return ProbeReport(findings=found, cpu=cpu_name(), gpus=names)
+
+
+def cpu_name() -> str:
+    """The processor as ``/proc/cpuinfo`` names it, else the machine's kind."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((ln.partition(":")[2].strip() for ln in lines if ln.startswith("model name")), platform.machine())
+
+
+def _python() -> Finding:
+    version = platform.python_version()
+    return ok("worker python", version, detail=sys.executable)
+
+
+def _packages() -> list[Finding]:
+    """The extra's packages but torch, which is asked itself."""
+    try:
+        wanted = [p for p in packages(EXTRA) if p.name != "torch"]
+    except metadata.PackageNotFoundError:
+        return [
+            not_checked(
+                "extra worker",
+                "unknown",
+                cure=INSTALL,
+                detail="ratchet-train is not installed in this interpreter, only found on its path",
+            )
+        ]
+    bad = [p for p in wanted if not p.fits]
+    if not bad:
+        words = ", ".join(f"{p.name} {p.found}" for p in wanted)
+        return [ok("extra worker", "installed", detail=words)]
+    words = "; ".join(f"{p.name} {p.found or 'is missing'}, wanted {p.wanted}" for p in bad)
+    return [failed("extra worker", "incomplete", detail=words, cure=INSTALL)]
+
+
+def import_torch() -> tuple[ModuleType | None, Finding]:
+    """torch, or None with the finding that says why it cannot be used."""
+    wanted = _wanted_torch()
+    try:
+        torch: Any = importlib.import_module("torch")
+        version = str(torch.__version__)
+    except ModuleNotFoundError as error:
+        missing = "torch is not installed here" if error.name == "torch" else f"torch cannot be imported: {error}"
+        return None, failed(
+            "torch",
+            "missing",
+            detail=missing,
+            cure=f"{INSTALL} ({_CPU_TORCH}), or --python with the interpreter that has it",
+        )
+    except Exception as error:  # a torch that does not load says so in many ways: OSError, ImportError, RuntimeError
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return None, failed(
+            "torch",
+            "broken",
+            detail=f"import torch: {first}",
+            cure=f"install it again: pip install --force-reinstall 'torch{wanted}'",
+        )
+    if not satisfies(version, wanted):
+        return None, failed(
+            "torch",
+            version,
+            cure=f"pip install 'torch{wanted}'",
+            detail=f"Ratchet relies on internals of torch{wanted}: other versions are refused, not tried",
+        )
+    cuda = f"built with CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    return torch, ok("torch", version, detail=cuda)
+
+
+def _wanted_torch() -> str:
+    try:
+        found: Package | None = next((p for p in packages(EXTRA) if p.name == "torch"), None)
+    except metadata.PackageNotFoundError:
+        found = None
+    return found.wanted if found else ">=2.13,<2.14"
+
+
+def _backends(torch: Any, cuda: bool) -> Finding:
+    distributed = torch.distributed
+    if not distributed.is_available():
+        return failed(
+            "back ends",
+            "none",
+            cure="install torch from pytorch.org's own wheels",
+            detail="this torch was built without torch.distributed",
+        )
+    there = [name for name in ("gloo", "nccl") if getattr(distributed, f"is_{name}_available")()]
+    needed = ["gloo", *(["nccl"] if cuda else [])]
+    lacking = [name for name in needed if name not in there]
+    value = ", ".join(there) or "none"
+    if "nccl" in there and cuda:
+        value = value.replace("nccl", "nccl " + ".".join(map(str, torch.cuda.nccl.version())))
+    if lacking:
+        return failed(
+            "back ends",
+            value,
+            detail=f"{' and '.join(lacking)} is missing",
+            cure="install torch from pytorch.org's own wheels",
+        )
+    return ok("back ends", value)
+
+
+def _determinism(cuda: bool) -> Finding:
+    """What the worker sets by itself (``ratchet_worker.determinism``) and what a user's environment could turn off."""
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    if cuda and workspace not in (None, ":4096:8", ":16:8"):
+        return warning(
+            "determinism",
+            f"CUBLAS_WORKSPACE_CONFIG={workspace}",
+            detail="with this value cuBLAS may give other bits at every run; Ratchet sets :4096:8 for its ranks",
+            cure="unset CUBLAS_WORKSPACE_CONFIG, and give it in no spec's env",
+        )
+    words = "deterministic algorithms, thread count, cuDNN and CUBLAS_WORKSPACE_CONFIG are set by Ratchet in every rank"
+    return ok("determinism", "set", detail=words)
