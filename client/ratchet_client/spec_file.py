@@ -13,6 +13,7 @@ from ratchet_contract.errors import NotFound, SpecError
 from ratchet_contract.spec import JobSpec
 from ratchet_contract.spec_parse import load_spec_text
 
+_INIT = "ratchet init"
 Spec: TypeAlias = JobSpec | Mapping[str, Any] | str | os.PathLike[str]
 """What ``submit`` takes: a model, its data, or the path of a YAML or JSON file."""
 
@@ -30,18 +31,36 @@ def spec_body(spec: Spec) -> dict[str, Any]:
 
 def read_spec(file: str) -> dict[str, Any]:
     """The decoded spec of a file, or of standard input for ``-``. Raises ``SpecError``, ``NotFound``."""
+    if file.endswith(".py"):
+        raise SpecError(f"{file} is a program, and a job spec is YAML: `{_INIT} {file}` writes one that runs it")
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except OSError as error:
-        raise NotFound(f"cannot read {file}: {error.strerror or error}") from None
+        raise NotFound(f"cannot read {file}: {error.strerror or error}{_instead(file)}") from None
     except UnicodeDecodeError:
         raise SpecError(f"{file} is not UTF-8 text: a job spec is YAML or JSON") from None
     data = load_spec_text(text)
+    if data is None:
+        raise SpecError(f"{file} is empty: a job spec is a YAML mapping; `{_INIT} SCRIPT.py` writes one")
     if not isinstance(data, dict):
-        raise SpecError(f"{file} holds no mapping: a job spec is a YAML mapping or a JSON object")
+        raise SpecError(
+            f"{file} holds no mapping but a {type(data).__name__}: a job spec is a YAML mapping (`key: value` lines) or a JSON "
+            f"object; `{_INIT} SCRIPT.py` writes one"
+        )
     data = json_value(data, file)
     _absolute_paths(data, Path.cwd() if file == "-" else Path(file).absolute().parent)
     return dict(data)
+
+
+def _instead(file: str) -> str:
+    """The specs that may have been meant: those of the directory that was named, or that the file is not in."""
+    path = Path(file)
+    folder = path if path.is_dir() else path.parent
+    found = sorted(str(p) for pattern in ("*.yaml", "*.yml", "*.json") for p in folder.glob(pattern))[:5]
+    meant = (
+        f"name one of its files: {', '.join(found)}" if path.is_dir() else f"is one of these meant? {', '.join(found)}"
+    )
+    return f"; {meant}" if found else f"; `{_INIT} SCRIPT.py` writes a spec"
 
 
 def json_value(data: Any, where: str) -> Any:

@@ -56,7 +56,9 @@ def load_spec_text(text: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise SpecError(f"not valid YAML{where}: {getattr(error, 'problem', error)}", code="invalid-yaml") from None
+        problem = str(getattr(error, "problem", error))
+        cure = "; YAML is indented by blanks, never by tabs" if "'\\t'" in problem else ""
+        raise SpecError(f"not valid YAML{where}: {problem}{cure}", code="invalid-yaml") from None
 
 
 def _sentence(problems: Sequence[FieldProblem]) -> str:

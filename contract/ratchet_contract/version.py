@@ -7,3 +7,5 @@ from typing import Final
 RATCHET_VERSION: Final = "0.1.0"
 PROTOCOL_VERSION: Final = 1
 """Agent <-> service messages, launch.json, result.json. A different number is refused by either side."""
+PROTOCOL_HEADER: Final = "Ratchet-Protocol"
+"""In every answer of the service, so that a client knows a service of another version, and what is none."""
