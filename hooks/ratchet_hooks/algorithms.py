@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
 from ratchet_hooks import powersgd
@@ -53,7 +52,8 @@ class Allreduce:
 
 
 class Fp16Compress:
-    """Cast to float16, divide by the number of ranks, all-reduce, cast back.
+    """Cast to float16, divide by the number of ranks, all-reduce, cast back: torch's ``fp16_compress_hook``, with a look at what
+    is sent.
 
     The cast comes before the division, so only this rank's own gradients can overflow; they are watched.
     """
@@ -65,9 +65,11 @@ class Fp16Compress:
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
         buffer = bucket.buffer()
-        if buffer.dtype is not torch.float16:
-            self.watch.overflow(names, buffer, bucket.gradients(), _FP16_ROUNDS_TO_INF)
-        return default_hooks.fp16_compress_hook(self.group, bucket), buffer.numel() * 2
+        sent = buffer.to(torch.float16).div_(self.group.size())
+        if sent.dtype is not buffer.dtype:
+            self.watch.overflow(names, sent, bucket.gradients, _FP16_ROUNDS_TO_INF)
+        work: Any = dist.all_reduce(sent, group=self.group, async_op=True)
+        return work.get_future().then(lambda done: buffer.copy_(done.value()[0])), sent.nbytes
 
 
 class _InOrder:
@@ -100,23 +102,25 @@ class PowerSGD:
         self.group = group
         self.state = powersgd.make_state(spec, group)
         self.watch = Watch()
+        self._in_order = _in_order(torch_powersgd.powerSGD_hook)
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
-        buffer, gradients, state = bucket.buffer(), bucket.gradients(), self.state
+        buffer, state = bucket.buffer(), self.state
         compressing, before = state.iter >= state.start_powerSGD_iter, state.total_numel_after_compression
         nccl = on_nccl(self.group, buffer.device)
-        hook = torch_powersgd.powerSGD_hook if nccl else _in_order(torch_powersgd.powerSGD_hook)
+        hook = torch_powersgd.powerSGD_hook if nccl else self._in_order
         future: TensorFuture = hook(state, bucket)
         if not compressing:
             return future, buffer.nbytes
         if nccl:
+            gradients = bucket.gradients()  # now: the bucket does not outlive this call
             future = future.then(lambda done: self._watched(done, names, buffer, gradients))
         else:
-            self.watch.non_finite(names, buffer, gradients)
+            self.watch.non_finite(names, buffer, bucket.gradients)
         return future, (state.total_numel_after_compression - before) * buffer.element_size()
 
     def _watched(
         self, done: TensorFuture, names: Sequence[str], buffer: torch.Tensor, gradients: list[torch.Tensor]
     ) -> torch.Tensor:
-        self.watch.non_finite(names, buffer, gradients)
+        self.watch.non_finite(names, buffer, lambda: gradients)
         return done.value()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import JsonValue
@@ -21,6 +21,14 @@ from ratchet_hooks.summary import HookSummary
 from ratchet_hooks.watch import HookWarning
 
 
+class _Known(NamedTuple):
+    """A bucket of the final layout that was checked: comparing identities again is twenty times as fast as names."""
+
+    ids: list[int]
+    names: list[str]
+    numel: int
+
+
 class ManagedHook:
     """The hook of one DDP instance on one rank: runs it, captures and restores its state, tells what it does.
 
@@ -36,6 +44,7 @@ class ManagedHook:
         self._parameters = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
         self._fixed: Layout | None = ddp.read_layout() if ddp.fixed else None
         self._seen: Layout = []
+        self._known: dict[int, _Known] = {}  # by index; filled only once the layout is final
         self._here = 0  # complete iterations of this process
         self._before = 0  # complete iterations of the processes before it
         self._bytes = self._bytes_running = (0, 0)
@@ -142,8 +151,7 @@ class ManagedHook:
     def _on_bucket(self, bucket: Any) -> TensorFuture:
         if self._ddp.static_graph and self._here == 0:
             bucket = self._counted(bucket)
-        names = [self._ddp.name_of(p) for p in bucket.parameters()]
-        self._check(bucket, names)
+        names = self._names(bucket)
         self._seen.append(names)
         self._algorithm.watch.iteration = self.iteration + 1
         last, before = bucket.is_last(), bucket.buffer().nbytes
@@ -159,14 +167,25 @@ class ManagedHook:
         parameters = [self._parameters[name] for name in self._fixed[index]]
         return CountedBucket(bucket, index, list(parameters), index == len(self._fixed) - 1)
 
-    def _check(self, bucket: Any, names: list[str]) -> None:
-        if bucket.index() == 0 and self._seen:
+    def _names(self, bucket: Any) -> list[str]:
+        """Of the bucket's parameters. Raises ``LayoutMismatch`` when they are not those of the layout that stands."""
+        index = bucket.index()
+        if index == 0 and self._seen:
             self._seen = []  # a backward before this one failed half-way
-        if self._fixed is None:
-            return
-        expected = self._fixed[bucket.index()] if bucket.index() < len(self._fixed) else []
-        size = sum(self._parameters[name].numel() for name in expected)
-        if names != expected or bucket.buffer().numel() != size:
+        parameters, numel = bucket.parameters(), bucket.buffer().numel()
+        known = self._known.get(index)
+        if known is not None and known.numel == numel and known.ids == [*map(id, parameters)]:
+            return known.names
+        names = [self._ddp.name_of(p) for p in parameters]
+        if self._fixed is not None:
+            self._check(index, names, numel)
+            self._known[index] = _Known([*map(id, parameters)], names, numel)
+        return names
+
+    def _check(self, index: int, names: list[str], numel: int) -> None:
+        assert self._fixed is not None
+        expected = self._fixed[index] if index < len(self._fixed) else []
+        if names != expected or numel != sum(self._parameters[name].numel() for name in expected):
             raise mismatch([*self._seen, expected], [*self._seen, names], f"in iteration {self.iteration + 1}")
 
     def _complete(self) -> None:

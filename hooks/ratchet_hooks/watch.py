@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 Code = Literal["fp16-overflow", "non-finite"]
+Gradients = Callable[[], list[torch.Tensor]]
+"""The gradients of a bucket one by one; asked for only when something is wrong, since making hundreds of views takes long."""
 
 _log = logging.getLogger(__name__)
 _PENDING_LIMIT = 4096  # device-side looks that may wait unread
@@ -45,7 +48,7 @@ class _Look:
 class Watch:
     """Looks at gradients and remembers the first problem per code and parameter; logs it once.
 
-    On the CPU a look costs one pass over the bucket. On CUDA nothing is synchronised: peaks stay on the device until asked for.
+    On the CPU a look costs one sum over the bucket. On CUDA nothing is synchronised: peaks stay on the device until asked for.
     """
 
     def __init__(self) -> None:
@@ -53,12 +56,12 @@ class Watch:
         self._seen: dict[tuple[Code, str], HookWarning] = {}
         self._pending: list[_Look] = []
 
-    def overflow(self, names: Sequence[str], buffer: torch.Tensor, gradients: list[torch.Tensor], limit: float) -> None:
-        """Report gradients whose largest finite magnitude reaches ``limit``."""
-        self._look("fp16-overflow", names, buffer, gradients, limit)
+    def overflow(self, names: Sequence[str], sent: torch.Tensor, gradients: Gradients, limit: float) -> None:
+        """Report gradients whose largest finite magnitude reaches ``limit``; ``sent``, what became of them, is inf there."""
+        self._look("fp16-overflow", names, sent, gradients, limit)
 
-    def non_finite(self, names: Sequence[str], buffer: torch.Tensor, gradients: list[torch.Tensor]) -> None:
-        """Report gradients that hold inf or nan."""
+    def non_finite(self, names: Sequence[str], buffer: torch.Tensor, gradients: Gradients) -> None:
+        """Report gradients that hold inf or nan; ``buffer`` holds them all."""
         self._look("non-finite", names, buffer, gradients, float("inf"))
 
     def warnings(self) -> list[HookWarning]:
@@ -68,16 +71,14 @@ class Watch:
             self._judge(look)
         return list(self._seen.values())
 
-    def _look(
-        self, code: Code, names: Sequence[str], buffer: torch.Tensor, gradients: list[torch.Tensor], limit: float
-    ) -> None:
-        if buffer.is_cuda:
-            peaks = torch.stack(list(torch._foreach_norm(gradients, float("inf"))))
+    def _look(self, code: Code, names: Sequence[str], flat: torch.Tensor, gradients: Gradients, limit: float) -> None:
+        if flat.is_cuda:
+            peaks = torch.stack(list(torch._foreach_norm(gradients(), float("inf"))))
             self._pending.append(_Look(code, self.iteration, list(names), peaks, limit))
             if len(self._pending) >= _PENDING_LIMIT:
                 self.warnings()
-        elif not _peak(buffer) < limit:  # true for nan too
-            peaks = torch.tensor([_peak(gradient) for gradient in gradients])
+        elif not _finite_sum(flat):
+            peaks = torch.tensor([_peak(gradient) for gradient in gradients()])
             self._judge(_Look(code, self.iteration, list(names), peaks, limit))
 
     def _judge(self, look: _Look) -> None:
@@ -88,6 +89,11 @@ class Watch:
                 warning = HookWarning(look.code, name, look.iteration)
                 self._seen[look.code, name] = warning
                 _log.warning("%s", warning)
+
+
+def _finite_sum(flat: torch.Tensor) -> bool:
+    """False if any element is inf or nan, and seldom where only the sum overflows. Half the time of ``aminmax``."""
+    return math.isfinite(flat.sum().item())
 
 
 def _peak(tensor: torch.Tensor) -> float:

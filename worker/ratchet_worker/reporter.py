@@ -24,6 +24,8 @@ from ratchet_worker.spool import Spool
 
 _PROGRESS_SECONDS: Final = 0.5
 _HOOK_SECONDS: Final = 1.0
+_HOOK_SHARE: Final = 0.005
+"""Of a rank's time, at most, that goes into summaries: the norm of large residuals takes long."""
 _POINTS: Final = 1000
 _NEVER: Final = -math.inf
 
@@ -33,6 +35,8 @@ class Reporter:
 
     def __init__(self, spool: Spool, rank: int) -> None:
         self._spool, self._rank = spool, rank
+        self._hook_pause = _HOOK_SECONDS
+        self._hook_asked: float | None = None
         self._progress_at = self._hook_at = _NEVER
         self._progress_step: int | None = None
 
@@ -83,10 +87,18 @@ class Reporter:
         )
 
     def hook_due(self) -> bool:
-        return time.monotonic() - self._hook_at >= _HOOK_SECONDS
+        """Every second, or less often: making a summary, from this answer to ``hook``, may take ``_HOOK_SHARE`` of the time."""
+        instant = time.monotonic()
+        due = instant - self._hook_at >= self._hook_pause
+        if due:
+            self._hook_asked = instant
+        return due
 
     def hook(self, summary: HookSummary) -> None:
         self._hook_at = time.monotonic()
+        if self._hook_asked is not None:
+            self._hook_pause = max(_HOOK_SECONDS, (self._hook_at - self._hook_asked) / _HOOK_SHARE)
+            self._hook_asked = None
         self._send(m.HookState(rank=self._rank, at=now(), summary=summary))
 
     def committed(self, manifest: Manifest, seconds: float) -> None:
