@@ -10,7 +10,9 @@ The rules for an attempt that has ended:
 4. A wanted suspend or cancel is reached once nothing runs, however the attempt ended; the budgets still count it.
 5. Otherwise the cause's budget decides between another attempt (after a back-off for failures) and the end of the job.
    Three attempts in a row that commit no new step end it too. A suspended attempt is a pause that somebody asked for, not
-   a try that came to nothing: it neither adds to that row nor breaks it.
+   a try that came to nothing: it neither adds to that row nor breaks it. Nor does an unmanaged one (a script without a
+   Session): it commits nothing, and whether it got on is known to the script alone. Its failures count as ever, and since no
+   progress of it is seen, none is forgiven.
 """
 
 from __future__ import annotations
@@ -68,13 +70,14 @@ class AttemptEnd:
     """How the newest attempt ended, once nothing of it is alive.
 
     ``base_step`` is where it started (None: it never got that far), ``committed_step`` the newest step it committed,
-    ``finished`` whether that is the job's final checkpoint.
+    ``finished`` whether that is the job's final checkpoint; ``unmanaged`` whether it was a script without a Session.
     """
 
     cause: Cause
     base_step: int | None = None
     committed_step: int | None = None
     finished: bool = False
+    unmanaged: bool = False
     message: str | None = None
 
     @property
@@ -201,7 +204,7 @@ def _ended(view: JobView, end: AttemptEnd, now: datetime) -> Decision:
         if view.desired is Desired.RUN:
             return _over(view, Event.END_SUCCEEDED, cause, view.counters, None, None)
         cause = view.desired_cause or _WANTED[view.desired]
-    counters = count(view.counters, cause, end.progress)
+    counters = count(view.counters, cause, end.progress, end.unmanaged)
     if view.desired is Desired.CANCEL or cause is Cause.API_CANCEL:
         return _over(view, Event.END_CANCELLED, cause, counters, *_unless(cause, Outcome.CANCELLED, end))
     if cause.budget is Budget.FATAL:
@@ -216,9 +219,9 @@ def _ended(view: JobView, end: AttemptEnd, now: datetime) -> Decision:
     return _requeue(view, cause, counters, end, now)
 
 
-def count(counters: Counters, cause: Cause, progress: bool) -> Counters:
+def count(counters: Counters, cause: Cause, progress: bool, unmanaged: bool) -> Counters:
     """The counters after an attempt that ended with ``cause``; real progress forgives earlier failures, never preemptions."""
-    if cause.outcome is not Outcome.SUSPENDED:
+    if cause.outcome is not Outcome.SUSPENDED and not unmanaged:
         counters = replace(counters, no_progress=0 if progress else counters.no_progress + 1)
     if progress:
         counters = replace(counters, failures=0, no_progress=0)
@@ -232,7 +235,8 @@ def count(counters: Counters, cause: Cause, progress: bool) -> Counters:
 def _exhausted(view: JobView, cause: Cause, counters: Counters, end: AttemptEnd) -> Decision | None:
     limits, last = view.limits, _last(cause, end)
     if cause.budget is Budget.FAILURES and counters.failures > limits.max_failures:
-        text = f"{counters.failures} failures without progress, {limits.max_failures} allowed (policy.max_failures). {last}"
+        kind = "failures of a script without a Session" if end.unmanaged else "failures without progress"
+        text = f"{counters.failures} {kind}, {limits.max_failures} allowed (policy.max_failures). {last}"
         return _over(view, Event.END_FAILED, cause, counters, "max-failures", text)
     if (
         cause.budget is Budget.PREEMPTIONS

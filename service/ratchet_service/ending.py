@@ -24,7 +24,7 @@ from ratchet_contract.resume import Base, Segment
 from ratchet_service.ancestry import bases_of, committed_of, fork_of, within
 from ratchet_service.database import Database, utc_now
 from ratchet_service.decide import AttemptEnd, Decision, Limits, decide
-from ratchet_service.ingest_effects import when
+from ratchet_service.ingest_effects import UNMANAGED, when
 from ratchet_service.launching import view_of
 from ratchet_service.leases import NO_LEASE, Lease, hold
 from ratchet_service.lineage import lineage
@@ -202,6 +202,7 @@ def _end(
         base_step=facts.start,
         committed_step=facts.own(number),
         finished=facts.newest is not None and facts.newest.finished,
+        unmanaged=(attempt.resume_report or {}).get("verdict") == UNMANAGED,
         message=cause.message,
     )
     decision = decide(replace(view_of(job, limits), attempt=end), now)

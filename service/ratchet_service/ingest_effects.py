@@ -39,6 +39,7 @@ _CHUNK: Final = 500
 _MAX_DEPTH: Final = 64
 """Of a message's data: what is stored must be readable again, by every reader's limit of recursion."""
 MAX_SAMPLES: Final = 2000
+UNMANAGED: Final = "unmanaged"
 
 
 def saved_iteration(job: JobPaths, message: CheckpointCommitted) -> int | None:
@@ -136,11 +137,23 @@ class Effects:
     def _resumed(self, message: Resumed) -> None:
         report = storable_json(message.model_dump(mode="json")["report"])
         self._attempt.resume_report = report
-        base = message.report.base
+        base, verdict = message.report.base, message.report.verdict
         text = "started from scratch" if base.epoch is None else f"resumed from step {base.step}"
-        self._event(
-            "resumed", f"{text}: {message.report.verdict}", {"verdict": message.report.verdict, "step": base.step}
-        )
+        if verdict == UNMANAGED:
+            text = "started from its first line"
+        self._event("resumed", f"{text}: {verdict}", {"verdict": verdict, "step": base.step})
+        if verdict == UNMANAGED:
+            self._unmanaged(message)
+
+    def _unmanaged(self, message: Resumed) -> None:
+        """A script that keeps its own state runs. It has no base and no steps that could be told: only the phase moves."""
+        if self._attempt.training_at is None:
+            self._attempt.training_at = when(message.at, self._now)
+        if self._newest and self._job.phase.active:
+            transitions.apply(
+                self._session, self._job.id, Event.TRAINING, expected_epoch=self._attempt.number,
+                data={"verdict": UNMANAGED}, reason=self._job.reason, message=self._job.message,
+            )  # fmt: skip
 
     def _add_metrics(self, message: Metrics) -> None:
         at = when(message.at, self._now)

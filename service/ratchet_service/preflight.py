@@ -19,7 +19,7 @@ from ratchet_contract.api import Warning_
 from ratchet_contract.errors import FieldProblem, SpecError
 from ratchet_contract.spec import JobSpec, Resolved, TaskSpec
 from ratchet_contract.spec_parse import nearest
-from ratchet_service import entrypoints, snapshot
+from ratchet_service import entrypoints, snapshot, unmanaged
 from ratchet_service.credentials import withheld
 from ratchet_service.decide import MAX_BACKOFF
 from ratchet_service.interpreters import Findings, Interpreters, interpreter_of, pip_install, python_fault
@@ -120,16 +120,21 @@ def _check_code(spec: JobSpec, limits: snapshot.Limits | None, report: _Report) 
             text = f"there is no file {spec.script[0]!r} in {spec.code.path!r}{nearest(spec.script[0], here)}"
             report.refuse("/script/0", "script-not-found", f"{text}; it holds: {', '.join(here[:20]) or 'nothing'}")
         else:
-            _check_syntax(script, report)
+            _check_script(spec, script, report)
     return True
 
 
-def _check_syntax(script: Path, report: _Report) -> None:
+def _check_script(spec: JobSpec, script: Path, report: _Report) -> None:
     try:
-        ast.parse(script.read_bytes(), script.name)
+        source = script.read_bytes()
+        ast.parse(source, script.name)
     except (SyntaxError, ValueError, OSError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         report.refuse("/script/0", "syntax-error", f"{script.name}{line}: {getattr(error, 'msg', error)}")
+        return
+    warnings, problems = unmanaged.check(spec, source)
+    report.warnings += warnings
+    report.problems += problems
 
 
 def _check_python(
@@ -260,6 +265,6 @@ def _warn(spec: JobSpec, resolved: Resolved, report: _Report) -> None:
     if timeout is not None and timeout <= spec.policy.stop_grace:
         text = "timeout is not longer than stop_grace: a job that is stopped at the timeout may run for longer than it"
         report.warn("/policy/timeout", "shorter-than-grace", text)
-    if spec.checkpoint.every_steps is None:
+    if spec.checkpoint.every_steps is None and unmanaged.WARNING not in {w.code for w in report.warnings}:
         text = "without scheduled checkpoints a killed attempt loses all its steps, and three of them end the job"
         report.warn("/checkpoint/every_steps", "no-schedule", text)

@@ -72,7 +72,7 @@ def test_what_cannot_start_says_why(attempts: list[Attempt], tmp_path: Path) -> 
     workdir = Attempt(tmp_path / "d", [{}])
     attempts += [secret, python, early, workdir]
     raw = json.loads(workdir.paths.launch_file.read_text())
-    workdir.paths.launch_file.write_text(json.dumps({**raw, "workdir": "/nowhere"}))
+    workdir.paths.launch_file.write_text(json.dumps({**raw, "workdir": "/nowhere/work"}))
     for attempt in attempts:
         attempt.start()
     found = {attempt: attempt.wait() for attempt in attempts}

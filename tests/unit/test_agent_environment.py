@@ -57,7 +57,8 @@ def test_identity_as_torchrun_gives_it() -> None:
         "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1", "ROLE_RANK": "1", "ROLE_WORLD_SIZE": "2", "ROLE_NAME": "default",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4321", "TORCHELASTIC_RUN_ID": "j-a4",
-        "TORCHELASTIC_RESTART_COUNT": "0", "RATCHET_JOB_ID": "j", "RATCHET_EPOCH": "4", "RATCHET_ATTEMPT_DIR": "/j/a",
+        "TORCHELASTIC_RESTART_COUNT": "3", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "RATCHET_JOB_ID": "j", "RATCHET_EPOCH": "4", "RATCHET_ATTEMPT_DIR": "/j/a",
         "RATCHET_LAUNCH_FILE": "/j/a/launch.json", "RATCHET_AGENT_PID": str(os.getpid()),
     }.items():  # fmt: skip
         assert second.env[name] == value, name
@@ -72,6 +73,14 @@ def test_what_is_inherited_and_what_is_not() -> None:
     assert env["CUDA_VISIBLE_DEVICES"] == ""
     assert (env["GLOO_SOCKET_IFNAME"], env["PYTHONUNBUFFERED"]) == ("lo", "1")
     assert plans({}, "cuda", gpus=[2, 5])[0].env["CUDA_VISIBLE_DEVICES"] == "2,5"
+
+
+def test_scripts_get_torchruns_setting_of_nccl_and_tasks_keep_torchs_own() -> None:
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    script: dict[str, Any] = {"task": None, "script": ["train.py"], "code": {"path": "/code"}}
+    assert plans(script)[0].env[name] == "1" and name not in plans({})[0].env
+    assert plans(script, inherited={name: "2"})[0].env[name] == "2"
+    assert plans({**script, "env": {name: "3"}})[0].env[name] == "3"
 
 
 def test_spec_beats_defaults_and_secrets_are_resolved() -> None:

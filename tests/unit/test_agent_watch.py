@@ -46,6 +46,20 @@ def test_step_deadline_counts_only_after_every_rank_has_begun() -> None:
     assert found is not None and found.ranks == (0, 1) and "step_deadline" in found.message
 
 
+def test_a_script_without_a_session_has_no_deadline_and_gets_one_with_its_session() -> None:
+    bench = Bench(2)
+    for rank in range(2):
+        bench.set(rank, 1, 0, 0, Stage.UNMANAGED)
+    assert bench.run(500) is None and bench.watch.ready and bench.watch.moved_since(400.0)
+    bench.set(0, 2, 0, 0, Stage.STARTUP)
+    assert bench.run(90) is None and not bench.watch.ready
+    found = bench.run(20)
+    assert found is not None and found.ranks == (0,) and "startup_deadline" in found.message
+    bench.set(0, 3, 1, 1)
+    found = bench.run(20)
+    assert found is not None and found.ranks == (0,) and "step_deadline" in found.message
+
+
 def test_any_tick_is_progress() -> None:
     bench = Bench(1)
     for ticks in range(1, 10):

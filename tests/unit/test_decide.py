@@ -34,8 +34,10 @@ def end(
     limits: Limits = Limits(),
     committed: int | None = 20,
     finished: bool = False,
+    unmanaged: bool = False,
 ) -> Decision:
-    attempt = AttemptEnd(cause, base_step=10, committed_step=committed, finished=finished, message="why")
+    base = None if unmanaged else 10
+    attempt = AttemptEnd(cause, base, committed, finished=finished, unmanaged=unmanaged, message="why")
     phase = JobPhase.RUNNING if desired is Desired.RUN else JobPhase.STOPPING
     view = JobView("job-1", phase, desired, epoch=3, counters=counters, limits=limits, attempt=attempt)
     return decide(view, NOW)
@@ -110,6 +112,26 @@ def test_failures_end_the_job_when_the_budget_is_used_up(cause: Cause) -> None:
     assert last.message is not None and "why" in last.message
     assert end(cause, counters=Counters(failures=2), limits=limits, committed=20).event is Event.END_REQUEUE
     assert end(cause, limits=Limits(max_failures=0)).event is Event.END_FAILED
+
+
+@pytest.mark.parametrize("desired", Desired)
+@pytest.mark.parametrize("cause", Cause)
+def test_an_unmanaged_attempt_is_never_one_without_progress(cause: Cause, desired: Desired) -> None:
+    before = Counters(preemptions=7, failures=1, no_progress=2)
+    decision = end(cause, desired, counters=before, committed=None, unmanaged=True)
+    assert decision.event is expected_event(cause, desired)
+    assert decision.counters.no_progress == before.no_progress
+    if decision.event is not Event.END_SUCCEEDED:
+        assert decision.cause is not None
+        assert decision.counters.preemptions == 7 + (decision.cause.budget is Budget.PREEMPTIONS)
+        assert decision.counters.failures == 1 + (decision.cause.budget in (Budget.FAILURES, Budget.FATAL))
+
+
+@pytest.mark.parametrize("cause", [c for c in Cause if c.budget is Budget.FAILURES])
+def test_failures_of_an_unmanaged_script_count_as_ever(cause: Cause) -> None:
+    last = end(cause, counters=Counters(failures=3), committed=None, unmanaged=True)
+    assert (last.event, last.reason) == (Event.END_FAILED, "max-failures")
+    assert "without a Session" in (last.message or "")
 
 
 @pytest.mark.parametrize("cause", [c for c in Cause if c.budget is Budget.PREEMPTIONS])

@@ -157,6 +157,33 @@ def test_the_users_code_is_looked_up_and_never_imported(code: Path, job: dict[st
     assert [f"{p.pointer} {p.code}" for p in problems] == ([] if problem is None else [problem])
 
 
+@pytest.mark.parametrize(
+    ("more", "warnings", "problems"),
+    [
+        ({}, ["/script unmanaged-script"], []),
+        ({"checkpoint": {"every_steps": None}, "hook": "allreduce"}, ["/script unmanaged-script"], []),
+        (
+            {"checkpoint": {"every_steps": 100}},
+            ["/script unmanaged-script", "/checkpoint/every_steps checkpoint-needs-session"],
+            [],
+        ),
+        ({"hook": "powerSGD"}, ["/script unmanaged-script"], ["/hook hook-needs-session"]),
+    ],
+)
+def test_a_script_without_a_session_is_told_so_and_gets_no_hook(
+    code: Path, more: dict[str, Any], warnings: list[str], problems: list[str]
+) -> None:
+    data = {"name": "a", "code": {"path": str(code)}, "world": {"ranks_per_node": 2, "device": "cpu"}, **more}
+
+    def found(script: str) -> tuple[list[str], list[str]]:
+        _, said, refused = resolve(JobSpec.model_validate({**data, "script": [script]}), CPU, interpreters=Told())
+        return [f"{w.pointer} {w.code}" for w in said], [f"{p.pointer} {p.code}" for p in refused]
+
+    assert found("train.py") == (warnings, problems)
+    (code / "managed.py").write_text("from ratchet_worker.session import Session\n")
+    assert found("managed.py")[1] == [] and "unmanaged" not in str(found("managed.py"))
+
+
 @pytest.mark.parametrize("wrong", ["circle", "dangling", "deep", "long", "pipe"])
 def test_a_directory_that_cannot_be_copied_is_refused(code: Path, wrong: str) -> None:
     path = str(code)

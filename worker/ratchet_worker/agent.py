@@ -30,7 +30,7 @@ from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import Cause
 from ratchet_contract.resume import Base
 from ratchet_contract.version import PROTOCOL_VERSION
-from ratchet_worker import procs
+from ratchet_worker import procs, workdir
 from ratchet_worker.files import now, say, write_atomic
 from ratchet_worker.launch_env import plan_ranks
 from ratchet_worker.results import Conclusion, Ended, conclude, default_cause
@@ -137,6 +137,8 @@ class _Attempt:
 
     def _start(self) -> None:
         """Bind the rendezvous store's socket, start the ranks, let go of the socket: it lives and dies with rank 0."""
+        code = self._launch.code_dir
+        workdir.prepare(None if code is None else Path(code), Path(self._launch.workdir))
         with socket.create_server(("127.0.0.1", 0), backlog=max(128, self._launch.world_size)) as listener:
             plans = plan_ranks(
                 self._launch,

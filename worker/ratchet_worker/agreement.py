@@ -66,8 +66,9 @@ def decide(number: int, published: list[tuple[int, Wish]]) -> Decision:
 class Agreement:
     """One rank's part. The main thread calls ``begin``, ``pending`` and ``resolve``; a side thread runs ``serve``.
 
-    ``listen(seconds)`` waits up to that long for news and returns the newest ``Wish``; ``on_idle_stop`` is called (from the side
-    thread) when a stop is decided before any unit has been started, so that a start-up that takes long can be left at once.
+    ``listen(seconds)`` waits up to that long for news and returns the newest ``Wish``; ``on_idle`` is called (from the side
+    thread) with what is decided before any unit has been started: a start-up that takes long, or a script without a Session,
+    can be left at once. A save that is asked for then has nothing to save and needs no ``resolve``.
     """
 
     def __init__(
@@ -76,10 +77,10 @@ class Agreement:
         rank: int,
         world_size: int,
         listen: Callable[[float], Wish],
-        on_idle_stop: Callable[[Decision], None] | None = None,
+        on_idle: Callable[[Decision], None] | None = None,
     ) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
-        self._listen, self._on_idle_stop = listen, on_idle_stop
+        self._listen, self._on_idle = listen, on_idle
         self._changed = threading.Condition()
         self._position = NOT_STARTED
         self._limit = _FREE
@@ -176,11 +177,15 @@ class Agreement:
             return
         decision = decide(self._round, published)
         self._served_requests = max(self._served_requests, *(wish.requests for _, wish in published))
+        idle = decision.target == NOT_STARTED
         with self._changed:
-            self._limit, self._decision = decision.target, decision
+            if idle and decision.stop is None:
+                self._limit, self._round = _FREE, self._round + 1
+            else:
+                self._limit, self._decision = decision.target, decision
             self._changed.notify_all()
-        if decision.stop is not None and decision.target == NOT_STARTED and self._on_idle_stop is not None:
-            self._on_idle_stop(decision)
+        if idle and self._on_idle is not None:
+            self._on_idle(decision)
 
     def _gather(self) -> list[tuple[int, Wish]] | None:
         """What every rank published in this round, or None when this rank is closing meanwhile."""

@@ -52,16 +52,21 @@ class Clients:
     server: Store | None
 
 
+def named_device(launch: LaunchFile, identity: Identity) -> torch.device:
+    """This rank's device; CUDA is not touched."""
+    return torch.device("cpu") if launch.resolved.device == "cpu" else torch.device("cuda", identity.local_rank)
+
+
 def device_of(launch: LaunchFile, identity: Identity) -> torch.device:
     """This rank's device, made current. Raises ``UserError`` when the machine does not have it."""
-    if launch.resolved.device == "cpu":
-        return torch.device("cpu")
+    device = named_device(launch, identity)
+    if device.type == "cpu":
+        return device
     if not torch.cuda.is_available() or identity.local_rank >= torch.cuda.device_count():
         raise UserError(
             f"rank {identity.rank} needs CUDA device {identity.local_rank}, this machine offers {torch.cuda.device_count()} to "
             "it: submit with world.device cpu, or with fewer ranks"
         )
-    device = torch.device("cuda", identity.local_rank)
     torch.cuda.set_device(device)
     return device
 

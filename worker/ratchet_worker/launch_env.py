@@ -48,6 +48,8 @@ def _common(launch: LaunchFile, inherited: Mapping[str, str]) -> dict[str, str]:
     if spec.determinism != "off":
         env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         env["PYTHONHASHSEED"] = str(spec.seed % 2**32)
+    if spec.script is not None:  # as torchrun sets it; torch's own default, for tasks, ends the process without abort
+        env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     env.update(spec.env)
     env.update(_secrets(launch, inherited))
     if launch.resolved.backend == "nccl":
@@ -90,5 +92,7 @@ def _identity(launch: LaunchFile, paths: AttemptPaths, rank: int, local_rank: in
         names.MASTER_ADDR: _LOOPBACK,
         names.MASTER_PORT: str(port),
         names.TORCHELASTIC_RUN_ID: f"{launch.job_id}-a{launch.epoch}",
-        names.TORCHELASTIC_RESTART_COUNT: "0",
+        names.TORCHELASTIC_RESTART_COUNT: str(launch.epoch - 1),
+        names.TORCHELASTIC_MAX_RESTARTS: str(max(launch.spec.policy.max_failures, launch.epoch - 1)),
+        names.TORCHELASTIC_USE_AGENT_STORE: "True",  # rank 0 serves it: env:// connects every rank as a client
     }

@@ -10,6 +10,8 @@ import faulthandler
 import os
 import select
 import signal
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +29,8 @@ class Listener:
     def __init__(self) -> None:
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._signalled = False
+        self.terminated = False  # this process got a SIGTERM, and
+        self._caught = False  # it was ours to catch, not a script's handler's
         self._reader: ControlReader | None = None
         self._control = Control()
 
@@ -49,6 +53,7 @@ class Listener:
         if readable:
             numbers = os.read(self._read_fd, 4096)
             self._signalled = self._signalled or any(n in numbers for n in STOP_SIGNALS)
+            self.terminated = self.terminated or signal.SIGTERM in numbers
         if self._reader is not None:
             self._control = self._reader.poll() or self._control
         return self._cause(), self._control.checkpoint_request
@@ -58,6 +63,23 @@ class Listener:
             return self._control.cause or default_cause(self._control.desired)
         return Cause.SIGTERM if self._signalled else None
 
+    def script_handles_sigterm(self) -> bool:
+        """Has a script put a handler of its own in the place of ours?"""
+        found = signal.getsignal(signal.SIGTERM)
+        return callable(found) and found != self._remember
+
+    def terminate_script(self) -> None:
+        """Give the main thread a SIGTERM for the script's own handler, unless that has had one from outside."""
+        if not self.terminated or self._caught:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+    def retake(self) -> None:
+        """The script is over. A handler of its own that is still to run would raise in our code: it runs here, for nothing."""
+        for number in STOP_SIGNALS * 2:
+            with suppress(BaseException):
+                signal.signal(number, self._remember)
+
     def _remember(self, number: int, frame: Any) -> None:
         """Only a flag: the wake-up descriptor has told the side thread already, unless a script took it (asyncio does)."""
         self._signalled = True
+        self._caught = self._caught or number == signal.SIGTERM

@@ -5,15 +5,18 @@ The result is written before the process leaves its group: the file's time tells
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NoReturn
 
 import torch
+from torch.distributed import destroy_process_group, is_initialized
 
 from ratchet_contract.errors import CheckpointError, RatchetError, UserError
 from ratchet_contract.exit_codes import (
@@ -30,15 +33,16 @@ from ratchet_hooks.build import close_group
 from ratchet_worker import determinism, loop, rng, user_code
 from ratchet_worker.agreement import Agreement, Decision, Wish
 from ratchet_worker.counter import StepCounter
-from ratchet_worker.exchange import Exchange
+from ratchet_worker.exchange import Abandoned, Exchange, until_present
 from ratchet_worker.files import now
-from ratchet_worker.group import Clients, Identity, connect, device_of, join
+from ratchet_worker.group import Clients, Identity, connect, device_of, join, named_device
 from ratchet_worker.listener import Listener
 from ratchet_worker.reporter import Reporter
 from ratchet_worker.restore import choose
 from ratchet_worker.results import write_rank_result
 from ratchet_worker.runtime import Runtime, Stopped, current
 from ratchet_worker.spool import Spool
+from ratchet_worker.unmanaged import Unmanaged
 
 _FAREWELL_SECONDS: Final = 3.0
 _EXIT_CODES: Final = {
@@ -58,6 +62,9 @@ class RankProcess:
         self._paths = AttemptPaths(Path(launch.attempt_dir))
         self._counter = StepCounter.create(self._paths.counter(self._identity.rank))
         self._reporter = Reporter(Spool(self._paths.spool(self._identity.rank)), self._identity.rank)
+        self._unmanaged = Unmanaged(launch, self._identity.rank, self._counter, self._reporter, listener)
+        # The agent's deadlines come first: a hang is to be told as a hang, not as a broken collective.
+        self._timeout = max(launch.spec.policy.startup_deadline, launch.spec.policy.step_deadline) + 30
         self._clients: Clients | None = None
         self._agreement: Agreement | None = None
         self._runtime: Runtime | None = None
@@ -67,71 +74,131 @@ class RankProcess:
         try:
             self._run()
             self._finish()
-        except Stopped as stop:
-            return self._leave(stop.cause, EXIT_PREEMPTED, stop.message)
         except BaseException as error:
+            if self._unmanaged.told is not None:
+                return self._leave_as_told(self._unmanaged.told, error)
+            if isinstance(error, Stopped):
+                return self._leave(error.cause, EXIT_PREEMPTED, error.message)
             self._fail(error)
+        if self._unmanaged.told is not None:
+            return self._leave_as_told(self._unmanaged.told, None)
         return self._leave(Cause.COMPLETED, EXIT_COMPLETED, None)
 
     # --- the way in ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        launch, identity = self._launch, self._identity
+        launch, identity, spec = self._launch, self._identity, self._launch.spec
+        code = Path(launch.code_dir or launch.workdir)
+        unmanaged = spec.script is not None and user_code.is_unmanaged(spec.script, code)
         self._listener.follow(self._paths.control_file, launch.desired)
-        determinism.set_library_variables(launch.spec.determinism)
-        determinism.apply(launch.spec.determinism, launch.resolved.threads_per_rank)
-        device = device_of(launch, identity)
-        rng.seed_all(launch.spec.seed, identity.rank)
+        determinism.set_library_variables(spec.determinism)
+        determinism.apply(spec.determinism, launch.resolved.threads_per_rank)
+        # A device that is made current cannot be used by processes that the script forks: that is its own affair.
+        device = named_device(launch, identity) if unmanaged else device_of(launch, identity)
+        rng.seed_all(spec.seed, identity.rank)
         self._reporter.started(str(device), torch.__version__)
-        # The agent's deadlines come first: a hang is to be told as a hang, not as a broken collective.
-        timeout = max(launch.spec.policy.startup_deadline, launch.spec.policy.step_deadline) + 30
-        self._clients = connect(identity, timeout)
+        self._clients = connect(identity, self._timeout)
         self._agreement = Agreement(
-            self._clients.side, identity.rank, identity.world_size, self._listen, self._leave_early
+            self._clients.side, identity.rank, identity.world_size, self._listen, self._decided_early
         )
         self._agreement.start()
         self._counter.tick()
-        join(launch, identity, self._clients, device, timeout)
+        user_code.add_to_path(code)
+        if spec.task is not None:
+            loop.run_task(self._open(), user_code.make_task(spec.task, code))
+            return
+        assert spec.script is not None
+        current.set(self._open)
+        if unmanaged:
+            self._unmanaged.begin()
+        try:
+            self._run_script(spec.script, code)
+        finally:
+            self._unmanaged.over()
+
+    def _open(self) -> Runtime:
+        """Join the process group and agree on what to start from: once, on every rank. Tasks do it first of all, a script when
+        it makes its Session. Raises ``Stopped`` where a stop was told to the script before."""
+        if self._runtime is not None:
+            return self._runtime
+        assert self._clients is not None and self._agreement is not None
+        launch, identity = self._launch, self._identity
+        if is_initialized():
+            raise UserError(
+                "the script called torch.distributed.init_process_group before it made its Session: remove that line, Session() "
+                "starts the group itself, with the back end of the spec (ddp.backend), and ends it",
+                code="group-exists",
+            )
+        stop = self._unmanaged.become_managed()
+        if stop is not None:
+            raise Stopped(stop, f"stopped before the first step ({stop})")
+        device = device_of(launch, identity)
+        join(launch, identity, self._clients, device, self._timeout)
         self._counter.tick()
-        exchange = Exchange(self._clients.main, identity.rank, identity.world_size, timeout)
+        exchange = Exchange(self._clients.main, identity.rank, identity.world_size, self._timeout)
         chosen = choose(launch, exchange, self._reporter)
         self._counter.tick()
         self._runtime = Runtime(
             launch, identity.local_rank, device, exchange, self._agreement, self._counter, self._reporter, chosen
         )
-        current.set(self._runtime)
-        self._run_user_code(self._runtime)
+        return self._runtime
 
-    def _run_user_code(self, runtime: Runtime) -> None:
-        spec, workdir = self._launch.spec, Path(self._launch.workdir)
-        user_code.add_to_path(workdir)
-        if spec.task is not None:
-            loop.run_task(runtime, user_code.make_task(spec.task, workdir))
-            return
-        assert spec.script is not None
+    def _run_script(self, script: Sequence[str], code: Path) -> None:
         try:
-            user_code.run_script(spec.script, workdir)
+            user_code.run_script(script, code)
         except Stopped:
             raise
         except SystemExit as exit_:
-            if exit_.code not in (None, 0):
-                raise RuntimeError(f"the script ended with sys.exit({exit_.code!r})") from exit_
-            if runtime.restored and not (runtime.finished or runtime.done):
-                raise RuntimeError(
-                    f"the script called sys.exit after step {runtime.step}, before its loop had ended: that is no success. Leave "
-                    "the loop by `break`, and call sys.exit only behind the Session's block"
-                ) from exit_
+            self._judge(exit_)
+        except (ModuleNotFoundError, SyntaxError) as error:
+            runtime = self._runtime
+            if runtime is not None and runtime.step > runtime.chosen.base.step:
+                raise
+            raise user_code.not_importable(f"script {script[0]!r}", error, code) from error
+
+    def _judge(self, exit_: SystemExit) -> None:
+        """Is that ``sys.exit`` a success?"""
+        runtime = self._runtime
+        stopped = self._unmanaged.told is not None or (self._unmanaged.active and self._listener.terminated)
+        if stopped:  # by its own handler
+            return
+        if exit_.code not in (None, 0):
+            raise RuntimeError(f"the script ended with sys.exit({exit_.code!r})") from exit_
+        if runtime is not None and runtime.restored and not (runtime.finished or runtime.done):
+            raise RuntimeError(
+                f"the script called sys.exit after step {runtime.step}, before its loop had ended: that is no success. Leave "
+                "the loop by `break`, and call sys.exit only behind the Session's block"
+            ) from exit_
 
     def _finish(self) -> None:
         """A script that ends without leaving its Session's block has come to its end, too."""
-        assert self._runtime is not None
-        if self._runtime.restored:
+        if self._runtime is not None and self._runtime.restored:
             self._runtime.finish()
-        elif self._identity.rank == 0:
-            self._reporter.note("no-session", "the script ended without a step of a Session: there is no checkpoint")
+            return
+        if not self._unmanaged.active:
+            if self._identity.rank == 0:
+                self._reporter.note(
+                    "no-session", "the script ended without a step of a Session: there is no checkpoint"
+                )
+            self._unmanaged.begin()
+        # Rank 0 serves the store that the others may still need; a stop is heard meanwhile.
+        assert self._clients is not None
+        exchange = Exchange(self._clients.main, self._identity.rank, self._identity.world_size, math.inf)
+        with suppress(Abandoned):
+            exchange.gather("script-end", None, abandon=lambda: self._unmanaged.told is not None)
 
     def _listen(self, seconds: float) -> Wish:
         return Wish(*self._listener.wait(seconds))
+
+    def _decided_early(self, decision: Decision) -> None:
+        """On the side thread: something was decided before any step. Nothing was trained, the main thread may be anywhere."""
+        if decision.stop is None:
+            if self._identity.rank == 0:
+                self._reporter.note(
+                    "checkpoint-not-needed", "no step of a Session was done in this attempt: nothing to save"
+                )
+        elif not self._unmanaged.hand_over(decision.stop):
+            self._leave_early(decision.stop)
 
     # --- the ways out --------------------------------------------------------------------------------------------------
 
@@ -142,11 +209,29 @@ class RankProcess:
         self._agreement.close()
         self._reporter.close()
         try:
-            close_group()
+            if self._runtime is not None:
+                close_group()
+            else:  # what the script knows of the others is not ours to know: no collective
+                self._part(_FAREWELL_SECONDS)
+                if is_initialized():
+                    destroy_process_group()
         except RuntimeError as error:  # another rank was killed on the way out; this one's result stands
             print(f"ratchet: leaving the group: {error}", file=sys.stderr, flush=True)
             _exit(code)
         return code
+
+    def _leave_as_told(self, cause: Cause, error: BaseException | None) -> int:
+        """The script ended after its own handler was given the stop: however it ended, it is that stop. An exception may come
+        from a collective with a rank that has left already."""
+        message = f"{cause}: the script was given SIGTERM and ended by itself"
+        if error is not None and not isinstance(error, SystemExit):
+            message += f", with {type(error).__name__}: {error}"
+            print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
+        with suppress(RuntimeError):
+            if is_initialized():
+                destroy_process_group()  # a rank that still waits for this one in a collective gets an error, and ends
+        self._part(self._launch.spec.policy.stop_grace)
+        return self._leave(cause, EXIT_PREEMPTED, message[:4000])
 
     def _fail(self, error: BaseException) -> NoReturn:
         """Without the other ranks, which may wait in a collective: their agent ends them."""
@@ -157,20 +242,30 @@ class RankProcess:
         self._reporter.close()
         _exit(_EXIT_CODES[cause])
 
-    def _leave_early(self, decision: Decision) -> None:
-        """A stop before any step, on the side thread: nothing was trained, the main thread may be anywhere."""
-        assert decision.stop is not None and self._clients is not None
-        self._write_result(decision.stop, f"stopped before the first step ({decision.stop})", None)
+    def _leave_early(self, cause: Cause) -> None:
+        """From the side thread, wherever the main thread is."""
+        message = f"stopped before the first step ({cause})"
+        if self._unmanaged.told is not None:
+            message = f"{cause}: the script was given SIGTERM and did not end within policy.stop_grace"
+        elif self._unmanaged.active:
+            message = f"{cause}: the script handles no SIGTERM and was ended"
+            self._part(self._launch.spec.policy.stop_grace)  # other ranks' handlers may be at work
+        self._write_result(cause, message, None)
         self._reporter.close()
+        self._part(_FAREWELL_SECONDS)
+        _exit(EXIT_PREEMPTED)
+
+    def _part(self, seconds: float) -> None:
+        """The last use of the store by this rank; rank 0, which serves it, waits for the others' for up to ``seconds``."""
+        assert self._clients is not None
         store, rank = self._clients.side, self._identity.rank
         with suppress(RuntimeError):  # rank 0 has gone already
             store.set(f"farewell/{rank}", "1")
-        if rank == 0:
-            keys = [f"farewell/{r}" for r in range(self._identity.world_size)]
-            end = time.monotonic() + _FAREWELL_SECONDS
-            while not store.check(keys) and time.monotonic() < end:
-                time.sleep(0.005)
-        _exit(EXIT_PREEMPTED)
+            if rank == 0:
+                end = time.monotonic() + seconds
+                for _ in until_present(store, [f"farewell/{r}" for r in range(self._identity.world_size)]):
+                    if time.monotonic() > end:
+                        return
 
     def _write_result(self, cause: Cause, message: str | None, trace: str | None) -> None:
         step = self._runtime.step if self._runtime is not None else 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -37,8 +37,8 @@ from ratchet_worker.reporter import Reason, Reporter, metric
 from ratchet_worker.restore import Chosen
 
 Item = TypeVar("Item")
-current: Final[ContextVar[Runtime]] = ContextVar("ratchet_runtime")
-"""The runtime of this process, for a script's Session."""
+current: Final[ContextVar[Callable[[], Runtime]]] = ContextVar("ratchet_runtime")
+"""How a script's Session gets the runtime of this process: the first call starts the group, a collective; later ones do not."""
 
 
 class Stopped(SystemExit):
@@ -74,6 +74,7 @@ class Runtime:
         self.data_digest: str | None = None
         self.environment: Record = {}
         self.notes = resume.Notes()
+        self.gathers = 0  # of the script's Sessions
         self._unit = position(self.step)  # the last one begun
         self._open = False  # between begin_step and end_step
         self._iteration = 0  # of the hook, when the open step began

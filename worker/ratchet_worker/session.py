@@ -39,7 +39,9 @@ The rules:
 - All ranks do the same number of steps. ``break`` on all ranks in the same step ends the job early; the step counts if its
   backward was done.
 - A stop that the ranks agreed on comes out of ``steps`` as ``Stopped`` (a ``SystemExit``): let it pass.
-- The script runs again from its first line in every attempt.
+- The script runs again from its first line in every attempt. Its current directory is the job's own copy of the code, kept over
+  all attempts; the code itself is imported from a read-only snapshot.
+- ``Session()`` starts the process group: no ``init_process_group`` of the script's own, before or after it.
 
 Evaluating inside the loop, at the end of a step::
 
@@ -74,17 +76,19 @@ _OWN_NAMES = frozenset({"optimizer", "scheduler", "scaler", "data"})
 
 
 class Session:
-    """A script's hold on its job. Raises ``UserError`` where no agent started the process."""
+    """A script's hold on its job. The first one joins the job's process group: every rank makes it; further ones are the same.
+
+    Raises ``UserError`` where no agent started the process, and where the script has started a process group already.
+    """
 
     def __init__(self) -> None:
-        runtime = current.get(None)
-        if runtime is None:
+        open_runtime = current.get(None)
+        if open_runtime is None:
             raise UserError(
                 "there is no job here: a script with a Session is started by Ratchet. Submit it with a spec that has "
                 'script: ["train.py"] and code: {path: DIRECTORY} (ratchet serve; ratchet submit spec.yaml)'
             )
-        self._runtime: Runtime = runtime
-        self._gathers = 0
+        self._runtime: Runtime = open_runtime()
 
     def __enter__(self) -> Session:
         return self
@@ -187,10 +191,11 @@ class Session:
 
     def all_gather(self, value: Any) -> list[Any]:
         """Every rank's JSON value in rank order; every rank calls it. Not in an evaluation: use ``ev.gather`` there."""
-        self._gathers += 1
-        values = self._runtime.exchange.gather(f"session/{self._gathers}", value)
-        if self.rank == 0 and self._gathers > 1:
-            self._runtime.exchange.forget(f"session/{self._gathers - 1}")
+        runtime = self._runtime
+        runtime.gathers += 1
+        values = runtime.exchange.gather(f"session/{runtime.gathers}", value)
+        if self.rank == 0 and runtime.gathers > 1:
+            runtime.exchange.forget(f"session/{runtime.gathers - 1}")
         return values
 
     def log(self, values: dict[str, float | torch.Tensor]) -> None:

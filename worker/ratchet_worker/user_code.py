@@ -10,20 +10,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ratchet_contract import scripts
 from ratchet_contract.errors import UserError
 from ratchet_contract.spec import TaskSpec
 
 
-def add_to_path(workdir: Path) -> None:
+def add_to_path(code: Path) -> None:
     """The code snapshot comes first: a user's ``hooks.py`` or ``worker.py`` is the user's."""
-    text = str(workdir)
+    text = str(code)
     sys.path[:] = [text, *(p for p in sys.path if p not in (text, ""))]
 
 
-def make_task(spec: TaskSpec, workdir: Path) -> Any:
+def make_task(spec: TaskSpec, code: Path) -> Any:
     """The task object of an entrypoint, constructed with its arguments. Exceptions of its own constructor come through."""
     module_name, _, attribute = spec.entrypoint.partition(":")
-    found: Any = _import(module_name, workdir)
+    found: Any = _import(module_name, code)
     for part in attribute.split("."):
         if not hasattr(found, part):
             names = ", ".join(n for n in dir(found) if not n.startswith("_"))
@@ -50,24 +51,34 @@ def make_task(spec: TaskSpec, workdir: Path) -> Any:
     return task
 
 
-def _import(name: str, workdir: Path) -> Any:
+def _import(name: str, code: Path) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            here = ", ".join(sorted(p.name for p in workdir.iterdir())[:20]) or "nothing"
             raise UserError(
-                f"task.entrypoint: no module named {error.name!r} in the code directory (it holds: {here}) or on the path of "
-                f"{sys.executable}; check task.entrypoint and code.path",
+                f"task.entrypoint: no module named {error.name!r} in the code directory (it holds: {_names_in(code)}) or on "
+                f"the path of {sys.executable}; check task.entrypoint and code.path",
                 code="entrypoint-missing",
             ) from error
-        raise UserError(
-            f"importing {name!r} needs the module {error.name!r}, which {sys.executable} does not have: install it there, or "
-            "name another interpreter with `python`",
-            code="import-failed",
-        ) from error
+        raise not_importable(f"importing {name!r}", error, code) from error
     except (ImportError, SyntaxError) as error:
         raise UserError(f"importing {name!r} failed: {type(error).__name__}: {error}", code="import-failed") from error
+
+
+def not_importable(what: str, error: ModuleNotFoundError | SyntaxError, code: Path) -> UserError:
+    """``what`` failed by ``error``, which comes again with every try."""
+    if isinstance(error, SyntaxError):
+        return UserError(f"{what} failed: SyntaxError: {error}", code="import-failed")
+    return UserError(
+        f"{what} needs the module {error.name!r}, which {sys.executable} does not have: install it there, or name another "
+        f"interpreter with `python`. A module of your own belongs into the code directory, which holds: {_names_in(code)}",
+        code="import-failed",
+    )
+
+
+def _names_in(code: Path) -> str:
+    return ", ".join(sorted(p.name for p in code.iterdir())[:20]) or "nothing"
 
 
 def _check_arguments(factory: Any, spec: TaskSpec) -> None:
@@ -84,12 +95,21 @@ def _check_arguments(factory: Any, spec: TaskSpec) -> None:
         ) from error
 
 
-def run_script(script: Sequence[str], workdir: Path) -> None:
+def is_unmanaged(script: Sequence[str], code: Path) -> bool:
+    """Does the main file not mention the Session's package? False where it cannot be read: running it will tell."""
+    try:
+        return scripts.is_unmanaged((code / script[0]).read_bytes())
+    except OSError:
+        return False
+
+
+def run_script(script: Sequence[str], code: Path) -> None:
     """``python script.py args ...`` in this process. Whatever the script raises comes through, ``SystemExit`` included."""
-    path = workdir / script[0]
+    path = code / script[0]
     if not path.is_file():
-        here = ", ".join(sorted(p.name for p in workdir.iterdir())[:20]) or "nothing"
-        raise UserError(f"script {script[0]!r} is not in the code directory; it holds: {here}", code="script-missing")
+        raise UserError(
+            f"script {script[0]!r} is not in the code directory; it holds: {_names_in(code)}", code="script-missing"
+        )
     sys.argv[:] = [str(path), *script[1:]]
     directory = str(path.parent)
     if directory != sys.path[0]:

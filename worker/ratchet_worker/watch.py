@@ -1,4 +1,7 @@
-"""Progress of the ranks, as their step counters tell it, against the two deadlines of the spec."""
+"""Progress of the ranks, as their step counters tell it, against the two deadlines of the spec.
+
+No deadline holds for a rank in stage ``UNMANAGED``: its script has no Session, and nothing tells whether it gets on.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +51,8 @@ class Watch:
         for rank, read in self._readers.items():
             reading = read()
             if reading is not None and reading != self._readings[rank]:
+                if self._unmanaged(rank) and reading.stage is not Stage.UNMANAGED:
+                    self.ready, self._begun = False, now  # a Session after all: its start-up begins here
                 self._readings[rank] = reading
                 self._moved[rank] = now
         if not self.ready and all(_is_ready(r) for r in self._readings.values()):
@@ -59,11 +64,15 @@ class Watch:
         return self._readings[rank].finished
 
     def moved_since(self, when: float) -> bool:
-        return any(moved > when for moved in self._moved.values())
+        """Has any rank made progress? Of a script without a Session that cannot be denied."""
+        return any(moved > when or self._unmanaged(rank) for rank, moved in self._moved.items())
+
+    def _unmanaged(self, rank: int) -> bool:
+        return self._readings[rank].stage is Stage.UNMANAGED
 
     def stuck(self, live: Iterable[int], stopped: Callable[[int], bool], now: float) -> Stuck | None:
         """Who of ``live`` missed the deadline; ``stopped(rank)`` tells whether its process is halted by a signal."""
-        live = sorted(live)
+        live = sorted(rank for rank in live if not self._unmanaged(rank))
         if not self.ready:
             late = [r for r in live if not _is_ready(self._readings[r])]
             if not late or now - self._begun <= self._startup_deadline:
@@ -105,4 +114,4 @@ class Watch:
 
 def _is_ready(reading: Reading) -> bool:
     """Start-up is over with the first finished step, or when there is none to do."""
-    return reading.finished > 0 or reading.stage in (Stage.EVALUATING, Stage.CHECKPOINTING, Stage.STOPPING)
+    return reading.finished > 0 or reading.stage not in (Stage.STARTUP, Stage.TRAINING)

@@ -64,7 +64,6 @@ class LocalLauncher:
             return
         env = self._child_environment(plan)
         try:
-            Path(plan.launch.workdir).mkdir(parents=True, exist_ok=True)
             _write_private(paths.launch_file, plan.launch)
             self._children[plan.ref.name] = _spawn(plan.argv, env, paths.agent_log)
         except OSError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 from typing import Final
 
 from ratchet_contract.api import DeleteResult
@@ -13,6 +12,7 @@ from ratchet_contract.paths import HomePaths, JobPaths, is_job_id
 from ratchet_contract.phases import Event
 from ratchet_service.database import Database
 from ratchet_service.models import Job
+from ratchet_service.snapshot import remove_tree
 from ratchet_service.transitions import check
 from ratchet_service.usecases.jobs import require_match
 from ratchet_service.usecases.queries import hold_job, waiting_forks
@@ -90,7 +90,7 @@ def _remove_files(paths: JobPaths) -> None:
             if path == mark or (keep and path == paths.checkpoints):
                 continue
             if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
+                remove_tree(path)
             else:
                 path.unlink()
         mark.unlink()
