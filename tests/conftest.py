@@ -1,6 +1,20 @@
 """Fixtures for all tests."""
 
+from collections.abc import Iterator
+
+import pytest
+
 from tests.support.api import api, served
 from tests.support.databases import database, migrated, postgres_url
 
 __all__ = ["api", "database", "migrated", "postgres_url", "served"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_configuration_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A server or a token that the person who runs the tests has set must reach no test, and no test their home."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RATCHET_CONFIG", str(tmp_path_factory.mktemp("config") / "none.json"))
+        for name in ("RATCHET_SERVER", "RATCHET_TOKEN"):
+            patch.delenv(name, raising=False)
+        yield

@@ -1,21 +1,143 @@
-"""Where the service is: an address given, ``RATCHET_SERVER``, or ``service.json`` in the run directory."""
+"""Where the service is and which token it gets: an address given, a variable, the configuration file, or ``service.json``."""
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
+from ratchet_client.config_file import ConfigFile, config_path, normalised, read_config
 from ratchet_client.errors import ServiceUnreachable
 from ratchet_contract import environment
 from ratchet_contract.errors import Refused
 from ratchet_contract.messages import ServiceFile
 from ratchet_contract.paths import HomePaths
+from ratchet_contract.version import PROTOCOL_VERSION, RATCHET_VERSION
 
 DEFAULT_HOME = ".ratchet"
 NEVER_STARTED = "service-not-started"
 START_IT = "start it with `ratchet serve`"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value and who gave it: an option, a variable, the path of the configuration file, or ``default``."""
+
+    value: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a client talks to. ``server`` None: whatever ``service.json`` in ``home`` names when asked.
+
+    ``token_server`` None: the token was given for this target, so it goes to its named server, or to this machine.
+    """
+
+    server: Setting | None
+    home: Setting
+    token: Setting | None = None
+    token_server: str | None = None
+
+    def url(self) -> str:
+        """Base URL, ``service.json`` read afresh at every call: a restart may change it. Raises ``ServiceUnreachable``."""
+        if self.server is not None:
+            return self.server.value
+        file = HomePaths(Path(self.home.value)).service_file
+        try:
+            found = ServiceFile.model_validate_json(file.read_bytes())
+        except FileNotFoundError:
+            raise ServiceUnreachable(
+                f"no service is running for the run directory {file.parent}: {START_IT}, "
+                f"or name a server with --server or {environment.SERVER}",
+                code=NEVER_STARTED,
+            ) from None
+        except OSError as error:
+            raise ServiceUnreachable(
+                f"{file} cannot be read ({error.strerror or error}): is the run directory another user's? Name a server with "
+                f"--server, or your own run directory with --home"
+            ) from None
+        except ValidationError:
+            raise ServiceUnreachable(
+                f"{file} is damaged, or of another version of Ratchet: {START_IT}, which writes it anew"
+            ) from None
+        if found.protocol != PROTOCOL_VERSION:
+            raise other_protocol(f"the service of {file.parent}", found.protocol)
+        return found.url.rstrip("/")
+
+    def start_it(self) -> str:
+        """What to do when nothing answers at an address that ``service.json`` told: the service ended without taking it away."""
+        if self.server is not None:
+            return f"start it with `ratchet serve` on its machine, or check the address ({self.server.source})"
+        home = Path(self.home.value)
+        option = f" --home {home}" if home != Path.cwd() / DEFAULT_HOME else ""
+        with suppress(OSError, ValidationError):
+            pid = ServiceFile.model_validate_json(HomePaths(home).service_file.read_bytes()).pid
+            if not Path(f"/proc/{pid}").exists():
+                return f"the service of {home} (pid {pid}) has ended: start it again with `ratchet serve{option}`"
+        return f"start it with `ratchet serve{option}`"
+
+    def token_for(self, url: str) -> str | None:
+        """The token to send to ``url``: a token never reaches a server that it was not meant for, so one that only a file of
+        the current directory names gets none unless it is this machine."""
+        if self.token is None:
+            return None
+        if self.token_server is not None:
+            return self.token.value if normalised(url) == self.token_server else None
+        return self.token.value if self.server is not None or is_loopback(url) else None
+
+
+def other_protocol(who: str, protocol: int | str) -> Refused:
+    """The refusal of a service that speaks another protocol than this client."""
+    return Refused(
+        f"{who} speaks protocol {protocol}, this `ratchet` {RATCHET_VERSION} speaks {PROTOCOL_VERSION}: use the `ratchet` of the "
+        "service's environment, or install the same version of ratchet-train on both sides",
+        code="protocol-mismatch",
+    )
+
+
+def find_target(
+    server: str | None = None, home: str | os.PathLike[str] | None = None, token: str | None = None
+) -> Target:
+    """Option (the arguments) before variable before file before the run directory ``./.ratchet``. Raises ``Refused``."""
+    environ = os.environ
+    path = config_path()
+    variable = environ.get(environment.SERVER)
+    named: Setting | None = None
+    if server:
+        named = Setting(normalised(server), "--server")
+    elif home is None and variable:
+        named = Setting(normalised(variable), environment.SERVER)
+    given = token or environ.get(environment.TOKEN)
+    config = read_config(path)
+    if named is None and home is None and not environ.get(environment.HOME) and config.server is not None:
+        named = Setting(normalised(config.server), str(path))
+    if given:
+        return Target(named, _home(home), Setting(checked_token(given), "token" if token else environment.TOKEN))
+    return Target(named, _home(home), *_stored(config, path))
+
+
+def _stored(config: ConfigFile, path: Path) -> tuple[Setting | None, str | None]:
+    if config.token is None or config.token_server is None:
+        return None, None
+    return Setting(checked_token(config.token), str(path)), normalised(config.token_server)
+
+
+def checked_token(text: str) -> str:
+    """Raises ``Refused`` for what cannot stand in a header; the text itself is never shown."""
+    if not text.isascii() or not text.isprintable() or " " in text:
+        raise Refused("a token is printable ASCII without spaces: check how it was copied", code="invalid-config")
+    return text
+
+
+def _home(home: str | os.PathLike[str] | None) -> Setting:
+    if home:
+        return Setting(str(home_directory(home)), "--home")
+    return Setting(str(home_directory()), environment.HOME if os.environ.get(environment.HOME) else "default")
 
 
 def home_directory(home: str | os.PathLike[str] | None = None) -> Path:
@@ -23,25 +145,7 @@ def home_directory(home: str | os.PathLike[str] | None = None) -> Path:
     return Path(home or os.environ.get(environment.HOME) or DEFAULT_HOME).expanduser().absolute()
 
 
-def find_service(server: str | None, home: str | os.PathLike[str] | None) -> str:
-    """Base URL, read afresh at every call: a restart may change it. Raises ``ServiceUnreachable``, ``Refused``."""
-    given = server or (os.environ.get(environment.SERVER) if home is None else None)
-    if given:
-        return _checked(given)
-    file = HomePaths(home_directory(home)).service_file
-    try:
-        return ServiceFile.model_validate_json(file.read_bytes()).url.rstrip("/")
-    except FileNotFoundError:
-        raise ServiceUnreachable(
-            f"no service is running for the run directory {file.parent}: {START_IT}, "
-            f"or name a server with --server or {environment.SERVER}",
-            code=NEVER_STARTED,
-        ) from None
-    except (ValidationError, OSError) as error:
-        raise ServiceUnreachable(f"{file} cannot be read ({error}): {START_IT} again") from None
-
-
-def _checked(url: str) -> str:
-    if not url.startswith(("http://", "https://")):
-        raise Refused(f"server address {url!r} must begin with http:// or https://", code="invalid-address")
-    return url.rstrip("/")
+def is_loopback(url: str) -> bool:
+    """Whether the address is this machine's own."""
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or (host.startswith("127.") and host.replace(".", "").isdigit())

@@ -4,15 +4,20 @@ RatchetError
 ├── (SpecError, NotFound, Conflict, Refused, ...)   4xx, rebuilt from problem+json with code and field errors
 ├── ServiceUnreachable                              nothing answers
 ├── ServiceFault                                    the service answered 5xx, or something that is not its API
+├── AmbiguousName                                   a name that several jobs have (command line only)
 └── DeadlineReached                                 ``wait`` gave up; the job goes on
 """
 
 from __future__ import annotations
 
-import httpx
+from typing import TYPE_CHECKING
+
 from pydantic import ValidationError
 
 from ratchet_contract.errors import Conflict, NotFound, Problem, RatchetError, Refused, SpecError
+
+if TYPE_CHECKING:
+    import httpx
 
 
 class ServiceUnreachable(RatchetError):
@@ -21,6 +26,12 @@ class ServiceUnreachable(RatchetError):
 
 class ServiceFault(RatchetError):
     code = "service-fault"
+
+
+class AmbiguousName(RatchetError):
+    """Several jobs have the name that one was asked for by."""
+
+    code = "ambiguous-name"
 
 
 class DeadlineReached(RatchetError):
@@ -36,9 +47,21 @@ def error_of(response: httpx.Response) -> RatchetError:
     status = response.status_code
     problem = _problem(response)
     if problem is None:
-        text = f"{response.request.method} {response.request.url} answered {status} without a problem document; "
-        return ServiceFault(text + "is this the address of a Ratchet service?", status=status)
+        return no_service(response)
     return _class_of(status, problem)(problem.detail, code=problem.code, errors=problem.errors, status=status)
+
+
+def no_service(response: httpx.Response) -> ServiceFault:
+    """For an answer that is not the API's."""
+    url = response.request.url
+    address = str(url.copy_with(path="/", query=None)).rstrip("/")
+    https = ", or does it want https://?" if url.scheme == "http" and response.status_code == 400 else ""
+    return ServiceFault(
+        f"{address} is not a Ratchet service: {response.request.method} {url.path} answered {response.status_code} without a "
+        f"problem document{https}. Another program listens there: check --server and RATCHET_SERVER (`ratchet serve` says its "
+        "address when it starts)",
+        status=response.status_code,
+    )
 
 
 def _problem(response: httpx.Response) -> Problem | None:

@@ -6,44 +6,67 @@ import os
 import random
 import time
 import uuid
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
-from ratchet_client.discovery import NEVER_STARTED, START_IT, find_service
-from ratchet_client.errors import ServiceUnreachable, error_of
+from ratchet_client.discovery import NEVER_STARTED, Target, find_target, is_loopback, other_protocol
+from ratchet_client.errors import ServiceUnreachable, error_of, no_service
 from ratchet_contract.errors import Refused
-from ratchet_contract.version import RATCHET_VERSION
+from ratchet_contract.version import PROTOCOL_HEADER, PROTOCOL_VERSION, RATCHET_VERSION
 
 Params = Mapping[str, str | int | float | bool | Sequence[str | int] | None]
 _RETRY_STATUS = frozenset({502, 503, 504})
 _FIRST_DELAY, _LONGEST_DELAY = 0.1, 2.0
+_CONNECT = 10.0
 
 
 def _clean(params: Params | None) -> dict[str, Any]:
     return {k: v for k, v in (params or {}).items() if v is not None}
 
 
-def is_loopback(url: str) -> bool:
-    return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+class TokenInClearWarning(UserWarning):
+    """A token travels over plain HTTP to another machine: whoever is in between can read it."""
 
 
 class Transport:
     """One service, found again whenever a connection fails.
 
-    ``timeout`` is seconds for one request; ``retry_for`` seconds over all tries of one call.
+    ``timeout`` is seconds for one request (a connection is given up after ten); ``retry_for`` seconds over all tries of one
+    call. ``token`` is sent as bearer token to the server it belongs to (``discovery.Target``), to no other.
     """
 
     def __init__(
-        self, server: str | None, home: str | os.PathLike[str] | None, timeout: float, retry_for: float
+        self,
+        server: str | None,
+        home: str | os.PathLike[str] | None,
+        timeout: float,
+        retry_for: float,
+        token: str | None = None,
     ) -> None:
-        self._server, self._home = server, home
-        self._timeout, self.retry_for = timeout, retry_for
+        self._given = server, home, token
+        self._timeout = httpx.Timeout(timeout, connect=min(timeout, _CONNECT))
+        self.retry_for = retry_for
         self._reached = False
         self._clients: dict[tuple[bool, bool], httpx.Client] = {}
+
+    @cached_property
+    def target(self) -> Target:
+        """What the first request found; the configuration is not read again. Raises ``Refused``."""
+        return find_target(*self._given)
+
+    def _authorization(self, url: str) -> dict[str, str]:
+        token = self.target.token_for(url)
+        if token is None:
+            return {}
+        if url.startswith("http:") and not is_loopback(url):
+            text = f"the token goes to {url} in clear: use https, or a tunnel to this machine"
+            warnings.warn(text, TokenInClearWarning, stacklevel=1)  # one place: told once
+        return {"Authorization": f"Bearer {token}"}
 
     def close(self) -> None:
         for client in self._clients.values():
@@ -72,12 +95,14 @@ class Transport:
     @contextmanager
     def stream(self, path: str, params: Params | None, headers: Mapping[str, str]) -> Iterator[httpx.Response]:
         """An open answer to read line by line; the read timeout is long, since the service sends comments while idle."""
-        url = find_service(self._server, self._home)
-        timeout = httpx.Timeout(self._timeout, read=60.0)
+        url = self.target.url()
+        timeout = httpx.Timeout(self._timeout.connect, read=60.0)
+        headers = {**headers, **self._authorization(url)}
         try:
             with self._client(url).stream(
-                "GET", url + path, params=_clean(params), headers=dict(headers), timeout=timeout
+                "GET", url + path, params=_clean(params), headers=headers, timeout=timeout
             ) as response:
+                _refuse_stranger(response)
                 if not response.is_success:
                     response.read()
                     raise error_of(response)
@@ -99,11 +124,13 @@ class Transport:
     def _once(self, method: str, path: str, params: Params | None, json: Any,
               headers: dict[str, str]) -> httpx.Response | ServiceUnreachable:  # fmt: skip
         try:
-            url = find_service(self._server, self._home)
+            url = self.target.url()
         except ServiceUnreachable as error:
             return error
+        headers = headers | self._authorization(url)
         try:
             response = self._client(url).request(method, url + path, params=_clean(params), json=json, headers=headers)
+            _refuse_stranger(response)
             self._reached = True
             return response
         except httpx.TransportError as error:
@@ -123,8 +150,25 @@ class Transport:
     def _unreachable(self, url: str, error: httpx.TransportError) -> ServiceUnreachable:
         sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
         what = str(error) or type(error).__name__
-        hint = START_IT if is_loopback(url) else "check the address and the network"
-        return ServiceUnreachable(f"no answer from {url} ({what}): service not running? {hint}", sent=sent)
+        if "WRONG_VERSION_NUMBER" in what:
+            cure = f"it speaks plain HTTP there: write http://{url.removeprefix('https://')}"
+        elif isinstance(error, httpx.RemoteProtocolError) and url.startswith("http:"):
+            cure = f"what listens there does not speak HTTP: check the address, or write https://{url.removeprefix('http://')}"
+        elif is_loopback(url):
+            cure = f"service not running? {self.target.start_it()}"
+        else:
+            cure = "check the address and the network, and that the service runs there"
+        return ServiceUnreachable(f"no answer from {url} ({what}): {cure}", sent=sent)
+
+
+def _refuse_stranger(response: httpx.Response) -> None:
+    """A service of another protocol, or something else that answers at this address. Raises ``Refused``, ``ServiceFault``."""
+    protocol = response.headers.get(PROTOCOL_HEADER)
+    address = str(response.request.url.copy_with(path="/", query=None)).rstrip("/")
+    if protocol is not None and protocol != str(PROTOCOL_VERSION):
+        raise other_protocol(f"the service at {address}", protocol)
+    if protocol is None and response.is_success and "html" in response.headers.get("content-type", ""):
+        raise no_service(response)
 
 
 def _worth_repeating(response: httpx.Response) -> bool:

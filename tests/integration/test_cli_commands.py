@@ -21,6 +21,8 @@ world: {ranks_per_node: 2, device: cpu}
 hook: {name: powerSGD, matrix_approximation_rank: 2, start_powerSGD_iter: 10}
 """
 
+NO_JOB = "job-000000000000"
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
@@ -122,17 +124,22 @@ def test_a_wait_ends_at_its_deadline_and_says_that_the_job_goes_on(cli: Cli) -> 
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (("get", "job-none"), 3, "job-none"),
+        (("get", "job-none"), 3, "ratchet list"),
+        (("get", NO_JOB), 3, "ratchet list"),
+        (("get", "digits-oen"), 3, "digits-one"),
         (("submit", "missing.yaml"), 3, "missing.yaml"),
         (("submit", "spec.yaml", "--set", "hook.matrix_aproximation_rank=2"), 5, "matrix_approximation_rank"),
         (("submit", "spec.yaml", "--set", "hook.start_powerSGD_iter=1"), 5, "must be > 1"),
         (("submit", "spec.yaml", "--set", "name.x=1"), 2, "not a mapping"),
         (("submit", "spec.yaml", "--set", "task.args.day=2026-01-01"), 5, "quote it"),
-        (("fork", "job-none", "--set", "task.args.rate=.nan"), 5, "quote it"),
+        (("fork", NO_JOB, "--set", "task.args.rate=.nan"), 5, "quote it"),
         (("list", "--sort", "nonsense"), 5, "sort"),
-        (("wait", "job-none", "--until", "SLEEPING"), 2, "SUSPENDED"),
-        (("checkpoints", "job-none", "verify"), 2, "checkpoint id"),
-        (("logs", "job-none", "--attempt", "0"), 2, "--attempt"),
+        (("wait", NO_JOB, "--until", "SLEEPING"), 2, "SUSPENDED"),
+        (("checkpoints", "show", NO_JOB), 2, "CHECKPOINT"),
+        (("logs", NO_JOB, "--attempt", "0"), 2, "--attempt"),
+        (("logs", NO_JOB, "--since", "soon"), 2, "2026-01-31T12:00:00Z"),
+        (("list", "--phase", "SLEEPING"), 2, "SUSPENDED"),
+        (("lst",), 2, "list"),
         (("--server", "nonsense", "list"), 5, "http://"),
         (("--server", "http://127.0.0.1:9", "list"), 6, "ratchet serve"),
     ],

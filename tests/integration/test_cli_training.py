@@ -64,13 +64,13 @@ def test_a_job_followed_to_its_end_leaves_everything_to_read(cli: Cli) -> None:
 
 
 def _checkpoints_are_shown_and_verified(cli: Cli, job_id: str) -> None:
-    final = next(c for c in cli("checkpoints", job_id, "--json").data if c["finished"])
+    final = next(c for c in cli("checkpoints", "ls", job_id, "--json").data if c["finished"])
     assert final["step"] == STEPS
-    assert cli("checkpoints", job_id, "verify", final["id"]).text.startswith(f"{final['id']}: ok")
-    assert cli("checkpoints", job_id, "pin", final["id"], "--json").data["pinned"]
-    assert "final,pinned" in cli("checkpoints", job_id).text
-    assert cli("checkpoints", job_id, "show", final["id"], "--json").data["manifest"]["world_size"] == 2
-    cli("checkpoints", job_id, "verify", "step-000000000001.a0001", expect=3)
+    assert cli("checkpoints", "verify", job_id, final["id"]).text.startswith(f"{final['id']}: ok")
+    assert cli("checkpoints", "pin", job_id, final["id"], "--json").data["pinned"]
+    assert "final,pinned" in cli("checkpoints", "ls", job_id).text
+    assert cli("checkpoints", "show", job_id, final["id"], "--json").data["manifest"]["world_size"] == 2
+    cli("checkpoints", "verify", job_id, "step-000000000001.a0001", expect=3)
 
 
 def _logs_are_shown_and_followed(cli: Cli, job_id: str) -> None:

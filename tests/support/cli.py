@@ -31,7 +31,7 @@ class Cli:
     def __init__(self, home: Path, cwd: Path) -> None:
         self.cwd = cwd
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith("RATCHET_")}
-        self.environment |= {"RATCHET_HOME": str(home), "COLUMNS": "200"}
+        self.environment |= {"RATCHET_HOME": str(home), "RATCHET_CONFIG": str(cwd / "ratchet.json"), "COLUMNS": "200"}
 
     def command(self, *arguments: str) -> list[str]:
         return [str(EXECUTABLE), *arguments]

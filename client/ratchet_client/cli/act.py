@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ratchet_client.cli import output
-from ratchet_client.cli.common import JobId, JsonFlag, open_client, pairs
+from ratchet_client.cli import complete, output
+from ratchet_client.cli.common import RUN, SAVED, STEER, JobId, JsonFlag, known_phases, open_client, pairs
 from ratchet_client.cli.submit import override
 
 if TYPE_CHECKING:
@@ -24,8 +24,10 @@ class HookPolicy(StrEnum):
 
 
 def register(app: typer.Typer) -> None:
-    for command in (suspend, resume, cancel, preempt, checkpoint, fork, label, delete, wait):
-        app.command()(command)
+    app.command(rich_help_panel=RUN)(wait)
+    for command in (suspend, resume, cancel, preempt, fork, label, delete):
+        app.command(rich_help_panel=STEER)(command)
+    app.command(rich_help_panel=SAVED)(checkpoint)
 
 
 def suspend(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
@@ -76,7 +78,9 @@ def checkpoint(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> Non
 def fork(
     ctx: typer.Context,
     job: JobId,
-    checkpoint_id: Annotated[str | None, typer.Option("--checkpoint", help="Default: the newest.")] = None,
+    checkpoint_id: Annotated[
+        str | None, typer.Option("--checkpoint", help="(default: the newest)", autocompletion=complete.checkpoints)
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the new job.")] = None,
     sets: Annotated[
         list[str], typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the spec, like task.args.lr=0.1.")
@@ -138,7 +142,11 @@ def wait(
     ctx: typer.Context,
     job: JobId,
     until: Annotated[
-        list[str], typer.Option(help="Wait for this phase instead of the end, like RUNNING; may be repeated.")
+        list[str],
+        typer.Option(
+            help="Wait for this phase instead of the end, like RUNNING; may be repeated.",
+            autocompletion=complete.phases,
+        ),
     ] = [],  # noqa: B006
     timeout: Annotated[float | None, typer.Option(min=0.0, help="Seconds, then exit code 7.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Show progress meanwhile; Ctrl-C detaches.")] = False,
@@ -148,10 +156,7 @@ def wait(
     from ratchet_client.cli import watch
     from ratchet_contract.phases import JobPhase
 
-    try:
-        phases = frozenset(JobPhase(text.upper()) for text in until)
-    except ValueError as error:
-        raise typer.BadParameter(f"--until: {error}; phases: {', '.join(JobPhase)}") from None
+    phases = frozenset(JobPhase(text) for text in known_phases(until, "--until"))
     if follow:
         if phases or timeout is not None:
             raise typer.BadParameter("--follow goes on until the end: leave out --until and --timeout")

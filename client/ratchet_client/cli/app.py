@@ -5,16 +5,31 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from ratchet_client.cli import act, processes, show, streams, submit
+from ratchet_client.cli import (
+    act,
+    checkpoints,
+    config,
+    doctor,
+    hook,
+    init,
+    processes,
+    show,
+    streams,
+    submit,
+    top,
+)
 from ratchet_client.cli.common import Settings
 from ratchet_client.cli.exits import Exit, exit_of, help_epilog
-from ratchet_contract.errors import RatchetError
+from ratchet_client.cli.hints import hint
 from ratchet_contract.version import RATCHET_VERSION
+
+if TYPE_CHECKING:
+    from ratchet_contract.errors import RatchetError
 
 
 class _Group(TyperGroup):
@@ -22,16 +37,23 @@ class _Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
-        except RatchetError as error:
-            _report(error)
-            raise typer.Exit(exit_of(error)) from None
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
         except KeyboardInterrupt:
             raise typer.Exit(Exit.INTERRUPTED) from None
         except BrokenPipeError:
             # The reader (`| head`) has gone; the interpreter's last flush must not complain about it.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(Exit.OK) from None
+        except Exception as error:
+            # Imported here: whoever only asks for help does not wait for the models.
+            from ratchet_contract.errors import RatchetError
+
+            if not isinstance(error, RatchetError):
+                raise
+            _report(error)
+            raise typer.Exit(exit_of(error)) from None
 
 
 def _report(error: RatchetError) -> None:
@@ -39,6 +61,8 @@ def _report(error: RatchetError) -> None:
     lines = [f"ratchet: {error.detail}"]
     if len(error.errors) > 1 or (error.errors and error.errors[0].detail not in error.detail):
         lines += [f"  {e.pointer or '/'}: {e.detail} [{e.code}]" for e in error.errors]
+    following = hint(error.code, error.detail)
+    lines += [f"  next: {following}"] if following else []
     sys.stderr.write("\n".join(lines) + "\n")
 
 
@@ -51,7 +75,10 @@ def _version(value: bool) -> None:
 def _root(
     ctx: typer.Context,
     server: Annotated[
-        str | None, typer.Option(help="Address of the service, like http://host:8000 (default: RATCHET_SERVER).")
+        str | None,
+        typer.Option(
+            help="Address of the service, like http://host:8000. (default: RATCHET_SERVER, else `ratchet config`)"
+        ),
     ] = None,
     home: Annotated[
         Path | None,
@@ -72,5 +99,5 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 app.callback()(_root)
-for _module in (processes, submit, show, streams, act):
+for _module in (submit, init, show, top, hook, streams, act, checkpoints, processes, config, doctor):
     _module.register(app)

@@ -1,4 +1,4 @@
-"""What several commands share: options, settings, the client."""
+"""What several commands share: options, settings, the client, the JOB argument."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ratchet_client.cli import complete
+from ratchet_contract.paths import is_job_id
+
 if TYPE_CHECKING:
     from ratchet_client.client import RatchetClient
     from ratchet_contract.api import JobView
 
-JsonFlag = Annotated[
-    bool, typer.Option("--json", help="Print JSON: one document, or one object per line when following.")
-]
-JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id.", show_default=False)]
+RUN, LOOK, STEER, SAVED, SETUP = (
+    "Run and watch jobs", "Look at a job", "Stop, go on, change", "Checkpoints", "Service and set-up"
+)  # fmt: skip
+"""The groups of commands in ``ratchet --help``."""
 
-_RETRY_FOR = 3.0
+PATIENCE = 120.0
+"""Seconds that following and waiting survive without a service."""
+RETRY_FOR = 3.0
 """Seconds a command waits for a service that is just being restarted before it says that nothing answers."""
+_LONGEST_NAME = 63
 
 
 @dataclass(frozen=True)
@@ -34,11 +40,92 @@ def settings(ctx: typer.Context) -> Settings:
     return found
 
 
-def open_client(ctx: typer.Context, retry_for: float = _RETRY_FOR) -> RatchetClient:
+def open_client(ctx: typer.Context, retry_for: float = RETRY_FOR, timeout: float = 30.0) -> RatchetClient:
     from ratchet_client.client import RatchetClient
 
     given = settings(ctx)
-    return RatchetClient(given.server, given.home, retry_for=retry_for)
+    return RatchetClient(given.server, given.home, timeout=timeout, retry_for=retry_for)
+
+
+def _job_id(ctx: typer.Context, value: str) -> str:
+    """The id of the job that ``value`` names. An id is taken as it is, without a request.
+
+    Raises ``NotFound``, and ``AmbiguousName`` where several jobs have the name.
+    """
+    if ctx.resilient_parsing or is_job_id(value):
+        return value
+    with open_client(ctx) as client:
+        found = list(client.jobs(name=value)) if len(value) <= _LONGEST_NAME else []
+        if len(found) == 1:
+            return found[0].id
+        raise _many(value, found) if found else _none(client, value)
+
+
+def _none(client: RatchetClient, value: str) -> Exception:
+    from difflib import get_close_matches
+    from itertools import islice
+
+    from ratchet_contract.errors import NotFound
+
+    names = {job.name for job in islice(client.jobs(), 100)}
+    near = get_close_matches(value, names, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else "; `ratchet list` shows what there is"
+    return NotFound(f"no job has the id or the name {value!r}{hint}", code="job-not-found")
+
+
+def _many(value: str, found: Sequence[JobView]) -> Exception:
+    from ratchet_client.cli import output
+    from ratchet_client.errors import AmbiguousName
+
+    shown = [f"  {job.id}  {job.phase:<9}  {output.age(job.created_at)} old" for job in found[:10]]
+    shown += [f"  ... and {len(found) - 10} more: ratchet list --name {value}"] if len(found) > 10 else []
+    return AmbiguousName("\n".join([f"{len(found)} jobs have the name {value!r}; name one by its id:", *shown]))
+
+
+JsonFlag = Annotated[
+    bool, typer.Option("--json", help="Print JSON: one document, or one object per line when following.")
+]
+JobId = Annotated[
+    str,
+    typer.Argument(
+        metavar="JOB",
+        help="Job id, or a name that exactly one job has.",
+        show_default=False,
+        callback=_job_id,
+        autocompletion=complete.jobs,
+    ),
+]
+Phases = Annotated[
+    list[str],
+    typer.Option("--phase", help="Only jobs in this phase; may be repeated.", autocompletion=complete.phases),
+]
+Labels = Annotated[list[str], typer.Option("--label", metavar="KEY=VALUE", help="Only jobs with this label.")]
+Name = Annotated[str | None, typer.Option("--name", help="Only jobs of this name.", autocompletion=complete.names)]
+Sort = Annotated[
+    str | None,
+    typer.Option(
+        "--sort",
+        help="created, name or priority; with - before it descending, like -priority. (default: -created)",
+        autocompletion=complete.sorts,
+    ),
+]
+
+
+def active_phases() -> list[str]:
+    """Of jobs that run or wait for their turn: neither ended nor suspended."""
+    from ratchet_contract.phases import JobPhase
+
+    return [phase.value for phase in JobPhase if not phase.terminal and phase is not JobPhase.SUSPENDED]
+
+
+def known_phases(given: Sequence[str], option: str) -> list[str]:
+    """As the service spells them. Raises ``typer.BadParameter``."""
+    from ratchet_contract.phases import JobPhase
+
+    try:
+        return [JobPhase(text.upper()).value for text in given]
+    except ValueError as error:
+        raise typer.BadParameter(f"{option}: {error}; phases: {', '.join(JobPhase)}") from None
 
 
 def pairs(items: Sequence[str], option: str) -> dict[str, str]:

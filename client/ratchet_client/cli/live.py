@@ -1,23 +1,34 @@
-"""The view of a job on a terminal: events scroll by above, the last lines show progress, hook and checkpoint."""
+"""The view of a job on a terminal: events scroll by above, the last lines show progress, loss, hook and checkpoint."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Self
 
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from ratchet_client.cli import output
-from ratchet_client.cli.common import steps
+from ratchet_client.cli.figures import (
+    Snapshot,
+    checkpoint_words,
+    eta_words,
+    hook_words,
+    progress_words,
+    sparkline,
+    speed_words,
+    waiting_words,
+)
 from ratchet_client.cli.streams import event_line
-from ratchet_client.cli.watch import Snapshot, hook_words
 from ratchet_contract.api import EventView
 
 _BAR_WIDTH = 30
+_NARROWEST_BAR = 8
+_GAP = "   "
 
 
 class LiveView:
@@ -41,19 +52,62 @@ class LiveView:
         self._live.console.print(Text(event_line(event), style=style))
 
     def progress(self, now: Snapshot) -> None:
-        self._live.update(render(now))
+        self._live.update(JobLines(now))
+
+    def gap(self, detail: str) -> None:
+        self._live.console.print(Text(f"{detail}. Still trying; training goes on without the service.", style="yellow"))
 
 
-def render(now: Snapshot) -> Group:
-    """The lines at the bottom."""
-    job = now.job
-    head = Table.grid(padding=(0, 1))
-    bar = ProgressBar(total=job.progress.total_steps or None, completed=job.progress.step, width=_BAR_WIDTH)
-    loss = "" if now.loss is None else f"loss {now.loss:.4f}"
-    head.add_row(
-        Text(job.phase, style=output.style_of(job.phase)), bar, f"step {steps(job)}", f"attempt {job.epoch}", loss
-    )
-    lines = [head]
-    rest = [hook_words(now.hook), f"last checkpoint {job.last_checkpoint}" if job.last_checkpoint else ""]
-    rest.append(f"{job.progress.steps_at_risk} steps at risk" if job.progress.steps_at_risk else "")
-    return Group(*lines, Text("   ".join(text for text in rest if text), style="dim"))
+class JobLines:
+    """The lines at the bottom, for whatever width the terminal has when they are drawn."""
+
+    def __init__(self, now: Snapshot) -> None:
+        self._now = now
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        now, width = self._now, options.max_width
+        yield from self._head(width)
+        yield from _packed([t for t in self._figures() if t.plain], width)
+        waiting = waiting_words(now.job)
+        if waiting:
+            yield Text(waiting, style="yellow")
+
+    def _head(self, width: int) -> Iterable[Table | Text]:
+        """Phase, bar and step in one line; without a bar where the end is not known or there is no room."""
+        job = self._now.job
+        phase, step = Text(job.phase, style=output.style_of(job.phase)), progress_words(job)
+        total = job.progress.total_steps
+        room = min(_BAR_WIDTH, width - len(job.phase) - len(step) - 7)
+        if total is None or room < _NARROWEST_BAR:
+            yield Text.assemble(phase, _GAP, step if total or job.progress.step else f"{step} (no steps reported)")
+            return
+        line = Table.grid(padding=(0, 1))
+        done = f"{100 * job.progress.step // total:>3}%" if total else ""
+        line.add_row(phase, ProgressBar(total=total or 1, completed=job.progress.step, width=room), step, done)
+        yield line
+
+    def _figures(self) -> list[Text]:
+        now, job = self._now, self._now.job
+        eta, risk = eta_words(now), job.progress.steps_at_risk
+        loss = "" if now.loss is None else f"loss {now.loss:.4f} {sparkline(now.losses)}".rstrip()
+        return [
+            Text(loss, style="bold"),
+            Text(speed_words(job.progress.steps_per_second)),
+            Text(f"{eta} left" if eta else ""),
+            Text(hook_words(now.hook), style="dim"),
+            Text(f"checkpoint {checkpoint_words(now)}" if job.last_checkpoint else "", style="dim"),
+            Text(f"{risk} steps at risk" if risk else "", style="dim"),
+            Text(f"attempt {job.epoch}" if job.epoch else "", style="dim"),
+        ]
+
+
+def _packed(parts: Iterable[Text], width: int) -> Iterable[Text]:
+    """As many parts on a line as fit; a part that is longer than a line is wrapped."""
+    line = Text()
+    for part in parts:
+        if line and line.cell_len + len(_GAP) + part.cell_len > width:
+            yield line
+            line = Text()
+        line = Text.assemble(line, _GAP, part) if line else part
+    if line:
+        yield line

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
     from rich.console import Console
+    from rich.table import Table
 
 _STYLES = {
     "RUNNING": "cyan", "STARTING": "cyan", "STOPPING": "yellow", "QUEUED": "yellow", "SUSPENDED": "magenta",
@@ -19,6 +22,10 @@ _STYLES = {
     "FAILED": "bold red", "failed": "red", "lost": "red", "damaged": "bold red", "quarantined": "red", "not-exact": "bold red",
     "CANCELLED": "dim", "ENDED": "dim", "deleted": "dim", "preempted": "yellow",
 }  # fmt: skip
+
+
+_TEXT = 24
+"""Columns that a cell of running text is given at least, before other columns are left out for it."""
 
 
 def on_terminal() -> bool:
@@ -51,7 +58,7 @@ def note(text: str) -> None:
     sys.stderr.flush()
 
 
-def emit(data: BaseModel | Sequence[BaseModel]) -> None:
+def emit(data: BaseModel | Sequence[BaseModel] | dict[str, Any]) -> None:
     """One JSON document."""
     line(json.dumps(_plain(data), indent=2, ensure_ascii=False))
 
@@ -67,17 +74,27 @@ def _plain(data: Any) -> Any:
         return {k: _plain(v) for k, v in data.items()}
     if isinstance(data, list | tuple):
         return [_plain(item) for item in data]
+    if isinstance(data, float) and not math.isfinite(data):
+        return "NaN" if math.isnan(data) else "Infinity" if data > 0 else "-Infinity"
     # Not model_dump: only the JSON form writes numbers that are not finite as strings, as the API does.
     return json.loads(data.model_dump_json()) if hasattr(data, "model_dump_json") else data
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = (), empty: str = "") -> None:
-    """A table with a header; the columns named in ``right`` are numbers. ``empty`` is said on stderr when there is no row."""
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = (), drop: Sequence[str] = (), empty: str = ""
+) -> None:  # fmt: skip
+    """A table with a header; the columns named in ``right`` are numbers. ``empty`` is said on stderr when there is no row.
+    On a terminal that is too narrow the columns of ``drop`` are left out, the first one first, and named below."""
     body = [list(row) for row in rows]
     if not body and empty:
         note(empty)
+        return
     if on_terminal():
-        _rich_table(columns, body, right)
+        screen = console()
+        shown, missing = drawn_table(columns, body, right, drop, screen.width)
+        screen.print(shown)
+        if missing:
+            screen.print(f"too narrow for: {', '.join(missing)}", style="dim")
         return
     widths = [max(len(c), *(len(r[i]) for r in body)) if body else len(c) for i, c in enumerate(columns)]
     for row in [list(columns), *body]:
@@ -85,19 +102,52 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Seque
         line("  ".join(cells).rstrip())
 
 
-def _rich_table(columns: Sequence[str], rows: list[list[str]], right: Sequence[str]) -> None:
+def drawn_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str], drop: Sequence[str], width: int
+) -> tuple[Table, list[str]]:  # fmt: skip
+    """For a terminal of ``width`` columns; and the columns that were left out."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
+    missing = _too_many(columns, rows, drop, width)
     shown = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
     for column in columns:
-        shown.add_column(
-            column, justify="right" if column in right else "left", no_wrap=column == "ID", overflow="fold"
-        )
+        if column not in missing:
+            justify: Any = "right" if column in right else "left"
+            shown.add_column(column, justify=justify, no_wrap=column in ("ID", "AGE"), overflow="fold")
     for row in rows:
-        shown.add_row(*(Text(value, style=style_of(value)) for value in row))
-    console().print(shown)
+        kept = [value for column, value in zip(columns, row, strict=True) if column not in missing]
+        shown.add_row(*(Text(value, style=style_of(value)) for value in kept))
+    return shown, missing
+
+
+def _too_many(columns: Sequence[str], rows: Sequence[Sequence[str]], drop: Sequence[str], width: int) -> list[str]:
+    """Two spaces stand between columns; long text is wrapped, so that it needs no more than ``_TEXT``."""
+    needs = {c: min(max(len(c), *(len(row[i]) for row in rows), 0), _TEXT) for i, c in enumerate(columns)}
+    missing: list[str] = []
+    for column in drop:
+        if sum(needs.values()) + 2 * (len(needs) - 1) <= width:
+            break
+        if column in needs:
+            del needs[column]
+            missing.append(column)
+    return missing
+
+
+@contextmanager
+def progress(total: int, what: str) -> Iterator[Callable[[int], None]]:
+    """A bar over ``total`` bytes, on stderr, where that is a terminal; gives the function that moves it on."""
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        yield lambda _count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    parts = (TextColumn("{task.description}"), BarColumn(20), DownloadColumn(binary_units=True), TimeRemainingColumn())
+    with Progress(*parts, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=max(1, total))
+        yield lambda count: bar.advance(task, count)
 
 
 def fields(pairs: Iterable[tuple[str, object]]) -> None:
@@ -126,13 +176,18 @@ def age(moment: datetime | None, now: datetime | None = None) -> str:
 
 def span(start: datetime | None, end: datetime | None) -> str:
     """A duration as 1m 23s; ``-`` before the start."""
-    if start is None:
-        return "-"
-    seconds = max(0.0, ((end or datetime.now(UTC)) - start).total_seconds())
+    return "-" if start is None else duration(max(0.0, ((end or datetime.now(UTC)) - start).total_seconds()))
+
+
+def duration(seconds: float) -> str:
+    """4.2s, 1m 23s, 5h 02m, 3d 04h."""
     if seconds < 60:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes}m {rest:02d}s" if minutes < 60 else f"{minutes // 60}h {minutes % 60:02d}m"
+    if minutes < 60:
+        return f"{minutes}m {rest:02d}s"
+    hours = minutes // 60
+    return f"{hours}h {minutes % 60:02d}m" if hours < 24 else f"{hours // 24}d {hours % 24:02d}h"
 
 
 def size(count: int | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,9 +11,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from ratchet_client.cli.common import settings
+from ratchet_client.cli.common import SETUP, settings
 from ratchet_client.cli.exits import Exit
-from ratchet_client.discovery import home_directory
 from ratchet_contract import environment
 
 Home = Annotated[
@@ -27,9 +27,8 @@ CpuSlots = Annotated[int | None, typer.Option(min=1, help="CPU cores to give to 
 
 
 def register(app: typer.Typer) -> None:
-    app.command()(serve)
-    app.command()(reconcile)
-    app.command()(agent)
+    for command in (serve, reconcile, agent):
+        app.command(rich_help_panel=SETUP)(command)
 
 
 def serve(
@@ -68,6 +67,8 @@ def reconcile(
 
 
 def _common(ctx: typer.Context, home: Path | None, cpu_slots: int | None) -> list[str]:
+    from ratchet_client.discovery import home_directory
+
     arguments = ["--home", str(home_directory(home or settings(ctx).home))]
     return arguments if cpu_slots is None else [*arguments, "--cpu-slots", str(cpu_slots)]
 
@@ -83,7 +84,8 @@ def _become(module: str, needs: str, extra: str, arguments: list[str], database_
     -P: a ``secrets.py`` or ``yaml.py`` of the directory that this is called in must not be imported.
     """
     if find_spec(needs) is None:
-        typer.echo(f"ratchet: this needs more packages: pip install 'ratchet-train[{extra}]'", err=True)
+        command = shlex.join([sys.executable, "-m", "pip", "install", f"ratchet-train[{extra}]"])
+        typer.echo(f"ratchet: this needs {needs}, which {sys.executable} does not have: {command}", err=True)
         raise typer.Exit(Exit.FAULT)
     variables = dict(os.environ)
     if database_url is not None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ratchet_client.cli import output
-from ratchet_client.cli.common import JobId, JsonFlag, open_client
+from ratchet_client.cli.common import LOOK, PATIENCE, RETRY_FOR, JobId, JsonFlag, open_client
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -16,13 +17,12 @@ if TYPE_CHECKING:
     from ratchet_contract import api
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")]
-_PATIENCE = 120.0
-"""Seconds that following survives without a service."""
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def register(app: typer.Typer) -> None:
-    app.command()(logs)
-    app.command()(events)
+    for command in (logs, events):
+        app.command(rich_help_panel=LOOK)(command)
 
 
 def logs(
@@ -33,18 +33,25 @@ def logs(
     attempt: Annotated[
         str | None, typer.Option(metavar="N|all", help="This attempt, or all of them. (default: the newest)")
     ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AGE|TIME",
+            help="Only logs written to since then, whole (lines carry no time): 30s, 10m, 2h, 1d, or 2026-01-31T12:00:00Z.",
+        ),
+    ] = None,
     tail: Annotated[int | None, typer.Option(min=0, help="Only the last lines of each rank.")] = None,
     grep: Annotated[str | None, typer.Option(help="Only lines with this text.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Print the ranks' output, each line with attempt and rank before it. Logs stay when service and worker are gone."""
-    which = _which(attempt)
-    with open_client(ctx, _PATIENCE if follow else 3.0) as client:
+    which, begin = _which(attempt), None if since is None else moment_of(since)
+    with open_client(ctx, PATIENCE if follow else RETRY_FOR) as client:
         lines: Iterable[api.LogLine]
         if follow:
-            lines = client.follow_logs(job, rank=rank, attempt=which, tail=tail, grep=grep, on_gap=say_gap)
+            lines = client.follow_logs(job, rank=rank, attempt=which, tail=tail, grep=grep, since=begin, on_gap=say_gap)
         else:
-            lines = client.logs(job, rank=rank, attempt=which, tail=tail, grep=grep)
+            lines = client.logs(job, rank=rank, attempt=which, tail=tail, grep=grep, since=begin)
         if as_json and not follow:
             output.emit(list(lines))
             return
@@ -64,9 +71,25 @@ def _which(attempt: str | None) -> WhichAttempt:
     return int(attempt)
 
 
+def moment_of(text: str, now: datetime | None = None) -> str:
+    """RFC 3339, from an age like ``10m`` or such a time itself. Raises ``typer.BadParameter``."""
+    number, unit = text[:-1], text[-1:]
+    try:
+        if unit in _UNITS and number.isascii() and number.replace(".", "", 1).isdigit():
+            return ((now or datetime.now(UTC)) - timedelta(seconds=float(number) * _UNITS[unit])).isoformat()
+        at = datetime.fromisoformat(text)
+    except (ValueError, OverflowError):
+        at = None
+    if at is None or at.tzinfo is None:
+        raise typer.BadParameter(
+            f"--since takes an age like 10m, 2h, 1d or a time like 2026-01-31T12:00:00Z, not {text!r}"
+        )
+    return at.isoformat()
+
+
 def events(ctx: typer.Context, job: JobId, follow: Follow = False, as_json: JsonFlag = False) -> None:
     """Print what happened to a job, oldest first."""
-    with open_client(ctx, _PATIENCE if follow else 3.0) as client:
+    with open_client(ctx, PATIENCE if follow else RETRY_FOR) as client:
         found: Iterable[api.EventView] = client.follow_events(job, on_gap=say_gap) if follow else client.events(job)
         if as_json and not follow:
             output.emit(list(found))

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from ratchet_client.cli import output
-from ratchet_client.cli.common import JsonFlag, open_client, pairs
+from ratchet_client.cli.common import RUN, JsonFlag, open_client, pairs
 
 
 def register(app: typer.Typer) -> None:
-    app.command()(submit)
+    app.command(rich_help_panel=RUN)(submit)
 
 
 def submit(

@@ -5,39 +5,64 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import typer
 
 from ratchet_client.cli import output
-from ratchet_client.cli.common import open_client, steps, why
+from ratchet_client.cli.common import PATIENCE, RETRY_FOR, open_client, steps, why
 from ratchet_client.cli.exits import Exit
+from ratchet_client.cli.figures import (
+    Lookout,
+    Snapshot,
+    checkpoint_words,
+    eta_words,
+    facts,
+    hook_words,
+    speed_words,
+)
 from ratchet_client.cli.streams import event_line, say_gap
 
 if TYPE_CHECKING:
     from ratchet_client.client import RatchetClient
-    from ratchet_contract.api import EventView, HookView, JobView
+    from ratchet_contract.api import EventView, JobView
     from ratchet_contract.phases import JobPhase
 
-_PATIENCE = 120.0
+T = TypeVar("T")
 _POLL = 0.5
 _PLAIN_EVERY = 5.0
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What the views show; ``loss`` is the newest value of the series ``loss``, or None."""
-
-    job: JobView
-    hook: HookView | None
-    loss: float | None
 
 
 class View(Protocol):
     def event(self, event: EventView) -> None: ...
     def progress(self, now: Snapshot) -> None: ...
+    def gap(self, detail: str) -> None: ...
+
+
+def polled(look: Callable[[], T], every: float, on_gap: Callable[[str], None] = say_gap) -> Iterator[T]:
+    """What ``look`` sees, every ``every`` seconds. A service that goes away is waited for ``PATIENCE`` seconds, and ``on_gap`` is
+    told once; then, and soon where nothing ever answered, ``ServiceUnreachable``."""
+    from ratchet_client.discovery import NEVER_STARTED
+    from ratchet_client.errors import ServiceUnreachable
+
+    away_since, reached = None, False
+    while True:
+        try:
+            seen = look()
+        except ServiceUnreachable as error:
+            now = time.monotonic()
+            first = away_since is None
+            away_since = now if away_since is None else away_since
+            never = error.code == NEVER_STARTED and not reached
+            if never or now - away_since > (PATIENCE if reached else RETRY_FOR):
+                raise
+            if first and reached:
+                on_gap(error.detail)
+        else:
+            away_since, reached = None, True
+            yield seen
+        time.sleep(every)
 
 
 def wait(ctx: typer.Context, job_id: str, *, until: Collection[JobPhase] = (), deadline: float | None = None,
@@ -49,7 +74,7 @@ def wait(ctx: typer.Context, job_id: str, *, until: Collection[JobPhase] = (), d
         hint = f"; `ratchet resume {job.id}` lets it go on" if job.phase == "SUSPENDED" else ""
         output.note(f"{job.phase}, step {steps(job)}{hint}" + (f": {why(job)}" if why(job) else ""))
 
-    with open_client(ctx, _PATIENCE if deadline is None else 1.0) as client:
+    with open_client(ctx, PATIENCE if deadline is None else 1.0) as client:
         job = client.wait(job_id, until or TERMINAL, deadline, on_change=tell)
     if as_json:
         output.emit(job)
@@ -60,6 +85,7 @@ def _end(job: JobView, until: Collection[JobPhase] = ()) -> None:
     if until and job.phase not in until:
         output.note(f"{job.id} ended as {job.phase} and will not be {', '.join(sorted(until))}")
     if job.phase not in (until or ("SUCCEEDED",)):
+        output.note(f"see: ratchet attempts {job.id}; ratchet logs {job.id}")
         raise typer.Exit(Exit.JOB_FAILED)
 
 
@@ -86,15 +112,19 @@ def follow(ctx: typer.Context, job_id: str, *, as_json: bool = False) -> None:
 def _pump(ctx: typer.Context, job_id: str, view: View) -> JobView:
     """Feed a view with events (from a thread that follows them) and snapshots until the job has ended and all is shown."""
     arrived: queue.SimpleQueue[EventView | None] = queue.SimpleQueue()
-    with open_client(ctx, 0.0) as client, open_client(ctx, _PATIENCE) as streamer:
-        client.job(job_id)  # an unknown id ends here
+    with open_client(ctx, 0.0) as client, open_client(ctx, PATIENCE) as streamer:
         thread = threading.Thread(target=_collect, args=(streamer, job_id, arrived), daemon=True)
         thread.start()
-        job = _until_ended(client, job_id, view, arrived)
+        lookout = Lookout(client)
+        for now in polled(lambda: lookout.see(client.job(job_id)), _POLL, view.gap):
+            _drain(arrived, view)
+            if now.job.phase.terminal:
+                break
+            view.progress(now)
         thread.join(timeout=5.0)
         _drain(arrived, view)
-        view.progress(_snapshot(client, job))
-    return job
+        view.progress(now)
+    return now.job
 
 
 def _collect(client: RatchetClient, job_id: str, arrived: queue.SimpleQueue[EventView | None]) -> None:
@@ -116,44 +146,6 @@ def _drain(arrived: queue.SimpleQueue[EventView | None], view: View) -> None:
             view.event(event)
 
 
-def _until_ended(client: RatchetClient, job_id: str, view: View, arrived: queue.SimpleQueue[Any]) -> JobView:
-    from ratchet_client.errors import ServiceUnreachable
-
-    away_since: float | None = None
-    while True:
-        try:
-            job = client.job(job_id)
-            snapshot = _snapshot(client, job)
-        except ServiceUnreachable as error:
-            if away_since is None:
-                away_since = time.monotonic()
-                say_gap(error.detail)
-            if time.monotonic() - away_since > _PATIENCE:
-                raise
-        else:
-            away_since = None
-            _drain(arrived, view)
-            if job.phase.terminal:
-                return job
-            view.progress(snapshot)
-        time.sleep(_POLL)
-
-
-def _snapshot(client: RatchetClient, job: JobView) -> Snapshot:
-    hook = client.hook(job.id) if job.epoch else None
-    series = client.metrics(job.id, name=["loss"], max_points=2).series if job.epoch else []
-    points = next((s.points for s in series if s.name == "loss"), [])
-    return Snapshot(job, hook, points[-1].value if points else None)
-
-
-def hook_words(hook: HookView | None) -> str:
-    """``powerSGD compressing, iteration 120, 7.31x fewer elements``."""
-    if hook is None or hook.phase is None:
-        return ""
-    rate = "" if hook.compression_rate in (None, 1.0) else f", {hook.compression_rate:.3g}x fewer elements"
-    return f"{hook.name} {hook.phase}, iteration {hook.iteration}{rate}"
-
-
 class _PlainView:
     """Events as they come; a progress line every few seconds."""
 
@@ -168,15 +160,18 @@ class _PlainView:
     def progress(self, now: Snapshot) -> None:
         if time.monotonic() < self._next and not now.job.phase.terminal:
             return
-        parts = [f"step {steps(now.job)}"]
-        parts += [] if now.loss is None else [f"loss {now.loss:.4f}"]
-        parts += [text for text in (hook_words(now.hook),) if text]
-        parts += [f"checkpoint {now.job.last_checkpoint}"] if now.job.last_checkpoint else []
-        text = "; ".join(parts)
+        eta = eta_words(now)
+        parts = [f"step {steps(now.job)}", speed_words(now.job.progress.steps_per_second), f"{eta} left" if eta else ""]
+        parts += ["" if now.loss is None else f"loss {now.loss:.4f}", hook_words(now.hook)]
+        parts += [f"checkpoint {checkpoint_words(now)}" if now.job.last_checkpoint else ""]
+        text = "; ".join(part for part in parts if part)
         if text != self._last:
             output.line(f"{now.job.phase}  {text}")
             output.flush()
         self._last, self._next = text, time.monotonic() + _PLAIN_EVERY
+
+    def gap(self, detail: str) -> None:
+        say_gap(detail)
 
 
 class _JsonView:
@@ -189,9 +184,10 @@ class _JsonView:
         output.emit_line({"event": event})
 
     def progress(self, now: Snapshot) -> None:
-        data = {"phase": now.job.phase, "attempt": now.job.epoch, **now.job.progress.model_dump(), "loss": now.loss,
-                "hook_phase": now.hook and now.hook.phase, "hook_iteration": now.hook and now.hook.iteration,
-                "compression_rate": now.hook and now.hook.compression_rate, "checkpoint": now.job.last_checkpoint}  # fmt: skip
+        data = facts(now)
         if data != self._last:
             output.emit_line({"progress": data})
         self._last = data
+
+    def gap(self, detail: str) -> None:
+        say_gap(detail)

@@ -1,0 +1,151 @@
+"""``ratchet checkpoints``: what is stored of a job, one checkpoint of it, its verification and its pin."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ratchet_client.cli import complete, output
+from ratchet_client.cli.common import SAVED, JobId, JsonFlag, open_client
+from ratchet_client.cli.exits import Exit
+
+if TYPE_CHECKING:
+    from ratchet_client.client import RatchetClient
+    from ratchet_contract import api
+
+_VERIFY_SECONDS = 3600.0
+"""For one checkpoint: every byte is read from the disk before the answer comes."""
+
+_ID = typer.Argument(
+    metavar="CHECKPOINT", help="Checkpoint id, as `checkpoints ls` shows it.", autocompletion=complete.checkpoints
+)
+CheckpointId = Annotated[str, _ID]
+
+
+def register(app: typer.Typer) -> None:
+    group = typer.Typer(no_args_is_help=True)
+    group.command("ls")(list_checkpoints)
+    for command in (show, verify, pin, unpin):
+        group.command()(command)
+    help_text = "List a job's checkpoints; show, verify, pin or unpin one."
+    app.add_typer(group, name="checkpoints", help=help_text, rich_help_panel=SAVED)
+
+
+def list_checkpoints(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
+    """List what is stored of a job, newest step first."""
+    with open_client(ctx) as client:
+        found = list(client.checkpoints(job))
+    if as_json:
+        output.emit(found)
+        return
+    output.table(
+        ["ID", "STEP", "ATTEMPT", "STATE", "REASON", "HOOK ITER", "SIZE", "TOOK", "VERIFIED", "MARKS", "AGE", "DIGEST"],
+        [_row(c) for c in found],
+        right=["STEP", "ATTEMPT", "HOOK ITER", "SIZE", "TOOK", "AGE"],
+        drop=["DIGEST", "REASON", "TOOK", "STEP", "ATTEMPT", "AGE", "HOOK ITER", "SIZE", "VERIFIED", "MARKS"],
+        empty=f"no checkpoint yet; save one with: ratchet checkpoint {job}",
+    )  # fmt: skip
+
+
+def _row(c: api.CheckpointView) -> list[str]:
+    marks = [word for word, there in (("final", c.finished), ("pinned", c.pinned), ("adopted", c.adopted)) if there]
+    return [
+        c.id, str(c.step), str(c.epoch), c.state, c.reason, output.dash(c.hook_iteration), output.size(c.size),
+        "-" if c.seconds is None else f"{c.seconds:.2g}s", output.dash(c.verification), ",".join(marks) or "-", output.age(c.created_at), c.digest[:16],
+    ]  # fmt: skip
+
+
+def show(ctx: typer.Context, job: JobId, checkpoint: CheckpointId, as_json: JsonFlag = False) -> None:
+    """Show one checkpoint with its manifest."""
+    with open_client(ctx) as client:
+        found = client.checkpoint(job, checkpoint)
+    if as_json:
+        output.emit(found)
+        return
+    manifest = found.manifest
+    marks = [
+        m for m, there in (("final", found.finished), ("pinned", found.pinned), ("adopted", found.adopted)) if there
+    ]
+    output.fields(
+        [
+            ("id", found.id), ("step", found.step), ("attempt", found.epoch), ("state", found.state),
+            ("reason", found.reason), ("marks", ", ".join(marks)), ("hook iteration", found.hook_iteration),
+            ("parent step", found.parent.step if found.parent else None), ("size", output.size(found.size)),
+            ("files", found.files), ("digest", found.digest), ("verification", found.verification),
+            ("verified", output.moment(found.verified_at)), ("damage", found.verification_error),
+            ("save took", None if found.seconds is None else f"{found.seconds:.3g} s"), ("created", output.moment(found.created_at)),
+        ]
+    )  # fmt: skip
+    if manifest is None:
+        output.note("its manifest cannot be read any more")
+    else:
+        output.line(json.dumps(manifest, indent=2, ensure_ascii=False))
+
+
+def verify(
+    ctx: typer.Context,
+    job: JobId,
+    checkpoint: Annotated[str | None, _ID] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Read every byte of a checkpoint, or of all committed ones, and compare it with its digests. Damage is exit code 1."""
+    with open_client(ctx, timeout=_VERIFY_SECONDS) as client:
+        if checkpoint is not None:
+            results = [client.verify(job, checkpoint)]
+            _tell(results[0], as_json)
+        else:
+            results = list(_verify_all(client, job, as_json))
+    if as_json:
+        output.emit(results if checkpoint is None else results[0])
+    damaged = [result for result in results if result.verification == "damaged"]
+    if damaged:
+        output.note(f"{len(damaged)} of {len(results)} damaged. A resume falls back to the newest good one by itself")
+        raise typer.Exit(Exit.JOB_FAILED)
+
+
+def _verify_all(client: RatchetClient, job: str, as_json: bool) -> Iterator[api.VerifyResult]:
+    from ratchet_contract.errors import NotFound
+
+    wanted = [c for c in client.checkpoints(job) if c.state == "committed"]
+    if not wanted:
+        output.note(f"no committed checkpoint to verify; save one with: ratchet checkpoint {job}")
+    with output.progress(sum(c.size for c in wanted), f"{len(wanted)} checkpoints") as advance:
+        for view in wanted:
+            try:
+                result = client.verify(job, view.id)
+            except NotFound:  # deleted meanwhile, as older ones are while the job trains
+                output.note(f"{view.id}: deleted meanwhile")
+            else:
+                _tell(result, as_json)
+                yield result
+            advance(view.size)
+
+
+def _tell(result: api.VerifyResult, as_json: bool) -> None:
+    if not as_json:
+        output.line(f"{result.id}: {result.verification} ({result.bytes_checked} bytes in {result.seconds:.2f} s)")
+        output.flush()
+    if result.verification == "damaged":
+        output.note(f"{result.id} is damaged: {result.error}")
+
+
+def pin(ctx: typer.Context, job: JobId, checkpoint: CheckpointId, as_json: JsonFlag = False) -> None:
+    """Keep a checkpoint for good, whatever `keep_last` says."""
+    _set_pin(ctx, job, checkpoint, True, as_json)
+
+
+def unpin(ctx: typer.Context, job: JobId, checkpoint: CheckpointId, as_json: JsonFlag = False) -> None:
+    """Let a pinned checkpoint go when its turn comes."""
+    _set_pin(ctx, job, checkpoint, False, as_json)
+
+
+def _set_pin(ctx: typer.Context, job: str, checkpoint: str, pinned: bool, as_json: bool) -> None:
+    with open_client(ctx) as client:
+        view = client.pin(job, checkpoint, pinned=pinned)
+    if as_json:
+        output.emit(view)
+    else:
+        output.line(f"{view.id}: {'pinned' if view.pinned else 'not pinned'}")

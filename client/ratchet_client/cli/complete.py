@@ -1,0 +1,75 @@
+"""What the shell offers after a Tab: asked of the service that runs, quickly, and in silence where there is none.
+
+No model is imported here and nothing is retried: a Tab must not be felt.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from ratchet_contract.paths import is_job_id
+from ratchet_contract.phases import JobPhase
+
+_SECONDS = 1.0
+_MOST = 100
+Choices = list[tuple[str, str]]
+"""Values with what stands beside them (zsh and fish show it)."""
+
+
+def _items(ctx: typer.Context, path: str, **params: str | int) -> list[dict[str, Any]]:
+    """The first page of a list; nothing where anything goes wrong."""
+    given = ctx.find_root().params
+    try:
+        from ratchet_client.transport import Transport
+
+        transport = Transport(given.get("server"), given.get("home"), timeout=_SECONDS, retry_for=0.0)
+        try:
+            return list(transport.request("GET", path, params=params).json()["items"])
+        finally:
+            transport.close()
+    except Exception:  # whatever it is, a message would stand in the middle of the command being typed
+        return []
+
+
+def _fitting(choices: Choices, incomplete: str) -> Choices:
+    return [choice for choice in choices if choice[0].startswith(incomplete)]
+
+
+def jobs(ctx: typer.Context, incomplete: str) -> Choices:
+    """Ids and names of the newest jobs; a name that several have is not offered, since no command takes it."""
+    found = _items(ctx, "/v1/jobs", limit=_MOST)
+    known = [job["name"] for job in found]
+    ids = [(job["id"], f"{job['name']}, {job['phase']}") for job in found]
+    single = [(job["name"], job["phase"]) for job in found if known.count(job["name"]) == 1]
+    return _fitting([*single, *ids], incomplete)
+
+
+def names(ctx: typer.Context, incomplete: str) -> Choices:
+    found = {job["name"] for job in _items(ctx, "/v1/jobs", limit=_MOST)}
+    return _fitting([(name, "") for name in sorted(found)], incomplete)
+
+
+def checkpoints(ctx: typer.Context, incomplete: str) -> Choices:
+    job = str(ctx.params.get("job") or "")
+    if not is_job_id(job):
+        found = _items(ctx, "/v1/jobs", name=job, limit=2) if job else []
+        if len(found) != 1:
+            return []
+        job = found[0]["id"]
+    rows = _items(ctx, f"/v1/jobs/{job}/checkpoints", limit=_MOST)
+    return _fitting([(row["id"], f"step {row['step']}, {row['state']}") for row in rows], incomplete)
+
+
+def hooks(ctx: typer.Context, incomplete: str) -> Choices:
+    return _fitting([(hook["name"], hook["title"]) for hook in _items(ctx, "/v1/hooks")], incomplete)
+
+
+def phases(ctx: typer.Context, incomplete: str) -> Choices:
+    return _fitting([(phase.value, "") for phase in JobPhase], incomplete.upper())
+
+
+def sorts(ctx: typer.Context, incomplete: str) -> Choices:
+    keys = ("created", "name", "priority")
+    return _fitting([(sign + key, "") for key in keys for sign in ("", "-")], incomplete)

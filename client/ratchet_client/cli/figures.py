@@ -1,0 +1,142 @@
+"""What the live views show of a job, gathered from several answers, and how it is put into words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from ratchet_client.cli import output
+from ratchet_client.cli.common import steps, why
+
+if TYPE_CHECKING:
+    from ratchet_client.client import RatchetClient
+    from ratchet_contract.api import HookView, JobView
+
+_POINTS = 16
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One job at one moment. ``losses``: the loss over the whole job, thinned, oldest first; ``checkpoint_at``: when the last
+    checkpoint was committed, None where there is none or it is gone."""
+
+    job: JobView
+    hook: HookView | None
+    losses: tuple[float, ...]
+    checkpoint_at: datetime | None
+
+    @property
+    def loss(self) -> float | None:
+        return self.losses[-1] if self.losses else None
+
+    @property
+    def eta_seconds(self) -> float | None:
+        """Until the last step, at the present speed."""
+        now = self.job.progress
+        if now.total_steps is None or not now.steps_per_second:
+            return None
+        return max(0, now.total_steps - now.step) / now.steps_per_second
+
+
+class Lookout:
+    """Makes snapshots; remembers what does not change between two looks. For one thread."""
+
+    def __init__(self, client: RatchetClient) -> None:
+        self._client = client
+        self._loss_names: dict[str, str] = {}
+        self._committed: dict[str, datetime | None] = {}
+
+    def see(self, job: JobView) -> Snapshot:
+        """Raises as the client does; ``NotFound`` for a job that was deleted meanwhile."""
+        if not job.epoch:
+            return Snapshot(job, None, (), None)
+        return Snapshot(job, self._client.hook(job.id), self._losses(job.id), self._committed_at(job))
+
+    def _losses(self, job_id: str) -> tuple[float, ...]:
+        """Of the series ``loss``, else of the first one with loss in its name."""
+        name = self._loss_names.get(job_id)
+        if name is None:
+            found = [s.name for s in self._client.metrics(job_id, max_points=2).series if "loss" in s.name.lower()]
+            if not found:
+                return ()
+            name = self._loss_names[job_id] = "loss" if "loss" in found else found[0]
+        series = self._client.metrics(job_id, name=[name], max_points=_POINTS).series
+        return tuple(point.value for s in series for point in s.points)
+
+    def _committed_at(self, job: JobView) -> datetime | None:
+        if job.last_checkpoint is None:
+            return None
+        key = f"{job.id}/{job.last_checkpoint}"
+        if key not in self._committed:
+            found = {c.id: c.created_at for c in self._client.checkpoints(job.id)}
+            self._committed = {k: v for k, v in self._committed.items() if not k.startswith(f"{job.id}/")}
+            self._committed[key] = found.get(job.last_checkpoint)
+        return self._committed[key]
+
+
+def facts(now: Snapshot) -> dict[str, Any]:
+    """For ``--json``: the figures of a snapshot, flat."""
+    job, hook = now.job, now.hook
+    return {
+        "phase": job.phase, "attempt": job.epoch, **job.progress.model_dump(), "eta_seconds": now.eta_seconds,
+        "loss": now.loss, "hook": job.hook, "hook_phase": hook and hook.phase, "hook_iteration": hook and hook.iteration,
+        "compression_rate": hook and hook.compression_rate, "checkpoint": job.last_checkpoint,
+        "checkpoint_at": output.moment(now.checkpoint_at), "reason": job.reason, "message": job.message,
+    }  # fmt: skip
+
+
+def progress_words(job: JobView) -> str:
+    """``1200/6000``; for a script that reports no steps, how long it has been running."""
+    if job.progress.step or job.progress.total_steps is not None or not job.phase.active or job.started_at is None:
+        return steps(job)
+    return output.span(job.started_at, None)
+
+
+def speed_words(rate: float | None) -> str:
+    """``42.1 steps/s``, or ``12.5 s/step`` for slow ones."""
+    if not rate:
+        return ""
+    return f"{rate:.3g} steps/s" if rate >= 1 else f"{1 / rate:.3g} s/step"
+
+
+def eta_words(now: Snapshot) -> str:
+    return "" if now.eta_seconds is None else output.duration(now.eta_seconds)
+
+
+def hook_words(hook: HookView | None) -> str:
+    """``powerSGD compressing, iteration 120, 7.31x fewer elements``."""
+    if hook is None or hook.phase is None:
+        return ""
+    rate = "" if hook.compression_rate in (None, 1.0) else f", {hook.compression_rate:.3g}x fewer elements"
+    return f"{hook.name} {hook.phase}, iteration {hook.iteration}{rate}"
+
+
+def checkpoint_words(now: Snapshot) -> str:
+    """``step-000000001200.a0001 (12s ago)``."""
+    if now.job.last_checkpoint is None:
+        return ""
+    ago = "" if now.checkpoint_at is None else f" ({output.age(now.checkpoint_at, datetime.now(UTC))} ago)"
+    return now.job.last_checkpoint + ago
+
+
+def waiting_words(job: JobView) -> str:
+    """Why a job is not training; empty while it is."""
+    text = "" if job.phase == "RUNNING" else why(job)
+    if job.not_before is not None and not job.phase.terminal:
+        left = (job.not_before - datetime.now(UTC)).total_seconds()
+        text += f" (next try in {output.duration(left)})" if left > 0 else ""
+    return text.strip()
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """One block per value, from the smallest to the largest; what is not a finite number is a gap."""
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) < 2:
+        return ""
+    low, high = min(finite), max(finite)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((v - low) * scale)] if math.isfinite(v) else " " for v in values)

@@ -1,0 +1,28 @@
+"""What to type next, for errors whose text cannot know the command line."""
+
+from __future__ import annotations
+
+from typing import Final
+
+_NEXT: Final[dict[str, str]] = {
+    "job-not-found": "`ratchet list` shows the jobs",
+    "attempt-not-found": "`ratchet attempts JOB` shows the attempts",
+    "checkpoint-not-found": "`ratchet checkpoints ls JOB` shows what is stored",
+    "hook-not-found": "`ratchet hooks` shows the hooks",
+    "not-running": "`ratchet get JOB` shows where it is, `ratchet wait JOB --until RUNNING` waits until it trains",
+    "wrong-phase": "`ratchet get JOB` shows where the job is; it must have ended (`ratchet cancel JOB`) before it is deleted",
+    "job-ended": "`ratchet resume JOB` lets a failed or cancelled job go on, `ratchet fork JOB` starts a new one from it",
+    "from-step-needs-stop": "`ratchet suspend JOB`, then `ratchet wait JOB --until SUSPENDED`, then again",
+    "idempotency-key-reused": "give another --idempotency-key, or leave it out",
+    "invalid-spec": "docs/spec.md has every key; `ratchet submit FILE --dry-run` checks without submitting",
+    "service-fault": "the service's own output tells more; try again",
+    "internal-error": "the service's own output has the incident; try again",
+    "database-unavailable": "try again; the service's own output tells what its database says",
+}
+
+
+def hint(code: str, detail: str) -> str | None:
+    """A line for below the error, or None where the error says it already."""
+    text = _NEXT.get(code)
+    command = text.split("`")[1].split(" JOB")[0] if text is not None and "`" in text else None
+    return None if text is None or (command is not None and command in detail) else text

@@ -1,0 +1,183 @@
+"""``ratchet hook``: what a job's communication hook does, once or as it changes; ``ratchet hooks``: which hooks there are."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ratchet_client.cli import complete, output
+from ratchet_client.cli.common import LOOK, SETUP, JobId, JsonFlag, open_client, steps
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from ratchet_contract import api
+
+_EVERY = 0.5
+_COLUMNS = ["RANK", "PHASE", "ITER", "RATE", "RESIDUAL", "MEMORY", "STEP"]
+_NARROW = ["STEP", "MEMORY", "PHASE"]
+
+
+def register(app: typer.Typer) -> None:
+    app.command(rich_help_panel=LOOK)(hook)
+    app.command(rich_help_panel=SETUP)(hooks)
+
+
+def hook(
+    ctx: typer.Context,
+    job: JobId,
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", "-w", help="Go on until the job has ended; a table by rank, or a line per change."),
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show the communication hook of a job: phase, iteration, compression rate, residuals."""
+    if watch:
+        watch_hook(ctx, job, as_json)
+        return
+    with open_client(ctx) as client:
+        view = client.hook(job)
+    if as_json:
+        output.emit(view)
+        return
+    output.fields(
+        [
+            ("hook", view.name), ("wrapper", view.wrapper),
+            ("parameters", ", ".join(f"{k}={v}" for k, v in view.parameters.items() if k not in ("name", "wrapper"))),
+            ("phase", view.phase), ("iteration", view.iteration), ("compression rate", _times(view.compression_rate)),
+            ("elements", _from_to(view.elements_before, view.elements_after)),
+            ("bytes", _from_to(view.bytes_before, view.bytes_after)),
+            ("memory", output.size(view.memory_bytes)), ("at step", view.step),
+            ("iteration in checkpoint", view.checkpoint_iteration), ("checkpoint", view.checkpoint_id),
+            ("updated", output.moment(view.updated_at)),
+        ]
+        + [(f"residual norm, rank {rank}", norm) for rank, norm in sorted(view.residual_norm.items())]
+    )  # fmt: skip
+    if view.phase is None:
+        output.note("the hook has not reported yet")
+
+
+def _from_to(before: int | None, after: int | None) -> str | None:
+    return None if before is None or after is None else f"{before} -> {after}"
+
+
+def watch_hook(ctx: typer.Context, job_id: str, as_json: bool) -> None:
+    """Until the job has ended: a table that is drawn anew, or one line (one object) per change."""
+    from ratchet_client.cli.watch import polled
+
+    last: dict[str, Any] = {}
+    with open_client(ctx, 0.0) as client, _Screen(not as_json and output.on_terminal()) as screen:
+        for job in polled(lambda: client.job(job_id), _EVERY):
+            view = client.hook(job_id)
+            now = view.model_dump(exclude={"updated_at"})
+            if screen.live is not None:
+                screen.live.update(_drawn(job, view))
+            elif now != last and as_json:
+                output.emit_line(view)
+            elif now != last and view.phase is not None:
+                output.line(_change(view))
+                output.flush()
+            last = now
+            if job.phase.terminal:
+                break
+    if not as_json:
+        output.note(f"{job.id} {job.phase} at step {steps(job)}")
+
+
+class _Screen:
+    """``live``: what draws on the terminal; None where there is none."""
+
+    def __init__(self, wanted: bool) -> None:
+        self.live = None
+        if wanted:
+            from rich.live import Live
+
+            self.live = Live(console=output.console(), refresh_per_second=4)
+
+    def __enter__(self) -> _Screen:
+        if self.live is not None:
+            self.live.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        if self.live is not None:
+            self.live.__exit__(*exc)
+
+
+def _drawn(job: api.JobView, view: api.HookView) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    rows = [
+        [str(r.rank), r.phase, str(r.iteration), _times(r.compression_rate) or "-", _norm(r.residual_norm),
+         output.size(r.memory_bytes), str(r.step)]
+        for r in view.ranks
+    ]  # fmt: skip
+    right = [column for column in _COLUMNS if column != "PHASE"]
+    table, _ = output.drawn_table(_COLUMNS, rows, right, _NARROW, output.console().width)
+    title = Text.assemble((view.name, "bold"), f"  {job.name}  ", (str(job.phase), output.style_of(job.phase)))
+    return Group(title, table if rows else Text("the hook has not reported yet", style="dim"))
+
+
+def _change(view: api.HookView) -> str:
+    norms = " ".join(_norm(norm) for _, norm in sorted(view.residual_norm.items()))
+    parts = [f"step {view.step}", f"{view.phase}", f"iteration {view.iteration}", _times(view.compression_rate) or ""]
+    parts += [f"residual norm by rank {norms}" if norms.strip("- ") else "", f"memory {output.size(view.memory_bytes)}"]
+    return "  ".join(part for part in parts if part)
+
+
+def _norm(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _times(value: float | None) -> str | None:
+    return None if value is None else f"{value:.3g}x"
+
+
+def hooks(
+    ctx: typer.Context,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="Show this hook's parameters.", autocompletion=complete.hooks),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """List the communication hooks, or show the parameters of one."""
+    with open_client(ctx) as client:
+        if name is None:
+            _list_hooks(client.hooks(), as_json)
+            return
+        info = client.hook_info(name)
+    if as_json:
+        output.emit(info)
+        return
+    output.fields(
+        [("name", info.name), ("title", info.title), ("available", "yes" if info.available else "not yet"),
+         ("keeps state", "yes" if info.stateful else "no"), ("replicas", info.replicas),
+         ("back ends", ", ".join(info.backends)), ("wrappers", ", ".join(info.wrappers))]
+    )  # fmt: skip
+    for warning in info.warnings:
+        output.line(f"warning: {warning}")
+    properties = (info.parameters or {}).get("properties", {})
+    rows = [
+        [key, json.dumps(schema.get("default")), schema.get("description", "")]
+        for key, schema in properties.items()
+        if key not in ("name", "wrapper")
+    ]
+    if rows:
+        output.line()
+        output.table(["PARAMETER", "DEFAULT", "MEANING"], rows)
+
+
+def _list_hooks(found: list[api.HookInfo], as_json: bool) -> None:
+    if as_json:
+        output.emit(found)
+        return
+    output.table(
+        ["NAME", "AVAILABLE", "STATE", "BACK ENDS", "TITLE"],
+        [[h.name, "yes" if h.available else "not yet", "yes" if h.stateful else "no", ",".join(h.backends) or "-", h.title]
+         for h in found],
+    )  # fmt: skip
