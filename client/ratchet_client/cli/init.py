@@ -1,0 +1,134 @@
+"""``ratchet init``: from ``torchrun --nproc-per-node 4 train.py --lr 0.1`` to a spec."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ratchet_client.cli import output
+
+if TYPE_CHECKING:
+    from ratchet_client.init.advice import Note
+    from ratchet_client.init.command import Command
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+        options_metavar="[OPTIONS]",
+    )(init)
+
+
+def init(
+    ctx: typer.Context,
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[torchrun] [TORCHRUN OPTIONS] SCRIPT [ARGUMENTS]",
+            show_default=False,
+            help="What you train with today: `torchrun --nproc-per-node 4 train.py --lr 0.1`, `python train.py`, or the script.",
+        ),
+    ],
+    file: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="File to write. (default: SCRIPT's name with .yaml, in this directory)"),
+    ] = None,
+    code: Annotated[Path | None, typer.Option(help="Directory to snapshot. (default: the script's)")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the job. (default: the script's)")] = None,
+    sets: Annotated[
+        list[str], typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the spec, like hook.name=powerSGD.")
+    ] = [],  # noqa: B006  (typer copies it)
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    to_stdout: Annotated[bool, typer.Option("--print", help="Write the spec to standard output, and no file.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was found and the spec as JSON.")] = False,
+) -> None:
+    """Make a spec of the command that you train with. The script is read, never run; options of this command come first.
+
+    Every option of torchrun is honoured, named as not needed, or refused with what to do instead.
+    """
+    from ratchet_client.cli.submit import override
+    from ratchet_client.init import advice, command, project, reading, spec_yaml
+    from ratchet_contract.errors import Refused
+
+    found = command.parse_command(words, os.environ)
+    place = project.locate(found.script, code)
+    facts = reading.read_script(place.script, place.code)
+    python = project.environment_of(found.python, os.environ)
+    way = advice.way_of(facts, place)
+    notes = advice.notes(found, facts, place, python)
+    spec = spec_yaml.make_spec(found, facts, place, way, name=name)
+    override(spec, sets, {})
+    target = file or Path(f"{place.script.stem}.yaml")
+    if not to_stdout and target.exists() and not force:
+        raise Refused(
+            f"{target} is there already: --force writes over it, --output names another, --print shows the spec"
+        )
+    text = spec_yaml.render(
+        spec, notes, facts, place, way, command=found, typed=_typed(words), file=str(target), python=python,
+        base=Path.cwd() if to_stdout else target.absolute().parent.resolve(),
+    )  # fmt: skip
+    if not to_stdout:
+        target.write_text(text, encoding="utf-8")
+    if as_json:
+        output.line(_document(spec, place, notes, found, None if to_stdout else target))
+    elif to_stdout:
+        output.line(text.rstrip("\n"))
+    _tell(notes, found)
+    if not to_stdout:
+        _next(ctx, target)
+
+
+def _typed(words: list[str]) -> str:
+    """The command as one line; the bare forms are torchrun's."""
+    first = Path(words[0]).name
+    whole = (
+        words if first.startswith(("python", "torchrun")) or "=" in words[0] or first == "env" else ["torchrun", *words]
+    )
+    return shlex.join(word for i, word in enumerate(whole) if not (word == "--" and i == 2 and whole is not words))
+
+
+def _document(spec: dict[str, Any], place: Any, notes: list[Note], found: Command, target: Path | None) -> str:
+    import json
+    from dataclasses import asdict
+
+    whole = {**spec, "code": {"path": str(place.code)}}
+    document = {
+        "file": None if target is None else str(target.absolute()),
+        "spec": whole,
+        "found": [asdict(note) for note in notes],
+        "dropped": found.dropped,
+    }
+    return json.dumps(document, indent=2, ensure_ascii=False)
+
+
+def _tell(notes: list[Note], found: Command) -> None:
+    for note in notes:
+        output.note(f"{'warning' if note.serious else 'found'}: {note.text}")
+    for option, why in found.dropped.items():
+        output.note(f"not needed: {option}: {why}")
+
+
+def _next(ctx: typer.Context, target: Path) -> None:
+    """What a running service says of the spec, and the command to type next."""
+    from ratchet_client.cli.common import open_client
+    from ratchet_client.errors import ServiceUnreachable
+    from ratchet_client.spec_file import read_spec
+    from ratchet_contract.errors import RatchetError
+
+    output.note(f"wrote {target}")
+    submit = f"ratchet submit {shlex.quote(str(target))} --follow"
+    try:
+        with open_client(ctx, retry_for=0) as client:
+            plan = client.plan(read_spec(str(target)))
+    except ServiceUnreachable:
+        output.note(f"next: ratchet serve (in a terminal of its own), then: {submit}")
+    except RatchetError as error:
+        output.note(f"the service would refuse it: {error.detail}\nnext: mend {target}, then: {submit}")
+    else:
+        for warning in plan.warnings:
+            output.note(f"warning: {warning.pointer or '/'}: {warning.detail} [{warning.code}]")
+        output.note(f"next: {submit}")

@@ -1,0 +1,213 @@
+"""From facts to what follows from them: sentences for people, and the settings of the spec that depend on them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from ratchet_client.init.command import Command
+from ratchet_client.init.facts import Facts, HookUse
+from ratchet_client.init.facts import Place as Where
+from ratchet_client.init.project import LARGE, Place, largest, missing_modules
+from ratchet_contract.scripts import is_unmanaged
+from ratchet_hooks.registry import HOOKS
+from ratchet_hooks.specs import canonical_hook_name
+
+Way = Literal["unmanaged", "session", "task"]
+_GUIDE: Final = "docs/adoption.md"
+
+
+@dataclass(frozen=True)
+class Note:
+    """``code`` is stable. ``serious``: the job would fail, or train otherwise than it seems."""
+
+    code: str
+    text: str
+    serious: bool = False
+
+
+def way_of(facts: Facts, place: Place) -> Way:
+    """How the script is run: by the same rule as service and ranks, but that a Session in an imported module is seen, too."""
+    if facts.session is not None:
+        return "session"
+    if facts.task is not None and facts.ddp is None:
+        return "task"
+    return "unmanaged" if is_unmanaged(place.script.read_bytes()) else "session"
+
+
+def device_of(command: Command, facts: Facts) -> Literal["auto", "cpu", "cuda"]:
+    """What the command says, else what the backend that the script names needs."""
+    names = {where.value for where in facts.backends}
+    if command.device != "auto" or len(names) != 1:
+        return command.device
+    if names == {"nccl"}:
+        return "cuda"
+    return "cpu" if names == {"gloo"} and not facts.cuda else "auto"
+
+
+def hook_block(hook: HookUse) -> dict[str, Any] | None:
+    """The spec's ``hook`` for a registered one; None where Ratchet has none like it."""
+    name = canonical_hook_name(hook.name)
+    return {"name": name, **hook.parameters} if name in HOOKS and HOOKS[name].available else None
+
+
+def notes(command: Command, facts: Facts, place: Place, python: Path | None) -> list[Note]:
+    """Everything worth telling, in the order in which it matters."""
+    way = way_of(facts, place)
+    return [
+        *_way(facts, place, way), *_hooks(facts, way), *_saves(facts, way), *_start(facts, way), *_paths(command, facts, place),
+        *_arguments(command, facts, way), *_surroundings(facts, place, python),
+    ]  # fmt: skip
+
+
+def _way(facts: Facts, place: Place, way: Way) -> Iterator[Note]:
+    if way == "task":
+        assert facts.task is not None
+        yield Note(
+            "task",
+            f"{place.relative} has the task {facts.task[0]}: Ratchet runs the loop, saves and resumes bit for bit",
+        )
+    elif way == "unmanaged":
+        yield Note(
+            "unmanaged",
+            f"{place.relative} uses no Session, it is unmanaged: Ratchet starts it, and after a failure starts it again from its "
+            f'first line; the resume report says "unmanaged". The steps from here to bit for bit: {_GUIDE}',
+        )
+    elif facts.session is not None:
+        yield Note("session", f"a Session ({facts.session}): Ratchet saves and resumes what is registered, bit for bit")
+    else:
+        text = f"{place.relative} mentions ratchet_worker and so counts as managed, but no Session was seen: make one ({_GUIDE})"
+        yield Note("no-session", text, serious=True)
+
+
+def _hooks(facts: Facts, way: Way) -> Iterator[Note]:
+    for hook in facts.hooks:
+        name, at = hook.name, f"{hook.place.file}, line {hook.place.line}"
+        entry = HOOKS.get(canonical_hook_name(name))
+        stateless = entry is not None and not entry.stateful
+        if facts.managed is not None and way == "unmanaged":
+            yield Note("hook", f"{name} through ratchet_hooks ({at}): its state is in what the script itself saves")
+        elif way != "unmanaged":
+            yield Note(
+                "hook", f"{name} is registered in {at}: the hook is set in the spec now, remove that line", serious=True
+            )
+        elif stateless:
+            yield Note("hook", f"{name} ({at}) keeps no state: nothing of it is lost at a restart")
+        else:
+            own = "" if entry is not None else "a hook of your own: "
+            yield Note(
+                "hook-state",
+                f"{own}{name} is registered in {at}; its state is lost at each restart, so that a restarted run ends in other "
+                f"weights. ratchet_hooks, a Session or a Task keep it ({_GUIDE})",
+                serious=True,
+            )
+        for parameter, source in hook.open.items():
+            yield Note("hook-parameter", f"{parameter} of {name} is {source} in {at}: fill it in where the hook is set")
+
+
+def _saves(facts: Facts, way: Way) -> Iterator[Note]:
+    for save in facts.saves:
+        target = f'"{save.value}"' if save.value else "a path that is made when it runs"
+        if way == "unmanaged":
+            text = f"it saves to {target} ({save}); whether a restart goes on from there is the script's own affair"
+        else:
+            text = f"it saves to {target} by itself ({save}): not needed for the resume any more"
+        yield Note("saves", text)
+    if way == "unmanaged" and not facts.saves:
+        yield Note(
+            "saves-nothing",
+            "no checkpoint of its own was seen: each restart would begin at the first step",
+            serious=True,
+        )
+
+
+def _start(facts: Facts, way: Way) -> Iterator[Note]:
+    if facts.spawn is not None:
+        yield Note(
+            "spawn",
+            f"{facts.spawn}: it starts its ranks itself ({facts.spawn.text.split('(')[0]}), where Ratchet and torchrun start "
+            "them: call the function once, with RANK and WORLD_SIZE of the environment, and give --nproc-per-node",
+            serious=True,
+        )
+    for backend in facts.backends if way != "unmanaged" else ():
+        yield Note(
+            "backend", f"{backend}: remove init_process_group, the group is there already (ddp.backend)", serious=True
+        )
+    for use in facts.cuda:
+        if use.value is not None and re.fullmatch(r"cuda:\d+", use.value):
+            text = f'"{use.value}" in {use}: every rank would take the same GPU; use int(os.environ["LOCAL_RANK"])'
+            yield Note("device", text, serious=True)
+        else:
+            yield Note(
+                "cuda", f"{use.text} in {use}: it needs a GPU, and its rank's own (torch.cuda.set_device(local_rank))"
+            )
+    for option in facts.options:
+        if set(option.flags) & {"--local_rank", "--local-rank"}:
+            text = 'no launcher gives --local-rank any more, torchrun neither: read int(os.environ["LOCAL_RANK"])'
+            yield Note("local-rank", text, serious=option.required)
+
+
+def _paths(command: Command, facts: Facts, place: Place) -> Iterator[Note]:
+    written = sorted({str(where.value) for where in facts.writes if _is_relative(where)})
+    if written:
+        names = ", ".join(f'"{name}"' for name in written)
+        yield Note(
+            "writes", f"it writes to {names}: in the job's own working directory, which is kept over all its attempts"
+        )
+    for read in facts.reads:
+        if _is_relative(read) and read.value not in written and not (place.code / str(read.value)).exists():
+            text = f'it reads "{read.value}" ({read}), which is not below {place.code}: give an absolute path, or another --code'
+            yield Note("reads", text, serious=True)
+    here = Path.cwd().resolve()
+    for argument in command.arguments:
+        value = argument.partition("=")[2] if argument.startswith("-") else argument
+        if value and not Path(value).is_absolute() and (here / value).exists() and here != place.code:
+            text = f"the argument {argument} is a path from {here}, but ranks start in a copy of {place.code}: "
+            cure = "give --code ." if (here / value).resolve().is_relative_to(here) else "make it absolute"
+            yield Note("argument-path", text + cure, serious=True)
+
+
+def _is_relative(where: Where) -> bool:
+    return bool(where.value) and not Path(str(where.value)).is_absolute() and "://" not in str(where.value)
+
+
+def _arguments(command: Command, facts: Facts, way: Way) -> Iterator[Note]:
+    flags = [word.partition("=")[0] for word in command.arguments if word.startswith("-")]
+    lacking = [
+        option.flags[-1]
+        for option in facts.options
+        if option.required and option.flags[0].startswith("-")
+        and not any(flag.startswith(given) for flag in option.flags for given in flags)
+    ]  # fmt: skip
+    if way != "task" and lacking:
+        text = f"the script needs {', '.join(lacking)}, which is not among its arguments: add it behind the script"
+        yield Note("argument-missing", text, serious=True)
+    needed = [option.flags[0] for option in facts.options if option.required and not option.flags[0].startswith("-")]
+    if way != "task" and needed and not command.arguments:
+        yield Note("argument-missing", f"the script needs the argument {', '.join(needed)}", serious=True)
+
+
+def _surroundings(facts: Facts, place: Place, python: Path | None) -> Iterator[Note]:
+    missing = missing_modules(python, facts.modules | {"ratchet_worker", "torch"}, [place.script.parent, place.code])
+    who = python or "the interpreter that runs this command"
+    if missing is None:
+        yield Note("python", f"{who} could not be asked which modules it has", serious=True)
+    elif "ratchet_worker" in missing:
+        yield Note(
+            "module-missing", f"{who} needs Ratchet's worker: pip install 'ratchet-train[worker]' there", serious=True
+        )
+    others = [name for name in missing or () if name != "ratchet_worker"]
+    if others:
+        yield Note(
+            "module-missing",
+            f"{who} has no module {', '.join(others)}: install it, or name another by python:",
+            serious=True,
+        )
+    total, entries = largest(place.code)
+    if total > LARGE:
+        named = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in entries)
+        text = f"{place.code} holds {total / 1e6:.0f} MB ({named}), and all of it is copied at submission: keep data elsewhere"
+        yield Note("large", text, serious=True)

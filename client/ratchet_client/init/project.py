@@ -1,0 +1,126 @@
+"""Around the script: its directory, what lies in it, and the interpreter that is to run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ratchet_contract.code_tree import IGNORED_NAMES, IGNORED_SUFFIXES
+from ratchet_contract.errors import NotFound, Refused
+
+LARGE: Final = 100 * 10**6
+"""Bytes below ``code.path`` from which on it is worth a word. The service has limits of its own, and says them."""
+
+_PROGRAM: Final = """
+import json, sys
+from importlib.util import find_spec
+names, sys.path[:0] = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+def there(name):
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):
+        return name in sys.modules
+print(json.dumps([name for name in names if not there(name)]))
+"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """``code``: the directory that is snapshotted; ``script``: the file, absolute, below it."""
+
+    code: Path
+    script: Path
+
+    @property
+    def relative(self) -> str:
+        return self.script.relative_to(self.code).as_posix()
+
+
+def locate(script: str, code: Path | None) -> Place:
+    """Raises ``NotFound``, and ``Refused`` for what a spec cannot name."""
+    path = Path(script).expanduser().absolute()
+    if path.is_dir():
+        raise Refused(f"{script} is a directory: name the file that trains")
+    if path.suffix != ".py":
+        cure = {
+            ".ipynb": "save the notebook as a script: jupyter nbconvert --to script",
+            ".sh": "give the command that it starts in the end, like ratchet init torchrun --nproc-per-node 4 train.py",
+        }.get(path.suffix, "a spec names a .py file")
+        raise Refused(f"{script}: {cure}")
+    if not path.is_file():
+        raise NotFound(f"no such file: {script} (looked in {Path.cwd()})")
+    path = path.resolve()
+    if code is None:
+        return Place(path.parent, path)
+    root = code.expanduser().resolve()
+    if not root.is_dir():
+        raise NotFound(f"--code {code} is not a directory")
+    if not path.is_relative_to(root):
+        raise Refused(f"{script} is not below --code {code}: the snapshot must hold it")
+    return Place(root, path)
+
+
+def environment_of(given: Path | None, environ: Mapping[str, str]) -> Path | None:
+    """The user's own interpreter or virtual environment, where it is another than the one that runs this command."""
+    for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        if given is None and environ.get(name):
+            given = Path(environ[name])
+    if given is None:
+        return None
+    prefix = given if given.is_dir() else given.parent.parent
+    return None if prefix.resolve() == Path(sys.prefix).resolve() else prefix if _is_environment(prefix) else given
+
+
+def _is_environment(prefix: Path) -> bool:
+    return (prefix / "bin" / "python").exists() and (
+        (prefix / "pyvenv.cfg").is_file() or (prefix / "conda-meta").is_dir()
+    )
+
+
+def missing_modules(python: Path | None, names: Iterable[str], folders: list[Path]) -> list[str] | None:
+    """Which top-level modules the interpreter would not find, with ``folders`` first on its path; None: it cannot be asked."""
+    program = Path(sys.executable) if python is None else python / "bin" / "python" if python.is_dir() else python
+    try:
+        done = subprocess.run(
+            [str(program), "-c", _PROGRAM, json.dumps(sorted(names)), json.dumps([str(f) for f in folders])],
+            capture_output=True, text=True, timeout=60, cwd="/", check=True,
+        )  # fmt: skip
+        return list(json.loads(done.stdout.splitlines()[-1]))
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+
+
+def largest(code: Path) -> tuple[int, list[tuple[str, int]]]:
+    """Bytes that a snapshot of ``code`` would take, and its largest entries (name, bytes), largest first."""
+    sizes = {}
+    for child in _kept(code):
+        sizes[child.name + "/" * child.is_dir(follow_symlinks=False)] = sum(_sizes(child))
+    ranked = sorted(sizes.items(), key=lambda item: -item[1])
+    return sum(sizes.values()), [item for item in ranked if item[1] > LARGE // 20][:5]
+
+
+def _sizes(entry: os.DirEntry[str]) -> Iterator[int]:
+    waiting = [entry]
+    while waiting:
+        item = waiting.pop()
+        if item.is_dir(follow_symlinks=False):
+            waiting += _kept(Path(item.path))
+        elif not item.is_symlink():
+            yield item.stat(follow_symlinks=False).st_size
+
+
+def _kept(folder: Path) -> list[os.DirEntry[str]]:
+    """Entries that a snapshot takes."""
+    if (folder / "pyvenv.cfg").is_file():
+        return []
+    try:
+        with os.scandir(folder) as scan:
+            return [e for e in scan if e.name not in IGNORED_NAMES and not e.name.endswith(IGNORED_SUFFIXES)]
+    except OSError:
+        return []

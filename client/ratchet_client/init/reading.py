@@ -1,0 +1,282 @@
+"""What a script does, as far as its syntax tree tells: never imported, never run."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from ratchet_client.init.facts import Facts, HookUse, Option, Place
+from ratchet_contract.errors import NotFound, Refused
+
+_MAX_FILES: Final = 300
+_SAVERS: Final = {
+    "save": 1,
+    "save_file": 1,
+    "save_model": 1,
+    "save_pretrained": 0,
+    "save_checkpoint": 0,
+    "save_state": 0,
+}
+"""Function and the position of the path among its arguments."""
+_HOOK_TYPES: Final = {
+    "ALLREDUCE": "allreduce_hook", "FP16_COMPRESS": "fp16_compress_hook", "BF16_COMPRESS": "bf16_compress_hook",
+    "QUANTIZE_PER_TENSOR": "quantization_pertensor_hook", "QUANTIZE_PER_CHANNEL": "quantization_perchannel_hook",
+    "POWER_SGD": "powerSGD_hook", "POWER_SGD_RANK2": "powerSGD_hook", "BATCHED_POWER_SGD": "batched_powerSGD_hook",
+    "BATCHED_POWER_SGD_RANK2": "batched_powerSGD_hook", "NOOP": "noop_hook",
+}  # fmt: skip
+_POWERSGD_ARGUMENTS: Final = (
+    "process_group", "matrix_approximation_rank", "start_powerSGD_iter", "min_compression_rate", "use_error_feedback",
+    "warm_start", "orthogonalization_epsilon", "random_seed", "compression_stats_logging_frequency",
+    "batch_tensors_with_same_shape",
+)  # fmt: skip
+"""Of torch's ``PowerSGDState``, in order."""
+
+
+def read_script(script: Path, code: Path) -> Facts:
+    """Facts of ``script`` and of every module below its directory or ``code`` that it imports, directly or not.
+
+    Raises ``NotFound``, and ``Refused`` for what is not Python.
+    """
+    facts = Facts()
+    waiting, roots = [script], list(dict.fromkeys([script.parent, code]))
+    while waiting and len(facts.files) < _MAX_FILES:
+        file = waiting.pop()
+        if file in facts.files:
+            continue
+        facts.files.append(file)
+        tree = _parse(file)
+        shown = file.relative_to(code).as_posix() if file.is_relative_to(code) else file.name
+        _Reader(facts, tree, shown, main=file == script).read()
+        for name, needed in _imports(tree):
+            found = [f for root in roots for f in _files_of(name, root)]
+            waiting += found
+            if needed and not found:
+                facts.modules.add(name.split(".")[0])
+    return facts
+
+
+def _parse(file: Path) -> ast.Module:
+    try:
+        return ast.parse(file.read_bytes(), str(file))
+    except OSError as error:
+        raise NotFound(f"cannot read {file}: {error.strerror or error}") from None
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        reason = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise Refused(f"{file}{line} is not valid Python: {reason}") from None
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[str, bool]]:
+    """Names of imported modules; False: within ``try`` or ``if TYPE_CHECKING``, so that it may be missing."""
+    spared = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Try) or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, id(node) not in spared) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module, id(node) not in spared
+            yield from ((f"{node.module}.{alias.name}", False) for alias in node.names)
+
+
+def _files_of(module: str, root: Path) -> list[Path]:
+    """The files that importing a local module runs: packages' ``__init__`` and itself."""
+    found: list[Path] = []
+    folder = root
+    for part in module.split("."):
+        if (folder / f"{part}.py").is_file():
+            return [*found, folder / f"{part}.py"]
+        folder = folder / part
+        if not folder.is_dir():
+            return found
+        if (folder / "__init__.py").is_file():
+            found.append(folder / "__init__.py")
+    return found
+
+
+class _Reader:
+    """One file. Names that are assigned once in it are followed to what they were given."""
+
+    def __init__(self, facts: Facts, tree: ast.Module, file: str, *, main: bool) -> None:
+        self.facts, self.tree, self.file, self.main = facts, tree, file, main
+        self.names: dict[str, ast.expr] = {}
+        self.renamed: dict[str, str] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+                self.names[node.targets[0].id] = node.value
+            elif isinstance(node, ast.ImportFrom):
+                self.renamed |= {alias.asname or alias.name: alias.name for alias in node.names}
+
+    def read(self) -> None:
+        calls: dict[str, Callable[[ast.Call], None]] = {
+            "Session": self._session, "managed_ddp": self._managed, "DistributedDataParallel": self._ddp,
+            "register_comm_hook": self._hook, "register_ddp_comm_hook": self._hook_type,
+            "init_process_group": self._backend, "spawn": self._spawn, "add_argument": self._argument, "open": self._open,
+            "write_text": self._method_write, "write_bytes": self._method_write, "mkdir": self._method_write,
+            "makedirs": self._write, "SummaryWriter": self._write, "load": self._load, "cuda": self._cuda_call,
+            "loadtxt": self._load, "read_csv": self._load, "load_file": self._load, "read_text": self._method_read,
+        }  # fmt: skip
+        calls |= dict.fromkeys(_SAVERS, self._save)
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Call):
+                name = self._name(node.func)
+                if name in calls:
+                    calls[name](node)
+            elif isinstance(node, ast.ClassDef) and self.main:
+                self._class(node)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cuda:"):
+                self.facts.cuda.append(self._place(node, node.value))
+
+    # --- helpers -------------------------------------------------------------------------------------------------------
+
+    def _name(self, function: ast.expr) -> str:
+        """The last part of a dotted name, as it was called where it came from."""
+        if isinstance(function, ast.Attribute):
+            return function.attr
+        return self.renamed.get(function.id, function.id) if isinstance(function, ast.Name) else ""
+
+    def _place(self, node: ast.expr, value: str | None = None) -> Place:
+        return Place(self.file, node.lineno, ast.unparse(node), value)
+
+    def _value(self, node: ast.expr | None, depth: int = 0) -> ast.expr | None:
+        """What a name that was assigned stands for."""
+        if isinstance(node, ast.Name) and node.id in self.names and depth < 5:
+            return self._value(self.names[node.id], depth + 1)
+        return node
+
+    def _text(self, node: ast.expr | None) -> str | None:
+        """A path or string that is a literal, maybe within ``Path(...)``, ``/`` or ``os.path.join(...)``."""
+        node = self._value(node)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return node.value
+        if isinstance(node, ast.Call) and self._name(node.func) in ("Path", "join", "with_suffix", "str"):
+            of_method = isinstance(node.func, ast.Attribute) and node.func.attr == "with_suffix"
+            return self._text(node.func.value if of_method else _first(node))  # type: ignore[attr-defined]
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            return self._text(node.left)
+        if isinstance(node, ast.JoinedStr) and node.values and isinstance(node.values[0], ast.Constant):
+            return str(node.values[0].value)
+        return None
+
+    # --- what is called ------------------------------------------------------------------------------------------------
+
+    def _session(self, node: ast.Call) -> None:
+        if "ratchet_worker" in ast.unparse(self.tree):
+            self.facts.session = self.facts.session or self._place(node)
+
+    def _managed(self, node: ast.Call) -> None:
+        self.facts.managed = self.facts.managed or self._place(node)
+        spec = self._value(node.args[1] if len(node.args) > 1 else None)
+        if isinstance(spec, ast.Call) and self._name(spec.func).endswith("Spec"):
+            name = {"PowerSGDSpec": "powerSGD", "Fp16CompressSpec": "fp16_compress"}.get(
+                self._name(spec.func), "allreduce"
+            )
+            self.facts.hooks.append(HookUse(self._place(node), name, *_literals(spec.keywords)))
+
+    def _ddp(self, node: ast.Call) -> None:
+        self.facts.ddp = self.facts.ddp or self._place(node)
+
+    def _spawn(self, node: ast.Call) -> None:
+        self.facts.spawn = self.facts.spawn or self._place(node)
+
+    def _hook(self, node: ast.Call) -> None:
+        given = {k.arg: k.value for k in node.keywords if k.arg}
+        hook = self._value(given.get("hook", node.args[1] if len(node.args) > 1 else None))
+        state = self._value(given.get("state", node.args[0] if node.args else None))
+        if isinstance(hook, ast.Call):  # fp16_compress_wrapper(powerSGD_hook)
+            name = f"{self._name(hook.func)}({', '.join(self._name(a) for a in hook.args)})"
+        else:
+            name = self._name(hook) if hook is not None else "?"
+        parameters: dict[str, Any] = {}
+        unread: dict[str, str] = {}
+        if isinstance(state, ast.Call) and self._name(state.func) == "PowerSGDState":
+            positional = zip(_POWERSGD_ARGUMENTS, state.args, strict=False)
+            keywords = [ast.keyword(arg=name, value=value) for name, value in positional] + state.keywords
+            parameters, unread = _literals(keywords)
+        self.facts.hooks.append(HookUse(self._place(node), name, parameters, unread))
+
+    def _hook_type(self, node: ast.Call) -> None:
+        kind = node.args[0] if node.args else next((k.value for k in node.keywords if k.arg == "comm_hook_type"), None)
+        name = self._name(kind) if kind is not None else "?"
+        parameters = {"matrix_approximation_rank": 2} if name.endswith("RANK2") else {}
+        self.facts.hooks.append(HookUse(self._place(node), _HOOK_TYPES.get(name, name), parameters, {}))
+
+    def _backend(self, node: ast.Call) -> None:
+        given = node.args[0] if node.args else next((k.value for k in node.keywords if k.arg == "backend"), None)
+        self.facts.backends.append(self._place(node, self._text(given)))
+
+    def _save(self, node: ast.Call) -> None:
+        position = _SAVERS[self._name(node.func)]
+        if len(node.args) > position:
+            place = self._place(node, self._text(node.args[position]))
+            self.facts.saves.append(place)
+            self.facts.writes.append(place)
+
+    def _write(self, node: ast.Call) -> None:
+        self.facts.writes.append(self._place(node, self._text(_first(node))))
+
+    def _method_write(self, node: ast.Call) -> None:
+        if isinstance(node.func, ast.Attribute):
+            self.facts.writes.append(self._place(node, self._text(node.func.value)))
+
+    def _method_read(self, node: ast.Call) -> None:
+        if isinstance(node.func, ast.Attribute):
+            self.facts.reads.append(self._place(node, self._text(node.func.value)))
+
+    def _load(self, node: ast.Call) -> None:
+        self.facts.reads.append(self._place(node, self._text(_first(node))))
+
+    def _open(self, node: ast.Call) -> None:
+        method = isinstance(node.func, ast.Attribute)
+        path = node.func.value if isinstance(node.func, ast.Attribute) else _first(node)
+        modes = [*node.args[0 if method else 1 :], *(k.value for k in node.keywords if k.arg == "mode")]
+        mode = self._text(modes[0]) if modes else "r"
+        (self.facts.reads if mode and mode[0] == "r" else self.facts.writes).append(self._place(node, self._text(path)))
+
+    def _cuda_call(self, node: ast.Call) -> None:
+        if isinstance(node.func, ast.Attribute) and not (node.args or node.keywords):
+            self.facts.cuda.append(self._place(node))
+
+    def _argument(self, node: ast.Call) -> None:
+        flags = tuple(a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
+        more = {k.arg: k.value for k in node.keywords}
+        if not flags:
+            return
+        if flags[0].startswith("-"):
+            wanted = more.get("required")
+            required = isinstance(wanted, ast.Constant) and wanted.value is True
+        else:
+            loose = more.get("nargs")
+            required = "default" not in more and not (isinstance(loose, ast.Constant) and loose.value in ("?", "*"))
+        self.facts.options.append(Option(flags, required))
+
+    def _class(self, node: ast.ClassDef) -> None:
+        methods = {m.name: m for m in node.body if isinstance(m, ast.FunctionDef)}
+        if not {"build", "loss"} <= set(methods) or self.facts.task is not None:
+            return
+        start = methods.get("__init__")
+        names = tuple(a.arg for a in (*start.args.args[1:], *start.args.kwonlyargs)) if start else ()
+        self.facts.task = (node.name, names)
+
+
+def _first(node: ast.Call) -> ast.expr | None:
+    return node.args[0] if node.args else None
+
+
+def _literals(keywords: list[ast.keyword]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Keyword arguments of a hook's state that are literals, and the source text of the others."""
+    values: dict[str, Any] = {}
+    unread: dict[str, str] = {}
+    for keyword in keywords:
+        if keyword.arg in (None, "process_group"):
+            continue
+        try:
+            values[str(keyword.arg)] = ast.literal_eval(keyword.value)
+        except ValueError:
+            unread[str(keyword.arg)] = ast.unparse(keyword.value)
+    return values, unread

@@ -1,0 +1,55 @@
+"""``ratchet init`` as a person types it; against a running service: tests/e2e/test_adoption.py."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ratchet_client.cli.app import app
+from tests.support.cli import Cli
+
+LADDER = Path(__file__).parents[2] / "examples" / "adoption"
+TRAIN = ("torchrun", "--nproc-per-node", "2", "train.py", "--epochs", "10", "--lr", "0.1")
+HOOK = (
+    "hook.name=powerSGD",
+    "hook.matrix_approximation_rank=2",
+    "hook.start_powerSGD_iter=10",
+    "checkpoint.every_steps=22",
+)
+RUNGS = {"0_torchrun": (), "1_hooks": (), "2_session": HOOK, "3_task": HOOK}
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_the_ladders_specs_are_what_init_makes(rung: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(LADDER / rung / "train.py", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        monkeypatch.delenv(name, raising=False)
+    sets = [word for pair in RUNGS[rung] for word in ("--set", pair)]
+    done = CliRunner().invoke(app, ["init", "--print", "--name", f"digits-{rung[2:]}", *sets, *TRAIN])
+    assert done.exit_code == 0, done.output
+    assert done.stdout == (LADDER / rung / "train.yaml").read_text()
+
+
+def test_without_a_service_the_next_command_starts_one(tmp_path: Path) -> None:
+    (tmp_path / "fit.py").write_text("import torch\ntorch.save({}, 'a.pt')\n")
+    cli = Cli(tmp_path / "nothing", tmp_path)
+    said = cli("init", "-o", "my job.yaml", "fit.py").errors
+    assert said.splitlines()[-1] == (
+        "next: ratchet serve (in a terminal of its own), then: ratchet submit 'my job.yaml' --follow"
+    )
+    assert "fit.py" in cli("init", "--print", "fit.py").text and json.loads(
+        cli("init", "--print", "--json", "fit.py").text
+    )
+
+
+def test_wrong_commands_end_with_their_code_and_write_nothing(tmp_path: Path) -> None:
+    cli = Cli(tmp_path / "nothing", tmp_path)
+    (tmp_path / "fit.py").write_text("import torch\n")
+    assert "--nnodes=2" in cli("init", "torchrun", "--nnodes", "2", "fit.py", expect=5).errors
+    assert "no such file: gone.py" in cli("init", "gone.py", expect=3).errors
+    assert "name" in cli("init", "--name", "Not A Name", "fit.py", expect=5).errors
+    assert not list(tmp_path.glob("*.yaml"))

@@ -1,0 +1,206 @@
+"""What ``ratchet init`` reads in a script, and what it makes of it. The scripts are never run: each would end the test."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet_client.init import advice, project, spec_yaml
+from ratchet_client.init.command import parse_command
+from ratchet_client.init.reading import read_script
+from ratchet_contract.errors import NotFound, Refused
+from ratchet_contract.spec_parse import load_spec_text, parse_spec
+
+UNRUNNABLE = "raise SystemExit('a script that is read must not be run')\n"
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write(text: str, name: str = "train.py") -> None:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_text(UNRUNNABLE + textwrap.dedent(text))
+
+
+def look(line: str = "train.py", code: str | None = None) -> tuple[dict[str, Any], dict[str, str], str]:
+    """The spec of the rendered file, the notes by code, and its text."""
+    command = parse_command(line.split(), {})
+    place = project.locate(command.script, Path(code) if code else None)
+    facts = read_script(place.script, place.code)
+    way = advice.way_of(facts, place)
+    notes = advice.notes(command, facts, place, None)
+    spec = spec_yaml.make_spec(command, facts, place, way, name=None)
+    text = spec_yaml.render(
+        spec, notes, facts, place, way, command=command, typed=line, file="train.yaml", base=Path.cwd(), python=None
+    )
+    return load_spec_text(text), {note.code: note.text for note in notes}, text
+
+
+PLAIN = """
+    import torch, torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powerSGD
+    OUT = "out/model.pt"
+    def main(args):
+        dist.init_process_group("gloo")
+        model = DDP(torch.nn.Linear(2, 2))
+        state = powerSGD.PowerSGDState(None, 4, start_powerSGD_iter=args.start, warm_start=False)
+        model.register_comm_hook(state, powerSGD.powerSGD_hook)
+        torch.save(model.state_dict(), OUT)
+        open("log.txt", "a").write("x")
+"""
+
+
+def test_a_script_with_a_hook_of_its_own() -> None:
+    write(PLAIN)
+    spec, notes, text = look("torchrun --nproc-per-node 2 --max-restarts 4 train.py --lr 0.1 --name é")
+    assert spec["script"] == ["train.py", "--lr", "0.1", "--name", "é"] and spec["policy"] == {"max_failures": 4}
+    assert spec["world"] == {"ranks_per_node": 2, "device": "cpu"}, "it names gloo, and needs no GPU"
+    assert "hook" not in spec and "lost at each restart" in notes["hook-state"] and "line 11" in notes["hook-state"]
+    assert "# hook: {name: powerSGD, matrix_approximation_rank: 4, warm_start: false}" in text
+    assert notes["hook-parameter"].startswith("start_powerSGD_iter of powerSGD_hook is args.start in train.py, line 11")
+    assert '"out/model.pt" (train.py, line 12)' in notes["saves"] and '"log.txt", "out/model.pt"' in notes["writes"]
+    assert '"unmanaged"' in notes["unmanaged"]
+
+
+def test_every_comment_is_a_comment_and_what_is_commented_out_is_valid() -> None:
+    write(PLAIN)
+    for line in ("train.py", "torchrun --standalone --nproc-per-node 3 -r 3 train.py --a b:c #x {y}"):
+        spec, _, text = look(line)
+        parse_spec(spec)
+        assert max(map(len, text.splitlines())) <= 120
+        for off in ("python", "env", "hook", "policy"):
+            (found,) = [row for row in text.splitlines() if row.startswith(f"# {off}: ")]
+            parse_spec(spec | load_spec_text(found.removeprefix("# ")))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("model.register_comm_hook(None, default_hooks.fp16_compress_hook)", "keeps no state"),
+        ("model.register_comm_hook(state=s, hook=my_hook)", "a hook of your own: my_hook"),
+        ("register_ddp_comm_hook(DDPCommHookType.POWER_SGD_RANK2, model, s)", "powerSGD_hook is registered"),
+        (
+            "model.register_comm_hook(s, fp16_compress_wrapper(powerSGD_hook))",
+            r"fp16_compress_wrapper\(powerSGD_hook\)",
+        ),
+    ],
+)
+def test_other_hooks_are_told_by_name(call: str, said: str) -> None:
+    write(call)
+    _, notes, _ = look()
+    assert any(said.replace("\\", "") in notes.get(code, "") for code in ("hook", "hook-state")), notes
+
+
+def test_a_session_keeps_the_hook_in_the_spec() -> None:
+    write("""
+        from ratchet_worker.session import Session
+        dist.init_process_group("nccl")
+        with Session() as s:
+            model.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=9), powerSGD_hook)
+    """)
+    spec, notes, _ = look()
+    assert spec["hook"] == {"name": "powerSGD", "matrix_approximation_rank": 2, "start_powerSGD_iter": 9}
+    assert "remove that line" in notes["hook"] and "remove init_process_group" in notes["backend"]
+    assert "session" in notes and "saves-nothing" not in notes and spec["world"]["device"] == "cuda"
+
+
+def test_a_task_takes_its_arguments_by_name() -> None:
+    write("""
+        import ratchet_worker.task
+        class Net:
+            def __init__(self, lr: float = 0.1, steps: int = 3, wide: bool = False): ...
+            def build(self, ctx): ...
+            def loss(self, model, batch): ...
+    """)
+    spec, _, _ = look("--nproc-per-node 2 train.py --lr=0.5 --steps 7 --wide")
+    assert spec["task"] == {"entrypoint": "train:Net", "args": {"lr": 0.5, "steps": 7, "wide": True}}
+    with pytest.raises(Refused, match=r"Net takes no argument --widht; its constructor has: lr, steps, wide"):
+        look("train.py --widht 3")
+
+
+def test_what_would_fail_or_go_wrong_is_told() -> None:
+    write("""
+        import argparse, nowhere_to_be_found, helper
+        try:
+            import optional_thing
+        except ImportError: ...
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--data", required=True)
+        parser.add_argument("--local-rank", type=int)
+        model.to("cuda:0"); model.cuda()
+        mp.spawn(main, nprocs=4)
+        table = np.loadtxt("data/table.csv")
+    """)
+    write("import also_missing\n", "helper.py")
+    _, notes, text = look("train.py --batch 3")
+    assert "--data" in notes["argument-missing"] and "LOCAL_RANK" in notes["local-rank"]
+    assert "same GPU" in notes["device"] and "its rank's own" in notes["cuda"] and "mp.spawn" in notes["spawn"]
+    assert "also_missing, nowhere_to_be_found" in notes["module-missing"] and "optional" not in notes["module-missing"]
+    assert "data/table.csv" in notes["reads"] and "first step" in notes["saves-nothing"]
+    assert "# ! " in text
+    assert "argument-missing" not in look("train.py --data=x")[1]
+
+
+def test_another_directory_is_told_with_the_cure() -> None:
+    write("import sibling", "pkg/train.py")
+    write("", "pkg/sibling.py")
+    write("", "conf.yaml")
+    spec, notes, _ = look("pkg/train.py --config conf.yaml")
+    assert spec["code"] == {"path": "./pkg"} and spec["script"][0] == "train.py"
+    assert "give --code ." in notes["argument-path"] and "module-missing" not in notes
+    spec, notes, _ = look("pkg/train.py --config conf.yaml", code=".")
+    assert spec["code"] == {"path": "."} and spec["script"][0] == "pkg/train.py" and "argument-path" not in notes
+    with pytest.raises(Refused, match="not below --code"):
+        look("conf.yaml/../pkg/train.py", code="pkg/../pkg/nothing/..") if Path("pkg/nothing").mkdir() else look(
+            "pkg/train.py", code="pkg/nothing"
+        )
+
+
+def test_large_directories_are_named_but_what_a_snapshot_leaves_out_is_not(tmp_path: Path) -> None:
+    write("")
+    for name in ("dataset/a.bin", ".git/objects.bin", "env/pyvenv.cfg", "env/lib.bin"):
+        Path(name).parent.mkdir(exist_ok=True)
+        with Path(name).open("wb") as file:
+            file.truncate(150 * 10**6)  # sparse
+    _, notes, _ = look()
+    assert "dataset/ 150 MB" in notes["large"] and "git" not in notes["large"] and "env/" not in notes["large"]
+
+
+def test_files_that_are_no_script_are_refused() -> None:
+    for name, error, said in (
+        ("train.sh", Refused, "the command that it starts"), ("train.ipynb", Refused, "nbconvert"),
+        ("gone.py", NotFound, "no such file: gone.py"), (".", Refused, "is a directory"),
+    ):  # fmt: skip
+        if name.startswith("train"):
+            Path(name).touch()
+        with pytest.raises(error, match=said):
+            project.locate(name, None)
+    Path("broken.py").write_text("x = (\n")
+    with pytest.raises(Refused, match=r"broken\.py, line 1 is not valid Python"):
+        look("broken.py")
+
+
+@pytest.mark.parametrize(
+    ("stem", "name"), [("train", "train"), ("2_fit.GPU", "job-2-fit-gpu"), ("_", "job"), ("é", "job")]
+)
+def test_a_job_is_named_after_its_script(stem: str, name: str) -> None:
+    write("", f"{stem}.py")
+    assert look(f"{stem}.py")[0]["name"] == name
+
+
+def test_another_environment_is_named(tmp_path: Path) -> None:
+    assert project.environment_of(None, {"VIRTUAL_ENV": sys.prefix}) is None
+    assert project.environment_of(Path(sys.executable), {}) is None
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True)
+    assert project.environment_of(None, {"VIRTUAL_ENV": str(tmp_path / "env")}) == tmp_path / "env"
+    assert project.environment_of(tmp_path / "env" / "bin" / "python", {}) == tmp_path / "env"
+    assert project.missing_modules(tmp_path / "env", {"torch", "json"}, []) == ["torch"]
+    assert project.missing_modules(tmp_path / "nothing", {"torch"}, []) is None
