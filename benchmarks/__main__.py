@@ -8,6 +8,8 @@ from typing import Final
 
 BENCHMARKS: Final[dict[str, str]] = {
     "checkpoint": "benchmarks.checkpoint_store",
+    "step": "benchmarks.step",
+    "startup": "benchmarks.startup",
 }
 """Name on the command line -> module with ``main() -> None``, imported only when it is run."""
 

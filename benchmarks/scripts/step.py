@@ -1,0 +1,155 @@
+"""One rank of ``make bench ONLY=step``: a Session whose body alternates between Ratchet's loop and a hand-written one.
+
+Both loops train an equal net on equal batches in this process, over the same process group, under the same settings. What is
+timed is a block of steps, ended by a barrier of all ranks; a pair is one block of each, and the order turns around from pair to
+pair. The hand-written block runs inside an open step of the Session, which costs neither side anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ratchet_worker.session import Session
+
+START_ITERATION = 2  # of powerSGD
+WARM_UP = 5  # steps of each loop before anything is timed; past START_ITERATION
+
+
+def net(width: int, depth: int) -> nn.Module:
+    """``depth`` square layers of ``width``."""
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        layers += [nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+class Loop:
+    """One training step after another on one model, written as anyone writes it."""
+
+    def __init__(self, model: nn.Module, batch: torch.Tensor) -> None:
+        self.model, self.batch = model, batch
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+
+    def step(self) -> torch.Tensor:
+        loss = nn.functional.mse_loss(self.model(self.batch), self.batch)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def stock_ddp(module: nn.Module, hook: str, bucket_cap_mb: float | None) -> DistributedDataParallel:
+    """DDP under torch's own hook; but for the size of buckets at its defaults."""
+    model = DistributedDataParallel(module, bucket_cap_mb=bucket_cap_mb)
+    if hook == "powerSGD":
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=START_ITERATION)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    else:
+        model.register_comm_hook(None, getattr(default_hooks, f"{hook}_hook"))
+    return model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--hook", required=True)
+    parser.add_argument("--width", type=int, required=True)
+    parser.add_argument("--depth", type=int, required=True)
+    parser.add_argument("--batch", type=int, required=True, help="samples per rank")
+    parser.add_argument("--block", type=int, required=True, help="steps")
+    parser.add_argument("--pairs", type=int, required=True)
+    parser.add_argument("--bucket-cap-mb", type=float)
+    parser.add_argument("--out", required=True, help="JSON for the benchmark, written by rank 0")
+    args = parser.parse_args()
+    with Session() as session:
+        torch.manual_seed(session.rank)
+        batch = torch.randn(args.batch, args.width)
+        managed = Loop(session.wrap(net(args.width, args.depth)), batch)
+        plain = Loop(stock_ddp(net(args.width, args.depth), args.hook, args.bucket_cap_mb), batch)
+        alone = Loop(net(args.width, args.depth), batch)
+        session.register(optimizer=managed.optimizer)
+        out = Path(args.out)
+        result = measure(session, managed, plain, alone, args.block, args.pairs, out.with_name(f"{out.name}.begun"))
+        if session.rank == 0:
+            result["parameters"] = sum(p.numel() for p in alone.model.parameters())
+            temporary = out.with_name(f".{out.name}")
+            temporary.write_text(json.dumps(result))
+            temporary.rename(out)
+
+
+def measure(
+    session: Session, managed: Loop, plain: Loop, alone: Loop, block: int, pairs: int, begun: Path
+) -> dict[str, Any]:
+    """Seconds of every block in order, ``managed``, ``plain`` and ``alone`` (no communication, the limit: every
+    second pair). ``begun`` is created when the warm-up is over."""
+    steps = session.steps()
+
+    def ours(count: int) -> None:
+        for _ in range(count):
+            next(steps)
+            session.log({"loss": managed.step()})
+
+    def by_hand(count: int) -> None:
+        for _ in range(count):
+            plain.step().item()
+
+    def computing(count: int) -> None:
+        for _ in range(count):
+            alone.step().item()
+
+    for loop in (ours, by_hand, computing):
+        loop(WARM_UP)
+    seconds: dict[str, list[float]] = {"managed": [], "plain": [], "alone": []}
+    begun.touch()
+    begin, cpu = time.monotonic(), thread_seconds()
+    for pair in range(pairs):
+        if pair % 2 == 0:
+            seconds["alone"].append(timed(computing, block))
+        for name, loop in pair_order(pair, ours, by_hand):
+            seconds[name].append(timed(loop, block))
+    spent = time.monotonic() - begin
+    used = {name: after - cpu.get(name, 0.0) for name, after in thread_seconds().items()}
+    return {"seconds": seconds, "spent": spent, "own_threads": used}
+
+
+def pair_order(
+    pair: int, ours: Callable[[int], None], by_hand: Callable[[int], None]
+) -> Iterator[tuple[str, Callable[[int], None]]]:
+    order = [("managed", ours), ("plain", by_hand)]
+    yield from order if pair % 2 == 0 else reversed(order)
+
+
+def timed(loop: Callable[[int], None], block: int) -> float:
+    """Of all ranks together: from a barrier to a barrier."""
+    dist.barrier()
+    begin = time.perf_counter()
+    loop(block)
+    dist.barrier()
+    return time.perf_counter() - begin
+
+
+def thread_seconds() -> dict[str, float]:
+    """CPU seconds so far of the threads that Ratchet has in this process, by name."""
+    tick = os.sysconf("SC_CLK_TCK")
+    found = {}
+    for thread in threading.enumerate():
+        if thread.name.startswith("ratchet"):
+            fields = Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rpartition(")")[2].split()
+            found[thread.name] = (int(fields[11]) + int(fields[12])) / tick
+    return found
+
+
+if __name__ == "__main__":
+    main()

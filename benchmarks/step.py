@@ -1,0 +1,128 @@
+"""What a step costs under Ratchet's loop beyond the same step written by hand, per hook, at two model sizes.
+
+A real job of two ranks under a real service and agent runs ``scripts/step.py``, which alternates blocks of steps of both loops
+in one process. The ratio of a pair of blocks is free of whatever slows the machine for longer than a pair; the median over the
+pairs comes with its 95 % interval, and blocks of one and the same loop against each other show what the method itself sees.
+``RATCHET_BENCH_PAIRS`` (default 40, and 24 for the large model), ``RATCHET_BENCH_BLOCK`` (steps) and ``RATCHET_BENCH_SIZES``
+(``small,large``) set the size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.processes import agent_pid, attempt_paths, cpu_shares, ended, until
+from benchmarks.stats import estimate, machine
+from examples.demo.processes import Service
+
+SCRIPTS: Final = Path(__file__).with_name("scripts")
+RANKS: Final = 2
+HOOKS: Final[dict[str, dict[str, Any]]] = {
+    "allreduce": {"name": "allreduce"},
+    "fp16_compress": {"name": "fp16_compress"},
+    "powerSGD": {"name": "powerSGD", "matrix_approximation_rank": 2, "start_powerSGD_iter": 2},
+}
+
+
+BUCKET_CAP_MB: Final = {"powerSGD": 1024}
+"""One bucket: with more of them the all-reduces of torch's own hook cross on gloo, and the process aborts. Else DDP's default."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and how it is measured. ``batch``: samples per rank; ``block``: steps that are timed together."""
+
+    width: int
+    depth: int
+    batch: int
+    block: int
+    pairs: int
+
+
+SIZES: Final = {"small": Size(512, 4, 32, 20, 40), "large": Size(2048, 6, 32, 2, 24)}
+
+
+def main() -> None:
+    names = os.environ.get("RATCHET_BENCH_SIZES", ",".join(SIZES)).split(",")
+    print(machine())
+    print(f"{'':<22} {'ratio of a pair [95 %]':<24} {'control [95 %]':<24} {'us per step':>11} {'by hand':>9} "
+          f"{'no hook':>9}  {'CPU of agent, service, own threads':<30}")  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="ratchet-bench-") as folder:
+        service = Service(Path(folder) / "home")
+        try:
+            service.start()
+            for name in names:
+                for hook in HOOKS:
+                    _row(name, hook, _size(name), _measure(service, hook, _size(name), Path(folder)))
+        finally:
+            service.stop()
+    print(
+        "ratio: Ratchet's loop / hand-written loop with torch's hook. control: neighbouring blocks of one and the same loop."
+    )
+
+
+def _size(name: str) -> Size:
+    size = SIZES[name]
+    pairs = int(os.environ.get("RATCHET_BENCH_PAIRS", size.pairs))
+    block = int(os.environ.get("RATCHET_BENCH_BLOCK", size.block))
+    return Size(size.width, size.depth, size.batch, block, pairs)
+
+
+def _measure(service: Service, hook: str, size: Size, folder: Path) -> dict[str, Any]:
+    """Run one job; what its rank 0 measured, and the CPU seconds of agent and service meanwhile."""
+    arguments = {"hook": hook, **asdict(size), "out": str(folder / "result.json")}
+    if hook in BUCKET_CAP_MB:
+        arguments["bucket-cap-mb"] = BUCKET_CAP_MB[hook]
+    spec = {
+        "name": "bench-step",
+        "code": {"path": str(SCRIPTS)},
+        "script": ["step.py", *(text for key, value in arguments.items() for text in (f"--{key}", str(value)))],
+        "world": {"ranks_per_node": RANKS, "device": "cpu"},
+        "resources": {"cpus_per_rank": 1},
+        "hook": HOOKS[hook],
+        "ddp": {"bucket_cap_mb": BUCKET_CAP_MB.get(hook)},
+        "checkpoint": {"every_steps": None},
+    }
+    job = service.client.submit(spec)
+    attempt = attempt_paths(service, job.id)
+    begun, out = Path(arguments["out"] + ".begun"), Path(arguments["out"])
+    until("the measurement to begin", begun.exists, 120, attempt)
+    pids = {"agent": agent_pid(attempt), "service": service.pid}
+    shares = cpu_shares(pids, lambda: until("the measurement to end", out.exists, 1200, attempt))
+    until("the job to end", lambda: ended(attempt), 60, attempt)
+    result = {**json.loads(out.read_text()), "cpu": shares}
+    begun.unlink()
+    out.unlink()
+    return result
+
+
+def _row(name: str, hook: str, size: Size, result: dict[str, Any]) -> None:
+    seconds = result["seconds"]
+    managed, plain, alone = seconds["managed"], seconds["plain"], seconds["alone"]
+    pairs = [a / b for a, b in zip(managed, plain, strict=True)]
+    each = {key: statistics.median(values) / size.block * 1e6 for key, values in seconds.items()}
+    own = sum(result["own_threads"].values()) / result["spent"]
+    loads = ", ".join(f"{share:.1%}" for share in (*result["cpu"].values(), own))
+    title = f"{name} {hook} ({result['parameters'] / 1e6:.1f} M)"
+    print(
+        f"{title:<28} {estimate(pairs)!s:<24} {estimate(_control(plain))!s:<24} {each['managed']:9.0f} "
+        f"{each['plain']:9.0f} {statistics.median(alone) / size.block * 1e6:9.0f}  {loads}",
+        flush=True,
+    )
+
+
+def _control(plain: list[float]) -> list[float]:
+    """Ratios of hand-written blocks that followed each other directly: the end of an even pair and the beginning of the next,
+    by turns upside down, so that a drift of the machine does not look like a difference."""
+    twos = [(plain[i], plain[i + 1]) for i in range(0, len(plain) - 1, 2)]
+    return [a / b if i % 2 == 0 else b / a for i, (a, b) in enumerate(twos)]
+
+
+if __name__ == "__main__":
+    main()
