@@ -41,9 +41,10 @@ def test_without_a_service_the_next_command_starts_one(tmp_path: Path) -> None:
     assert said.splitlines()[-1] == (
         "next: ratchet serve (in a terminal of its own), then: ratchet submit 'my job.yaml' --follow"
     )
-    assert "fit.py" in cli("init", "--print", "fit.py").text and json.loads(
-        cli("init", "--print", "--json", "fit.py").text
-    )
+    both = cli("init", "--force", "--json", "--nproc-per-node", "3", "--standalone", "fit.py", "--lr", "1").data
+    assert both["spec"]["world"]["ranks_per_node"] == 3 and both["spec"]["script"] == ["fit.py", "--lr", "1"]
+    assert {note["code"] for note in both["found"]} >= {"unmanaged", "saves"} and "--standalone" in both["dropped"]
+    assert both["file"] == str(tmp_path / "fit.yaml") and (tmp_path / "fit.yaml").is_file()
 
 
 def test_wrong_commands_end_with_their_code_and_write_nothing(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ratchet_client.cli import output
+from ratchet_client.cli.common import RUN, open_client
 
 if TYPE_CHECKING:
     from ratchet_client.init.advice import Note
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 def register(app: typer.Typer) -> None:
     app.command(
         context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-        options_metavar="[OPTIONS]",
+        rich_help_panel=RUN,
     )(init)
 
 
@@ -114,7 +115,6 @@ def _tell(notes: list[Note], found: Command) -> None:
 
 def _next(ctx: typer.Context, target: Path) -> None:
     """What a running service says of the spec, and the command to type next."""
-    from ratchet_client.cli.common import open_client
     from ratchet_client.errors import ServiceUnreachable
     from ratchet_client.spec_file import read_spec
     from ratchet_contract.errors import RatchetError

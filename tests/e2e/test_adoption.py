@@ -1,0 +1,161 @@
+"""The adoption ladder as docs/adoption.md tells it: four ways to train the same net, each with a rank killed on the way.
+
+Rung 0 goes on, but into other weights; rung 1 ends in the weights of the undisturbed run of rung 0, under plain torchrun; rungs
+2 and 3 end in the checkpoint of their undisturbed run, and in the same one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet_client.spec_file import read_spec
+from ratchet_store.compare import compare
+from tests.e2e.exactness import final_checkpoint
+from tests.support.cli import Cli
+from tests.support.server import Server, rank_pid, wait_for
+
+LADDER = Path(__file__).parents[2] / "examples" / "adoption"
+EPOCHS, STEPS_PER_EPOCH = 10, 22
+KILL_IN_EPOCH = 4
+
+pytestmark = pytest.mark.slow
+
+
+def weights(text: str) -> str:
+    """The digest that the script prints in the end, once."""
+    (found,) = re.findall(r"weights ([0-9a-f]{16})", text)
+    return str(found)
+
+
+class Torchrun:
+    """``torchrun --nproc-per-node 2 --max-restarts 1`` of a rung's script, in a directory of its own."""
+
+    def __init__(self, rung: str, directory: Path) -> None:
+        directory.mkdir()
+        self.output = directory / "output.txt"
+        script = [str(LADDER / rung / "train.py"), "--epochs", str(EPOCHS), "--lr", "0.1"]
+        options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.05"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+        # Else the restarted ranks share a store with the dead ones, whose addresses gloo finds in it.
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *options, *script], cwd=directory, env=environment,
+                stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def kill_rank_1(self) -> None:
+        """Within an epoch: after the save of the one before it, which rank 0 tells."""
+        told = f"epoch {KILL_IN_EPOCH - 1}:"
+        wait_for(lambda: told in self.output.read_text(), f"{told} in {self.output}", 150, 0.005)
+        os.kill(self._rank(1), signal.SIGKILL)
+
+    def _rank(self, rank: int) -> int:
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError, IndexError):
+                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                if parent == self.process.pid and f"\0RANK={rank}\0".encode() in (entry / "environ").read_bytes():
+                    return int(entry.name)
+        raise AssertionError(f"rank {rank} has gone: {self.output.read_text()}")
+
+    def wait(self) -> str:
+        code = self.process.wait(200)
+        text = self.output.read_text()
+        assert code == 0, text
+        return text
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()  # torchrun ends its ranks
+            self.process.wait(30)
+
+
+@pytest.fixture
+def started() -> Iterator[list[Torchrun]]:
+    runs: list[Torchrun] = []
+    yield runs
+    for run in runs:
+        run.close()
+
+
+def test_only_the_hooks_state_makes_a_restart_under_torchrun_exact(started: list[Torchrun], tmp_path: Path) -> None:
+    started += [Torchrun(rung, tmp_path / str(i)) for i, rung in enumerate(("0_torchrun", "0_torchrun", "1_hooks"))]
+    undisturbed, recipe, hooks = started
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(Torchrun.kill_rank_1, (recipe, hooks)))
+    reference = weights(undisturbed.wait())
+    for run in (recipe, hooks):
+        said = run.wait()
+        assert said.count("epoch 1:") == 1, "the restart went on from the script's own checkpoint"
+    assert weights(recipe.wait()) != reference
+    assert weights(hooks.wait()) == reference
+
+
+def submit(server: Server, rung: str, name: str) -> str:
+    spec: dict[str, Any] = read_spec(str(LADDER / rung / "train.yaml"))
+    spec |= {"name": name, "resources": {"cpus_per_rank": 1}, "policy": {"backoff": 0.1}}
+    spec["world"]["device"] = "cpu"
+    return server.submit(spec)
+
+
+def live(server: Server, rung: str, kill: bool) -> str:
+    """A whole life of a job; with ``kill``, rank 1 is killed between two checkpoints. Returns its id."""
+    job_id = submit(server, rung, f"rung-{rung[0]}-{'killed' if kill else 'undisturbed'}")
+    if kill and rung == "0_torchrun":
+        work = server.paths.job(job_id).attempt(1).log(0)
+        told = f"epoch {KILL_IN_EPOCH - 1}:"
+        wait_for(lambda: work.exists() and told in work.read_text(), told, 150, 0.005)
+        os.kill(rank_pid(server.paths.job(job_id).attempt(1), 1), signal.SIGKILL)
+    elif kill:
+        _, paths = server.wait_step(job_id, STEPS_PER_EPOCH * (KILL_IN_EPOCH - 1) + 5, deadline=150)
+        os.kill(rank_pid(paths, 1), signal.SIGKILL)
+    server.wait_phase(job_id, "SUCCEEDED", deadline=180)
+    return job_id
+
+
+def test_each_rung_under_ratchet(server: Server) -> None:
+    lives = [("0_torchrun", True), ("2_session", True), ("3_task", True), ("2_session", False)]
+    with ThreadPoolExecutor(len(lives)) as threads:
+        script, session, task, undisturbed = threads.map(lambda life: live(server, *life), lives)
+
+    first, second = server.attempts(script)
+    assert first["cause"] == "rank-killed" and second["outcome"] == "succeeded"
+    assert second["resume_report"]["verdict"] == "unmanaged"
+    said = server.paths.job(script).attempt(2).log(0).read_text()
+    assert "epoch 1:" not in said and f"epoch {EPOCHS}:" in said, "it went on from its own checkpoint"
+    assert (server.paths.job(script).work / "checkpoint.pt").is_file()
+
+    for job_id in (session, task):
+        first, second = server.attempts(job_id)
+        assert first["cause"] == "rank-killed" and first["steps_lost"] > 0
+        assert second["resume_report"]["verdict"] == "exact", second["resume_report"]
+        assert second["base"]["step"] > 10, "PowerSGD compressed already"
+        comparison = compare(final_checkpoint(server, undisturbed), final_checkpoint(server, job_id))
+        assert comparison.tensors and comparison.identical, f"{comparison.different} {comparison.states}"
+
+
+def test_from_the_command_to_a_spec_that_the_service_accepts(server: Server, tmp_path: Path) -> None:
+    shutil.copy(LADDER / "0_torchrun" / "train.py", tmp_path)
+    cli = Cli(server.home, tmp_path)
+    first = cli("init", "torchrun", "--nproc-per-node", "2", "train.py", "--epochs", "10", "--lr", "0.1")
+    assert first.text == "" and "wrote train.yaml" in first.errors
+    assert first.errors.splitlines()[-1] == "next: ratchet submit train.yaml --follow"
+    assert "warning: powerSGD_hook is registered in train.py" in first.errors and "unmanaged" in first.errors
+    plan = cli("submit", "train.yaml", "--dry-run", "--json").data
+    assert plan["resolved"]["device"] in ("cpu", "cuda")
+
+    written = (tmp_path / "train.yaml").read_text()
+    again = cli("init", "train.py", expect=5)
+    assert "train.yaml is there already: --force" in again.errors and (tmp_path / "train.yaml").read_text() == written
