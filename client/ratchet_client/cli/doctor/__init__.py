@@ -42,11 +42,12 @@ def doctor(
     """Check whether this machine can run Ratchet, and say what to do where it cannot. Changes nothing."""
     from ratchet_client.cli.doctor.checks import examine
     from ratchet_client.cli.doctor.progress import Progress
+    from ratchet_client.cli.doctor.signals import interruptible
 
     given = settings(ctx)
     wanted = _known(hooks) if exactness else []
     chosen = Settings(given.server, home or given.home)
-    with Progress() as progress:
+    with interruptible(), Progress() as progress:
         found = examine(chosen, python, progress)
     if not as_json:
         _show(found.findings)

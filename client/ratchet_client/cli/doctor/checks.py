@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -26,9 +25,10 @@ class Diagnosis:
     cpu: str = "this CPU"
     gpus: list[str] = field(default_factory=list)
 
-    def ok(self, name: str) -> bool:
-        """Whether a check of this name was made and went well."""
-        return any(f.name == name and f.status == "ok" for f in self.findings)
+    def failed(self, name: str) -> bool:
+        """Whether the check of this name failed or could not even begin."""
+        found = [f.status for f in self.findings if f.name == name]
+        return not found or "failed" in found
 
 
 def examine(given: Settings, python: str | None, say: Progress) -> Diagnosis:
@@ -36,9 +36,7 @@ def examine(given: Settings, python: str | None, say: Progress) -> Diagnosis:
     home = home_directory(given.home)
     say("the disk of the run directory ...")
     on_disk = probes.within(DISK_SECONDS, "run directory", lambda: disk.probe(home))
-    with ThreadPoolExecutor(2) as pool:
-        worker = pool.submit(probes.worker, python or sys.executable)
-        database = pool.submit(probes.database, home)
+    with probes.worker(python or sys.executable) as worker, probes.database(home) as database:
         say("this machine ...")
         limits = machine.cgroup_limits()
         quick: tuple[tuple[str, Callable[[], list[Finding]]], ...] = (
@@ -53,9 +51,9 @@ def examine(given: Settings, python: str | None, say: Progress) -> Diagnosis:
         )
         rows = {name: probes.within(QUICK_SECONDS, name, check) for name, check in quick}
         say("database ...")
-        stored = database.result()
+        stored = database()
         say("torch, devices, and two processes that meet (some seconds) ...")
-        trains = worker.result()
+        trains = worker()
     order = [
         rows["python"],
         trains.findings,

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from ratchet_client.cli.doctor.checks import Diagnosis
 from ratchet_client.cli.doctor.progress import Progress
-from ratchet_client.cli.doctor.throwaway import throw_away_service
+from ratchet_client.cli.doctor.throwaway import started_below, throw_away_service
 from ratchet_client.client import RatchetClient
 from ratchet_contract.api import AttemptView, JobView
 from ratchet_contract.counter import finished_step
@@ -101,7 +101,7 @@ class Proof:
 def prove(found: Diagnosis, home: Path, python: str | None, hooks: Collection[str], say: Progress) -> list[Proof]:
     """One proof per hook of ``hooks`` and device of this machine; where the set-up fails, proofs that say why."""
     proofs = [proof for device in _devices(found) for proof in _planned(found, device, hooks)]
-    lacking = [name for name in ("torch", "extra worker", "extra service") if not found.ok(name)]
+    lacking = [name for name in ("torch", "extra worker", "extra service") if found.failed(name)]
     if lacking:
         return [_blocked(proof, f"{', '.join(lacking)}: see above") for proof in proofs]
     say("exactness: starting a service of its own ...")
@@ -206,7 +206,7 @@ def _strike(paths: HomePaths, proof: Proof) -> bool:
     if not (job.checkpoint(step - step % EVERY, 1) / MANIFEST_NAME).exists():
         return False
     pid = _pid(attempt.spool(proof.ranks - 1))
-    if pid is None:
+    if pid is None or not started_below(pid, paths.home):
         return False
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
@@ -278,7 +278,8 @@ def _compare(paths: HomePaths, proof: Proof, jobs: dict[str, JobView], python: s
     proof.tensors = result.tensors
     if result.different:
         more = len(result.different) - _MOST_NAMES
-        names = ", ".join(result.different[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+        weights_first = sorted(result.different, key=lambda name: not name.startswith("shared/model/"))
+        names = ", ".join(weights_first[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
         proof.problems.append(f"{len(result.different)} differ: {names}")
         proof.identical = False
     elif result.tensors and not proof.problems:

@@ -20,11 +20,12 @@ from ratchet_contract.errors import RatchetError
 from ratchet_contract.findings import Finding, failed, not_checked, ok, warning
 from ratchet_contract.messages import ServiceFile
 from ratchet_contract.paths import HomePaths
-from ratchet_contract.version import PROTOCOL_VERSION, RATCHET_VERSION
+from ratchet_contract.version import PROTOCOL_HEADER, PROTOCOL_VERSION, RATCHET_VERSION
 
 SECONDS: Final = 5.0
 MAX_SKEW: Final = 5.0
 """Seconds between two clocks above which times of service and client cannot be compared (the header has whole seconds)."""
+_SAME: Final = "restart the service from this installation (`ratchet serve`), or use the `ratchet` of the service's"
 _PROXIES: Final = ("http_proxy", "https_proxy", "all_proxy")
 
 
@@ -82,6 +83,8 @@ def service(given: Settings) -> list[Finding]:
     except ServiceUnreachable:
         return [_unreadable(home)] if home.service_file.exists() else [ok("service", "not running", START_IT)]
     except RatchetError as error:
+        if error.code == "protocol-mismatch":
+            return [failed("service version", "another protocol", detail=error.detail, cure=_SAME)]
         return [
             failed(
                 "service",
@@ -109,7 +112,7 @@ def service(given: Settings) -> list[Finding]:
             )
         ]
     found = [_ready(url, ready, is_loopback(url))]
-    found.append(_version(described, str(health.json().get("version"))))
+    found.append(_version(health.headers.get(PROTOCOL_HEADER), str(health.json().get("version"))))
     return [*found, _skew(health.headers.get("date"), now)]
 
 
@@ -148,21 +151,15 @@ def _ready(url: str, ready: object, here: bool) -> Finding:
     return ok("service", "running", where)
 
 
-def _version(described: ServiceFile | None, version: str) -> Finding:
+def _version(protocol: str | None, version: str) -> Finding:
+    """``protocol``: of the answer's header, which services of older versions do not send."""
     name = "service version"
-    if described is not None and described.protocol != PROTOCOL_VERSION:
-        return failed(
-            name,
-            version,
-            detail=f"protocol {described.protocol}, this installation speaks {PROTOCOL_VERSION}: agents will be refused",
-            cure="restart the service from this installation: ratchet serve",
-        )
-    if described is None and version != RATCHET_VERSION:
-        return warning(
-            name, version, detail=f"this client is {RATCHET_VERSION}", cure=f"pip install 'ratchet-train=={version}'"
-        )
-    protocol = f"protocol {described.protocol}" if described is not None else "same as this client"
-    return ok(name, version, protocol)
+    if protocol is not None and protocol != str(PROTOCOL_VERSION):
+        detail = f"protocol {protocol}, this installation speaks {PROTOCOL_VERSION}: its agents will be refused"
+        return failed(name, version, detail=detail, cure=_SAME)
+    if version != RATCHET_VERSION or protocol is None:
+        return warning(name, version, detail=f"this client is {RATCHET_VERSION}", cure=_SAME)
+    return ok(name, version, f"protocol {protocol}")
 
 
 def _skew(header: str | None, now: datetime) -> Finding:

@@ -8,10 +8,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from pydantic import ValidationError
 
@@ -20,22 +21,59 @@ from ratchet_contract.findings import Finding, ProbeReport, failed, not_checked
 WORKER_SECONDS: Final = 90.0
 """For torch from a cold disk, twice, and the meeting of two processes."""
 SERVICE_SECONDS: Final = 40.0
+_GRACE: Final = 10.0
+
+
+Answer: TypeAlias = Callable[[], ProbeReport]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A command that prints a ``ProbeReport`` within ``seconds``; ``name``: of the finding when it does not."""
+
+    name: str
+    command: list[str]
+    extra: str
+    seconds: float
+
+    @property
+    def python(self) -> str:
+        return self.command[0]
+
+
+def worker(python: str) -> AbstractContextManager[Answer]:
+    """What the interpreter that trains says of itself."""
+    return asked(Question("worker python", [python, "-P", "-m", "ratchet_worker.doctor"], "worker", WORKER_SECONDS))
+
+
+def database(home: Path) -> AbstractContextManager[Answer]:
+    """What the service's own code says of its database."""
+    if find_spec("sqlalchemy") is None or find_spec("alembic") is None:
+        detail = "the service's packages are not installed here"
+        return nullcontext(
+            lambda: _only(
+                not_checked("database", "unknown", detail=detail, cure="pip install 'ratchet-train[service]'")
+            )
+        )
+    command = [sys.executable, "-P", "-m", "ratchet_service.doctor", "--home", str(home)]
+    return asked(Question("database", command, "service", SERVICE_SECONDS))
 
 
 @contextmanager
-def started(command: list[str], environ: dict[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
-    """A process in a group of its own; whatever of the group is alive at the end is killed."""
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environ,
-        start_new_session=True,
-    )
+def asked(question: Question) -> Iterator[Answer]:
+    """Begin to ask; the answer is waited for when it is called for. At the end of the block whatever still lives is killed."""
     try:
-        yield process
+        process = subprocess.Popen(
+            question.command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        detail, cure = f"{question.python}: {error.strerror}", "name an interpreter with --python PATH"
+        report = _only(failed(question.name, "not found", detail=detail, cure=cure))
+        yield lambda: report
+        return
+    try:
+        yield lambda: _answer(question, process)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -45,51 +83,17 @@ def started(command: list[str], environ: dict[str, str] | None = None) -> Iterat
                 stream.close()
 
 
-def worker(python: str) -> ProbeReport:
-    """What the interpreter that trains says of itself."""
-    return _ask("worker python", [python, "-P", "-m", "ratchet_worker.doctor"], "worker", WORKER_SECONDS, python)
-
-
-def database(home: Path) -> ProbeReport:
-    """What the service's own code says of its database."""
-    if find_spec("sqlalchemy") is None or find_spec("alembic") is None:
-        return ProbeReport(
-            findings=[
-                not_checked(
-                    "database",
-                    "unknown",
-                    detail="the service's packages are not installed here",
-                    cure="pip install 'ratchet-train[service]'",
-                )
-            ]
-        )
-    command = [sys.executable, "-P", "-m", "ratchet_service.doctor", "--home", str(home)]
-    return _ask("database", command, "service", SERVICE_SECONDS, sys.executable)
-
-
-def _ask(name: str, command: list[str], extra: str, seconds: float, python: str) -> ProbeReport:
+def _answer(question: Question, process: subprocess.Popen[str]) -> ProbeReport:
     try:
-        with started(command) as process:
-            out, err = process.communicate(timeout=seconds)
+        out, err = process.communicate(timeout=question.seconds)
     except subprocess.TimeoutExpired:
-        return _only(
-            failed(
-                name,
-                "hangs",
-                detail=f"no answer in {seconds:g} s from {' '.join(command)}",
-                cure="run that command by hand and see where it stops",
-            )
-        )
-    except OSError as error:
-        return _only(
-            failed(
-                name, "not found", detail=f"{python}: {error.strerror}", cure="name an interpreter with --python PATH"
-            )
-        )
+        detail = f"no answer in {question.seconds:g} s from {' '.join(question.command)}"
+        cure = "run that command by hand and see where it stops"
+        return _only(failed(question.name, "hangs", detail=detail, cure=cure))
     try:
         return ProbeReport.model_validate_json(out.splitlines()[-1] if out.strip() else "")
     except ValidationError:
-        return _only(_mute(name, python, extra, process.returncode, err))
+        return _only(_mute(question.name, question.python, question.extra, process.returncode, err))
 
 
 def _mute(name: str, python: str, extra: str, code: int, err: str) -> Finding:
@@ -101,6 +105,13 @@ def _mute(name: str, python: str, extra: str, code: int, err: str) -> Finding:
             ".".join(map(str, version)),
             detail=f"{python} is too old",
             cure="Ratchet needs Python 3.11 or newer: name another interpreter with --python PATH",
+        )
+    if "No module named" in err and "ratchet" in err:
+        return failed(
+            name,
+            "without Ratchet",
+            detail=f"{python} cannot import ratchet_{extra}",
+            cure=f"{python} -m pip install 'ratchet-train[{extra}]'",
         )
     last = (err.strip().splitlines() or [f"it ended with {code} and said nothing"])[-1]
     return failed(
@@ -144,7 +155,11 @@ def within(seconds: float, name: str, check: Callable[[], list[Finding]]) -> lis
 
     thread = threading.Thread(target=run, name=f"doctor-{name}", daemon=True)
     thread.start()
-    thread.join(seconds)
+    try:
+        thread.join(seconds)
+    except KeyboardInterrupt:
+        thread.join(_GRACE)  # it takes away what it has made
+        raise
     if thread.is_alive():
         return [
             failed(

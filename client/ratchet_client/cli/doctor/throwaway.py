@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final
 
 from pydantic import ValidationError
 
+from ratchet_client.cli.doctor.signals import interruptible, undisturbed
 from ratchet_client.client import RatchetClient
 from ratchet_client.errors import DeadlineReached
 from ratchet_contract import environment
@@ -29,7 +29,6 @@ START_SECONDS: Final = 60.0
 END_SECONDS: Final = 20.0
 _JOBS_AT_ONCE: Final = 2
 """Jobs per core: half of a small job's life is waiting (imports, meeting, files), and thread counts are fixed either way."""
-_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class CannotStart(RatchetError):
@@ -52,32 +51,23 @@ def throw_away_service(home: Path) -> Iterator[tuple[RatchetClient, HomePaths]]:
     Ctrl-C, SIGTERM and SIGHUP end the block with ``KeyboardInterrupt``; until all is cleaned up, further ones are ignored.
     Raises ``CannotStart``.
     """
-    before = {number: signal.signal(number, _interrupt) for number in _SIGNALS}
     root: Path | None = None
     process: subprocess.Popen[bytes] | None = None
-    try:
-        root = _directory(home)
-        process = _start(root)
-        paths = HomePaths(root)
-        _wait_ready(process, paths)
-        with RatchetClient(home=root, retry_for=5.0) as client:
-            yield client, paths
-    finally:
-        for number in _SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+    with interruptible():
         try:
-            if process is not None:
-                _kill(process)
-            if root is not None:
-                sweep(root)
-                _remove(root)
+            root = _directory(home)
+            process = _start(root)
+            paths = HomePaths(root)
+            _wait_ready(process, paths)
+            with RatchetClient(home=root, retry_for=5.0) as client:
+                yield client, paths
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+            with undisturbed():
+                if process is not None:
+                    _kill(process)
+                if root is not None:
+                    sweep(root)
+                    _remove(root)
 
 
 def _directory(home: Path) -> Path:
@@ -144,10 +134,9 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 def sweep(root: Path) -> None:
     """Kill every process that was started for an attempt below ``root``, until there is none."""
-    needle = os.fsencode(f"{environment.ATTEMPT_DIR}={root}/")
 
     def none_left() -> bool:
-        found = [pid for pid in _pids() if _started_with(pid, needle)]
+        found = [pid for pid in _pids() if started_below(pid, root)]
         for pid in found:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -161,8 +150,10 @@ def _pids() -> list[int]:
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 
 
-def _started_with(pid: int, needle: bytes) -> bool:
-    """A live process's environment; a zombie's is empty, another user's may not be read."""
+def started_below(pid: int, root: Path) -> bool:
+    """Whether a process was started for an attempt below ``root``, by its environment: a zombie's is empty, another user's
+    may not be read."""
+    needle = os.fsencode(f"{environment.ATTEMPT_DIR}={root}/")
     try:
         return any(pair.startswith(needle) for pair in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
     except OSError:

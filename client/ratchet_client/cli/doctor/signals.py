@@ -1,0 +1,35 @@
+"""SIGTERM and SIGHUP end the doctor as Ctrl-C does, so that everything it made is taken away; cleaning up is not disturbed."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
+from typing import Any, Final
+
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def _handled(handler: Any) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def interruptible() -> AbstractContextManager[None]:
+    """A context in which all three raise ``KeyboardInterrupt``."""
+    return _handled(_interrupt)
+
+
+def undisturbed() -> AbstractContextManager[None]:
+    """A context in which all three are ignored."""
+    return _handled(signal.SIG_IGN)

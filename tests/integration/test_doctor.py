@@ -1,0 +1,247 @@
+"""``ratchet doctor`` on machines that lack something: the complaint names it and its cure, and nothing changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from ratchet_client.cli.common import Settings as ClientSettings
+from ratchet_client.cli.doctor import probes
+from ratchet_client.cli.doctor.network import service
+from ratchet_contract.findings import Finding
+from ratchet_contract.messages import ServiceFile
+from ratchet_contract.paths import HomePaths
+from ratchet_contract.version import PROTOCOL_VERSION
+from ratchet_service.database import Database, sqlite_url
+from ratchet_service.doctor import probe
+from ratchet_service.migrate import upgrade
+from ratchet_service.settings import Settings
+from tests.support.cli import EXECUTABLE
+from tests.support.doctor import (
+    BROKEN_TORCH,
+    MISSING_TORCH,
+    NO_PYTHON,
+    OLD_TORCH,
+    Doctor,
+    contents,
+    stand_in_service,
+)  # fmt: skip
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "place" / "home"
+
+
+@pytest.fixture
+def doctor(home: Path) -> Doctor:
+    return Doctor(home, home.parent)
+
+
+def migrated(home: Path) -> Path:
+    """The database of a run directory whose service has ended."""
+    home.mkdir(parents=True, exist_ok=True)
+    path = HomePaths(home).database
+    database = Database(sqlite_url(path))
+    upgrade(database)
+    database.dispose()
+    return path
+
+
+# --- the interpreter that trains -----------------------------------------------------------------------------------------
+
+
+def shim(tmp_path: Path, torch: str) -> str:
+    """A directory in which ``import torch`` finds this text."""
+    (tmp_path / "shim").mkdir()
+    (tmp_path / "shim" / "torch.py").write_text(torch)
+    return str(tmp_path / "shim")
+
+
+def test_without_torch_nothing_can_be_proved_either(doctor: Doctor, tmp_path: Path) -> None:
+    """No service is started for that."""
+    doctor.environment["PYTHONPATH"] = shim(tmp_path, MISSING_TORCH)
+    rows = doctor.rows("--exactness", "--hook", "powerSGD", python=None)
+    assert (rows["torch"]["status"], rows["torch"]["value"]) == ("failed", "missing")
+    assert "pip install 'ratchet-train[worker]'" in rows["torch"]["cure"]
+    assert rows["extra worker"]["status"] == "ok" and "gloo" not in rows
+    assert (
+        rows["exactness powerSGD cpu"]["value"] == "not proved" and "torch" in rows["exactness powerSGD cpu"]["detail"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("torch", "value", "said", "cure"),
+    [
+        (OLD_TORCH, "2.12.1+cpu", "other versions are refused", "pip install 'torch<2.14,>=2.13'"),
+        (BROKEN_TORCH, "broken", "libtorch_cpu.so", "--force-reinstall"),
+    ],
+    ids=["old", "broken"],
+)
+def test_a_torch_that_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str, value: str, said: str, cure: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", shim(tmp_path, torch))
+    row = {f.name: f for f in trains(sys.executable)}["torch"]
+    assert (row.status, row.value) == ("failed", value)
+    assert said in str(row.detail) and cure in str(row.cure)
+
+
+def trains(python: str) -> list[Finding]:
+    with probes.worker(python) as answer:
+        return answer().findings
+
+
+def test_an_interpreter_without_ratchet_and_one_that_is_none(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    (row,) = trains(str(bare))
+    assert (row.status, row.value) == ("failed", "without Ratchet") and f"{bare} -m pip install" in str(row.cure)
+    (row,) = trains(str(tmp_path / "nothing"))
+    assert (row.status, row.value) == ("failed", "not found") and "--python" in str(row.cure)
+
+
+# --- disk ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_that_cannot_be_written(doctor: Doctor) -> None:
+    row = doctor.rows("--home", "/proc/ratchet")["run directory"]
+    assert row["status"] == "failed" and "/proc" in row["detail"] and "--home DIR" in row["cure"]
+
+
+def test_a_disk_with_no_room(tmp_path: Path) -> None:
+    """A tmpfs of 1 MB in a mount namespace of its own, which ends with the process."""
+    if os.geteuid() != 0 or subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("needs root and mount namespaces")
+    command = (
+        f"mount -t tmpfs -o size=1m none {tmp_path} && {EXECUTABLE} doctor --json --python {NO_PYTHON} --home {tmp_path}/home; "
+        f"ls -A {tmp_path} >&2"
+    )
+    done = subprocess.run(["unshare", "--mount", "sh", "-c", command], capture_output=True, text=True, timeout=60)
+    rows = {row["name"]: row for row in json.loads(done.stdout)}
+    assert rows["file system"]["value"] == "tmpfs" and rows["disk space"]["status"] == "warning"
+    assert rows["disk speed"]["value"] == "no space" and "free space" in rows["disk speed"]["cure"]
+    assert rows["file locks"]["status"] == rows["rename"]["status"] == "ok"
+    assert "ratchet" not in done.stderr, "something was left behind"
+
+
+# --- database ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_database_of_a_newer_ratchet_and_one_that_is_fine(doctor: Doctor, home: Path) -> None:
+    path = migrated(home)
+    before = contents(home)
+    database, schema = probe(Settings(home))
+    assert database.status == schema.status == "ok" and "own" in str(schema.detail)
+    assert contents(home) == before
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    connection.close()
+    before = contents(home)
+    row = doctor.rows()["schema"]
+    assert (row["status"], row["value"]) == ("failed", "9999") and "pip install --upgrade" in row["cure"]
+    assert contents(home) == before
+
+
+def test_a_damaged_database(home: Path) -> None:
+    path = migrated(home)
+    data = bytearray(path.read_bytes())
+    data[4096:12288] = os.urandom(8192)
+    path.write_bytes(data)
+    (row,) = probe(Settings(home))
+    assert (row.status, row.value) == ("failed", "damaged") and "keep a copy" in str(row.cure)
+    assert path.read_bytes() == data
+
+
+def test_postgresql(doctor: Doctor, home: Path, postgres_url: str) -> None:
+    """Empty, with the schema, through a role that may not change it; and a server that is not there."""
+    with psycopg.connect(postgres_url, autocommit=True) as admin:
+        admin.execute("CREATE DATABASE doctor")
+        admin.execute("CREATE ROLE weak LOGIN")
+    try:
+        url = postgres_url.replace("/postgres?", "/doctor?")
+        found = {f.name: f for f in probe(Settings(home, url))}
+        assert found["database"].value.startswith("PostgreSQL ") and found["schema"].value == "none yet"
+        database = Database(url)
+        upgrade(database)
+        database.dispose()
+        found = {f.name: f for f in probe(Settings(home, url))}
+        assert found["database rights"].status == "ok" and "own" in str(found["schema"].detail)
+        weak = {f.name: f for f in probe(Settings(home, url.replace("postgres@", "weak@")))}
+        assert weak["database rights"].status == "failed" and "GRANT CREATE" in str(weak["database rights"].cure)
+        doctor.environment["RATCHET_DATABASE_URL"] = "postgresql://u:secret@127.0.0.1:1/x"
+        row = doctor.rows()["database"]
+        assert (row["status"], row["value"]) == ("failed", "no connection") and "secret" not in json.dumps(row)
+    finally:
+        with psycopg.connect(postgres_url, autocommit=True) as admin:
+            admin.execute("DROP DATABASE doctor WITH (FORCE)")
+            admin.execute("DROP ROLE weak")
+
+
+# --- service -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_service_with_another_clock_and_another_version(doctor: Doctor) -> None:
+    with stand_in_service(ahead=3600.0, version="9.9.9", ready=503) as url:
+        rows = by_server(doctor, url)
+    assert rows["service clock"]["status"] == "warning" and rows["service clock"]["value"].startswith("+3")
+    assert "set-ntp" in rows["service clock"]["cure"]
+    assert (rows["service version"]["status"], rows["service version"]["value"]) == ("warning", "9.9.9")
+    assert rows["service"]["value"] == "not ready"
+
+
+def by_server(doctor: Doctor, url: str) -> dict[str, dict[str, str]]:
+    done = doctor.cli("--server", url, "doctor", "--json", "--python", NO_PYTHON, expect=8)
+    return {row["name"]: row for row in done.data}
+
+
+def test_a_service_of_another_protocol_and_one_that_was_killed(home: Path) -> None:
+    home.mkdir(parents=True)
+    with stand_in_service() as url:
+        described = ServiceFile(protocol=99, url=url, pid=os.getpid(), started_at="2026-01-01T00:00:00Z")
+        HomePaths(home).service_file.write_text(described.model_dump_json())
+        (row,) = service(ClientSettings(None, home))
+        assert (row.name, row.status) == ("service version", "failed")
+        assert "protocol 99" in str(row.detail) and "ratchet serve" in str(row.cure)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    dead = described.model_copy(update={"pid": gone.pid, "protocol": PROTOCOL_VERSION})
+    HomePaths(home).service_file.write_text(dead.model_dump_json())
+    (row,) = service(ClientSettings(None, home))
+    assert (row.status, row.value) == ("ok", "not running") and "was killed" in str(row.detail)
+
+
+# --- how it is shown -----------------------------------------------------------------------------------------------------
+
+
+def test_on_a_terminal_there_is_a_table_with_colours_and_the_cures_below(doctor: Doctor) -> None:
+    controller, terminal = pty.openpty()
+    environ = doctor.environment | {"TERM": "xterm-256color", "http_proxy": "http://127.0.0.1:9"}
+    process = subprocess.Popen(
+        [str(EXECUTABLE), "doctor", "--python", NO_PYTHON], cwd=doctor.cli.cwd, env=environ, stdin=terminal, stdout=terminal,
+        stderr=terminal,
+    )  # fmt: skip
+    os.close(terminal)
+    shown = b""
+    try:
+        while piece := os.read(controller, 65536):
+            shown += piece
+    except OSError:  # how Linux says that the last writer has gone
+        pass
+    finally:
+        os.close(controller)
+    assert process.wait(30) == 8
+    text = shown.decode()
+    assert "\x1b[31mfailed" in text and "\x1b[32mok" in text
+    assert "does not apply to Ratchet's own requests" in text
+    table, _, cures = text.partition("worker python: ")
+    assert table and "pip install" in cures and "1 failed" in cures
