@@ -137,7 +137,11 @@ class PolicySpec(SpecModel):
         300.0, description="Without any progress of a rank, then the attempt ends as a hang."
     )
     stop_grace: Seconds = Field(120.0, description="From a stop request until ranks are killed.")
-    backoff: Seconds = Field(1.0, description="First delay after a failure; doubles, with jitter, up to 5 minutes.")
+    backoff: Seconds = Field(
+        1.0,
+        description="First delay after a failure; doubles, with jitter, up to 5 minutes. The first rank-killed, oom or exception "
+        "since the last progress is tried again at once.",
+    )
 
 
 class LauncherSpec(SpecModel):

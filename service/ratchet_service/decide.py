@@ -8,7 +8,8 @@ The rules for an attempt that has ended:
 2. The final checkpoint is committed and the end was clean or a graceful stop: the job is done, whatever was wanted.
 3. A clean exit while a stop was wanted, without the final checkpoint, is that stop and no success.
 4. A wanted suspend or cancel is reached once nothing runs, however the attempt ended; the budgets still count it.
-5. Otherwise the cause's budget decides between another attempt (after a back-off for failures) and the end of the job.
+5. Otherwise the cause's budget decides between another attempt (failures: the first at once, then after a back-off) and the
+   end of the job.
    Three attempts in a row that commit no new step end it too. A suspended attempt is a pause that somebody asked for, not
    a try that came to nothing: it neither adds to that row nor breaks it. Nor does an unmanaged one (a script without a
    Session): it commits nothing, and whether it got on is known to the script alone. Its failures count as ever, and since no
@@ -31,6 +32,9 @@ JITTER: Final = 0.2
 """A delay is drawn from [1 - JITTER, 1 + JITTER] times its nominal value."""
 LOST_FACTOR: Final = 2.0
 """Attempts that were lost wait this much longer than failed ones: the machine, not the job, needs the time."""
+RETRIED_AT_ONCE: Final = frozenset({Cause.RANK_KILLED, Cause.OOM, Cause.EXCEPTION})
+"""What need not come again: the first such failure since the last progress waits for nothing. After the others (a hang, a disk
+that refuses a checkpoint, a lost attempt) it is the machine that needs the time."""
 NO_PROGRESS_LIMIT: Final = 3
 
 
@@ -257,8 +261,11 @@ def _exhausted(view: JobView, cause: Cause, counters: Counters, end: AttemptEnd)
 def _requeue(view: JobView, cause: Cause, counters: Counters, end: AttemptEnd, now: datetime) -> Decision:
     if cause.budget is not Budget.FAILURES:
         return _over(view, Event.END_REQUEUE, cause, counters, cause.value, _last(cause, end))
+    nth = counters.failures - (cause in RETRIED_AT_ONCE)
+    if nth == 0:
+        return _over(view, Event.END_REQUEUE, cause, counters, cause.value, f"{_last(cause, end)} Tried again at once.")
     first = view.limits.backoff * (LOST_FACTOR if cause.outcome is Outcome.LOST else 1.0)
-    delay = backoff_seconds(view.job_id, view.epoch, counters.failures, first)
+    delay = backoff_seconds(view.job_id, view.epoch, nth, first)
     text = f"{_last(cause, end)} Tried again after {delay:.1f} s."
     return replace(
         _over(view, Event.END_REQUEUE, cause, counters, "backoff", text), not_before=now + timedelta(seconds=delay)

@@ -158,15 +158,29 @@ def test_three_attempts_in_a_row_without_a_new_step_end_the_job(cause: Cause) ->
         assert events == [(Event.END_REQUEUE, False)] * 2 + [(Event.END_FAILED, True)]
 
 
-def test_only_failures_wait_and_lost_attempts_wait_longer() -> None:
-    def delay(cause: Cause) -> float:
-        not_before = end(cause, limits=Limits(backoff=8.0)).not_before
-        return 0.0 if not_before is None else (not_before - NOW).total_seconds()
+def delay(cause: Cause, failures: int = 0, committed: int | None = 10) -> float:
+    """Seconds until the next attempt, after ``failures`` before this one; without a new step unless ``committed`` > 10."""
+    counters = Counters(failures=failures)
+    not_before = end(cause, counters=counters, limits=Limits(backoff=8.0), committed=committed).not_before
+    return 0.0 if not_before is None else (not_before - NOW).total_seconds()
 
-    delays = {cause: delay(cause) for cause in Cause}
+
+def test_only_failures_wait_and_lost_attempts_wait_longer() -> None:
+    delays = {cause: delay(cause, 1) for cause in Cause}
     for cause, seconds in delays.items():
         assert (seconds > 0) is (cause.budget is Budget.FAILURES), cause
-    assert delays[Cause.UNKNOWN] == pytest.approx(2 * delays[Cause.EXCEPTION])
+    assert delays[Cause.UNKNOWN] == pytest.approx(2 * delays[Cause.HANG]) == pytest.approx(4 * delays[Cause.EXCEPTION])
+
+
+@pytest.mark.parametrize("cause", [c for c in Cause if c.budget is Budget.FAILURES])
+def test_the_first_failure_is_tried_again_at_once_unless_the_machine_needs_time(cause: Cause) -> None:
+    at_once = cause in (Cause.RANK_KILLED, Cause.OOM, Cause.EXCEPTION)
+    waits = [delay(cause, failures) for failures in range(3)]
+    assert (waits[0] == 0.0) is at_once
+    assert waits[1] > 0.0 and waits[2] == pytest.approx(2 * waits[1])
+    assert delay(cause, 2, committed=20) == pytest.approx(waits[0]), "progress forgives what came before"
+    reason = end(cause, committed=10).reason
+    assert reason == (cause.value if at_once else "backoff")
 
 
 def test_back_off_doubles_up_to_its_cap_with_a_jitter_that_can_be_computed_again() -> None:
