@@ -10,7 +10,7 @@ RatchetError
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pydantic import ValidationError
 
@@ -18,6 +18,10 @@ from ratchet_contract.errors import Conflict, NotFound, Problem, RatchetError, R
 
 if TYPE_CHECKING:
     import httpx
+
+
+NOT_A_SERVICE: Final = "not-a-service"
+"""Code of the ``ServiceFault`` for an answer of another program: waiting does not make it one."""
 
 
 class ServiceUnreachable(RatchetError):
@@ -60,6 +64,7 @@ def no_service(response: httpx.Response) -> ServiceFault:
         f"{address} is not a Ratchet service: {response.request.method} {url.path} answered {response.status_code} without a "
         f"problem document{https}. Another program listens there: check --server and RATCHET_SERVER (`ratchet serve` says its "
         "address when it starts)",
+        code=NOT_A_SERVICE,
         status=response.status_code,
     )
 

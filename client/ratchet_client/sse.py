@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 
-from ratchet_client.errors import ServiceFault, ServiceUnreachable
+from ratchet_client.errors import NOT_A_SERVICE, ServiceFault, ServiceUnreachable
 from ratchet_client.transport import Params, Transport
 
 END_EVENT = "end"
@@ -64,6 +64,8 @@ def follow(
                 return
             done = finished()
         except (ServiceUnreachable, ServiceFault) as error:
+            if error.code == NOT_A_SERVICE:
+                raise
             now = time.monotonic()
             if silent_since is None:
                 silent_since = now

@@ -129,7 +129,8 @@ def _check_arguments(takes: ast.arguments, skip: int, task: TaskSpec) -> FieldPr
     for name in task.args:
         if name not in known and takes.kwarg is None:
             text = f"{task.entrypoint!r} takes no argument {name!r}{nearest(name, known)}; {it_takes}"
-            return FieldProblem(pointer=f"/task/args/{_escaped(name)}", code="arguments-wrong", detail=text)
+            pointer = f"/task/args/{_escaped(name)}"
+            return FieldProblem(pointer=pointer, code="arguments-wrong", detail=text)
     absent = [name for name in known if name in required and name not in task.args]
     if absent:
         text = f"{task.entrypoint!r} needs the argument {' and '.join(map(repr, absent))}; {it_takes}"

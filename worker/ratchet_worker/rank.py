@@ -6,13 +6,18 @@ The process first ties its life to the agent's and learns to hear signals; torch
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ratchet_contract import environment as names
 from ratchet_contract.exit_codes import EXIT_USER_ERROR
 from ratchet_worker.listener import Listener
 from ratchet_worker.procs import die_with_parent
+
+if TYPE_CHECKING:
+    from ratchet_contract.messages import LaunchFile
 
 
 def main() -> int:
@@ -27,9 +32,28 @@ def main() -> int:
     from ratchet_contract.messages import LaunchFile
 
     launch = LaunchFile.model_validate_json(Path(os.environ[names.LAUNCH_FILE]).read_bytes())
-    from ratchet_worker.process import RankProcess  # torch
-
+    try:
+        from ratchet_worker.process import RankProcess  # torch
+    except ModuleNotFoundError as error:
+        return _not_installed(launch, error)
     return RankProcess(launch, listener).execute()
+
+
+def _not_installed(launch: LaunchFile, error: ModuleNotFoundError) -> int:
+    """It was there when the job was submitted, or nobody could look: no retry brings it back."""
+    from ratchet_contract.messages import RankResult
+    from ratchet_contract.paths import AttemptPaths
+    from ratchet_contract.phases import Cause
+    from ratchet_worker.files import now
+    from ratchet_worker.results import write_rank_result
+
+    command = shlex.join([sys.executable, "-m", "pip", "install", "ratchet-train[worker]"])
+    text = f"{sys.executable} has no {error.name}, which a rank needs: {command}; then `ratchet resume {launch.job_id}`"
+    print(f"ratchet: {text}", file=sys.stderr, flush=True)
+    rank = int(os.environ[names.RANK])
+    result = RankResult(rank=rank, cause=Cause.USER_ERROR, at=now(), last_step=0, message=text)
+    write_rank_result(AttemptPaths(Path(launch.attempt_dir)).rank_result(rank), result)
+    return EXIT_USER_ERROR
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ A stop waits for the end of the step, evaluation included. Outside the loop the 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -85,8 +86,8 @@ class Session:
         open_runtime = current.get(None)
         if open_runtime is None:
             raise UserError(
-                "there is no job here: a script with a Session is started by Ratchet. Submit it with a spec that has "
-                'script: ["train.py"] and code: {path: DIRECTORY} (ratchet serve; ratchet submit spec.yaml)'
+                "there is no job here: a script with a Session is started by Ratchet, not by python or torchrun. Run `ratchet "
+                f"serve` in another terminal; here `ratchet init {sys.argv[0]}`, for a spec; then `ratchet submit` with it"
             )
         self._runtime: Runtime = open_runtime()
 

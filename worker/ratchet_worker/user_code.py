@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import runpy
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,10 +72,16 @@ def not_importable(what: str, error: ModuleNotFoundError | SyntaxError, code: Pa
     if isinstance(error, SyntaxError):
         return UserError(f"{what} failed: SyntaxError: {error}", code="import-failed")
     return UserError(
-        f"{what} needs the module {error.name!r}, which {sys.executable} does not have: install it there, or name another "
-        f"interpreter with `python`. A module of your own belongs into the code directory, which holds: {_names_in(code)}",
+        f"{what} needs the module {error.name!r}, which {sys.executable} does not have: {_pip_install(error.name)} (if the "
+        "package is named like its module), or name another interpreter with `python`. A module of your own belongs into the "
+        f"code directory, which holds: {_names_in(code)}",
         code="import-failed",
     )
+
+
+def _pip_install(module: str | None) -> str:
+    top = (module or "").partition(".")[0]
+    return shlex.join([sys.executable, "-m", "pip", "install", top])
 
 
 def _names_in(code: Path) -> str:
