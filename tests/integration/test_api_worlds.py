@@ -160,7 +160,7 @@ def test_an_older_checkpoint_counts_with_its_own_number_of_ranks(api: Api) -> No
     assert api.report(job_id, (2, 1, []), (0, 1, told), number=2).status_code == 200
     api.put(job_id, JobPhase.SUSPENDED)
     refused = resume(api, job_id, {"from_step": 5, "on_hook_mismatch": "fail"}, 409)
-    assert refused["code"] == "world-size-mismatch" and "written by 2 ranks, 3 are asked for" in refused["detail"]
+    assert refused["code"] == "world-size-mismatch" and "written by 2 ranks, the job asks for 3" in refused["detail"]
     job = resume(api, job_id, world(2, from_step=5, on_hook_mismatch="fail"))
     assert job["spec"]["world"]["ranks_per_node"] == 2
     assert events(api, job_id)[-1]["data"]["from_step"] == 5

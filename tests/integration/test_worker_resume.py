@@ -20,6 +20,20 @@ from tests.support.launch import RESOLVED, Attempt, Job
 STEPS, EVERY = 60, 10
 HOOK = {"name": "powerSGD", "matrix_approximation_rank": 2, "start_powerSGD_iter": 5}
 
+STREAM = """
+import torch
+
+from ratchet_worker.data.iterable import TrainStream
+from ratchet_worker.session import Session
+from ratchet_worker.tasks.digits import make_net
+
+with Session() as s:
+    module = make_net(8, 0.25)
+    s.wrap(module)
+    s.register(optimizer=torch.optim.SGD(module.parameters()), data=TrainStream([]))
+    s.restore()
+"""
+
 
 def _spec(**args: Any) -> dict[str, Any]:
     return {
@@ -121,16 +135,20 @@ def test_what_differs_is_refused_or_reported_and_a_fork_on_other_ranks_is_redist
     alone = {**_spec(evaluate=False), "world": {"ranks_per_node": 1, "device": "cpu"}}
     forked = Job(tmp_path, alone, job_id="forked")
     jobs.append(forked)
-    for change, word in (
-        ({"hook": {**HOOK, "matrix_approximation_rank": 4}}, "rank 2 -> 4"),
-        ({"hook": HOOK}, "2 ranks"),
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "stream.py").write_text(STREAM)
+    script = {**alone, "task": None, "script": ["stream.py"], "code": {"path": str(tmp_path / "code")}}
+    streaming = Job(tmp_path, script, tmp_path / "code", job_id="streaming")
+    jobs.append(streaming)
+    for attempt, words in (
+        (forked.launch(fork=fork, spec={"hook": {**HOOK, "matrix_approximation_rank": 4}}), "rank 2 -> 4"),
+        (streaming.launch(fork=fork), "2 ranks, this group has 1: the hook's residuals and the data position"),
     ):
-        attempt = forked.launch(fork=fork, spec=change)
         result = attempt.wait()
-        assert result.cause is Cause.USER_ERROR and word in (result.message or ""), attempt.logs()
+        assert result.cause is Cause.USER_ERROR and words in (result.message or ""), attempt.logs()
         assert "policy.on_hook_mismatch" in (result.message or "")
 
-    attempt = forked.launch(fork=fork, spec={"policy": {"on_hook_mismatch": "redistribute"}})
+    attempt = forked.launch(fork=fork, spec={"hook": HOOK, "policy": {"on_hook_mismatch": "redistribute"}})
     assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
     report = attempt.report()
     assert report.verdict == "not-exact" and report.recorded_world_size == 2 and report.base.step == source.step

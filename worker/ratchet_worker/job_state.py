@@ -124,7 +124,7 @@ class JobState:
     ) -> list[ComponentReport]:
         """Put back the state of a group of ``len(old)`` ranks as well as it can be. ``mine``: the old rank that this rank takes
         private state from; ``old``: data and hook of all old ranks. The generators are seeded anew from ``seed``."""
-        reason = f"the group had {len(old)} ranks; this is one of theirs"
+        reason = f"the group had {counted(len(old))}; this is one of theirs"
         reports = self._restore_common(mine, "redistributed", reason, relayout)
         if self.data is not None and "data" in mine.state:
             reports.append(self._resize_data([s.value("data") for s in old], len(old)))
@@ -200,9 +200,9 @@ class JobState:
         assert self.data is not None
         load: Any = getattr(self.data, "load_resized", None)
         if load is None:
-            return self._report("data", "reset", f"the group had {ranks} ranks and the data have no load_resized")
+            return self._report("data", "reset", f"the group had {counted(ranks)} and the data have no load_resized")
         report = self._restore_data(lambda _: load(states))
-        reason = f"continued behind what {ranks} ranks had used up"
+        reason = f"continued behind what {counted(ranks)} had used up"
         return report if report.status == "not-exact" else self._report("data", "redistributed", reason)
 
     def _fits(self, component: str, load: Callable[[], Any]) -> ComponentReport:
@@ -240,6 +240,11 @@ class JobState:
         module = self.hook_or_refuse()[0].module
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         return [name for name, _ in module.named_parameters() if name not in ignored]
+
+
+def counted(ranks: int) -> str:
+    """``1 rank``, ``2 ranks``"""
+    return f"{ranks} rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def addresses(state: Any) -> Iterator[int]:

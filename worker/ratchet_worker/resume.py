@@ -19,6 +19,7 @@ from ratchet_hooks.layout import ManagedDDP
 from ratchet_worker import environment_record, rng
 from ratchet_worker import restore as disk
 from ratchet_worker.files import write_atomic
+from ratchet_worker.job_state import counted
 from ratchet_worker.restore import Chosen
 from ratchet_worker.snapshot import Snapshot
 
@@ -122,10 +123,8 @@ def _keep_total(runtime: Runtime, manifest: Manifest) -> None:
     if manifest.data_digest != runtime.data_digest:
         return
     runtime.total = before
-    ranks = launch.world_size
-    runtime.notes.total = (
-        f"the job ends after step {before} as before; for {ranks} ranks the task would ask for {asked} steps"
-    )
+    here = counted(launch.world_size)
+    runtime.notes.total = f"the job ends after step {before} as before; for {here} the task would ask for {asked} steps"
 
 
 def _insist_on_one_total(totals: list[int | None]) -> None:
@@ -206,9 +205,9 @@ def _refuse_resize(runtime: Runtime, manifest: Manifest) -> None:
     lost += ["the data position"] if data is not None and not hasattr(data, "load_resized") else []
     if lost and launch.spec.policy.on_hook_mismatch == "fail":
         raise UserError(
-            f"the checkpoint was made by {manifest.world_size} ranks, this group has {runtime.world_size}: "
+            f"the checkpoint was made by {counted(manifest.world_size)}, this group has {runtime.world_size}: "
             f"{' and '.join(lost)} cannot come back exactly. Resume with on_hook_mismatch redistribute or reset (in a "
-            f"spec: policy.on_hook_mismatch), or with {manifest.world_size} ranks again",
+            f"spec: policy.on_hook_mismatch), or with {counted(manifest.world_size)} again",
             code="world-size-mismatch",
         )
 

@@ -96,15 +96,16 @@ def mismatch(spec: JobSpec, checkpoint: Path) -> str | None:
         return None
     if ranks == spec.world.size:
         return None
-    written = f"checkpoint {checkpoint.name} was written by {ranks} ranks, {spec.world.size} are asked for"
+    again = f"{ranks} rank" if ranks == 1 else f"{ranks} ranks"
+    written = f"checkpoint {checkpoint.name} was written by {again}, the job asks for {spec.world.size}"
     if spec.determinism == "strict":
         return (
-            f"{written}: that is never exact, and determinism is strict; keep {ranks} ranks, or fork the job with determinism: "
+            f"{written}: that is never exact, and determinism is strict; keep {again}, or fork the job with determinism: "
             "warn"
         )
     if HOOKS[spec.hook.name].stateful and spec.policy.on_hook_mismatch == "fail":
         return (
             f"{written}, and the residuals of {spec.hook.name} are per rank: set on_hook_mismatch to redistribute (every rank "
-            f"gets their mean) or reset (the hook starts anew), or keep {ranks} ranks"
+            f"gets their mean) or reset (the hook starts anew), or keep {again}"
         )
     return None

@@ -1,0 +1,90 @@
+"""A PowerSGD job that is suspended and goes on with one rank instead of two, as a user would do it: the command line tells what
+is missing, the report what became of each part, and the training goes on from where it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from tests.support.cli import Cli
+from tests.support.launch import wait_freeze
+from tests.support.server import Server
+
+TOTAL = 66  # 3 epochs of 1437 images in batches of 2 x 32
+HELD = """
+import time
+from pathlib import Path
+
+from ratchet_worker.tasks.digits import DigitsTask
+
+
+class Held(DigitsTask):
+    def __init__(self, gate, **more):
+        super().__init__(**more)
+        self.gate = Path(gate)
+
+    def before_step(self, model, optimizer, step):
+        while step == 31 and self.gate.exists():
+            time.sleep(0.01)
+"""
+SPEC: dict[str, Any] = {
+    "name": "digits-resized",
+    "world": {"ranks_per_node": 2, "device": "cpu"},
+    "resources": {"cpus_per_rank": 1},
+    "hook": {"name": "powerSGD", "matrix_approximation_rank": 2, "start_powerSGD_iter": 5},
+    "checkpoint": {"every_steps": 20},
+}
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_with_another_number_of_ranks(server: Server, tmp_path: Path) -> None:
+    gate, cli = tmp_path / "gate", Cli(server.home, tmp_path)
+    gate.touch()
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "held.py").write_text(HELD)
+    arguments = {"gate": str(gate), "epochs": 3, "width": 16, "evaluate": False}
+    task = {"entrypoint": "held:Held", "args": arguments}
+    job = server.submit({**SPEC, "task": task, "code": {"path": str(tmp_path / "code")}})
+    _, paths = server.wait_step(job, 30)
+    early = server.call("POST", f"/v1/jobs/{job}/resume", json={"world": {"ranks_per_node": 1}}, expect=409)
+    assert early.json()["code"] == "world-needs-stop"
+    server.call("POST", f"/v1/jobs/{job}/suspend")
+    wait_freeze(paths, 0)
+    gate.unlink()
+    at = server.wait_phase(job, "SUSPENDED")["progress"]["step"]
+    assert at == 31
+    refused = cli("resume", job, "--world", "1", expect=4).errors
+    assert "on_hook_mismatch to redistribute" in refused and "powerSGD" in refused
+    resumed = cli("resume", job, "--world", "1", "--on-hook-mismatch", "redistribute", "--json").data
+    assert resumed["spec"]["world"]["ranks_per_node"] == 1
+    ended = server.wait_phase(job, "SUCCEEDED")
+    assert (
+        ended["progress"]["step"] == ended["progress"]["total_steps"] == TOTAL
+    )  # one rank alone would take 132 for 3 epochs
+
+    first, second = server.attempts(job)
+    assert (first["cause"], first["steps_lost"], second["base"]["step"]) == ("api-suspend", 0, at)
+    report = second["resume_report"]
+    assert (report["verdict"], report["recorded_world_size"], report["world_size"]) == ("not-exact", 2, 1)
+    assert {c["component"]: c["status"] for c in report["components"]} == {
+        "model": "exact", "optimizer": "exact", "layout": "exact", "hook": "redistributed", "data": "redistributed",
+        "buffers": "redistributed", "scheduler": "redistributed", "rng": "reset",
+    }  # fmt: skip
+    assert {d["key"]: (d["recorded"], d["current"]) for d in report["differences"]} == {
+        "ranks_per_node": (2, 1), "world_size": (2, 1),
+    }  # fmt: skip
+    assert [note for note in report["notes"] if str(TOTAL) in note and "132" in note]
+
+    series = server.call("GET", f"/v1/jobs/{job}/metrics?name=loss").json()["series"][0]["points"]
+    begin = mean(p["value"] for p in series[:10])
+    goes_on = [p["value"] for p in series if p["epoch"] == 2][:10]
+    assert [p["step"] for p in series] == list(range(1, TOTAL + 1))
+    assert mean(goes_on) < 0.9 * begin
+    hook = server.call("GET", f"/v1/jobs/{job}/hook").json()
+    assert (list(hook["residual_norm"]), hook["iteration"]) == (["0"], TOTAL)
+    for checkpoint in server.call("GET", f"/v1/jobs/{job}/checkpoints").json()["items"]:
+        url = f"/v1/jobs/{job}/checkpoints/{checkpoint['id']}/verify"
+        assert server.call("POST", url).json()["verification"] == "ok"
