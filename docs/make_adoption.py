@@ -1,0 +1,27 @@
+"""Puts the differences between the ladder's scripts into ``adoption.md``: ``python docs/make_adoption.py``. A test compares."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+PAGE = Path(__file__).with_name("adoption.md")
+LADDER = Path(__file__).parents[1] / "examples" / "adoption"
+_BLOCK = re.compile(r"<!-- diff (\S+) (\S+) -->\n```diff\n.*?```\n", re.DOTALL)
+
+
+def diff(old: str, new: str) -> str:
+    """Unified, one line of context."""
+    names = [f"{rung}/train.py" for rung in (old, new)]
+    texts = [(LADDER / name).read_text().splitlines(keepends=True) for name in names]
+    return "".join(difflib.unified_diff(*texts, *names, n=1))
+
+
+def page(text: str) -> str:
+    """``text`` with every block ``<!-- diff OLD NEW -->`` made anew."""
+    return _BLOCK.sub(lambda m: f"<!-- diff {m[1]} {m[2]} -->\n```diff\n{diff(m[1], m[2])}```\n", text)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))

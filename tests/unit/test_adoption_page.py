@@ -1,0 +1,37 @@
+"""docs/adoption.md against the files it tells of."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import module_from_spec, spec_from_file_location
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ratchet_client.init import advice, command, project, reading
+
+ROOT = Path(__file__).parents[2]
+LADDER = ROOT / "examples" / "adoption"
+PAGE = (ROOT / "docs" / "adoption.md").read_text()
+
+
+def maker() -> Any:
+    found = spec_from_file_location("make_adoption", ROOT / "docs" / "make_adoption.py")
+    assert found is not None and found.loader is not None
+    module = module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def test_the_differences_on_the_page_are_those_of_the_files() -> None:
+    assert maker().page(PAGE) == PAGE, "run: python docs/make_adoption.py"
+    rungs = sorted(path.name for path in LADDER.iterdir() if path.is_dir())
+    assert re.findall(r"<!-- diff (\S+) (\S+) -->\n```diff\n---", PAGE) == list(pairwise(rungs)) and len(rungs) == 4
+
+
+def test_what_init_says_on_the_page_is_what_it_says() -> None:
+    place = project.locate(str(LADDER / "0_torchrun" / "train.py"), None)
+    facts = reading.read_script(place.script, place.code)
+    said = [note.text for note in advice.notes(command.Command("train.py", []), facts, place, None)]
+    quoted = re.findall(r"^(?:warning|found): (.*)$", PAGE, re.MULTILINE)
+    assert quoted and set(quoted) <= set(said)
