@@ -37,13 +37,12 @@ def wait_freeze(paths: AttemptPaths, number: int, world_size: int = 2) -> None:
 
 
 class Job:
-    """``spec`` as a user writes it (``name`` may be left out); ``workdir``: the code snapshot."""
+    """``spec`` as a user writes it (``name`` may be left out); ``code``: the code snapshot."""
 
-    def __init__(self, home: Path, spec: dict[str, Any], workdir: Path | None = None, *, job_id: str = "job-1") -> None:
+    def __init__(self, home: Path, spec: dict[str, Any], code: Path | None = None, *, job_id: str = "job-1") -> None:
         self.home, self.job_id = HomePaths(home), job_id
         self.paths: JobPaths = self.home.job(job_id)
-        self.workdir = workdir or home / "empty"
-        self.workdir.mkdir(parents=True, exist_ok=True)
+        self.code = code
         self.spec = {"name": "test", "world": {"ranks_per_node": 2, "device": "cpu"}, **spec}
         self.attempts: list[Attempt] = []
 
@@ -98,7 +97,8 @@ class Attempt:
             spec=spec,
             job_root=str(job.paths.root),
             attempt_dir=str(self.paths.root),
-            workdir=str(job.workdir),
+            code_dir=None if job.code is None else str(job.code),
+            workdir=str(job.paths.work),
             report_token="none",
             service_file=str(job.home.service_file),
             **{"lineage": lineage, "resolved": RESOLVED, **launch},

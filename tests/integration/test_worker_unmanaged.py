@@ -1,0 +1,113 @@
+"""Scripts without a Session, and with one where nobody looks for it: what the rank makes of each, in processes of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ratchet_contract.exit_codes import EXIT_USER_ERROR
+from ratchet_contract.phases import Cause
+from tests.support.launch import Attempt, Job
+
+FILES = {
+    # A Session in a module that is imported: managed from the moment it is made, under a second one too.
+    "late.py": "import lib.inner\n",
+    "lib/inner.py": """
+import torch
+from ratchet_worker.session import Session
+s = Session()
+assert Session().world_size == 1
+net = torch.nn.Linear(2, 1)
+model = s.wrap(net)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+s.register(optimizer=optimizer)
+for step in s.steps(3):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+    # A file of its own, a group that torch makes by itself, one that is not left.
+    "alone.py": """
+import os, sys
+from pathlib import Path
+assert Path(__file__).parent != Path.cwd() and sys.path[0] == str(Path(__file__).parent)
+Path("data/kept.txt").write_text(Path("data/in.txt").read_text())
+import torch
+from torch.distributed import all_reduce, destroy_process_group, init_process_group
+from torch.distributed.device_mesh import init_device_mesh
+mesh = init_device_mesh("cpu", (1,))
+all_reduce(torch.ones(1))
+destroy_process_group()
+init_process_group()
+sys.exit(0)
+""",
+    "data/in.txt": "in",
+    "missing.py": "import lib.needs\n",
+    "lib/needs.py": "import a_module_that_nobody_has\n",
+    "before.py": """
+import torch.distributed as dist
+from ratchet_worker.session import Session
+dist.init_process_group("gloo")
+Session()
+""",
+    "none.py": "import ratchet_worker\nprint('no Session')\n",
+}
+
+
+class Home:
+    """One project; jobs of one rank."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.code = path, path / "project"
+        for name, text in FILES.items():
+            (self.code / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.code / name).write_text(text)
+        self.jobs: list[Job] = []
+
+    def launch(self, script: str) -> Attempt:
+        spec = {"script": [script], "code": {"path": str(self.code)}, "world": {"ranks_per_node": 1, "device": "cpu"}}
+        self.jobs.append(Job(self.path, spec, self.code, job_id=script.removesuffix(".py")))
+        return self.jobs[-1].launch()
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Home]:
+    made = Home(tmp_path)
+    yield made
+    for job in made.jobs:
+        job.close()
+
+
+def verdicts(attempt: Attempt) -> list[str]:
+    return [m.report.verdict for m in attempt.messages(kind="resumed")]
+
+
+def notes(attempt: Attempt) -> list[str]:
+    return [m.type for m in attempt.messages(kind="note")]
+
+
+def test_what_a_script_does_with_its_group_and_its_session(home: Home) -> None:
+    late, alone = (home.launch(f"{name}.py") for name in ("late", "alone"))
+    assert late.wait().cause is Cause.COMPLETED, late.logs()
+    assert verdicts(late) == ["unmanaged", "fresh"] and late.base() is not None
+    assert home.jobs[0].newest().name == "step-000000000003.a0001" and notes(late) == []
+
+    assert alone.wait().cause is Cause.COMPLETED, alone.logs()
+    assert verdicts(alone) == ["unmanaged"] and alone.base() is None and alone.messages(kind="training") == []
+    assert (home.jobs[1].paths.work / "data" / "kept.txt").read_text() == "in"
+    assert not (home.code / "data" / "kept.txt").exists()
+
+
+def test_what_no_retry_heals_is_told_with_its_cure_and_what_was_not_done_is_said(home: Home) -> None:
+    missing, before, none = (home.launch(f"{name}.py") for name in ("missing", "before", "none"))
+    result = missing.wait()
+    assert (result.cause, result.exit_code) == (Cause.USER_ERROR, EXIT_USER_ERROR), missing.logs()
+    assert "'a_module_that_nobody_has'" in (result.message or "") and "code directory" in (result.message or "")
+
+    result = before.wait()
+    assert result.cause is Cause.USER_ERROR and "remove that line" in (result.message or ""), before.logs()
+
+    assert none.wait().cause is Cause.COMPLETED, none.logs()
+    assert verdicts(none) == ["unmanaged"] and notes(none) == ["no-session"]
