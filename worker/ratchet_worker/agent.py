@@ -40,6 +40,8 @@ from ratchet_worker.uplink import Uplink
 
 _LOCK_PATIENCE: Final = 1.0  # seconds; who only probes the lock holds it for a moment
 _RESULT_PATIENCE: Final = 10.0  # seconds to find room on a full disk for result.json
+_RESERVE: Final = "result.reserve"
+_RESERVE_BYTES: Final = 128 * 1024
 
 
 class LaunchRefused(Exception):
@@ -65,6 +67,7 @@ def run(launch_file: Path, starter: Starter | None = None, timing: Timing = Timi
         return EXIT_LEASE_LOST
     _own_session()
     write_atomic(paths.agent_file, _agent_file().model_dump_json().encode(), durable=True)
+    _reserve(paths)
     started_at = now()
     try:
         launch = load_launch(launch_file)
@@ -243,7 +246,15 @@ def _refuse(paths: AttemptPaths, launch_file: Path, message: str, started_at: st
     _write_result(paths, result)
 
 
+def _reserve(paths: AttemptPaths) -> None:
+    """Room for the result on a disk that the job itself may fill; where there is none already, the save will tell."""
+    with suppress(OSError), (paths.root / _RESERVE).open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, _RESERVE_BYTES)
+
+
 def _write_result(paths: AttemptPaths, result: AttemptResult) -> None:
+    with suppress(OSError):
+        (paths.root / _RESERVE).unlink()
     data = result.model_dump_json(indent=1).encode()
     deadline = time.monotonic() + _RESULT_PATIENCE
     while True:

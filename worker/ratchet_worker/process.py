@@ -237,7 +237,8 @@ class RankProcess:
         """Without the other ranks, which may wait in a collective: their agent ends them."""
         cause, message = _cause_of(error)
         trace = "".join(traceback.format_exception(error))
-        print(trace, file=sys.stderr, flush=True)
+        with suppress(OSError):  # the log may lie on the disk that is full
+            print(trace, file=sys.stderr, flush=True)
         self._write_result(cause, message, trace)
         self._reporter.close()
         _exit(_EXIT_CODES[cause])
@@ -275,7 +276,8 @@ class RankProcess:
         try:
             write_rank_result(self._paths.rank_result(self._identity.rank), result)
         except OSError as error:
-            print(f"ratchet: the result could not be written: {error}", file=sys.stderr, flush=True)
+            with suppress(OSError):
+                print(f"ratchet: the result could not be written: {error}", file=sys.stderr, flush=True)
 
 
 def _cause_of(error: BaseException) -> tuple[Cause, str]:
@@ -294,6 +296,7 @@ def _cause_of(error: BaseException) -> tuple[Cause, str]:
 
 def _exit(code: int) -> NoReturn:
     """Without destructors: torn down carelessly, torch's threads abort the process."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     os._exit(code)

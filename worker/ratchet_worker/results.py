@@ -166,4 +166,9 @@ def _sentence(cause: Cause, end: RankEnd) -> str:
             name = f"signal {-code}"
         why = "; the kernel's out-of-memory killer was at work" if cause is Cause.OOM else ""
         return f"rank {end.rank} was killed by {name} after step {end.last_step}{why}"
+    if cause is Cause.CHECKPOINT_ERROR:
+        return (
+            f"rank {end.rank} could not save after step {end.last_step}, nor write down why: the disk is full, as the event "
+            "checkpoint-failed says with figures (`ratchet events JOB`). Make room, then `ratchet resume JOB`"
+        )
     return f"rank {end.rank} ended with exit code {code} and no result after step {end.last_step}; see its log"

@@ -1,0 +1,198 @@
+"""The mistakes of the first hour, made as a person makes them: each ends in a message with its cure, where one looks for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.cli import Cli
+from tests.support.first_hour import answering, hiding, without
+from tests.support.server import Server
+
+DIGITS = "ratchet_worker.tasks.digits:DigitsTask"
+BODY = "    def build(self, ctx): ...\n    def loss(self, model, batch): ...\n"
+FILES = {
+    "mine.py": f"class Mine:\n    def __init__(self, *, lr=0.1): ...\n{BODY}class Half:\n    def build(self, ctx): ...\n",
+    "needs.py": f"import not_installed_here\nclass Mine:\n{BODY}",
+    "train.py": "from ratchet_worker.session import Session\nimport not_installed_here\n",
+    "plain.py": "import os\nprint('rank', os.environ['RANK'])\n",
+    "broken.py": "x = 1\ndef f(:\n",
+}
+
+
+@pytest.fixture
+def cli(server: Server, tmp_path: Path) -> Cli:
+    (tmp_path / "code").mkdir()
+    for name, text in FILES.items():
+        (tmp_path / "code" / name).write_text(text)
+    return Cli(server.home, tmp_path)
+
+
+def write(cli: Cli, **more: Any) -> str:
+    spec = {"name": "first", "code": {"path": "code"}, "world": {"device": "cpu"}, "resources": {"cpus_per_rank": 1}}
+    given = {k: v for k, v in (spec | more).items() if v is not None}
+    (cli.cwd / "job.yaml").write_text(yaml.safe_dump(given))
+    return "job.yaml"
+
+
+def refused(cli: Cli, *, code: int = 5, **more: Any) -> str:
+    """What the terminal shows of a submission that is refused; nothing is queued by it."""
+    result = cli("submit", write(cli, **more), "--wait", expect=code)
+    assert result.text == "" and "Traceback" not in result.errors
+    return result.errors
+
+
+def task(entrypoint: str, **args: Any) -> dict[str, Any]:
+    return {"entrypoint": entrypoint, "args": args}
+
+
+def test_an_interpreter_without_torch_is_refused_with_the_command_to_type(cli: Cli, tmp_path: Path) -> None:
+    python = without(tmp_path, "torch")
+    said = refused(cli, task=task(DIGITS), python=str(python))
+    assert f"{python} has no torch" in said and f"{python} -m pip install 'ratchet-train[worker]'" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hidden", "extra"),
+    [(("serve",), "fastapi", "service"), (("agent", "launch.json"), "torch", "worker")],
+)
+def test_the_base_install_says_which_extra_a_command_needs(
+    tmp_path: Path, arguments: tuple[str, ...], hidden: str, extra: str
+) -> None:
+    (tmp_path / "launch.json").write_text("{}")
+    cli = Cli(tmp_path / "home", tmp_path)
+    cli.environment |= hiding(tmp_path, hidden)
+    said = cli(*arguments, expect=8).errors
+    assert hidden in said and f"-m pip install 'ratchet-train[{extra}]'" in said
+
+
+def test_torch_that_is_gone_when_the_ranks_start_ends_the_job_at_once(cli: Cli, tmp_path: Path) -> None:
+    gone = without(tmp_path, "torch")
+    python = answering(tmp_path, f'exec {gone} "$@"')
+    said = cli("submit", write(cli, task=task(DIGITS), python=str(python)), "--wait", expect=1)
+    assert "has no torch" in said.errors and "-m pip install 'ratchet-train[worker]'" in said.errors
+    assert [a["cause"] for a in cli("attempts", said.text.strip(), "--json").data] == ["user-error"]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (task("mine.Mine"), "did you mean 'mine:Mine'?"),
+        (task("mine.py"), "'package.module:ClassName'"),
+        (task("mime:Mine"), "did you mean 'mine'?"),
+        (task("mine:Mein"), "did you mean 'Mine'?"),
+        (task("mine:Half"), "has no loss"),
+        (task("mine:Mine", lrr=0.1), "did you mean 'lr'?"),
+        (task("broken:Mine"), "broken.py, line 2"),
+    ],
+)
+def test_a_wrong_entrypoint_is_refused_without_importing_it(cli: Cli, given: dict[str, Any], says: str) -> None:
+    assert says in refused(cli, task=given)
+
+
+def test_a_module_that_is_not_installed_ends_the_job_at_its_first_attempt(cli: Cli) -> None:
+    jobs = [
+        cli("submit", write(cli, **what)).text.strip()
+        for what in ({"task": task("needs:Mine")}, {"script": ["train.py"]})
+    ]
+    for job in jobs:
+        said = cli("wait", job, expect=1).errors
+        assert "'not_installed_here'" in said and f"{sys.executable} -m pip install" in said
+        assert [a["cause"] for a in cli("attempts", job, "--json").data] == ["user-error"]
+        for command in ("get", "events", "attempts"):
+            assert "not_installed_here" in cli(command, job).text
+
+
+def test_a_script_without_a_session_runs_and_is_told_to_be_unmanaged(cli: Cli) -> None:
+    """At submission with what that means and where to read on; in the report of the second attempt."""
+    done = cli("submit", write(cli, script=["plain.py"]), "--wait")
+    assert "[unmanaged-script]" in done.errors and "has no Session" in done.errors and "docs/adoption.md" in done.errors
+    assert "rank 0" in cli("logs", done.text.strip()).text
+    assert "unmanaged" in cli("attempts", done.text.strip()).text + cli("events", done.text.strip()).text
+    hook = refused(cli, script=["plain.py"], hook="powerSGD")
+    assert "hook powerSGD would not be applied" in hook
+
+
+@pytest.mark.parametrize(
+    ("findings", "says"),
+    [
+        ({"version": [3, 9, 18], "worker_error": "SyntaxError"}, "is Python 3.9.18, Ratchet needs 3.11 or newer"),
+        ({"torch_version": "2.9.0+cu128"}, "has torch 2.9.0+cu128"),
+        ({"worker_error": "ModuleNotFoundError: ratchet_worker"}, "-m pip install 'ratchet-train[worker]'"),
+        ({"protocol": 7}, "has a Ratchet of protocol 7"),
+    ],
+)
+def test_an_interpreter_that_does_not_fit_is_refused(
+    cli: Cli, tmp_path: Path, findings: dict[str, Any], says: str
+) -> None:
+    python = answering(tmp_path, **findings)
+    said = refused(cli, task=task(DIGITS), python=str(python))
+    assert says in said and str(python) in said
+
+
+def test_a_path_that_is_no_interpreter_is_refused(cli: Cli, tmp_path: Path) -> None:
+    assert "there is no interpreter" in refused(cli, task=task(DIGITS), python="./bin/python3")
+    assert "without bin/python, so no virtual environment" in refused(cli, task=task(DIGITS), python=str(tmp_path))
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True)
+    assert "cannot import ratchet_worker" in refused(cli, task=task(DIGITS), python=str(tmp_path / "bare"))
+
+
+def test_cuda_on_a_machine_without_a_gpu_is_refused(cli: Cli) -> None:
+    cuda = refused(cli, task=task(DIGITS), world={"device": "cuda"})
+    assert "no GPU" in cuda and "set world.device to cpu or auto" in cuda
+    nccl = refused(cli, task=task(DIGITS), ddp={"backend": "nccl"})
+    assert "use backend gloo (or auto)" in nccl
+
+
+def test_a_session_script_run_by_hand_says_how_to_submit_it(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("from ratchet_worker.session import Session\nSession()\n")
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and "ratchet init" in done.stderr and "ratchet submit" in done.stderr
+
+
+def test_a_second_service_says_who_has_the_directory_or_the_port(server: Server, cli: Cli, tmp_path: Path) -> None:
+    assert server.process is not None
+    again = cli("serve", expect=2).errors
+    assert f"pid {server.process.pid}" in again and server.url in again and "--home" in again
+    port = server.url.rpartition(":")[2]
+    other = cli("serve", "--home", str(tmp_path / "other"), "--port", port, expect=2).errors
+    assert f"port {port}" in other and "--port 0" in other
+
+
+SLIPS: list[tuple[str, str, int, str]] = [
+    ("typo.yaml", "name: a\nscrpt: [train.py]\n", 5, "did you mean 'script'?"),
+    ("tab.yaml", "name: a\n\ttask: x\n", 5, "never by tabs"),
+    ("empty.yaml", "", 5, "ratchet init"),
+    ("text.yaml", "hello\n", 5, "ratchet init"),
+    ("train.py", "print(1)\n", 5, "`ratchet init specs/train.py`"),
+    ("name.yaml", "name: My Job\ntask: {entrypoint: 'a:b'}\n", 5, "lower-case letters"),
+    ("both.yaml", "name: a\ntask: {entrypoint: 'a:b'}\nscript: [a.py]\n", 5, "both are given: remove one"),
+    ("bare.yaml", "name: a\ntask: a:b\n", 5, 'task: {entrypoint: "my_module:MyTask"'),
+    ("line.yaml", "name: a\nscript: train.py\ncode: {path: .}\n", 5, 'script: ["train.py"'),
+    ("zero.yaml", "name: a\ntask: {entrypoint: 'a:b'}\ncheckpoint: {every_steps: 0}\n", 5, "null: only at stops"),
+    ("hook.yaml", "name: a\ntask: {entrypoint: 'a:b'}\nhook: powersdg\n", 5, "did you mean 'powerSGD'?"),
+]
+
+
+def test_slips_in_a_spec_file_are_told_with_what_would_be_right(cli: Cli) -> None:
+    for name, text, code, says in SLIPS:
+        (cli.cwd / "specs").mkdir(exist_ok=True)
+        (cli.cwd / "specs" / name).write_text(text)
+        result = cli("submit", f"specs/{name}", expect=code)
+        assert says in result.errors, (name, result)
+    assert "name one of its files: specs/bare.yaml" in cli("submit", "specs", expect=3).errors
+    assert "is one of these meant? specs/bare.yaml" in cli("submit", "specs/no.yaml", expect=3).errors
+    assert "ratchet init" in cli("submit", "code", expect=3).errors
+
+
+def test_slips_on_the_command_line(cli: Cli) -> None:
+    assert "Did you mean 'logs'?" in cli("log", "x", expect=2).errors
+    taken = cli(
+        "submit", write(cli, task=task(DIGITS), hook={"name": "powersgd"}, world={"device": "cpu"}), "--dry-run"
+    )
+    assert "powerSGD" in taken.errors  # another case is no mistake

@@ -1,0 +1,62 @@
+"""A new user's machine: interpreters without packages, interpreters that lie, GPUs that are not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+_HIDING = """
+import os, sys
+from importlib.machinery import PathFinder
+hidden = frozenset(os.environ["TEST_HIDDEN"].split(","))
+class Hiding:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return None if name.partition(".")[0] in hidden else PathFinder.find_spec(name, path, target)
+sys.meta_path[:] = [Hiding if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+
+
+def hiding(directory: Path, *packages: str) -> dict[str, str]:
+    """Variables under which every Python of this environment has everything but ``packages``: they are not found."""
+    shim = directory / "shim"
+    shim.mkdir(exist_ok=True)
+    (shim / "sitecustomize.py").write_text(_HIDING)
+    return {"PYTHONPATH": str(shim), "TEST_HIDDEN": ",".join(packages)}
+
+
+def without(directory: Path, *packages: str) -> Path:
+    """An interpreter like this one that does not have ``packages``."""
+    words = [f"{key}={value}" for key, value in hiding(directory, *packages).items()]
+    return _script(directory / f"without-{'-'.join(packages)}", f'exec env {shlex.join(words)} {sys.executable} "$@"')
+
+
+def answering(directory: Path, rank: str = "exit 1", **findings: Any) -> Path:
+    """An interpreter that answers the service's question with ``findings``, and runs ``rank`` (shell) for anything else."""
+    answer = {"version": [3, 11, 9], "protocol": 1, "torch": True, "torch_version": "2.13.0+cpu", **findings}
+    body = f'if [ "$1" = -c ]; then echo {shlex.quote(json.dumps(answer))}; exit; fi\n{rank}'
+    return _script(directory / f"python-{len(list(directory.iterdir()))}", body)
+
+
+def trainer_rank() -> str:
+    """The torch-free rank of ``tests.support.trainer`` in a real rank's place."""
+    return f'exec env PYTHONPATH={ROOT} {sys.executable} -P {ROOT}/tests/support/trainer.py rank "$@"'
+
+
+def nvidia_smi(directory: Path, gpus: int) -> str:
+    """A PATH on which ``nvidia-smi`` lists so many GPUs."""
+    directory.mkdir(exist_ok=True)
+    lines = "".join(f"echo {index}\n" for index in range(gpus))
+    _script(directory / "nvidia-smi", lines)
+    return f"{directory}{os.pathsep}{os.environ['PATH']}"
+
+
+def _script(path: Path, body: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return path
