@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
-from ratchet_contract.spec import JobSpec
+from ratchet_contract.spec import JobSpec, _duration
 from ratchet_hooks.registry import HOOKS
 
 PAGE = Path(__file__).with_name("spec.md")
@@ -18,47 +19,104 @@ HEAD = """\
 # The job spec
 
 YAML or JSON. Unknown keys are refused with the nearest known one; what is marked as not available yet is refused, never
-ignored. Durations are seconds, or a number with `s`, `m`, `h` or `d`. `ratchet submit FILE --dry-run` checks a spec against
-the machine and shows what would run.
+ignored. A duration is a number of seconds, or text: a number with `s`, `m`, `h` or `d`. `ratchet submit FILE --dry-run` checks a
+spec against the machine and shows what would run; what it may say, and the cure: [troubleshooting.md](troubleshooting.md).
 
 Made from the models by `python docs/make_spec.py`.
 """
 _LARGE = 1_000_000
 """A bound above is a machine's, and no news to anybody."""
+EXAMPLES = {
+    "A job": """\
+name: digits-powersgd
+task: {entrypoint: "ratchet_worker.tasks.digits:DigitsTask", args: {epochs: 20}}
+world: {ranks_per_node: 2, device: cpu}
+hook: {name: powerSGD, matrix_approximation_rank: 2, start_powerSGD_iter: 50}
+checkpoint: {every_steps: 50, keep_last: 3}
+labels: {team: vision}
+seed: 7
+ttl: 30d""",
+    "task": """\
+code: {path: ./my_project}
+task:
+  entrypoint: my_task:Classifier
+  args: {epochs: 20, width: 128}""",
+    "code": """\
+code: {path: ./my_project}     # relative to the spec file
+script: [train.py, --lr, "0.1"]""",
+    "secrets": """\
+secrets:
+  WANDB_API_KEY: {from_env: TEAM_WANDB_API_KEY}""",
+    "world": "world: {ranks_per_node: 4, device: cuda}",
+    "resources": "resources: {cpus_per_rank: 2}",
+    "ddp": "ddp: {bucket_cap_mb: 25, gradient_as_bucket_view: true, backend: gloo}",
+    "checkpoint": "checkpoint: {every_steps: 200, keep_last: 5}",
+    "policy": """\
+policy:
+  max_failures: 5
+  timeout: 12h
+  startup_deadline: 10m      # a model that compiles for long before its first step
+  on_hook_mismatch: redistribute""",
+    "launcher": "launcher: {kind: local}",
+    "allreduce": "hook: allreduce",
+    "fp16_compress": "hook: fp16_compress",
+    "powerSGD": """\
+hook:
+  name: powerSGD
+  matrix_approximation_rank: 4
+  start_powerSGD_iter: 500
+  orthogonalization_epsilon: 1.0e-8""",
+}
+"""One per table; a test parses each within a job."""
 SECTIONS = ("task", "code", "secrets", "world", "resources", "ddp", "checkpoint", "policy", "launcher")
 
 
 def page() -> str:
-    parts = [HEAD, _table("A job", JobSpec, skip_models=True)]
+    parts = [HEAD, _table("A job", JobSpec, skip_models=True), _example("A job")]
     for name in SECTIONS:
         model = _model(JobSpec.model_fields[name].annotation)
         assert model is not None
-        parts.append(_table(f"`{name}`" if name != "secrets" else "one of `secrets`", model))
+        parts += [_table(f"`{name}`" if name != "secrets" else "one of `secrets`", model), _example(name)]
     ready = [entry for entry in HOOKS.values() if entry.spec is not None]
-    parts += [_table(f"`hook: {{name: {entry.name}}}`", entry.spec) for entry in ready if entry.spec is not None]
+    for entry in ready:
+        assert entry.spec is not None
+        about = f"{entry.title}. What it computes, keeps and shows: [hooks.md](hooks.md).\n"
+        parts += [_table(f"`hook: {{name: {entry.name}}}`", entry.spec, about), _example(entry.name)]
     later = ", ".join(f"`{entry.name}`" for entry in HOOKS.values() if entry.spec is None)
     parts.append(f"Named, and refused until they are exact too: {later}.\n")
     return "\n".join(parts)
 
 
-def _table(title: str, model: type[BaseModel], *, skip_models: bool = False) -> str:
+def _example(name: str) -> str:
+    return f"```yaml\n{EXAMPLES[name]}\n```\n"
+
+
+def _table(title: str, model: type[BaseModel], about: str = "", *, skip_models: bool = False) -> str:
     if set(model.model_fields) <= {"name", "wrapper"}:
-        return f"## {title}\n\nNo parameters.\n"
-    rows = [f"## {title}\n", "| key | value | default | meaning |", "|---|---|---|---|"]
+        return f"## {title}\n\n{about}No parameters.\n"
+    rows = [f"## {title}\n", *([about] if about else []), "| key | value | default | meaning |", "|---|---|---|---|"]
     for name, info in model.model_fields.items():
         if name == "wrapper" or (name == "name" and model is not JobSpec):
             continue
         inner = skip_models and name in SECTIONS
-        kind = "see below" if inner or name == "hook" else _kind(info.annotation)
+        kind = "see below" if inner or name == "hook" else _kind_of(info)
         meaning = info.description or ""
         rows.append(f"| `{name}` | {kind} | {_default(info)} | {meaning}{_bounds(info)} |".replace("  ", " "))
     return "\n".join(rows) + "\n"
 
 
+def _kind_of(info: FieldInfo) -> str:
+    return "duration" if _is_duration(info.metadata) else _kind(info.annotation)
+
+
+def _is_duration(metadata: Iterable[Any]) -> bool:
+    return any(isinstance(m, BeforeValidator) and m.func is _duration for m in metadata)
+
+
 def _kind(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _kind(arguments[0])
+        return "duration" if _is_duration(arguments[1:]) else _kind(arguments[0])
     if origin is Literal:
         return ", ".join(f"`{a}`" for a in arguments)
     if origin in (Union, UnionType):
@@ -83,6 +141,9 @@ def _bounds(info: FieldInfo) -> str:
     words = {"ge": "at least", "gt": "more than", "le": "at most"}
     bounds = [(word, getattr(m, key, None)) for key, word in words.items() for m in info.metadata]
     found = [f"{word} {bound:g}" for word, bound in bounds if bound is not None and bound <= _LARGE]
+    lengths = [m.min_length for m in info.metadata if getattr(m, "min_length", None)]
+    patterns = [m.pattern for m in info.metadata if getattr(m, "pattern", None)]
+    found += [f"at least {n} long" for n in lengths] + [f"`{p}`" for p in patterns]
     return f" ({', '.join(found)})" if found else ""
 
 

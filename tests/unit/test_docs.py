@@ -10,15 +10,24 @@ from typing import Any
 import pytest
 
 from ratchet_client.cli.exits import MEANINGS
-from ratchet_contract.phases import TRANSITIONS
-from ratchet_service import problems
+from ratchet_contract import environment
+from ratchet_contract.paths import MANIFEST_NAME, PINNED_NAME, HomePaths, rank_file_name
+from ratchet_contract.phases import TRANSITIONS, Cause
+from ratchet_service import migrate, problems
 from ratchet_service.app import create_app
+from ratchet_service.database import Database, sqlite_url
+from ratchet_service.instruments import Instruments
 from ratchet_service.settings import Settings
+from tests.support import words
 from tests.support.api import FakePorts
+from tests.support.docs import PAGES as USER_PAGES
+from tests.support.docs import anchors
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-API = (ROOT / "docs" / "api.md").read_text()
+API, TROUBLE, OPERATIONS = (
+    (ROOT / "docs" / f"{name}.md").read_text() for name in ("api", "troubleshooting", "operations")
+)
 _ELSEWHERE = {"lease-lost", "launcher-error"}  # inside the reconciler, never an answer
 
 
@@ -64,9 +73,74 @@ def test_exit_codes_are_documented_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", page.read_text())
-    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+def test_links_and_anchors_lead_somewhere(page: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", page.read_text())):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if "://" in link or (target.exists() and (not anchor or anchor in anchors(target))):
+            continue
+        broken.append(link)
+    assert broken == []
+
+
+def headings() -> set[str]:
+    return set(re.findall(r"^### `([a-z-]+)`$", TROUBLE, re.MULTILINE))
+
+
+def test_every_cause_and_every_reason_to_wait_has_its_section() -> None:
+    wanted = {cause.value for cause in Cause} | words.reasons()
+    assert {"backoff", "no-slot", "no-progress", "max-failures", "spec-unreadable"} <= wanted
+    assert headings() == wanted
+
+
+@pytest.mark.parametrize("kind", ["field_codes", "attempt_codes"])
+def test_every_code_that_a_user_may_meet_has_its_cure(kind: str) -> None:
+    codes = getattr(words, kind)()
+    assert len(codes) > 10 and sorted(code for code in codes if f"`{code}`" not in TROUBLE + API) == []
+
+
+def test_the_metrics_that_are_documented_are_those_that_are_told(tmp_path: Path) -> None:
+    database = Database(sqlite_url(tmp_path / "ratchet.db"))
+    migrate.upgrade(database)
+    instruments = Instruments()
+    instruments.observe("GET", "/readyz", 200, 0.01)
+    told = instruments.render(database).decode()
+    database.dispose()
+    names = {name for name in re.findall(r"^# TYPE (\w+) ", told, re.MULTILINE) if not name.endswith("_created")}
+    assert set(re.findall(r"^\| `(ratchet_\w+)` \|", OPERATIONS, re.MULTILINE)) == names
+
+
+@pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: page.name)
+def test_variables_and_paths_are_those_of_the_code(page: Path) -> None:
+    known = {value for value in vars(environment).values() if isinstance(value, str)}
+    named = set(re.findall(r"\bRATCHET_[A-Z_]+\b", page.read_text()))
+    assert sorted(name for name in named - known if not name.startswith(("RATCHET_TEST_", "RATCHET_DB_"))) == []
+    parts = {_numberless(part) for path in _run_directory() for part in path.parts}
+    paths = re.findall(r"\.ratchet/([\w./-]+)", page.read_text())
+    unknown = [path for path in paths for part in path.strip("/").split("/") if _numberless(part) not in parts]
+    assert unknown == []
+
+
+def _numberless(name: str) -> str:
+    return re.sub(r"\d+", "N", name)
+
+
+def _run_directory() -> list[Path]:
+    """One path of everything that lies below a run directory."""
+    homes = HomePaths(Path())
+    job = homes.job("JOB")
+    attempt = job.attempt(1)
+    per_rank = [attempt.log(0), attempt.counter(0), attempt.spool(0), attempt.rank_result(0)]
+    checkpoint = job.checkpoint(1, 1)
+    files = [checkpoint / rank_file_name(0, 1), checkpoint / MANIFEST_NAME, checkpoint / PINNED_NAME]
+    properties = [
+        getattr(thing, name)
+        for thing in (homes, job, attempt)
+        for name, member in vars(type(thing)).items()
+        if isinstance(member, property)
+    ]
+    return [*properties, *per_rank, *files]
 
 
 @pytest.mark.parametrize("package", sorted(path.parent.name for path in ROOT.glob("[a-z]*/ratchet_*/py.typed")))
