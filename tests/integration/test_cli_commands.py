@@ -187,3 +187,127 @@ def test_the_command_line_imports_neither_torch_nor_the_service() -> None:
         "sys.exit(str(bad) if bad else 0)"
     )
     assert subprocess.run([sys.executable, "-c", code], env=dict(os.environ)).returncode == 0
+
+
+def test_a_job_is_named_by_its_name_where_only_one_has_it(cli: Cli) -> None:
+    one = cli("submit", "spec.yaml", "--name", "single", "--json").data["id"]
+    assert cli("get", "single", "--json").data["id"] == one
+    assert cli("cancel", "single").text.startswith(one)
+    other = cli("submit", "spec.yaml", "--name", "single", "--json").data["id"]
+    ambiguous = cli("get", "single", expect=2)
+    assert one in ambiguous.errors and other in ambiguous.errors and "CANCELLED" in ambiguous.errors
+    assert ambiguous.text == "" and cli("get", other, "--json").data["id"] == other
+
+
+def test_active_jobs_are_those_that_run_or_wait(cli: Cli) -> None:
+    queued, stopped = (cli("submit", "spec.yaml", "--name", "act", "--json").data["id"] for _ in range(2))
+    cli("suspend", stopped)
+    assert [job["id"] for job in cli("list", "--name", "act", "--active", "--json").data] == [queued]
+    seen = cli("top", "--once", "--name", "act", "--json").data["jobs"]
+    assert [(job["id"], job["phase"], job["loss"], job["eta_seconds"]) for job in seen] == [
+        (queued, "QUEUED", None, None)
+    ]
+    assert queued in cli("top", "--once", "--name", "act").text
+    cli("list", "--active", "--phase", "RUNNING", expect=2)
+    assert "no job" in cli("top", "--once", "--name", "nobody").errors
+
+
+def test_tables_fit_narrow_terminals_and_say_what_they_leave_out(cli: Cli) -> None:
+    job_id = cli("submit", "spec.yaml", "--name", "a-job-with-a-rather-long-name", "--json").data["id"]
+    for columns in (40, 80):
+        for arguments in (
+            ("list", "--name", "a-job-with-a-rather-long-name"),
+            ("get", job_id),
+            ("hooks",),
+            ("top", "--once"),
+        ):
+            terminal = cli.on_terminal(*arguments, columns=columns)
+            assert terminal.widest <= columns and terminal.code == 0, (arguments, terminal.text)
+    shown = cli.on_terminal("list", columns=40)
+    assert job_id in shown.text and "QUEUED" in shown.text and "too narrow for: HOOK" in shown.text
+    assert "\x1b[33m" in shown.raw, "colours on a terminal"
+    assert "\x1b[33m" not in cli.on_terminal("list", NO_COLOR="1").raw
+    assert "\x1b" not in cli.on_terminal("list", TERM="dumb").raw
+
+
+def test_help_is_grouped_by_purpose_and_shown_without_arguments(cli: Cli) -> None:
+    bare = subprocess.run(cli.command(), env=cli.environment, capture_output=True, text=True)
+    assert (bare.stdout + bare.stderr).split() == cli("--help").text.split()
+    panels = ["Run and watch jobs", "Look at a job", "Stop, go on, change", "Checkpoints", "Service and set-up"]
+    places = [cli("--help").text.index(f" {panel} ") for panel in panels]
+    assert places == sorted(places) and " Commands " not in cli("--help").text
+    for group in ("checkpoints", "config"):
+        assert "unset" in cli(group, "--help").text or "unpin" in cli(group, "--help").text
+
+
+def test_configuration_names_the_server_and_keeps_the_token_out_of_sight(cli: Cli, server: Server) -> None:
+    """As someone does who uses a service on another machine; here its address is this one's."""
+    file = Path(cli("config", "path").text.strip())
+    assert file.parent == cli.cwd and not file.exists()
+    assert server.url in cli("config").text and "not set" in cli("config").text
+    assert "config set server" in cli("config", "set", "token", stdin="x\n", expect=2).errors
+    cli("config", "set", "server", server.url + "/")
+    cli("config", "set", "token", stdin="a-rather-secret-word\n")
+    assert "no argument" in cli("config", "set", "token", "secret", expect=2).errors
+    del cli.environment["RATCHET_HOME"]
+    shown = cli("config", "--json").data
+    assert shown["server"] == {"value": server.url, "source": str(file)}
+    assert shown["token"] == {"value": "********word", "source": str(file)}
+    assert cli("list", "--json").data, "the server of the file is used"
+    assert "belongs to" in cli("--server", "http://127.0.0.1:9", "config").text
+    file.chmod(0o644)
+    assert "chmod 600" in cli("list", expect=5).errors
+    file.chmod(0o600)
+    cli("config", "unset", "token")
+    assert json.loads(file.read_text()) == {"server": server.url}
+    cli("config", "unset", "server")
+    assert "ratchet serve" in cli("list", expect=6).errors
+
+
+def test_a_token_is_asked_for_without_an_echo(cli: Cli) -> None:
+    cli("config", "set", "server", "http://127.0.0.1:9")
+    del cli.environment["RATCHET_HOME"]
+    with cli.terminal("config", "set", "token") as terminal:
+        terminal.read_until("Token for http://127.0.0.1:9")
+        terminal.write("a-rather-secret-word\n")
+        assert terminal.end() == 0
+    assert "secret" not in terminal.text and "secret" in (cli.cwd / "ratchet.json").read_text()
+
+
+def test_bash_completes_commands_jobs_phases_and_hooks(cli: Cli) -> None:
+    cli("submit", "spec.yaml", "--name", "complete-me")
+    asked = [
+        "ratchet ge",
+        "ratchet get complete-",
+        "ratchet get job-",
+        "ratchet wait x --until RUN",
+        "ratchet hooks pow",
+    ]
+    said = _bash(cli, asked)
+    assert said[0].split() == ["get"] and said[1].split() == ["complete-me"]
+    assert all(word.startswith("job-") for word in said[2].split()) and said[2]
+    assert (said[3].split(), said[4].split()) == (["RUNNING"], ["powerSGD"])
+    cli.environment["RATCHET_HOME"] = str(cli.cwd / "nowhere")
+    assert _bash(cli, ["ratchet get job-"]) == [""], "silent where no service runs"
+
+
+def _bash(cli: Cli, lines: list[str]) -> list[str]:
+    """What bash offers for each unfinished line, with the script that ``--show-completion`` prints in it."""
+    parts = [f'PATH="{Path(cli.command()[0]).parent}:$PATH"; eval "$(ratchet --show-completion)"']
+    for line in lines:
+        words = line.split()
+        array = " ".join(f"'{word}'" for word in words)
+        parts.append(f"COMP_WORDS=({array}); COMP_CWORD={len(words) - 1}; COMPREPLY=(); $(complete -p ratchet | "
+                     "sed 's/.*-F \\([^ ]*\\) .*/\\1/') ratchet; echo \"${COMPREPLY[*]}\"")  # fmt: skip
+    environment = {k: v for k, v in cli.environment.items() if k != "COLUMNS"}
+    done = subprocess.run(
+        ["bash", "--norc"],
+        input="\n".join(parts),
+        env=environment,
+        cwd=cli.cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stderr == ""
+    return done.stdout.splitlines()

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import select
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +21,7 @@ resources: {cpus_per_rank: 1}
 hook: {name: powerSGD, matrix_approximation_rank: 2, start_powerSGD_iter: 10}
 checkpoint: {every_steps: 15}
 """
+LONG = ("--name", "digits-long", "--set", "checkpoint.every_steps=200")
 STEPS = 44  # two epochs of 1437 images in batches of 64
 
 
@@ -43,7 +40,7 @@ def cli(server: Server, tmp_path: Path) -> Cli:
     return Cli(server.home, tmp_path)
 
 
-def test_a_job_followed_to_its_end_leaves_everything_to_read(cli: Cli) -> None:
+def test_a_job_followed_to_its_end_leaves_everything_to_read(cli: Cli, server: Server) -> None:
     lines = [
         json.loads(line) for line in cli("submit", "spec.yaml", "--follow", "--json", deadline=120).text.splitlines()
     ]
@@ -59,68 +56,112 @@ def test_a_job_followed_to_its_end_leaves_everything_to_read(cli: Cli) -> None:
     (attempt,) = cli("attempts", job_id, "--json").data
     assert (attempt["cause"], attempt["steps_done"]) == ("completed", STEPS)
     assert "completed" in cli("attempts", job_id).text
-    _checkpoints_are_shown_and_verified(cli, job_id)
-    _logs_are_shown_and_followed(cli, job_id)
+    watched = cli("hook", job_id, "--watch")
+    assert "compressing" in watched.text and len(watched.text.splitlines()) == 1 and "SUCCEEDED" in watched.errors
+    _checkpoints_are_shown_and_verified(cli, server, job_id)
+    _logs_are_shown_and_followed(cli, server, job_id)
 
 
-def _checkpoints_are_shown_and_verified(cli: Cli, job_id: str) -> None:
+def _checkpoints_are_shown_and_verified(cli: Cli, server: Server, job_id: str) -> None:
     final = next(c for c in cli("checkpoints", "ls", job_id, "--json").data if c["finished"])
     assert final["step"] == STEPS
     assert cli("checkpoints", "verify", job_id, final["id"]).text.startswith(f"{final['id']}: ok")
     assert cli("checkpoints", "pin", job_id, final["id"], "--json").data["pinned"]
     assert "final,pinned" in cli("checkpoints", "ls", job_id).text
     assert cli("checkpoints", "show", job_id, final["id"], "--json").data["manifest"]["world_size"] == 2
-    cli("checkpoints", "verify", job_id, "step-000000000001.a0001", expect=3)
+    assert "checkpoints ls" in cli("checkpoints", "verify", job_id, "step-000000000001.a0001", expect=3).errors
+    assert (final["hook_iteration"] or 0) > 0 and "TOOK" in cli("checkpoints", "ls", job_id).text
+    _damage_is_found_among_all(cli, server, job_id)
 
 
-def _logs_are_shown_and_followed(cli: Cli, job_id: str) -> None:
+def _damage_is_found_among_all(cli: Cli, server: Server, job_id: str) -> None:
+    whole = cli("checkpoints", "verify", job_id).text.splitlines()
+    assert len(whole) >= 2 and all(": ok (" in line for line in whole)
+    newest, older = whole[0].split(":")[0], whole[1].split(":")[0]
+    file = next((server.paths.job(job_id).checkpoints / older).glob("rank-*"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.chmod(0o600)
+    file.write_bytes(data)
+    found = cli("checkpoints", "verify", job_id, "--json", expect=1)
+    assert {r["id"]: r["verification"] for r in found.data} | {older: "damaged", newest: "ok"} == {
+        r["id"]: r["verification"] for r in found.data
+    }
+    assert older in found.errors and "falls back" in found.errors
+
+
+def _logs_are_shown_and_followed(cli: Cli, server: Server, job_id: str) -> None:
+    for rank, words in ((0, "alpha\nbeta\ngamma\n"), (1, "alpha\n")):
+        with server.paths.job(job_id).attempt(1).log(rank).open("a") as log:
+            log.write(words)
+    for more in ((), ("-f",)):
+
+        def told(*options: str, more: tuple[str, ...] = more) -> list[str]:
+            return cli("logs", job_id, *more, *options).text.splitlines()
+
+        assert told("--rank", "0", "--tail", "2") == ["1.0 | beta", "1.0 | gamma"]
+        assert told("--grep", "alp", "--attempt", "1", "--since", "1h") == ["1.0 | alpha", "1.1 | alpha"]
+        assert told("--since", "2999-01-01T00:00:00Z") == told("--attempt", "7") == []
     lines = cli("logs", job_id, "--rank", "0", "--json").data
     assert all((entry["attempt"], entry["rank"]) == (1, 0) for entry in lines)
     followed = cli("logs", job_id, "-f", "--rank", "0", "--json").text.splitlines()
     assert [json.loads(line)["id"] for line in followed] == [entry["id"] for entry in lines]
 
 
-def test_on_a_terminal_progress_is_drawn_and_ctrl_c_detaches(cli: Cli) -> None:
-    arguments = ("submit", "spec.yaml", "--follow", "--set", "task.args.epochs=5000")
-    master, slave = pty.openpty()
-    environment = {k: v for k, v in cli.environment.items() if k != "COLUMNS"} | {"TERM": "xterm-256color"}
-    process = subprocess.Popen(
-        cli.command(*arguments), cwd=cli.cwd, env=environment, stdin=slave, stdout=slave, stderr=slave,
-        start_new_session=True, preexec_fn=_take_terminal,
-    )  # fmt: skip
-    os.close(slave)
-    try:
-        screen = _read_until(master, b"compressing, iteration", 90.0)
-        assert b"\x1b[" in screen and "━".encode() in screen
-        os.write(master, b"\x03")
-        screen += _read_until(master, b"goes on", 20.0)
-        assert process.wait(20) == 130 and b"detached" in screen
-    finally:
-        process.kill()
-        process.wait(10)
-        os.close(master)
-    job = cli("list", "--phase", "RUNNING", "--json").data[0]
-    assert job["id"].encode() in screen
+def test_on_a_terminal_a_running_job_is_watched_across_a_restart_of_the_service(cli: Cli, server: Server) -> None:
+    with cli.terminal("submit", "spec.yaml", "--follow", "--set", "task.args.epochs=5000", *LONG) as terminal:
+        terminal.read_until("compressing, iteration")
+        terminal.read_until("steps/s")
+        assert "━" in terminal.text and "\x1b[" in terminal.raw and terminal.widest <= 80
+        terminal.write("\x03")
+        assert terminal.end() == 130 and "detached" in terminal.text and "goes on" in terminal.text
+    (job,) = cli("list", "--active", "--json").data
+    assert job["id"] in terminal.text
+    _top_shows_what_is_going_on(cli)
+    _hook_is_watched(cli)
+    with cli.terminal("wait", "digits-long", "--follow", columns=40) as terminal:
+        terminal.read_until("compressing")
+        server.kill()
+        terminal.read_until("Still trying")
+        server.start()
+        terminal.forget()
+        terminal.read_until("left")
+        assert terminal.widest <= 40
+        terminal.write("\x03")
+        assert terminal.end() == 130
     cli("suspend", job["id"])
     assert cli("wait", job["id"], "--until", "SUSPENDED", "--timeout", "60", "--json").data["phase"] == "SUSPENDED"
+    assert cli("get", job["id"], "--json").data["progress"]["steps_per_second"] is None
     cli("cancel", job["id"])
 
 
-def _take_terminal() -> None:
-    """In the child: make the pty its controlling terminal, so that ^C becomes a signal, and one that is not ignored because
-    the tests were started in the background of a script."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.close(os.open(os.ttyname(0), os.O_RDWR))
+def _top_shows_what_is_going_on(cli: Cli) -> None:
+    (seen,) = cli("top", "--once", "--json").data["jobs"]
+    assert seen["phase"] == "RUNNING" and seen["steps_per_second"] > 0 and seen["eta_seconds"] > 0 and seen["loss"] > 0
+    assert seen["checkpoint"] and seen["checkpoint_at"] and seen["hook_phase"] == "compressing"
+    with cli.terminal("top", "--every", "0.2", columns=40) as terminal:
+        terminal.read_until("RUNNING")
+        assert terminal.widest <= 40 and seen["id"] in terminal.text
+        terminal.write("\x03")
+        assert terminal.end() == 130
+    piped = subprocess.run(
+        f"{cli.command()[0]} top --every 0.2 | head -n 5", shell=True, env=cli.environment, cwd=cli.cwd,
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert piped.stdout.count("STEPS/S") >= 2 and piped.stderr == "" and "\x1b" not in piped.stdout
 
 
-def _read_until(master: int, wanted: bytes, deadline: float) -> bytes:
-    end, got = time.monotonic() + deadline, b""
-    while wanted not in got:
-        assert time.monotonic() < end, f"waited for {wanted!r}; the terminal shows {got[-2000:]!r}"
-        ready, _, _ = select.select([master], [], [], 0.2)
-        if ready:
-            try:
-                got += os.read(master, 65536)
-            except OSError:  # the other side is closed
-                assert wanted in got, f"ended without {wanted!r}: {got[-2000:]!r}"
-    return got
+def _hook_is_watched(cli: Cli) -> None:
+    with cli.terminal("hook", "digits-long", "--watch", columns=40) as terminal:
+        terminal.read_until("RESIDUAL")
+        assert terminal.widest <= 40
+        terminal.write("\x03")
+        assert terminal.end() == 130
+    command = cli.command("hook", "digits-long", "--watch", "--json")
+    with subprocess.Popen(command, env=cli.environment, cwd=cli.cwd, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        first, second = (json.loads(process.stdout.readline()) for _ in range(2))
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        assert process.wait(20) == 130
+    assert second["iteration"] > first["iteration"] and set(second["residual_norm"]) == {"0", "1"}

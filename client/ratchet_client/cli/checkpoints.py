@@ -54,7 +54,8 @@ def _row(c: api.CheckpointView) -> list[str]:
     marks = [word for word, there in (("final", c.finished), ("pinned", c.pinned), ("adopted", c.adopted)) if there]
     return [
         c.id, str(c.step), str(c.epoch), c.state, c.reason, output.dash(c.hook_iteration), output.size(c.size),
-        "-" if c.seconds is None else f"{c.seconds:.2g}s", output.dash(c.verification), ",".join(marks) or "-", output.age(c.created_at), c.digest[:16],
+        "-" if c.seconds is None else f"{c.seconds:.2g}s", output.dash(c.verification),
+        ",".join(marks) or "-", output.age(c.created_at), c.digest[:16],
     ]  # fmt: skip
 
 
@@ -76,7 +77,8 @@ def show(ctx: typer.Context, job: JobId, checkpoint: CheckpointId, as_json: Json
             ("parent step", found.parent.step if found.parent else None), ("size", output.size(found.size)),
             ("files", found.files), ("digest", found.digest), ("verification", found.verification),
             ("verified", output.moment(found.verified_at)), ("damage", found.verification_error),
-            ("save took", None if found.seconds is None else f"{found.seconds:.3g} s"), ("created", output.moment(found.created_at)),
+            ("save took", None if found.seconds is None else f"{found.seconds:.3g} s"),
+            ("created", output.moment(found.created_at)),
         ]
     )  # fmt: skip
     if manifest is None:

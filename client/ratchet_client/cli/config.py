@@ -101,27 +101,32 @@ def set_value(
     if value is not None:
         text = "a token is no argument, others could see it: `ratchet config set token` asks for it, or reads standard input"
         raise typer.BadParameter(text)
-    owner = _owner(ctx)
+    owner = _owner(ctx, config.server)
     write_config(file, replace(config, token=_read_token(owner), token_server=owner))
     output.note(f"the token is sent to {owner} alone ({file})")
 
 
-def _owner(ctx: typer.Context) -> str:
+def _owner(ctx: typer.Context, stored: str | None) -> str:
     """The server that a new token is for. Raises ``typer.BadParameter`` where none is named."""
+    from ratchet_client.config_file import normalised
     from ratchet_client.discovery import find_target
 
     given = settings(ctx)
     target = find_target(given.server, given.home)
-    if target.server is None:
+    if target.server is not None:
+        return target.server.value
+    if stored is None:
         raise typer.BadParameter("a token belongs to a server: ratchet config set server URL first, or --server URL")
-    return target.server.value
+    return normalised(stored)
 
 
 def _read_token(owner: str) -> str:
+    from getpass import getpass
+
     from ratchet_client.discovery import checked_token
 
-    question = f"Token for {owner}"
-    text = typer.prompt(question, hide_input=True, err=True) if sys.stdin.isatty() else sys.stdin.readline()
+    # Not typer.prompt: it asks first and turns the echo off afterwards.
+    text = getpass(f"Token for {owner}: ") if sys.stdin.isatty() else sys.stdin.readline()
     if not text.strip():
         raise typer.BadParameter("the token is empty: nothing was changed")
     return checked_token(text.strip())

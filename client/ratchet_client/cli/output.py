@@ -111,7 +111,8 @@ def drawn_table(
     from rich.text import Text
 
     missing = _too_many(columns, rows, drop, width)
-    shown = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    # Two spaces between columns, none around: what `_too_many` counts.
+    shown = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for column in columns:
         if column not in missing:
             justify: Any = "right" if column in right else "left"

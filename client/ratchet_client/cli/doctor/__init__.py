@@ -10,7 +10,6 @@ import typer
 from ratchet_client.cli import output
 from ratchet_client.cli.common import SETUP, JsonFlag, Settings, settings
 from ratchet_client.cli.exits import Exit
-from ratchet_client.discovery import home_directory
 
 if TYPE_CHECKING:
     from ratchet_client.cli.doctor.checks import Diagnosis
@@ -53,6 +52,8 @@ def doctor(
         _show(found.findings)
     proofs: list[Proof] = []
     if exactness:
+        from ratchet_client.discovery import home_directory
+
         proofs = _prove(found, home_directory(chosen.home), python, wanted)
         found.findings += [proof.finding() for proof in proofs]
         if not as_json:

@@ -1,0 +1,117 @@
+"""How the command line puts figures into words, and lays them out on terminals of any width."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+import typer
+from rich.console import Console
+
+from ratchet_client.cli import output
+from ratchet_client.cli.config import masked
+from ratchet_client.cli.figures import Snapshot, eta_words, facts, sparkline, speed_words, waiting_words
+from ratchet_client.cli.live import JobLines
+from ratchet_client.cli.streams import moment_of
+from ratchet_contract.api import HookView, JobView
+from tests.support.scripted import JOB
+
+NOW = datetime(2026, 1, 31, 12, 0, tzinfo=UTC)
+HOOK = HookView.model_validate(
+    {"job_id": "j", "name": "powerSGD", "wrapper": None, "parameters": {}, "stateful": True, "phase": "compressing",
+     "iteration": 120, "compression_rate": 7.314}
+)  # fmt: skip
+
+
+def snapshot(losses: tuple[float, ...] = (2.0, 1.0, 0.5), **changes: Any) -> Snapshot:
+    progress = {"step": 1200, "total_steps": 6000, "steps_per_second": 40.0, "steps_at_risk": 37}
+    job = JobView.model_validate(JOB | {"progress": progress, "last_checkpoint": "step-000000001163.a0001"} | changes)
+    return Snapshot(job, HOOK, losses, datetime.now(UTC) - timedelta(seconds=12))
+
+
+def drawn(now: Snapshot, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    console.print(JobLines(now))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_job_is_drawn_whole_at_any_width() -> None:
+    for width in (30, 40, 80, 200):
+        text = drawn(snapshot(), width)
+        assert max(len(line) for line in text.splitlines()) <= width
+        words = " ".join(text.split())
+        for part in (
+            "RUNNING",
+            "1200/6000",
+            "loss 0.5000",
+            "40 steps/s",
+            "2m 00s left",
+            "iteration 120",
+            "37 steps at risk",
+        ):
+            assert part in words, (width, part, text)
+
+
+def test_a_script_that_tells_no_steps_shows_how_long_it_runs() -> None:
+    started = (datetime.now(UTC) - timedelta(seconds=83)).isoformat()
+    text = drawn(snapshot((), progress={}, started_at=started, last_checkpoint=None), 60)
+    assert "1m 2" in text and "no steps reported" in text and "left" not in text
+
+
+def test_a_waiting_job_says_why_and_when() -> None:
+    later = (datetime.now(UTC) + timedelta(seconds=90)).isoformat()
+    now = snapshot(phase="QUEUED", message="waits for a free GPU", not_before=later)
+    assert waiting_words(now.job).startswith("waits for a free GPU (next try in 1m 2")
+    assert waiting_words(snapshot(message="old news").job) == ""
+
+
+@pytest.mark.parametrize(
+    ("values", "drawing"),
+    [((), ""), ((1.0,), ""), ((1.0, 1.0), "▁▁"), ((3.0, 2.0, 1.0), "█▄▁"), ((1.0, math.nan, 2.0), "▁ █"),
+     ((math.inf, 1.0, 2.0), " ▁█")],
+)  # fmt: skip
+def test_a_sparkline_runs_from_the_smallest_to_the_largest_value(values: tuple[float, ...], drawing: str) -> None:
+    assert sparkline(values).replace("▅", "▄") == drawing
+
+
+def test_speed_and_time_left() -> None:
+    assert (speed_words(42.123), speed_words(0.08), speed_words(None)) == ("42.1 steps/s", "12.5 s/step", "")
+    slow = snapshot(progress={"step": 0, "total_steps": 100, "steps_per_second": 0.001})
+    assert eta_words(slow) == "1d 03h"
+    assert eta_words(snapshot(progress={"step": 5, "steps_per_second": 1.0})) == ""
+
+
+def test_numbers_that_are_not_finite_are_strings_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    output.emit_line(facts(snapshot((1.0, math.nan))))
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["loss"] == "NaN"
+
+
+@pytest.mark.parametrize(
+    ("text", "moment"),
+    [
+        ("10m", NOW - timedelta(minutes=10)),
+        ("1.5h", NOW - timedelta(minutes=90)),
+        ("1d", NOW - timedelta(days=1)),
+        ("2026-01-31T12:00:00Z", NOW),
+        ("2026-01-31T13:00:00+01:00", NOW),
+    ],
+)
+def test_since_takes_an_age_or_a_time(text: str, moment: datetime) -> None:
+    assert datetime.fromisoformat(moment_of(text, NOW)) == moment
+
+
+@pytest.mark.parametrize(
+    "text", ["", "m", "10", "10w", "-5m", "yesterday", "2026-01-31T12:00:00", "²m", "9999999999999d"]
+)
+def test_since_refuses_the_rest_and_shows_how(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="10m"):
+        moment_of(text, NOW)
+
+
+def test_a_short_token_is_masked_whole() -> None:
+    assert masked("short") == "********" and masked("a-long-enough-token") == "********oken"
