@@ -33,7 +33,7 @@ from ratchet_contract.phases import Cause, JobPhase
 from ratchet_hooks.registry import HOOKS, HookEntry
 
 Device = Literal["cpu", "cuda"]
-STEPS: Final = 80
+STEPS: Final = 60
 EVERY: Final = 20
 COMPRESS: Final = 8
 """The iteration at which PowerSGD begins to compress: before the first checkpoint, so that its state is in every one."""
