@@ -37,7 +37,9 @@ exactness: $(STAMP)
 chaos: $(STAMP)
 	$(BIN)/python -m tests.e2e.chaos --n $(or $(N),20)
 
+# ONLY=checkpoint, step or startup; benchmarks/README.md tells how to read them
 bench: $(STAMP)
+	@echo "==> benchmarks: ratios against a named alternative in the same run; a machine that does nothing else gives narrow intervals"
 	$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY))
 
 clean:

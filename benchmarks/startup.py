@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -32,14 +32,20 @@ def main() -> None:
     rounds = int(os.environ.get("RATCHET_BENCH_ROUNDS", "7"))
     print(f"{machine()}; {rounds} interleaved rounds, medians [95 %]")
     with tempfile.TemporaryDirectory(prefix="ratchet-bench-") as folder:
-        _control_plane(Path(folder), rounds)
-        _jobs(Path(folder), rounds)
+        control_plane(Path(folder), rounds)
+        service = Service(Path(folder) / "home")
+        try:
+            service.start()
+            jobs(service, Path(folder), rounds)
+        finally:
+            service.stop()
 
 
 # --- the control plane ---------------------------------------------------------------------------------------------------
 
 
-def _control_plane(folder: Path, rounds: int) -> None:
+def control_plane(folder: Path, rounds: int) -> None:
+    """Starts of the service against the bare imports of its libraries."""
     ready, bare, torch, memory = [], [], [], (0, 0, False)
     for number in range(rounds):
         seconds, memory = _serve(folder / f"serve-{number}")
@@ -97,24 +103,20 @@ def _python(program: str) -> float:
 # --- jobs ----------------------------------------------------------------------------------------------------------------
 
 
-def _jobs(folder: Path, rounds: int) -> None:
-    service = Service(folder / "home")
-    ways: dict[str, Callable[[Path], Run]] = {
-        "torchrun, plain.py": run_torchrun,
-        "Ratchet, the same plain.py": lambda place: run_ratchet(service, "plain.py", place),
-        "Ratchet, as a Session": lambda place: run_ratchet(service, "managed.py", place),
-    }
+TORCHRUN: Final = "torchrun, plain.py"
+PLAIN: Final = "Ratchet, the same plain.py"
+SESSION: Final = "Ratchet, as a Session"
+
+
+def jobs(service: Service, folder: Path, rounds: int, ways: Sequence[str] = (TORCHRUN, PLAIN, SESSION)) -> None:
+    """First steps and restarts, the ways by turns; the first of ``ways`` is what the others are compared with."""
+    scripts = {PLAIN: "plain.py", SESSION: "managed.py"}
     runs: dict[str, list[Run]] = {name: [] for name in ways}
-    try:
-        service.start()
-        for number in range(rounds):
-            order = list(ways.items())
-            for name, way in order if number % 2 == 0 else reversed(order):
-                place = folder / f"round-{number}-{len(runs[name])}-{list(ways).index(name)}"
-                place.mkdir()
-                runs[name].append(way(place))
-    finally:
-        service.stop()
+    for number in range(rounds):
+        for name in ways if number % 2 == 0 else reversed(ways):
+            place = Path(tempfile.mkdtemp(dir=folder))
+            ours = name in scripts
+            runs[name].append(run_ratchet(service, scripts[name], place) if ours else run_torchrun(place))
     _table("start -> first training step of rank 0 (POST, or exec of torchrun)", runs, lambda run: run.first)
     _table("SIGKILL of rank 1 -> first step of the restarted group", runs, lambda run: run.again)
     _parts("where the time to the first step goes", runs, lambda run: run.first_parts)

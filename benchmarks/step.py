@@ -13,6 +13,7 @@ import json
 import os
 import statistics
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -51,19 +52,24 @@ SIZES: Final = {"small": Size(512, 4, 32, 20, 40), "large": Size(2048, 6, 32, 2,
 def main() -> None:
     names = os.environ.get("RATCHET_BENCH_SIZES", ",".join(SIZES)).split(",")
     print(machine())
-    print(f"{'':<22} {'ratio of a pair [95 %]':<24} {'control [95 %]':<24} {'us per step':>11} {'by hand':>9} "
-          f"{'no hook':>9}  {'CPU of agent, service, own threads':<30}")  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="ratchet-bench-") as folder:
         service = Service(Path(folder) / "home")
         try:
             service.start()
-            for name in names:
-                for hook in HOOKS:
-                    _row(name, hook, _size(name), _measure(service, hook, _size(name), Path(folder)))
+            table(service, Path(folder), {name: _size(name) for name in names})
         finally:
             service.stop()
+
+
+def table(service: Service, folder: Path, sizes: Mapping[str, Size], hooks: Sequence[str] = tuple(HOOKS)) -> None:
+    """One job, and one line, per size and hook."""
+    print(f"{'':<28} {'ratio of a pair [95 %]':<22} {'control [95 %]':<22} {'us per step':>11} {'by hand':>9} {'no hook':>9}  "
+          "CPU of agent, service, own threads")  # fmt: skip
+    for name, size in sizes.items():
+        for hook in hooks:
+            _row(name, hook, size, _measure(service, hook, size, folder))
     print(
-        "ratio: Ratchet's loop / hand-written loop with torch's hook. control: neighbouring blocks of one and the same loop."
+        "ratio: Ratchet's loop / hand-written loop, torch's hook. control: blocks of the hand-written loop against each other."
     )
 
 
@@ -104,15 +110,15 @@ def _measure(service: Service, hook: str, size: Size, folder: Path) -> dict[str,
 
 def _row(name: str, hook: str, size: Size, result: dict[str, Any]) -> None:
     seconds = result["seconds"]
-    managed, plain, alone = seconds["managed"], seconds["plain"], seconds["alone"]
+    managed, plain = seconds["managed"], seconds["plain"]
     pairs = [a / b for a, b in zip(managed, plain, strict=True)]
     each = {key: statistics.median(values) / size.block * 1e6 for key, values in seconds.items()}
     own = sum(result["own_threads"].values()) / result["spent"]
     loads = ", ".join(f"{share:.1%}" for share in (*result["cpu"].values(), own))
     title = f"{name} {hook} ({result['parameters'] / 1e6:.1f} M)"
     print(
-        f"{title:<28} {estimate(pairs)!s:<24} {estimate(_control(plain))!s:<24} {each['managed']:9.0f} "
-        f"{each['plain']:9.0f} {statistics.median(alone) / size.block * 1e6:9.0f}  {loads}",
+        f"{title:<28} {estimate(pairs)!s:<22} {estimate(_control(plain))!s:<22} {each['managed']:11.0f} "
+        f"{each['plain']:9.0f} {each['alone']:9.0f}  {loads}",
         flush=True,
     )
 

@@ -147,7 +147,9 @@ def _check_python(
         report.refuse("/python", "python-not-found", _no_python(given))
         return given, Findings(error="not found")
     module = spec.task.entrypoint.partition(":")[0] if spec.task is not None and code_ok else None
-    found = interpreters.ask(str(path), code=spec.code.path if spec.code and code_ok else None, module=module)
+    # Of a script nothing is asked that depends on its directory: an answer that is known already will do.
+    code = spec.code.path if spec.code is not None and module is not None else None
+    found = interpreters.ask(str(path), code=code, module=module)
     wrong = python_fault(path, found)
     if wrong is not None:
         report.refuse("/python", *wrong)

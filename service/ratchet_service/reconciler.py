@@ -29,6 +29,8 @@ from ratchet_service.watching import Timing, Watch, Watcher, Wish, wishes
 log = logging.getLogger(__name__)
 
 ACTIVE_INTERVAL: Final = 0.2
+ENDING_INTERVAL: Final = 0.03
+"""While an agent has told its result and is about to exit: the next attempt waits for nothing else."""
 IDLE_INTERVAL: Final = 1.0
 LEASE_SECONDS: Final = 15.0
 _ERROR_PAUSE: Final = 1.0
@@ -99,7 +101,13 @@ class Reconciler:
             self._expired = now
             self._expiry.run()
         pause = self._look_around_at - time.monotonic()
-        return max(0.0, min(ACTIVE_INTERVAL, pause) if self._watches else pause)
+        return max(0.0, min(self._interval(), pause))
+
+    def _interval(self) -> float:
+        if not self._watches:
+            return IDLE_INTERVAL
+        ending = any(watch.result_seen_at or watch.ending_since for watch in self._watches.values())
+        return ENDING_INTERVAL if ending else ACTIVE_INTERVAL
 
     def _renew(self, now: float) -> None:
         if not self._watches or now - self._renewed < self._lease_seconds / 4:

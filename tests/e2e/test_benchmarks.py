@@ -1,0 +1,62 @@
+"""The benchmarks run and print what their readers look for. How fast anything is, they say, not this."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks import startup, step
+from benchmarks.stats import estimate, machine
+from examples.demo.processes import Service, living
+
+FIGURE = r"(\d+\.\d{3}) \[(\d+\.\d{3}), (\d+\.\d{3})\]"
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    service = Service(tmp_path_factory.mktemp("home"))
+    try:
+        service.start()
+        yield service
+    finally:
+        service.stop()
+        assert not living(service.home)
+
+
+def test_an_estimate_brackets_its_median_and_is_the_same_for_the_same_values() -> None:
+    values = [1.0, 1.1, 0.9, 1.2, 0.8, 5.0]
+    found = estimate(values)
+    assert found.low <= found.median <= found.high < 5.0
+    assert found.median == 1.05 and found.count == 6
+    assert found == estimate(values)
+    assert "cores" in machine()
+
+
+@pytest.mark.slow
+def test_step_prints_a_ratio_with_its_interval(
+    service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = step.Size(width=16, depth=2, batch=4, block=2, pairs=4)
+    step.table(service, tmp_path, {"tiny": size}, ["powerSGD"])
+    line = next(text for text in capsys.readouterr().out.splitlines() if text.startswith("tiny powerSGD"))
+    figures = re.findall(FIGURE, line)
+    assert len(figures) == 2, "a ratio and its control"
+    assert all(0 < float(low) <= float(median) <= float(high) for median, low, high in figures)
+
+
+@pytest.mark.slow
+def test_startup_prints_first_steps_restarts_and_where_the_time_goes(
+    service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    startup.control_plane(tmp_path, 1)
+    startup.jobs(service, tmp_path, 1, [startup.SESSION])
+    out = capsys.readouterr().out
+    assert "libtorch in its maps: no" in out
+    assert len(re.findall(rf"^  {startup.SESSION} +{FIGURE} s +ratio 1\.000", out, re.MULTILINE)) == 2
+    parts = re.findall(
+        rf"^  {startup.SESSION} +(answer to the POST|attempt ended) .* first step (\d+\.\d\d)$", out, re.MULTILINE
+    )
+    assert [name for name, _ in parts] == ["answer to the POST", "attempt ended"]
