@@ -61,12 +61,12 @@ def test_a_job_goes_on_with_other_ranks_and_back_and_its_history_tells(api: Api)
 
     alone = resume(api, job_id, world(1))  # still queued: no attempt is alive
     assert alone["resolved"]["threads_per_rank"] == 4
+    with api.database.read() as session:
+        assert session.get_one(Job, job_id).spec_digest == JobSpec.model_validate(alone["spec"]).digest()
     assert {w["code"] for w in alone["warnings"]} == {"single-rank"}
     assert events(api, job_id)[-2]["data"]["threads_per_rank"] == {"old": 1, "new": 4}
     back = resume(api, job_id, world(2))
     assert back["resolved"]["threads_per_rank"] == 2 and back["warnings"] == []
-    with api.database.read() as session:
-        assert session.get_one(Job, job_id).spec_digest == JobSpec.model_validate(back["spec"]).digest()
 
 
 def test_what_was_decided_for_the_job_stays_but_for_the_threads(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
