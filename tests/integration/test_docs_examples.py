@@ -72,7 +72,7 @@ def test_every_python_block_runs(server: Server, tmp_path: Path) -> None:
         page.name: [(b.line, b.text) for b in blocks(page) if b.language == "python" and not b.not_run]
         for page in PAGES
     }
-    assert sum(map(len, pages.values())) >= 1
+    assert sum(map(len, pages.values())) >= 8
     told = _fresh(server, tmp_path, "-m", "tests.support.docs", stdin=json.dumps([pages, job_id]))
     assert int(re.findall(r"(\d+) examples in docstrings", told)[0]) >= 20
 
@@ -103,18 +103,18 @@ def _commands(block: Block) -> list[str]:
 
 def _parse(text: str) -> None:
     """Let the real command line take the arguments apart, without running anything."""
-    words = shlex.split(text)[1:]
-    if len(words) == 1 and not words[0].startswith("-"):
-        words.append("--help")  # a command by its name alone, in a sentence
-    group: Any = typer.main.get_command(app)
-    _disarm(group)
+    command: Any = typer.main.get_command(app)
+    name, rest, outer = "ratchet", shlex.split(text)[1:], None
+    if len(rest) == 1 and not rest[0].startswith("-"):
+        rest.append("--help")  # a command by its name alone, in a sentence
     try:
-        outer = group.make_context("ratchet", list(words))
-        rest = [*getattr(outer, "_protected_args", []), *outer.args]
-        if rest:
-            name, command, arguments = group.resolve_command(outer, rest)
+        while True:
             _disarm(command)
-            command.make_context(name, arguments, parent=outer)
+            outer = command.make_context(name, list(rest), parent=outer)
+            rest = [*getattr(outer, "_protected_args", []), *outer.args]
+            if not rest or not hasattr(command, "resolve_command"):
+                break
+            name, command, rest = command.resolve_command(outer, rest)
     except typer.Exit:
         pass  # --help, --version
     except SystemExit as error:
