@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,15 +36,20 @@ def doctor(
         Path | None, typer.Option(help="Run directory to look at. (default: RATCHET_HOME, else ./.ratchet)")
     ] = None,
     python: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Interpreter that trains. (default: this one)")
+        str | None,
+        typer.Option(metavar="PATH", help="Interpreter or virtual environment that trains. (default: this one)"),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Check whether this machine can run Ratchet, and say what to do where it cannot. Changes nothing."""
+    if sys.platform == "win32":
+        output.note("ratchet: doctor looks at the machine that trains, which runs Linux: call it there, or in WSL2")
+        raise typer.Exit(Exit.FAULT)
     from ratchet_client.cli.doctor.checks import examine
     from ratchet_client.cli.doctor.progress import Progress
     from ratchet_client.cli.doctor.signals import interruptible
 
+    python = None if python is None else _interpreter(python)
     given = settings(ctx)
     wanted = _known(hooks) if exactness else []
     chosen = Settings(given.server, home or given.home)
@@ -65,6 +72,12 @@ def doctor(
         raise typer.Exit(Exit.JOB_FAILED)
     if any(finding.status == "failed" for finding in found.findings):
         raise typer.Exit(Exit.FAULT)
+
+
+def _interpreter(given: str) -> str:
+    """As the spec's ``python``: a file, or a virtual environment's directory; here a name on the PATH too."""
+    path = Path(given)
+    return str(path / "bin" / "python") if path.is_dir() else shutil.which(given) or given
 
 
 def _known(hooks: list[str]) -> list[str]:
