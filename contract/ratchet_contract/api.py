@@ -72,6 +72,9 @@ class JobView(View):
     hook: str
     last_checkpoint: str | None = None
     forked_from: str | None = Field(None, description="<job id>/<checkpoint id>")
+    work_dir: str | None = Field(
+        None, description="Current directory of its ranks, once an attempt has made it; told where one job is read."
+    )
     created_at: datetime
     updated_at: datetime
     started_at: datetime | None = None

@@ -138,7 +138,7 @@ def test_an_unchanged_script_is_started_again_after_every_end_and_goes_on_from_i
     work = server.paths.job(job_id).work
     held(server, job_id, 1)
     job = server.wait_phase(job_id, "RUNNING")
-    assert "unmanaged-script" in [w["code"] for w in job["warnings"]]
+    assert "unmanaged-script" in [w["code"] for w in job["warnings"]] and job["work_dir"] == str(work)
     assert not (work / "train.py").stat().st_mode & stat.S_IXUSR and os.access(work / "data", os.W_OK)
     (snapshot,) = [p for p in server.paths.code.iterdir() if p.is_dir()]
     assert sorted(p.name for p in snapshot.iterdir()) == ["data", "helper.py", "hold", "train.py"]

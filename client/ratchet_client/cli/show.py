@@ -85,6 +85,7 @@ def get(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
             ("attempt", found.epoch), ("hook", found.hook), ("device", found.resolved.device),
             ("backend", found.resolved.backend), ("threads per rank", found.resolved.threads_per_rank),
             ("last checkpoint", found.last_checkpoint), ("forked from", found.forked_from),
+            ("working directory", found.work_dir),
             ("failures", f"{budgets.failures} of {budgets.max_failures}"),
             ("preemptions", f"{budgets.preemptions} of {_limit(budgets.max_preemptions)}"),
             ("labels", ", ".join(f"{k}={v}" for k, v in sorted(found.labels.items()))), ("priority", found.priority),

@@ -74,7 +74,9 @@ def get_job(service: ServiceDep, job_id: str, response: Response) -> JobView:
     with service.database.read() as session:
         job = find_job(session, job_id)
         response.headers["ETag"] = jobs.etag(job)
-        return job_view(session, job)
+        view = job_view(session, job)
+    work = service.settings.paths.job(job_id).work
+    return view.model_copy(update={"work_dir": str(work)}) if work.is_dir() else view
 
 
 @router.patch(
