@@ -1,7 +1,7 @@
 """The adoption ladder as docs/adoption.md tells it: four ways to train the same net, each with a rank killed on the way.
 
-Rung 0 goes on, but into other weights; rung 1 ends in the weights of the undisturbed run of rung 0, under plain torchrun; rungs
-2 and 3 end in the checkpoint of their undisturbed run, and in the same one.
+Rung 0 goes on, but into other weights than without the kill; rung 1, under plain torchrun, ends in the weights of the undisturbed
+rung 0; rungs 2 and 3 end in the checkpoint of an undisturbed run, the same one for both.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,10 @@ from tests.support.cli import Cli
 from tests.support.server import Server, rank_pid, wait_for
 
 LADDER = Path(__file__).parents[2] / "examples" / "adoption"
-EPOCHS, STEPS_PER_EPOCH = 10, 22
-KILL_IN_EPOCH = 4
+EPOCHS, STEPS_PER_EPOCH = 6, 22
+KILL_IN_EPOCH = 3
+TOLD = f"epoch {KILL_IN_EPOCH - 1}:"
+ARGUMENTS = ["--epochs", str(EPOCHS), "--lr", "0.1"]
 
 pytestmark = pytest.mark.slow
 
@@ -43,9 +45,8 @@ class Torchrun:
     """``torchrun --nproc-per-node 2 --max-restarts 1`` of a rung's script, in a directory of its own."""
 
     def __init__(self, rung: str, directory: Path) -> None:
-        directory.mkdir()
         self.output = directory / "output.txt"
-        script = [str(LADDER / rung / "train.py"), "--epochs", str(EPOCHS), "--lr", "0.1"]
+        script = [str(LADDER / rung / "train.py"), *ARGUMENTS]
         options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.05"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
         # Else the restarted ranks share a store with the dead ones, whose addresses gloo finds in it.
@@ -58,8 +59,7 @@ class Torchrun:
 
     def kill_rank_1(self) -> None:
         """Within an epoch: after the save of the one before it, which rank 0 tells."""
-        told = f"epoch {KILL_IN_EPOCH - 1}:"
-        wait_for(lambda: told in self.output.read_text(), f"{told} in {self.output}", 150, 0.005)
+        wait_for(lambda: TOLD in self.output.read_text(), f"{TOLD} in {self.output}", 150, 0.005)
         os.kill(self._rank(1), signal.SIGKILL)
 
     def _rank(self, rank: int) -> int:
@@ -82,68 +82,91 @@ class Torchrun:
             self.process.wait(30)
 
 
-@pytest.fixture
-def started() -> Iterator[list[Torchrun]]:
-    runs: list[Torchrun] = []
-    yield runs
-    for run in runs:
-        run.close()
-
-
-def test_only_the_hooks_state_makes_a_restart_under_torchrun_exact(started: list[Torchrun], tmp_path: Path) -> None:
-    started += [Torchrun(rung, tmp_path / str(i)) for i, rung in enumerate(("0_torchrun", "0_torchrun", "1_hooks"))]
-    undisturbed, recipe, hooks = started
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(Torchrun.kill_rank_1, (recipe, hooks)))
-    reference = weights(undisturbed.wait())
-    for run in (recipe, hooks):
-        said = run.wait()
-        assert said.count("epoch 1:") == 1, "the restart went on from the script's own checkpoint"
-    assert weights(recipe.wait()) != reference
-    assert weights(hooks.wait()) == reference
-
-
 def submit(server: Server, rung: str, name: str) -> str:
     spec: dict[str, Any] = read_spec(str(LADDER / rung / "train.yaml"))
     spec |= {"name": name, "resources": {"cpus_per_rank": 1}, "policy": {"backoff": 0.1}}
     spec["world"]["device"] = "cpu"
+    if "script" in spec:
+        spec["script"] = ["train.py", *ARGUMENTS]
+    else:
+        spec["task"]["args"]["epochs"] = EPOCHS
     return server.submit(spec)
 
 
 def live(server: Server, rung: str, kill: bool) -> str:
     """A whole life of a job; with ``kill``, rank 1 is killed between two checkpoints. Returns its id."""
     job_id = submit(server, rung, f"rung-{rung[0]}-{'killed' if kill else 'undisturbed'}")
+    paths = server.paths.job(job_id).attempt(1)
     if kill and rung == "0_torchrun":
-        work = server.paths.job(job_id).attempt(1).log(0)
-        told = f"epoch {KILL_IN_EPOCH - 1}:"
-        wait_for(lambda: work.exists() and told in work.read_text(), told, 150, 0.005)
-        os.kill(rank_pid(server.paths.job(job_id).attempt(1), 1), signal.SIGKILL)
+        log = paths.log(0)
+        wait_for(lambda: log.exists() and TOLD in log.read_text(), f"{TOLD} in {log}", 150, 0.005)
+        os.kill(rank_pid(paths, 1), signal.SIGKILL)
     elif kill:
-        _, paths = server.wait_step(job_id, STEPS_PER_EPOCH * (KILL_IN_EPOCH - 1) + 5, deadline=150)
+        server.wait_step(job_id, STEPS_PER_EPOCH * (KILL_IN_EPOCH - 1) + 5, deadline=150)
         os.kill(rank_pid(paths, 1), signal.SIGKILL)
     server.wait_phase(job_id, "SUCCEEDED", deadline=180)
     return job_id
 
 
-def test_each_rung_under_ratchet(server: Server) -> None:
-    lives = [("0_torchrun", True), ("2_session", True), ("3_task", True), ("2_session", False)]
-    with ThreadPoolExecutor(len(lives)) as threads:
-        script, session, task, undisturbed = threads.map(lambda life: live(server, *life), lives)
+@dataclass(frozen=True)
+class Lives:
+    """What is left of them: job ids, and what rung 1 printed under torchrun."""
 
-    first, second = server.attempts(script)
+    script_undisturbed: str
+    script: str
+    session_undisturbed: str
+    session: str
+    task: str
+    hooks: str
+
+
+@pytest.fixture(scope="module")
+def lives(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Lives:
+    """All at once: most of their time is the import of torch."""
+    jobs = [("0_torchrun", False), ("0_torchrun", True), ("2_session", False), ("2_session", True), ("3_task", True)]
+    torchrun = Torchrun("1_hooks", tmp_path_factory.mktemp("torchrun"))
+    try:
+        with ThreadPoolExecutor(len(jobs) + 1) as threads:
+            hooks = threads.submit(torchrun.kill_rank_1)
+            ids = list(threads.map(lambda job: live(server, *job), jobs))
+            hooks.result()
+        return Lives(*ids, hooks=torchrun.wait())
+    finally:
+        torchrun.close()
+
+
+def told_by(server: Server, job_id: str, attempt: int) -> str:
+    return server.paths.job(job_id).attempt(attempt).log(0).read_text()
+
+
+def test_rung_0_is_started_again_but_ends_in_other_weights(server: Server, lives: Lives) -> None:
+    first, second = server.attempts(lives.script)
     assert first["cause"] == "rank-killed" and second["outcome"] == "succeeded"
     assert second["resume_report"]["verdict"] == "unmanaged"
-    said = server.paths.job(script).attempt(2).log(0).read_text()
+    said = told_by(server, lives.script, 2)
     assert "epoch 1:" not in said and f"epoch {EPOCHS}:" in said, "it went on from its own checkpoint"
-    assert (server.paths.job(script).work / "checkpoint.pt").is_file()
+    assert (server.paths.job(lives.script).work / "checkpoint.pt").is_file()
+    assert weights(said) != weights(told_by(server, lives.script_undisturbed, 1))
 
-    for job_id in (session, task):
-        first, second = server.attempts(job_id)
-        assert first["cause"] == "rank-killed" and first["steps_lost"] > 0
-        assert second["resume_report"]["verdict"] == "exact", second["resume_report"]
-        assert second["base"]["step"] > 10, "PowerSGD compressed already"
-        comparison = compare(final_checkpoint(server, undisturbed), final_checkpoint(server, job_id))
-        assert comparison.tensors and comparison.identical, f"{comparison.different} {comparison.states}"
+
+def test_rung_1_restarted_by_torchrun_ends_in_the_weights_of_an_undisturbed_rung_0(
+    server: Server, lives: Lives
+) -> None:
+    assert lives.hooks.count("epoch 1:") == 1 and "exitcode: -9" in lives.hooks, (
+        "killed, and went on from its own files"
+    )
+    assert weights(lives.hooks) == weights(told_by(server, lives.script_undisturbed, 1))
+
+
+@pytest.mark.parametrize("rung", ["session", "task"])
+def test_rungs_2_and_3_are_exact_and_the_same(server: Server, lives: Lives, rung: str) -> None:
+    job_id = getattr(lives, rung)
+    first, second = server.attempts(job_id)
+    assert first["cause"] == "rank-killed" and first["steps_lost"] > 0
+    assert second["resume_report"]["verdict"] == "exact", second["resume_report"]
+    assert second["base"]["step"] > 10, "PowerSGD compressed already"
+    comparison = compare(final_checkpoint(server, lives.session_undisturbed), final_checkpoint(server, job_id))
+    assert comparison.tensors and comparison.identical, f"{comparison.different} {comparison.states}"
 
 
 def test_from_the_command_to_a_spec_that_the_service_accepts(server: Server, tmp_path: Path) -> None:

@@ -47,10 +47,17 @@ def test_without_a_service_the_next_command_starts_one(tmp_path: Path) -> None:
     assert both["file"] == str(tmp_path / "fit.yaml") and (tmp_path / "fit.yaml").is_file()
 
 
-def test_wrong_commands_end_with_their_code_and_write_nothing(tmp_path: Path) -> None:
-    cli = Cli(tmp_path / "nothing", tmp_path)
+def test_wrong_commands_end_with_their_code_and_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "fit.py").write_text("import torch\n")
-    assert "--nnodes=2" in cli("init", "torchrun", "--nnodes", "2", "fit.py", expect=5).errors
-    assert "no such file: gone.py" in cli("init", "gone.py", expect=3).errors
-    assert "name" in cli("init", "--name", "Not A Name", "fit.py", expect=5).errors
+
+    def refused(*words: str, code: int) -> str:
+        done = CliRunner().invoke(app, ["init", *words])
+        assert done.exit_code == code and not done.stdout, done.output
+        return done.stderr
+
+    assert "--nnodes=2" in refused("torchrun", "--nnodes", "2", "fit.py", code=5)
+    assert "no such file: gone.py" in refused("gone.py", code=3)
+    assert "/name" in refused("--name", "Not A Name", "fit.py", code=5)
+    assert "options of ratchet init come first" in refused("--nproc-per-node", "2", "--force", "fit.py", code=5)
     assert not list(tmp_path.glob("*.yaml"))
