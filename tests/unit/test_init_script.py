@@ -158,10 +158,16 @@ def test_another_directory_is_told_with_the_cure() -> None:
     assert "give --code ." in notes["argument-path"] and "module-missing" not in notes
     spec, notes, _ = look("pkg/train.py --config conf.yaml", code=".")
     assert spec["code"] == {"path": "."} and spec["script"][0] == "pkg/train.py" and "argument-path" not in notes
+    Path("elsewhere").mkdir()
     with pytest.raises(Refused, match="not below --code"):
-        look("conf.yaml/../pkg/train.py", code="pkg/../pkg/nothing/..") if Path("pkg/nothing").mkdir() else look(
-            "pkg/train.py", code="pkg/nothing"
-        )
+        look("pkg/train.py", code="elsewhere")
+
+
+def test_a_session_that_an_imported_module_makes_is_seen() -> None:
+    write("import lib.loop")
+    write("from ratchet_worker.session import Session\nwith Session() as s: ...\n", "lib/loop.py")
+    _, notes, _ = look()
+    assert "lib/loop.py, line 3" in notes["session"] and "lib/loop.py" in notes["session-elsewhere"]
 
 
 def test_large_directories_are_named_but_what_a_snapshot_leaves_out_is_not(tmp_path: Path) -> None:

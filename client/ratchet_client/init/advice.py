@@ -78,6 +78,9 @@ def _way(facts: Facts, place: Place, way: Way) -> Iterator[Note]:
         )
     elif facts.session is not None:
         yield Note("session", f"a Session ({facts.session}): Ratchet saves and resumes what is registered, bit for bit")
+        if is_unmanaged(place.script.read_bytes()):
+            text = f"the Session is made in {facts.session.file}: import ratchet_worker in {place.relative} too, to make it known"
+            yield Note("session-elsewhere", text, serious=True)
     else:
         text = f"{place.relative} mentions ratchet_worker and so counts as managed, but no Session was seen: make one ({_GUIDE})"
         yield Note("no-session", text, serious=True)
@@ -209,5 +212,7 @@ def _surroundings(facts: Facts, place: Place, python: Path | None) -> Iterator[N
     total, entries = largest(place.code)
     if total > LARGE:
         named = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in entries)
-        text = f"{place.code} holds {total / 1e6:.0f} MB ({named}), and all of it is copied at submission: keep data elsewhere"
+        text = (
+            f"{place.code} holds at least {total / 1e6:.0f} MB ({named}), all copied at submission: keep data elsewhere"
+        )
         yield Note("large", text, serious=True)

@@ -62,7 +62,7 @@ def parse_command(words: Sequence[str], environ: Mapping[str, str]) -> Command:
     elif _PYTHON.fullmatch(first):
         command = _from_python(rest[1:], environ)
     else:
-        command = _torchrun(rest, {})
+        command = _torchrun(rest, environ)
         if command.arguments[:1] == ["--"]:  # ratchet init train.py -- --lr 0.1
             del command.arguments[0]
         rest = []

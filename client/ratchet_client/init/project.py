@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +17,9 @@ from ratchet_contract.errors import NotFound, Refused
 
 LARGE: Final = 100 * 10**6
 """Bytes below ``code.path`` from which on it is worth a word. The service has limits of its own, and says them."""
+
+_MAX_FILES: Final = 100_000
+"""Looked at in one directory; a data set of millions of files is large without being counted."""
 
 _PROGRAM: Final = """
 import json, sys
@@ -100,7 +104,7 @@ def largest(code: Path) -> tuple[int, list[tuple[str, int]]]:
     """Bytes that a snapshot of ``code`` would take, and its largest entries (name, bytes), largest first."""
     sizes = {}
     for child in _kept(code):
-        sizes[child.name + "/" * child.is_dir(follow_symlinks=False)] = sum(_sizes(child))
+        sizes[child.name + "/" * child.is_dir(follow_symlinks=False)] = sum(islice(_sizes(child), _MAX_FILES))
     ranked = sorted(sizes.items(), key=lambda item: -item[1])
     return sum(sizes.values()), [item for item in ranked if item[1] > LARGE // 20][:5]
 
