@@ -68,6 +68,7 @@ class RankProcess:
         self._clients: Clients | None = None
         self._agreement: Agreement | None = None
         self._runtime: Runtime | None = None
+        self._parted = False
 
     def execute(self) -> int:
         """Run to the end. Returns the exit code of an end that all ranks share; otherwise does not return."""
@@ -258,6 +259,9 @@ class RankProcess:
 
     def _part(self, seconds: float) -> None:
         """The last use of the store by this rank; rank 0, which serves it, waits for the others' for up to ``seconds``."""
+        if self._parted:
+            return
+        self._parted = True
         assert self._clients is not None
         store, rank = self._clients.side, self._identity.rank
         with suppress(RuntimeError):  # rank 0 has gone already

@@ -17,6 +17,7 @@ from typing import Final
 from ratchet_contract.messages import Control, LaunchFile, RankEnd
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import AttemptPhase, Desired
+from ratchet_contract.scripts import SESSION_PACKAGE
 from ratchet_worker import procs
 from ratchet_worker.control import write_control
 from ratchet_worker.counter import CounterReader
@@ -28,6 +29,10 @@ from ratchet_worker.watch import Watch
 from ratchet_worker.wishes import Wishes
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+_SCRIPT_HINT: Final = (
+    f": a script whose main file mentions {SESSION_PACKAGE} is expected to begin the steps of a Session by then; one that does "
+    "not is unmanaged and has no deadline"
+)
 _DEATH_LIMIT: Final = 10.0  # seconds a killed rank may take to die (freeing memory, a stuck disk)
 
 
@@ -89,6 +94,7 @@ class Supervisor:
             startup_deadline=self._policy.startup_deadline,
             step_deadline=self._policy.step_deadline,
             now=time.monotonic(),
+            hint=_SCRIPT_HINT if launch.spec.script is not None else "",
         )
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 

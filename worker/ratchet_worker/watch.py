@@ -31,10 +31,13 @@ class Watch:
         startup_deadline: float,
         step_deadline: float,
         now: float,
+        hint: str = "",
     ) -> None:
+        """``hint``: what is added to the sentence about a start-up that takes too long."""
         self._readers = readers
         self._startup_deadline = startup_deadline
         self._step_deadline = step_deadline
+        self._hint = hint
         self._begun = now
         self._looked = now
         self._readings = dict.fromkeys(readers, _NOTHING)
@@ -77,7 +80,9 @@ class Watch:
             late = [r for r in live if not _is_ready(self._readings[r])]
             if not late or now - self._begun <= self._startup_deadline:
                 return None
-            limit = f"has not finished its first step within startup_deadline ({self._startup_deadline:g} s)"
+            limit = (
+                f"has not finished its first step within startup_deadline ({self._startup_deadline:g} s){self._hint}"
+            )
         else:
             late = self._overdue(live, now)
             if not late:
