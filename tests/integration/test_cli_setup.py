@@ -1,0 +1,107 @@
+"""Setting the command line up: a server and a token of one's own, completion; against a real service without a reconciler."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.cli import Cli
+from tests.support.server import Server
+
+SPEC = """
+name: digits-one
+task: {entrypoint: "ratchet_worker.tasks.digits:DigitsTask", args: {epochs: 1}}
+world: {ranks_per_node: 2, device: cpu}
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("cli") / "home", "--no-reconciler")
+    try:
+        yield server.start()
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def cli(server: Server, tmp_path: Path) -> Cli:
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    return Cli(server.home, tmp_path)
+
+
+def test_configuration_names_the_server_and_keeps_the_token_out_of_sight(cli: Cli, server: Server) -> None:
+    """As someone does who uses a service on another machine; here its address is this one's."""
+    file = Path(cli("config", "path").text.strip())
+    assert file.parent == cli.cwd and not file.exists()
+    assert server.url in cli("config").text and "not set" in cli("config").text
+    assert "config set server" in cli("config", "set", "token", stdin="x\n", expect=2).errors
+    cli("config", "set", "server", server.url + "/")
+    cli("config", "set", "token", stdin="a-rather-secret-word\n")
+    assert "no argument" in cli("config", "set", "token", "secret", expect=2).errors
+    del cli.environment["RATCHET_HOME"]
+    shown = cli("config", "--json").data
+    assert shown["server"] == {"value": server.url, "source": str(file)}
+    assert shown["token"] == {"value": "********word", "source": str(file)}
+    assert cli("list", "--json").data == [], "the server of the file is used"
+    assert "belongs to" in cli("--server", "http://127.0.0.1:9", "config").text
+    file.chmod(0o644)
+    assert "chmod 600" in cli("list", expect=5).errors
+    file.chmod(0o600)
+    cli("config", "unset", "token")
+    assert json.loads(file.read_text()) == {"server": server.url}
+    cli("config", "unset", "server")
+    assert "ratchet serve" in cli("list", expect=6).errors
+
+
+def test_a_token_is_asked_for_without_an_echo(cli: Cli) -> None:
+    cli("config", "set", "server", "http://127.0.0.1:9")
+    del cli.environment["RATCHET_HOME"]
+    with cli.terminal("config", "set", "token") as terminal:
+        terminal.read_until("Token for http://127.0.0.1:9")
+        terminal.write("a-rather-secret-word\n")
+        assert terminal.end() == 0
+    assert "secret" not in terminal.text and "secret" in (cli.cwd / "ratchet.json").read_text()
+
+
+def test_bash_completes_commands_jobs_phases_and_hooks(cli: Cli) -> None:
+    cli("submit", "spec.yaml", "--name", "complete-me")
+    asked = [
+        "ratchet ge",
+        "ratchet get complete-",
+        "ratchet get job-",
+        "ratchet wait x --until RUN",
+        "ratchet hooks pow",
+    ]
+    said = _bash(cli, asked)
+    assert said[0].split() == ["get"] and said[1].split() == ["complete-me"]
+    assert all(word.startswith("job-") for word in said[2].split()) and said[2]
+    assert (said[3].split(), said[4].split()) == (["RUNNING"], ["powerSGD"])
+    cli.environment["RATCHET_HOME"] = str(cli.cwd / "nowhere")
+    assert _bash(cli, ["ratchet get job-"]) == [""], "silent where no service runs"
+
+
+def _bash(cli: Cli, lines: list[str]) -> list[str]:
+    """What bash offers for each unfinished line, with the script that ``--show-completion`` prints in it."""
+    parts = [f'PATH="{Path(cli.command()[0]).parent}:$PATH"; eval "$(ratchet --show-completion)"']
+    for line in lines:
+        words = line.split()
+        array = " ".join(f"'{word}'" for word in words)
+        parts.append(f"COMP_WORDS=({array}); COMP_CWORD={len(words) - 1}; COMPREPLY=(); $(complete -p ratchet | "
+                     "sed 's/.*-F \\([^ ]*\\) .*/\\1/') ratchet; echo \"${COMPREPLY[*]}\"")  # fmt: skip
+    environment = {k: v for k, v in cli.environment.items() if k != "COLUMNS"}
+    done = subprocess.run(
+        ["bash", "--norc"],
+        input="\n".join(parts),
+        env=environment,
+        cwd=cli.cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stderr == ""
+    return done.stdout.splitlines()
