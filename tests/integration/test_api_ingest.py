@@ -77,6 +77,26 @@ def test_a_whole_attempt_as_an_agent_tells_it(api: Api, job: str) -> None:
     assert event_types(api, job) == ["submitted", "rank-started", "resumed", "training", "checkpoint", "rank-started"]
 
 
+def test_an_unmanaged_script_runs_without_a_base_and_a_session_made_later_gives_it_one(api: Api, job: str) -> None:
+    unmanaged = {"verdict": "unmanaged", "base": BASE, "world_size": 2, "notes": ["why"]}
+    api.report(job, (0, 1, [message("resumed", report=unmanaged)]))
+    found = api.job(job)
+    assert (found["phase"], found["progress"]["step"], found["last_checkpoint"]) == ("RUNNING", 0, None)
+    attempt = api.client.get(f"/v1/jobs/{job}/attempts/1").json()
+    assert (attempt["base"], attempt["resume_report"]["verdict"]) == (None, "unmanaged")
+    assert attempt["training_at"] == "2030-01-01T00:00:00Z"
+
+    fresh = {"verdict": "fresh", "base": BASE, "world_size": 2}
+    api.report(job, (0, 2, [message("resumed", report=fresh), training_message(total_steps=40)]))
+    found = api.job(job)
+    assert (found["phase"], found["progress"]["total_steps"]) == ("RUNNING", 40)
+    attempt = api.client.get(f"/v1/jobs/{job}/attempts/1").json()
+    assert (attempt["base"], attempt["resume_report"]["verdict"]) == (BASE, "fresh")
+    api.client.post(f"/v1/jobs/{job}/cancel")
+    api.report(job, (0, 4, [message("resumed", report=unmanaged)]))
+    assert api.job(job)["phase"] == "STOPPING"
+
+
 def test_what_comes_again_counts_once(api: Api, job: str) -> None:
     lines = [training_message(), *(message("note", type="n", message=str(i)) for i in range(4))]
     for begin, end in ((0, 2), (0, 2), (0, 4), (1, 3), (3, 5), (0, 5)):
