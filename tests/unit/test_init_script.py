@@ -163,6 +163,24 @@ def test_another_directory_is_told_with_the_cure() -> None:
         look("pkg/train.py", code="elsewhere")
 
 
+def test_names_that_change_are_not_guessed() -> None:
+    write("""
+        def save(out, model):
+            out = out / "step"
+            torch.save(model, out / "a.pt")
+        name = "x.pt"
+        name = make(name)
+        torch.save(model, name)
+    """)
+    _, notes, _ = look()
+    assert "a path that is made when it runs" in notes["saves"] and "writes" not in notes
+    write("""
+        state = PowerSGDState(None, 1) if small else make_state()
+        model.register_comm_hook(state, powerSGD_hook)
+    """)
+    assert look()[1]["hook-parameter"].startswith("the state of powerSGD_hook is PowerSGDState(None, 1) if small else")
+
+
 def test_a_session_that_an_imported_module_makes_is_seen() -> None:
     write("import lib.loop")
     write("from ratchet_worker.session import Session\nwith Session() as s: ...\n", "lib/loop.py")

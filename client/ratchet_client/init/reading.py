@@ -11,6 +11,7 @@ from ratchet_client.init.facts import Facts, HookUse, Option, Place
 from ratchet_contract.errors import NotFound, Refused
 
 _MAX_FILES: Final = 300
+_MAX_DEPTH: Final = 20
 _SAVERS: Final = {
     "save": 1,
     "save_file": 1,
@@ -105,12 +106,17 @@ class _Reader:
     def __init__(self, facts: Facts, tree: ast.Module, file: str, *, main: bool) -> None:
         self.facts, self.tree, self.file, self.main = facts, tree, file, main
         self.names: dict[str, ast.expr] = {}
+        often: set[str] = set()
         self.renamed: dict[str, str] = {}
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-                self.names[node.targets[0].id] = node.value
+                name = node.targets[0].id
+                often |= {name} & set(self.names)
+                self.names[name] = node.value
             elif isinstance(node, ast.ImportFrom):
                 self.renamed |= {alias.asname or alias.name: alias.name for alias in node.names}
+        for name in often:
+            del self.names[name]
 
     def read(self) -> None:
         calls: dict[str, Callable[[ast.Call], None]] = {
@@ -143,22 +149,26 @@ class _Reader:
     def _place(self, node: ast.expr, value: str | None = None) -> Place:
         return Place(self.file, node.lineno, ast.unparse(node), value)
 
-    def _value(self, node: ast.expr | None, depth: int = 0) -> ast.expr | None:
+    def _value(self, node: ast.expr | None) -> ast.expr | None:
         """What a name that was assigned stands for."""
-        if isinstance(node, ast.Name) and node.id in self.names and depth < 5:
-            return self._value(self.names[node.id], depth + 1)
+        seen: set[str] = set()
+        while isinstance(node, ast.Name) and node.id in self.names and node.id not in seen:
+            seen.add(node.id)
+            node = self.names[node.id]
         return node
 
-    def _text(self, node: ast.expr | None) -> str | None:
+    def _text(self, node: ast.expr | None, depth: int = 0) -> str | None:
         """A path or string that is a literal, maybe within ``Path(...)``, ``/`` or ``os.path.join(...)``."""
         node = self._value(node)
+        if depth > _MAX_DEPTH:  # path = path / "more"
+            return None
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             return node.value
         if isinstance(node, ast.Call) and self._name(node.func) in ("Path", "join", "with_suffix", "str"):
             of_method = isinstance(node.func, ast.Attribute) and node.func.attr == "with_suffix"
-            return self._text(node.func.value if of_method else _first(node))  # type: ignore[attr-defined]
+            return self._text(node.func.value if of_method else _first(node), depth + 1)  # type: ignore[attr-defined]
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-            return self._text(node.left)
+            return self._text(node.left, depth + 1)
         if isinstance(node, ast.JoinedStr) and node.values and isinstance(node.values[0], ast.Constant):
             return str(node.values[0].value)
         return None
@@ -198,6 +208,8 @@ class _Reader:
             positional = zip(_POWERSGD_ARGUMENTS, state.args, strict=False)
             keywords = [ast.keyword(arg=name, value=value) for name, value in positional] + state.keywords
             parameters, unread = _literals(keywords)
+        elif state is not None and "powersgd" in name.lower():
+            unread = {"the state": ast.unparse(state)}
         self.facts.hooks.append(HookUse(self._place(node), name, parameters, unread))
 
     def _hook_type(self, node: ast.Call) -> None:
