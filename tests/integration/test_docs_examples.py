@@ -87,12 +87,20 @@ def test_every_spec_is_valid(page: Path) -> None:
                 parse_spec(whole)
 
 
+@pytest.fixture(scope="module")
+def tree() -> Any:
+    """The whole command line, made for this module, its options disarmed."""
+    command = typer.main.get_command(app)
+    _disarm(command)
+    return command
+
+
 @pytest.mark.parametrize("page", PAGES, ids=_id)
-def test_every_command_is_one(page: Path) -> None:
+def test_every_command_is_one(page: Path, tree: Any) -> None:
     shown = [command for block in blocks(page) if block.language in ("", "sh", "bash") for command in _commands(block)]
     inline = re.findall(r"(?<!`)`(ratchet [^`]*)`(?!`)", prose(page))
     for command in [*shown, *(c for c in inline if not re.search(r"[\[|<\n]|\.\.\.|\bCOMMAND\b|\bN\b", c))]:
-        _parse(command)
+        _parse(tree, command)
 
 
 def _commands(block: Block) -> list[str]:
@@ -101,15 +109,13 @@ def _commands(block: Block) -> list[str]:
     return [command for line in lines for command in _COMMAND.findall(line) if " " in command.strip()]
 
 
-def _parse(text: str) -> None:
+def _parse(command: Any, text: str) -> None:
     """Let the real command line take the arguments apart, without running anything."""
-    command: Any = typer.main.get_command(app)
     name, rest, outer = "ratchet", shlex.split(text)[1:], None
     if len(rest) == 1 and not rest[0].startswith("-"):
         rest.append("--help")  # a command by its name alone, in a sentence
     try:
         while True:
-            _disarm(command)
             outer = command.make_context(name, list(rest), parent=outer)
             rest = [*getattr(outer, "_protected_args", []), *outer.args]
             if not rest or not hasattr(command, "resolve_command"):
@@ -120,7 +126,17 @@ def _parse(text: str) -> None:
     except SystemExit as error:
         raise AssertionError(f"`{text}` ends with {error}") from None
     except Exception as error:
-        raise AssertionError(f"`{text}`: {type(error).__name__}: {getattr(error, 'message', error)}") from None
+        said = str(getattr(error, "message", error))
+        assert "does not exist" in said, f"`{text}`: {type(error).__name__}: {said}"  # a file that is only named
+
+
+def _disarm(command: Any) -> None:
+    """Options that act while they are parsed (install completion, look a job up in the service) must not; ``--help`` may."""
+    for parameter in command.params:
+        if "--help" not in parameter.opts:
+            parameter.callback = None
+    for inner in getattr(command, "commands", {}).values():
+        _disarm(inner)
 
 
 _RUN_CELLS = """
@@ -137,19 +153,13 @@ print(json.dumps({"curves": curves, "verdict": report.verdict, "parts": len(repo
 
 
 def test_the_notebook_trains_preempts_and_plots(server: Server, tmp_path: Path) -> None:
-    cells = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())["cells"]
-    assert all(cell.get("outputs", []) == [] for cell in cells), "stored without outputs"
+    notebook = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())
+    assert notebook["nbformat"] == 4 and all(cell["id"] for cell in notebook["cells"])
+    assert all(cell.get("outputs", []) == [] for cell in notebook["cells"]), "stored without outputs"
     told = _fresh(server, tmp_path, "-c", _RUN_CELLS, MPLBACKEND="Agg")
     seen = json.loads(told.splitlines()[-1])
     assert (seen["phase"], seen["attempts"], seen["verdict"]) == ("SUCCEEDED", 2, "exact")
     (loss, test_loss), (warm_up, compressing) = seen["curves"]
-    assert loss > 10 and test_loss == 12 and warm_up > 0 and compressing > 1 and seen["parts"] >= 10
+    assert loss > 10 and test_loss == 10 and warm_up > 0 and compressing > 1 and seen["parts"] >= 10
     assert 0.9 < seen["accuracy"] <= 1.0
     assert "<svg" in (tmp_path / "digits.svg").read_text() and (tmp_path / "digits.log").exists()
-
-
-def _disarm(command: Any) -> None:
-    """Options that act while they are parsed (install completion, look a job up in the service) must not; ``--help`` may."""
-    for parameter in command.params:
-        if "--help" not in parameter.opts:
-            parameter.callback = None
