@@ -81,8 +81,24 @@ def test_bash_completes_commands_jobs_phases_and_hooks(cli: Cli) -> None:
     assert said[0].split() == ["get"] and said[1].split() == ["complete-me"]
     assert all(word.startswith("job-") for word in said[2].split()) and said[2]
     assert (said[3].split(), said[4].split()) == (["RUNNING"], ["powerSGD"])
+    for shell in ("zsh", "fish"):  # neither is at hand: what their scripts ask for
+        asking = {"_RATCHET_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": "ratchet get complete-"}
+        asking["_TYPER_COMPLETE_FISH_ACTION"] = "get-args"
+        told = subprocess.run(cli.command(), env=cli.environment | asking, capture_output=True, text=True)
+        assert "complete-me" in told.stdout and "QUEUED" in told.stdout
     cli.environment["RATCHET_HOME"] = str(cli.cwd / "nowhere")
     assert _bash(cli, ["ratchet get job-"]) == [""], "silent where no service runs"
+
+
+def test_completion_is_installed_for_the_shell_it_is_typed_in(cli: Cli) -> None:
+    cli.environment["HOME"] = str(cli.cwd)
+    typed = [f"{cli.command()[0]} --install-completion; true"]
+    done = subprocess.run(
+        ["bash", "--norc", "-c", *typed], env=cli.environment, cwd=cli.cwd, capture_output=True, text=True
+    )
+    assert "installed" in done.stdout, done
+    (script,) = (cli.cwd / ".bash_completions").iterdir()
+    assert str(script) in (cli.cwd / ".bashrc").read_text() and "complete" in script.read_text()
 
 
 def _bash(cli: Cli, lines: list[str]) -> list[str]:

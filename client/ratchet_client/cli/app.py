@@ -16,6 +16,7 @@ from ratchet_client.cli import (
     config,
     doctor,
     hook,
+    hooks,
     init,
     processes,
     show,
@@ -99,5 +100,5 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 app.callback()(_root)
-for _module in (submit, init, show, top, hook, streams, act, checkpoints, processes, config, doctor):
+for _module in (submit, init, show, top, hook, streams, act, checkpoints, processes, hooks, config, doctor):
     _module.register(app)

@@ -10,7 +10,7 @@ _NEXT: Final[dict[str, str]] = {
     "checkpoint-not-found": "`ratchet checkpoints ls JOB` shows what is stored",
     "hook-not-found": "`ratchet hooks` shows the hooks",
     "not-running": "`ratchet get JOB` shows where it is, `ratchet wait JOB --until RUNNING` waits until it trains",
-    "wrong-phase": "`ratchet get JOB` shows where the job is; it must have ended (`ratchet cancel JOB`) before it is deleted",
+    "wrong-phase": "`ratchet get JOB` shows where the job is, `ratchet wait JOB` waits until it has ended",
     "job-ended": "`ratchet resume JOB` lets a failed or cancelled job go on, `ratchet fork JOB` starts a new one from it",
     "from-step-needs-stop": "`ratchet suspend JOB`, then `ratchet wait JOB --until SUSPENDED`, then again",
     "idempotency-key-reused": "give another --idempotency-key, or leave it out",

@@ -1,14 +1,13 @@
-"""``ratchet hook``: what a job's communication hook does, once or as it changes; ``ratchet hooks``: which hooks there are."""
+"""``ratchet hook``: what a job's communication hook does, once or as it changes."""
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ratchet_client.cli import complete, output
-from ratchet_client.cli.common import LOOK, SETUP, JobId, JsonFlag, open_client, steps
+from ratchet_client.cli import output
+from ratchet_client.cli.common import LOOK, JobId, JsonFlag, open_client, steps
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -22,7 +21,6 @@ _NARROW = ["STEP", "MEMORY", "PHASE"]
 
 def register(app: typer.Typer) -> None:
     app.command(rich_help_panel=LOOK)(hook)
-    app.command(rich_help_panel=SETUP)(hooks)
 
 
 def hook(
@@ -135,49 +133,3 @@ def _norm(value: float | None) -> str:
 
 def _times(value: float | None) -> str | None:
     return None if value is None else f"{value:.3g}x"
-
-
-def hooks(
-    ctx: typer.Context,
-    name: Annotated[
-        str | None,
-        typer.Argument(metavar="NAME", help="Show this hook's parameters.", autocompletion=complete.hooks),
-    ] = None,
-    as_json: JsonFlag = False,
-) -> None:
-    """List the communication hooks, or show the parameters of one."""
-    with open_client(ctx) as client:
-        if name is None:
-            _list_hooks(client.hooks(), as_json)
-            return
-        info = client.hook_info(name)
-    if as_json:
-        output.emit(info)
-        return
-    output.fields(
-        [("name", info.name), ("title", info.title), ("available", "yes" if info.available else "not yet"),
-         ("keeps state", "yes" if info.stateful else "no"), ("replicas", info.replicas),
-         ("back ends", ", ".join(info.backends)), ("wrappers", ", ".join(info.wrappers))]
-    )  # fmt: skip
-    for warning in info.warnings:
-        output.line(f"warning: {warning}")
-    properties = (info.parameters or {}).get("properties", {})
-    rows = [
-        [key, json.dumps(schema.get("default")), schema.get("description", "")]
-        for key, schema in properties.items()
-        if key not in ("name", "wrapper")
-    ]
-    if rows:
-        output.line()
-        output.table(["PARAMETER", "DEFAULT", "MEANING"], rows)
-
-
-def _list_hooks(found: list[api.HookInfo], as_json: bool) -> None:
-    if as_json:
-        output.emit(found)
-        return
-    output.table(
-        ["NAME", "AVAILABLE", "STATE", "BACK ENDS", "TITLE"],
-        [[h.name, "yes" if h.available else "not yet", "yes" if h.stateful else "no", ",".join(h.backends) or "-", h.title]
-         for h in found],
-    )  # fmt: skip

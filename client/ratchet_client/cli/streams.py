@@ -55,12 +55,18 @@ def logs(
         if as_json and not follow:
             output.emit(list(lines))
             return
+        found = False
         for entry in lines:
+            found = True
             if as_json:
                 output.emit_line(entry)
             else:
                 output.line(f"{entry.attempt}.{entry.rank} | {entry.text}")
                 output.flush()
+    if not found:
+        output.note(
+            f"no such line; `ratchet attempts {job}` shows the attempts, --attempt all takes the earlier ones too"
+        )
 
 
 def _which(attempt: str | None) -> WhichAttempt:
