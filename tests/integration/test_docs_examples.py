@@ -51,7 +51,8 @@ def _fresh(server: Server, directory: Path, *command: str, stdin: str = "", **va
     """A process that finds the service by ``RATCHET_HOME``, in a directory where ``examples/`` is."""
     (directory / "examples").symlink_to(ROOT / "examples")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RATCHET_")}
-    environment |= {"RATCHET_HOME": str(server.home), "PYTHONPATH": str(ROOT), **GROUP_OF_ONE, **variables}
+    environment |= {"RATCHET_HOME": str(server.home), "RATCHET_CONFIG": str(directory / "none.json")}
+    environment |= {"PYTHONPATH": str(ROOT), **GROUP_OF_ONE, **variables}
     done = subprocess.run(
         [sys.executable, *command],
         cwd=directory,
