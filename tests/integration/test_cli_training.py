@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cli import Cli
-from tests.support.server import Server
+from tests.support.server import Server, wait_for
 
 SPEC = """
 name: digits-short
@@ -117,6 +117,7 @@ def test_on_a_terminal_a_running_job_is_watched_across_a_restart_of_the_service(
         assert terminal.end() == 130 and "detached" in terminal.text and "goes on" in terminal.text
     (job,) = cli("list", "--active", "--json").data
     assert job["id"] in terminal.text
+    wait_for(lambda: server.job(job["id"])["last_checkpoint"], "a checkpoint")
     _top_shows_what_is_going_on(cli)
     _hook_is_watched(cli)
     with cli.terminal("wait", "digits-long", "--follow", columns=40) as terminal:
