@@ -136,13 +136,13 @@ def test_gpus_that_the_machine_does_not_have_or_torch_cannot_use(two_gpus: Serve
 
 @pytest.fixture
 def small_disks(tmp_path: Path) -> Iterator[Path]:
-    """A run directory whose database, code and jobs each have a disk (tmpfs) of 6 MiB of their own."""
+    """A run directory whose database, code and jobs each have a small disk (tmpfs) of their own."""
     home = tmp_path / "home"
     mounted: list[Path] = []
     try:
-        for place in (home, home / "code", home / "jobs"):
+        for place, size in ((home, "6m"), (home / "code", "6m"), (home / "jobs", "16m")):
             place.mkdir()
-            if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "none", place]).returncode:
+            if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", place]).returncode:
                 pytest.skip("a disk of its own needs root and the right to mount")
             mounted.append(place)
         yield home
@@ -165,7 +165,7 @@ def test_a_full_disk(small_disks: Path, tmp_path: Path) -> None:
         (tmp_path / "code").mkdir()
         (tmp_path / "code" / "data.bin").write_bytes(os.urandom(8 << 20))
         spec = {"name": "disk", "task": {"entrypoint": "ratchet_worker.tasks.digits:DigitsTask", "args": {"epochs": 400}},
-                "world": {"device": "cpu"}, "resources": {"cpus_per_rank": 1}, "checkpoint": {"every_steps": 20},
+                "world": {"device": "cpu"}, "resources": {"cpus_per_rank": 1}, "checkpoint": {"every_steps": 20, "keep_last": 2},
                 "policy": {"backoff": 0.1, "max_failures": 0}}  # fmt: skip
         (tmp_path / "large.yaml").write_text(yaml.safe_dump({**spec, "code": {"path": "code"}}))
         (tmp_path / "job.yaml").write_text(yaml.safe_dump(spec))
@@ -177,7 +177,7 @@ def test_a_full_disk(small_disks: Path, tmp_path: Path) -> None:
         wait_for(lambda: server.job(job)["last_checkpoint"], "a checkpoint")
         fill(server.home / "jobs" / "filler")
         said = cli("wait", job, expect=1, deadline=90).errors
-        assert "could not save" in said and "the disk is full" in said and "ratchet resume" in said
+        assert "the disk is full" in said and "MiB free" in said and f"ratchet resume {job}" in said
         story = cli("events", job).text
         assert "MiB free" in story and "needed for this file" in story and "checkpoint.keep_last" in story
         (server.home / "jobs" / "filler").unlink()

@@ -31,7 +31,7 @@ from ratchet_contract.phases import Cause
 from ratchet_contract.resume import Base
 from ratchet_contract.version import PROTOCOL_VERSION
 from ratchet_worker import procs, workdir
-from ratchet_worker.files import now, say, write_atomic
+from ratchet_worker.files import now, release, reserve, say, write_atomic
 from ratchet_worker.launch_env import plan_ranks
 from ratchet_worker.results import Conclusion, Ended, conclude, default_cause
 from ratchet_worker.starter import ProcessStarter, Starter
@@ -40,8 +40,6 @@ from ratchet_worker.uplink import Uplink
 
 _LOCK_PATIENCE: Final = 1.0  # seconds; who only probes the lock holds it for a moment
 _RESULT_PATIENCE: Final = 10.0  # seconds to find room on a full disk for result.json
-_RESERVE: Final = "result.reserve"
-_RESERVE_BYTES: Final = 128 * 1024
 
 
 class LaunchRefused(Exception):
@@ -67,7 +65,7 @@ def run(launch_file: Path, starter: Starter | None = None, timing: Timing = Timi
         return EXIT_LEASE_LOST
     _own_session()
     write_atomic(paths.agent_file, _agent_file().model_dump_json().encode(), durable=True)
-    _reserve(paths)
+    reserve(paths.result_file)
     started_at = now()
     try:
         launch = load_launch(launch_file)
@@ -246,15 +244,8 @@ def _refuse(paths: AttemptPaths, launch_file: Path, message: str, started_at: st
     _write_result(paths, result)
 
 
-def _reserve(paths: AttemptPaths) -> None:
-    """Room for the result on a disk that the job itself may fill; where there is none already, the save will tell."""
-    with suppress(OSError), (paths.root / _RESERVE).open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, _RESERVE_BYTES)
-
-
 def _write_result(paths: AttemptPaths, result: AttemptResult) -> None:
-    with suppress(OSError):
-        (paths.root / _RESERVE).unlink()
+    release(paths.result_file)
     data = result.model_dump_json(indent=1).encode()
     deadline = time.monotonic() + _RESULT_PATIENCE
     while True:

@@ -7,6 +7,9 @@ import sys
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
+
+_RESERVE_BYTES: Final = 128 * 1024
 
 
 def now() -> str:
@@ -34,6 +37,20 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def reserve(path: Path) -> None:
+    """Room for ``path``, a result, on a disk that the job itself may fill; where there is none already, its saves will tell."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".reserve").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, _RESERVE_BYTES)
+
+
+def release(path: Path) -> None:
+    """Give the room of ``reserve`` back, right before ``path`` is written."""
+    with suppress(OSError):
+        path.with_suffix(".reserve").unlink()
 
 
 def say(text: str) -> None:

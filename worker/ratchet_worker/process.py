@@ -34,7 +34,7 @@ from ratchet_worker import determinism, loop, rng, user_code
 from ratchet_worker.agreement import Agreement, Decision, Wish
 from ratchet_worker.counter import StepCounter
 from ratchet_worker.exchange import Abandoned, Exchange, until_present
-from ratchet_worker.files import now
+from ratchet_worker.files import now, release, reserve
 from ratchet_worker.group import Clients, Identity, connect, device_of, join, named_device
 from ratchet_worker.listener import Listener
 from ratchet_worker.reporter import Reporter
@@ -62,6 +62,7 @@ class RankProcess:
         self._paths = AttemptPaths(Path(launch.attempt_dir))
         self._counter = StepCounter.create(self._paths.counter(self._identity.rank))
         self._reporter = Reporter(Spool(self._paths.spool(self._identity.rank)), self._identity.rank)
+        reserve(self._paths.rank_result(self._identity.rank))
         self._unmanaged = Unmanaged(launch, self._identity.rank, self._counter, self._reporter, listener)
         # The agent's deadlines come first: a hang is to be told as a hang, not as a broken collective.
         self._timeout = max(launch.spec.policy.startup_deadline, launch.spec.policy.step_deadline) + 30
@@ -277,8 +278,10 @@ class RankProcess:
         result = RankResult(
             rank=self._identity.rank, cause=cause, at=now(), last_step=step, message=message, traceback=trace
         )
+        path = self._paths.rank_result(self._identity.rank)
+        release(path)
         try:
-            write_rank_result(self._paths.rank_result(self._identity.rank), result)
+            write_rank_result(path, result)
         except OSError as error:
             with suppress(OSError):
                 print(f"ratchet: the result could not be written: {error}", file=sys.stderr, flush=True)

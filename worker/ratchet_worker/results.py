@@ -168,7 +168,7 @@ def _sentence(cause: Cause, end: RankEnd) -> str:
         return f"rank {end.rank} was killed by {name} after step {end.last_step}{why}"
     if cause is Cause.CHECKPOINT_ERROR:
         return (
-            f"rank {end.rank} could not save after step {end.last_step}, nor write down why: the disk is full, as the event "
-            "checkpoint-failed says with figures (`ratchet events JOB`). Make room, then `ratchet resume JOB`"
+            f"rank {end.rank} could not save after step {end.last_step}, nor write down why: look whether the disk of "
+            "the run directory is full (`ratchet doctor`), make room, then `ratchet resume JOB`"
         )
     return f"rank {end.rank} ended with exit code {code} and no result after step {end.last_step}; see its log"

@@ -85,7 +85,7 @@ def _end(job: JobView, until: Collection[JobPhase] = ()) -> None:
     if until and job.phase not in until:
         output.note(f"{job.id} ended as {job.phase} and will not be {', '.join(sorted(until))}")
     if job.phase not in (until or ("SUCCEEDED",)):
-        output.note(f"see: ratchet attempts {job.id}; ratchet logs {job.id}")
+        output.note(f"see: ratchet attempts {job.id}; ratchet logs {job.id}; once mended: ratchet resume {job.id}")
         raise typer.Exit(Exit.JOB_FAILED)
 
 
