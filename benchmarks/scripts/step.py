@@ -92,8 +92,8 @@ def main() -> None:
 def measure(
     session: Session, managed: Loop, plain: Loop, alone: Loop, block: int, pairs: int, begun: Path
 ) -> dict[str, Any]:
-    """Seconds of every block in order, ``managed``, ``plain`` and ``alone`` (no communication, the limit: every
-    second pair). ``begun`` is created when the warm-up is over."""
+    """Seconds and CPU seconds of every block in order, ``managed``, ``plain`` and ``alone`` (no communication, the limit: every
+    fourth pair). ``begun`` is created when the warm-up is over."""
     steps = session.steps()
 
     def ours(count: int) -> None:
@@ -111,33 +111,37 @@ def measure(
 
     for loop in (ours, by_hand, computing):
         loop(WARM_UP)
-    seconds: dict[str, list[float]] = {"managed": [], "plain": [], "alone": []}
+    blocks: dict[str, list[tuple[float, float]]] = {"managed": [], "plain": [], "alone": []}
     begun.touch()
     begin, cpu = time.monotonic(), thread_seconds()
     for pair in range(pairs):
-        if pair % 2 == 0:
-            seconds["alone"].append(timed(computing, block))
+        if pair % 4 == 0:
+            blocks["alone"].append(timed(computing, block))
         for name, loop in pair_order(pair, ours, by_hand):
-            seconds[name].append(timed(loop, block))
+            blocks[name].append(timed(loop, block))
     spent = time.monotonic() - begin
     used = {name: after - cpu.get(name, 0.0) for name, after in thread_seconds().items()}
-    return {"seconds": seconds, "spent": spent, "own_threads": used}
+    return {"blocks": blocks, "spent": spent, "own_threads": used}
 
 
 def pair_order(
     pair: int, ours: Callable[[int], None], by_hand: Callable[[int], None]
 ) -> Iterator[tuple[str, Callable[[int], None]]]:
+    """M P, P M, then P M, M P, and so on: either loop is as often first, and as often behind itself."""
     order = [("managed", ours), ("plain", by_hand)]
-    yield from order if pair % 2 == 0 else reversed(order)
+    yield from order if pair % 4 in (0, 3) else reversed(order)
 
 
-def timed(loop: Callable[[int], None], block: int) -> float:
-    """Of all ranks together: from a barrier to a barrier."""
+def timed(loop: Callable[[int], None], block: int) -> tuple[float, float]:
+    """Seconds from a barrier to a barrier, of all ranks together; and CPU seconds of this process meanwhile.
+
+    A step before that is not timed: it finds the caches full of the other loop's numbers."""
+    loop(1)
     dist.barrier()
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), time.process_time()
     loop(block)
     dist.barrier()
-    return time.perf_counter() - begin
+    return time.perf_counter() - begin, time.process_time() - cpu
 
 
 def thread_seconds() -> dict[str, float]:

@@ -43,7 +43,7 @@ def test_step_prints_a_ratio_with_its_interval(
     step.table(service, tmp_path, {"tiny": size}, ["powerSGD"])
     line = next(text for text in capsys.readouterr().out.splitlines() if text.startswith("tiny powerSGD"))
     figures = re.findall(FIGURE, line)
-    assert len(figures) == 2, "a ratio and its control"
+    assert len(figures) == 3, "a ratio, of CPU time too, and its control"
     assert all(0 < float(low) <= float(median) <= float(high) for median, low, high in figures)
 
 
