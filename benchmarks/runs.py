@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ RANKS: Final = 2
 STEPS_BEFORE_KILL: Final = 60
 EVERY_STEPS: Final = 50  # so that a Session has a checkpoint to come back to
 _PATIENCE: Final = 120.0  # seconds
+_RESTART_PATIENCE: Final = 40.0
 _PERIOD: Final = 0.005  # seconds between two looks at a file
 
 
@@ -47,7 +49,13 @@ class Run:
 
 def run_torchrun(place: Path) -> Run:
     """``torchrun --max-restarts 3 --nproc-per-node 2 plain.py``. ``place``: an empty directory."""
-    command = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--max-restarts", "3"]
+    command = [
+        str(Path(sys.executable).with_name("torchrun")),
+        "--master-port",
+        str(_free_port()),
+        "--max-restarts",
+        "3",
+    ]
     command += ["--nproc-per-node", str(RANKS), str(SCRIPTS / "plain.py")]
     env = {**os.environ, "BENCH_STAMPS": str(place / "stamps"), "OMP_NUM_THREADS": "1"}
     with (place / "torchrun.log").open("wb") as log:
@@ -58,6 +66,12 @@ def run_torchrun(place: Path) -> Run:
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait()
+
+
+def _free_port() -> int:
+    """torchrun wants one named; its own default may be taken."""
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        return int(bound.getsockname()[1])
 
 
 def run_ratchet(service: Service, script: str, place: Path) -> Run:
@@ -119,7 +133,7 @@ def _follow(
     victim = _wait(lambda: _with_steps(place, 1, 1, not_of=0), tell)[0].pid
     kill = _Instant()
     os.kill(victim, signal.SIGKILL)
-    new = _wait(lambda: _with_steps(place, 0, 1, not_of=old[0].pid), tell)
+    new = _wait(lambda: _with_steps(place, 0, 1, not_of=old[0].pid), tell, _RESTART_PATIENCE)
     return Run(
         first=_first_step(old).at - begin.at,
         again=_first_step(new).at - kill.at,
@@ -162,10 +176,10 @@ def _differences(begin: _Instant, landmarks: list[Landmark]) -> dict[str, float]
     return out
 
 
-def _wait(happened: Callable[[], T | None], tell: Callable[[], str]) -> T:
-    end = time.monotonic() + _PATIENCE
+def _wait(happened: Callable[[], T | None], tell: Callable[[], str], patience: float = _PATIENCE) -> T:
+    end = time.monotonic() + patience
     while not (value := happened()):
         if time.monotonic() > end:
-            raise DemoError(f"waited {_PATIENCE:.0f} s for a training process, in vain\n{tell()}")
+            raise DemoError(f"waited {patience:.0f} s for a training process, in vain\n{tell()}")
         time.sleep(_PERIOD)
     return value

@@ -21,7 +21,7 @@ from typing import Final
 
 from benchmarks.runs import Run, run_ratchet, run_torchrun
 from benchmarks.stats import estimate, machine
-from examples.demo.processes import Service
+from examples.demo.processes import DemoError, Service
 from ratchet_client import RatchetClient
 from ratchet_contract.paths import HomePaths
 
@@ -116,11 +116,21 @@ def jobs(service: Service, folder: Path, rounds: int, ways: Sequence[str] = (TOR
         for name in ways if number % 2 == 0 else reversed(ways):
             place = Path(tempfile.mkdtemp(dir=folder))
             ours = name in scripts
-            runs[name].append(run_ratchet(service, scripts[name], place) if ours else run_torchrun(place))
+            runs[name].append(run_ratchet(service, scripts[name], place) if ours else _torchrun(place))
     _table("start -> first training step of rank 0 (POST, or exec of torchrun)", runs, lambda run: run.first)
     _table("SIGKILL of rank 1 -> first step of the restarted group", runs, lambda run: run.again)
     _parts("where the time to the first step goes", runs, lambda run: run.first_parts)
     _parts("where the time after the kill goes", runs, lambda run: run.again_parts)
+
+
+def _torchrun(folder: Path, tries: int = 4) -> Run:
+    """Its restarted ranks sometimes hang in ``init_process_group``; that is said, and the run made again."""
+    for _ in range(tries - 1):
+        try:
+            return run_torchrun(Path(tempfile.mkdtemp(dir=folder)))
+        except DemoError as error:
+            print(f"  torchrun did not come back, once more: {str(error).splitlines()[0]}", flush=True)
+    return run_torchrun(Path(tempfile.mkdtemp(dir=folder)))
 
 
 def _table(title: str, runs: dict[str, list[Run]], seconds: Callable[[Run], float]) -> None:
