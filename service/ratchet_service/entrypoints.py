@@ -8,14 +8,17 @@ difference, the first attempt finds out, and ends the job at once if it is wrong
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, Final
 
 from ratchet_contract.errors import FieldProblem
 from ratchet_contract.spec import TaskSpec
 from ratchet_contract.spec_parse import nearest
 
-_OPENING: Final = frozenset({"exec", "eval", "globals", "vars", "locals", "setattr"})
+_OPENING: Final = frozenset(
+    {"exec", "eval", "globals", "f_globals", "vars", "locals", "setattr", "modules", "__dict__", "__builtins__"}
+)
+"""Names and attributes by which a module may bind what its source does not show."""
 _SEE: Final = "see `python -m pydoc ratchet_worker.task` for what a task needs"
 
 
@@ -23,9 +26,14 @@ def check(source: bytes, task: TaskSpec, *, package: bool = False) -> FieldProbl
     """The first certain fault of ``task`` in its module's ``source``. ``package``: it is an ``__init__.py``, whose submodules
     may be attributes too."""
     try:
-        tree = ast.parse(source)
+        return _check(ast.parse(source), task, package)
     except (SyntaxError, ValueError):  # perhaps of a newer Python than this one; the interpreter itself has looked
         return None
+    except (RecursionError, MemoryError):  # nested too deeply to be looked into: long chains of elif or of operators
+        return None
+
+
+def _check(tree: ast.Module, task: TaskSpec, package: bool) -> FieldProblem | None:
     module, _, attribute = task.entrypoint.partition(":")
     first, _, rest = attribute.partition(".")
     bound = _bindings(tree.body)
@@ -37,7 +45,7 @@ def check(source: bytes, task: TaskSpec, *, package: bool = False) -> FieldProbl
     if rest or len(found) != 1:
         return None
     if isinstance(found[0], ast.ClassDef):
-        return _check_class(found[0], task)
+        return _check_class(found[0], task, _stored(tree))
     if isinstance(found[0], ast.FunctionDef) and not found[0].decorator_list:
         return _check_arguments(found[0].args, 0, task)
     return None
@@ -68,6 +76,13 @@ def _names(node: ast.AST) -> Iterator[str]:
         yield node.id
     elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
         yield node.name
+    elif isinstance(node, ast.MatchMapping) and node.rest:
+        yield node.rest
+
+
+def _stored(tree: ast.AST) -> set[str]:
+    """Every attribute that is assigned anywhere, of ``self``, of a class after its definition, or of anything else."""
+    return {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
 
 
 def _is_open(tree: ast.AST, bound: Mapping[str, object]) -> bool:
@@ -77,7 +92,8 @@ def _is_open(tree: ast.AST, bound: Mapping[str, object]) -> bool:
     return any(
         isinstance(node, ast.Global)
         or (isinstance(node, ast.Name) and node.id in _OPENING)
-        or (isinstance(node, ast.Attribute) and node.attr in ("modules", "__dict__"))
+        or (isinstance(node, ast.Attribute) and node.attr in _OPENING)
+        or (isinstance(node, ast.ImportFrom) and any(alias.name in _OPENING for alias in node.names))
         for node in ast.walk(tree)
     )
 
@@ -89,24 +105,22 @@ def _missing(module: str, name: str, bound: Mapping[str, list[ast.AST]]) -> Fiel
     return FieldProblem(pointer="/task/entrypoint", code="entrypoint-missing", detail=text)
 
 
-def _check_class(node: ast.ClassDef, task: TaskSpec) -> FieldProblem | None:
+def _check_class(node: ast.ClassDef, task: TaskSpec, stored: Set[str]) -> FieldProblem | None:
+    """``stored``: names of attributes that are assigned in the module; they count as given: a task's ``loss`` may be one."""
     plain = all(isinstance(base, ast.Name) and base.id == "object" for base in node.bases)
     if node.decorator_list or node.keywords or not plain:
         return None
     bound = _bindings(node.body)
-    # What a method puts on ``self`` counts: a task's ``loss`` may be an attribute.
-    given = set(bound) | {
-        n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
-    }
+    given = set(bound) | stored
     if "__getattr__" in given or "__getattribute__" in given:
         return None
     missing = [name for name in ("build", "loss") if name not in given]
-    if "evaluation" in given and "evaluate" not in given:
+    if "evaluate" not in given and any(isinstance(n, ast.FunctionDef) for n in bound.get("evaluation", [])):
         missing.append("evaluate")
     if missing:
         text = f"{task.entrypoint!r} is no task: it has no {' and no '.join(missing)}; {_SEE}"
         return FieldProblem(pointer="/task/entrypoint", code="entrypoint-wrong", detail=text)
-    if "__new__" in bound:
+    if given & {"__signature__", "__new__"} or "__init__" in stored:
         return None
     made = bound.get("__init__", [])
     if not made:

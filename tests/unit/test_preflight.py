@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ratchet_contract.spec import JobSpec, Resolved
+from ratchet_contract.spec import JobSpec, Resolved, TaskSpec
+from ratchet_service import entrypoints
 from ratchet_service.interpreters import Findings, Interpreters
 from ratchet_service.machine import Machine, read_machine, write_machine
 from ratchet_service.preflight import resolve
@@ -242,3 +243,25 @@ def test_a_machine_elsewhere_is_known_by_what_its_reconciler_wrote(tmp_path: Pat
     resolved, _, problems = resolve(made, there, environ={})
     assert problems == []
     assert (resolved.device, resolved.python) == ("cuda", "/there/python")
+
+
+_TASK = "class T:\n    def build(self, ctx): ...\n    def loss(self, model, batch): ...\n"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "class T:\n    def build(self, ctx): ...\ndef f(self, model, batch): ...\nT.loss = f\n",
+        f"{_TASK}def init(self, width): ...\nT.__init__ = init\n",
+        f"{_TASK}    evaluation: object\n",
+        f"{_TASK}    def more(self, config):\n        config.evaluation = 1\n",
+        "from sys import modules\nmodules[__name__].T = make()\n",
+        "import builtins\nbuiltins.exec('T = make()')\n",
+        "if x:\n    pass\n" + "elif x:\n    pass\n" * 1500 + _TASK,
+        "x = " + "+".join("1" * 5000) + f"\n{_TASK}",
+    ],
+    ids=["given later", "made later", "only annotated", "of another", "modules", "exec", "long chain", "deep"],
+)
+def test_what_the_source_does_not_prove_is_no_fault(source: str) -> None:
+    args = {"width": 1} if "init" in source else {}
+    assert entrypoints.check(source.encode(), TaskSpec(entrypoint="m:T", args=args)) is None
