@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError
@@ -26,7 +27,7 @@ OLDEST_PYTHON: Final = (3, 11)
 
 _PROGRAM: Final = r"""
 import ast, json, os, sys
-code, module = json.loads(sys.argv[1])
+code, module, more = json.loads(sys.argv[1])
 sys.path = [p for p in sys.path if p]
 out = {"version": list(sys.version_info[:3])}
 try:
@@ -35,6 +36,7 @@ try:
     out["protocol"] = PROTOCOL_VERSION
 except Exception as error:
     out["worker_error"] = f"{type(error).__name__}: {error}"
+sys.path[:0] = more
 if code:
     sys.path.insert(0, code)  # after the imports: a user's own typing.py must not get in between
 def find(name):
@@ -69,6 +71,8 @@ if module:
                 ast.parse(f.read(), spec.origin)
         except SyntaxError as error:
             out["syntax"] = f"{os.path.basename(spec.origin)}, line {error.lineno}: {error.msg}"
+        except (ValueError, RecursionError, MemoryError):
+            pass  # nested too deeply for a tree: what runs it may manage
 print(json.dumps(out))
 """
 
@@ -100,24 +104,26 @@ class Interpreters:
         self._lock = threading.Lock()
         self._known: dict[tuple[str, str | None], tuple[float, Findings]] = {}
 
-    def ask(self, python: str, *, code: str | None = None, module: str | None = None) -> Findings:
-        """Look for ``ratchet_worker``, torch and ``module`` with ``code`` first on the path."""
-        if code is not None:
-            return _ask(python, code, module)
+    def ask(
+        self, python: str, *, code: str | None = None, module: str | None = None, path: Sequence[str] = ()
+    ) -> Findings:
+        """Look for ``ratchet_worker``, torch and ``module`` with ``code``, then ``path``, first on ``sys.path``."""
+        if code is not None or path:
+            return _ask(python, code, module, path)
         with self._lock:
             found = self._known.get((python, module))
             if found is not None and time.monotonic() - found[0] < CACHE_SECONDS:
                 return found[1]
-        answer = _ask(python, None, module)
+        answer = _ask(python, None, module, ())
         with self._lock:
             self._known[(python, module)] = (time.monotonic(), answer)
         return answer
 
 
-def _ask(python: str, code: str | None, module: str | None) -> Findings:
+def _ask(python: str, code: str | None, module: str | None, path: Sequence[str]) -> Findings:
     try:
         done = subprocess.run(
-            [python, "-c", _PROGRAM, json.dumps([code, module])],
+            [python, "-c", _PROGRAM, json.dumps([code, module, list(path)])],
             capture_output=True,
             text=True,
             timeout=PROBE_SECONDS,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import os
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +61,8 @@ def resolve(
         python, findings = _check_python(spec, machine, interpreters or Interpreters(), code_ok, report)
     else:
         python, findings = spec.python or machine.python, Findings(torch=True, torch_cuda=machine.torch_cuda)
+    if code_ok:
+        _check_script(spec, findings.version, report)
     device, backend = _device_and_backend(spec, machine, python, findings, report)
     resolved = Resolved(
         device="cuda" if device == "cuda" else "cpu",
@@ -113,28 +116,42 @@ def _check_code(spec: JobSpec, limits: snapshot.Limits | None, report: _Report) 
     except SpecError as error:
         report.problems.extend(error.errors)
         return False
-    if spec.script is not None:
-        script = Path(spec.code.path) / spec.script[0]
-        if not snapshot.exists(script, directory=False):
-            here = snapshot.names_in(spec.code.path)
-            text = f"there is no file {spec.script[0]!r} in {spec.code.path!r}{nearest(spec.script[0], here)}"
-            report.refuse("/script/0", "script-not-found", f"{text}; it holds: {', '.join(here[:20]) or 'nothing'}")
-        else:
-            _check_script(spec, script, report)
     return True
 
 
-def _check_script(spec: JobSpec, script: Path, report: _Report) -> None:
+def _check_script(spec: JobSpec, version: tuple[int, ...], report: _Report) -> None:
+    """``version``: of the interpreter of the ranks, whose syntax may be newer than what this process can read."""
+    if spec.code is None or spec.script is None:
+        return
+    script = Path(spec.code.path) / spec.script[0]
+    if not snapshot.exists(script, directory=False):
+        here = snapshot.names_in(spec.code.path)
+        text = f"there is no file {spec.script[0]!r} in {spec.code.path!r}{nearest(spec.script[0], here)}"
+        report.refuse("/script/0", "script-not-found", f"{text}; it holds: {', '.join(here[:20]) or 'nothing'}")
+        return
     try:
         source = script.read_bytes()
-        ast.parse(source, script.name)
-    except (SyntaxError, ValueError, OSError) as error:
-        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        report.refuse("/script/0", "syntax-error", f"{script.name}{line}: {getattr(error, 'msg', error)}")
+    except OSError as error:
+        report.refuse("/script/0", "unreadable", f"cannot read {str(script)!r}: {error.strerror}")
+        return
+    fault = _syntax_fault(source, script.name)
+    if fault is not None and version[:2] <= sys.version_info[:2]:
+        report.refuse("/script/0", "syntax-error", fault)
         return
     warnings, problems = unmanaged.check(spec, source)
     report.warnings += warnings
     report.problems += problems
+
+
+def _syntax_fault(source: bytes, name: str) -> str | None:
+    try:
+        ast.parse(source, name)
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        return f"{name}{line}: {getattr(error, 'msg', error)}"
+    except (RecursionError, MemoryError):  # nested too deeply to be looked into; the ranks' own compiler may manage
+        return None
+    return None
 
 
 def _check_python(
@@ -149,7 +166,7 @@ def _check_python(
     module = spec.task.entrypoint.partition(":")[0] if spec.task is not None and code_ok else None
     # Of a script nothing is asked that depends on its directory: an answer that is known already will do.
     code = spec.code.path if spec.code is not None and module is not None else None
-    found = interpreters.ask(str(path), code=code, module=module)
+    found = interpreters.ask(str(path), code=code, module=module, path=_python_path(spec) if module is not None else ())
     wrong = python_fault(path, found)
     if wrong is not None:
         report.refuse("/python", *wrong)
@@ -160,6 +177,13 @@ def _check_python(
     elif found.origin is not None and spec.task is not None:
         _check_entrypoint(spec.task, Path(found.origin), report)
     return str(path), found
+
+
+def _python_path(spec: JobSpec) -> tuple[str, ...]:
+    """Directories that the spec's own PYTHONPATH names; relative ones lie in the ranks' copy of the code."""
+    entries = [entry for entry in spec.env.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    root = Path(spec.code.path) if spec.code is not None else None
+    return tuple(str(root / entry) if root is not None else entry for entry in entries)
 
 
 def _no_python(given: str) -> str:

@@ -27,7 +27,7 @@ class Told(Interpreters):
         super().__init__()
         self.findings = Findings(**{"version": (3, 11, 0), "protocol": 1, "torch": True, **findings})
 
-    def ask(self, python: str, *, code: str | None = None, module: str | None = None) -> Findings:
+    def ask(self, python: str, *, code: str | None = None, module: str | None = None, path: Any = ()) -> Findings:
         return self.findings
 
 
@@ -265,3 +265,32 @@ _TASK = "class T:\n    def build(self, ctx): ...\n    def loss(self, model, batc
 def test_what_the_source_does_not_prove_is_no_fault(source: str) -> None:
     args = {"width": 1} if "init" in source else {}
     assert entrypoints.check(source.encode(), TaskSpec(entrypoint="m:T", args=args)) is None
+
+
+def test_a_module_on_the_specs_own_path_is_found(code: Path, tmp_path: Path) -> None:
+    (code / "src").mkdir()
+    (code / "src" / "inner.py").write_text(_TASK)
+    for python_path in ("/nowhere:src", str(code / "src")):
+        made = {
+            "name": "a",
+            "code": {"path": str(code)},
+            "task": {"entrypoint": "inner:T"},
+            "env": {"PYTHONPATH": python_path},
+        }
+        assert resolve(JobSpec.model_validate(made), CPU)[2] == []
+    without = resolve(JobSpec.model_validate(made | {"env": {}}), CPU)[2]
+    assert [p.code for p in without] == ["module-not-found"]
+
+
+def test_a_script_for_a_newer_python_and_a_deep_one_are_no_faults(code: Path) -> None:
+    (code / "new.py").write_text("type Pair[T] = tuple[T, T\n")
+    (code / "deep.py").write_text("x = " + "+".join("1" * 5000) + "\n")
+    for script, version, problems in (
+        ("new.py", (99, 0, 0), []),
+        ("new.py", sys.version_info[:3], ["syntax-error"]),
+        ("deep.py", sys.version_info[:3], []),
+    ):
+        made = JobSpec.model_validate({"name": "a", "code": {"path": str(code)}, "script": [script]})
+        assert [p.code for p in resolve(made, CPU, interpreters=Told(version=version))[2]] == problems
+    made = JobSpec.model_validate({"name": "a", "code": {"path": str(code)}, "task": {"entrypoint": "deep:T"}})
+    assert resolve(made, CPU)[2] == []
