@@ -11,9 +11,10 @@ The rules for an attempt that has ended:
 5. Otherwise the cause's budget decides between another attempt (failures: the first at once, then after a back-off) and the
    end of the job.
    Three attempts in a row that commit no new step end it too. A suspended attempt is a pause that somebody asked for, not
-   a try that came to nothing: it neither adds to that row nor breaks it. Nor does an unmanaged one (a script without a
-   Session): it commits nothing, and whether it got on is known to the script alone. Its failures count as ever, and since no
-   progress of it is seen, none is forgiven.
+   a try that came to nothing: it neither adds to that row nor breaks it. An unmanaged one (a script without a Session) breaks
+   it: it ran, and whether it got on is known to the script alone. Its failures count as ever, and since no progress of it is
+   seen, none is forgiven. One that gets a SIGTERM which nobody here sent, again and again, may be sending it itself: its starts
+   are spaced as if it had failed, so that one that ran for longer than that waits for nothing.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class AttemptEnd:
     """How the newest attempt ended, once nothing of it is alive.
 
     ``base_step`` is where it started (None: it never got that far), ``committed_step`` the newest step it committed,
-    ``finished`` whether that is the job's final checkpoint; ``unmanaged`` whether it was a script without a Session.
+    ``finished`` whether that is the job's final checkpoint; ``unmanaged`` whether it was a script without a Session; ``seconds``
+    how long it ran.
     """
 
     cause: Cause
@@ -82,6 +84,7 @@ class AttemptEnd:
     committed_step: int | None = None
     finished: bool = False
     unmanaged: bool = False
+    seconds: float = 0.0
     message: str | None = None
 
     @property
@@ -225,7 +228,9 @@ def _ended(view: JobView, end: AttemptEnd, now: datetime) -> Decision:
 
 def count(counters: Counters, cause: Cause, progress: bool, unmanaged: bool) -> Counters:
     """The counters after an attempt that ended with ``cause``; real progress forgives earlier failures, never preemptions."""
-    if cause.outcome is not Outcome.SUSPENDED and not unmanaged:
+    if unmanaged:
+        counters = replace(counters, no_progress=0)
+    elif cause.outcome is not Outcome.SUSPENDED:
         counters = replace(counters, no_progress=0 if progress else counters.no_progress + 1)
     if progress:
         counters = replace(counters, failures=0, no_progress=0)
@@ -259,17 +264,25 @@ def _exhausted(view: JobView, cause: Cause, counters: Counters, end: AttemptEnd)
 
 
 def _requeue(view: JobView, cause: Cause, counters: Counters, end: AttemptEnd, now: datetime) -> Decision:
-    if cause.budget is not Budget.FAILURES:
-        return _over(view, Event.END_REQUEUE, cause, counters, cause.value, _last(cause, end))
-    nth = counters.failures - (cause in RETRIED_AT_ONCE)
-    if nth == 0:
-        return _over(view, Event.END_REQUEUE, cause, counters, cause.value, f"{_last(cause, end)} Tried again at once.")
-    first = view.limits.backoff * (LOST_FACTOR if cause.outcome is Outcome.LOST else 1.0)
-    delay = backoff_seconds(view.job_id, view.epoch, nth, first)
+    delay = _delay(view, cause, counters, end)
+    if delay <= 0.0:
+        once = " Tried again at once." if cause.budget is Budget.FAILURES else ""
+        return _over(view, Event.END_REQUEUE, cause, counters, cause.value, _last(cause, end) + once)
     text = f"{_last(cause, end)} Tried again after {delay:.1f} s."
     return replace(
         _over(view, Event.END_REQUEUE, cause, counters, "backoff", text), not_before=now + timedelta(seconds=delay)
     )
+
+
+def _delay(view: JobView, cause: Cause, counters: Counters, end: AttemptEnd) -> float:
+    """Seconds until the next attempt may start; 0 or less: at once."""
+    first = view.limits.backoff * (LOST_FACTOR if cause.outcome is Outcome.LOST else 1.0)
+    if cause.budget is Budget.FAILURES:
+        nth = counters.failures - (cause in RETRIED_AT_ONCE)
+        return backoff_seconds(view.job_id, view.epoch, nth, first) if nth else 0.0
+    if cause is Cause.SIGTERM and end.unmanaged:
+        return backoff_seconds(view.job_id, view.epoch, counters.preemptions, first) - end.seconds
+    return 0.0
 
 
 def _over(

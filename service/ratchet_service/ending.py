@@ -203,6 +203,7 @@ def _end(
         committed_step=facts.own(number),
         finished=facts.newest is not None and facts.newest.finished,
         unmanaged=(attempt.resume_report or {}).get("verdict") == UNMANAGED,
+        seconds=(ended_at - attempt.created_at).total_seconds(),
         message=cause.message,
     )
     decision = decide(replace(view_of(job, limits), attempt=end), now)

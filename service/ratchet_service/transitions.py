@@ -106,6 +106,8 @@ def _changes(job: Job, step: Step, phase: JobPhase, cause: Cause | None) -> dict
         out["desired_at"] = None if step.desired is Desired.RUN else (job.desired_at or now)
     if phase.terminal and not job.phase.terminal:
         out |= {"ended_at": now, "not_before": None}
+    if phase is JobPhase.SUSPENDED:  # whoever resumes it does not want to wait for the rest of a back-off
+        out["not_before"] = None
     if job.phase.terminal and not phase.terminal:
         out["ended_at"] = None
     if step.fresh_budgets:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from ratchet_contract.phases import JobPhase
 from ratchet_contract.spec import JobSpec
+from ratchet_service.database import utc_now
 from ratchet_service.machine import Machine
 from ratchet_service.models import Job
 from tests.support.api import Api, checkpoint_message, message, training_message
@@ -225,3 +227,15 @@ def test_ranks_that_are_no_more_are_not_shown_as_current(api: Api) -> None:
     tell(2, 1, 5)  # from an older checkpoint, so at a smaller step
     view = api.client.get(f"/v1/jobs/{job_id}/hook").json()
     assert (view["residual_norm"], view["step"], len(view["ranks"])) == ({"0": 2.0}, 5, 1)
+
+
+def test_who_resumes_a_job_does_not_wait_for_its_back_off(api: Api) -> None:
+    job_id = api.submit()
+    later = utc_now() + timedelta(minutes=5)
+    api.put(job_id, JobPhase.QUEUED, not_before=later, reason="backoff", message="Tried again after 300 s.")
+    assert api.job(job_id)["not_before"] is not None
+    assert resume(api, job_id, {})["not_before"] is not None  # queued already: nothing changes, and the reason is told
+    assert resume(api, job_id, REDISTRIBUTE)["not_before"] is None
+    api.put(job_id, JobPhase.QUEUED, not_before=later, reason="backoff")
+    assert api.client.post(f"/v1/jobs/{job_id}/suspend").status_code == 200
+    assert resume(api, job_id, {})["not_before"] is None

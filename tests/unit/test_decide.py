@@ -120,7 +120,7 @@ def test_an_unmanaged_attempt_is_never_one_without_progress(cause: Cause, desire
     before = Counters(preemptions=7, failures=1, no_progress=2)
     decision = end(cause, desired, counters=before, committed=None, unmanaged=True)
     assert decision.event is expected_event(cause, desired)
-    assert decision.counters.no_progress == before.no_progress
+    assert decision.event is Event.END_SUCCEEDED or decision.counters.no_progress == 0
     if decision.event is not Event.END_SUCCEEDED:
         assert decision.cause is not None
         assert decision.counters.preemptions == 7 + (decision.cause.budget is Budget.PREEMPTIONS)
@@ -132,6 +132,21 @@ def test_failures_of_an_unmanaged_script_count_as_ever(cause: Cause) -> None:
     last = end(cause, counters=Counters(failures=3), committed=None, unmanaged=True)
     assert (last.event, last.reason) == (Event.END_FAILED, "max-failures")
     assert "without a Session" in (last.message or "")
+
+
+def test_a_script_that_ends_itself_by_sigterm_does_not_do_so_in_a_tight_loop() -> None:
+    def again(cause: Cause, preemptions: int, seconds: float, *, unmanaged: bool = True) -> Decision:
+        attempt = AttemptEnd(cause, unmanaged=unmanaged, seconds=seconds, message="why")
+        view = JobView("job-1", JobPhase.RUNNING, counters=Counters(preemptions=preemptions), attempt=attempt)
+        return decide(view, NOW)
+
+    waits = [again(Cause.SIGTERM, n, 1.5) for n in range(12)]
+    delays = [0.0 if w.not_before is None else (w.not_before - NOW).total_seconds() for w in waits]
+    assert delays[0] == 0.0 and 2.4 * 2**3 < delays[5] < 300 and delays[11] > 230
+    assert waits[5].reason == "backoff" and "Tried again after" in (waits[5].message or "")
+    assert again(Cause.SIGTERM, 11, 3600.0).not_before is None  # a machine that is taken away now and then
+    assert again(Cause.API_PREEMPT, 11, 1.5).not_before is None  # somebody wants it so
+    assert again(Cause.SIGTERM, 1, 1.5, unmanaged=False).not_before is None  # ended by no-progress soon
 
 
 @pytest.mark.parametrize("cause", [c for c in Cause if c.budget is Budget.PREEMPTIONS])

@@ -57,7 +57,7 @@ def resume(session: Session, job_id: str, request: ResumeRequest, ports: Submiss
     change = worlds.change(job, spec, ports) if spec is not None else None
     for type_, text, facts in change.events if change is not None else ():
         add_event(session, job_id, type_, text, epoch=job.epoch or None, data=facts)
-    values = {"resume_from": source} | (change.columns if change is not None else {})
+    values = {"resume_from": source, "not_before": None} | (change.columns if change is not None else {})
     return apply(session, job_id, Event.RESUME, values=values, data=data)
 
 
