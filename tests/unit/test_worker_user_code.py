@@ -44,7 +44,7 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     [
         ("nowhere:Task", {}, ["no module named 'nowhere'", "good.py", "code.path"]),
         ("good.sub:Task", {}, ["good"]),
-        ("needs:Task", {}, ["a_module_that_nobody_has", "install it", sys.executable]),
+        ("needs:Task", {}, ["a_module_that_nobody_has", f"{sys.executable} -m pip install a_module_that_nobody_has"]),
         ("broken:Task", {}, ["SyntaxError"]),
         ("odd:Task", {}, ["ImportError", "missing"]),
         ("good:Tusk", {}, ["no 'Tusk'", "Task"]),
