@@ -170,16 +170,16 @@ class Following(Calls):
         """The job once its phase is one of ``until``, or once it has ended.
 
         ``deadline``: seconds from now, then ``DeadlineReached``; a service that is away is waited for until then, or for
-        ``retry_for`` seconds without a deadline. ``on_change`` is called with every new phase.
+        ``retry_for`` seconds without a deadline. ``on_change`` is called with every new phase or reason.
 
         >>> client.wait(job_id, deadline=60).phase.value
         'SUCCEEDED'
         """
-        phase = None
+        told = None
         for job in looks(job_id, lambda: self.job(job_id), lambda job: job, until, deadline, Pace(0.1, 1.0)):
-            if job.phase is not phase and on_change is not None:
+            if (job.phase, job.reason) != told and on_change is not None:
                 on_change(job)
-            phase = job.phase
+            told = (job.phase, job.reason)
         return job
 
     def poll(self, job_id: str, every: float = 1.0, until: Collection[JobPhase] | None = None,

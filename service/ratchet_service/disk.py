@@ -10,11 +10,24 @@ from typing import Final
 from sqlalchemy.exc import DBAPIError
 
 from ratchet_contract.errors import Refused
+from ratchet_service.database import Database
 
 CODE: Final = "disk-full"
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _PAGE: Final = 64 * 1024
-"""Bytes: with less than this free, what SQLite calls an I/O error is a disk that has no room for its log."""
+"""Bytes: with less than this free, SQLite has no room for its log; it may call that an I/O error."""
+
+
+def without_room(database: Database) -> Refused | None:
+    """The database's disk is full now: nothing can be recorded, be it that nobody has tried yet. None: there is room, or the
+    disk is that of a database server, which alone knows."""
+    if not database.is_sqlite or database.url.database is None:
+        return None
+    directory = Path(database.url.database).parent
+    free = free_bytes(directory)
+    if free is None or free >= _PAGE:
+        return None
+    return full(directory, "nothing is recorded and no attempt is started or ended; what trains goes on")
 
 
 def is_full(error: BaseException, home: Path) -> bool:

@@ -16,7 +16,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import JobPhase
-from ratchet_service import leases
+from ratchet_service import disk, leases
 from ratchet_service.database import Database, utc_now
 from ratchet_service.expiry import Expiry
 from ratchet_service.launchers.base import Launcher
@@ -50,6 +50,7 @@ class Reconciler:
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
         self._database = database
+        self._home = home
         self._owner = leases.new_owner()
         self._lease_seconds = lease_seconds
         self._launching = Launching(database, home, launcher, capacity, self._owner, lease_seconds)
@@ -77,7 +78,9 @@ class Reconciler:
             try:
                 pause = self.round()
             except SQLAlchemyError as error:
-                log.error("the database does not answer, trying again: %s", str(error).splitlines()[0])
+                full = disk.without_room(self._database) if disk.is_full(error, self._home.home) else None
+                why = full.detail if full is not None else f"the database does not answer: {str(error).splitlines()[0]}"
+                log.error("trying again: %s", why)
                 pause = _ERROR_PAUSE
             except Exception:
                 log.exception("a round of the reconciler failed, trying again")

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
@@ -79,6 +80,9 @@ def test_an_address_that_is_something_else(tmp_path: Path) -> None:
             assert "is not a Ratchet service" in cli("--server", f"http://{address}", *words, expect=8).errors
         assert f"write http://{address}" in cli("--server", f"https://{address}", "list", expect=6).errors
         assert "must be like https://host or http://host:8000" in cli("--server", address, "list", expect=5).errors
+    with listening(200, {"Content-Type": "application/json"}, b"{}") as address:
+        for words in (["list"], ["get", "digits"], ["events", "job-0123456789ab", "-f"]):
+            assert "is not a Ratchet service" in cli("--server", f"http://{address}", *words, expect=8).errors
     with listening(404, {"Content-Type": "text/plain"}, b"no") as address:
         assert "is not a Ratchet service" in cli("--server", f"http://{address}", "list", expect=8).errors
     with listening(200, {"Content-Type": "application/json", "Ratchet-Protocol": "2"}, b"{}") as address:
@@ -142,7 +146,10 @@ def small_disks(tmp_path: Path) -> Iterator[Path]:
     try:
         for place, size in ((home, "6m"), (home / "code", "6m"), (home / "jobs", "16m")):
             place.mkdir()
-            if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", place]).returncode:
+            if (
+                os.geteuid() != 0
+                or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", place]).returncode
+            ):
                 pytest.skip("a disk of its own needs root and the right to mount")
             mounted.append(place)
         yield home
@@ -187,6 +194,7 @@ def test_a_full_disk(small_disks: Path, tmp_path: Path) -> None:
         fill(server.home / "filler")
         full = cli("submit", "job.yaml", expect=8).errors
         assert f"the disk of {server.home} is full" in full and "nothing was changed" in full
+        assert httpx.get(f"{server.url}/readyz").status_code == 507
         (server.home / "filler").unlink()
         cli("resume", job)
         wait_for(lambda: (server.attempts(job)[-1]["base"] or {}).get("step"), "a resume from the checkpoint")

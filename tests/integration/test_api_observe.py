@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ratchet_contract.phases import JobPhase
+from ratchet_service import disk
 from ratchet_service.cursors import encode, query_digest
 from tests.support.api import Api, message, training_message
 
@@ -264,6 +265,22 @@ def test_operations(api: Api, job: str) -> None:
     assert 'ratchet_jobs{phase="STARTING"} 1.0' in text
     assert 'route="/v1/jobs/{job_id}",status="200"' in text
     assert job not in text
+
+
+def test_a_database_without_room_is_told_before_anybody_writes(
+    api: Api, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "free_bytes", lambda _: 4096)
+    ready, shown = api.client.get("/readyz"), api.job(job)
+    if not api.database.is_sqlite:  # the server's disk is not ours to see
+        assert (ready.status_code, shown["reason"]) == (200, None)
+        return
+    assert (ready.status_code, ready.json()["code"], shown["reason"]) == (507, "disk-full", "disk-full")
+    assert "is full (0.0 MiB free)" in shown["message"] and "what trains goes on" in shown["message"]
+    api.put(job, JobPhase.SUCCEEDED)
+    assert api.job(job)["reason"] is None
+    monkeypatch.undo()
+    assert api.client.get("/readyz").status_code == 200
 
 
 def test_a_database_that_is_away_is_503(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:

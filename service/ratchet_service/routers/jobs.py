@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Response
 from sqlalchemy.orm import Session
@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 from ratchet_contract.api import DeleteResult, JobView, Page, PatchRequest, PlanView
 from ratchet_contract.phases import JobPhase
 from ratchet_contract.spec import JobSpec
-from ratchet_service import examples, openapi
+from ratchet_service import disk, examples, openapi
 from ratchet_service.bodies import decode, parse
 from ratchet_service.http import BodyDep, Cursor, Limit, ServiceDep, SpecPost, reply, respond
 from ratchet_service.idempotency import Reply
@@ -70,13 +70,20 @@ def list_jobs(
 
 @router.get("/v1/jobs/{job_id}", summary="Read a job")
 def get_job(service: ServiceDep, job_id: str, response: Response) -> JobView:
-    """The ETag changes with phase, wish, labels and priority, not with progress."""
+    """The ETag changes with phase, wish, labels and priority, not with progress.
+
+    While the disk of the database is full, a job that has not ended says so as its reason, `disk-full`: its row cannot.
+    """
     with service.database.read() as session:
         job = find_job(session, job_id)
         response.headers["ETag"] = jobs.etag(job)
         view = job_view(session, job)
     work = service.settings.paths.job(job_id).work
-    return view.model_copy(update={"work_dir": str(work)}) if work.is_dir() else view
+    more: dict[str, Any] = {"work_dir": str(work)} if work.is_dir() else {}
+    full = None if job.phase.terminal else disk.without_room(service.database)
+    if full is not None:
+        more.update(reason="disk-full", message=full.detail)
+    return view.model_copy(update=more)
 
 
 @router.patch(

@@ -7,6 +7,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
 from ratchet_contract.version import RATCHET_VERSION
+from ratchet_service import disk
 from ratchet_service.http import ServiceDep
 from ratchet_service.instruments import Instruments
 
@@ -25,8 +26,11 @@ def healthz() -> Health:
 
 @router.get("/readyz", summary="The database answers too")
 def readyz(service: ServiceDep) -> Health:
-    """503 `database-unavailable` when it does not."""
+    """503 `database-unavailable` when it does not, 507 `disk-full` when its disk has no room for a change."""
     service.database.ping()
+    full = disk.without_room(service.database)
+    if full is not None:
+        raise full
     return Health()
 
 
