@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ratchet_contract.phases import Cause
 from ratchet_worker.agreement import EVALUATION, FINISH, Agreement, Decision, Wish, decide, position
-from ratchet_worker.exchange import Abandoned, Exchange, PeerTimeout
+from ratchet_worker.exchange import Abandoned, Exchange, PeerTimeout, until_present
 
 WAIT = 20.0
 
@@ -110,6 +110,23 @@ def test_drifting_ranks_stop_at_the_same_step_and_none_goes_beyond_it() -> None:
         assert len(set(results)) == 1, results
         done, decision = results[0]  # type: ignore[misc]
         assert decision.stop is Cause.SIGTERM and decision.target == position(done) and stop_at <= done < 5000
+
+
+def test_whoever_fails_while_a_stop_is_being_decided_waits_for_the_decision(group: Group) -> None:
+    """Another rank may have left for it already, which is what failed here."""
+    assert not group.agreements[0].stopped_early(WAIT)  # no round is open: no waiting
+    for rank in (0, 1):
+        group.agreements[rank].start()
+    group.inboxes[0].tell(Wish(stop=Cause.API_PREEMPT))
+    store = group.client()
+    for _ in until_present(store, ["freeze/0/0", "freeze/0/1"]):
+        pass
+    late = threading.Timer(0.05, group.agreements[2].start)
+    late.start()
+    assert group.agreements[0].stopped_early(WAIT)
+    assert group.agreements[1].stopped_early(WAIT)
+    for agreement in group.agreements:
+        agreement.close()
 
 
 def test_checkpoint_then_checkpoint_then_stop_are_three_rounds_at_common_steps(group: Group) -> None:

@@ -135,6 +135,17 @@ class Agreement:
             self._decision, self._limit, self._round = None, _FREE, self._round + 1
             self._changed.notify_all()
 
+    def stopped_early(self, seconds: float) -> bool:
+        """Was a stop decided before any unit was started? Waits up to ``seconds`` for a round that is open here: what another
+        rank does because of a decision, its leaving among it, this rank meets only after its own part in that round."""
+        with self._changed:
+            if self._position != NOT_STARTED:
+                return False
+            self._changed.wait_for(
+                lambda: self._limit == _FREE or self._decision is not None or self._error is not None, seconds
+            )
+            return self._decision is not None and self._decision.stop is not None
+
     # --- side thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:

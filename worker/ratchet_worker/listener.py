@@ -33,6 +33,7 @@ class Listener:
         self._caught = False  # it was ours to catch, not a script's handler's
         self._reader: ControlReader | None = None
         self._control = Control()
+        self._masks = threading.local()  # of a thread that forks
 
     def install(self) -> None:
         """Handlers for SIGTERM and SIGINT; SIGUSR1 writes all threads' stacks to the log."""
@@ -41,6 +42,9 @@ class Listener:
             signal.signal(number, self._remember)
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True)
+        # A process that the script forks shares the wake-up descriptor: a pool that ends its workers by SIGTERM would stop the
+        # job, and workers that only set a flag would never end. A signal that comes before the child has let go waits.
+        os.register_at_fork(before=self._hold, after_in_parent=self._unhold, after_in_child=self._let_go)
 
     def follow(self, control_file: Path, first: Desired) -> None:
         """Read wishes from ``control_file`` too, beginning with what the launch asked for."""
@@ -78,6 +82,20 @@ class Listener:
         for number in STOP_SIGNALS * 2:
             with suppress(BaseException):
                 signal.signal(number, self._remember)
+
+    def _hold(self) -> None:
+        self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+    def _unhold(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.before)
+
+    def _let_go(self) -> None:
+        """In a forked process: signals end it, as they would without Ratchet."""
+        signal.set_wakeup_fd(-1)
+        for number, default in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+            if signal.getsignal(number) == self._remember:
+                signal.signal(number, default)
+        self._unhold()
 
     def _remember(self, number: int, frame: Any) -> None:
         """Only a flag: the wake-up descriptor has told the side thread already, unless a script took it (asyncio does)."""

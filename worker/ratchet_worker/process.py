@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -45,6 +46,7 @@ from ratchet_worker.spool import Spool
 from ratchet_worker.unmanaged import Unmanaged
 
 _FAREWELL_SECONDS: Final = 3.0
+_NEWS_SECONDS: Final = 2.0
 _EXIT_CODES: Final = {
     Cause.USER_ERROR: EXIT_USER_ERROR,
     Cause.CHECKPOINT_ERROR: EXIT_CHECKPOINT_ERROR,
@@ -70,13 +72,16 @@ class RankProcess:
         self._agreement: Agreement | None = None
         self._runtime: Runtime | None = None
         self._parted = False
+        self._way_out = threading.Lock()  # whichever thread comes first ends the process
 
     def execute(self) -> int:
         """Run to the end. Returns the exit code of an end that all ranks share; otherwise does not return."""
         try:
             self._run()
             self._finish()
+            self._heed_early_stop()
         except BaseException as error:
+            self._heed_early_stop()
             if self._unmanaged.told is not None:
                 return self._leave_as_told(self._unmanaged.told, error)
             if isinstance(error, Stopped):
@@ -202,10 +207,18 @@ class RankProcess:
         elif not self._unmanaged.hand_over(decision.stop):
             self._leave_early(decision.stop)
 
+    def _heed_early_stop(self) -> None:
+        """An error may come from a rank that has left for a stop before this one's side thread knows of it: that stop is how this
+        rank ends, too. Returns when there is none, or when the script was told of it; else the side thread ends the process."""
+        if self._agreement is not None and self._agreement.stopped_early(_NEWS_SECONDS):
+            while self._unmanaged.told is None:
+                time.sleep(0.005)
+
     # --- the ways out --------------------------------------------------------------------------------------------------
 
     def _leave(self, cause: Cause, code: int, message: str | None) -> int:
         """All ranks end here together."""
+        self._way_out.acquire()
         self._write_result(cause, message, None)
         assert self._agreement is not None
         self._agreement.close()
@@ -237,6 +250,7 @@ class RankProcess:
 
     def _fail(self, error: BaseException) -> NoReturn:
         """Without the other ranks, which may wait in a collective: their agent ends them."""
+        self._way_out.acquire()
         cause, message = _cause_of(error)
         trace = "".join(traceback.format_exception(error))
         with suppress(OSError):  # the log may lie on the disk that is full
@@ -247,6 +261,7 @@ class RankProcess:
 
     def _leave_early(self, cause: Cause) -> None:
         """From the side thread, wherever the main thread is."""
+        self._way_out.acquire()
         message = f"stopped before the first step ({cause})"
         if self._unmanaged.told is not None:
             message = f"{cause}: the script was given SIGTERM and did not end within policy.stop_grace"
