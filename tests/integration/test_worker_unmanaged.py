@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,12 +30,30 @@ for step in s.steps(3):
     optimizer.step()
     optimizer.zero_grad()
 """,
+    # A second loop behind the first one's end: a resume from the final checkpoint would leave it out.
+    "phases.py": """
+import torch
+from ratchet_worker.session import Session
+with Session() as s:
+    net = torch.nn.Linear(2, 1)
+    model = s.wrap(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    s.register(optimizer=optimizer)
+    for total in (1, 2):
+        for step in s.steps(total):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+""",
     # A file of its own, a group that torch makes by itself, one that is not left.
     "alone.py": """
 import os, sys
 from pathlib import Path
 assert Path(__file__).parent != Path.cwd() and sys.path[0] == str(Path(__file__).parent)
 Path("data/kept.txt").write_text(Path("data/in.txt").read_text())
+for stale in ("random.py", "lib_of_mine.py"):
+    Path(stale).write_text("raise RuntimeError('imported from the current directory')")
+import lib_of_mine
 import torch
 from torch.distributed import all_reduce, destroy_process_group, init_process_group
 from torch.distributed.device_mesh import init_device_mesh
@@ -43,6 +63,7 @@ destroy_process_group()
 init_process_group()
 sys.exit(0)
 """,
+    "lib_of_mine.py": "",
     "data/in.txt": "in",
     "missing.py": "import lib.needs\n",
     "lib/needs.py": "import a_module_that_nobody_has\n",
@@ -98,10 +119,12 @@ def test_what_a_script_does_with_its_group_and_its_session(home: Home) -> None:
     assert verdicts(alone) == ["unmanaged"] and alone.base() is None and alone.messages(kind="training") == []
     assert (home.jobs[1].paths.work / "data" / "kept.txt").read_text() == "in"
     assert not (home.code / "data" / "kept.txt").exists()
+    again = home.jobs[1].launch()  # on a current directory with a module that is named like one of Python's own
+    assert again.wait().cause is Cause.COMPLETED, again.logs()
 
 
 def test_what_no_retry_heals_is_told_with_its_cure_and_what_was_not_done_is_said(home: Home) -> None:
-    missing, before, none = (home.launch(f"{name}.py") for name in ("missing", "before", "none"))
+    missing, before, none, phases = (home.launch(f"{name}.py") for name in ("missing", "before", "none", "phases"))
     result = missing.wait()
     assert (result.cause, result.exit_code) == (Cause.USER_ERROR, EXIT_USER_ERROR), missing.logs()
     assert "'a_module_that_nobody_has'" in (result.message or "") and "code directory" in (result.message or "")
@@ -111,3 +134,29 @@ def test_what_no_retry_heals_is_told_with_its_cure_and_what_was_not_done_is_said
 
     assert none.wait().cause is Cause.COMPLETED, none.logs()
     assert verdicts(none) == ["unmanaged"] and notes(none) == ["no-session"]
+
+    result = phases.wait()
+    assert result.cause is Cause.USER_ERROR and "after step 1" in (result.message or ""), phases.logs()
+
+
+FORKING = """
+import os, signal, sys
+from ratchet_worker.listener import Listener
+listener = Listener()
+listener.install()
+child = os.fork()
+if child == 0:
+    signal.pause()
+os.kill(child, signal.SIGTERM)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM, status
+assert listener.wait(0) == (None, 0) and not listener.terminated
+os.kill(os.getpid(), signal.SIGTERM)
+assert listener.wait(10)[0] == "sigterm"
+"""
+
+
+def test_a_process_that_a_script_forks_ends_by_sigterm_and_stops_no_job() -> None:
+    """As every ``multiprocessing.Pool`` ends its workers."""
+    done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

@@ -52,7 +52,7 @@ def plans(
 
 def test_identity_as_torchrun_gives_it() -> None:
     first, second = plans({})
-    assert first.command == [sys.executable, "-m", "ratchet_worker.rank"] and first.cwd == Path("/code")
+    assert first.command == [sys.executable, "-P", "-m", "ratchet_worker.rank"] and first.cwd == Path("/code")
     for name, value in {
         "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1", "ROLE_RANK": "1", "ROLE_WORLD_SIZE": "2", "ROLE_NAME": "default",

@@ -32,7 +32,12 @@ def plan_ranks(
         if rank == 0 and store_fd is not None:
             env[names.STORE_FD] = str(store_fd)
             fds = (store_fd,)
-        command = [launch.resolved.python, "-m", "ratchet_worker.rank"]
+        command = [
+            launch.resolved.python,
+            "-P",
+            "-m",
+            "ratchet_worker.rank",
+        ]  # -P: nothing is imported from the current directory
         plans.append(RankPlan(rank, command, Path(launch.workdir), env, paths.log(rank), fds))
     return plans
 

@@ -76,6 +76,7 @@ class Runtime:
         self.notes = resume.Notes()
         self.gathers = 0  # of the script's Sessions
         self._unit = position(self.step)  # the last one begun
+        self._ended = False  # the last step is done, the final checkpoint made
         self._open = False  # between begin_step and end_step
         self._iteration = 0  # of the hook, when the open step began
         self._evaluations = 0  # within the open step
@@ -130,7 +131,13 @@ class Runtime:
     # --- steps ---------------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Start the next step, or act on what was agreed first. Raises ``Stopped``."""
+        """Start the next step, or act on what was agreed first. Raises ``Stopped``, and ``UserError`` behind the job's end."""
+        if self._ended:
+            raise UserError(
+                f"another step was asked for after step {self.step}, which was the last: a resume from the final checkpoint has "
+                "nothing left to do and would leave it out. Ask for all steps in one loop: steps(total of all phases)",
+                code="after-the-end",
+            )
         self._begin(position(self.step + 1))
         self._evaluations = 0
         self._open, self._iteration = True, self.state.hook_or_refuse()[1].iteration
@@ -146,6 +153,7 @@ class Runtime:
         self._report_progress(always=self.step == self.total)
         every = self.launch.spec.checkpoint.every_steps
         if self.step == self.total:
+            self._ended = True
             self._save("end", finished=True)
         elif every is not None and self.step % every == 0:
             self._save("schedule")
@@ -196,7 +204,7 @@ class Runtime:
         self._report_hook()
         # A rank that stopped listening now would leave one that is frozen before its own end waiting for an answer.
         self.exchange.gather("finish", None, timeout=math.inf)
-        self.finished = True
+        self.finished = self._ended = True
         self.agreement.close()
 
     # --- evaluation ----------------------------------------------------------------------------------------------------

@@ -36,8 +36,9 @@ The rules:
 - The body of the loop is one step: what it changes counts to it, down to its last line, and it is saved when the next step is
   asked for. Take batches in the body, none in advance. End it with ``optimizer.step()`` and ``zero_grad()``; gradients that are
   left are saved too, at the price of their size. After ``checkpoint()`` nothing that has state may change in the same body.
-- All ranks do the same number of steps. ``break`` on all ranks in the same step ends the job early; the step counts if its
-  backward was done.
+- All ranks do the same number of steps, in one loop: behind its ``total`` the job has ended, and no further step can be asked
+  for. Phases of a training are ``if step < 500`` in the body. ``break`` on all ranks in the same step ends the job early; the
+  step counts if its backward was done.
 - A stop that the ranks agreed on comes out of ``steps`` as ``Stopped`` (a ``SystemExit``): let it pass.
 - The script runs again from its first line in every attempt. Its current directory is the job's own copy of the code, kept over
   all attempts; the code itself is imported from a read-only snapshot.
