@@ -198,6 +198,16 @@ def test_large_directories_are_named_but_what_a_snapshot_leaves_out_is_not(tmp_p
     assert "dataset/ 150 MB" in notes["large"] and "git" not in notes["large"] and "env/" not in notes["large"]
 
 
+def test_directories_of_many_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "MANY", 40)
+    write("")
+    Path("images").mkdir()
+    for number in range(45):
+        Path(f"images/{number}.png").touch()
+    _, notes, _ = look()
+    assert "46 files (images/ 45 files)" in notes["large"]
+
+
 def test_files_that_are_no_script_are_refused() -> None:
     for name, error, said in (
         ("train.sh", Refused, "the command that it starts"), ("train.ipynb", Refused, "nbconvert"),
@@ -207,6 +217,10 @@ def test_files_that_are_no_script_are_refused() -> None:
             Path(name).touch()
         with pytest.raises(error, match=said):
             project.locate(name, None)
+    for number, text in enumerate((f"x = {'+'.join(['1'] * 20_000)}\n", f"if x{'.a' * 3000}: pass\n", "#" * (3 << 20))):
+        Path(f"deep{number}.py").write_text(text)
+        with pytest.raises(Refused, match="to be read"):
+            look(f"deep{number}.py")
     Path("broken.py").write_text("x = (\n")
     with pytest.raises(Refused, match=r"broken\.py, line 1 is not valid Python"):
         look("broken.py")

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from ratchet_client.init.advice import Note
     from ratchet_client.init.command import Command
 
+_SAID = "unmanaged-script"
+"""A warning of the service that this command has given in its own words."""
+
 
 def register(app: typer.Typer) -> None:
     app.command(
@@ -129,6 +132,6 @@ def _next(ctx: typer.Context, target: Path) -> None:
     except RatchetError as error:
         output.note(f"the service would refuse it: {error.detail}\nnext: mend {target}, then: {submit}")
     else:
-        for warning in plan.warnings:
+        for warning in (w for w in plan.warnings if w.code != _SAID):
             output.note(f"warning: {warning.pointer or '/'}: {warning.detail} [{warning.code}]")
         output.note(f"next: {submit}")

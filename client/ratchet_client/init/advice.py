@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 from ratchet_client.init.command import Command
 from ratchet_client.init.facts import Facts, HookUse
 from ratchet_client.init.facts import Place as Where
-from ratchet_client.init.project import LARGE, Place, largest, missing_modules
+from ratchet_client.init.project import LARGE, MANY, Place, entries, missing_modules
 from ratchet_contract.scripts import is_unmanaged
 from ratchet_hooks.registry import HOOKS
 from ratchet_hooks.specs import canonical_hook_name
@@ -209,10 +209,17 @@ def _surroundings(facts: Facts, place: Place, python: Path | None) -> Iterator[N
             f"{who} has no module {', '.join(others)}: install it, or name another by python:",
             serious=True,
         )
-    total, entries = largest(place.code)
-    if total > LARGE:
-        named = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in entries)
-        text = (
-            f"{place.code} holds at least {total / 1e6:.0f} MB ({named}), all copied at submission: keep data elsewhere"
-        )
-        yield Note("large", text, serious=True)
+    yield from _large(place.code)
+
+
+def _large(code: Path) -> Iterator[Note]:
+    found = entries(code)
+    size, count = sum(entry.size for entry in found), sum(entry.count for entry in found)
+    if size <= LARGE and count <= MANY:
+        return
+    by_size = sorted((e for e in found if e.size > LARGE // 20), key=lambda e: -e.size)
+    by_count = sorted((e for e in found if e.count > MANY // 20), key=lambda e: -e.count)
+    named = [f"{e.name} {e.size / 1e6:.0f} MB" for e in by_size[:5]] if size > LARGE else []
+    named += [f"{e.name} {e.count} files" for e in by_count[:5]] if count > MANY else []
+    text = f"{code} holds at least {size / 1e6:.0f} MB in {count} files ({', '.join(named)})"
+    yield Note("large", f"{text}, all copied at submission: keep data elsewhere", serious=True)

@@ -18,6 +18,8 @@ from ratchet_contract.errors import NotFound, Refused
 LARGE: Final = 100 * 10**6
 """Bytes below ``code.path`` from which on it is worth a word. The service has limits of its own, and says them."""
 
+MANY: Final = 10_000
+"""Files below it, likewise."""
 _MAX_FILES: Final = 100_000
 """Looked at in one directory; a data set of millions of files is large without being counted."""
 
@@ -100,13 +102,22 @@ def missing_modules(python: Path | None, names: Iterable[str], folders: list[Pat
         return None
 
 
-def largest(code: Path) -> tuple[int, list[tuple[str, int]]]:
-    """Bytes that a snapshot of ``code`` would take, and its largest entries (name, bytes), largest first."""
-    sizes = {}
+@dataclass(frozen=True)
+class Entry:
+    """A file, or a directory with all below it; ``count``: files, ``size``: bytes."""
+
+    name: str
+    count: int
+    size: int
+
+
+def entries(code: Path) -> list[Entry]:
+    """What a snapshot of ``code`` would take."""
+    found = []
     for child in _kept(code):
-        sizes[child.name + "/" * child.is_dir(follow_symlinks=False)] = sum(islice(_sizes(child), _MAX_FILES))
-    ranked = sorted(sizes.items(), key=lambda item: -item[1])
-    return sum(sizes.values()), [item for item in ranked if item[1] > LARGE // 20][:5]
+        sizes = list(islice(_sizes(child), _MAX_FILES))
+        found.append(Entry(child.name + "/" * child.is_dir(follow_symlinks=False), len(sizes), sum(sizes)))
+    return found
 
 
 def _sizes(entry: os.DirEntry[str]) -> Iterator[int]:

@@ -12,14 +12,11 @@ from ratchet_contract.errors import NotFound, Refused
 
 _MAX_FILES: Final = 300
 _MAX_DEPTH: Final = 20
+_MAX_BYTES: Final = 2 << 20
+"""Of one file; the syntax tree of a larger one takes minutes."""
 _SAVERS: Final = {
-    "save": 1,
-    "save_file": 1,
-    "save_model": 1,
-    "save_pretrained": 0,
-    "save_checkpoint": 0,
-    "save_state": 0,
-}
+    "save": 1, "save_file": 1, "save_model": 1, "save_pretrained": 0, "save_checkpoint": 0, "save_state": 0,
+}  # fmt: skip
 """Function and the position of the path among its arguments."""
 _HOOK_TYPES: Final = {
     "ALLREDUCE": "allreduce_hook", "FP16_COMPRESS": "fp16_compress_hook", "BF16_COMPRESS": "bf16_compress_hook",
@@ -47,10 +44,14 @@ def read_script(script: Path, code: Path) -> Facts:
         if file in facts.files:
             continue
         facts.files.append(file)
-        tree = _parse(file)
         shown = file.relative_to(code).as_posix() if file.is_relative_to(code) else file.name
-        _Reader(facts, tree, shown, main=file == script).read()
-        for name, needed in _imports(tree):
+        try:
+            tree = _parse(file)
+            _Reader(facts, tree, shown, main=file == script).read()
+            imported = list(_imports(tree))
+        except (RecursionError, MemoryError):
+            raise Refused(f"{file} is nested too deeply to be read") from None
+        for name, needed in imported:
             found = [f for root in roots for f in _files_of(name, root)]
             waiting += found
             if needed and not found:
@@ -60,6 +61,8 @@ def read_script(script: Path, code: Path) -> Facts:
 
 def _parse(file: Path) -> ast.Module:
     try:
+        if file.stat().st_size > _MAX_BYTES:
+            raise Refused(f"{file} is larger than {_MAX_BYTES >> 20} MiB: too much to be read as a script")
         return ast.parse(file.read_bytes(), str(file))
     except OSError as error:
         raise NotFound(f"cannot read {file}: {error.strerror or error}") from None
