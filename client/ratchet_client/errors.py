@@ -60,9 +60,10 @@ def no_service(response: httpx.Response) -> ServiceFault:
     url = response.request.url
     address = str(url.copy_with(path="/", query=None)).rstrip("/")
     https = ", or does it want https://?" if url.scheme == "http" and response.status_code == 400 else ""
+    lacks = "a protocol's number" if response.is_success else "a problem document"
     return ServiceFault(
-        f"{address} is not a Ratchet service: {response.request.method} {url.path} answered {response.status_code} without a "
-        f"problem document{https}. Another program listens there: check --server and RATCHET_SERVER (`ratchet serve` says its "
+        f"{address} is not a Ratchet service: {response.request.method} {url.path} answered {response.status_code} without "
+        f"{lacks}{https}. Another program listens there: check --server and RATCHET_SERVER (`ratchet serve` says its "
         "address when it starts)",
         code=NOT_A_SERVICE,
         status=response.status_code,

@@ -103,6 +103,7 @@ class Transport:
                 "GET", url + path, params=_clean(params), headers=headers, timeout=timeout
             ) as response:
                 _refuse_stranger(response)
+                self._reached = True
                 if not response.is_success:
                     response.read()
                     raise error_of(response)
@@ -147,12 +148,16 @@ class Transport:
             return False
         return method != "DELETE" or not outcome.extra.get("sent", False)
 
+    def _strange(self, error: httpx.TransportError) -> bool:
+        """Whether something else than a service that was killed in the middle of its answer may be at the address."""
+        return isinstance(error, httpx.RemoteProtocolError) and self.target.server is not None and not self._reached
+
     def _unreachable(self, url: str, error: httpx.TransportError) -> ServiceUnreachable:
         sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
         what = str(error) or type(error).__name__
         if "WRONG_VERSION_NUMBER" in what:
             cure = f"it speaks plain HTTP there: write http://{url.removeprefix('https://')}"
-        elif isinstance(error, httpx.RemoteProtocolError) and url.startswith("http:"):
+        elif self._strange(error) and url.startswith("http:"):
             cure = f"what listens there does not speak HTTP: check the address, or write https://{url.removeprefix('http://')}"
         elif is_loopback(url):
             cure = f"service not running? {self.target.start_it()}"
@@ -167,7 +172,7 @@ def _refuse_stranger(response: httpx.Response) -> None:
     address = str(response.request.url.copy_with(path="/", query=None)).rstrip("/")
     if protocol is not None and protocol != str(PROTOCOL_VERSION):
         raise other_protocol(f"the service at {address}", protocol)
-    if protocol is None and response.is_success and "html" in response.headers.get("content-type", ""):
+    if protocol is None and response.is_success:  # every answer of the API names it
         raise no_service(response)
 
 

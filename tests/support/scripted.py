@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from ratchet_contract.version import PROTOCOL_HEADER, PROTOCOL_VERSION
+
 Reply = tuple[int, str, bytes]
 Script = Callable[[BaseHTTPRequestHandler, int], Reply]
 HOOK = {"name": "allreduce", "title": "t", "available": True, "stateful": False, "replicas": "equal", "backends": []}
@@ -48,6 +50,10 @@ class Server:
                 self.wfile.write(body)
 
             do_GET = do_POST = do_PATCH = do_DELETE = _answer
+
+            def end_headers(self) -> None:  # of scripts that write their answer themselves, too
+                self.send_header(PROTOCOL_HEADER, str(PROTOCOL_VERSION))
+                super().end_headers()
 
             def log_message(self, *args: object) -> None:
                 pass

@@ -77,6 +77,20 @@ def test_a_service_that_came_back_on_another_port_is_found(tmp_path: Path) -> No
             timer.join()
 
 
+def test_a_service_killed_within_an_answer_is_not_taken_for_another_program(tmp_path: Path) -> None:
+    with serving(lambda _, n: ok({"items": []}) if n == 1 else (0, "", b"")) as server:
+        for home, url in ((tmp_path, None), (None, server.url)):
+            server.requests.clear()
+            if home is not None:
+                text = json.dumps({"protocol": 1, "url": server.url, "pid": 1, "started_at": "2026-01-01T00:00:00Z"})
+                (home / "service.json").write_text(text)
+            with RatchetClient(url, home, retry_for=0) as client:
+                assert client.hooks() == []
+                with pytest.raises(ServiceUnreachable, match="ratchet serve") as caught:
+                    client.hooks()
+                assert "speak HTTP" not in caught.value.detail
+
+
 def test_pages_are_followed_to_the_end() -> None:
     def script(handler: BaseHTTPRequestHandler, n: int) -> Reply:
         return ok({"items": [HOOK], "next_cursor": None if "cursor=two" in handler.path else "two"})
