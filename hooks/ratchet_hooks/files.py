@@ -48,7 +48,11 @@ def load_state(path: str | os.PathLike[str]) -> Any:
         raise HookStateError(str(path), f"not a whole safetensors file: {error}") from None
     if _KEY not in metadata:
         raise HookStateError(str(path), "a safetensors file, but not one that save_state wrote")
-    return decode(tensors, json.loads(metadata[_KEY]))
+    try:
+        data = json.loads(metadata[_KEY])
+    except (ValueError, RecursionError) as error:
+        raise HookStateError(str(path), f"its JSON part is damaged: {error}") from None
+    return decode(tensors, data)
 
 
 def _sync(path: Path) -> None:

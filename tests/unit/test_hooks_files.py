@@ -60,3 +60,7 @@ def test_other_files_are_refused_by_name(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(2)}, tmp_path / "other.safetensors")
     with pytest.raises(HookStateError, match="not one that save_state wrote"):
         load_state(tmp_path / "other.safetensors")
+    for damaged in ("{", "[" * 100_000, '{"foo": 1}'):
+        save_file({}, tmp_path / "damaged.safetensors", metadata={"ratchet_state": damaged})
+        with pytest.raises(HookStateError):
+            load_state(tmp_path / "damaged.safetensors")
