@@ -43,6 +43,8 @@ class Expiry:
                 delete(self._database, job_id, keep_checkpoints=False, if_match=None, homes=self._home)
             except (NotFound, Conflict) as error:
                 log.info("%s: not deleted at its ttl: %s", job_id, error.detail)
+            except OSError as error:  # of its files; the others must go all the same
+                log.error("%s: not deleted at its ttl: %s", job_id, error)
             else:
                 log.info("%s: deleted at its ttl", job_id)
         for digest in snapshot.remove_unreferenced(self._home.code, self._referenced, self._grace):

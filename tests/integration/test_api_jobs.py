@@ -11,6 +11,7 @@ import sqlalchemy as sa
 import yaml
 
 from ratchet_contract.phases import Desired, JobPhase
+from ratchet_service.expiry import Expiry
 from ratchet_service.models import Base, Job
 from ratchet_service.usecases.deletion import MARK, sweep_deleted
 from tests.support.api import Api, spec
@@ -239,3 +240,13 @@ def test_desired_is_shown(api: Api) -> None:
     job_id = api.submit()
     api.put(job_id, JobPhase.STOPPING, Desired.SUSPEND)
     assert api.job(job_id)["desired"] == "suspend"
+
+
+def test_a_job_whose_files_cannot_be_deleted_keeps_no_other_from_its_ttl(api: Api) -> None:
+    stuck, free = api.submit(), api.submit()
+    (api.settings.paths.job(stuck).root / MARK).mkdir(parents=True)
+    for job_id in (stuck, free):
+        api.put(job_id, JobPhase.SUCCEEDED, ttl=0.0)
+    Expiry(api.database, api.settings.paths).run()
+    assert api.client.get(f"/v1/jobs/{free}").status_code == 404
+    assert api.job(stuck)["phase"] == "SUCCEEDED"
