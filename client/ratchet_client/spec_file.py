@@ -41,7 +41,9 @@ def read_spec(file: str) -> dict[str, Any]:
         raise SpecError(f"{file} is not UTF-8 text: a job spec is YAML or JSON") from None
     data = load_spec_text(text)
     if data is None:
-        raise SpecError(f"{file} is empty: a job spec is a YAML mapping; `{_INIT} SCRIPT.py` writes one")
+        raise SpecError(
+            f"{'standard input' if file == '-' else file} is empty: a job spec is a YAML mapping; `{_INIT} SCRIPT.py` writes one"
+        )
     if not isinstance(data, dict):
         raise SpecError(
             f"{file} holds no mapping but a {type(data).__name__}: a job spec is a YAML mapping (`key: value` lines) or a JSON "

@@ -40,7 +40,7 @@ def test_configuration_names_the_server_and_keeps_the_token_out_of_sight(cli: Cl
     assert file.parent == cli.cwd and not file.exists()
     assert server.url in cli("config").text and "not set" in cli("config").text
     assert "config set server" in cli("config", "set", "token", stdin="x\n", expect=2).errors
-    cli("config", "set", "server", server.url + "/")
+    assert "not where RATCHET_HOME is given" in cli("config", "set", "server", server.url + "/").errors
     cli("config", "set", "token", stdin="a-rather-secret-word\n")
     assert "no argument" in cli("config", "set", "token", "secret", expect=2).errors
     del cli.environment["RATCHET_HOME"]

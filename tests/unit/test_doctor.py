@@ -131,7 +131,7 @@ esac
 
 
 def test_gpus_as_nvidia_smi_tells_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program is a stand-in: its output is written down from a real one."""
+    """The program is a stand-in: its rows have the documented form of ``--format=csv,noheader,nounits``."""
     program = tmp_path / "nvidia-smi"
     program.write_text(SMI)
     program.chmod(0o755)

@@ -24,7 +24,7 @@ from ratchet_client.cli import (
     submit,
     top,
 )
-from ratchet_client.cli.common import Settings
+from ratchet_client.cli.common import JOB_NAMED, Settings
 from ratchet_client.cli.exits import Exit, exit_of, help_epilog
 from ratchet_client.cli.hints import hint
 from ratchet_contract.version import RATCHET_VERSION
@@ -53,16 +53,16 @@ class _Group(TyperGroup):
 
             if not isinstance(error, RatchetError):
                 raise
-            _report(error)
+            _report(error, ctx.meta.get(JOB_NAMED))
             raise typer.Exit(exit_of(error)) from None
 
 
-def _report(error: RatchetError) -> None:
+def _report(error: RatchetError, job: str | None) -> None:
     sys.stdout.flush()
     lines = [f"ratchet: {error.detail}"]
     if len(error.errors) > 1 or (error.errors and error.errors[0].detail not in error.detail):
         lines += [f"  {e.pointer or '/'}: {e.detail} [{e.code}]" for e in error.errors]
-    following = hint(error.code, error.detail)
+    following = hint(error.code, error.detail, job)
     lines += [f"  next: {following}"] if following else []
     sys.stderr.write("\n".join(lines) + "\n")
 

@@ -46,7 +46,7 @@ def list_checkpoints(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) 
         [_row(c) for c in found],
         right=["STEP", "ATTEMPT", "HOOK ITER", "SIZE", "TOOK", "AGE"],
         drop=["DIGEST", "REASON", "TOOK", "STEP", "ATTEMPT", "AGE", "HOOK ITER", "SIZE", "VERIFIED", "MARKS"],
-        empty=f"no checkpoint yet; save one with: ratchet checkpoint {job}",
+        empty=f"no checkpoint; while the job trains, `ratchet checkpoint {job}` saves one",
     )  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def _verify_all(client: RatchetClient, job: str, as_json: bool) -> Iterator[api.
 
     wanted = [c for c in client.checkpoints(job) if c.state == "committed"]
     if not wanted:
-        output.note(f"no committed checkpoint to verify; save one with: ratchet checkpoint {job}")
+        output.note(f"no committed checkpoint to verify; while the job trains, `ratchet checkpoint {job}` saves one")
     with output.progress(sum(c.size for c in wanted), f"{len(wanted)} checkpoints") as advance:
         for view in wanted:
             try:

@@ -26,6 +26,8 @@ PATIENCE = 120.0
 RETRY_FOR = 3.0
 """Seconds a command waits for a service that is just being restarted before it says that nothing answers."""
 _LONGEST_NAME = 63
+JOB_NAMED = "ratchet.job"
+"""Where a command's context keeps the JOB that it was given, for what is said of an error."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ def _job_id(ctx: typer.Context, value: str) -> str:
 
     Raises ``NotFound``, and ``AmbiguousName`` where several jobs have the name.
     """
+    ctx.meta[JOB_NAMED] = value
     if ctx.resilient_parsing or is_job_id(value):
         return value
     with open_client(ctx) as client:
@@ -122,10 +125,10 @@ def known_phases(given: Sequence[str], option: str) -> list[str]:
     """As the service spells them. Raises ``typer.BadParameter``."""
     from ratchet_contract.phases import JobPhase
 
-    try:
-        return [JobPhase(text.upper()).value for text in given]
-    except ValueError as error:
-        raise typer.BadParameter(f"{option}: {error}; phases: {', '.join(JobPhase)}") from None
+    known = set(JobPhase)
+    if strange := [text for text in given if text.upper() not in known]:
+        raise typer.BadParameter(f"{option}: {strange[0]!r} is no phase; phases: {', '.join(JobPhase)}")
+    return [text.upper() for text in given]
 
 
 def pairs(items: Sequence[str], option: str) -> dict[str, str]:

@@ -77,9 +77,7 @@ def masked(token: str) -> str:
 def set_value(
     ctx: typer.Context,
     key: Key,
-    value: Annotated[
-        str | None, typer.Argument(metavar="[URL]", help="Address of the server. Not for a token.")
-    ] = None,
+    value: Annotated[str | None, typer.Argument(metavar="URL", help="Address of the server. Not for a token.")] = None,
 ) -> None:
     """Set the server, or the token for it.
 
@@ -88,15 +86,20 @@ def set_value(
     or the one set) and is sent to no other. The service itself has no login yet: the token is for a proxy in front of it.
     """
     from ratchet_client.config_file import config_path, normalised, read_config, write_config
+    from ratchet_client.discovery import find_target
 
-    file = config_path()
+    given, file = settings(ctx), config_path()
     config = read_config(file)
     if key is Key.SERVER:
         if value is None:
             raise typer.BadParameter("config set server takes an address: ratchet config set server http://host:8000")
         server = normalised(value)
         write_config(file, replace(config, server=server))
+        target = find_target(given.server, given.home)
+        stronger = target.server.source if target.server is not None else target.home.source
         output.note(f"commands talk to {server} from now on ({file})")
+        if stronger != str(file):
+            output.note(f"but not where {stronger} is given, as now: it comes before the file")
         return
     if value is not None:
         text = "a token is no argument, others could see it: `ratchet config set token` asks for it, or reads standard input"

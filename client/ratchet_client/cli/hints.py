@@ -21,8 +21,10 @@ _NEXT: Final[dict[str, str]] = {
 }
 
 
-def hint(code: str, detail: str) -> str | None:
-    """A line for below the error, or None where the error says it already."""
+def hint(code: str, detail: str, job: str | None) -> str | None:
+    """A line for below the error, or None where the error says it already. ``job``: as it was named on the command line."""
     text = _NEXT.get(code)
     command = text.split("`")[1].split(" JOB")[0] if text is not None and "`" in text else None
-    return None if text is None or (command is not None and command in detail) else text
+    if text is None or (command is not None and command in detail):
+        return None
+    return text if job is None else text.replace("JOB", job)

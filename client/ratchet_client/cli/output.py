@@ -20,7 +20,7 @@ _STYLES = {
     "RUNNING": "cyan", "STARTING": "cyan", "STOPPING": "yellow", "QUEUED": "yellow", "SUSPENDED": "magenta",
     "SUCCEEDED": "green", "succeeded": "green", "exact": "green", "ok": "green", "committed": "green", "LAUNCHING": "cyan",
     "FAILED": "bold red", "failed": "red", "lost": "red", "damaged": "bold red", "quarantined": "red", "not-exact": "bold red",
-    "CANCELLED": "dim", "ENDED": "dim", "deleted": "dim", "preempted": "yellow",
+    "warning": "yellow", "not-checked": "yellow", "CANCELLED": "dim", "ENDED": "dim", "deleted": "dim", "preempted": "yellow",
 }  # fmt: skip
 
 

@@ -38,8 +38,10 @@ def submit(
     from ratchet_client.cli import watch
     from ratchet_client.spec_file import read_spec
 
+    if dry_run and (wait or follow or key is not None):
+        raise typer.BadParameter("--dry-run stores nothing: leave out --wait, --follow and --idempotency-key")
     spec = read_spec(file)
-    override(spec, [*sets, *([f"name={json.dumps(name)}"] if name else [])], pairs(labels, "--label"))
+    override(spec, [*sets, *([f"name={json.dumps(name)}"] if name is not None else [])], pairs(labels, "--label"))
     with open_client(ctx) as client:
         if dry_run:
             _show_plan(client.plan(spec), as_json)

@@ -85,7 +85,8 @@ def _end(job: JobView, until: Collection[JobPhase] = ()) -> None:
     if until and job.phase not in until:
         output.note(f"{job.id} ended as {job.phase} and will not be {', '.join(sorted(until))}")
     if job.phase not in (until or ("SUCCEEDED",)):
-        output.note(f"see: ratchet attempts {job.id}; ratchet logs {job.id}; once mended: ratchet resume {job.id}")
+        again = f"; once mended: ratchet resume {job.id}" if job.phase in ("FAILED", "CANCELLED") else ""
+        output.note(f"see: ratchet attempts {job.id}; ratchet logs {job.id}{again}")
         raise typer.Exit(Exit.JOB_FAILED)
 
 

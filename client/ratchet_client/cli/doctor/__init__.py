@@ -49,6 +49,8 @@ def doctor(
     from ratchet_client.cli.doctor.progress import Progress
     from ratchet_client.cli.doctor.signals import interruptible
 
+    if hooks and not exactness:
+        raise typer.BadParameter("--hook chooses what --exactness proves: give both")
     python = None if python is None else _interpreter(python)
     given = settings(ctx)
     wanted = _known(hooks) if exactness else []

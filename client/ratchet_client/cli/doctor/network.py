@@ -25,6 +25,7 @@ from ratchet_contract.version import PROTOCOL_HEADER, PROTOCOL_VERSION, RATCHET_
 SECONDS: Final = 5.0
 MAX_SKEW: Final = 5.0
 """Seconds between two clocks above which times of service and client cannot be compared (the header has whole seconds)."""
+_EXACT: Final = 2.0
 _SAME: Final = "restart the service from this installation (`ratchet serve`), or use the `ratchet` of the service's"
 _PROXIES: Final = ("http_proxy", "https_proxy", "all_proxy")
 
@@ -178,4 +179,5 @@ def _skew(header: str | None, now: datetime) -> Finding:
             detail="against this machine: ages and `logs --since` will be off by as much",
             cure="timedatectl set-ntp true, on both machines",
         )
-    return ok(name, f"{seconds:+.0f} s", "against this machine")
+    # The header's time is up to a second old when it is written, and is cut to a whole one.
+    return ok(name, "agrees" if abs(seconds) <= _EXACT else f"{seconds:+.0f} s", "against this machine")
