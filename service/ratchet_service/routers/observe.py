@@ -14,7 +14,7 @@ from ratchet_service import http
 from ratchet_service.http import Cursor, Limit, Service, ServiceDep
 from ratchet_service.sse import END, Look, follow, frame
 from ratchet_service.usecases import events, logs, series
-from ratchet_service.usecases.queries import find_job
+from ratchet_service.usecases.queries import find_attempt, find_job
 
 router = APIRouter(tags=["observation"])
 _BATCH = 500
@@ -133,7 +133,9 @@ def get_logs(
         raise Refused("since needs a time zone, like 2026-01-31T12:00:00Z", code="invalid-parameter")
     with service.database.read() as session:
         newest = max(1, find_job(session, job_id).epoch)
-    following = follow or form == http.EVENTS
+        following = follow or form == http.EVENTS  # then an attempt that is not there yet is waited for
+        if not following and attempt not in (None, "all"):
+            find_attempt(session, job_id, str(attempt))
     first, last = (newest, None if following else newest) if attempt is None else (1, None)
     if attempt not in (None, "all"):
         first = last = int(str(attempt))
