@@ -15,7 +15,7 @@ _NEXT: Final[dict[str, str]] = {
     "from-step-needs-stop": "`ratchet suspend JOB`, then `ratchet wait JOB --until SUSPENDED`, then again",
     "world-needs-stop": "`ratchet suspend JOB`, then `ratchet wait JOB --until SUSPENDED`, then again",
     "policy-needs-stop": "`ratchet suspend JOB`, then `ratchet wait JOB --until SUSPENDED`, then again",
-    "world-size-mismatch": "`--on-hook-mismatch redistribute` allows it (with fork: `--set policy.on_hook_mismatch=redistribute`)",
+    "world-size-mismatch": "`--on-hook-mismatch redistribute` allows it (fork: `--set policy.on_hook_mismatch=redistribute`)",
     "idempotency-key-reused": "give another --idempotency-key, or leave it out",
     "invalid-spec": "docs/spec.md has every key; `ratchet submit FILE --dry-run` checks without submitting",
     "service-fault": "the service's own output tells more; try again",
