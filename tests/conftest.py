@@ -1,5 +1,6 @@
 """Fixtures for all tests."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +9,12 @@ from tests.support.api import api, served
 from tests.support.databases import database, migrated, postgres_url
 
 __all__ = ["api", "database", "migrated", "postgres_url", "served"]
+
+
+def pytest_configure() -> None:
+    """Tests that a script starts in the background ignore SIGINT, and so would every command that they start and interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -162,7 +162,7 @@ def test_rung_1_restarted_by_torchrun_ends_in_the_weights_of_an_undisturbed_rung
 def test_rungs_2_and_3_are_exact_and_the_same(server: Server, lives: Lives, rung: str) -> None:
     job_id = getattr(lives, rung)
     first, second = server.attempts(job_id)
-    assert first["cause"] == "rank-killed" and first["steps_lost"] > 0
+    assert first["cause"] == "rank-killed" and first["last_step"] < STEPS_PER_EPOCH * EPOCHS
     assert second["resume_report"]["verdict"] == "exact", second["resume_report"]
     assert second["base"]["step"] > 10, "PowerSGD compressed already"
     comparison = compare(final_checkpoint(server, lives.session_undisturbed), final_checkpoint(server, job_id))

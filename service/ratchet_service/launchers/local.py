@@ -145,7 +145,7 @@ def _rank_command(launch: LaunchFile, local: int) -> dict[str, Any]:
         env |= launch.spec.nccl
     if launch.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(str(g) for g in launch.gpus)
-    return {"command": [launch.resolved.python, "-m", "ratchet_worker.rank"], "env": env, "cwd": launch.workdir}
+    return {"command": [launch.resolved.python, "-P", "-m", "ratchet_worker.rank"], "env": env, "cwd": launch.workdir}
 
 
 def _spawn(argv: tuple[str, ...], env: dict[str, str], log: Path) -> int:
