@@ -58,6 +58,9 @@ def run_torchrun(place: Path) -> Run:
     ]
     command += ["--nproc-per-node", str(RANKS), str(SCRIPTS / "plain.py")]
     env = {**os.environ, "BENCH_STAMPS": str(place / "stamps"), "OMP_NUM_THREADS": "1"}
+    # torchrun's default shares its rendezvous store with the ranks: restarted ones may find a dead rank's address there, fail to
+    # connect, and be restarted until none is left. With stores of their own they come back.
+    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with (place / "torchrun.log").open("wb") as log:
         begin = _Instant()
         process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
