@@ -19,7 +19,7 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@echo "==> running the tests"
-	$(BIN)/python -m pytest -n $(or $(JOBS),2) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(or $(JOBS),3) --dist loadfile --no-loadscope-reorder
 
 check: $(STAMP)
 	@echo "==> ruff, mypy --strict, import rules"

@@ -13,9 +13,8 @@ from tests.support.server import Server
     ("cell", "kinds"),
     [
         (Cell("powerSGD", "many", 2, "digits"), KILLS),
-        (Cell("powerSGD", "one", 3, "bytelm"), ("rank", "preempt")),
         (Cell("fp16_compress", "many", 3, "digits"), ("agent", "sigterm")),
-        (Cell("allreduce", "many", 2, "bytelm"), ("rank", "sigterm")),
+        (Cell("allreduce", "one", 2, "bytelm"), ("rank", "sigterm")),
     ],
     ids=str,
 )

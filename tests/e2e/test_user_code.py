@@ -14,7 +14,7 @@ from tests.e2e.exactness import Kill, Outcome, judge, run_interrupted, run_undis
 from tests.support.server import Server
 
 PROJECT = Path(__file__).parents[2] / "examples" / "user_project"
-EPOCHS, STEPS_PER_EPOCH, EVERY, START = 60, 14, 60, 150
+EPOCHS, STEPS_PER_EPOCH, EVERY, START = 36, 14, 60, 150
 STEPS = EPOCHS * STEPS_PER_EPOCH
 WAYS: dict[str, dict[str, Any]] = {
     "task": {"task": {"entrypoint": "my_task:TumourTask", "args": {"epochs": EPOCHS}}},
