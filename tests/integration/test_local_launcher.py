@@ -109,10 +109,14 @@ def test_submitting_again_starts_nothing(home: HomePaths) -> None:
     first, second = launcher(), launcher()
     plan = first.plan(launch(home))
     first.submit(plan)
+    started = processes.with_variable("RATCHET_ATTEMPT_DIR", str(plan.ref.paths.root))
+    assert len(started) == 1, "an agent is seen from its start on"
     second.submit(second.plan(launch(home)))
     wait_for(lambda: first.poll(plan.ref).seen, "the agent to start", 30)
     second.submit(second.plan(launch(home)))
-    assert len(processes.with_variable("RATCHET_ATTEMPT_DIR", str(plan.ref.paths.root))) == 1
+    agent = first.poll(plan.ref).agent
+    assert agent is not None
+    assert processes.with_variable("RATCHET_ATTEMPT_DIR", str(plan.ref.paths.root)) == started == [agent.pid]
     assert plan.ref.paths.agent_log.read_text() == ""
 
 

@@ -65,9 +65,10 @@ class LocalLauncher:
         env = self._child_environment(plan)
         try:
             _write_private(paths.launch_file, plan.launch)
-            self._children[plan.ref.name] = _spawn(plan.argv, env, paths.agent_log)
+            pid = self._children[plan.ref.name] = _spawn(plan.argv, env, paths.agent_log)
         except OSError as error:
             raise LaunchError(f"the agent could not be started: {error}") from error
+        processes.wait_until_visible(pid)  # who submits again, here or in another process, must see it
 
     def poll(self, ref: AttemptRef) -> NodeState:
         self._reap()

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
+
+_EXEC_PATIENCE: Final = 5.0  # seconds; on a loaded machine tens of milliseconds were seen
 
 
 def start_time(pid: int) -> int | None:
@@ -40,6 +44,20 @@ def with_variable(name: str, value: str) -> list[int]:
         if needle in b"\0" + environ and start_time(int(entry.name)) is not None:
             found.append(int(entry.name))
     return sorted(found)
+
+
+def wait_until_visible(pid: int) -> None:
+    """Return when the environment of a process just spawned can be read, or the process has ended.
+
+    ``posix_spawn`` returns as soon as the child has let go of this process's memory; until the kernel has laid out the new
+    program, ``/proc/<pid>/environ`` is empty, and ``with_variable`` would not know the process.
+    """
+    deadline = time.monotonic() + _EXEC_PATIENCE
+    while start_time(pid) is not None and time.monotonic() < deadline:
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/environ").read_bytes():
+                return
+        time.sleep(0.001)
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
