@@ -77,12 +77,11 @@ def page() -> str:
         model = _model(JobSpec.model_fields[name].annotation)
         assert model is not None
         parts += [_table(f"`{name}`" if name != "secrets" else "one of `secrets`", model), _example(name)]
-    ready = [entry for entry in HOOKS.values() if entry.spec is not None]
+    ready = [entry for entry in HOOKS.values() if entry.available]
     for entry in ready:
-        assert entry.spec is not None
         about = f"{entry.title}. What it computes, keeps and shows: [hooks.md](hooks.md).\n"
         parts += [_table(f"`hook: {{name: {entry.name}}}`", entry.spec, about), _example(entry.name)]
-    later = ", ".join(f"`{entry.name}`" for entry in HOOKS.values() if entry.spec is None)
+    later = ", ".join(f"`{entry.name}`" for entry in HOOKS.values() if not entry.available)
     parts.append(f"Named, and refused until they are exact too: {later}.\n")
     return "\n".join(parts)
 

@@ -179,6 +179,10 @@ class HookView(View):
     bytes_after: int | None = None
     residual_norm: dict[int, float | None] = Field({}, description="Per rank; null where the hook keeps none.")
     memory_bytes: int | None = None
+    averager_step: int | None = Field(
+        None, description="Steps that the averager of parameters has seen (post_localSGD)."
+    )
+    next_averaging: int | None = Field(None, description="Step after which parameters are averaged next.")
     step: int | None = None
     checkpoint_iteration: int | None = Field(None, description="Iteration in the last committed checkpoint.")
     checkpoint_id: str | None = None

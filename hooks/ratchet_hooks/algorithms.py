@@ -1,49 +1,32 @@
-"""The arithmetic of each hook: torch's own functions, guarded; one object per DDP instance."""
+"""The arithmetic of the plain hooks: torch's own functions, guarded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import JsonValue
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
 from ratchet_hooks import powersgd
+from ratchet_hooks.algorithm import Algorithm, Report, Setup, TensorFuture, on_nccl
+from ratchet_hooks.codec import Tensors
+from ratchet_hooks.errors import HookStateError
+from ratchet_hooks.layout import Layout
 from ratchet_hooks.specs import AllreduceSpec, Fp16CompressSpec, PowerSGDSpec
-from ratchet_hooks.watch import Watch
 
-TensorFuture = torch.futures.Future[torch.Tensor]
 _FP16_ROUNDS_TO_INF = 65520.0  # halfway between 65504, the largest finite float16, and 65536
 
 
-class Algorithm(Protocol):
-    """What differs between hooks. ``state`` is torch's state object, if there is one."""
-
-    watch: Watch
-
-    @property
-    def state(self) -> powersgd.PowerSGDState | None: ...
-
-    def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
-        """Begin to average a bucket over the ranks; the future of its flat tensor and the bytes that this rank sends."""
-        ...
-
-
-def on_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether collectives on ``device`` are ordered by CUDA streams, so that a hook need not wait for them."""
-    return device.type == "cuda" and "cuda:nccl" in str(dist.get_backend_config(group))
-
-
-class Allreduce:
+class Allreduce(Algorithm):
     """One all-reduce per bucket: the bits of DDP without a hook, which multiplies by 1 / ranks where torch's ``allreduce_hook``
     divides by ranks (other bits when the number of ranks is no power of two)."""
 
-    def __init__(self, spec: AllreduceSpec, group: dist.ProcessGroup) -> None:
-        self.state = None
-        self.group = group
-        self.watch = Watch()
+    def __init__(self, spec: AllreduceSpec, setup: Setup) -> None:
+        super().__init__(setup)
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
         buffer = bucket.buffer().mul_(1.0 / self.group.size())
@@ -51,17 +34,15 @@ class Allreduce:
         return work.get_future().then(lambda done: done.value()[0]), buffer.nbytes
 
 
-class Fp16Compress:
+class Fp16Compress(Algorithm):
     """Cast to float16, divide by the number of ranks, all-reduce, cast back: torch's ``fp16_compress_hook``, with a look at what
     is sent.
 
     The cast comes before the division, so only this rank's own gradients can overflow; they are watched.
     """
 
-    def __init__(self, spec: Fp16CompressSpec, group: dist.ProcessGroup) -> None:
-        self.state = None
-        self.group = group
-        self.watch = Watch()
+    def __init__(self, spec: Fp16CompressSpec, setup: Setup) -> None:
+        super().__init__(setup)
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
         buffer = bucket.buffer()
@@ -97,13 +78,12 @@ def _in_order(hook: Any) -> FunctionType:
     return FunctionType(hook.__code__, {**hook.__globals__, "dist": _InOrder}, hook.__name__, hook.__defaults__)
 
 
-class PowerSGD:
+class PowerSGD(Algorithm):
     """torch's ``powerSGD_hook``; off NCCL with every all-reduce of its chain in order."""
 
-    def __init__(self, spec: PowerSGDSpec, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.state = powersgd.make_state(spec, group)
-        self.watch = Watch()
+    def __init__(self, spec: PowerSGDSpec, setup: Setup) -> None:
+        super().__init__(setup)
+        self.state = powersgd.make_state(spec, setup.group)
         self._in_order = _in_order(torch_powersgd.powerSGD_hook)
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
@@ -126,3 +106,27 @@ class PowerSGD:
     ) -> torch.Tensor:
         self.watch.non_finite(names, buffer, lambda: gradients)
         return done.value()
+
+    def capture(self, layout: Layout | None) -> tuple[Tensors, JsonValue]:
+        """Residuals, P and Q by parameter name; the rest of ``__getstate__()`` as JSON."""
+        return powersgd.capture(self.state, layout, self.setup.parameters)
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
+        """Into torch's state object, through ``__setstate__``."""
+        if not isinstance(state, dict):
+            raise HookStateError("state", "missing from the recorded state")
+        powersgd.restore(self.state, tensors, state, layout, self.setup.parameters)
+
+    def report(self) -> Report:
+        """Statistics of torch's state object."""
+        state = self.state
+        rate, before, after = state.compression_stats()  # type: ignore[no-untyped-call]
+        return Report(
+            phase="warm-up" if state.iter < state.start_powerSGD_iter else "compressing",
+            iteration=state.iter,
+            compression_rate=rate if after else 1.0,
+            elements_before=before,
+            elements_after=after,
+            residual_norm=powersgd.residual_norm(state),
+            memory_bytes=powersgd.memory_bytes(state),
+        )

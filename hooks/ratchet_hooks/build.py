@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
 from importlib import import_module
@@ -15,14 +16,14 @@ import torch.distributed as dist
 from pydantic import JsonValue
 
 from ratchet_hooks import powersgd
-from ratchet_hooks.algorithms import Algorithm, Allreduce, Fp16Compress, PowerSGD
+from ratchet_hooks.algorithm import Algorithm, Setup
 from ratchet_hooks.codec import Tensors
 from ratchet_hooks.errors import HookStateError, LayoutMismatch, UnsupportedModel
 from ratchet_hooks.groups import close_group
 from ratchet_hooks.layout import Layout, ManagedDDP
 from ratchet_hooks.managed import ManagedHook
 from ratchet_hooks.registry import HOOKS
-from ratchet_hooks.specs import AllreduceSpec, Fp16CompressSpec, HookSpec, PowerSGDSpec
+from ratchet_hooks.specs import HookSpec
 from ratchet_hooks.states import STATE_VERSION, check_data, redistribute
 from ratchet_hooks.watch import HookWarning
 
@@ -43,18 +44,6 @@ _DDP_OPTIONS = frozenset(
 )
 
 
-def build_allreduce(spec: AllreduceSpec, group: dist.ProcessGroup) -> Algorithm:
-    return Allreduce(spec, group)
-
-
-def build_fp16(spec: Fp16CompressSpec, group: dist.ProcessGroup) -> Algorithm:
-    return Fp16Compress(spec, group)
-
-
-def build_powersgd(spec: PowerSGDSpec, group: dist.ProcessGroup) -> Algorithm:
-    return PowerSGD(spec, group)
-
-
 def managed_ddp(
     module: torch.nn.Module,
     spec: HookSpec,
@@ -64,12 +53,14 @@ def managed_ddp(
     recorded_layout: Layout | None = None,
     captured: tuple[Tensors, JsonValue] | None = None,
     process_group: dist.ProcessGroup | None = None,
+    node_ranks: int | None = None,
 ) -> tuple[ManagedDDP, ManagedHook]:
     """``module`` wrapped in DDP under the hook of ``spec``. A collective: all ranks of the group call it.
 
     ``ddp`` takes DDP's own keywords: bucket_cap_mb (MiB), static_graph, gradient_as_bucket_view, find_unused_parameters,
     broadcast_buffers, init_sync. DDP broadcasts rank 0's parameters and buffers here, so load per-rank state afterwards.
-    ``device``: where the module's parameters lie; None: where its first one does.
+    ``device``: where the module's parameters lie; None: where its first one does. ``node_ranks``: ranks per node, for hooks that
+    treat the ranks of one node apart; None: LOCAL_WORLD_SIZE as torchrun sets it, else all ranks.
 
     ``captured`` is what ``ManagedHook.capture()`` gave on this rank: the hook goes on from there, on the buckets it was captured
     on. ``recorded_layout`` alone is ``ManagedHook.layout()`` of the run that is continued, for those who call
@@ -81,13 +72,10 @@ def managed_ddp(
     if captured is not None:
         if recorded_layout is not None:
             raise ValueError("give captured, which has the layout in it, or recorded_layout; not both")
-        recorded_layout = check_data(captured[1], spec.name)["layout"]
+        recorded_layout = check_data(captured[1], spec)["layout"]
     if device is None:
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    entry = HOOKS[spec.name]
     _check_module(module, spec)
-    if entry.builder is None:
-        raise UnsupportedModel(f"hook {spec.name} is not available in this version")
     group = process_group if process_group is not None else dist.group.WORLD
     if group is None:
         raise RuntimeError("torch.distributed is not initialised; call init_process_group first")
@@ -98,13 +86,28 @@ def managed_ddp(
         # broadcast_buffers=False is deprecated, but what replaces it still broadcasts buffers once.
         warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
         wrapped = ManagedDDP(module, recorded=recorded_layout, device_ids=device_ids, process_group=group, **kwargs)
-    module_name, _, attribute = entry.builder.partition(":")
-    algorithm: Algorithm = getattr(import_module(module_name), attribute)(spec, group)
-    hook = ManagedHook(spec, entry, wrapped, algorithm)
+    setup = Setup(
+        group=group,
+        parameters={name: p for name, p in module.named_parameters() if p.requires_grad},
+        device=device,
+        node_ranks=node_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", group.size())),
+    )
+    hook = ManagedHook(spec, wrapped, _algorithm(spec, setup))
     wrapped.register_comm_hook(None, hook.on_bucket)
     if captured is not None:
         hook.restore(*captured)
     return wrapped, hook
+
+
+def _algorithm(spec: HookSpec, setup: Setup) -> Algorithm:
+    builder = HOOKS[spec.name].builder
+    if builder is None:
+        raise UnsupportedModel(f"hook {spec.name} is not available in this version")
+    if spec.wrapper is not None:
+        raise UnsupportedModel(f"wrapper {spec.wrapper} is not available in this version")
+    module, _, attribute = builder.partition(":")
+    made: Algorithm = getattr(import_module(module), attribute)(spec, setup)
+    return made
 
 
 def _ddp_kwargs(ddp: Mapping[str, object]) -> dict[str, Any]:

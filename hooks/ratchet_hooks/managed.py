@@ -9,12 +9,11 @@ import torch
 from pydantic import JsonValue
 from torch._C._distributed_c10d import GradBucket
 
-from ratchet_hooks import powersgd
-from ratchet_hooks.algorithms import Algorithm, TensorFuture
+from ratchet_hooks.algorithm import Algorithm, TensorFuture
 from ratchet_hooks.codec import Tensors
-from ratchet_hooks.errors import HookStateError, LayoutMismatch
+from ratchet_hooks.errors import LayoutMismatch
 from ratchet_hooks.layout import CountedBucket, Layout, ManagedDDP, check_names, mismatch
-from ratchet_hooks.registry import HookEntry, Replicas
+from ratchet_hooks.registry import Replicas, is_stateful, replicas_of
 from ratchet_hooks.specs import HookSpec
 from ratchet_hooks.states import STATE_VERSION, check_data
 from ratchet_hooks.summary import HookSummary
@@ -32,13 +31,13 @@ class _Known(NamedTuple):
 class ManagedHook:
     """The hook of one DDP instance on one rank: runs it, captures and restores its state, tells what it does.
 
-    ``replicas`` says whether parameters are equal on all ranks between two steps.
+    ``replicas`` says whether parameters are equal on all ranks between two steps, ``stateful`` whether a state is captured.
     """
 
-    def __init__(self, spec: HookSpec, entry: HookEntry, ddp: ManagedDDP, algorithm: Algorithm) -> None:
+    def __init__(self, spec: HookSpec, ddp: ManagedDDP, algorithm: Algorithm) -> None:
         self.spec = spec
-        self.entry = entry
-        self.replicas: Replicas = entry.replicas
+        self.replicas: Replicas = replicas_of(spec)
+        self.stateful: bool = is_stateful(spec)
         self._ddp = ddp
         self._algorithm = algorithm
         self._parameters = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
@@ -66,6 +65,13 @@ class ManagedHook:
                 self._fixed = self._ddp.read_layout()
         return None if self._fixed is None else [list(bucket) for bucket in self._fixed]
 
+    def average_parameters(self) -> None:
+        """Call after every optimizer step, on every rank, before anything reads the parameters.
+
+        A collective in the steps in which the hook averages the ranks' parameters (post_localSGD); else without effect.
+        """
+        self._algorithm.average()
+
     def warnings(self) -> list[HookWarning]:
         """What went wrong without an error: overflow, non-finite averages; one entry per parameter and kind."""
         return self._algorithm.watch.warnings()
@@ -76,13 +82,11 @@ class ManagedHook:
         data: dict[str, JsonValue] = {
             "version": STATE_VERSION,
             "hook": self.spec.name,
+            "wrapper": self.spec.wrapper,
             "iteration": self.iteration,
             "layout": None if layout is None else [list[JsonValue](bucket) for bucket in layout],
-            "state": None,
         }
-        tensors: Tensors = {}
-        if self._algorithm.state is not None:
-            tensors, data["state"] = powersgd.capture(self._algorithm.state, layout, self._parameters)
+        tensors, data["state"] = self._algorithm.capture(layout)
         return tensors, data
 
     def restore(self, tensors: Mapping[str, torch.Tensor], data: JsonValue, *, relayout: bool = False) -> None:
@@ -92,7 +96,7 @@ class ManagedHook:
         another: residuals, P and Q are laid by parameter name into it, which loses nothing but is no longer bit for bit.
         Raises ``HookStateError`` naming the key that does not fit; the hook is then unchanged.
         """
-        checked = check_data(data, self.spec.name)
+        checked = check_data(data, self.spec)
         if self._here:
             raise RuntimeError("restore comes before the first forward of a newly built DDP")
         recorded = checked["layout"]
@@ -105,43 +109,31 @@ class ManagedHook:
                 raise LayoutMismatch("layout", "pass the recorded layout to managed_ddp(recorded_layout=...)")
             if self._fixed != recorded and not relayout:
                 raise mismatch(recorded, self._fixed, "of the restored state")
-        if self._algorithm.state is not None:
-            if not isinstance(checked["state"], dict):
-                raise HookStateError("state", "missing from the recorded state")
-            layout = self._fixed if recorded is not None else None
-            powersgd.restore(self._algorithm.state, tensors, checked["state"], layout, self._parameters)
-        elif tensors:
-            raise HookStateError(min(tensors), f"recorded, but {self.spec.name} keeps no tensors")
+        self._algorithm.restore(tensors, checked["state"], self._fixed if recorded is not None else None)
         self._before = checked["iteration"]
 
     def summary(self, *, rank: int, step: int) -> HookSummary:
         """JSON view of this rank's hook after ``step`` steps."""
-        state = self._algorithm.state
+        report = self._algorithm.report()
         elements = sum(p.numel() for p in self._parameters.values())
-        values: dict[str, Any] = {"phase": "steady", "compression_rate": 1.0, "elements_before": elements}
-        values |= {"elements_after": elements}
-        if state is not None:
-            rate, before, after = state.compression_stats()  # type: ignore[no-untyped-call]
-            warm_up = state.iter < state.start_powerSGD_iter
-            values |= {
-                "phase": "warm-up" if warm_up else "compressing",
-                "compression_rate": rate if after else 1.0,
-                "elements_before": before,
-                "elements_after": after,
-                "residual_norm": powersgd.residual_norm(state),
-                "memory_bytes": powersgd.memory_bytes(state),
-            }
         return HookSummary(
             name=self.spec.name,
             wrapper=self.spec.wrapper,
-            parameters=self.spec.model_dump(exclude={"name", "wrapper"}),
+            parameters=self.spec.model_dump(mode="json", exclude={"name", "wrapper"}),
             rank=rank,
             step=step,
-            iteration=self.iteration if state is None else state.iter,
+            phase=report.phase,
+            iteration=self.iteration if report.iteration is None else report.iteration,
+            compression_rate=report.compression_rate,
+            elements_before=elements if report.elements_before is None else report.elements_before,
+            elements_after=elements if report.elements_after is None else report.elements_after,
             bytes_before=self._bytes[0],
             bytes_after=self._bytes[1],
+            residual_norm=report.residual_norm,
+            memory_bytes=report.memory_bytes,
             buckets=len(self._fixed or self._seen),
-            **values,
+            averager_step=report.averager_step,
+            next_averaging=report.next_averaging,
         )
 
     def on_bucket(self, state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with types, not names

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ratchet_hooks.specs import AllreduceSpec, Fp16CompressSpec, HookSpecBase, PowerSGDSpec
+from ratchet_hooks import specs
+from ratchet_hooks.specs import HookSpec, HookSpecBase
 
 Replicas = Literal["equal", "subgroup", "rank"]
 
@@ -14,71 +15,131 @@ Replicas = Literal["equal", "subgroup", "rank"]
 class HookEntry:
     """One row of the registry.
 
-    ``builder`` is ``"module:callable"``, resolved lazily in a process that has torch; ``None`` means the hook is named but
-    not available yet. ``replicas`` says whether parameters stay equal on all ranks between two steps.
+    ``builder`` is ``"module:callable"``, called with the spec and a ``ratchet_hooks.algorithm.Setup`` where there is torch; None
+    means the hook is named but not available yet. ``replicas`` says whether parameters stay equal on all ranks between
+    two steps; a custom hook's spec says it itself (``replicas_of``). ``wrappers``: it can run under a 16-bit wrapper.
     """
 
     name: str
     title: str
-    spec: type[HookSpecBase] | None
+    spec: type[HookSpecBase]
     builder: str | None
     replicas: Replicas
     stateful: bool
-    backends: tuple[str, ...]
+    wrappers: bool
     warnings: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ("gloo", "nccl")
 
     @property
     def available(self) -> bool:
         return self.builder is not None
 
-    def parameter_schema(self) -> dict[str, Any] | None:
-        """JSON schema of the spec model, or None while the hook is not available."""
-        return None if self.spec is None else self.spec.model_json_schema()
+    def parameter_schema(self) -> dict[str, Any]:
+        """JSON schema of the spec model."""
+        return self.spec.model_json_schema()
 
 
-_BOTH = ("gloo", "nccl")
-_NOT_YET = ("Not available yet in this version; a spec that names it is refused.",)
+def replicas_of(spec: HookSpec) -> Replicas:
+    """Whether parameters stay equal on all ranks between two steps under this very spec."""
+    return spec.replicas if isinstance(spec, specs.CustomSpec) else HOOKS[spec.name].replicas
 
 
-def _later(name: str, title: str, replicas: Replicas, stateful: bool) -> HookEntry:
-    return HookEntry(name, title, None, None, replicas, stateful, (), _NOT_YET)
+def is_stateful(spec: HookSpec) -> bool:
+    """Whether this very spec's hook keeps a state between two steps."""
+    return spec.state is not None if isinstance(spec, specs.CustomSpec) else HOOKS[spec.name].stateful
 
+
+_HALF = "Gradients above 65504 on any rank become inf in float16."
+_RESIDUALS = "Needs memory of the size of the gradients for the residuals (error feedback)."
+_HALF_POWERSGD = "Half-precision gradients may overflow in P and Q; use native AMP with float32 parameters."
 
 HOOKS: dict[str, HookEntry] = {
     entry.name: entry
     for entry in (
         HookEntry(
-            "allreduce", "Plain all-reduce", AllreduceSpec, "ratchet_hooks.build:build_allreduce", "equal", False, _BOTH
+            "allreduce",
+            "Plain all-reduce",
+            specs.AllreduceSpec,
+            "ratchet_hooks.algorithms:Allreduce",
+            "equal",
+            False,
+            True,
         ),
         HookEntry(
             "fp16_compress",
             "Half-precision all-reduce",
-            Fp16CompressSpec,
-            "ratchet_hooks.build:build_fp16",
+            specs.Fp16CompressSpec,
+            "ratchet_hooks.algorithms:Fp16Compress",
             "equal",
             False,
-            _BOTH,
-            ("Gradients above 65504 on any rank become inf in float16.",),
+            False,
+            (_HALF,),
         ),
+        HookEntry("bf16_compress", "bfloat16 all-reduce", specs.Bf16CompressSpec, None, "equal", False, False),
         HookEntry(
             "powerSGD",
             "PowerSGD low-rank compression",
-            PowerSGDSpec,
-            "ratchet_hooks.build:build_powersgd",
+            specs.PowerSGDSpec,
+            "ratchet_hooks.algorithms:PowerSGD",
             "equal",
             True,
-            _BOTH,
+            True,
+            (_RESIDUALS, _HALF_POWERSGD),
+        ),
+        HookEntry(
+            "batched_powerSGD",
+            "PowerSGD on one matrix per bucket",
+            specs.BatchedPowerSGDSpec,
+            None,
+            "equal",
+            True,
+            True,
             (
-                "Needs memory of the size of the gradients for the residuals (error feedback).",
-                "Half-precision gradients may overflow in torch's implementation; use native AMP with float32 parameters.",
+                _RESIDUALS,
+                _HALF_POWERSGD,
+                "Usually much less exact than powerSGD, since its matrices cut across the parameters.",
             ),
         ),
-        _later("bf16_compress", "bfloat16 all-reduce", "equal", False),
-        _later("batched_powerSGD", "PowerSGD on one matrix per bucket", "equal", True),
-        _later("post_localSGD", "Local SGD after a warm-up", "subgroup", True),
-        _later("quantization_pertensor", "8-bit quantization per tensor", "equal", False),
-        _later("quantization_perchannel", "8-bit quantization per channel", "equal", False),
-        _later("noop", "No communication (debugging only)", "rank", False),
-        _later("custom", "A hook of the user's own", "rank", True),
+        HookEntry(
+            "post_localSGD",
+            "Local SGD after a warm-up",
+            specs.PostLocalSGDSpec,
+            None,
+            "subgroup",
+            True,
+            True,
+            ("Replicas differ between two averagings; checkpoints hold every rank's parameters and optimizer.",),
+        ),
+        HookEntry(
+            "quantization_pertensor",
+            "8-bit quantization per tensor",
+            specs.QuantizationPertensorSpec,
+            None,
+            "equal",
+            False,
+            False,
+            ("Every rank receives all ranks' gradients: with many ranks that is more traffic than an all-reduce.",),
+        ),
+        HookEntry(
+            "quantization_perchannel",
+            "8-bit quantization per channel",
+            specs.QuantizationPerchannelSpec,
+            None,
+            "equal",
+            False,
+            False,
+            ("Every rank receives all ranks' gradients: with many ranks that is more traffic than an all-reduce.",),
+        ),
+        HookEntry(
+            "noop",
+            "No communication (debugging only)",
+            specs.NoopSpec,
+            None,
+            "rank",
+            False,
+            True,
+            ("For debugging and measuring only: ranks train apart, and the result is wrong.",),
+        ),
+        HookEntry("custom", "A hook of the user's own", specs.CustomSpec, None, "equal", True, True),
     )
 }

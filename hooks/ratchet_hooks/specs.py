@@ -1,27 +1,34 @@
 """What a user asks for: one pydantic model per DDP communication hook, under torch's own names.
 
 Torch-free, so that the control plane can validate a hook without importing torch. Defaults and parameter names are those
-of ``torch.distributed.algorithms.ddp_comm_hooks`` in torch 2.13.
+of ``torch.distributed.algorithms.ddp_comm_hooks`` in torch 2.13. PowerSGD's models are in ``specs_powersgd``, that of
+post-local SGD in ``specs_localsgd``.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
+from ratchet_hooks.specs_base import HookSpecBase, Wrapper, WrapperField, canonical_wrapper
+from ratchet_hooks.specs_localsgd import PostLocalSGDSpec
+from ratchet_hooks.specs_powersgd import BatchedPowerSGDSpec, PowerSGDSpec
 
-class HookSpecBase(BaseModel):
-    """Common base; unknown keys are refused."""
+__all__ = [
+    "AllreduceSpec", "BatchedPowerSGDSpec", "Bf16CompressSpec", "CustomSpec", "Fp16CompressSpec", "HookSpec", "HookSpecBase",
+    "NoopSpec", "PostLocalSGDSpec", "PowerSGDSpec", "QuantizationPerchannelSpec", "QuantizationPertensorSpec", "Wrapper",
+    "canonical_hook_name", "canonical_wrapper", "normalise_hook",
+]  # fmt: skip
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+_IMPORT_PATH = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
 
 
 class AllreduceSpec(HookSpecBase):
     """Average the gradients of every bucket with one all-reduce; what DDP does without a hook."""
 
     name: Literal["allreduce"] = "allreduce"
-    wrapper: None = Field(None, description="allreduce carries no wrapper; use fp16_compress for half-size gradients.")
+    wrapper: WrapperField = None
 
 
 class Fp16CompressSpec(HookSpecBase):
@@ -31,64 +38,97 @@ class Fp16CompressSpec(HookSpecBase):
     wrapper: None = Field(None, description="fp16_compress is itself a compression; it carries no wrapper.")
 
 
-class PowerSGDSpec(HookSpecBase):
-    """PowerSGD (Vogels et al., arXiv 1905.13727): low-rank gradient compression with error feedback.
+class Bf16CompressSpec(HookSpecBase):
+    """Cast gradients to bfloat16, divide by the world size, all-reduce, cast back. Keeps float32's range, loses digits."""
 
-    Parameters are those of ``PowerSGDState`` in torch 2.13, with its defaults.
-    """
+    name: Literal["bf16_compress"] = "bf16_compress"
+    wrapper: None = Field(None, description="bf16_compress is itself a compression; it carries no wrapper.")
 
-    name: Literal["powerSGD"] = "powerSGD"
-    wrapper: None = Field(None, description="Wrappers around PowerSGD are not available yet.")
-    matrix_approximation_rank: int = Field(
-        1, ge=1, le=4096, description="Rank r of the approximation; more is exacter."
+
+class QuantizationPertensorSpec(HookSpecBase):
+    """Send every bucket in 8 bits with one scale and zero point; every rank gathers all ranks' and averages them."""
+
+    name: Literal["quantization_pertensor"] = "quantization_pertensor"
+    wrapper: None = Field(None, description="Quantization takes float32 buckets; it carries no wrapper.")
+
+
+class QuantizationPerchannelSpec(HookSpecBase):
+    """Send every bucket in 8 bits, with a scale and zero point for each ``bucket_size`` elements."""
+
+    name: Literal["quantization_perchannel"] = "quantization_perchannel"
+    wrapper: None = Field(None, description="Quantization takes float32 buckets; it carries no wrapper.")
+    bucket_size: int = Field(
+        512, ge=1, le=2**31 - 1, description="Elements of gradient that share a scale and a zero point."
     )
-    start_powerSGD_iter: int = Field(
-        1000,
-        ge=0,
-        description="Iterations of plain all-reduce before compression; > 1 with error feedback or warm start.",
+
+
+class NoopSpec(HookSpecBase):
+    """No communication at all: every rank trains alone. For debugging and measuring only; gives wrong results."""
+
+    name: Literal["noop"] = "noop"
+    wrapper: WrapperField = None
+
+
+class CustomSpec(HookSpecBase):
+    """A hook of the user's own: a function ``hook(state, bucket) -> Future[Tensor]`` as DDP's ``register_comm_hook`` takes it."""
+
+    name: Literal["custom"] = "custom"
+    wrapper: WrapperField = None
+    hook: str = Field(
+        pattern=_IMPORT_PATH, max_length=512, description="Import path of the function, like my_package.hooks:my_hook."
     )
-    min_compression_rate: float = Field(
-        2.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="Compress a tensor of n x m only if (n + m) * rank * min_compression_rate < n * m.",
+    state: str | None = Field(
+        None,
+        pattern=_IMPORT_PATH,
+        max_length=512,
+        description="Import path of the state's class. Its objects offer __getstate__ and __setstate__, or state_dict and "
+        "load_state_dict, made of tensors, numbers, strings, lists and dicts. null: the hook gets the process group.",
     )
-    use_error_feedback: bool = Field(True, description="Keep what compression lost and add it to the next gradient.")
-    warm_start: bool = Field(True, description="Start each power iteration from the previous step's Q.")
-    orthogonalization_epsilon: float = Field(
-        0.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="Added to the norms when orthogonalising; > 0 guards zero gradients.",
-    )
-    random_seed: int = Field(0, ge=0, le=2**32 - 1, description="Seed of the generator that draws the first Q.")
-    compression_stats_logging_frequency: int = Field(
-        10_000, ge=1, description="Iterations between torch's own log lines about the compression rate."
-    )
-    batch_tensors_with_same_shape: bool = Field(
-        False, description="Compress tensors of equal shape in one batched matmul; other bits than one by one."
+    state_args: dict[str, JsonValue] = Field({}, description="Keyword arguments of the state's class.")
+    replicas: Literal["equal", "rank"] = Field(
+        "equal",
+        description="equal: all ranks get the same averaged gradients, so their parameters stay equal (checked at every save); "
+        "rank: they may differ, and every rank's are saved.",
     )
 
     @model_validator(mode="after")
-    def _start_after_rebuild(self) -> PowerSGDSpec:
-        if self.start_powerSGD_iter <= 1 and (self.use_error_feedback or self.warm_start):
+    def _args_need_a_state(self) -> CustomSpec:
+        if self.state_args and self.state is None:
             raise ValueError(
-                "start_powerSGD_iter must be > 1 when use_error_feedback or warm_start is on: DDP rebuilds its buckets "
-                "after the first iteration, so state made before that would belong to other gradients"
+                "state_args are the arguments of state, and no state is given: name its class, or drop them"
             )
         return self
 
 
-HookSpec = Annotated[AllreduceSpec | Fp16CompressSpec | PowerSGDSpec, Field(discriminator="name")]
+HookSpec = Annotated[
+    AllreduceSpec
+    | Fp16CompressSpec
+    | Bf16CompressSpec
+    | PowerSGDSpec
+    | BatchedPowerSGDSpec
+    | PostLocalSGDSpec
+    | QuantizationPertensorSpec
+    | QuantizationPerchannelSpec
+    | NoopSpec
+    | CustomSpec,
+    Field(discriminator="name"),
+]
 
-_ALIASES = {"powersgd_hook": "powerSGD", "powersgd": "powerSGD", "power_sgd": "powerSGD"}
+_ALIASES = {
+    "powersgd": "powerSGD",
+    "power_sgd": "powerSGD",
+    "batched_powersgd": "batched_powerSGD",
+    "post_localsgd": "post_localSGD",
+    "post_local_sgd": "post_localSGD",
+    "quantization_per_tensor": "quantization_pertensor",
+    "quantization_per_channel": "quantization_perchannel",
+}
 
 
 def canonical_hook_name(name: str) -> str:
     """torch's name without ``_hook``: ``powerSGD_hook`` -> ``powerSGD``; an unknown name is returned unchanged."""
-    if name.lower() in _ALIASES:
-        return _ALIASES[name.lower()]
-    return name.removesuffix("_hook")
+    short = name.removesuffix("_hook")
+    return _ALIASES.get(short.lower(), short)
 
 
 def normalise_hook(value: Any) -> Any:

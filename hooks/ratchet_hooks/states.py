@@ -10,26 +10,42 @@ from pydantic import JsonValue
 
 from ratchet_hooks.codec import Tensors
 from ratchet_hooks.errors import HookStateError
+from ratchet_hooks.specs import HookSpec
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
-def check_data(data: JsonValue, hook: str) -> dict[str, Any]:
-    if not isinstance(data, dict) or not isinstance(data.get("version"), int):
+def _to_2(data: dict[str, Any]) -> dict[str, Any]:
+    """Version 1 knew no wrappers."""
+    return {**data, "version": 2, "wrapper": None}
+
+
+_MIGRATIONS = {1: _to_2}  # version -> what makes the next one of it
+
+
+def check_data(recorded: JsonValue, spec: HookSpec) -> dict[str, Any]:
+    """The JSON part of a recorded state in the present version. Raises ``HookStateError`` where it is malformed, newer than this
+    code, or of another hook than ``spec``."""
+    version = recorded.get("version") if isinstance(recorded, dict) else None
+    if not isinstance(recorded, dict) or type(version) is not int or version < 1:
         raise HookStateError("version", "not a recorded hook state")
-    if data["version"] > STATE_VERSION:  # type: ignore[operator]
+    if version > STATE_VERSION:
         raise HookStateError(
-            "version", f"recorded in format {data['version']}; this version reads up to {STATE_VERSION}"
+            "version", f"recorded in format {version}; this version of ratchet_hooks reads up to {STATE_VERSION}"
         )
-    if data.get("hook") != hook:
-        raise HookStateError("hook", f"recorded under {data.get('hook')!r}, but the hook asked for is {hook!r}")
+    data: dict[str, Any] = dict(recorded)
+    while data["version"] < STATE_VERSION:
+        data = _MIGRATIONS[data["version"]](data)
+    for key, asked in (("hook", spec.name), ("wrapper", spec.wrapper)):
+        if data.get(key) != asked:
+            raise HookStateError(key, f"recorded under {data.get(key)!r}, but the {key} asked for is {asked!r}")
     layout = data.get("layout")
     buckets = layout if isinstance(layout, list) else []
     if layout is not None and not (buckets and all(isinstance(b, list) and b for b in buckets)):
         raise HookStateError("layout", "malformed: expected a list of non-empty lists of parameter names")
     if not isinstance(data.get("iteration"), int) or "state" not in data:
         raise HookStateError("iteration", "missing from the recorded state")
-    return dict(data)
+    return data
 
 
 def redistribute(states: Sequence[tuple[Mapping[str, torch.Tensor], JsonValue]]) -> tuple[Tensors, JsonValue]:

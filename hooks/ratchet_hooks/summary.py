@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, JsonValue
 
 HookPhase = Literal["steady", "warm-up", "compressing", "local"]
 
@@ -15,14 +15,16 @@ class HookSummary(BaseModel):
     ``compression_rate`` is ``elements_before / elements_after`` as sent since compression started (torch's
     ``compression_stats``), 1.0 for a hook that does not compress; for fp16 the element counts are equal and ``bytes_*`` show
     the gain. ``bytes_before``/``bytes_after`` are bytes of gradient handed to / sent by the hook in the last iteration.
-    ``residual_norm`` is the L2 norm of this rank's whole error-feedback residual, ``memory_bytes`` what the state holds.
+    ``averager_step`` counts the steps that an averager of parameters has seen, ``next_averaging`` is the step of the job after
+    which it averages next (post_localSGD; None elsewhere). ``residual_norm`` is the L2 norm of this rank's whole error-feedback
+    residual, ``memory_bytes`` what the state holds.
     """
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
     name: str
     wrapper: str | None = None
-    parameters: dict[str, float | int | bool | str | None] = {}
+    parameters: dict[str, JsonValue] = {}
     rank: int
     step: int
     phase: HookPhase
@@ -35,3 +37,5 @@ class HookSummary(BaseModel):
     residual_norm: float | None = None
     memory_bytes: int = 0
     buckets: int = 0
+    averager_step: int | None = None
+    next_averaging: int | None = None

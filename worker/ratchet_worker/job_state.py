@@ -183,7 +183,7 @@ class JobState:
         if reset is not None:
             return self._report("hook", "reset", reset)
         report = self._fits("hook", lambda: hook.restore(*state, relayout=relayout))
-        if changed is None or not hook.entry.stateful:
+        if changed is None or not hook.stateful:
             return report
         return self._report("hook", "redistributed", changed)
 

@@ -14,7 +14,7 @@ from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX, Manifest, Tens
 from ratchet_contract.messages import ForkSource, LaunchFile
 from ratchet_contract.paths import JobPaths
 from ratchet_contract.resume import Base, EnvironmentDifference
-from ratchet_hooks.registry import HOOKS
+from ratchet_hooks.registry import is_stateful
 from ratchet_store.commit import read_manifest
 from ratchet_store.lineage import find_base
 from ratchet_store.read import load, verify_files
@@ -169,7 +169,9 @@ def hook_difference(manifest: Manifest, launch: LaunchFile) -> str | None:
     spec = launch.spec.hook
     if manifest.hook.name != spec.name:
         return f"the checkpoint was made under hook {manifest.hook.name}, the spec asks for {spec.name}"
-    if not HOOKS[spec.name].stateful:
+    if (wrapper := manifest.hook.parameters.get("wrapper")) != spec.wrapper:
+        return f"the checkpoint was made under wrapper {wrapper}, the spec asks for {spec.wrapper}"
+    if not is_stateful(spec):
         return None
     asked = spec.model_dump(mode="json")
     changed = [

@@ -201,7 +201,7 @@ def _restore_state(runtime: Runtime, manifest: Manifest, saved: Snapshot | None)
 def _refuse_resize(runtime: Runtime, manifest: Manifest) -> None:
     _, hook = runtime.state.hook_or_refuse()
     launch, data = runtime.launch, runtime.state.data
-    lost = ["the hook's residuals"] if hook.entry.stateful else []
+    lost = ["the hook's residuals"] if hook.stateful else []
     lost += ["the data position"] if data is not None and not hasattr(data, "load_resized") else []
     if lost and launch.spec.policy.on_hook_mismatch == "fail":
         raise UserError(

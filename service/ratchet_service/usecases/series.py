@@ -11,7 +11,8 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from ratchet_contract.api import HookSampleView, HookView, MetricPoint, MetricSeries, MetricsView, Page
-from ratchet_hooks.registry import HOOKS
+from ratchet_contract.spec import JobSpec
+from ratchet_hooks.registry import is_stateful
 from ratchet_hooks.summary import HookSummary
 from ratchet_service import cursors
 from ratchet_service.models import Attempt, Checkpoint, HookSample, Job, Metric
@@ -63,10 +64,13 @@ def hook(session: Session, job_id: str) -> HookView:
     ranked = samples.where(HookSample.job_id == job_id, HookSample.epoch == epoch).subquery()
     query = sa.select(ranked.c.summary, ranked.c.at).where(ranked.c.age == 1).order_by(ranked.c.rank)
     rows = [(HookSummary.model_validate(summary), at) for summary, at in session.execute(query)]
-    spec = dict(job.spec["hook"])
-    name = str(spec.pop("name"))
+    spec = JobSpec.model_validate(job.spec).hook
     view = HookView(
-        job_id=job_id, name=name, wrapper=spec.pop("wrapper", None), parameters=spec, stateful=HOOKS[name].stateful
+        job_id=job_id,
+        name=spec.name,
+        wrapper=spec.wrapper,
+        parameters=spec.model_dump(mode="json", exclude={"name", "wrapper"}),
+        stateful=is_stateful(spec),
     )
     update: dict[str, Any] = {
         "checkpoint_id": last_checkpoint(job),
@@ -82,8 +86,12 @@ def hook(session: Session, job_id: str) -> HookView:
             "elements_after",
             "bytes_before",
             "bytes_after",
+            "memory_bytes",
+            "averager_step",
+            "next_averaging",
+            "step",
         )
-        update |= {key: getattr(first, key) for key in (*same, "memory_bytes", "step")}
+        update |= {key: getattr(first, key) for key in same}
         update |= {
             "residual_norm": {summary.rank: summary.residual_norm for summary, _ in rows},
             "ranks": [summary for summary, _ in rows],

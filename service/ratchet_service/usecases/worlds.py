@@ -16,7 +16,7 @@ from ratchet_contract.api import ResumeRequest, Warning_
 from ratchet_contract.errors import CheckpointError, SpecError
 from ratchet_contract.paths import HomePaths, JobPaths
 from ratchet_contract.spec import JobSpec, Resolved
-from ratchet_hooks.registry import HOOKS
+from ratchet_hooks.registry import is_stateful
 from ratchet_service.ancestry import fork_of
 from ratchet_service.models import Job
 from ratchet_service.ports import SubmissionPorts
@@ -103,7 +103,7 @@ def mismatch(spec: JobSpec, checkpoint: Path) -> str | None:
             f"{written}: that is never exact, and determinism is strict; keep {again}, or fork the job with determinism: "
             "warn"
         )
-    if HOOKS[spec.hook.name].stateful and spec.policy.on_hook_mismatch == "fail":
+    if is_stateful(spec.hook) and spec.policy.on_hook_mismatch == "fail":
         return (
             f"{written}, and the residuals of {spec.hook.name} are per rank: set on_hook_mismatch to redistribute (every rank "
             f"gets their mean) or reset (the hook starts anew), or keep {again}"

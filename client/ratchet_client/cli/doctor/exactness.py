@@ -139,7 +139,7 @@ def _blocked(proof: Proof, why: str) -> Proof:
 
 def _hook(entry: HookEntry) -> dict[str, Any]:
     """As a user would name it, with compression early enough to be killed in."""
-    known = entry.spec.model_fields if entry.spec else {}
+    known = entry.spec.model_fields
     return {"name": entry.name} | {key: COMPRESS for key in ("start_powerSGD_iter",) if key in known}
 
 

@@ -1,0 +1,89 @@
+"""What differs between hooks, as an interface: one object per DDP instance on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import JsonValue
+
+from ratchet_hooks.codec import Tensors
+from ratchet_hooks.errors import HookStateError
+from ratchet_hooks.layout import Layout
+from ratchet_hooks.summary import HookPhase
+from ratchet_hooks.watch import Watch
+
+TensorFuture = torch.futures.Future[torch.Tensor]
+Parameters = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a hook is built for. ``parameters``: all trained ones by name, in registration order. ``cast``: the dtype that a
+    wrapper gives the hook's buckets, None without one. ``node_ranks``: ranks of ``group`` on one node (the local world size)."""
+
+    group: dist.ProcessGroup
+    parameters: Parameters
+    device: torch.device
+    node_ranks: int
+    cast: torch.dtype | None = None
+
+    def dtype(self, parameter: str) -> torch.dtype:
+        """Of the elements of this parameter's gradient as the hook sees them."""
+        return self.cast or self.parameters[parameter].dtype
+
+
+@dataclass
+class Report:
+    """The part of a summary that only the algorithm knows; see ``HookSummary`` for the fields. None: as without compression."""
+
+    phase: HookPhase = "steady"
+    iteration: int | None = None
+    compression_rate: float = 1.0
+    elements_before: int | None = None
+    elements_after: int | None = None
+    residual_norm: float | None = None
+    memory_bytes: int = 0
+    averager_step: int | None = None
+    next_averaging: int | None = None
+
+
+class Algorithm:
+    """Base of all hooks; as it stands, the one of a hook without state.
+
+    Off NCCL everything that ``run`` starts on the group must be complete when it returns, or be one single collective: chains of
+    collectives of two buckets would cross in different orders on different ranks.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.group = setup.group
+        self.watch = Watch()
+
+    def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
+        """Begin to average a bucket over the ranks; the future of its flat tensor and the bytes that this rank sends."""
+        raise NotImplementedError
+
+    def average(self) -> None:
+        """After every optimizer step, on every rank: average parameters, where the hook does that."""
+
+    def capture(self, layout: Layout | None) -> tuple[Tensors, JsonValue]:
+        """Copies of this rank's state by parameter name, and its JSON part; ``layout`` is None before the first iteration."""
+        return {}, None
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
+        """Continue from what ``capture`` gave. Raises ``HookStateError`` naming the key that does not fit; nothing changes."""
+        if tensors or state is not None:
+            raise HookStateError(min(tensors, default="state"), "recorded, but this hook keeps no state")
+
+    def report(self) -> Report:
+        """For the summary."""
+        return Report()
+
+
+def on_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether collectives on ``device`` are ordered by CUDA streams, so that a hook need not wait for them."""
+    return device.type == "cuda" and "cuda:nccl" in str(dist.get_backend_config(group))

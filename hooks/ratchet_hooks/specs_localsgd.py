@@ -1,0 +1,68 @@
+"""Spec model of post-local SGD. Torch-free."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from ratchet_hooks.specs_base import HookSpecBase, WrapperField
+
+
+class PostLocalSGDSpec(HookSpecBase):
+    """Post-local SGD (Lin et al., arXiv 1808.07217): all-reduce over all ranks until ``start_localSGD_iter``, then over subgroups
+    only, with the parameters averaged over all ranks every few steps.
+
+    The parameters of ``PostLocalSGDState`` and of torch's averagers; the averager's warm-up always ends with the hook's.
+    """
+
+    name: Literal["post_localSGD"] = "post_localSGD"
+    wrapper: WrapperField = None
+    start_localSGD_iter: int = Field(
+        100, ge=0, description="Iterations of all-reduce over all ranks; averaging starts when they are over."
+    )
+    subgroup_size: int | None = Field(
+        None, ge=1, description="Ranks that go on averaging gradients at every step; null: those of one node."
+    )
+    post_local_gradient_allreduce: bool = Field(
+        True, description="Average gradients over the subgroup after the start; off: each rank uses its own."
+    )
+    model_averaging_period: int | None = Field(
+        None,
+        ge=1,
+        description="Steps from one averaging of the parameters over all ranks to the next (PeriodicModelAverager); null with "
+        "period_group_size_dict, else 4.",
+    )
+    period_group_size_dict: dict[int, int] | None = Field(
+        None,
+        min_length=1,
+        description="Averaging in levels (HierarchicalModelAverager): steps of a period -> ranks of its groups, both rising; the "
+        "last group is the whole world.",
+    )
+
+    @property
+    def period(self) -> int:
+        """Steps between two averagings over all ranks."""
+        if self.period_group_size_dict is not None:
+            return max(self.period_group_size_dict)
+        return self.model_averaging_period or 4
+
+    @model_validator(mode="after")
+    def _one_averager(self) -> PostLocalSGDSpec:
+        groups = self.period_group_size_dict
+        if groups is None:
+            return self
+        if self.model_averaging_period is not None:
+            raise ValueError("give model_averaging_period or period_group_size_dict, not both")
+        rows = sorted(groups.items())
+        if any(period < 1 or size < 2 for period, size in rows):
+            raise ValueError("period_group_size_dict: periods are at least 1, groups at least 2 ranks")
+        for (period, size), (later, larger) in itertools.pairwise(rows):
+            if larger <= size or larger % size:
+                raise ValueError(
+                    f"period_group_size_dict: groups of {later} steps must be a multiple of {size} ranks, not {larger}"
+                )
+            if later % period:
+                raise ValueError(f"period_group_size_dict: {later} steps must be a multiple of {period} steps")
+        return self

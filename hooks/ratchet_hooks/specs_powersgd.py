@@ -1,0 +1,71 @@
+"""Spec models of PowerSGD and batched PowerSGD. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from ratchet_hooks.specs_base import HookSpecBase, WrapperField
+
+
+class _LowRankSpec(HookSpecBase):
+    """The parameters of ``PowerSGDState`` in torch 2.13 that both hooks read, with its defaults."""
+
+    wrapper: WrapperField = None
+    matrix_approximation_rank: int = Field(
+        1, ge=1, le=4096, description="Rank r of the approximation; more is exacter."
+    )
+    start_powerSGD_iter: int = Field(
+        1000,
+        ge=0,
+        description="Iterations of plain all-reduce before compression; > 1 with error feedback or warm start.",
+    )
+    min_compression_rate: float = Field(
+        2.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Compress a tensor of n x m only if (n + m) * rank * min_compression_rate < n * m.",
+    )
+    use_error_feedback: bool = Field(True, description="Keep what compression lost and add it to the next gradient.")
+    warm_start: bool = Field(True, description="Start each power iteration from the previous step's Q.")
+    orthogonalization_epsilon: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Added to the norms when orthogonalising; > 0 guards zero gradients.",
+    )
+    random_seed: int = Field(0, ge=0, le=2**32 - 1, description="Seed of the generator that draws the first Q.")
+    compression_stats_logging_frequency: int = Field(
+        10_000, ge=1, description="Iterations between torch's own log lines about the compression rate."
+    )
+
+    @model_validator(mode="after")
+    def _start_after_rebuild(self) -> Self:
+        if self.start_powerSGD_iter <= 1 and (self.use_error_feedback or self.warm_start):
+            raise ValueError(
+                "start_powerSGD_iter must be > 1 when use_error_feedback or warm_start is on: DDP rebuilds its buckets "
+                "after the first iteration, so state made before that would belong to other gradients"
+            )
+        return self
+
+
+class PowerSGDSpec(_LowRankSpec):
+    """PowerSGD (Vogels et al., arXiv 1905.13727): low-rank gradient compression with error feedback.
+
+    Parameters are those of ``PowerSGDState`` in torch 2.13, with its defaults.
+    """
+
+    name: Literal["powerSGD"] = "powerSGD"
+    batch_tensors_with_same_shape: bool = Field(
+        False, description="Compress tensors of equal shape in one batched matmul; other bits than one by one."
+    )
+
+
+class BatchedPowerSGDSpec(_LowRankSpec):
+    """PowerSGD on one square matrix per bucket, made of all its gradients.
+
+    Faster than powerSGD and usually much less exact: try powerSGD first.
+    """
+
+    name: Literal["batched_powerSGD"] = "batched_powerSGD"
