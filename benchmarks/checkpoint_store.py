@@ -1,7 +1,8 @@
 """What a checkpoint costs beyond the bytes themselves: save and load against the plain system calls.
 
 One rank, tensors like those of a small transformer with AdamW. Every operation runs once per round, rounds are interleaved,
-medians are shown. The first column to read is the ratio: seconds depend on the machine and on who else uses it.
+medians with their 95 % intervals are shown. The first column to read is the ratio: seconds depend on the machine and on who
+else uses it.
 ``RATCHET_BENCH_MB`` (default 200) and ``RATCHET_BENCH_ROUNDS`` (default 7) set the size.
 """
 
@@ -9,12 +10,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.stats import Estimate, estimate, machine
 from ratchet_contract.manifest import FileEntry, HookRecord, Manifest, TensorEntry
 from ratchet_contract.paths import checkpoint_dir_name
 from ratchet_contract.resume import Base
@@ -35,7 +36,7 @@ def main() -> None:
         for _ in range(rounds):
             for name, operation in bench.operations.items():
                 times[name].append(operation())
-        _print(bench, {name: statistics.median(found) for name, found in times.items()}, rounds)
+        _print(bench, {name: estimate(found) for name, found in times.items()}, rounds)
 
 
 class _Bench:
@@ -148,14 +149,15 @@ def _manifest(file: FileEntry, tensors: list[TensorEntry]) -> Manifest:
     )  # fmt: skip
 
 
-def _print(bench: _Bench, medians: dict[str, float], rounds: int) -> None:
-    print(f"{bench.nbytes / 1e6:.0f} MB in {len(bench.numbers)} tensors, median of {rounds} interleaved rounds")
-    print(f"{'operation':<38} {'s':>7} {'GB/s':>6} {'x copy':>7} {'x raw':>6}")
-    for name, seconds in medians.items():
+def _print(bench: _Bench, found: dict[str, Estimate], rounds: int) -> None:
+    print(machine())
+    print(f"{bench.nbytes / 1e6:.0f} MB in {len(bench.numbers)} tensors, medians [95 %] of {rounds} interleaved rounds")
+    print(f"{'operation':<38} {'s':<24} {'GB/s':>6} {'x copy':>7} {'x raw':>6}")
+    for name, seconds in found.items():
         raw = "raw read" if "read" in name or "load" in name else "raw write + fsync"
-        against = "" if name == "memory copy" else f"{seconds / medians[raw]:6.2f}"
-        rate, copies = bench.nbytes / seconds / 1e9, seconds / medians["memory copy"]
-        print(f"{name:<38} {seconds:7.4f} {rate:6.2f} {copies:7.2f} {against:>6}")
+        against = "" if name == "memory copy" else f"{seconds.median / found[raw].median:6.2f}"
+        rate, copies = bench.nbytes / seconds.median / 1e9, seconds.median / found["memory copy"].median
+        print(f"{name:<38} {seconds!s:<24} {rate:6.2f} {copies:7.2f} {against:>6}")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.api import api, served
+from tests.support.cli import cli
 from tests.support.databases import database, migrated, postgres_url
+from tests.support.server import idle_server, server
 
-__all__ = ["api", "database", "migrated", "postgres_url", "served"]
+__all__ = ["api", "cli", "database", "idle_server", "migrated", "postgres_url", "served", "server"]
 
 
 def pytest_configure() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -47,6 +48,27 @@ class Pace:
     patience: float = 0.0
 
 
+def tries(look: Callable[[], T], patience: float, at_first: float | None = None) -> Iterator[T | ServiceUnreachable]:
+    """What ``look`` sees each time that the next is asked for, or the error while the service is away.
+
+    Raises ``ServiceUnreachable`` when it has been away for ``patience`` seconds (``at_first``: where nothing ever answered).
+    """
+    away, reached = None, False
+    while True:
+        started = time.monotonic()
+        seen: T | ServiceUnreachable
+        try:
+            seen = look()
+        except ServiceUnreachable as error:
+            away = started if away is None else away
+            if time.monotonic() - away >= (patience if reached or at_first is None else at_first):
+                raise
+            seen = error
+        else:
+            away, reached = None, True
+        yield seen
+
+
 def looks(
     job_id: str, look: Callable[[], T], job_of: Callable[[T], JobView], until: Collection[JobPhase],
     deadline: float | None, pace: Pace,
@@ -55,19 +77,13 @@ def looks(
 
     Raises ``DeadlineReached`` after ``deadline`` seconds, ``ServiceUnreachable`` when the patience ends.
     """
-    begin = time.monotonic()
-    delay, phase, away, last = pace.first, None, None, ""
-    while True:
-        started = time.monotonic()
-        try:
-            seen = look()
-        except ServiceUnreachable as error:
-            away = started if away is None else away
-            if deadline is None and time.monotonic() - away >= pace.patience:
-                raise
-            last = error.detail
+    begin = started = time.monotonic()
+    delay, phase, last = pace.first, None, ""
+    for seen in tries(look, pace.patience if deadline is None else math.inf):
+        if isinstance(seen, ServiceUnreachable):
+            last = seen.detail
         else:
-            job, away = job_of(seen), None
+            job = job_of(seen)
             if job.phase is not phase:
                 phase, delay = job.phase, pace.first
             yield seen
@@ -78,4 +94,5 @@ def looks(
             wanted = ", ".join(sorted(until)) or "at its end"
             raise DeadlineReached(f"job {job_id} was not {wanted} after {deadline:g} s: {last}; the job goes on")
         time.sleep(max(0.0, started + delay - time.monotonic()))
+        started = time.monotonic()
         delay = min(delay * _GROWTH, pace.longest)

@@ -6,37 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.cli import Cli
-from tests.support.server import Server
-
-SPEC = """
-name: digits-one
-task: {entrypoint: "ratchet_worker.tasks.digits:DigitsTask", args: {epochs: 1}}
-world: {ranks_per_node: 2, device: cpu}
-hook: {name: powerSGD, matrix_approximation_rank: 2, start_powerSGD_iter: 10}
-"""
+from tests.support.cli import SPEC, Cli
 
 NO_JOB = "job-000000000000"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("cli") / "home", "--no-reconciler")
-    try:
-        yield server.start()
-    finally:
-        server.stop()
-
-
-@pytest.fixture
-def cli(server: Server, tmp_path: Path) -> Cli:
-    (tmp_path / "spec.yaml").write_text(SPEC)
-    return Cli(server.home, tmp_path)
 
 
 def test_submit_prints_the_id_alone_and_the_job_can_be_read_with_it(cli: Cli) -> None:

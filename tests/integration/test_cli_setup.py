@@ -4,48 +4,24 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from tests.support.cli import Cli
 from tests.support.server import Server
 
-SPEC = """
-name: digits-one
-task: {entrypoint: "ratchet_worker.tasks.digits:DigitsTask", args: {epochs: 1}}
-world: {ranks_per_node: 2, device: cpu}
-"""
 
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("cli") / "home", "--no-reconciler")
-    try:
-        yield server.start()
-    finally:
-        server.stop()
-
-
-@pytest.fixture
-def cli(server: Server, tmp_path: Path) -> Cli:
-    (tmp_path / "spec.yaml").write_text(SPEC)
-    return Cli(server.home, tmp_path)
-
-
-def test_configuration_names_the_server_and_keeps_the_token_out_of_sight(cli: Cli, server: Server) -> None:
+def test_configuration_names_the_server_and_keeps_the_token_out_of_sight(cli: Cli, idle_server: Server) -> None:
     """As someone does who uses a service on another machine; here its address is this one's."""
     file = Path(cli("config", "path").text.strip())
     assert file.parent == cli.cwd and not file.exists()
-    assert server.url in cli("config").text and "not set" in cli("config").text
+    assert idle_server.url in cli("config").text and "not set" in cli("config").text
     assert "config set server" in cli("config", "set", "token", stdin="x\n", expect=2).errors
-    assert "not where RATCHET_HOME is given" in cli("config", "set", "server", server.url + "/").errors
+    assert "not where RATCHET_HOME is given" in cli("config", "set", "server", idle_server.url + "/").errors
     cli("config", "set", "token", stdin="a-rather-secret-word\n")
     assert "no argument" in cli("config", "set", "token", "secret", expect=2).errors
     del cli.environment["RATCHET_HOME"]
     shown = cli("config", "--json").data
-    assert shown["server"] == {"value": server.url, "source": str(file)}
+    assert shown["server"] == {"value": idle_server.url, "source": str(file)}
     assert shown["token"] == {"value": "********word", "source": str(file)}
     assert cli("list", "--json").data == [], "the server of the file is used"
     assert "belongs to" in cli("--server", "http://127.0.0.1:9", "config").text
@@ -53,7 +29,7 @@ def test_configuration_names_the_server_and_keeps_the_token_out_of_sight(cli: Cl
     assert "chmod 600" in cli("list", expect=5).errors
     file.chmod(0o600)
     cli("config", "unset", "token")
-    assert json.loads(file.read_text()) == {"server": server.url}
+    assert json.loads(file.read_text()) == {"server": idle_server.url}
     cli("config", "unset", "server")
     assert "ratchet serve" in cli("list", expect=6).errors
 

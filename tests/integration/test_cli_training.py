@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,15 +22,6 @@ checkpoint: {every_steps: 15}
 """
 LONG = ("--name", "digits-long", "--set", "checkpoint.every_steps=200")
 STEPS = 44  # two epochs of 1437 images in batches of 64
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("cli") / "home")
-    try:
-        yield server.start()
-    finally:
-        server.stop()
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +35,6 @@ _COMMAND = re.compile(r"(?:^|[\s(])(ratchet(?: [^|;&)#\n]*)?)")
 
 def _id(value: Any) -> str:
     return value.name if isinstance(value, Path) else ""
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("docs") / "home")
-    try:
-        yield server.start()
-    finally:
-        server.stop()
 
 
 def _fresh(server: Server, directory: Path, *command: str, stdin: str = "", **variables: str) -> str:

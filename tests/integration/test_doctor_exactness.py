@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,15 +18,6 @@ from tests.support.server import Server, processes_below, wait_for
 
 HOOKS = ("allreduce", "fp16_compress", "powerSGD") if os.environ.get("RATCHET_TEST_HOOKS") == "all" else ("powerSGD",)
 CHOSEN = [word for hook in HOOKS for word in ("--hook", hook)]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("doctor") / "home", "--no-reconciler")
-    try:
-        yield server.start()
-    finally:
-        server.stop()
 
 
 @pytest.mark.slow
@@ -47,11 +37,11 @@ def test_a_machine_that_keeps_the_promise(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_hook_that_forgets_its_residuals_is_found_out(server: Server, tmp_path: Path) -> None:
+def test_a_hook_that_forgets_its_residuals_is_found_out(idle_server: Server, tmp_path: Path) -> None:
     """As JSON, beside a service that runs: of its directory only SQLite's own shared memory may change."""
     (tmp_path / "sitecustomize.py").write_text(FORGETS_RESIDUALS)
-    before = contents(server.home)
-    doctor = Doctor(server.home, tmp_path)
+    before = contents(idle_server.home)
+    doctor = Doctor(idle_server.home, tmp_path)
     doctor.environment["PYTHONPATH"] = str(tmp_path)
     rows = by_name(doctor("--exactness", "--hook", "powerSGD", "--json", expect=1, deadline=280))
     found = rows.pop("exactness powerSGD cpu")
@@ -60,11 +50,11 @@ def test_a_hook_that_forgets_its_residuals_is_found_out(server: Server, tmp_path
     assert [row for row in rows.values() if row["status"] == "failed"] == []
     assert rows["service"]["value"] == "running" and rows["service version"]["detail"] == "protocol 1"
     assert rows["schema"]["status"] == rows["database"]["status"] == "ok"
-    after = contents(server.home)
+    after = contents(idle_server.home)
     assert {k: v for k, v in after.items() if not k.endswith("-shm")} == {
         k: v for k, v in before.items() if not k.endswith("-shm")
     }
-    assert [p for p in server.home.parent.iterdir() if p != server.home] == []
+    assert [p for p in idle_server.home.parent.iterdir() if p != idle_server.home] == []
 
 
 WAITS = """

@@ -20,7 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.support.server import Server
+
 EXECUTABLE = Path(sys.executable).with_name("ratchet")
+SPEC = """
+name: digits-one
+task: {entrypoint: "ratchet_worker.tasks.digits:DigitsTask", args: {epochs: 1}}
+world: {ranks_per_node: 2, device: cpu}
+hook: {name: powerSGD, matrix_approximation_rank: 2, start_powerSGD_iter: 10}
+"""
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]|\x1b[=>]")
 
 
@@ -79,6 +89,13 @@ class Cli:
         with self.terminal(*arguments, columns=columns, **variables) as terminal:
             terminal.code = terminal.end()
         return terminal
+
+
+@pytest.fixture
+def cli(idle_server: Server, tmp_path: Path) -> Cli:
+    """The command line in a directory with a ``spec.yaml``, its jobs waiting for ever."""
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    return Cli(idle_server.home, tmp_path)
 
 
 def _take_terminal() -> None:

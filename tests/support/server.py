@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import pytest
 
 from ratchet_contract.paths import AttemptPaths, HomePaths
 from ratchet_worker.counter import CounterReader
@@ -203,3 +204,23 @@ def rank_pid(paths: AttemptPaths, rank: int) -> int:
         if message["kind"] == "started":
             return int(message["pid"])
     raise AssertionError(f"rank {rank} has not reported")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A service of the module's own; afterwards nothing of it is alive."""
+    yield from _served(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def idle_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A service without a reconciler: jobs wait, everything else is as in earnest."""
+    yield from _served(tmp_path_factory, "--no-reconciler")
+
+
+def _served(factory: pytest.TempPathFactory, *options: str) -> Iterator[Server]:
+    server = Server(factory.mktemp("service") / "home", *options)
+    try:
+        yield server.start()
+    finally:
+        server.stop()

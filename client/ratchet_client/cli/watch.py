@@ -45,22 +45,18 @@ def polled(look: Callable[[], T], every: float, on_gap: Callable[[str], None] = 
     told once; then, and soon where nothing ever answered, ``ServiceUnreachable``."""
     from ratchet_client.discovery import NEVER_STARTED
     from ratchet_client.errors import ServiceUnreachable
+    from ratchet_client.polling import tries
 
-    away_since, reached = None, False
-    while True:
-        try:
-            seen = look()
-        except ServiceUnreachable as error:
-            now = time.monotonic()
-            first = away_since is None
-            away_since = now if away_since is None else away_since
-            never = error.code == NEVER_STARTED and not reached
-            if never or now - away_since > (PATIENCE if reached else RETRY_FOR):
-                raise
-            if first and reached:
-                on_gap(error.detail)
+    away, reached = False, False
+    for seen in tries(look, PATIENCE, at_first=RETRY_FOR):
+        if isinstance(seen, ServiceUnreachable):
+            if not reached and seen.code == NEVER_STARTED:
+                raise seen
+            if reached and not away:
+                on_gap(seen.detail)
+            away = True
         else:
-            away_since, reached = None, True
+            away, reached = False, True
             yield seen
         time.sleep(every)
 
