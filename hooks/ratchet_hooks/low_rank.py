@@ -14,9 +14,8 @@ The state is torch's ``PowerSGDState``; what its dictionaries hold after a step 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from ratchet_hooks.algorithm import Algorithm, Report, Setup, TensorFuture, on_n
 from ratchet_hooks.codec import Tensors
 from ratchet_hooks.errors import HookStateError
 from ratchet_hooks.layout import Layout
+from ratchet_hooks.low_rank_plan import Plan
 from ratchet_hooks.orthogonalize import Basis
 from ratchet_hooks.specs_powersgd import BatchedPowerSGDSpec, PowerSGDSpec
 
@@ -39,8 +39,8 @@ class LowRank(Algorithm):
     def __init__(self, spec: PowerSGDSpec | BatchedPowerSGDSpec, setup: Setup) -> None:
         super().__init__(setup)
         self.state = powersgd.make_state(spec, setup.group)
-        self._nccl = on_nccl(setup.group, setup.device)
-        self._stream = torch.cuda.Stream(setup.device) if self._nccl else None
+        nccl = on_nccl(setup.group, setup.device)
+        self._stream = torch.cuda.Stream(setup.device) if nccl else None  # type: ignore[no-untyped-call]
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
         buffer, state = bucket.buffer(), self.state
@@ -57,14 +57,31 @@ class LowRank(Algorithm):
         return future, sent * buffer.element_size()
 
     def capture(self, layout: Layout | None) -> tuple[Tensors, JsonValue]:
-        """Residuals, P and Q by parameter name; the rest of ``__getstate__()`` as JSON."""
-        return powersgd.capture(self.state, layout, self.setup.parameters)
+        """Residuals, P and Q; the rest of ``__getstate__()`` as JSON."""
+        return powersgd.capture(self.state, layout, self)
 
     def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
         """Into torch's state object, through ``__setstate__``."""
         if not isinstance(state, dict):
             raise HookStateError("state", "missing from the recorded state")
-        powersgd.restore(self.state, tensors, state, layout, self.setup.parameters)
+        powersgd.restore(self.state, tensors, state, layout, self)
+
+    def blank(self, bucket: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A residual, P and Q of zeros, for a bucket of these parameters."""
+        raise NotImplementedError
+
+    def residuals(
+        self, index: int, bucket: Sequence[str], residual: torch.Tensor
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """By parameter name."""
+        for name, view in powersgd.residual_views(residual, bucket, self.setup.parameters):
+            yield f"residual/{name}", view
+
+    def factors(
+        self, index: int, bucket: Sequence[str], p: torch.Tensor, q: torch.Tensor
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """How P and Q are stored."""
+        raise NotImplementedError
 
     def report(self) -> Report:
         """Statistics of torch's state object."""
@@ -110,44 +127,95 @@ class LowRank(Algorithm):
             q.matrices.copy_(torch.randn(q.matrices.shape, dtype=q.matrices.dtype, generator=generator))
 
 
-@dataclass
-class _Product:
-    """One matrix M of ``n x m``, or a batch of equal shape, and its factors: ``M ~ P Q^T``."""
+class PowerSGD(LowRank):
+    """One P and Q per parameter that is worth it; the rest is averaged as it is."""
 
-    matrix: torch.Tensor  # b x n x m
-    transposed: torch.Tensor
-    p: Basis  # b x n x r
-    q: Basis  # b x m x r
-    q_transposed: torch.Tensor
-    sources: list[torch.Tensor]  # what a batch is made of; empty for a single matrix
-    average: torch.Tensor  # b x n x m, in the bucket; of a batch, in its own memory
-    targets: list[torch.Tensor]  # where the parts of a batch go in the bucket
+    def __init__(self, spec: PowerSGDSpec, setup: Setup) -> None:
+        super().__init__(spec, setup)
+        self._plans: dict[int, Plan] = {}
 
+    def _compress(self, bucket: Any, buffer: torch.Tensor, names: Sequence[str]) -> int:
+        state, index = self.state, bucket.index()
+        total = self._total(index, buffer)
+        plan = self._plan(bucket, buffer, total, names)
+        self._count(bucket, plan.before, plan.sent)
+        small = None
+        if plan.small.numel():
+            torch.cat(plan.small_sources, out=plan.small)
+            small = self._reduce(plan.small)
+        if not state.warm_start or index not in state.p_memory_dict:
+            self._draw([product.q for product in plan.products])
+        if plan.products:
+            self._factorise(plan)
+        if state.warm_start:
+            state.p_memory_dict[index], state.q_memory_dict[index] = plan.p, plan.q
+        if small is not None:
+            small.wait()
+            self.watch.non_finite(plan.small_names, plan.small, lambda: plan.small_parts)
+            plan.small.div_(self.group.size())
+            torch._foreach_copy_(plan.small_targets, plan.small_parts)
+        if total is not buffer:
+            total.sub_(buffer)  # what is applied from what should have been: the new residual
+        return plan.sent
 
-class _Plan:
-    """The views of one bucket that stay the same as long as its memory does.
+    def _total(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
+        """Gradients and residual added up: in the residual's memory, or in the bucket's without error feedback."""
+        if not self.state.use_error_feedback:
+            return buffer
+        residual = self.state.error_dict.get(index)
+        if residual is None:  # not zeros plus the gradients: that would make 0.0 of -0.0
+            residual = self.state.error_dict[index] = buffer.clone()
+        else:
+            torch.add(buffer, residual, out=residual)
+        return residual
 
-    ``total`` is the sum of gradients and residual, which is compressed: the residual's own memory, or the bucket's without error
-    feedback. ``p`` and ``q`` are flat, in the order of ``powersgd.low_rank_places``.
-    """
+    def _factorise(self, plan: Plan) -> None:
+        """Replace the bucket's compressed gradients by their average of low rank."""
+        epsilon = self.state.orthogonalization_epsilon
+        for product in plan.products:
+            product.q.orthogonalize(epsilon)
+            if product.sources:
+                torch.stack(product.sources, out=product.matrix)
+            torch.bmm(product.matrix, product.q.matrices, out=product.p.matrices)
+        # No division: P is made orthonormal.
+        self._reduce(plan.p).wait()
+        self.watch.low_rank(plan.low_names, plan.p, plan.p_parts)
+        for product in plan.products:
+            product.p.orthogonalize(epsilon)
+            torch.bmm(product.transposed, product.p.matrices, out=product.q.matrices)
+        self._reduce(plan.q).wait()
+        plan.q.div_(self.group.size())
+        self.watch.low_rank(plan.low_names, plan.q, plan.q_parts)
+        for product in plan.products:
+            torch.bmm(product.p.matrices, product.q_transposed, out=product.average)
+            if product.targets:
+                torch._foreach_copy_(product.targets, list(product.average.unbind()))
 
-    def __init__(
-        self, state: powersgd.PowerSGDState, bucket: Any, buffer: torch.Tensor, total: torch.Tensor,
-        factors: tuple[torch.Tensor, torch.Tensor] | None, names: Sequence[str],
-    ) -> None:  # fmt: skip
-        shapes = dict(zip(names, (gradient.shape for gradient in bucket.gradients()), strict=True))
-        places = powersgd.low_rank_places(state, names, shapes)
-        numels = [shape.numel() for shape in shapes.values()]
-        small = [i for i, name in enumerate(names) if name not in {place.name for place in places}]
-        self.names, self.buffer, self.total = list(names), buffer, total
-        self.low_names, self.small_names = [place.name for place in places], [names[i] for i in small]
-        numel_p, numel_q = powersgd.factor_numels(places)
-        self.p, self.q = factors or (buffer.new_empty(numel_p), buffer.new_empty(numel_q))
-        self.p_parts, self.q_parts = powersgd.factor_views(places, self.p, self.q)
-        cut = dict(zip(names, total.split(numels), strict=True))
-        out = dict(zip(names, buffer.split(numels), strict=True))
-        self.small = buffer.new_empty(sum(numels[i] for i in small))
-        self.small_parts = list(self.small.split([numels[i] for i in small]))
-        self.small_sources = [cut[name] for name in self.small_names]
-        self.small_targets = [out[name] for name in self.small_names]
-        self.sent = self.small.numel() + self.p.numel() + self.q.numel()
+    def blank(self, bucket: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A residual, P and Q of zeros, for a bucket of these parameters."""
+        numels = powersgd.factor_numels(powersgd.low_rank_places(self.state, self._shapes(bucket)))
+        dtype = self.setup.dtype(bucket[0])
+        length = sum(self.setup.parameters[name].numel() for name in bucket)
+        residual, p, q = (torch.zeros(n, dtype=dtype, device=self.setup.device) for n in (length, *numels))
+        return residual, p, q
+
+    def factors(
+        self, index: int, bucket: Sequence[str], p: torch.Tensor, q: torch.Tensor
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """P and Q by parameter name."""
+        places = powersgd.low_rank_places(self.state, self._shapes(bucket))
+        for place, p_part, q_part in zip(places, *powersgd.factor_views(places, p, q), strict=True):
+            yield f"p/{place.name}", p_part
+            yield f"q/{place.name}", q_part
+
+    def _shapes(self, names: Sequence[str]) -> dict[str, torch.Size]:
+        return {name: self.setup.parameters[name].shape for name in names}
+
+    def _plan(self, bucket: Any, buffer: torch.Tensor, total: torch.Tensor, names: Sequence[str]) -> Plan:
+        """The bucket's views: those of the step before, if they still show its memory."""
+        state, index = self.state, bucket.index()
+        plan = self._plans.get(index)
+        factors = (state.p_memory_dict[index], state.q_memory_dict[index]) if index in state.p_memory_dict else None
+        if plan is None or not plan.shows(buffer, total, factors, names):
+            plan = self._plans[index] = Plan(state, self._shapes(names), buffer, total, factors)
+        return plan

@@ -25,7 +25,7 @@ class Basis:
             self._triangle = matrices.new_empty(batch, rank, rank)
         else:
             rest = [matrices[:, :, i + 1 :] for i in range(rank - 1)]
-            self._columns = list(zip(matrices.split(1, dim=2), [*rest, None], strict=True))
+            self._columns = list(zip(torch.split(matrices, 1, dim=2), [*rest, None], strict=True))
 
     def orthogonalize(self, epsilon: float) -> None:
         """``epsilon`` is added to the norms; where it is 0, a column of zeros becomes NaN."""

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 from ratchet_hooks.codec import Tensors, decode, encode, is_dense
 from ratchet_hooks.errors import HookStateError, UnsupportedModel
 from ratchet_hooks.layout import Layout
-from ratchet_hooks.specs import PowerSGDSpec
+from ratchet_hooks.specs_powersgd import BatchedPowerSGDSpec, PowerSGDSpec
 
 PowerSGDState = torch_powersgd.PowerSGDState
 Parameters = Mapping[str, torch.Tensor]
@@ -39,7 +39,7 @@ _CHUNK = 1 << 16  # elements that fit a core's cache in float64
 _PER_BUCKET = ("error_dict", "p_memory_dict", "q_memory_dict")
 
 
-def make_state(spec: PowerSGDSpec, group: dist.ProcessGroup) -> PowerSGDState:
+def make_state(spec: PowerSGDSpec | BatchedPowerSGDSpec, group: dist.ProcessGroup) -> PowerSGDState:
     """torch's state object with the parameters of ``spec``."""
     return PowerSGDState(process_group=group, **spec.model_dump(exclude={"name", "wrapper"}))
 
@@ -55,13 +55,12 @@ class LowRankPlace:
     q_shape: tuple[int, int]
 
 
-def low_rank_places(state: PowerSGDState, bucket: Sequence[str], parameters: Parameters) -> list[LowRankPlace]:
-    """The compressed parameters of a bucket in the order of ``powerSGD_hook``: grouped by shape, batched or not."""
+def low_rank_places(state: PowerSGDState, shapes: Mapping[str, torch.Size]) -> list[LowRankPlace]:
+    """The compressed ones of a bucket's parameters in the order of ``powerSGD_hook``: grouped by shape, batched or not."""
     by_shape: dict[tuple[int, int], list[str]] = {}
-    for name in bucket:
-        shape = parameters[name].shape
+    for name, shape in shapes.items():
         n = shape[0]
-        m = parameters[name].numel() // n
+        m = shape.numel() // n
         rank = min(n, m, state.matrix_approximation_rank)
         if torch_powersgd._should_compress(n, m, rank, state.min_compression_rate)[0]:  # type: ignore[no-untyped-call]
             by_shape.setdefault((n, m), []).append(name)
@@ -73,6 +72,18 @@ def low_rank_places(state: PowerSGDState, bucket: Sequence[str], parameters: Par
             p_start += n * rank
             q_start += m * rank
     return places
+
+
+def factor_numels(places: Sequence[LowRankPlace]) -> tuple[int, int]:
+    """Elements of a bucket's flat P and Q."""
+    return sum(a.p_shape[0] * a.p_shape[1] for a in places), sum(a.q_shape[0] * a.q_shape[1] for a in places)
+
+
+def factor_views(
+    places: Sequence[LowRankPlace], p: torch.Tensor, q: torch.Tensor
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """P and Q of every place, cut out of the bucket's flat ones."""
+    return [_cut(p, a.p_start, a.p_shape) for a in places], [_cut(q, a.q_start, a.q_shape) for a in places]
 
 
 def residual_views(
@@ -89,9 +100,27 @@ def residual_views(
         offset += parameter.numel()
 
 
-def capture(
-    state: PowerSGDState, layout: Layout | None, parameters: Parameters
-) -> tuple[Tensors, dict[str, JsonValue]]:
+class Shelf(Protocol):
+    """How a hook's flat tensors of one bucket are named and cut for storing."""
+
+    def blank(self, bucket: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A residual, P and Q of zeros as the hook keeps them for a bucket of these parameters."""
+        ...
+
+    def residuals(
+        self, index: int, bucket: Sequence[str], residual: torch.Tensor
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """(key, view) of everything in it; keys begin with ``residual``."""
+        ...
+
+    def factors(
+        self, index: int, bucket: Sequence[str], p: torch.Tensor, q: torch.Tensor
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """(key, view) of everything in P and Q; keys begin with ``p/`` and ``q/``."""
+        ...
+
+
+def capture(state: PowerSGDState, layout: Layout | None, shelf: Shelf) -> tuple[Tensors, dict[str, JsonValue]]:
     """Copies of everything in ``state``. ``layout`` may be None only before the first iteration."""
     with _quiet():
         slots: dict[str, Any] = state.__getstate__()  # type: ignore[no-untyped-call]
@@ -100,25 +129,21 @@ def capture(
         raise HookStateError("state.error_dict", "per-bucket state exists, but no bucket layout is known")
     tensors: Tensors = {}
     for i, bucket in enumerate(layout or []):
-        if i in errors:
-            for name, view in residual_views(errors[i], bucket, parameters):
-                tensors[f"residual/{name}"] = view.clone(memory_format=torch.contiguous_format)
-        if i in ps:
-            for place in low_rank_places(state, bucket, parameters):
-                tensors[f"p/{place.name}"] = _cut(ps[i], place.p_start, place.p_shape)
-                tensors[f"q/{place.name}"] = _cut(qs[i], place.q_start, place.q_shape)
+        views = [*shelf.residuals(i, bucket, errors[i])] if i in errors else []
+        views += [*shelf.factors(i, bucket, ps[i], qs[i])] if i in ps else []
+        tensors |= {key: view.clone(memory_format=torch.contiguous_format) for key, view in views}
     rest, slots_json = encode(slots, where="state")
     tensors |= {f"state/{name}": tensor for name, tensor in rest.items()}
     return tensors, {"slots": slots_json, "residuals": bool(errors), "low_rank": bool(ps)}
 
 
 def _cut(flat: torch.Tensor, start: int, shape: tuple[int, int]) -> torch.Tensor:
-    return flat.narrow(0, start, shape[0] * shape[1]).view(shape).clone()
+    return flat.narrow(0, start, shape[0] * shape[1]).view(shape)
 
 
 def restore(
     state: PowerSGDState, tensors: Mapping[str, torch.Tensor], data: Mapping[str, JsonValue], layout: Layout | None,
-    parameters: Parameters,
+    shelf: Shelf,
 ) -> None:  # fmt: skip
     """Put a captured state into ``state`` through ``__setstate__``; its process group stays attached."""
     rest = {name.removeprefix("state/"): t for name, t in tensors.items() if name.startswith("state/")}
@@ -130,29 +155,20 @@ def restore(
     if (data.get("residuals") or data.get("low_rank")) and layout is None:
         raise HookStateError("layout", "the state holds residuals, but no bucket layout is recorded")
     for i, bucket in enumerate(layout or []):
-        like = parameters[bucket[0]]
+        residual, p, q = shelf.blank(bucket)
         if data.get("residuals"):
-            errors[i] = torch.zeros(sum(parameters[n].numel() for n in bucket), dtype=like.dtype, device=like.device)
-            for name, view in residual_views(errors[i], bucket, parameters):
-                taken.into(f"residual/{name}", view)
+            errors[i] = residual
+            for key, view in shelf.residuals(i, bucket, residual):
+                taken.into(key, view)
         if data.get("low_rank"):
-            ps[i], qs[i] = _low_rank_tensors(low_rank_places(state, bucket, parameters), like, taken)
+            ps[i], qs[i] = p, q
+            for key, view in shelf.factors(i, bucket, p, q):
+                taken.into(key, view)
     taken.finish()
     group = state.process_group
     with _quiet():
         state.__setstate__({**slots, **dict(zip(_PER_BUCKET, (errors, ps, qs), strict=True))})  # type: ignore[no-untyped-call]
     state.process_group = group
-
-
-def _low_rank_tensors(
-    places: list[LowRankPlace], like: torch.Tensor, taken: _Taken
-) -> tuple[torch.Tensor, torch.Tensor]:
-    p = torch.zeros(sum(a.p_shape[0] * a.p_shape[1] for a in places), dtype=like.dtype, device=like.device)
-    q = torch.zeros(sum(a.q_shape[0] * a.q_shape[1] for a in places), dtype=like.dtype, device=like.device)
-    for a in places:
-        taken.into(f"p/{a.name}", p.narrow(0, a.p_start, a.p_shape[0] * a.p_shape[1]).view(a.p_shape))
-        taken.into(f"q/{a.name}", q.narrow(0, a.q_start, a.q_shape[0] * a.q_shape[1]).view(a.q_shape))
-    return p, q
 
 
 def _check_slots(state: PowerSGDState, slots: object) -> None:

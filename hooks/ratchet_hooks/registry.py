@@ -80,7 +80,7 @@ HOOKS: dict[str, HookEntry] = {
             "powerSGD",
             "PowerSGD low-rank compression",
             specs.PowerSGDSpec,
-            "ratchet_hooks.algorithms:PowerSGD",
+            "ratchet_hooks.low_rank:PowerSGD",
             "equal",
             True,
             True,

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-Code = Literal["fp16-overflow", "non-finite"]
+Code = Literal["fp16-overflow", "non-finite", "low-rank-overflow"]
 Gradients = Callable[[], list[torch.Tensor]]
 """The gradients of a bucket one by one; asked for only when something is wrong, since making hundreds of views takes long."""
 
@@ -21,6 +21,8 @@ _TEXT: dict[Code, str] = {
     "scale the loss down, or use allreduce",
     "non-finite": "the compressed average of {0} is not finite from iteration {1} on, and its residual keeps that: gradients "
     "were inf or nan, or all zero (set orthogonalization_epsilon, like 1e-8), or overflowed in half precision",
+    "low-rank-overflow": "the compressed average of {0} is too large for its dtype at iteration {1}: columns of P or Q "
+    "become inf, or zero when divided by their norm; scale the loss down, or use float32 gradients",
 }
 
 
@@ -64,6 +66,24 @@ class Watch:
         """Report gradients that hold inf or nan; ``buffer`` holds them all."""
         self._look("non-finite", names, buffer, gradients, float("inf"))
 
+    def low_rank(self, names: Sequence[str], flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        """Report what PowerSGD spoils; to be called with all P before they are orthonormal, and with all averaged Q.
+
+        P and Q are small, and nothing gets past them. Every element of a matrix M is a factor in M Q, so inf or nan in a gradient
+        or a residual is inf or nan in its row of P. A P of zeros becomes nan when it is made orthonormal, and so does Q = M^T P.
+        An overflow in P or Q, or in their sums over the ranks, is inf. What stays finite and is wrong all the same has a norm
+        beyond the dtype: the norm of P's columns becomes inf, and they themselves zero (Q's likewise in the next step), and
+        P Q^T can exceed the norm of Q nowhere, since the columns of P are orthonormal. So it is the norm that is looked at, in a
+        wider dtype: of all parameters together first, which is no smaller than that of one.
+        """
+        limit = torch.finfo(flat.dtype).max
+        if flat.is_cuda:
+            norms = torch.stack(list(torch._foreach_norm(list(parts), 2, dtype=torch.float64)))
+            self._later(_Look("low-rank-overflow", self.iteration, list(names), norms, limit))
+        elif not torch.linalg.vector_norm(flat, dtype=torch.promote_types(flat.dtype, torch.float32)).item() < limit:
+            norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts])
+            self._judge(_Look("low-rank-overflow", self.iteration, list(names), norms, limit))
+
     def warnings(self) -> list[HookWarning]:
         """Everything seen so far, oldest first. Synchronises with a CUDA device."""
         pending, self._pending = self._pending, []
@@ -74,20 +94,25 @@ class Watch:
     def _look(self, code: Code, names: Sequence[str], flat: torch.Tensor, gradients: Gradients, limit: float) -> None:
         if flat.is_cuda:
             peaks = torch.stack(list(torch._foreach_norm(gradients(), float("inf"))))
-            self._pending.append(_Look(code, self.iteration, list(names), peaks, limit))
-            if len(self._pending) >= _PENDING_LIMIT:
-                self.warnings()
+            self._later(_Look(code, self.iteration, list(names), peaks, limit))
         elif not _finite_sum(flat):
             peaks = torch.tensor([_peak(gradient) for gradient in gradients()])
             self._judge(_Look(code, self.iteration, list(names), peaks, limit))
 
+    def _later(self, look: _Look) -> None:
+        self._pending.append(look)
+        if len(self._pending) >= _PENDING_LIMIT:
+            self.warnings()
+
     def _judge(self, look: _Look) -> None:
         for name, peak in zip(look.names, look.peaks.tolist(), strict=True):
-            finite = peak < float("inf")
-            bad = look.limit <= peak and finite if look.code == "fp16-overflow" else not finite
-            if bad and (look.code, name) not in self._seen:
-                warning = HookWarning(look.code, name, look.iteration)
-                self._seen[look.code, name] = warning
+            if not peak < float("inf"):
+                code: Code | None = None if look.code == "fp16-overflow" else "non-finite"
+            else:
+                code = look.code if look.limit <= peak else None
+            if code is not None and (code, name) not in self._seen:
+                warning = HookWarning(code, name, look.iteration)
+                self._seen[code, name] = warning
                 _log.warning("%s", warning)
 
 
