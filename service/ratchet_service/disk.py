@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -17,15 +19,40 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _PAGE: Final = 64 * 1024
 """Bytes: with less than this free, SQLite has no room for its log; it may call that an I/O error."""
 
+_RESERVE: Final = 1024 * 1024
+"""Bytes kept for a deletion: the pages that it changes go to SQLite's log before any room is won."""
+
+
+def reserve(database: Database) -> None:
+    """Keep room for a deletion beside a SQLite database; where there is little left already, it is left to others."""
+    path = _reserve_file(database)
+    if path is None or path.exists() or (free_bytes(path.parent) or 0) < _RESERVE + _PAGE:
+        return
+    try:
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, _RESERVE)
+    except OSError:
+        with suppress(OSError):
+            path.unlink()
+
+
+def release(database: Database) -> bool:
+    """Give the room of ``reserve`` back; False where there was none."""
+    path = _reserve_file(database)
+    try:
+        if path is not None:
+            path.unlink()
+    except OSError:
+        return False
+    return path is not None
+
 
 def without_room(database: Database) -> Refused | None:
     """The database's disk is full now: nothing can be recorded, be it that nobody has tried yet. None: there is room, or the
     disk is that of a database server, which alone knows."""
-    if not database.is_sqlite or database.url.database is None:
-        return None
-    directory = Path(database.url.database).parent
-    free = free_bytes(directory)
-    if free is None or free >= _PAGE:
+    directory = _directory(database)
+    free = None if directory is None else free_bytes(directory)
+    if directory is None or free is None or free >= _PAGE:
         return None
     return full(directory, "nothing is recorded and no attempt is started or ended; what trains goes on")
 
@@ -55,6 +82,16 @@ def full(directory: Path, what: str, needed: int | None = None) -> Refused:
         "another --home"
     )
     return Refused(text, code=CODE)
+
+
+def _directory(database: Database) -> Path | None:
+    """Where a SQLite database and its log grow."""
+    return Path(database.url.database).parent if database.is_sqlite and database.url.database else None
+
+
+def _reserve_file(database: Database) -> Path | None:
+    directory = _directory(database)
+    return None if directory is None else directory / "ratchet.reserve"
 
 
 def free_bytes(directory: Path) -> int | None:

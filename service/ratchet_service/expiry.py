@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from ratchet_contract.errors import Conflict, NotFound
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import JobPhase
-from ratchet_service import snapshot
+from ratchet_service import disk, snapshot
 from ratchet_service.database import Database, utc_now
 from ratchet_service.models import Job
 from ratchet_service.usecases.deletion import delete, sweep_deleted
@@ -47,6 +47,7 @@ class Expiry:
                 log.error("%s: not deleted at its ttl: %s", job_id, error)
             else:
                 log.info("%s: deleted at its ttl", job_id)
+        disk.reserve(self._database)  # again, once there is room after a deletion took it
         for digest in snapshot.remove_unreferenced(self._home.code, self._referenced, self._grace):
             log.info("code snapshot %s removed: no job names it", digest)
 

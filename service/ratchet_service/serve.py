@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from ratchet_contract.messages import ServiceFile
 from ratchet_contract.paths import HomePaths
-from ratchet_service import migrate
+from ratchet_service import disk, migrate
 from ratchet_service.app import create_app
 from ratchet_service.database import Database, utc_now
 from ratchet_service.interpreters import Interpreters
@@ -116,6 +116,7 @@ def open_database(settings: Settings) -> Database:
         shown = database.url.render_as_string(hide_password=True)
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise StartError(f"the database {shown} cannot be opened or brought up to date: {first}") from error
+    disk.reserve(database)
     return database
 
 

@@ -188,6 +188,9 @@ def test_a_full_disk(small_disks: Path, tmp_path: Path) -> None:
         story = cli("events", job).text
         assert "MiB free" in story and "needed for this file" in story and "checkpoint.keep_last" in story
         (server.home / "jobs" / "filler").unlink()
+        ended = cli("submit", "job.yaml").text.strip()
+        cli("cancel", ended)
+        cli("wait", ended, expect=1)
         assert server.attempts(job)[0]["cause"] == "checkpoint-error"
         assert not list((server.home / "jobs").rglob("*.tmp"))
 
@@ -195,6 +198,9 @@ def test_a_full_disk(small_disks: Path, tmp_path: Path) -> None:
         full = cli("submit", "job.yaml", expect=8).errors
         assert f"the disk of {server.home} is full" in full and "nothing was changed" in full
         assert httpx.get(f"{server.url}/readyz").status_code == 507
+        cli("delete", ended)  # what the message says to do must itself find room
+        cli("get", ended, expect=3)
+        assert not server.paths.job(ended).root.exists()
         (server.home / "filler").unlink()
         cli("resume", job)
         wait_for(lambda: (server.attempts(job)[-1]["base"] or {}).get("step"), "a resume from the checkpoint")

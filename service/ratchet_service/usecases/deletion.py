@@ -6,10 +6,13 @@ import fcntl
 import os
 from typing import Final
 
+from sqlalchemy.exc import DBAPIError
+
 from ratchet_contract.api import DeleteResult
 from ratchet_contract.errors import Conflict
 from ratchet_contract.paths import HomePaths, JobPaths, is_job_id
 from ratchet_contract.phases import Event
+from ratchet_service import disk
 from ratchet_service.database import Database
 from ratchet_service.models import Job
 from ratchet_service.snapshot import remove_tree
@@ -27,7 +30,23 @@ def delete(
     database: Database, job_id: str, keep_checkpoints: bool, if_match: str | None, homes: HomePaths
 ) -> DeleteResult:
     """Remove the job, its history and its files. Raises ``NotFound``; ``Conflict`` while it has not ended, or while a fork
-    that has not started yet needs its checkpoints (``checkpoint-in-use``)."""
+    that has not started yet needs its checkpoints (``checkpoint-in-use``).
+
+    Deleting is what makes room on a full disk, and needs some itself: what was kept for it.
+    """
+    try:
+        result = _delete(database, job_id, keep_checkpoints, if_match, homes)
+    except (DBAPIError, OSError) as error:
+        if not disk.is_full(error, homes.home) or not disk.release(database):
+            raise
+        result = _delete(database, job_id, keep_checkpoints, if_match, homes)
+    disk.reserve(database)
+    return result
+
+
+def _delete(
+    database: Database, job_id: str, keep_checkpoints: bool, if_match: str | None, homes: HomePaths
+) -> DeleteResult:
     paths = homes.job(job_id)
     with database.write() as session:
         job = hold_job(session, job_id)
