@@ -13,8 +13,8 @@ from pydantic import BaseModel, ValidationError
 
 from ratchet_contract.errors import FieldProblem, SpecError
 from ratchet_contract.spec import JobSpec
-from ratchet_hooks.registry import HOOKS
-from ratchet_hooks.specs import canonical_hook_name, normalise_hook
+from ratchet_hooks.registry import HOOKS, HookEntry
+from ratchet_hooks.specs import WRAPPERS, PostLocalSGDSpec, canonical_hook_name, canonical_wrapper, normalise_hook
 
 _NOT_YET = "is not available yet in this version; remove it"
 _MAX_PROBLEMS = 50
@@ -227,6 +227,9 @@ def cross_check(spec: JobSpec) -> list[FieldProblem]:
         _check_script(spec, refuse)
     both = sorted(set(spec.env) & set(spec.secrets))
     for name in both:
+    if isinstance(spec.hook, PostLocalSGDSpec):
+        for key, text in spec.hook.faults(spec.world.size, spec.world.ranks_per_node):
+            refuse(f"/hook/{key}", "hook-world", text)
         refuse(f"/secrets/{name}", "duplicate-variable", f"{name} is given in env and in secrets; keep one")
     threads = spec.env.get("OMP_NUM_THREADS")
     if threads is not None:

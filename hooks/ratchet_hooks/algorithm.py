@@ -48,7 +48,7 @@ class Report:
     residual_norm: float | None = None
     memory_bytes: int = 0
     averager_step: int | None = None
-    next_averaging: int | None = None
+    steps_to_averaging: int | None = None  # 1: after the next one
 
 
 class Algorithm:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from pydantic import JsonValue
 from torch._C._distributed_c10d import GradBucket
 
 from ratchet_hooks.algorithm import Algorithm, TensorFuture
+from ratchet_hooks.averagers import averaged
 from ratchet_hooks.codec import Tensors
 from ratchet_hooks.errors import LayoutMismatch
 from ratchet_hooks.layout import CountedBucket, Layout, ManagedDDP, check_names, mismatch
@@ -40,7 +42,7 @@ class ManagedHook:
         self.stateful: bool = is_stateful(spec)
         self._ddp = ddp
         self._algorithm = algorithm
-        self._parameters = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
+        self._parameters = ddp.trained()
         self._fixed: Layout | None = ddp.read_layout() if ddp.fixed else None
         self._seen: Layout = []
         self._known: dict[int, _Known] = {}  # by index; filled only once the layout is final
@@ -84,6 +86,13 @@ class ManagedHook:
             "hook": self.spec.name,
             "wrapper": self.spec.wrapper,
             "iteration": self.iteration,
+    def averaged_parameters(self) -> AbstractContextManager[None]:
+        """Inside, the parameters hold their mean over the ranks, and afterwards this rank's own again, bit for bit: what to
+        evaluate where replicas differ. A collective then, and without effect where they are equal."""
+        if self.replicas == "equal":
+            return nullcontext()
+        return averaged(list(self._parameters.values()), self._algorithm.group)
+
             "layout": None if layout is None else [list[JsonValue](bucket) for bucket in layout],
         }
         tensors, data["state"] = self._algorithm.capture(layout)
@@ -133,7 +142,7 @@ class ManagedHook:
             memory_bytes=report.memory_bytes,
             buckets=len(self._fixed or self._seen),
             averager_step=report.averager_step,
-            next_averaging=report.next_averaging,
+            next_averaging=None if report.steps_to_averaging is None else step + report.steps_to_averaging,
         )
 
     def on_bucket(self, state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with types, not names

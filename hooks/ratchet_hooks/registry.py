@@ -114,7 +114,7 @@ HOOKS: dict[str, HookEntry] = {
             "quantization_pertensor",
             "8-bit quantization per tensor",
             specs.QuantizationPertensorSpec,
-            None,
+            "ratchet_hooks.local_sgd:PostLocalSGD",
             "equal",
             False,
             False,

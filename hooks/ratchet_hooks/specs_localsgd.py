@@ -38,7 +38,7 @@ class PostLocalSGDSpec(HookSpecBase):
         None,
         min_length=1,
         description="Averaging in levels (HierarchicalModelAverager): steps of a period -> ranks of its groups, both rising; the "
-        "last group is the whole world.",
+        "last group is the whole world. After a step, the largest period that divides its number (from 0) decides.",
     )
 
     @property
@@ -58,11 +58,23 @@ class PostLocalSGDSpec(HookSpecBase):
         rows = sorted(groups.items())
         if any(period < 1 or size < 2 for period, size in rows):
             raise ValueError("period_group_size_dict: periods are at least 1, groups at least 2 ranks")
-        for (period, size), (later, larger) in itertools.pairwise(rows):
+        for (_, size), (later, larger) in itertools.pairwise(rows):
             if larger <= size or larger % size:
                 raise ValueError(
                     f"period_group_size_dict: groups of {later} steps must be a multiple of {size} ranks, not {larger}"
                 )
-            if later % period:
-                raise ValueError(f"period_group_size_dict: {later} steps must be a multiple of {period} steps")
         return self
+
+    def faults(self, world_size: int, node_ranks: int) -> list[tuple[str, str]]:
+        """(parameter, what is wrong) of what cannot be with ``world_size`` ranks, ``node_ranks`` of them on each node."""
+        size = node_ranks if self.subgroup_size is None else self.subgroup_size
+        out = []
+        if world_size % size:
+            out.append(("subgroup_size", f"{world_size} ranks cannot be divided into subgroups of {size}"))
+        if (
+            self.period_group_size_dict is not None
+            and (last := max(self.period_group_size_dict.values())) != world_size
+        ):
+            text = f"its largest group has {last} ranks, but the last averaging is over all {world_size} of them"
+            out.append(("period_group_size_dict", text))
+        return out

@@ -10,11 +10,24 @@ import torch
 import torch.nn as nn
 
 from ratchet_hooks.build import managed_ddp
-from ratchet_hooks.specs import AllreduceSpec, Fp16CompressSpec, HookSpec, PowerSGDSpec
+from ratchet_hooks.specs import (
+    AllreduceSpec,
+    Bf16CompressSpec,
+    Fp16CompressSpec,
+    HookSpec,
+    NoopSpec,
+    PowerSGDSpec,
+    QuantizationPerchannelSpec,
+    QuantizationPertensorSpec,
+)
 
 SPECS: dict[str, HookSpec] = {
     "allreduce": AllreduceSpec(),
     "fp16_compress": Fp16CompressSpec(),
+    "bf16_compress": Bf16CompressSpec(),
+    "quantization_pertensor": QuantizationPertensorSpec(),
+    "quantization_perchannel": QuantizationPerchannelSpec(bucket_size=100),
+    "noop": NoopSpec(),
     "powerSGD": PowerSGDSpec(matrix_approximation_rank=2, start_powerSGD_iter=3),
 }
 ONE_BUCKET = 25.0  # MiB
@@ -147,6 +160,10 @@ class Run:
                 nn.functional.cross_entropy(self.ddp(x, self.step), y).backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=not self.case.keep_grads)
+        self.end_step()
+
+    def end_step(self) -> None:
+        self.hook.average_parameters()
         self.step += 1
 
     def batch(self, micro: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,6 +19,22 @@ from ratchet_hooks.specs import PowerSGDSpec
 from tests.support.hook_cases import ONE_BUCKET, Case, Checkpoint, Run, differences, same
 
 CPU = torch.device("cpu")
+
+
+STOCK: dict[str, Callable[..., Any]] = {
+    "fp16_compress": default_hooks.fp16_compress_hook,
+    "bf16_compress": default_hooks.bf16_compress_hook,
+    "noop": debugging_hooks.noop_hook,
+}
+
+
+def unnamed(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's hook by another name: DDP refuses bfloat16 on the CPU by the function's."""
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]
+        return stock(state, bucket)
+
+    return hook
 
 
 class StockRun(Run):
@@ -31,16 +47,25 @@ class StockRun(Run):
         self.stock = DistributedDataParallel(self.module, bucket_cap_mb=case.cap, **case.ddp)  # type: ignore[arg-type]
         self.ddp = self.stock  # type: ignore[assignment]
         self.state: Any = None
-        if case.hook == "fp16_compress":
-            self.stock.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        if case.hook in STOCK:
+            self.stock.register_comm_hook(None, unnamed(STOCK[case.hook]))
         elif case.hook == "powerSGD":
             self.state = torch_powersgd.PowerSGDState(None, **case.the_spec.model_dump(exclude={"name", "wrapper"}))
             self.stock.register_comm_hook(self.state, torch_powersgd.powerSGD_hook)
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.05, momentum=0.9)
 
+    def end_step(self) -> None:
+        self.step += 1
+
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in run.module.named_parameters()}
+
+
+def weight_bits(rank: int, case: Case, steps: int) -> dict[str, bytes]:
+    run = Run(rank, case)
+    run.train(steps)
+    return {name: weight.numpy().tobytes() for name, weight in weights(run).items()}
 
 
 def equals_stock(rank: int, case: Case, steps: int) -> list[str]:

@@ -8,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -212,7 +214,8 @@ def test_an_evaluation_leaves_modes_buffers_gradients_and_generators_as_they_wer
     inner.train()
     inner.drop.eval()  # frozen by the user: stays so
     before = _through_a_checkpoint(rng.capture(CPU))
-    with pytest.raises(ZeroDivisionError), undisturbed(outer, CPU, broadcast=False):
+    hook: Any = SimpleNamespace(averaged_parameters=nullcontext)  # of equal replicas
+    with pytest.raises(ZeroDivisionError), undisturbed(outer, hook, CPU, broadcast=False):
         assert not inner.training and not inner(torch.ones(3, requires_grad=True)).requires_grad
         _draw()
         raise ZeroDivisionError

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ratchet_hooks.layout import ManagedDDP
+from ratchet_hooks.managed import ManagedHook
 from ratchet_worker import rng
 from ratchet_worker.exchange import Abandoned, Exchange
 
@@ -52,11 +53,11 @@ class Evaluation:
 
 
 @contextmanager
-def undisturbed(ddp: ManagedDDP, device: torch.device, *, broadcast: bool) -> Iterator[None]:
-    """Eval mode without gradients; afterwards modes, buffers and generators are as before.
+def undisturbed(ddp: ManagedDDP, hook: ManagedHook, device: torch.device, *, broadcast: bool) -> Iterator[None]:
+    """Eval mode without gradients; afterwards modes, parameters, buffers and generators are as before.
 
-    ``broadcast``: inside, every rank has rank 0's buffers, those that DDP would hand out at the next forward: what is evaluated
-    is one model, not one per rank. A collective then.
+    What is evaluated is one model, not one per rank: where replicas differ, their mean stands in the parameters' place. With
+    ``broadcast`` every rank has rank 0's buffers inside, those that DDP would hand out at the next forward. Collectives then.
     """
     modes = [(module, module.training) for module in ddp.modules()]
     buffers = [buffer for _, buffer in sorted(ddp.module.named_buffers())]
@@ -67,7 +68,7 @@ def undisturbed(ddp: ManagedDDP, device: torch.device, *, broadcast: bool) -> It
                 dist.broadcast(buffer, src=0, group=ddp.process_group)
     try:
         ddp.eval()
-        with rng.forked(device), torch.no_grad():
+        with rng.forked(device), hook.averaged_parameters(), torch.no_grad():
             yield
     finally:
         for module, training in modes:

@@ -144,9 +144,14 @@ class Runtime:
         self.counter.start_step(self.step + 1)
 
     def end_step(self) -> None:
-        """The step boundary: after ``optimizer.step()`` and ``zero_grad()``. Without effect when no step is open."""
+        """The step boundary: after ``optimizer.step()`` and ``zero_grad()``. Without effect when no step is open.
+
+        A hook that averages parameters does so here, as the last act of the step: on every rank, also where a scaler skipped
+        ``optimizer.step()`` on some, and before the step counts, is saved or stopped at.
+        """
         if not self._open:
             return
+        self.state.hook_or_refuse()[1].average_parameters()
         self._open = False
         self.step += 1
         self.counter.finish_step(self.step)
@@ -216,12 +221,12 @@ class Runtime:
         Between two steps a stop cuts it short, and it runs again after the resume. Within an open step it belongs to the step, as
         does what a script makes of its values (a scheduler that is stepped by them): a stop comes after both.
         """
-        ddp, _ = self.state.hook_or_refuse()
+        ddp, hook = self.state.hook_or_refuse()
         cut_short = not self._open
         name = self._begin_evaluation()
         self.counter.stage(Stage.EVALUATING)
         try:
-            with undisturbed(ddp, self.device, broadcast=self.launch.spec.ddp.broadcast_buffers):
+            with undisturbed(ddp, hook, self.device, broadcast=self.launch.spec.ddp.broadcast_buffers):
                 yield Evaluation(self.exchange, name, self.counter.tick, lambda: cut_short and self._stop_pending())
         except Abandoned:
             self.reporter.note(

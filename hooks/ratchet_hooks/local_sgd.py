@@ -1,0 +1,163 @@
+"""Post-local SGD (Lin et al., arXiv 1808.07217): torch's ``post_localSGD_hook`` and its averagers as one hook with one state.
+
+The state of the gradients' half is torch's ``PostLocalSGDState``, which cannot be pickled and has no ``__getstate__``:
+``get_state`` and ``set_state`` stand in for it. Its ``iter`` stops at ``start_localSGD_iter``.
+
+The averager's warm-up is no parameter. It ends when the hook's does: with the step in which ``iter`` reaches the start. Where
+every step is one synchronised backward that is torch's ``warmup_steps=start_localSGD_iter``, to the step; where it is not (two
+losses, steps without a backward), replicas would otherwise drift apart unaveraged, or be averaged while they are still equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import JsonValue
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+
+from ratchet_hooks.algorithm import Algorithm, Report, Setup, TensorFuture
+from ratchet_hooks.averagers import Averager, average_in_place
+from ratchet_hooks.codec import Tensors
+from ratchet_hooks.errors import HookStateError, UnsupportedModel
+from ratchet_hooks.groups import partition
+from ratchet_hooks.layout import Layout
+from ratchet_hooks.specs_localsgd import PostLocalSGDSpec
+
+_SLOTS = ("start_localSGD_iter", "post_local_gradient_allreduce", "iter")
+_GROUPS = ("process_group", "subgroup")
+
+
+class PostLocalSGD(Algorithm):
+    """All-reduce over all ranks, from the start on over the subgroup or not at all, and parameters averaged now and then."""
+
+    def __init__(self, spec: PostLocalSGDSpec, setup: Setup) -> None:
+        super().__init__(setup)
+        self._spec = spec
+        if faults := spec.faults(self.group.size(), setup.node_ranks):
+            raise UnsupportedModel("; ".join(f"{key}: {text}" for key, text in faults))
+        parts = _Parts(setup)
+        size = spec.subgroup_size or setup.node_ranks
+        subgroup = parts.of(size) if spec.post_local_gradient_allreduce else None
+        self.state = PostLocalSGDState(
+            self.group, subgroup, spec.start_localSGD_iter, spec.post_local_gradient_allreduce
+        )  # type: ignore[no-untyped-call]
+        levels = spec.period_group_size_dict
+        periods = {spec.period: self.group.size()} if levels is None else levels
+        groups = {period: parts.of(ranks) for period, ranks in periods.items()}
+        self.averager = Averager(groups, hierarchical=levels is not None)
+        if spec.start_localSGD_iter == 0:
+            self.averager.warm_up = 0
+
+    def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
+        buffer, state = bucket.buffer(), self.state
+        if self.local:
+            group = state.subgroup if state.post_local_gradient_allreduce else None
+        else:
+            group = state.process_group
+            state.maybe_increase_iter(bucket)  # type: ignore[no-untyped-call]
+            if self.local:
+                self.averager.warm_up = self.averager.step + 1
+        if group is None:
+            future: TensorFuture = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+            future.set_result(buffer)
+            return future, 0
+        work: Any = dist.all_reduce(buffer.div_(group.size()), group=group, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0]), buffer.nbytes
+
+    @property
+    def local(self) -> bool:
+        """Whether the next iteration is one behind the warm-up."""
+        return bool(self.state.iter >= self.state.start_localSGD_iter)
+
+    def average(self) -> None:
+        group = self.averager.next_group()
+        if group is not None:
+            average_in_place(list(self.setup.parameters.values()), group)
+
+    def capture(self, layout: Layout | None) -> tuple[Tensors, JsonValue]:
+        """The state of ``PostLocalSGDState`` and of the averager, equal on all ranks; no tensors."""
+        return {}, {"slots": get_state(self.state), "averager": self._asked() | self._averager_state()}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
+        recorded = state if isinstance(state, dict) else {}
+        slots, averager = recorded.get("slots"), recorded.get("averager")
+        if tensors or not isinstance(slots, dict) or not isinstance(averager, dict):
+            raise HookStateError(min(tensors, default="state"), "not a recorded state of post_localSGD")
+        _check(slots, get_state(self.state) | {"iter": slots.get("iter")}, "state")
+        _check(averager, self._asked() | {key: averager.get(key) for key in self._averager_state()}, "averager")
+        _count(slots["iter"], "state.iter")
+        step, warm_up = _count(averager["step"], "averager.step"), averager["warm_up"]
+        self.averager.warm_up = None if warm_up is None else _count(warm_up, "averager.warm_up")
+        self.averager.step = step
+        set_state(self.state, slots)
+
+    def report(self) -> Report:
+        left = self.state.start_localSGD_iter - self.state.iter
+        warm_up = self.averager.warm_up if self.averager.warm_up is not None else self.averager.step + left
+        return Report(
+            phase="local" if self.local else "warm-up",
+            averager_step=self.averager.step,
+            steps_to_averaging=self.averager.steps_until(warm_up),
+        )
+
+    def _averager_state(self) -> dict[str, JsonValue]:
+        return {"step": self.averager.step, "warm_up": self.averager.warm_up}
+
+    def _asked(self) -> dict[str, JsonValue]:
+        """What else must be the same for the run to go on as it was; as asked for, since defaults follow the number of ranks."""
+        levels = self._spec.period_group_size_dict
+        return {
+            "subgroup_size": self._spec.subgroup_size,
+            "period": self._spec.period,
+            "levels": None if levels is None else [[period, size] for period, size in sorted(levels.items())],
+        }
+
+
+class _Parts:
+    """Parts of the main group, each size made once, in the order in which they are asked for."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._made: dict[int, dist.ProcessGroup] = {}
+
+    def of(self, size: int) -> dist.ProcessGroup | None:
+        """None for parts of a single rank, which has nobody to talk to."""
+        if size == 1:
+            return None
+        if size not in self._made:
+            self._made[size] = partition(self._setup.group, self._setup.device, size)
+        return self._made[size]
+
+
+def get_state(state: PostLocalSGDState) -> dict[str, JsonValue]:
+    """What ``PostLocalSGDState.__getstate__`` would give: everything but its process groups."""
+    if odd := set(state.__slots__) ^ {*_SLOTS, *_GROUPS}:
+        raise HookStateError(
+            f"state.{min(odd)}", "not a slot of PostLocalSGDState in torch 2.13; ratchet_hooks needs that"
+        )
+    return {key: getattr(state, key) for key in _SLOTS}
+
+
+def set_state(state: PostLocalSGDState, slots: Mapping[str, Any]) -> None:
+    """What ``__setstate__`` would do; the process groups stay attached."""
+    for key in _SLOTS:
+        setattr(state, key, slots[key])
+
+
+def _check(recorded: Mapping[str, Any], asked: Mapping[str, Any], where: str) -> None:
+    if odd := set(recorded) ^ set(asked):
+        raise HookStateError(f"{where}.{min(odd)}", "missing or unknown in the recorded state")
+    for key, value in asked.items():
+        if recorded[key] != value:
+            raise HookStateError(
+                f"{where}.{key}", f"recorded with {recorded[key]!r}, but the hook asked for has {value!r}"
+            )
+
+
+def _count(value: Any, key: str) -> int:
+    if type(value) is not int or value < 0:
+        raise HookStateError(key, f"recorded as {value!r}, but it is a count")
+    return value
