@@ -13,8 +13,8 @@ from pydantic import BaseModel, ValidationError
 
 from ratchet_contract.errors import FieldProblem, SpecError
 from ratchet_contract.spec import JobSpec
-from ratchet_hooks.registry import HOOKS, HookEntry
-from ratchet_hooks.specs import WRAPPERS, PostLocalSGDSpec, canonical_hook_name, canonical_wrapper, normalise_hook
+from ratchet_hooks.registry import HOOKS
+from ratchet_hooks.specs import PostLocalSGDSpec, canonical_hook_name, normalise_hook
 
 _NOT_YET = "is not available yet in this version; remove it"
 _MAX_PROBLEMS = 50
