@@ -223,13 +223,13 @@ def cross_check(spec: JobSpec) -> list[FieldProblem]:
             "ddp-conflict",
             "static_graph finds unused parameters itself; give only one of them",
         )
+    if isinstance(spec.hook, PostLocalSGDSpec):
+        for key, text in spec.hook.faults(spec.world.size, spec.world.ranks_per_node):
+            refuse(f"/hook/{key}", "hook-world", text)
     if spec.script is not None:
         _check_script(spec, refuse)
     both = sorted(set(spec.env) & set(spec.secrets))
     for name in both:
-    if isinstance(spec.hook, PostLocalSGDSpec):
-        for key, text in spec.hook.faults(spec.world.size, spec.world.ranks_per_node):
-            refuse(f"/hook/{key}", "hook-world", text)
         refuse(f"/secrets/{name}", "duplicate-variable", f"{name} is given in env and in secrets; keep one")
     threads = spec.env.get("OMP_NUM_THREADS")
     if threads is not None:

@@ -72,6 +72,11 @@ class ManagedDDP(DistributedDataParallel):
         """Whether the layout can no longer change."""
         return self._fixed or self._has_rebuilt_buckets
 
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters whose gradients DDP averages, by name, in registration order: not those that it was asked to ignore."""
+        ignored = self.parameters_to_ignore
+        return {n: p for n, p in self.module.named_parameters() if p.requires_grad and n not in ignored}
+
     def name_of(self, parameter: torch.Tensor) -> str:
         return self._names[id(parameter)]
 
@@ -121,11 +126,6 @@ class ManagedDDP(DistributedDataParallel):
                 "drop static_graph to accumulate gradients"
             )
         return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-
-    def trained(self) -> dict[str, torch.nn.Parameter]:
-        """The parameters whose gradients DDP averages, by name, in registration order: not those that it was asked to ignore."""
-        ignored = self.parameters_to_ignore
-        return {n: p for n, p in self.module.named_parameters() if p.requires_grad and n not in ignored}
 
     def _rebuild_limits(self) -> list[int]:
         """Bytes of the first and of every further bucket in a rebuild."""

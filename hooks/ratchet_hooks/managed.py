@@ -74,6 +74,13 @@ class ManagedHook:
         """
         self._algorithm.average()
 
+    def averaged_parameters(self) -> AbstractContextManager[None]:
+        """Inside, the parameters hold their mean over the ranks, and afterwards this rank's own again, bit for bit: what to
+        evaluate where replicas differ. A collective then, and without effect where they are equal."""
+        if self.replicas == "equal":
+            return nullcontext()
+        return averaged(list(self._parameters.values()), self._algorithm.group)
+
     def warnings(self) -> list[HookWarning]:
         """What went wrong without an error: overflow, non-finite averages; one entry per parameter and kind."""
         return self._algorithm.watch.warnings()
@@ -86,13 +93,6 @@ class ManagedHook:
             "hook": self.spec.name,
             "wrapper": self.spec.wrapper,
             "iteration": self.iteration,
-    def averaged_parameters(self) -> AbstractContextManager[None]:
-        """Inside, the parameters hold their mean over the ranks, and afterwards this rank's own again, bit for bit: what to
-        evaluate where replicas differ. A collective then, and without effect where they are equal."""
-        if self.replicas == "equal":
-            return nullcontext()
-        return averaged(list(self._parameters.values()), self._algorithm.group)
-
             "layout": None if layout is None else [list[JsonValue](bucket) for bucket in layout],
         }
         tensors, data["state"] = self._algorithm.capture(layout)
