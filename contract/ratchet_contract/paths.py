@@ -58,6 +58,11 @@ class HomePaths:
         return self.home / "ratchet.db"
 
     @property
+    def database_reserve(self) -> Path:
+        """Room beside a SQLite database that a deletion may take."""
+        return self.home / "ratchet.reserve"
+
+    @property
     def code(self) -> Path:
         return self.home / "code"
 

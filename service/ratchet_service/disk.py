@@ -12,6 +12,7 @@ from typing import Final
 from sqlalchemy.exc import DBAPIError
 
 from ratchet_contract.errors import Refused
+from ratchet_contract.paths import HomePaths
 from ratchet_service.database import Database
 
 CODE: Final = "disk-full"
@@ -91,7 +92,7 @@ def _directory(database: Database) -> Path | None:
 
 def _reserve_file(database: Database) -> Path | None:
     directory = _directory(database)
-    return None if directory is None else directory / "ratchet.reserve"
+    return None if directory is None else HomePaths(directory).database_reserve
 
 
 def free_bytes(directory: Path) -> int | None:
