@@ -2,8 +2,15 @@
 
 Torch-free: ``specs``, ``registry``, ``summary``, ``errors``. Everything that touches tensors lives in modules that import torch
 themselves. The package stands alone: a training script of your own needs nothing else of Ratchet to resume a hook bit for bit.
-Save what ``capture`` gives, on every rank, together with model, optimizer and RNG, and build with it. (Here into one file per
-rank; examples/adoption/1_hooks also holds when ranks are killed while they save.)
+
+Where DDP is made elsewhere, or stays as it is, three lines do it (``ratchet_hooks.registration`` tells what they take)::
+
+    ratchet_hooks.register(ddp_model, (powersgd_state, powerSGD_hook))      # in place of ddp_model.register_comm_hook
+    saved = ratchet_hooks.capture(ddp_model)                                # on every rank, with model, optimizer and RNG
+    ratchet_hooks.restore(ddp_model, saved)                                 # on every rank, before the first forward
+
+A script that makes DDP and hook together saves what ``capture`` gives in the same way, and builds with it. (Here into one file
+per rank; examples/adoption/1_hooks also holds when ranks are killed while they save.)
 
     from pathlib import Path
 
@@ -53,3 +60,20 @@ rank; examples/adoption/1_hooks also holds when ranks are killed while they save
         train(Path("."), steps=20)
         close_group()
 """
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["capture", "register", "restore"]
+
+_LAZY = dict.fromkeys(__all__, "ratchet_hooks.registration")  # names with torch behind them
+
+
+def __getattr__(name: str) -> Any:
+    """``register``, ``capture`` and ``restore``, which import torch when they are first asked for."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_LAZY[name]), name)

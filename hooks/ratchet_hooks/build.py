@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -29,7 +30,7 @@ from ratchet_hooks.watch import HookWarning
 
 __all__ = [
     "STATE_VERSION", "HookStateError", "HookWarning", "LayoutMismatch", "ManagedDDP", "ManagedHook", "UnsupportedModel",
-    "close_group", "managed_ddp", "redistribute",
+    "attach", "close_group", "managed_ddp", "redistribute",
 ]  # fmt: skip
 
 _DDP_OPTIONS = frozenset(
@@ -75,7 +76,7 @@ def managed_ddp(
         recorded_layout = check_data(captured[1], spec)["layout"]
     if device is None:
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    _check_module(module, spec)
+    check_module(module, spec)
     group = process_group if process_group is not None else dist.group.WORLD
     if group is None:
         raise RuntimeError("torch.distributed is not initialised; call init_process_group first")
@@ -86,28 +87,38 @@ def managed_ddp(
         # broadcast_buffers=False is deprecated, but what replaces it still broadcasts buffers once.
         warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
         wrapped = ManagedDDP(module, recorded=recorded_layout, device_ids=device_ids, process_group=group, **kwargs)
-    setup = Setup(
-        group=group,
-        parameters={name: p for name, p in module.named_parameters() if p.requires_grad},
-        device=device,
-        node_ranks=node_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", group.size())),
-    )
-    hook = ManagedHook(spec, wrapped, _algorithm(spec, setup))
-    wrapped.register_comm_hook(None, hook.on_bucket)
+    hook = attach(wrapped, spec, node_ranks=node_ranks)
     if captured is not None:
         hook.restore(*captured)
     return wrapped, hook
 
 
-def _algorithm(spec: HookSpec, setup: Setup) -> Algorithm:
-    builder = HOOKS[spec.name].builder
-    if builder is None:
+def attach(
+    ddp: ManagedDDP, spec: HookSpec, *, node_ranks: int | None = None, make: Callable[[Setup], Algorithm] | None = None
+) -> ManagedHook:
+    """The hook of ``spec``, registered on ``ddp``, which has none yet. ``make`` builds it from objects that no spec can name."""
+    group = ddp.process_group
+    setup = Setup(
+        group=group,
+        parameters=ddp.trained(),
+        device=ddp.device,
+        node_ranks=node_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", group.size())),
+    )
+    hook = ddp.hook = ManagedHook(spec, ddp, _algorithm(spec, setup, make))
+    ddp.register_comm_hook(None, hook.on_bucket)
+    return hook
+
+
+def _algorithm(spec: HookSpec, setup: Setup, make: Callable[[Setup], Algorithm] | None) -> Algorithm:
+    entry = HOOKS[spec.name]
+    if entry.builder is None and make is None:
         raise UnsupportedModel(f"hook {spec.name} is not available in this version")
     if spec.wrapper is not None:
         raise UnsupportedModel(f"wrapper {spec.wrapper} is not available in this version")
-    module, _, attribute = builder.partition(":")
-    made: Algorithm = getattr(import_module(module), attribute)(spec, setup)
-    return made
+    if make is None:
+        module, _, attribute = str(entry.builder).partition(":")
+        make = partial(getattr(import_module(module), attribute), spec)
+    return make(setup)
 
 
 def _ddp_kwargs(ddp: Mapping[str, object]) -> dict[str, Any]:
@@ -122,7 +133,8 @@ def _ddp_kwargs(ddp: Mapping[str, object]) -> dict[str, Any]:
     return kwargs
 
 
-def _check_module(module: torch.nn.Module, spec: HookSpec) -> None:
+def check_module(module: torch.nn.Module, spec: HookSpec) -> None:
+    """Raise ``UnsupportedModel`` for a parameter that the hook would spoil."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     for name, parameter in trained.items():
         if parameter.is_complex() and spec.name != "allreduce":

@@ -30,7 +30,9 @@ from ratchet_hooks.errors import LayoutMismatch, UnsupportedModel
 Layout = list[list[str]]
 
 _REDUCER_API = ("_push_all_rebuilt_params", "_rebuild_buckets", "_get_zeros_like_grad_buckets")
-_DDP_API = ("_build_params_for_reducer", "_pre_forward", "register_comm_hook")
+_DDP_API = (
+    "_build_params_for_reducer", "_ddp_init_helper", "_pre_forward", "_remove_autograd_hooks", "register_comm_hook",
+)  # fmt: skip
 
 
 def require_torch() -> None:
@@ -47,22 +49,70 @@ class ManagedDDP(DistributedDataParallel):
     _recorded: Layout | None
     _names: dict[int, str]
     _static_wanted: bool
+    _trains: bool  # a forward with gradients has begun
+    hook: Any = None  # the ManagedHook that is registered
 
     def __init__(self, module: torch.nn.Module, *, recorded: Layout | None, **kwargs: Any) -> None:
         require_torch()
         # Past nn.Module's attribute machinery: the base constructor already calls _build_params_for_reducer.
-        self.__dict__["_recorded"] = recorded
-        self.__dict__["_names"] = {id(p): name for name, p in module.named_parameters()}
-        self.__dict__["_static_wanted"] = bool(kwargs.get("static_graph"))
+        names = {id(p): name for name, p in module.named_parameters()}
+        static = bool(kwargs.get("static_graph"))
+        self.__dict__.update(_recorded=recorded, _names=names, _static_wanted=static, _trains=False)
         super().__init__(module, **kwargs)
-        if self._use_python_reducer:
-            raise UnsupportedModel(
-                "torch._dynamo's python_reducer runs no communication hook; choose another optimize_ddp"
+        _check_reducer(self)
+        self._stand(recorded)
+
+    @classmethod
+    def adopt(cls, ddp: DistributedDataParallel) -> ManagedDDP:
+        """Make ``ddp``, which somebody else constructed, a managed one: the same object, on a new reducer without a hook.
+
+        A collective; before the first forward. Raises ``UnsupportedModel``, and leaves ``ddp`` as it was, where that cannot be.
+        """
+        require_torch()
+        _check_adoptable(ddp)
+        names = {id(p): name for name, p in ddp.module.named_parameters()}
+        ddp.__dict__.update(_recorded=None, _names=names, _static_wanted=ddp.static_graph, _trains=False)
+        ddp.__class__ = cls
+        assert isinstance(ddp, cls)
+        try:
+            ddp.stand_on(None)
+        except UnsupportedModel:
+            ddp.__class__ = DistributedDataParallel  # type: ignore[assignment]
+            raise
+        return ddp
+
+    def stand_on(self, recorded: Layout | None) -> None:
+        """Replace the reducer by one on ``recorded``, or on DDP's own layout; the hook goes with it and must be registered again.
+
+        A collective, before the first forward of this process that trains. Raises ``RuntimeError`` after it, and
+        ``LayoutMismatch`` for a layout that cannot stand here.
+        """
+        if self._trains:
+            raise RuntimeError(
+                "the buckets of a DDP that has trained cannot be laid anew: restore into a new one, before its first forward"
             )
-        self._fixed = False
-        if self.find_unused_parameters:
-            self._fixed = True
-        elif recorded is not None or self.static_graph:
+        before, self._recorded = self._recorded, recorded
+        try:
+            parameters, sparse = self._build_params_for_reducer()
+        except (UnsupportedModel, LayoutMismatch):
+            self._recorded = before
+            raise
+        names: Any = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
+        self._remove_autograd_hooks()  # type: ignore[no-untyped-call]
+        # The logger holds it: both go, so that its buckets are freed before the new ones are made.
+        del self.__dict__["reducer"]
+        self.logger = None
+        self._ddp_init_helper(parameters, sparse, names, self._static_wanted)  # type: ignore[no-untyped-call]
+        self._comm_hooks, self._has_rebuilt_buckets = [], False
+        if self._static_wanted:
+            self.static_graph = False
+            self._set_static_graph()  # type: ignore[no-untyped-call]
+        self._stand(recorded)
+
+    def _stand(self, recorded: Layout | None) -> None:
+        """Make a new reducer's layout final where it can be. Raises ``LayoutMismatch`` when it is not the recorded one."""
+        self._fixed = self.find_unused_parameters
+        if not self._fixed and (recorded is not None or self.static_graph):
             self.fix_layout()
         if recorded is not None and (found := self.read_layout()) != recorded:
             raise mismatch(recorded, found, "after construction")
@@ -125,12 +175,38 @@ class ManagedDDP(DistributedDataParallel):
                 "static_graph learns the graph in this process's first backward, which must not be under no_sync; "
                 "drop static_graph to accumulate gradients"
             )
+        self._trains = self._trains or torch.is_grad_enabled()
         return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def _rebuild_limits(self) -> list[int]:
         """Bytes of the first and of every further bucket in a rebuild."""
         config = self._bucket_config
         return [config.first_bucket_bytes_cap, config.bucket_bytes_cap]
+
+
+def _check_reducer(ddp: DistributedDataParallel) -> None:
+    if ddp._use_python_reducer:
+        raise UnsupportedModel("torch._dynamo's python_reducer runs no communication hook; choose another optimize_ddp")
+
+
+def _check_adoptable(ddp: DistributedDataParallel) -> None:
+    """Raise ``UnsupportedModel`` for a DDP whose reducer cannot be replaced."""
+    _check_reducer(ddp)
+    reason = None
+    if type(ddp) is not DistributedDataParallel:
+        reason = f"a {type(ddp).__name__} is not torch's DistributedDataParallel itself; wrap the module in that"
+    elif ddp._lazy_init_ran:
+        reason = "this DDP has run a forward: register the hook right after its construction"
+    elif ddp.mixed_precision is not None:
+        reason = "DDP's mixed_precision registers a hook of its own; use torch.autocast instead"
+    elif ddp._delay_all_reduce_params:
+        reason = "delay_all_reduce_named_params reduces gradients past the hook; drop it"
+    elif ddp.bucket_bytes_cap_list:
+        reason = "bucket_cap_mb_list is not managed; give bucket_cap_mb"
+    elif ddp.static_graph and ddp.find_unused_parameters:
+        reason = "static_graph finds unused parameters itself; give only one of the two"
+    if reason is not None:
+        raise UnsupportedModel(reason)
 
 
 def _order_for(

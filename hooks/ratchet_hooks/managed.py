@@ -67,6 +67,17 @@ class ManagedHook:
                 self._fixed = self._ddp.read_layout()
         return None if self._fixed is None else [list(bucket) for bucket in self._fixed]
 
+    def lay_out(self, recorded: Layout) -> None:
+        """Have DDP reduce in the buckets of ``recorded`` from its first iteration on: a new reducer, under this hook.
+
+        A collective, before the first forward. Raises ``LayoutMismatch`` for a layout that cannot stand here, ``RuntimeError``
+        after that forward.
+        """
+        self._ddp.stand_on(recorded)
+        self._ddp.register_comm_hook(None, self.on_bucket)
+        self._fixed = self._ddp.read_layout()
+        self._known.clear()
+
     def average_parameters(self) -> None:
         """Call after every optimizer step, on every rank, before anything reads the parameters.
 

@@ -180,7 +180,7 @@ def capture_mid_backward(rank: int) -> str:
 def save_to_disk(rank: int, directory: str, steps: int) -> None:
     """The script of the package's docstring, up to ``steps``; goes on from what the directory holds."""
     text = ratchet_hooks.__doc__ or ""
-    source = "\n".join(line[4:] for line in text.split("\n\n", 2)[2].splitlines())
+    source = "\n".join(line[4:] for line in text[text.index("    from pathlib") :].splitlines())
     scope: dict[str, Any] = {"__name__": "example"}
     exec(compile(source, "ratchet_hooks.__doc__", "exec"), scope)
     scope["train"](Path(directory), steps)

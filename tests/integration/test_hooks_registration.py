@@ -1,0 +1,92 @@
+"""Hooks on DDP instances that others made: the same bits as under ``managed_ddp``, and resumed exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ratchet_hooks.specs import PowerSGDSpec
+from tests.support.groups import Ranks
+from tests.support.hook_cases import MANY_BUCKETS, Case
+from tests.support.registered import documented, refusal, registered_differences, spec_from, taken_over
+
+GUARDED = PowerSGDSpec(matrix_approximation_rank=2, start_powerSGD_iter=3, orthogonalization_epsilon=1e-8)
+CONFIGURATIONS = {
+    "plain": Case(),
+    "static_graph": Case(ddp={"static_graph": True}),
+    "gradient_as_bucket_view": Case(ddp={"gradient_as_bucket_view": True}),
+    "static_views": Case(ddp={"static_graph": True, "gradient_as_bucket_view": True}, keep_grads=True),
+    "unused": Case(ddp={"find_unused_parameters": True}, unused=True),
+    "static_unused": Case(ddp={"static_graph": True}, unused=True),
+    "accumulation_views": Case(accumulate=2, ddp={"gradient_as_bucket_view": True}),
+    "order_changes": Case(turn=3),
+    "mixed_tied_frozen": Case(mixed=True),
+    "no_buffer_broadcast": Case(ddp={"broadcast_buffers": False}),
+}
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("name", list(CONFIGURATIONS))
+def test_every_ddp_configuration_resumes_exactly(two: Ranks, name: str) -> None:
+    case = replace(CONFIGURATIONS[name], hook="powerSGD", cap=MANY_BUCKETS, spec=GUARDED)
+    assert two.run(registered_differences, case, 6, 4) == [[], []]
+
+
+def test_three_lines_make_the_documented_example_right(two: Ranks) -> None:
+    """The control is the example as it stands, with rank 0's hook state on all ranks."""
+    assert min(two.run(documented, "documented", 12, 5)) > 0.01
+    assert two.run(documented, "ratchet", 12, 5) == [0.0, 0.0]
+
+
+def test_nothing_is_left_of_the_reducer_and_hook_before(two: Ranks) -> None:
+    for seen in two.run(taken_over):
+        assert seen["calls"] == 0 and not seen["alive"] and seen["same"]
+        assert sorted(seen["buckets"]) == list(range(len(seen["buckets"]))) and len(seen["buckets"]) >= 2
+        assert seen["name"] == "ManagedDDP" and "on_bucket" in seen["logged"]
+
+
+ASKED = {"matrix_approximation_rank": 3, "start_powerSGD_iter": 8, "use_error_feedback": False, "random_seed": 5}
+SPECS: dict[str, dict[str, Any]] = {
+    "allreduce": {"name": "allreduce"},
+    "fp16": {"name": "fp16_compress", "wrapper": None},
+    "pertensor": {"name": "quantization_pertensor"},
+    "powerSGD": {"name": "powerSGD", "wrapper": None, **ASKED},
+    "wrapped": {"name": "powerSGD", "wrapper": "fp16_compress_wrapper", **ASKED},
+    "wrapper": {"name": "powerSGD", "wrapper": "bf16_compress_wrapper", **ASKED, "warm_start": False},
+}
+
+
+@pytest.mark.parametrize("name", list(SPECS))
+def test_objects_of_torch_keep_their_parameters(two: Ranks, name: str) -> None:
+    for found in two.run(spec_from, name):
+        assert {key: found.get(key) for key in SPECS[name]} == SPECS[name]
+
+
+@pytest.mark.parametrize(
+    ("what", "advice"),
+    [
+        ("after a forward", "right after its construction"),
+        ("restored late", "before its first forward"),
+        ("used state", "register a new one"),
+        ("no hook", "name one"),
+        ("twice", "one DDP has one hook"),
+        ("not a DDP", "wrap the model"),
+        ("subclass", "_Subclass"),
+        ("wrapped twice", "one wrapper"),
+        ("unknown parameter", "matrix_approximation_rank"),
+        ("unmanaged", "ratchet_hooks.register"),
+        ("unmanaged capture", "ratchet_hooks.register"),
+        ("other group", "same process_group"),
+    ],
+)
+def test_what_cannot_be_managed_is_refused_with_advice(two: Ranks, what: str, advice: str) -> None:
+    for message in two.run(refusal, what):
+        assert advice in message
