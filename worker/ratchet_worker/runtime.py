@@ -32,6 +32,7 @@ from ratchet_worker.data.epochs import endless
 from ratchet_worker.environment_record import Record
 from ratchet_worker.evaluation import Evaluation, undisturbed
 from ratchet_worker.exchange import Abandoned, Exchange
+from ratchet_worker.gather import Gatherer
 from ratchet_worker.job_state import JobState
 from ratchet_worker.reporter import Reason, Reporter, metric
 from ratchet_worker.restore import Chosen
@@ -74,7 +75,9 @@ class Runtime:
         self.data_digest: str | None = None
         self.environment: Record = {}
         self.notes = resume.Notes()
-        self.gathers = 0  # of the script's Sessions
+        self.gathers = 0  # of the script's Sessions, of JSON values
+        self.gatherer = Gatherer()
+        self.abandonable = False  # within an evaluation that a stop may cut short
         self._unit = position(self.step)  # the last one begun
         self._ended = False  # the last step is done, the final checkpoint made
         self._open = False  # between begin_step and end_step
@@ -107,10 +110,9 @@ class Runtime:
         """DDP under the job's hook, on the recorded bucket layout. A collective. Raises ``UserError``."""
         if self.state.ddp is not None:
             raise UserError("one model per job can be wrapped; put several networks into one module")
-        self.state.ddp, self.state.hook = resume.build(
-            self.launch, self.chosen, module.to(self.device), self.device, self.notes
-        )
-        return self.state.ddp
+        ddp, hook = resume.build(self.launch, self.chosen, module.to(self.device), self.device, self.notes)
+        self.state.wrapped(ddp, hook)
+        return ddp
 
     def restore(self, total: int | None) -> None:
         """Put back what was registered, tell how it went, and say that training begins. On every rank, once.
@@ -224,6 +226,7 @@ class Runtime:
         ddp, hook = self.state.hook_or_refuse()
         cut_short = not self._open
         name = self._begin_evaluation()
+        self.abandonable = cut_short
         self.counter.stage(Stage.EVALUATING)
         try:
             with undisturbed(ddp, hook, self.device, broadcast=self.launch.spec.ddp.broadcast_buffers):
@@ -232,6 +235,8 @@ class Runtime:
             self.reporter.note(
                 "evaluation-abandoned", f"a stop left the evaluation after step {self.step}; it runs again"
             )
+        finally:
+            self.abandonable = False
         self.counter.stage(Stage.TRAINING)
 
     def _begin_evaluation(self) -> str:

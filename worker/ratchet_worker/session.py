@@ -39,6 +39,8 @@ The rules:
 - All ranks do the same number of steps, in one loop: behind its ``total`` the job has ended, and no further step can be asked
   for. Phases of a training are ``if step < 500`` in the body. ``break`` on all ranks in the same step ends the job early; the
   step counts if its backward was done.
+- Under ``post_localSGD`` parameters are averaged over the ranks at the end of the body, every few steps: when the next step is
+  asked for they are other ones than those that ``optimizer.step()`` left. No averager of the script's own.
 - A stop that the ranks agreed on comes out of ``steps`` as ``Stopped`` (a ``SystemExit``): let it pass.
 - The script runs again from its first line in every attempt. Its current directory is the job's own copy of the code, kept over
   all attempts; the code itself is imported from a read-only snapshot.
@@ -65,10 +67,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from ratchet_contract.errors import UserError
 from ratchet_worker.evaluation import Evaluation
@@ -191,9 +194,33 @@ class Session:
         """See the module's text. Every rank enters it after the same step."""
         return self._runtime.evaluating()
 
-    def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's JSON value in rank order; every rank calls it. Not in an evaluation: use ``ev.gather`` there."""
+    @overload
+    def all_gather(
+        self, value: torch.Tensor, group: ProcessGroup | None = None, sync_grads: bool = True
+    ) -> torch.Tensor: ...
+
+    @overload
+    def all_gather(self, value: Any) -> list[Any]: ...
+
+    def all_gather(self, value: Any, group: ProcessGroup | None = None, sync_grads: bool = True) -> Any:
+        """Every rank's value in rank order; every rank calls it. JSON values come as a list, tensors stacked: (ranks, *shape).
+
+        Tensors: ``group`` has the ranks that take part (None: all). Gradients flow back: each rank's tensor gets the sum, over
+        the ranks, of the gradients of its slice; so every rank uses the result in its loss. ``sync_grads=False`` detaches.
+        Tensors that differ in kind between the ranks are refused on all of them.
+
+        A step waits for it, and a stop for the step. Not in an evaluation, which a stop may cut short: use ``ev.gather`` there.
+        """
         runtime = self._runtime
+        if isinstance(value, torch.Tensor):
+            if runtime.abandonable:
+                raise UserError(
+                    "all_gather of tensors in an evaluation between two steps could leave ranks waiting when a stop cuts it "
+                    "short: use ev.gather or ev.averages there, or evaluate in the body of the loop"
+                )
+            return runtime.gatherer.gather(value, group, sync_grads)
+        if group is not None:
+            raise UserError("all_gather takes a group for tensors only; JSON values are gathered from all ranks")
         runtime.gathers += 1
         values = runtime.exchange.gather(f"session/{runtime.gathers}", value)
         if self.rank == 0 and runtime.gathers > 1:
