@@ -38,11 +38,12 @@ class Setup:
 
 @dataclass
 class Report:
-    """The part of a summary that only the algorithm knows; see ``HookSummary`` for the fields. None: as without compression."""
+    """The part of a summary that only the algorithm knows; see ``HookSummary`` for the fields. Elements None: as without
+    compression; a ``compression_rate`` of None: nobody knows what is sent."""
 
     phase: HookPhase = "steady"
     iteration: int | None = None
-    compression_rate: float = 1.0
+    compression_rate: float | None = 1.0
     elements_before: int | None = None
     elements_after: int | None = None
     residual_norm: float | None = None
@@ -63,8 +64,9 @@ class Algorithm:
         self.group = setup.group
         self.watch = Watch()
 
-    def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
-        """Begin to average a bucket over the ranks; the future of its flat tensor and the bytes that this rank sends."""
+    def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int | None]:
+        """Begin to average a bucket over the ranks; the future of its flat tensor and the bytes that this rank sends (None: not
+        known)."""
         raise NotImplementedError
 
     def average(self) -> None:

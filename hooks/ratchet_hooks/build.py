@@ -23,8 +23,8 @@ from ratchet_hooks.errors import HookStateError, LayoutMismatch, UnsupportedMode
 from ratchet_hooks.groups import close_group
 from ratchet_hooks.layout import Layout, ManagedDDP
 from ratchet_hooks.managed import ManagedHook
-from ratchet_hooks.registry import HOOKS
-from ratchet_hooks.specs import HookSpec
+from ratchet_hooks.registry import HOOKS, is_stateful
+from ratchet_hooks.specs import CustomSpec, HookSpec
 from ratchet_hooks.states import STATE_VERSION, check_data, redistribute
 from ratchet_hooks.watch import HookWarning
 
@@ -104,7 +104,10 @@ def attach(
         device=ddp.device,
         node_ranks=node_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", group.size())),
     )
-    hook = ddp.hook = ManagedHook(spec, ddp, _algorithm(spec, setup, make))
+    algorithm = _algorithm(spec, setup, make)
+    if isinstance(spec, CustomSpec) and is_stateful(spec):
+        ddp.fix_layout()  # a user's state may be kept by bucket index, which DDP's rebuild after the first iteration would change
+    hook = ddp.hook = ManagedHook(spec, ddp, algorithm)
     ddp.register_comm_hook(None, hook.on_bucket)
     return hook
 

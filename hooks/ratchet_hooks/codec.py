@@ -8,7 +8,8 @@ key, its tag (``{"float": "0x1.8p+1"}``, ``{"dict": [[key, value], ...]}``, ``{"
 and the type of dictionary keys whatever a JSON writer does with objects.
 
 What comes back: the same types, values, dictionary order, dtypes, dense strides (channels-last stays channels-last), and
-sharing between tensors (two views of one storage are two views again). Tensors come back on the CPU without autograd history.
+sharing between tensors (two views of one storage are two views again). Tensors come back on the CPU, or where the reader says
+for those that lay on an accelerator, without autograd history.
 A container that appears twice comes back as two equal containers.
 """
 
@@ -186,6 +187,8 @@ class _Encoder:
             out["dtype"] = str(plain.dtype).removeprefix("torch.")
         if not plain.is_contiguous() and is_dense(plain):
             out["stride"] = list(plain.stride())
+        if not plain.is_cpu:
+            out["accelerator"] = True
         plain = plain.contiguous()
         self.tensors[str(out["name"])] = torch.view_as_real(plain) if plain.dtype.is_complex else plain
         return out
@@ -200,6 +203,7 @@ class _Encoder:
             self.tensors[name] = raw
             self.names[key] = name
         return {
+            **({} if tensor.is_cpu else {"accelerator": True}),
             "storage": self.names[key],
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "offset": int(tensor.storage_offset()),

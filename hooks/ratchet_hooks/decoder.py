@@ -17,9 +17,11 @@ BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
 
-def decode(tensors: Mapping[str, torch.Tensor], data: JsonValue) -> object:
-    """Inverse of ``encode``. Raises ``HookStateError`` on malformed data and on tensors that are missing or left over."""
-    decoder = _Decoder(tensors)
+def decode(tensors: Mapping[str, torch.Tensor], data: JsonValue, *, device: torch.device | None = None) -> object:
+    """Inverse of ``encode``. Tensors come back on the CPU; those that lay on an accelerator on ``device``, if it is given.
+
+    Raises ``HookStateError`` on malformed data and on tensors that are missing or left over."""
+    decoder = _Decoder(tensors, device)
     value = decoder.value(data, "data")
     left = sorted(set(tensors) - decoder.used)
     if left:
@@ -34,8 +36,9 @@ def _float_of(text: str) -> float:
 
 
 class _Decoder:
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], device: torch.device | None) -> None:
         self.tensors = tensors
+        self.device = device
         self.used: set[str] = set()
         self.shared: dict[str, torch.Tensor] = {}
         self.tags: dict[str, Callable[[Any, str], object]] = {
@@ -105,19 +108,25 @@ class _Decoder:
             tensor = torch.view_as_complex(tensor.contiguous())
             if tensor.dtype is not _DTYPES[data["dtype"]]:
                 raise HookStateError(at, f"expected {data['dtype']}, found {tensor.dtype}")
-        out = torch.empty_strided(tensor.shape, data.get("stride", tensor.stride()), dtype=tensor.dtype)
+        stride, place = data.get("stride", tensor.stride()), self._place(data)
+        out = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=place)
         return out.copy_(tensor)
+
+    def _place(self, data: Mapping[str, Any]) -> torch.device:
+        return self.device if self.device is not None and data.get("accelerator") is True else torch.device("cpu")
 
     def _view(self, data: Any, at: str) -> torch.Tensor:
         name = data["storage"]
         raw = self._take(name, at)
         if name not in self.shared:
-            self.shared[name] = raw.clone()
+            self.shared[name] = raw.clone().to(self._place(data))
         dtype, shape, stride = _DTYPES[data["dtype"]], data["shape"], data["stride"]
         need = data["offset"] + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
         if data["offset"] < 0 or min(stride, default=0) < 0 or need * dtype.itemsize > raw.numel():
             raise HookStateError(at, f"the view does not fit into storage {name!r}")
-        out = torch.empty(0, dtype=dtype).set_(self.shared[name].untyped_storage(), data["offset"], shape, stride)
+        out = torch.empty(0, dtype=dtype, device=self._place(data)).set_(
+            self.shared[name].untyped_storage(), data["offset"], shape, stride
+        )
         conj, neg = data["bits"]
         out = out.conj() if conj else out
         return torch._neg_view(out) if neg else out

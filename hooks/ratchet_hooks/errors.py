@@ -18,3 +18,14 @@ class LayoutMismatch(HookStateError):
 
 class UnsupportedModel(ValueError):
     """A module or a DDP setting under which the hook asked for cannot work or cannot be resumed exactly."""
+
+
+class CustomHookError(RuntimeError):
+    """A user's own hook, or its state, that cannot be used. ``key`` is the key of the spec that it is about (hook, state,
+    state_args), ``code`` a stable word; no retry heals it, except of ``hook-failed``, which the user's function raised."""
+
+    def __init__(self, key: str, code: str, detail: str) -> None:
+        super().__init__(detail)
+        self.key = key
+        self.code = code
+        self.detail = detail

@@ -48,7 +48,8 @@ class ManagedHook:
         self._known: dict[int, _Known] = {}  # by index; filled only once the layout is final
         self._here = 0  # complete iterations of this process
         self._before = 0  # complete iterations of the processes before it
-        self._bytes = self._bytes_running = (0, 0)
+        self._bytes: tuple[int, int | None] = (0, 0)
+        self._bytes_running: tuple[int, int | None] = (0, 0)
 
     @property
     def iteration(self) -> int:
@@ -136,6 +137,7 @@ class ManagedHook:
         """JSON view of this rank's hook after ``step`` steps."""
         report = self._algorithm.report()
         elements = sum(p.numel() for p in self._parameters.values())
+        known = report.compression_rate is not None
         return HookSummary(
             name=self.spec.name,
             wrapper=self.spec.wrapper,
@@ -146,7 +148,7 @@ class ManagedHook:
             iteration=self.iteration if report.iteration is None else report.iteration,
             compression_rate=report.compression_rate,
             elements_before=elements if report.elements_before is None else report.elements_before,
-            elements_after=elements if report.elements_after is None else report.elements_after,
+            elements_after=elements if known and report.elements_after is None else report.elements_after,
             bytes_before=self._bytes[0],
             bytes_after=self._bytes[1],
             residual_norm=report.residual_norm,
@@ -168,7 +170,9 @@ class ManagedHook:
         self._algorithm.watch.iteration = self.iteration + 1
         last, before = bucket.is_last(), bucket.buffer().nbytes
         future, sent = self._algorithm.run(bucket, names)
-        self._bytes_running = (self._bytes_running[0] + before, self._bytes_running[1] + sent)
+        running = self._bytes_running
+        known = None if running[1] is None or sent is None else running[1] + sent
+        self._bytes_running = (running[0] + before, known)
         if last:
             self._complete()
         return future

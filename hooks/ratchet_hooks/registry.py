@@ -140,6 +140,17 @@ HOOKS: dict[str, HookEntry] = {
             True,
             ("For debugging and measuring only: ranks train apart, and the result is wrong.",),
         ),
-        HookEntry("custom", "A hook of the user's own", specs.CustomSpec, None, "equal", True, True),
+        HookEntry(
+            "custom",
+            "A hook of the user's own",
+            specs.CustomSpec,
+            "ratchet_hooks.custom:Custom",
+            "equal",
+            True,
+            True,
+            (
+                "Exact only if its state is all that it carries from step to step; what it sends is known only if its state tells.",
+            ),
+        ),
     )
 }

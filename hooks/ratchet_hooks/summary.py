@@ -15,6 +15,7 @@ class HookSummary(BaseModel):
     ``compression_rate`` is ``elements_before / elements_after`` as sent since compression started (torch's
     ``compression_stats``), 1.0 for a hook that does not compress; for fp16 the element counts are equal and ``bytes_*`` show
     the gain. ``bytes_before``/``bytes_after`` are bytes of gradient handed to / sent by the hook in the last iteration.
+    What a custom hook sends is its own affair: these three are None unless its state tells.
     ``averager_step`` counts the steps that an averager of parameters has seen, ``next_averaging`` is the step of the job after
     which it averages next (post_localSGD; None elsewhere). ``residual_norm`` is the L2 norm of this rank's whole error-feedback
     residual, ``memory_bytes`` what the state holds.
@@ -29,11 +30,11 @@ class HookSummary(BaseModel):
     step: int
     phase: HookPhase
     iteration: int
-    compression_rate: float
+    compression_rate: float | None
     elements_before: int
-    elements_after: int
+    elements_after: int | None
     bytes_before: int
-    bytes_after: int
+    bytes_after: int | None
     residual_norm: float | None = None
     memory_bytes: int = 0
     buckets: int = 0

@@ -13,11 +13,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from ratchet_contract.errors import CheckpointError, RatchetError
+from ratchet_contract.errors import CheckpointError, RatchetError, UserError
 from ratchet_contract.manifest import FileEntry, HookRecord, Manifest, TensorEntry
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import JobPaths
 from ratchet_contract.resume import Base, Segment
+from ratchet_hooks.errors import HookStateError
+from ratchet_hooks.specs import CustomSpec
 from ratchet_hooks.summary import HookSummary
 from ratchet_store.commit import commit
 from ratchet_store.rankfile import write_rank_file
@@ -67,7 +69,8 @@ class Checkpointer:
 
     def save(self, step: int, reason: Reason, finished: bool, content: Callable[[], Content]) -> Outcome:
         """Save ``step`` on every rank; the outcome is the same on all. Raises ``CheckpointError`` for the third failure in a
-        row (``finished``: tried three times), and ``PeerTimeout`` when rank 0 does not answer."""
+        row (``finished``: tried three times), ``UserError`` at once for a hook's state that cannot be stored, and ``PeerTimeout``
+        when rank 0 does not answer."""
         self._counter.stage(Stage.CHECKPOINTING)
         while True:
             outcome = self._attempt(step, reason, finished, content)
@@ -93,6 +96,9 @@ class Checkpointer:
         try:
             mine = content()
             report = self._write(step, mine)
+        except HookStateError as error:  # comes again with every save: nothing more is trained that cannot be kept
+            text = f"the state of the hook cannot be saved at step {step}: {error}"
+            raise UserError(text, code="hook-state-unsupported") from error
         except (RatchetError, OSError, MemoryError) as error:
             report = {"error": f"rank {self._exchange.rank}: {error}"}
         self._counter.tick()
@@ -201,8 +207,18 @@ class Checkpointer:
             values = [ranks.get(tensor) for ranks in found]
             if len(set(values)) > 1:
                 odd = [rank for rank, value in enumerate(values) if value != values[0]]
-                return f"replicas have diverged: {tensor} of rank {odd} differs from rank 0's; nothing was saved"
+                text = f"replicas have diverged: {tensor} of rank {odd} differs from rank 0's; nothing was saved"
+                return text + self._advice()
         return "replicas have diverged: the ranks hold different sets of tensors; nothing was saved"
+
+    def _advice(self) -> str:
+        hook = self._launch.spec.hook
+        if not isinstance(hook, CustomSpec):
+            return ""
+        return (
+            f". Hook {hook.hook} is to give every rank the same average (hook.replicas: equal): mend it, or set hook.replicas: "
+            "rank if the ranks' parameters are meant to differ"
+        )
 
     def _forget(self) -> None:
         """Rank 0 clears the store of a save that all ranks are past: they have reported for the next one since."""

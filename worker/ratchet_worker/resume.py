@@ -14,8 +14,8 @@ from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.resume import ComponentReport, EnvironmentDifference, ResumeReport, Verdict
 from ratchet_hooks.build import ManagedHook, managed_ddp
-from ratchet_hooks.errors import LayoutMismatch, UnsupportedModel
-from ratchet_hooks.layout import ManagedDDP
+from ratchet_hooks.errors import CustomHookError, HookStateError, LayoutMismatch, UnsupportedModel
+from ratchet_hooks.layout import Layout, ManagedDDP
 from ratchet_worker import environment_record, rng
 from ratchet_worker import restore as disk
 from ratchet_worker.files import write_atomic
@@ -52,9 +52,8 @@ def build(
                 code="hook-mismatch",
             )
         notes.hook = difference
-    options = spec.ddp.model_dump(exclude={"backend"})
     try:
-        return managed_ddp(module, spec.hook, ddp=options, device=device, recorded_layout=recorded)
+        return _managed(launch, module, device, recorded)
     except LayoutMismatch as error:
         if policy == "fail":
             raise UserError(
@@ -65,9 +64,23 @@ def build(
         notes.layout = str(error)
         if policy == "reset":
             notes.hook = notes.hook or str(error)
+    return _managed(launch, module, device, None)
+
+
+def _managed(
+    launch: LaunchFile, module: nn.Module, device: torch.device, recorded: Layout | None
+) -> tuple[ManagedDDP, ManagedHook]:
+    hook, options = launch.spec.hook, launch.spec.ddp.model_dump(exclude={"backend"})
+    try:
+        return managed_ddp(module, hook, ddp=options, device=device, recorded_layout=recorded)
     except UnsupportedModel as error:
-        raise UserError(f"hook {spec.hook.name} cannot run this model: {error}", code="unsupported-model") from error
-    return managed_ddp(module, spec.hook, ddp=options, device=device)
+        raise UserError(f"hook {hook.name} cannot run this model: {error}", code="unsupported-model") from error
+    except CustomHookError as error:
+        raise UserError(f"hook.{error.key}: {error.detail}", code=error.code) from error
+    except LayoutMismatch:
+        raise
+    except HookStateError as error:
+        raise UserError(f"the state of the hook cannot be saved: {error}", code="hook-state-unsupported") from error
 
 
 def restore(runtime: Runtime) -> None:

@@ -1,0 +1,120 @@
+"""Finding a hook of the user's own and its state by import path, and what both must offer. Torch-free.
+
+Used where the hook runs (``custom``) and where it is only looked at (``probe``), so that both say the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any, Literal
+
+from ratchet_hooks.errors import CustomHookError
+
+Way = Literal["getstate", "state_dict"]
+"""How a state is taken and given back."""
+_GROUP = "process_group"
+
+
+def find_hook(path: str) -> Any:
+    """The function that ``path`` names. Raises ``CustomHookError`` when it is not there, or cannot be called as
+    ``hook(state, bucket)``."""
+    hook = _find("hook", path)
+    if inspect.isclass(hook) or not callable(hook):
+        kind = "class" if inspect.isclass(hook) else type(hook).__name__
+        raise CustomHookError("hook", "hook-signature", f"{path} is a {kind}, not a function hook(state, bucket)")
+    if inspect.iscoroutinefunction(hook):
+        text = f"{path} is a coroutine: DDP calls a hook and takes its future at once; use def, not async def"
+        raise CustomHookError("hook", "hook-signature", text)
+    signature = _signature(hook)
+    try:
+        if signature is not None:
+            signature.bind(None, None)
+    except TypeError as error:
+        text = f"{path}{signature} cannot be called as hook(state, bucket): {error}; it takes two arguments by position"
+        raise CustomHookError("hook", "hook-signature", text) from None
+    return hook
+
+
+def find_state(path: str, args: Mapping[str, Any]) -> type:
+    """The class of the state that ``path`` names. Raises ``CustomHookError`` when it is not there, does not take ``args``, or its
+    objects could not be saved."""
+    kind = _find("state", path)
+    if not inspect.isclass(kind):
+        text = f"{path} is a {type(kind).__name__}; name the class whose objects are the hook's state"
+        raise CustomHookError("state", "hook-state-unsupported", text)
+    way_of(kind, path)
+    signature = _signature(kind)
+    try:
+        if signature is not None:
+            signature.bind(**call_arguments(kind, args, None))
+    except TypeError as error:
+        text = f"state_args do not fit {path}: {error}; it takes {signature}"
+        raise CustomHookError("state_args", "hook-state-arguments", text) from None
+    return kind
+
+
+def way_of(kind: type, path: str) -> Way:
+    """``__getstate__`` and ``__setstate__`` where the class has its own (every object has a ``__getstate__`` of Python's), else
+    ``state_dict`` and ``load_state_dict``. Raises ``CustomHookError`` for a class with neither pair."""
+    own = {name for base in kind.__mro__ if base is not object for name in vars(base)}
+    if "__getstate__" in own and "__setstate__" in own:
+        return "getstate"
+    if callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None)):
+        return "state_dict"
+    half = {"__getstate__": "__setstate__", "__setstate__": "__getstate__", "state_dict": "load_state_dict"}
+    missing = next((f"{has}, but no {lacks}" for has, lacks in half.items() if has in own and lacks not in own), None)
+    text = (
+        f"{path} has {missing or 'neither __getstate__ and __setstate__ nor state_dict and load_state_dict'}: without both its "
+        "state cannot be saved and brought back. Add them (tensors, numbers, strings, lists, dicts), or set hook.state to null"
+    )
+    raise CustomHookError("state", "hook-state-unsupported", text)
+
+
+def call_arguments(kind: type, args: Mapping[str, Any], group: Any) -> dict[str, Any]:
+    """``args``, and ``process_group`` where the class has a parameter of that name that ``args`` does not give."""
+    signature = _signature(kind)
+    if signature is None or _GROUP not in signature.parameters or _GROUP in args:
+        return dict(args)
+    return {**args, _GROUP: group}
+
+
+def last_line(error: BaseException) -> str:
+    """``KeyError: 'x' (hooks.py, line 12, in average)``: type, message, and where it was raised."""
+    said = "".join(traceback.format_exception_only(error)).strip().splitlines() or [type(error).__name__]
+    frames = traceback.extract_tb(error.__traceback__)
+    text = said[-1][:500]
+    return f"{text} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else text
+
+
+def _find(key: str, path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    try:
+        found: Any = import_module(module)
+    except Exception as error:
+        text = f"importing {module} failed: {last_line(error)}"
+        if (
+            isinstance(error, ModuleNotFoundError)
+            and error.name is not None
+            and f"{module}.".startswith(f"{error.name}.")
+        ):
+            text = (
+                f"no module named {error.name!r} in the code directory or the interpreter: {path} is looked for in both"
+            )
+        raise CustomHookError(key, "hook-import-failed", text) from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            names = ", ".join(name for name in dir(found) if not name.startswith("_"))[:300]
+            text = f"{getattr(found, '__name__', module)} has no {part!r}; it has: {names or 'nothing'}"
+            raise CustomHookError(key, "hook-import-failed", text)
+        found = getattr(found, part)
+    return found
+
+
+def _signature(target: Any) -> inspect.Signature | None:
+    try:
+        return inspect.signature(target)
+    except (TypeError, ValueError):  # compiled code that does not tell: the first call will
+        return None
