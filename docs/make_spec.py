@@ -12,7 +12,8 @@ from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
 from ratchet_contract.spec import JobSpec, _duration
-from ratchet_hooks.registry import HOOKS
+from ratchet_hooks.registry import HOOKS, HookEntry
+from ratchet_hooks.specs import WRAPPERS
 
 PAGE = Path(__file__).with_name("spec.md")
 HEAD = """\
@@ -60,12 +61,19 @@ policy:
     "launcher": "launcher: {kind: local}",
     "allreduce": "hook: allreduce",
     "fp16_compress": "hook: fp16_compress",
+    "bf16_compress": "hook: bf16_compress",
     "powerSGD": """\
 hook:
   name: powerSGD
   matrix_approximation_rank: 4
   start_powerSGD_iter: 500
   orthogonalization_epsilon: 1.0e-8""",
+    "batched_powerSGD": "hook: {name: batched_powerSGD, start_powerSGD_iter: 500, wrapper: bf16}",
+    "post_localSGD": "hook: {name: post_localSGD, start_localSGD_iter: 500, model_averaging_period: 4}",
+    "quantization_pertensor": "hook: quantization_pertensor",
+    "quantization_perchannel": "hook: {name: quantization_perchannel, bucket_size: 128}",
+    "noop": "hook: {name: noop, wrapper: fp16}",
+    "custom": 'hook: {name: custom, hook: "my_hooks:my_hook", state: "my_hooks:MyState", state_args: {scale: 2.0}}',
 }
 """One per table; a test parses each within a job."""
 SECTIONS = ("task", "code", "secrets", "world", "resources", "ddp", "checkpoint", "policy", "launcher")
@@ -79,11 +87,15 @@ def page() -> str:
         parts += [_table(f"`{name}`" if name != "secrets" else "one of `secrets`", model), _example(name)]
     ready = [entry for entry in HOOKS.values() if entry.available]
     for entry in ready:
-        about = f"{entry.title}. What it computes, keeps and shows: [hooks.md](hooks.md).\n"
+        about = f"{entry.title}. What it computes, keeps and shows: [hooks.md](hooks.md).{_wrappers(entry)}\n"
         parts += [_table(f"`hook: {{name: {entry.name}}}`", entry.spec, about), _example(entry.name)]
     later = ", ".join(f"`{entry.name}`" for entry in HOOKS.values() if not entry.available)
     parts.append(f"Named, and refused until they are exact too: {later}.\n")
     return "\n".join(parts)
+
+
+def _wrappers(entry: HookEntry) -> str:
+    return f" Takes a `wrapper`: {' or '.join(f'`{name}`' for name in WRAPPERS)}." if entry.wrappers else ""
 
 
 def _example(name: str) -> str:

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ValidationError
 
 from ratchet_contract.errors import FieldProblem, SpecError
 from ratchet_contract.spec import JobSpec
-from ratchet_hooks.registry import HOOKS
-from ratchet_hooks.specs import PostLocalSGDSpec, canonical_hook_name, normalise_hook
+from ratchet_hooks.registry import HOOKS, HookEntry
+from ratchet_hooks.specs import WRAPPERS, PostLocalSGDSpec, canonical_hook_name, canonical_wrapper, normalise_hook
 
 _NOT_YET = "is not available yet in this version; remove it"
 _MAX_PROBLEMS = 50
@@ -105,16 +105,20 @@ def _hook_name(value: Any) -> list[FieldProblem]:
                 detail=f"no hook is named {value['name']!r}{nearest(name, HOOKS)}",
             )
         ]
-    wrapper = value.get("wrapper")
-    if wrapper is not None:
-        return [
-            FieldProblem(
-                pointer="/hook/wrapper",
-                code="hook-not-available",
-                detail=f"wrappers around {name} are not available yet; set wrapper to null",
-            )
-        ]
-    return []
+    return _wrapper(HOOKS[name], canonical_wrapper(value.get("wrapper")))
+
+
+def _wrapper(hook: HookEntry, wrapper: Any) -> list[FieldProblem]:
+    if wrapper is None or (hook.wrappers and wrapper in WRAPPERS):
+        return []
+    if wrapper in WRAPPERS:
+        why = hook.spec.model_fields["wrapper"].description
+        carriers = ", ".join(name for name, entry in HOOKS.items() if entry.wrappers)
+        code, detail = "wrapper-not-supported", f"{why} Set wrapper to null, or wrap one of {carriers}"
+    else:
+        code = "unknown-wrapper"
+        detail = f"no wrapper is named {_short(wrapper)}{nearest(str(wrapper), WRAPPERS)}; known: {', '.join(WRAPPERS)}"
+    return [FieldProblem(pointer="/hook/wrapper", code=code, detail=detail)]
 
 
 def nearest(word: str, known: Any) -> str:

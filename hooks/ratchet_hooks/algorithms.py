@@ -8,41 +8,80 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ratchet_hooks.algorithm import Algorithm, Setup, TensorFuture
-from ratchet_hooks.specs import AllreduceSpec, Fp16CompressSpec
-
-_FP16_ROUNDS_TO_INF = 65520.0  # halfway between 65504, the largest finite float16, and 65536
+from ratchet_hooks.algorithm import Algorithm, Report, Setup, TensorFuture
+from ratchet_hooks.specs import AllreduceSpec, Bf16CompressSpec, Fp16CompressSpec, NoopSpec
 
 
 class Allreduce(Algorithm):
     """One all-reduce per bucket: the bits of DDP without a hook, which multiplies by 1 / ranks where torch's ``allreduce_hook``
-    divides by ranks (other bits when the number of ranks is no power of two)."""
+    divides by ranks (other bits when the number of ranks is no power of two).
+
+    Under a wrapper there is no DDP without a hook to be equal to, and the bits are those of torch's wrapped ``allreduce_hook``.
+    """
 
     def __init__(self, spec: AllreduceSpec, setup: Setup) -> None:
         super().__init__(setup)
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
-        buffer = bucket.buffer().mul_(1.0 / self.group.size())
+        buffer, size = bucket.buffer(), self.group.size()
+        buffer = buffer.mul_(1.0 / size) if self.setup.cast is None else divide(buffer, size)
         work: Any = dist.all_reduce(buffer, group=self.group, async_op=True)
         return work.get_future().then(lambda done: done.value()[0]), buffer.nbytes
 
 
-class Fp16Compress(Algorithm):
-    """Cast to float16, divide by the number of ranks, all-reduce, cast back: torch's ``fp16_compress_hook``, with a look at what
-    is sent.
+class _Compress16(Algorithm):
+    """Cast to 16 bits, divide by the number of ranks, all-reduce, cast back, with a look at what is sent.
 
     The cast comes before the division, so only this rank's own gradients can overflow; they are watched.
     """
 
-    def __init__(self, spec: Fp16CompressSpec, setup: Setup) -> None:
+    dtype: torch.dtype
+
+    def __init__(self, spec: Fp16CompressSpec | Bf16CompressSpec, setup: Setup) -> None:
         super().__init__(setup)
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
         buffer = bucket.buffer()
-        sent, size = buffer.to(torch.float16), self.group.size()
-        # torch divides. By a power of two, the product has the same bits, in two thirds of the time.
-        sent = sent.mul_(1.0 / size) if size & (size - 1) == 0 else sent.div_(size)
+        sent = divide(buffer.to(self.dtype), self.group.size())
         if sent.dtype is not buffer.dtype:
-            self.watch.overflow(names, sent, bucket.gradients, _FP16_ROUNDS_TO_INF)
+            self.watch.overflow(names, sent, bucket.gradients)
         work: Any = dist.all_reduce(sent, group=self.group, async_op=True)
         return work.get_future().then(lambda done: buffer.copy_(done.value()[0])), sent.nbytes
+
+
+class Fp16Compress(_Compress16):
+    """torch's ``fp16_compress_hook``."""
+
+    dtype = torch.float16
+
+
+class Bf16Compress(_Compress16):
+    """torch's ``bf16_compress_hook``, which DDP refuses on the CPU by the function's name; gloo adds bfloat16 up all the same."""
+
+    dtype = torch.bfloat16
+
+
+class Noop(Algorithm):
+    """torch's ``noop_hook``: every rank keeps its own gradients, and nothing is sent."""
+
+    def __init__(self, spec: NoopSpec, setup: Setup) -> None:
+        super().__init__(setup)
+
+    def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
+        return completed(bucket.buffer()), 0
+
+    def report(self) -> Report:
+        """Ranks train apart."""
+        return Report(phase="local", elements_after=0)
+
+
+def completed(tensor: torch.Tensor) -> TensorFuture:
+    """A future that has come; on CUDA for what waits on this stream."""
+    future: TensorFuture = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
+    future.set_result(tensor)
+    return future
+
+
+def divide(flat: torch.Tensor, size: int) -> torch.Tensor:
+    """``flat.div_(size)``. By a power of two, the product with the inverse has the same bits, in two thirds of the time."""
+    return flat.mul_(1.0 / size) if size & (size - 1) == 0 else flat.div_(size)

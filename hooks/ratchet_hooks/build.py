@@ -23,10 +23,11 @@ from ratchet_hooks.errors import HookStateError, LayoutMismatch, UnsupportedMode
 from ratchet_hooks.groups import close_group
 from ratchet_hooks.layout import Layout, ManagedDDP
 from ratchet_hooks.managed import ManagedHook
-from ratchet_hooks.registry import HOOKS, is_stateful
-from ratchet_hooks.specs import CustomSpec, HookSpec
+from ratchet_hooks.registry import HOOKS
+from ratchet_hooks.specs import HookSpec
 from ratchet_hooks.states import STATE_VERSION, check_data, redistribute
 from ratchet_hooks.watch import HookWarning
+from ratchet_hooks.wrappers import DTYPES, Wrapped
 
 __all__ = [
     "STATE_VERSION", "HookStateError", "HookWarning", "LayoutMismatch", "ManagedDDP", "ManagedHook", "UnsupportedModel",
@@ -104,24 +105,20 @@ def attach(
         device=ddp.device,
         node_ranks=node_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", group.size())),
     )
-    algorithm = _algorithm(spec, setup, make)
-    if isinstance(spec, CustomSpec) and is_stateful(spec):
-        ddp.fix_layout()  # a user's state may be kept by bucket index, which DDP's rebuild after the first iteration would change
-    hook = ddp.hook = ManagedHook(spec, ddp, algorithm)
+    hook = ddp.hook = ManagedHook(spec, ddp, _algorithm(spec, setup, make))
     ddp.register_comm_hook(None, hook.on_bucket)
     return hook
 
 
-def _algorithm(spec: HookSpec, setup: Setup, make: Callable[[Setup], Algorithm] | None) -> Algorithm:
-    entry = HOOKS[spec.name]
-    if entry.builder is None and make is None:
+def _algorithm(spec: HookSpec, setup: Setup) -> Algorithm:
+    builder = HOOKS[spec.name].builder
+    if builder is None:
         raise UnsupportedModel(f"hook {spec.name} is not available in this version")
     if spec.wrapper is not None:
-        raise UnsupportedModel(f"wrapper {spec.wrapper} is not available in this version")
-    if make is None:
-        module, _, attribute = str(entry.builder).partition(":")
-        make = partial(getattr(import_module(module), attribute), spec)
-    return make(setup)
+        setup = replace(setup, cast=DTYPES[spec.wrapper])
+    module, _, attribute = builder.partition(":")
+    made: Algorithm = getattr(import_module(module), attribute)(spec, setup)
+    return made if spec.wrapper is None else Wrapped(made)
 
 
 def _ddp_kwargs(ddp: Mapping[str, object]) -> dict[str, Any]:
@@ -140,7 +137,9 @@ def check_module(module: torch.nn.Module, spec: HookSpec) -> None:
     """Raise ``UnsupportedModel`` for a parameter that the hook would spoil."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     for name, parameter in trained.items():
-        if parameter.is_complex() and spec.name != "allreduce":
-            raise UnsupportedModel(f"{name} is complex, which {spec.name} would corrupt; use allreduce")
+        if parameter.is_complex() and (spec.name not in ("allreduce", "noop") or spec.wrapper is not None):
+            raise UnsupportedModel(
+                f"{name} is complex, which {spec.wrapper or spec.name} would corrupt; use allreduce without a wrapper"
+            )
     if spec.name == "powerSGD":
         powersgd.check_parameters(trained)

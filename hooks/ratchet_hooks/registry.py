@@ -52,6 +52,10 @@ def is_stateful(spec: HookSpec) -> bool:
 _HALF = "Gradients above 65504 on any rank become inf in float16."
 _RESIDUALS = "Needs memory of the size of the gradients for the residuals (error feedback)."
 _HALF_POWERSGD = "Half-precision gradients may overflow in P and Q; use native AMP with float32 parameters."
+_EIGHT_BITS = (
+    "Every rank receives all ranks' gradients: with many ranks that is more traffic than an all-reduce.",
+    "Float32 gradients only. The steps of a scale are never finer than 1.2e-7: scale the loss up where gradients are that small.",
+)
 
 HOOKS: dict[str, HookEntry] = {
     entry.name: entry
@@ -75,7 +79,16 @@ HOOKS: dict[str, HookEntry] = {
             False,
             (_HALF,),
         ),
-        HookEntry("bf16_compress", "bfloat16 all-reduce", specs.Bf16CompressSpec, None, "equal", False, False),
+        HookEntry(
+            "bf16_compress",
+            "bfloat16 all-reduce",
+            specs.Bf16CompressSpec,
+            "ratchet_hooks.algorithms:Bf16Compress",
+            "equal",
+            False,
+            False,
+            ("Eight significant bits: each rank's gradients are rounded to three digits before they are added up.",),
+        ),
         HookEntry(
             "powerSGD",
             "PowerSGD low-rank compression",
@@ -114,27 +127,27 @@ HOOKS: dict[str, HookEntry] = {
             "quantization_pertensor",
             "8-bit quantization per tensor",
             specs.QuantizationPertensorSpec,
-            None,
+            "ratchet_hooks.quantization:PerTensor",
             "equal",
             False,
             False,
-            ("Every rank receives all ranks' gradients: with many ranks that is more traffic than an all-reduce.",),
+            _EIGHT_BITS,
         ),
         HookEntry(
             "quantization_perchannel",
             "8-bit quantization per channel",
             specs.QuantizationPerchannelSpec,
-            None,
+            "ratchet_hooks.quantization:PerChannel",
             "equal",
             False,
             False,
-            ("Every rank receives all ranks' gradients: with many ranks that is more traffic than an all-reduce.",),
+            _EIGHT_BITS,
         ),
         HookEntry(
             "noop",
             "No communication (debugging only)",
             specs.NoopSpec,
-            None,
+            "ratchet_hooks.algorithms:Noop",
             "rank",
             False,
             True,

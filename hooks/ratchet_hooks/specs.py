@@ -11,14 +11,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from ratchet_hooks.specs_base import HookSpecBase, Wrapper, WrapperField, canonical_wrapper
+from ratchet_hooks.specs_base import WRAPPERS, HookSpecBase, Wrapper, WrapperField, canonical_wrapper
 from ratchet_hooks.specs_localsgd import PostLocalSGDSpec
 from ratchet_hooks.specs_powersgd import BatchedPowerSGDSpec, PowerSGDSpec
 
 __all__ = [
-    "AllreduceSpec", "BatchedPowerSGDSpec", "Bf16CompressSpec", "CustomSpec", "Fp16CompressSpec", "HookSpec", "HookSpecBase",
-    "NoopSpec", "PostLocalSGDSpec", "PowerSGDSpec", "QuantizationPerchannelSpec", "QuantizationPertensorSpec", "Wrapper",
-    "canonical_hook_name", "canonical_wrapper", "normalise_hook",
+    "WRAPPERS", "AllreduceSpec", "BatchedPowerSGDSpec", "Bf16CompressSpec", "CustomSpec", "Fp16CompressSpec", "HookSpec",
+    "HookSpecBase", "NoopSpec", "PostLocalSGDSpec", "PowerSGDSpec", "QuantizationPerchannelSpec", "QuantizationPertensorSpec",
+    "Wrapper", "canonical_hook_name", "canonical_wrapper", "normalise_hook",
 ]  # fmt: skip
 
 _IMPORT_PATH = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 Wrapper = Literal["fp16_compress_wrapper", "bf16_compress_wrapper"]
+WRAPPERS: tuple[str, ...] = get_args(Wrapper)
 
 
 class HookSpecBase(BaseModel):

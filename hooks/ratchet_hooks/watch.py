@@ -10,19 +10,35 @@ from typing import Literal
 
 import torch
 
-Code = Literal["fp16-overflow", "non-finite", "low-rank-overflow"]
+Code = Literal["fp16-overflow", "bf16-overflow", "non-finite", "low-rank-overflow", "quantization-range"]
 Gradients = Callable[[], list[torch.Tensor]]
 """The gradients of a bucket one by one; asked for only when something is wrong, since making hundreds of views takes long."""
 
 _log = logging.getLogger(__name__)
 _PENDING_LIMIT = 4096  # device-side looks that may wait unread
+_ROUNDS_TO_INF: dict[torch.dtype, tuple[Code, float]] = {
+    torch.float16: ("fp16-overflow", 65520.0),  # halfway between 65504, the largest finite one, and 65536
+    torch.bfloat16: ("bf16-overflow", 2.0**128 - 2.0**119),
+}
+# What a gradient that was inf or nan before is reported as; None: it stays so, which anybody sees.
+_OF_INFINITE: dict[Code, Code | None] = {
+    "fp16-overflow": None,
+    "bf16-overflow": None,
+    "non-finite": "non-finite",
+    "low-rank-overflow": "non-finite",
+    "quantization-range": "quantization-range",
+}
 _TEXT: dict[Code, str] = {
     "fp16-overflow": "gradients of {0} exceed 65504 on this rank and became inf in float16 at iteration {1}; "
+    "scale the loss down, or use allreduce",
+    "bf16-overflow": "gradients of {0} exceed 3.39e38 on this rank and became inf in bfloat16 at iteration {1}; "
     "scale the loss down, or use allreduce",
     "non-finite": "the compressed average of {0} is not finite from iteration {1} on, and its residual keeps that: gradients "
     "were inf or nan, or all zero (set orthogonalization_epsilon, like 1e-8), or overflowed in half precision",
     "low-rank-overflow": "the compressed average of {0} is too large for its dtype at iteration {1}: columns of P or Q "
     "become inf, or zero when divided by their norm; scale the loss down, or use float32 gradients",
+    "quantization-range": "gradients of {0} are inf or nan on this rank, or further apart than float32 reaches, at iteration "
+    "{1}: the 8-bit average of all that shares their scale is nan on every rank",
 }
 
 
@@ -58,9 +74,21 @@ class Watch:
         self._seen: dict[tuple[Code, str], HookWarning] = {}
         self._pending: list[_Look] = []
 
-    def overflow(self, names: Sequence[str], sent: torch.Tensor, gradients: Gradients, limit: float) -> None:
-        """Report gradients whose largest finite magnitude reaches ``limit``; ``sent``, what became of them, is inf there."""
-        self._look("fp16-overflow", names, sent, gradients, limit)
+    def overflow(self, names: Sequence[str], sent: torch.Tensor, gradients: Gradients) -> None:
+        """Report gradients whose largest finite magnitude is inf in the 16 bits of ``sent``, which is what became of them."""
+        code, limit = _ROUNDS_TO_INF[sent.dtype]
+        self._look(code, names, sent, gradients, limit)
+
+    def quantized(self, names: Sequence[str], scales: torch.Tensor, gradients: Gradients) -> None:
+        """Report gradients for which there is no scale: one of ``scales`` is inf or nan."""
+        limit = torch.finfo(scales.dtype).max / 2  # where the range overflows, its larger end reaches this
+        if scales.is_cuda:
+            peaks = torch.stack(list(torch._foreach_norm(gradients(), float("inf"))))
+            peaks = peaks.masked_fill(scales.isfinite().all(), 0.0)
+            self._later(_Look("quantization-range", self.iteration, list(names), peaks, limit))
+        elif not _finite_sum(scales):
+            peaks = torch.tensor([_peak(gradient) for gradient in gradients()])
+            self._judge(_Look("quantization-range", self.iteration, list(names), peaks, limit))
 
     def non_finite(self, names: Sequence[str], buffer: torch.Tensor, gradients: Gradients) -> None:
         """Report gradients that hold inf or nan; ``buffer`` holds them all."""
@@ -96,7 +124,7 @@ class Watch:
             peaks = torch.stack(list(torch._foreach_norm(gradients(), float("inf"))))
             self._later(_Look(code, self.iteration, list(names), peaks, limit))
         elif not _finite_sum(flat):
-            peaks = torch.tensor([_peak(gradient) for gradient in gradients()])
+            peaks = torch.tensor([_peak(gradient) for gradient in gradients()], dtype=torch.float64)
             self._judge(_Look(code, self.iteration, list(names), peaks, limit))
 
     def _later(self, look: _Look) -> None:
@@ -106,10 +134,8 @@ class Watch:
 
     def _judge(self, look: _Look) -> None:
         for name, peak in zip(look.names, look.peaks.tolist(), strict=True):
-            if not peak < float("inf"):
-                code: Code | None = None if look.code == "fp16-overflow" else "non-finite"
-            else:
-                code = look.code if look.limit <= peak else None
+            here = look.code if look.limit <= peak else None
+            code = here if peak < float("inf") else _OF_INFINITE[look.code]
             if code is not None and (code, name) not in self._seen:
                 warning = HookWarning(code, name, look.iteration)
                 self._seen[code, name] = warning

@@ -8,7 +8,7 @@ from ratchet_contract.api import HookInfo, Page
 from ratchet_contract.errors import NotFound
 from ratchet_contract.spec_parse import nearest
 from ratchet_hooks.registry import HOOKS, HookEntry
-from ratchet_hooks.specs import canonical_hook_name
+from ratchet_hooks.specs import WRAPPERS, canonical_hook_name
 
 router = APIRouter(tags=["hooks"])
 
@@ -36,6 +36,7 @@ def _info(entry: HookEntry) -> HookInfo:
         stateful=entry.stateful,
         replicas=entry.replicas,
         backends=list(entry.backends),
+        wrappers=list(WRAPPERS) if entry.wrappers else [],
         parameters=entry.parameter_schema(),
         warnings=list(entry.warnings),
     )
