@@ -12,6 +12,7 @@ from torch import nn
 from ratchet_contract.errors import StateError, UserError
 from ratchet_worker import module_state, optimizer_state
 from ratchet_worker.job_state import JobState
+from ratchet_worker.module_origin import origin
 from ratchet_worker.snapshot import Snapshot
 
 
@@ -40,13 +41,14 @@ def _through_a_checkpoint(value: object) -> Any:
 
 def test_modes_frozen_parameters_extra_state_and_left_gradients_come_back() -> None:
     net = _net()
+    before = origin(net)
     net(torch.ones(5, 3)).sum().backward()
     net[1].eval()
     net[2].weight.requires_grad_(False)
     net[0].seen = 7
     net[2].weight.grad = None
     net[1].weight.grad.zero_()
-    state = _through_a_checkpoint(module_state.capture(net))
+    state = _through_a_checkpoint(module_state.capture(net, before))
 
     other = _net()
     other[2].weight.grad = torch.ones(2, 4)

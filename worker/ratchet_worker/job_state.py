@@ -14,7 +14,8 @@ from ratchet_contract.errors import StateError, UserError
 from ratchet_contract.resume import ComponentReport, ComponentStatus
 from ratchet_hooks.build import ManagedHook, redistribute
 from ratchet_hooks.layout import ManagedDDP
-from ratchet_worker import module_state, optimizer_state, rng
+from ratchet_worker import module_origin, module_state, optimizer_state, rng
+from ratchet_worker.module_origin import Origin
 from ratchet_worker.snapshot import Snapshot, Tensors, digest
 from ratchet_worker.task import Stateful, TrainData
 
@@ -23,15 +24,20 @@ _ALWAYS: Final = frozenset({_MODEL, "buffers", "modules", "facts", "hook", "rng"
 
 
 class JobState:
-    """The registered objects of one rank. ``hook`` and ``ddp`` are set by the runtime when the model is wrapped."""
+    """The registered objects of one rank. ``hook`` and ``ddp`` are set by ``wrapped``."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank, self._device = rank, device
         self.ddp: ManagedDDP | None = None
         self.hook: ManagedHook | None = None
+        self._origin = Origin({}, {}, {})
         self.optimizers: dict[str, Optimizer] = {}
         self.stateful: dict[str, Stateful] = {}
         self.data: TrainData | None = None
+
+    def wrapped(self, ddp: ManagedDDP, hook: ManagedHook) -> None:
+        """The model is wrapped: what it becomes from now on differs from how the next attempt will build it."""
+        self.ddp, self.hook, self._origin = ddp, hook, module_origin.origin(ddp.module)
 
     def register(self, component: str, item: Any) -> None:
         """Add one object under a component's name. Raises ``UserError`` for what has no state that can be put back."""
@@ -53,6 +59,10 @@ class JobState:
             raise UserError(f"{component}: a model is registered by wrap(), not by register()")
         else:
             self.stateful[component] = _as_stateful(component, item)
+
+    def refuse_changed(self) -> None:
+        """Raises ``UserError`` for a parameter that the model has and DDP does not know. The same on every rank."""
+        module_origin.refuse_changed_parameters(self.hook_or_refuse()[0].module, self._origin)
 
     def refuse_uncovered(self) -> None:
         """Raises ``UserError`` for a parameter of an optimizer that nobody saves: neither the model nor a registered object."""
@@ -76,7 +86,7 @@ class JobState:
         self._capture_equal(out, hook.replicas == "equal")
         buffers = {name: buffer.detach() for name, buffer in ddp.module.named_buffers()}
         out.add_encoded("buffers", buffers, sorted(buffers))
-        out.add("modules", module_state.capture(ddp.module))
+        out.add("modules", module_state.capture(ddp.module, self._origin))
         for component, item in self.stateful.items():
             out.add(component, item.state_dict())
         if self.data is not None:
@@ -143,14 +153,25 @@ class JobState:
         private = [self._fits("buffers", lambda: self._restore_buffers(saved, relayout))]
         for component, optimizer in self.optimizers.items():
             if component in saved.state:
-                rest = saved.value(component)
+                rest = saved.value(component, optimizer_state.PARTS)
                 load = partial(optimizer_state.restore, optimizer, component, names, equal, rest)
                 reports.append(self._fits(component, load))
         for component, item in self.stateful.items():
             if component in saved.state:
                 private.append(self._fits(component, partial(item.load_state_dict, saved.value(component))))
         private = [r.model_copy(update={"status": status, "reason": reason}) for r in private]
-        return reports + private + self._absent(saved)
+        return reports + private + self._unsaved(saved) + self._absent(saved)
+
+    def _unsaved(self, saved: Snapshot) -> list[ComponentReport]:
+        """What the model carried from step to step where no checkpoint looks."""
+        names = saved.value("modules").get("unsaved", [])
+        if not names:
+            return []
+        reason = (
+            f"{', '.join(names[:5])} changed in training, but is no parameter and no buffer, so it is not saved: make it a "
+            "buffer (persistent=False keeps it out of state_dict), or give its module get_extra_state and set_extra_state"
+        )
+        return [self._report("modules", "not-exact", reason)]
 
     def _absent(self, saved: Snapshot) -> list[ComponentReport]:
         """What only one side has: told, never passed over."""
@@ -171,9 +192,10 @@ class JobState:
         _copy_into("parameter", live, found)
 
     def _restore_buffers(self, saved: Snapshot, relayout: bool) -> None:
-        module = self.hook_or_refuse()[0].module
-        _copy_into("buffer", dict(module.named_buffers()), saved.encoded("buffers")[0])
-        module_state.restore(module, saved.value("modules"), frozen=not relayout)
+        module, buffers, modules = self.hook_or_refuse()[0].module, saved.encoded("buffers")[0], saved.value("modules")
+        module_origin.make_buffers(module, modules.get("made", {}), modules.get("gone", []), buffers)
+        _copy_into("buffer", dict(module.named_buffers()), buffers)
+        module_state.restore(module, modules, frozen=not relayout)
 
     def _restore_hook(
         self, state: tuple[Tensors, Any], reset: str | None, changed: str | None, relayout: bool

@@ -1,4 +1,5 @@
-"""What a module has besides parameters and buffers: modes, frozen parameters, extra state, and gradients that were left.
+"""What a module has besides the tensors that it was built with: modes, frozen parameters, extra state, what training made of its
+buffers and attributes, and gradients that were left.
 
 Gradients are mostly none or zeros between two steps; a script that accumulates over several of its steps leaves more, and whether
 an unused parameter has zeros or nothing decides if an optimizer moves it.
@@ -12,16 +13,24 @@ import torch
 from torch import nn
 
 from ratchet_contract.errors import StateError
+from ratchet_worker import module_origin
+from ratchet_worker.module_origin import Origin
 
 
-def capture(module: nn.Module) -> dict[str, Any]:
-    """A tree that ``ratchet_hooks.codec`` takes; a gradient of zeros is stored as None."""
+def capture(module: nn.Module, before: Origin) -> dict[str, Any]:
+    """A tree that ``ratchet_hooks.codec`` takes; a gradient of zeros is stored as None. ``before``: of the wrapped module."""
+    made, gone = module_origin.changed_buffers(module, before)
+    scalars, unsaved = module_origin.changed_attributes(module, before)
     gradients = {name: p.grad.detach() for name, p in module.named_parameters() if p.grad is not None}
     return {
+        "made": made,
+        "gone": gone,
+        "attributes": scalars,
+        "unsaved": unsaved,
         "eval": [name for name, m in module.named_modules() if not m.training],
         "frozen": [name for name, p in module.named_parameters() if not p.requires_grad],
         "extra": {name: m.get_extra_state() for name, m in _with_extra_state(module).items()},
-        "gradients": {name: g if bool(g.any()) else None for name, g in gradients.items()},
+        "gradients": {name: None if _blank(g) else g for name, g in gradients.items()},
     }
 
 
@@ -45,6 +54,12 @@ def restore(module: nn.Module, state: dict[str, Any], *, frozen: bool = True) ->
         if frozen and parameter.requires_grad is (name in state["frozen"]):
             parameter.requires_grad_(name not in state["frozen"])
         parameter.grad = _gradient(parameter, state["gradients"][name]) if name in state["gradients"] else None
+    module_origin.set_attributes(module, state.get("attributes", {}))
+
+
+def _blank(gradient: torch.Tensor) -> bool:
+    """Zeros, and none of them negative."""
+    return not bool(gradient.any()) and not bool(torch.signbit(gradient).any())
 
 
 def _gradient(parameter: nn.Parameter, saved: torch.Tensor | None) -> torch.Tensor:

@@ -124,6 +124,7 @@ class Runtime:
         self.total = total
         self.state.hook_or_refuse()
         self.state.refuse_uncovered()
+        self.state.refuse_changed()
         self.counter.tick()
         resume.restore(self)
         self.restored = True
@@ -291,6 +292,7 @@ class Runtime:
             return error.detail
 
     def _save(self, reason: Reason, *, finished: bool = False) -> str | None:
+        self.state.refuse_changed()
         outcome = self.checkpointer.save(self.step, reason, finished, self._content)
         self._report_hook()
         return outcome.error

@@ -7,7 +7,7 @@ one entry per component, as ``ratchet_hooks.codec`` writes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -54,9 +54,12 @@ class Snapshot:
         for name, tensor in tensors.items():
             self.private[f"{component}/{name}"] = tensor
 
-    def value(self, component: str) -> Any:
-        """Inverse of ``add``. Raises ``StateError`` when the component is missing or malformed."""
+    def value(self, component: str, parts: Collection[str] | None = None) -> Any:
+        """Inverse of ``add``; ``parts``: the keys that the value had, where other tensors of the component lie beside it. Raises
+        ``StateError`` when the component is missing or malformed."""
         tensors, data = self.encoded(component)
+        if parts is not None:
+            tensors = {name: t for name, t in tensors.items() if name.partition("/")[0] in parts}
         try:
             return decode(tensors, data)
         except HookStateError as error:

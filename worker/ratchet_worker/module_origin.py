@@ -1,0 +1,160 @@
+"""What a module was when DDP took it: whatever it becomes apart from that in training must be saved, or refused by name.
+
+DDP averages the parameters that it was built over. One that is added, replaced or unfrozen later would train apart on every rank.
+Buffers may come, go and change their shape; attributes that are no parameters and no buffers may count or carry something over
+from step to step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from ratchet_contract.errors import StateError, UserError
+
+_SCALARS: Final = (int, float, bool, str, type(None))
+_CONTAINERS: Final = (list, tuple, dict, deque)
+_TORCHS_OWN: Final = frozenset(vars(nn.Module()))
+_DEPTH: Final = 4
+_ITEMS: Final = 256  # of a container that are looked at
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An attribute's value at one time. ``seen`` is compared; ``kept`` keeps tensors alive, so that no other gets their ids."""
+
+    seen: Any
+    kept: Any
+
+
+@dataclass(frozen=True)
+class Origin:
+    """By path from the module's root. ``parameters``: id and whether it is trained; ``buffers``: shape and dtype."""
+
+    parameters: dict[str, tuple[int, bool]]
+    buffers: dict[str, tuple[torch.Size, torch.dtype]]
+    attributes: dict[str, Mark]
+
+
+def origin(module: nn.Module) -> Origin:
+    """To be taken when the module is wrapped."""
+    owned = _owned(module)
+    return Origin(
+        {name: (id(p), p.requires_grad) for name, p in module.named_parameters()},
+        {name: (b.shape, b.dtype) for name, b in _buffers(module)},
+        {name: Mark(_seen(value, owned), value) for name, value in _attributes(module)},
+    )
+
+
+def refuse_changed_parameters(module: nn.Module, before: Origin) -> None:
+    """Raises ``UserError`` for a parameter that DDP does not know. To freeze one is allowed."""
+    now = {name: (id(p), p.requires_grad) for name, p in module.named_parameters()}
+    for name in sorted(set(now) | set(before.parameters)):
+        if name not in before.parameters:
+            what = "was added to the model"
+        elif name not in now:
+            what = "was taken out of the model"
+        elif now[name][0] != before.parameters[name][0]:
+            what = "was replaced by another one"
+        elif now[name][1] and not before.parameters[name][1]:
+            what = "was unfrozen"
+        else:
+            continue
+        raise UserError(
+            f"parameter {name} {what} after DDP was built, so its gradients are not averaged over the ranks. Give the model all "
+            "that it will train before it is wrapped; to train a part later, wrap it unfrozen, under ddp.find_unused_parameters, "
+            "and leave it out or freeze it then",
+            code="parameters-changed",
+        )
+
+
+def changed_buffers(module: nn.Module, before: Origin) -> tuple[dict[str, bool], list[str]]:
+    """Buffers that are new or of another shape or dtype, with whether a state_dict holds them; and those that are gone."""
+    now = dict(_buffers(module))
+    made = [n for n, b in now.items() if before.buffers.get(n) != (b.shape, b.dtype)]
+    keep: dict[str, bool] = {}
+    for name in made:
+        owner, _, attribute = name.rpartition(".")
+        keep[name] = attribute not in module.get_submodule(owner)._non_persistent_buffers_set
+    return keep, sorted(set(before.buffers) - set(now))
+
+
+def make_buffers(module: nn.Module, made: dict[str, bool], gone: list[str], saved: dict[str, torch.Tensor]) -> None:
+    """Give a module as it was built the buffers that training gave it. Raises ``StateError`` where it has no place for one."""
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    for name in [*made, *gone]:
+        owner, _, attribute = name.rpartition(".")
+        try:
+            holder = module.get_submodule(owner)
+        except AttributeError:
+            raise StateError(f"buffer {name!r}, which the model has no longer") from None
+        if name in gone:
+            holder._buffers[attribute] = None
+            continue
+        if name not in saved:  # another name of one that is saved
+            continue
+        vars(holder).pop(attribute, None)
+        holder.register_buffer(attribute, torch.empty_like(saved[name], device=device), persistent=made[name])
+
+
+def changed_attributes(module: nn.Module, before: Origin) -> tuple[dict[str, Any], list[str]]:
+    """Attributes of the module's parts that training changed and that are neither parameters nor buffers: numbers and strings
+    with their values; and names of what holds tensors or numbers and cannot be told from a passing result."""
+    owned = _owned(module)
+    scalars: dict[str, Any] = {}
+    others: list[str] = []
+    for name, value in _attributes(module):
+        mark = before.attributes.get(name)
+        if mark is not None and mark.seen == _seen(value, owned):
+            continue
+        if isinstance(value, _SCALARS):
+            scalars[name] = value
+        elif _seen(value, owned) is not None:
+            others.append(name)
+    return scalars, sorted(others)
+
+
+def set_attributes(module: nn.Module, scalars: dict[str, Any]) -> None:
+    """Put them back. Raises ``StateError`` for a part that the model has no longer."""
+    for name, value in scalars.items():
+        owner, _, attribute = name.rpartition(".")
+        try:
+            setattr(module.get_submodule(owner), attribute, value)
+        except AttributeError:
+            raise StateError(f"attribute {name!r}, whose place the model has no longer") from None
+
+
+def _owned(module: nn.Module) -> set[int]:
+    """Where parameters and buffers lie in memory."""
+    return {t.untyped_storage().data_ptr() for t in (*module.parameters(), *(b for _, b in _buffers(module)))}
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return module.named_buffers(remove_duplicate=False)
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name not in _TORCHS_OWN and isinstance(value, (*_SCALARS, *_CONTAINERS, torch.Tensor)):
+                yield (f"{path}.{name}" if path else name), value
+
+
+def _seen(value: Any, owned: set[int], depth: int = 0) -> Any:
+    """What two looks at a value are compared by; None: it carries nothing over, or what it carries is saved with its owner."""
+    if isinstance(value, _SCALARS):
+        return (type(value), value)
+    if isinstance(value, torch.Tensor):
+        # With a graph it belongs to the step that made it.
+        lone = value.grad_fn is None and not isinstance(value, nn.Parameter) and value.layout is torch.strided
+        return (id(value), value._version) if lone and value.untyped_storage().data_ptr() not in owned else None
+    if not isinstance(value, _CONTAINERS) or depth == _DEPTH:
+        return None
+    items = [*value.items()] if isinstance(value, dict) else [*value]
+    parts = [_seen(item, owned, depth + 1) for item in items[-_ITEMS:]]
+    return (type(value), len(items), tuple(parts)) if any(part is not None for part in parts) else None
