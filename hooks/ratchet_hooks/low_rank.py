@@ -39,6 +39,8 @@ class LowRank(Algorithm):
     def __init__(self, spec: PowerSGDSpec | BatchedPowerSGDSpec, setup: Setup) -> None:
         super().__init__(setup)
         self.state = powersgd.make_state(spec, setup.group)
+        # How Q's norms matter: of rows in P Q^T, of columns when the next step begins with this Q.
+        self._along = (0, 1) if spec.warm_start else (1,)
         nccl = on_nccl(setup.group, setup.device)
         self._stream = torch.cuda.Stream(setup.device) if nccl else None  # type: ignore[no-untyped-call]
 
@@ -179,13 +181,13 @@ class PowerSGD(LowRank):
             torch.bmm(product.matrix, product.q.matrices, out=product.p.matrices)
         # No division: P is made orthonormal.
         self._reduce(plan.p).wait()
-        self.watch.low_rank(plan.low_names, plan.p, plan.p_parts)
+        self.watch.low_rank(plan.low_names, plan.p, plan.p_parts, along=(0,))
         for product in plan.products:
             product.p.orthogonalize(epsilon)
             torch.bmm(product.transposed, product.p.matrices, out=product.q.matrices)
         self._reduce(plan.q).wait()
         plan.q.div_(self.group.size())
-        self.watch.low_rank(plan.low_names, plan.q, plan.q_parts)
+        self.watch.low_rank(plan.low_names, plan.q, plan.q_parts, along=self._along)
         for product in plan.products:
             torch.bmm(product.p.matrices, product.q_transposed, out=product.average)
             if product.targets:

@@ -103,7 +103,7 @@ HOOKS: dict[str, HookEntry] = {
             "batched_powerSGD",
             "PowerSGD on one matrix per bucket",
             specs.BatchedPowerSGDSpec,
-            None,
+            "ratchet_hooks.batched_low_rank:BatchedPowerSGD",
             "equal",
             True,
             True,

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from pydantic import JsonValue
 
+from ratchet_hooks import custom
 from ratchet_hooks.codec import Tensors
 from ratchet_hooks.errors import HookStateError
-from ratchet_hooks.specs import HookSpec
+from ratchet_hooks.specs import CustomSpec, HookSpec
 
 STATE_VERSION = 2
 
@@ -48,15 +49,21 @@ def check_data(recorded: JsonValue, spec: HookSpec) -> dict[str, Any]:
     return data
 
 
-def redistribute(states: Sequence[tuple[Mapping[str, torch.Tensor], JsonValue]]) -> tuple[Tensors, JsonValue]:
+def redistribute(
+    states: Sequence[tuple[Mapping[str, torch.Tensor], JsonValue]], spec: HookSpec | None = None
+) -> tuple[Tensors, JsonValue]:
     """One state for every rank of a group of any size, out of the states of all ranks of the old one (in rank order).
 
-    Residuals become their mean over the old ranks (added up in float64), so the averaged residual, on which error feedback
-    rests, is kept. Everything else is equal on all ranks and taken from rank 0. Raises ``HookStateError`` where it is not equal.
+    Residuals become their mean over the old ranks, added up in float64 and rounded once to their own dtype, the same on every new
+    rank: the averaged residual, on which error feedback rests, is kept to that rounding. Everything else is equal on all
+    ranks and taken from rank 0. ``spec``: the recorded hook's; needed for a custom one, whose class redistributes its state.
+    Raises ``HookStateError`` where something is not equal that must be, and for a custom state without such a method.
     """
     if not states:
         raise HookStateError("states", "at least one rank's state is needed")
     first, data = states[0]
+    if isinstance(data, dict) and data.get("hook") == "custom":
+        return _redistribute_custom(states, data, spec)
     out: Tensors = {}
     for rank, (tensors, other) in enumerate(states):
         if other != data:
@@ -67,16 +74,29 @@ def redistribute(states: Sequence[tuple[Mapping[str, torch.Tensor], JsonValue]])
             raise HookStateError(min(odd), f"not in the states of both rank 0 and rank {rank}")
     for name, tensor in first.items():
         parts = [tensors[name] for tensors, _ in states]
-        if name.startswith("residual/"):
+        if name.startswith(("residual/", "residual_padding/")):
             out[name] = torch.stack([p.double() for p in parts]).mean(0).to(tensor.dtype)
-        elif all(_same_bits(p, tensor) for p in parts):
+        elif all(same_bits(p, tensor) for p in parts):
             out[name] = tensor.clone()
         else:
             raise HookStateError(name, "differs between ranks, but must be equal on all of them")
     return out, data
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _redistribute_custom(
+    states: Sequence[tuple[Mapping[str, torch.Tensor], JsonValue]], data: dict[str, JsonValue], spec: HookSpec | None
+) -> tuple[Tensors, JsonValue]:
+    if not isinstance(spec, CustomSpec):
+        raise HookStateError(
+            "hook", "a custom state is redistributed by its class: give the spec that it was recorded under"
+        )
+    parts = [(tensors, other.get("state") if isinstance(other, dict) else None) for tensors, other in states]
+    merged, state = custom.redistribute(spec, parts)
+    return merged, {**data, "state": state}
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bit for bit: unlike ``torch.equal``, 0.0 is not -0.0 and NaN is itself."""
     if a.dtype is not b.dtype or a.shape != b.shape:
         return False
     return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))

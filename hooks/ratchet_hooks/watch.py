@@ -94,22 +94,27 @@ class Watch:
         """Report gradients that hold inf or nan; ``buffer`` holds them all."""
         self._look("non-finite", names, buffer, gradients, float("inf"))
 
-    def low_rank(self, names: Sequence[str], flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-        """Report what PowerSGD spoils; to be called with all P before they are orthonormal, and with all averaged Q.
+    def low_rank(
+        self, names: Sequence[str], flat: torch.Tensor, parts: Sequence[torch.Tensor], *, along: tuple[int, ...]
+    ) -> None:
+        """Report what PowerSGD spoils; to be called with P before it is orthonormal (``along`` 0), and with the averaged Q.
+
+        ``parts`` (rows x rank) are those of each parameter in ``flat``, or one that all of them share.
 
         P and Q are small, and nothing gets past them. Every element of a matrix M is a factor in M Q, so inf or nan in a gradient
         or a residual is inf or nan in its row of P. A P of zeros becomes nan when it is made orthonormal, and so does Q = M^T P.
         An overflow in P or Q, or in their sums over the ranks, is inf. What stays finite and is wrong all the same has a norm
-        beyond the dtype: the norm of P's columns becomes inf, and they themselves zero (Q's likewise in the next step), and
-        P Q^T can exceed the norm of Q nowhere, since the columns of P are orthonormal. So it is the norm that is looked at, in a
-        wider dtype: of all parameters together first, which is no smaller than that of one.
+        beyond its dtype: a column of P (with warm start of Q too, in the next step) is divided by its norm, and by inf becomes
+        zero (``along`` 0); an element of P Q^T is at most the norm of a row of Q, since the columns of P are orthonormal
+        (``along`` 1). The norm of ``flat`` is no smaller than any of these, and is all that is looked at as a rule.
         """
         limit = torch.finfo(flat.dtype).max
         if flat.is_cuda:
-            norms = torch.stack(list(torch._foreach_norm(list(parts), 2, dtype=torch.float64)))
-            self._later(_Look("low-rank-overflow", self.iteration, list(names), norms, limit))
+            near = flat.dtype is torch.float16  # of other dtypes a norm overflows when the elements nearly do: one kernel will do
+            norms = _norms(parts, along) if near else torch.stack(list(torch._foreach_norm(list(parts), 2)))
+            self._later(_Look("low-rank-overflow", self.iteration, list(names), norms.expand(len(names)), limit))
         elif not torch.linalg.vector_norm(flat, dtype=torch.promote_types(flat.dtype, torch.float32)).item() < limit:
-            norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts])
+            norms = _norms(parts, along).expand(len(names))
             self._judge(_Look("low-rank-overflow", self.iteration, list(names), norms, limit))
 
     def warnings(self) -> list[HookWarning]:
@@ -140,6 +145,12 @@ class Watch:
                 warning = HookWarning(code, name, look.iteration)
                 self._seen[code, name] = warning
                 _log.warning("%s", warning)
+
+
+def _norms(parts: Sequence[torch.Tensor], along: tuple[int, ...]) -> torch.Tensor:
+    """The largest norm along these dimensions within each part; nan where it holds one."""
+    norms = [[torch.linalg.vector_norm(part, dim=d, dtype=torch.float64).amax() for d in along] for part in parts]
+    return torch.stack([torch.stack(of_one).amax() for of_one in norms])
 
 
 def _finite_sum(flat: torch.Tensor) -> bool:

@@ -1,0 +1,99 @@
+"""PowerSGD and batched PowerSGD have the bits of torch's code, and what overflows in them is named - on real gloo groups."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ratchet_hooks.orthogonalize import Basis
+from ratchet_hooks.specs import BatchedPowerSGDSpec, PowerSGDSpec
+from tests.support import low_rank_laws as laws
+from tests.support.groups import Ranks
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+SWITCHES = [
+    {"matrix_approximation_rank": rank, "use_error_feedback": feedback, "warm_start": warm, "start_powerSGD_iter": 2}
+    for rank, feedback, warm in itertools.product((1, 2, 4), (True, False), (True, False))
+]
+"""Ranks 1 and 2 are orthonormalised by Gram-Schmidt, 4 by QR where there is one."""
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    with Ranks(3) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def powersgd_cases() -> list[tuple[laws.Spec, torch.dtype]]:
+    """All switches, batched and not; every dtype, with and without epsilon, meets each of them somewhere."""
+    made = itertools.product(SWITCHES, (False, True))
+    return [
+        (
+            PowerSGDSpec(
+                **switches, batch_tensors_with_same_shape=batched, orthogonalization_epsilon=1e-6 if i % 3 == 0 else 0.0
+            ),
+            DTYPES[(i + i // 4) % 4],
+        )
+        for i, (switches, batched) in enumerate(made)
+    ]
+
+
+def test_powersgd_has_torchs_bits_and_state(two: Ranks) -> None:
+    assert two.run(laws.differs_from_torch, powersgd_cases(), 5) == [[], []]
+
+
+def test_batched_powersgd_has_the_bits_of_torchs_code(two: Ranks) -> None:
+    cases = [(BatchedPowerSGDSpec(**switches), DTYPES[(i + i // 4) % 4]) for i, switches in enumerate(SWITCHES)]
+    assert two.run(laws.differs_from_torch, cases, 5) == [[], []]
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["three-ranks", "one-rank"])
+def test_so_they_have_where_ranks_are_no_power_of_two_or_there_is_one(three: Ranks, alone: bool) -> None:
+    switches = SWITCHES[4]
+    cases = [(spec(**switches), torch.float32) for spec in (PowerSGDSpec, BatchedPowerSGDSpec)]
+    assert three.run(laws.differs_from_torch, cases, 4, alone) == [[], [], []]
+
+
+def test_more_columns_than_rows_are_no_basis() -> None:
+    with pytest.raises(ValueError, match="3 columns of 2 elements"):
+        Basis(torch.zeros(1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("what", "spoiled"), [("inf matrix", [0]), ("nan matrix", [0]), ("inf vector", [1]), ("noise", [])]
+)
+def test_what_is_not_finite_is_named_with_its_step(two: Ranks, what: str, spoiled: list[int]) -> None:
+    spec = PowerSGDSpec(start_powerSGD_iter=2, matrix_approximation_rank=2)
+    for warnings, peaks in two.run(laws.warnings_of, spec, torch.float32, 1.0, what, 4):
+        assert warnings == {("non-finite", f"of.{i}", 4) for i in spoiled}
+        assert [i for i, peak in enumerate(peaks) if not math.isfinite(peak)] == spoiled
+
+
+@pytest.mark.parametrize("hook", [PowerSGDSpec, BatchedPowerSGDSpec])
+def test_what_overflows_in_half_precision_is_named(two: Ranks, hook: type[laws.Spec]) -> None:
+    spec = hook(start_powerSGD_iter=2, use_error_feedback=False, warm_start=False)
+    matrices = (0, 2) if hook is PowerSGDSpec else (0, 1, 2)  # batched: what is in the bucket shares its fate
+    for warnings, peaks in two.run(laws.warnings_of, spec, torch.float16, 3000.0, "ones", 3):
+        assert warnings == set() and all(2900 < peak < 3100 for peak in peaks)
+    # Finite, and wrong: the norm of P is beyond float16, so that P divided by it is zero. torch's hook says nothing.
+    for warnings, peaks in two.run(laws.warnings_of, spec, torch.float16, 10_000.0, "ones", 3):
+        assert warnings == {("low-rank-overflow", f"of.{i}", 3) for i in matrices}
+        assert [peaks[i] for i in matrices] == [0.0 for _ in matrices]
+    # An element of P is beyond it, or a sum over the ranks.
+    for warnings, peaks in two.run(laws.warnings_of, spec, torch.float16, 60_000.0, "ones", 3):
+        assert {("non-finite", "of.1", 3), ("non-finite", "of.2", 3)} <= warnings
+        assert not math.isfinite(peaks[1]) and not math.isfinite(peaks[2])
+    # The norm of Q is beyond it, which spoils the step that begins with this Q.
+    warm = hook(start_powerSGD_iter=2, use_error_feedback=False)
+    for warnings, _ in two.run(laws.warnings_of, warm, torch.float16, 1200.0, "ones", 3):
+        assert warnings == {("low-rank-overflow", f"of.{i}", 3) for i in matrices}
