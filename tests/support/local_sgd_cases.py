@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.algorithms.model_averaging import averagers, hierarchical
 from torch.nn.parallel import DistributedDataParallel
 
 from ratchet_hooks.build import managed_ddp
+from ratchet_hooks.groups import timeout_of
 from ratchet_hooks.specs import PostLocalSGDSpec
 from tests.support.hook_cases import MANY_BUCKETS, Case, Run, same
 from tests.support.hook_laws import weights
@@ -206,3 +208,14 @@ def refusals(rank: int) -> list[str]:
         except ValueError as error:
             said.append(str(error))
     return said
+
+
+def timeouts(rank: int) -> list[timedelta]:
+    """Of the main group, of a subgroup, and of an averager's smaller level."""
+    main = dist.group.WORLD
+    assert main is not None
+    _, hook = managed_ddp(nn.Linear(2, 2), local(period_group_size_dict={2: 2, 4: 4}))
+    algorithm: Any = hook._algorithm
+    groups = [main, algorithm.state.subgroup, algorithm.averager._groups[2]]
+    assert groups[1] is groups[2]  # one group per size
+    return [timeout_of(group, torch.device("cpu")) for group in groups]
