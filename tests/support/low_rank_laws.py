@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from ratchet_hooks.build import ManagedHook, managed_ddp
 from ratchet_hooks.low_rank import PowerSGD
 from ratchet_hooks.powersgd import PowerSGDState, make_state
 from ratchet_hooks.specs import BatchedPowerSGDSpec, PowerSGDSpec
-from tests.support.hook_cases import same
+from tests.support.hook_cases import ONE_BUCKET, Case, Run, same
 from tests.support.hook_laws import CPU
 
 Spec = PowerSGDSpec | BatchedPowerSGDSpec
@@ -58,8 +58,8 @@ class Bucket:
 
 @contextmanager
 def torchs_hook_made_safe() -> Iterator[None]:
-    """torch's hooks with every all-reduce complete at once, which keeps their callbacks in this thread and buckets apart; matrices
-    that are no batch are orthonormalised as a batch of one, without which ``batched_powerSGD_hook`` fails."""
+    """torch's hooks with every all-reduce complete at once, which keeps their callbacks in this thread and buckets apart; and a
+    matrix that is no batch is orthonormalised as a batch of one, without which ``batched_powerSGD_hook`` fails."""
     reduce, orthogonalize = dist.all_reduce, torch_powersgd._orthogonalize
 
     def finished(*args: Any, **kwargs: Any) -> Any:
@@ -211,3 +211,38 @@ def warnings_of(
 
 def seen(hook: ManagedHook) -> set[tuple[str, str, int]]:
     return {(w.code, w.parameter, w.iteration) for w in hook.warnings()}
+
+
+def resumes_without(rank: int, case: Case, kill: int, total: int, prefix: str) -> bool:
+    """Whether a run resumed at ``kill`` ends in the same weights although tensors of this kind are gone or mixed up."""
+    whole = Run(rank, case)
+    whole.train(kill)
+    saved = whole.save()
+    for name, tensor in saved.hook[0].items():
+        if name.startswith(f"{prefix}/"):
+            tensor.copy_(tensor.flip(0))
+    whole.train(total)
+    resumed = Run(rank, case, saved)
+    resumed.train(total)
+    return all(same(a, b) for a, b in zip(whole.module.parameters(), resumed.module.parameters(), strict=True))
+
+
+def laid_anew(rank: int, case: Case, steps: int) -> tuple[int, bool, bool]:
+    """Restored on other buckets: (residuals that are the same, whether the padding's are zero, whether P and Q are gone)."""
+    run = Run(rank, case)
+    run.train(steps)
+    saved = run.save()
+    before = saved.hook[0]
+    other = Run(rank, replace(case, cap=ONE_BUCKET), saved, pin=False)
+    after = other.hook.capture()[0]
+    kept = sum(same(after[name], tensor) for name, tensor in before.items() if name.startswith("residual/"))
+    padding = [tensor for name, tensor in after.items() if name.startswith("residual_padding/")]
+    fresh = not any(name.startswith(("p/", "q/")) for name in after)
+    other.train(steps + 2)
+    return kept, len(padding) == 1 and not any(bool(t.any()) for t in padding), fresh
+
+
+def bucket_lengths(rank: int, case: Case) -> list[int]:
+    run = Run(rank, case)
+    run.train(1)
+    return [sum(run.module.get_parameter(n).numel() for n in bucket) for bucket in run.hook.layout() or []]

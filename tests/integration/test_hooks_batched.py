@@ -1,0 +1,145 @@
+"""Batched PowerSGD is the algorithm of the paper, keeps error feedback's law and comes back bit for bit - on real gloo groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ratchet_hooks.build import redistribute
+from ratchet_hooks.specs import BatchedPowerSGDSpec
+from tests.support import hook_laws as laws
+from tests.support import low_rank_laws as low_rank
+from tests.support.groups import Ranks
+from tests.support.hook_cases import MANY_BUCKETS, Case, exact_resumes
+
+SPEC = BatchedPowerSGDSpec(matrix_approximation_rank=2, start_powerSGD_iter=3)
+COLD = BatchedPowerSGDSpec(start_powerSGD_iter=2, warm_start=False, use_error_feedback=False)
+CASE = Case(hook="batched_powerSGD", cap=MANY_BUCKETS, spec=SPEC)
+SHAPES: list[low_rank.Shape] = [(20, 30), (7,), (11, 3, 5), (40, 40), (1,)]
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+class Reference:
+    """The algorithm of the paper (Vogels et al. 2019, algorithms 1 and 2) on the gradients of all ranks of one bucket, in numpy.
+
+    Q stays as it is at the beginning of a step, where torch makes it orthonormal: that leaves P's orthonormal columns the same.
+    """
+
+    def __init__(self, length: int, ranks: int, q: Array, feedback: bool) -> None:
+        self.side = math.ceil(math.sqrt(length))
+        self.length, self.feedback, self.q = length, feedback, q
+        self.residuals = [np.zeros((self.side, self.side)) for _ in range(ranks)]
+
+    def step(self, gradients: Sequence[Array]) -> Array:
+        matrices = [self._square(g) + e for g, e in zip(gradients, self.residuals, strict=True)]
+        p = _gram_schmidt(sum(m @ self.q for m in matrices) / len(matrices))
+        self.q = sum(m.T @ p for m in matrices) / len(matrices)
+        average: Array = p @ self.q.T
+        if self.feedback:
+            self.residuals = [m - average for m in matrices]
+        return average.reshape(-1)[: self.length]
+
+    def _square(self, gradient: Array) -> Array:
+        return np.pad(gradient, (0, self.side**2 - self.length)).reshape(self.side, self.side)
+
+
+def _gram_schmidt(matrix: Array) -> Array:
+    columns: list[Array] = []
+    for column in matrix.T:
+        rest = column - sum(((c @ column) * c for c in columns), np.zeros_like(column))
+        columns.append(rest / np.linalg.norm(rest))
+    return np.stack(columns, axis=1)
+
+
+@pytest.mark.parametrize("feedback", [True, False], ids=["feedback", "no-feedback"])
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
+@pytest.mark.parametrize("rank", [1, 3])
+def test_it_is_the_algorithm_of_the_paper(two: Ranks, feedback: bool, warm: bool, rank: int) -> None:
+    start, steps = 2, 6
+    spec = BatchedPowerSGDSpec(
+        matrix_approximation_rank=rank, start_powerSGD_iter=start, use_error_feedback=feedback, warm_start=warm
+    )
+    answers = two.run(low_rank.averages, spec, SHAPES, steps, 0.01)
+    layout = [[int(name.removeprefix("of.")) for name in bucket] for bucket in answers[0][0]]
+    assert len(layout) > 1
+    fed = [low_rank.random_gradients(r, SHAPES, steps) for r in range(2)]
+    seeds, references, distance = np.random.RandomState(0), {}, 0.0
+    for step in range(steps):
+        for b, bucket in enumerate(layout):
+            flat = [np.concatenate([fed[r][step][i].numpy().reshape(-1) for i in bucket]) for r in range(2)]
+            expected = sum(flat) / 2
+            if step >= start:
+                if b not in references or not warm:
+                    q = _drawn(seeds, flat[0].size, rank)
+                    known = references.setdefault(b, Reference(flat[0].size, 2, q, feedback))
+                    known.q = q
+                expected = references[b].step(flat)
+                distance = max(distance, float(np.abs(expected - sum(flat) / 2).max()))
+            for _, applied, _ in answers:
+                found = np.concatenate([applied[step][i].reshape(-1) for i in bucket])
+                np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-10)
+    assert distance > 0.5  # from the mean: it does compress
+    kept = {name.partition("/")[0] for name in answers[0][2]} - {"state"}
+    assert kept == ({"residual", "residual_padding"} if feedback else set()) | ({"p", "q"} if warm else set())
+
+
+def _drawn(seeds: np.random.RandomState, length: int, rank: int) -> Array:
+    """The Q that every rank draws for a bucket of ``length`` elements."""
+    generator = torch.Generator().manual_seed(seeds.randint(1_000_000_000))
+    drawn: Array = torch.randn(math.ceil(math.sqrt(length)), rank, generator=generator, dtype=torch.float64).numpy()
+    return drawn
+
+
+def test_what_went_in_is_applied_or_kept(two: Ranks) -> None:
+    answers = two.run(laws.residual_law, CASE, 5)
+    assert [broken for broken, _, _ in answers] == [[], []]
+    assert answers[0][1] == answers[1][1]
+    assert answers[0][2] != answers[1][2] and min(norm for _, _, norm in answers) > 0
+
+
+@pytest.mark.parametrize(
+    "case",
+    [CASE, Case(hook="batched_powerSGD", cap=MANY_BUCKETS, spec=COLD, ddp={"gradient_as_bucket_view": True})],
+    ids=["warm", "cold"],
+)
+def test_a_resumed_run_goes_on_bit_for_bit(two: Ranks, case: Case) -> None:
+    assert two.run(exact_resumes, case, 8, [2, 3, 6]) == [{}, {}]
+
+
+def test_without_its_padding_or_factors_it_does_not(two: Ranks) -> None:
+    for change in ("residual_padding", "q"):
+        assert two.run(low_rank.resumes_without, CASE, 5, 8, change) == [False, False]
+
+
+def test_on_other_buckets_the_residuals_go_with_their_parameters(two: Ranks) -> None:
+    for kept, zero, fresh in two.run(low_rank.laid_anew, CASE, 5):
+        assert kept == 12 and zero and fresh
+
+
+def test_redistribution_keeps_the_mean_of_the_whole_square(two: Ranks) -> None:
+    arrays = two.run(laws.capture_all, CASE, 6)
+    tensors, _ = redistribute([({n: torch.from_numpy(a) for n, a in one.items()}, data) for one, data in arrays])
+    squares = [name for name in tensors if name.startswith("residual")]
+    assert {name.partition("/")[0] for name in squares} == {"residual", "residual_padding"}
+    for name in squares:
+        mean = np.mean([one[name].astype(np.float64) for one, _ in arrays], axis=0)
+        assert np.array_equal(tensors[name].numpy(), mean.astype(np.float32))
+
+
+def test_summary_counts_what_is_sent(two: Ranks) -> None:
+    summary = two.run(laws.summaries, CASE, [6])[0][0]
+    lengths = two.run(low_rank.bucket_lengths, CASE)[0]
+    sent = sum(2 * 2 * math.ceil(math.sqrt(length)) for length in lengths)
+    assert (summary["phase"], summary["bytes_after"], summary["elements_after"]) == ("compressing", 4 * sent, 3 * sent)
+    assert summary["elements_before"] == 3 * sum(lengths) and summary["compression_rate"] == sum(lengths) / sent
