@@ -12,16 +12,22 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
 from ratchet_hooks.build import managed_ddp
-from ratchet_hooks.specs import PowerSGDSpec
+from ratchet_hooks.specs import CustomSpec, PostLocalSGDSpec, PowerSGDSpec
+from ratchet_hooks.user_hook import find_hook
 from tests.support.hook_cases import ONE_BUCKET, Case, Checkpoint, Run, differences, same
 
 CPU = torch.device("cpu")
 
 
 STOCK: dict[str, Callable[..., Any]] = {
+    "allreduce": default_hooks.allreduce_hook,
+    "powerSGD": torch_powersgd.powerSGD_hook,
+    "post_localSGD": post_localSGD_hook,
     "fp16_compress": default_hooks.fp16_compress_hook,
     "bf16_compress": default_hooks.bf16_compress_hook,
     "noop": debugging_hooks.noop_hook,
@@ -47,14 +53,25 @@ class StockRun(Run):
         self.stock = DistributedDataParallel(self.module, bucket_cap_mb=case.cap, **case.ddp)  # type: ignore[arg-type]
         self.ddp = self.stock  # type: ignore[assignment]
         self.state: Any = None
-        if case.hook in STOCK:
-            self.stock.register_comm_hook(None, unnamed(STOCK[case.hook]))
+        self.averager: Any = None
+        wrapper = case.the_spec.wrapper
+        if isinstance(case.the_spec, CustomSpec):
+            self.state = dist.group.WORLD
+        elif isinstance(case.the_spec, PostLocalSGDSpec):
+            start, period = case.the_spec.start_localSGD_iter, case.the_spec.period
+            self.averager = PeriodicModelAverager(period, start)  # type: ignore[no-untyped-call]
+            self.state = PostLocalSGDState(dist.group.WORLD, None, start, post_local_gradient_allreduce=False)  # type: ignore[no-untyped-call]
         elif case.hook == "powerSGD":
             self.state = torch_powersgd.PowerSGDState(None, **case.the_spec.model_dump(exclude={"name", "wrapper"}))
-            self.stock.register_comm_hook(self.state, torch_powersgd.powerSGD_hook)
+        if case.hook != "allreduce" or wrapper is not None:  # whose bits are those of DDP without a hook
+            stock = find_hook(case.the_spec.hook) if isinstance(case.the_spec, CustomSpec) else STOCK[case.hook]
+            stock = stock if wrapper is None else getattr(default_hooks, wrapper)(stock)
+            self.stock.register_comm_hook(self.state, unnamed(stock))
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.05, momentum=0.9)
 
     def end_step(self) -> None:
+        if self.averager is not None:
+            self.averager.average_parameters(list(self.module.parameters()))  # type: ignore[no-untyped-call]
         self.step += 1
 
 

@@ -1,0 +1,73 @@
+"""Hooks under a 16-bit wrapper, as functions for the ranks of ``tests.support.groups``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ratchet_hooks.specs import BatchedPowerSGDSpec, CustomSpec, HookSpec, PostLocalSGDSpec
+from tests.support.hook_averages import Gradients, averaged, random_vector
+from tests.support.hook_cases import SPECS, Case, Run, same
+
+Seen = list[tuple[str, str, int]]
+
+
+PLAIN: dict[str, HookSpec] = {
+    **{name: SPECS[name] for name in ("allreduce", "powerSGD", "noop")},
+    "batched_powerSGD": BatchedPowerSGDSpec(matrix_approximation_rank=2, start_powerSGD_iter=3),
+    "post_localSGD": PostLocalSGDSpec(start_localSGD_iter=2, model_averaging_period=2, subgroup_size=1),
+    "custom": CustomSpec(hook=f"{__name__}:thorough"),
+}
+
+
+def wrapped(hook: str, wrapper: str) -> HookSpec:
+    """A spec whose every phase is reached within a few steps."""
+    return PLAIN[hook].model_copy(update={"wrapper": f"{wrapper}_compress_wrapper"})
+
+
+def sizes(rank: int, case: Case, steps: int) -> tuple[dict[str, Any], set[torch.dtype]]:
+    """(the summary, dtypes of the captured tensors but those of generators)."""
+    run = Run(rank, case)
+    run.train(steps)
+    tensors = {name: t for name, t in run.hook.capture()[0].items() if not name.startswith("state/")}
+    return run.hook.summary(rank=rank, step=steps).model_dump(), {t.dtype for t in tensors.values()}
+
+
+def large(rank: int, spec: HookSpec, value: float, steps: int) -> tuple[Seen, list[bool]]:
+    """Gradients of up to ``value`` on all ranks in the last step: what is reported, and which averages are finite."""
+    shape = (40, 30)
+    given: list[Gradients] = [
+        {"wide": random_vector(rank, s, 1200).view(shape), "thin": random_vector(rank, s, 7)} for s in range(steps)
+    ]
+    some = torch.rand(shape, generator=torch.Generator().manual_seed(rank))
+    some[0, 0] = 0.0
+    given[-1]["wide"] = value * (1 - 0.2 * some)  # much alike, so that sums are large, but of full rank
+    out, hook = averaged(spec, given)
+    return [(w.code, w.parameter, w.iteration) for w in hook.warnings()], [
+        all(bool(g.isfinite().all()) for g in got.values()) for got in out
+    ]
+
+
+def thorough(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """A user's hook whose result depends on all that a bucket offers."""
+    flat = bucket.buffer()
+    for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+        assert gradient.dtype is flat.dtype and gradient.shape == parameter.shape
+        gradient.mul_(1 + parameter.dim())  # through a view of the buffer
+    bucket.set_buffer(flat + 0.01 * bucket.index() + 0.1 * bucket.is_last())
+    bucket.gradients()[-1].div_(2)  # a view of what was set
+    dist.all_reduce(bucket.buffer(), group=group)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def halves(rank: int, spec: HookSpec) -> tuple[bool, int]:
+    """A model in float16 already: (whether its gradients are averaged as they are, bytes sent)."""
+    size = dist.get_world_size()
+    given = [torch.arange(16, dtype=torch.float16) * size * (r + 1) for r in range(size)]
+    (got,), hook = averaged(spec, [{"weight": given[rank]}])
+    right = same(got["weight"], torch.stack(given).sum(0) / size)
+    return right, hook.summary(rank=rank, step=1).bytes_after
