@@ -42,7 +42,9 @@ def test_post_local_sgd_in_16_bits_has_the_bits_of_torchs_before_and_after_its_s
 ) -> None:
     local = {"start_localSGD_iter": 2, "post_local_gradient_allreduce": False, "model_averaging_period": 2}
     spec = cases.wrapped("post_localSGD", wrapper).model_copy(update=local)
-    assert three.run(laws.equals_stock, Case(hook="post_localSGD", cap=MANY_BUCKETS, spec=spec), 4) == [[], [], []]
+    # torch's averager leaves out parameters without a gradient, and it comes behind zero_grad here
+    case = Case(hook="post_localSGD", cap=MANY_BUCKETS, spec=spec, keep_grads=True)
+    assert three.run(laws.equals_stock, case, 5) == [[], [], []]
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
