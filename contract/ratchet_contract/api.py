@@ -91,6 +91,11 @@ class PlanView(View):
     launch: dict[str, Any] = Field(
         description="The launcher's request: agent command, rank commands, variables (no secret values)."
     )
+    hook_memory_bytes: int | None = Field(
+        None,
+        description="What the hook's state will hold on each rank, estimated; null where the task does not tell the shapes of its "
+        "parameters (`parameter_shapes`), and for a custom hook.",
+    )
 
 
 class NodeView(View):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -23,8 +24,8 @@ from ratchet_hooks.errors import HookStateError, LayoutMismatch, UnsupportedMode
 from ratchet_hooks.groups import close_group
 from ratchet_hooks.layout import Layout, ManagedDDP
 from ratchet_hooks.managed import ManagedHook
-from ratchet_hooks.registry import HOOKS
-from ratchet_hooks.specs import HookSpec
+from ratchet_hooks.registry import HOOKS, is_stateful
+from ratchet_hooks.specs import CustomSpec, HookSpec
 from ratchet_hooks.states import STATE_VERSION, check_data, redistribute
 from ratchet_hooks.watch import HookWarning
 from ratchet_hooks.wrappers import DTYPES, Wrapped
@@ -105,19 +106,24 @@ def attach(
         device=ddp.device,
         node_ranks=node_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", group.size())),
     )
-    hook = ddp.hook = ManagedHook(spec, ddp, _algorithm(spec, setup, make))
+    algorithm = _algorithm(spec, setup, make)
+    if isinstance(spec, CustomSpec) and is_stateful(spec):
+        ddp.fix_layout()  # a user's state may be kept by bucket index, which DDP's rebuild after the first iteration would change
+    hook = ddp.hook = ManagedHook(spec, ddp, algorithm)
     ddp.register_comm_hook(None, hook.on_bucket)
     return hook
 
 
-def _algorithm(spec: HookSpec, setup: Setup) -> Algorithm:
-    builder = HOOKS[spec.name].builder
-    if builder is None:
+def _algorithm(spec: HookSpec, setup: Setup, make: Callable[[Setup], Algorithm] | None) -> Algorithm:
+    entry = HOOKS[spec.name]
+    if entry.builder is None and make is None:
         raise UnsupportedModel(f"hook {spec.name} is not available in this version")
     if spec.wrapper is not None:
         setup = replace(setup, cast=DTYPES[spec.wrapper])
-    module, _, attribute = builder.partition(":")
-    made: Algorithm = getattr(import_module(module), attribute)(spec, setup)
+    if make is None:
+        module, _, attribute = str(entry.builder).partition(":")
+        make = partial(getattr(import_module(module), attribute), spec)
+    made = make(setup)
     return made if spec.wrapper is None else Wrapped(made)
 
 

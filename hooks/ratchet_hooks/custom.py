@@ -75,7 +75,7 @@ class Custom(Algorithm):
             )
             raise CustomHookError("hook", "hook-result", wrong)
         if not self._waits:
-            checked: TensorFuture = future.then(lambda done: _checked(done.value(), flat, place))
+            checked: Any = future.then(lambda done: _checked(done.value(), flat, place))
             return checked, None
         try:
             value = future.wait()

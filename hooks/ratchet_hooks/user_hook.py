@@ -93,7 +93,7 @@ def _find(key: str, path: str) -> Any:
     module, _, attribute = path.partition(":")
     try:
         found: Any = import_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         text = f"importing {module} failed: {last_line(error)}"
         if (
             isinstance(error, ModuleNotFoundError)

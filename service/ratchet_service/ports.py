@@ -26,5 +26,8 @@ class SubmissionPorts(Protocol):
     def plan(self, spec: JobSpec, resolved: Resolved) -> dict[str, Any]:
         """What a launch would run: commands and variables, without secret values. Starts nothing."""
 
+    def hook_memory(self, spec: JobSpec, resolved: Resolved) -> int | None:
+        """Bytes that the hook's state will hold on each rank; None where that is not known. May ask the task, in a process."""
+
     def wake(self) -> None:
         """Something changed: the reconciler need not wait for its next round. Never blocks."""

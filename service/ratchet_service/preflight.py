@@ -12,7 +12,6 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -20,26 +19,16 @@ from ratchet_contract.api import Warning_
 from ratchet_contract.errors import FieldProblem, SpecError
 from ratchet_contract.spec import JobSpec, Resolved, TaskSpec
 from ratchet_contract.spec_parse import nearest
-from ratchet_service import entrypoints, snapshot, unmanaged
+from ratchet_service import entrypoints, preflight_hook, snapshot, unmanaged
 from ratchet_service.credentials import withheld
 from ratchet_service.decide import MAX_BACKOFF
+from ratchet_service.hook_probe import HOOK_SECONDS, Probe
 from ratchet_service.interpreters import Findings, Interpreters, interpreter_of, pip_install, python_fault
 from ratchet_service.machine import Machine
+from ratchet_service.preflight_report import Report
 from ratchet_service.slots import need_of, oversubscribed
 
 _OF_WORLD: Final = frozenset({"oversubscribed", "single-rank"})
-
-
-@dataclass
-class _Report:
-    warnings: list[Warning_] = field(default_factory=list)
-    problems: list[FieldProblem] = field(default_factory=list)
-
-    def warn(self, pointer: str, code: str, detail: str) -> None:
-        self.warnings.append(Warning_(pointer=pointer, code=code, detail=detail))
-
-    def refuse(self, pointer: str, code: str, detail: str) -> None:
-        self.problems.append(FieldProblem(pointer=pointer, code=code, detail=detail))
 
 
 def resolve(
@@ -49,15 +38,17 @@ def resolve(
     interpreters: Interpreters | None = None,
     environ: Mapping[str, str] | None = None,
     limits: snapshot.Limits | None = None,
+    hook_seconds: float = HOOK_SECONDS,
 ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
     """Every ``auto`` decided for ``machine``, warnings, and the problems that forbid the job (then ignore the rest).
 
     ``environ`` is what the launcher's environment will be (for secrets); ``code_digest`` is left to the snapshot.
+    ``hook_seconds``: how long the import of a user's own hook may take.
     """
-    report = _Report()
+    report, environ = Report(), os.environ if environ is None else environ
     code_ok = _check_code(spec, limits, report)
     if machine.here:
-        _check_secrets(spec, os.environ if environ is None else environ, report)
+        _check_secrets(spec, environ, report)
         python, findings = _check_python(spec, machine, interpreters or Interpreters(), code_ok, report)
     else:
         python, findings = spec.python or machine.python, Findings(torch=True, torch_cuda=machine.torch_cuda)
@@ -70,8 +61,11 @@ def resolve(
         threads_per_rank=_threads(spec, machine, device),
         python=python,
     )
+    preflight_hook.check(spec, resolved, report)
     _warn_of_world(spec, resolved, machine, report)
     _warn(spec, resolved, report)
+    if not report.problems:  # last: it runs the user's code
+        preflight_hook.check_own(spec, machine, Probe(python, spec, code_path(spec), environ, hook_seconds), report)
     return resolved, report.warnings, report.problems
 
 
@@ -84,7 +78,7 @@ def resize(
     environment: a change of them would be one more difference. Threads per rank are decided again, since they are a share of
     the cores; a number that the spec itself gives stands.
     """
-    report = _Report([w for w in warnings if w.code not in _OF_WORLD])
+    report = Report([w for w in warnings if w.code not in _OF_WORLD])
     ranks, gpus = spec.world.ranks_per_node, len(machine.gpus)
     if resolved.device == "cuda" and ranks > gpus:
         text = f"{ranks} ranks need {ranks} GPUs, this machine has {gpus}: use at most {gpus} ranks"
@@ -96,7 +90,12 @@ def resize(
     return changed, report.warnings, report.problems
 
 
-def _check_secrets(spec: JobSpec, environ: Mapping[str, str], report: _Report) -> None:
+def code_path(spec: JobSpec) -> list[str]:
+    """Directories in which the ranks look first: that of the code, then the spec's own PYTHONPATH."""
+    return [*([spec.code.path] if spec.code is not None else []), *_python_path(spec)]
+
+
+def _check_secrets(spec: JobSpec, environ: Mapping[str, str], report: Report) -> None:
     kept = withheld(environ)
     for name, secret in spec.secrets.items():
         if secret.from_env in kept:
@@ -107,7 +106,7 @@ def _check_secrets(spec: JobSpec, environ: Mapping[str, str], report: _Report) -
             report.refuse(f"/secrets/{name}", "secret-missing", detail)
 
 
-def _check_code(spec: JobSpec, limits: snapshot.Limits | None, report: _Report) -> bool:
+def _check_code(spec: JobSpec, limits: snapshot.Limits | None, report: Report) -> bool:
     """Check directory and script; False when the code cannot be looked into."""
     if spec.code is None:
         return True
@@ -119,7 +118,7 @@ def _check_code(spec: JobSpec, limits: snapshot.Limits | None, report: _Report) 
     return True
 
 
-def _check_script(spec: JobSpec, version: tuple[int, ...], report: _Report) -> None:
+def _check_script(spec: JobSpec, version: tuple[int, ...], report: Report) -> None:
     """``version``: of the interpreter of the ranks, whose syntax may be newer than what this process can read."""
     if spec.code is None or spec.script is None:
         return
@@ -155,7 +154,7 @@ def _syntax_fault(source: bytes, name: str) -> str | None:
 
 
 def _check_python(
-    spec: JobSpec, machine: Machine, interpreters: Interpreters, code_ok: bool, report: _Report
+    spec: JobSpec, machine: Machine, interpreters: Interpreters, code_ok: bool, report: Report
 ) -> tuple[str, Findings]:
     """The interpreter for the ranks, and what it says about itself and the entrypoint."""
     given = spec.python or machine.python
@@ -196,7 +195,7 @@ def _no_python(given: str) -> str:
     return f"there is no interpreter {given!r} on the service's machine: name a python or its environment's directory"
 
 
-def _check_entrypoint(task: TaskSpec, origin: Path, report: _Report) -> None:
+def _check_entrypoint(task: TaskSpec, origin: Path, report: Report) -> None:
     try:
         source = origin.read_bytes()
     except OSError:  # the interpreter could read it; the first attempt will tell
@@ -216,7 +215,7 @@ def _no_module(spec: JobSpec, path: Path, missing: str) -> str:
 
 
 def _device_and_backend(
-    spec: JobSpec, machine: Machine, python: str, found: Findings, report: _Report
+    spec: JobSpec, machine: Machine, python: str, found: Findings, report: Report
 ) -> tuple[str, str]:
     ranks, gpus = spec.world.ranks_per_node, len(machine.gpus)
     device = spec.world.device
@@ -261,7 +260,7 @@ def _threads(spec: JobSpec, machine: Machine, device: str) -> int:
     return max(1, machine.cpus // shares)
 
 
-def _warn_of_world(spec: JobSpec, resolved: Resolved, machine: Machine, report: _Report) -> None:
+def _warn_of_world(spec: JobSpec, resolved: Resolved, machine: Machine, report: Report) -> None:
     """What the number of ranks makes without effect or dear; the codes of ``_OF_WORLD``."""
     need = need_of(spec, resolved)
     if oversubscribed(need, machine.capacity):
@@ -281,7 +280,7 @@ def _warn_of_world(spec: JobSpec, resolved: Resolved, machine: Machine, report: 
         )
 
 
-def _warn(spec: JobSpec, resolved: Resolved, report: _Report) -> None:
+def _warn(spec: JobSpec, resolved: Resolved, report: Report) -> None:
     """What else is legal but does nothing, or less than it seems to."""
     if spec.nccl and resolved.backend != "nccl":
         report.warn("/nccl", "no-effect", f"NCCL settings have no effect with backend {resolved.backend}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,8 @@ from ratchet_contract.errors import FieldProblem
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Desired
 from ratchet_contract.spec import JobSpec, Resolved
-from ratchet_service import preflight, snapshot
+from ratchet_service import preflight, preflight_hook, snapshot
+from ratchet_service.hook_probe import Probe
 from ratchet_service.interpreters import Interpreters
 from ratchet_service.launchers.base import Launcher
 from ratchet_service.launching import launch_file
@@ -57,6 +59,10 @@ class LocalSubmission:
         gpus = tuple(self._machine().gpus[: spec.world.ranks_per_node]) if resolved.device == "cuda" else ()
         launch = launch_file(self._home, _NO_JOB, 1, spec, resolved, gpus, token="", desired=Desired.RUN)
         return self._launcher.plan(launch).printable()
+
+    def hook_memory(self, spec: JobSpec, resolved: Resolved) -> int | None:
+        probe = Probe(resolved.python, spec, preflight.code_path(spec), os.environ)
+        return preflight_hook.memory(spec, self._machine(), probe)
 
     def _machine(self) -> Machine:
         """Of a reconciler that has not run yet nothing is known; then this machine stands for its own."""

@@ -68,6 +68,9 @@ class FakePorts:
     def plan(self, spec: JobSpec, resolved: Resolved) -> dict[str, Any]:
         return {"agent": {"command": ["agent"]}, "ranks": [{"RANK": str(r)} for r in range(spec.world.size)]}
 
+    def hook_memory(self, spec: JobSpec, resolved: Resolved) -> int | None:
+        return None
+
     def wake(self) -> None:
         self.wakes += 1
 

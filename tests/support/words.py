@@ -58,8 +58,9 @@ def field_codes() -> set[str]:
             found.add(text(_keyword(call, "code")))
         elif name in ("refuse", "warn") and len(call.args) >= 2:
             found.add(text(call.args[1]))
-        elif name == "_refuse" and call.args:
+        elif name in ("_refuse", "Rule") and call.args:
             found.add(text(call.args[0]))
+    found |= custom_hook_codes()
     for tree, text in _modules("service/ratchet_service"):  # ``return "code", "sentence"``
         for node in ast.walk(tree):
             if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple) and len(node.value.elts) == 2:
@@ -72,6 +73,12 @@ def attempt_codes() -> set[str]:
     """Codes of errors that end an attempt: worker and hooks."""
     raised = ("UserError", "StateError", "CheckpointError", "WorkerError")
     found = {text(_keyword(call, "code")) for name, call, text in _calls("worker") if name in raised}
+    return {code for code in found if code} | custom_hook_codes()
+
+
+def custom_hook_codes() -> set[str]:
+    """What is wrong with a user's own hook, at its submission or in an attempt."""
+    found = {text(call.args[1]) for name, call, text in _calls("hooks") if name == "CustomHookError"}
     return {code for code in found if code}
 
 

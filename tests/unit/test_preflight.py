@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ratchet_contract.spec import JobSpec, Resolved, TaskSpec
+from ratchet_hooks.registry import HOOKS
 from ratchet_service import entrypoints
 from ratchet_service.interpreters import Findings, Interpreters
 from ratchet_service.machine import Machine, read_machine, write_machine
@@ -95,7 +97,6 @@ def test_what_cannot_work_is_refused_where_it_stands(
     [
         (CPU, {"world": {"ranks_per_node": 9}}, "/world/ranks_per_node oversubscribed"),
         (CPU, {"nccl": {"NCCL_DEBUG": "INFO"}}, "/nccl no-effect"),
-        (CPU, {"hook": "fp16_compress"}, "/hook single-rank"),
         (CPU, {"policy": {"backoff": "10m"}}, "/policy/backoff capped"),
         (CPU, {"policy": {"timeout": "1m"}}, "/policy/timeout shorter-than-grace"),
         (CPU, {"checkpoint": {"every_steps": None}}, "/checkpoint/every_steps no-schedule"),
@@ -107,10 +108,59 @@ def test_what_has_no_effect_or_a_price_is_said(machine: Machine, more: dict[str,
 
 
 def test_a_plain_spec_has_no_warnings() -> None:
-    assert run(world={"ranks_per_node": 2}, hook={"name": "powerSGD"}, secrets={"KEY": {"from_env": "TOKEN"}})[1:] == (
-        set(),
-        set(),
-    )
+    assert run(world={"ranks_per_node": 2}, secrets={"KEY": {"from_env": "TOKEN"}})[1:] == (set(), set())
+
+
+TWO = {"world": {"ranks_per_node": 2}}
+EXPERIMENTAL, CAUTION = "/hook hook-experimental", "/hook hook-caution"
+
+
+@pytest.mark.parametrize(
+    ("machine", "more", "expected"),
+    [
+        (CPU, {"hook": "fp16_compress"}, {"/hook single-rank", EXPERIMENTAL, CAUTION}),
+        (CPU, {**TWO, "hook": "powerSGD"}, {EXPERIMENTAL, CAUTION}),
+        (CPU, {**TWO, "hook": {"name": "allreduce", "wrapper": "fp16"}}, {EXPERIMENTAL, "/hook/wrapper hook-caution"}),
+        (CPU, {**TWO, "hook": {"name": "allreduce", "wrapper": "bf16"}}, {EXPERIMENTAL, "/hook/wrapper hook-caution"}),
+        (GPUS, {**TWO, "nccl": {"NCCL_NSOCKS_PERTHREAD": 4}}, {"/nccl nccl-tuned"}),
+        (GPUS, {**TWO, "nccl": {"NCCL_DEBUG": "INFO"}}, set()),
+        (CPU, {**TWO, "nccl": {"NCCL_NSOCKS_PERTHREAD": 4}}, {"/nccl no-effect"}),
+    ],
+)
+def test_a_hook_is_warned_of(machine: Machine, more: dict[str, Any], expected: set[str]) -> None:
+    assert run(machine, Told(torch_cuda=True), **more)[1:] == (expected, set())
+
+
+CUSTOM = {"hook": "torch.distributed.algorithms.ddp_comm_hooks.default_hooks:noop_hook"}
+
+
+@pytest.mark.parametrize("name", list(HOOKS))
+def test_whatever_the_registry_warns_of_is_said_to_who_asks_for_the_hook(name: str) -> None:
+    made = spec(**TWO, hook={"name": name, **(CUSTOM if name == "custom" else {})})
+    _, warnings, problems = resolve(made, replace(CPU, here=False), interpreters=Told())
+    said = {w.detail for w in warnings if w.code == "hook-caution"}
+    assert problems == [] and said == set(HOOKS[name].warnings)
+    assert name == "allreduce" or said
+
+
+def test_what_depends_on_the_number_of_ranks_or_the_replicas_is_said_where_it_is_so() -> None:
+    def cautions(**more: Any) -> list[str]:
+        found = resolve(spec(**more), replace(CPU, here=False), interpreters=Told())[1]
+        return [w.detail for w in found if w.code == "hook-caution" and w.detail not in HOOKS[w_name].warnings]
+
+    w_name = "quantization_pertensor"
+    few, many = (cautions(hook=w_name, world={"ranks_per_node": n}) for n in (8, 9))
+    assert few == [] and "with 9 ranks quantization_pertensor moves more bytes" in many[0]
+    w_name = "custom"
+    assert cautions(hook={"name": "custom", **CUSTOM}) == []
+    assert "every rank's parameters" in cautions(hook={"name": "custom", "replicas": "rank", **CUSTOM})[0]
+
+
+def test_a_hook_that_a_back_end_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is none today; the row of the registry decides."""
+    monkeypatch.setitem(HOOKS, "noop", replace(HOOKS["noop"], backends=("nccl",)))
+    assert run(CPU, hook="noop", **TWO)[2] == {"/ddp/backend hook-backend"}
+    assert run(GPUS, Told(torch_cuda=True), hook="noop", **TWO)[2] == set()
 
 
 @pytest.fixture
@@ -168,7 +218,11 @@ def test_the_users_code_is_looked_up_and_never_imported(code: Path, job: dict[st
             ["/script unmanaged-script", "/checkpoint/every_steps checkpoint-needs-session"],
             [],
         ),
-        ({"hook": "powerSGD"}, ["/script unmanaged-script"], ["/hook hook-needs-session"]),
+        (
+            {"hook": "noop"},
+            ["/script unmanaged-script", "/hook hook-experimental", "/hook hook-caution"],
+            ["/hook hook-needs-session"],
+        ),
     ],
 )
 def test_a_script_without_a_session_is_told_so_and_gets_no_hook(

@@ -173,6 +173,8 @@ class Task(Protocol):
     - ``batch_to_device(batch, device) -> batch``: default: tensors inside lists, tuples and dicts are moved.
     - ``before_step(model, optimizer, step) -> None``: after the gradients are averaged (and unscaled), before
       ``optimizer.step()``: gradient clipping belongs here.
+    - ``parameter_shapes() -> list[tuple[int, ...]]``: of the trained parameters, without building the model (``with
+      torch.device("meta")`` makes one that has no memory). With it, a dry run tells what the hook's state will hold.
     """
 
     def build(self, ctx: TaskContext) -> Parts: ...

@@ -91,7 +91,7 @@ def _show_plan(plan: Any, as_json: bool) -> None:
     output.fields(
         [("device", plan.resolved.device), ("backend", plan.resolved.backend),
          ("threads per rank", plan.resolved.threads_per_rank), ("python", plan.resolved.python),
-         ("code digest", plan.resolved.code_digest)]
+         ("code digest", plan.resolved.code_digest), ("hook memory per rank", output.size(plan.hook_memory_bytes))]
     )  # fmt: skip
     output.line(json.dumps(plan.launch, indent=2, ensure_ascii=False))
     for warning in plan.warnings:

@@ -56,6 +56,7 @@ def dry_run(data: Any, ports: SubmissionPorts) -> PlanView:
         resolved=checked.resolved,
         warnings=checked.warnings,
         launch=ports.plan(checked.spec, checked.resolved),
+        hook_memory_bytes=ports.hook_memory(checked.spec, checked.resolved),
     )
 
 

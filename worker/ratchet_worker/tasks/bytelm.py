@@ -169,9 +169,7 @@ class ByteLMTask:
             augment=crop,
         )
         self._held_back = self._share(torch.from_numpy(corpus.held_back.copy()), ctx.rank, ctx.world_size)
-        model = ByteTransformer(self.width, self.layers, self.heads, self.context, self.dropout, self.grams).to(
-            ctx.device
-        )
+        model = self._model().to(ctx.device)
         matrices = [p for p in model.parameters() if p.dim() > 1]
         vectors = [p for p in model.parameters() if p.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -186,6 +184,14 @@ class ByteLMTask:
             evaluate_every=self.evaluate_every,
             digest=loader.data_digest(),
         )
+
+    def _model(self) -> ByteTransformer:
+        return ByteTransformer(self.width, self.layers, self.heads, self.context, self.dropout, self.grams)
+
+    def parameter_shapes(self) -> list[tuple[int, ...]]:
+        """Of the model that ``build`` makes, without its memory."""
+        with torch.device("meta"):
+            return [tuple(p.shape) for p in self._model().parameters()]
 
     def _rate(self, step: int) -> float:
         """Linear warm-up, then a cosine down to 5 % at the last step; the factor of the peak after ``step`` steps."""

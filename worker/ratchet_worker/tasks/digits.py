@@ -150,6 +150,11 @@ class DigitsTask:
             digest=loader.data_digest(),
         )
 
+    def parameter_shapes(self) -> list[tuple[int, ...]]:
+        """Of the model that ``build`` makes, without its memory."""
+        with torch.device("meta"):
+            return [tuple(p.shape) for p in make_net(self.width, self.dropout).parameters()]
+
     def loss(self, model: nn.Module, batch: Any) -> LossResult:
         images, labels = batch
         logits = model(images)

@@ -1,0 +1,80 @@
+"""Looks at a user's hook, and at the shapes of a task's parameters, in a process of its own.
+
+``python -P -m ratchet_hooks.probe FILE``: the request is JSON on standard input, the answer JSON in ``FILE``, written by rename.
+Importing the user's code runs it, so whoever asks sets a time limit; it counts from when ``FILE`` with ``.begun`` at its end is
+there, since until then only torch was imported.
+
+Request: ``path`` (directories that come first on ``sys.path``), and ``hook``, ``state``, ``state_args`` as in the spec, or
+``task`` and ``task_args``. Answer: ``problems``, each with ``key``, ``code`` and ``detail``; ``shapes``, or null where the task
+does not tell.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ratchet_hooks.errors import CustomHookError
+from ratchet_hooks.user_hook import find_hook, find_state, last_line
+
+_LONGEST = 2000  # characters of one sentence
+_MOST_SHAPES = 100_000
+
+
+def main() -> NoReturn:
+    """Never returns into the interpreter's end, where a user's threads and exit handlers would be waited for."""
+    target = Path(sys.argv[1])
+    request: dict[str, Any] = json.load(sys.stdin)
+    import torch  # noqa: F401  (the user's code will; its time is not the user's)
+
+    path = request.get("path", [])
+    sys.path[:] = [*path, *(p for p in sys.path if p not in (*path, ""))]
+    target.with_name(f"{target.name}.begun").touch()
+    answer: dict[str, Any] = {"problems": [], "shapes": None}
+    if request.get("hook") is not None:
+        answer["problems"] += _problem("hook", "hook-import-failed", lambda: find_hook(request["hook"]))
+    if request.get("state") is not None:
+        arguments = request.get("state_args", {})
+        answer["problems"] += _problem(
+            "state", "hook-state-unsupported", lambda: find_state(request["state"], arguments)
+        )
+    if request.get("task") is not None:
+        answer["shapes"] = _shapes(request["task"], request.get("task_args", {}))
+    temporary = target.with_name(f"{target.name}.tmp")
+    temporary.write_text(json.dumps(answer))
+    temporary.rename(target)
+    os._exit(0)
+
+
+def _problem(key: str, code: str, look: Callable[[], object]) -> list[dict[str, str]]:
+    try:
+        look()
+    except CustomHookError as error:
+        return [{"key": error.key, "code": error.code, "detail": error.detail[:_LONGEST]}]
+    except (
+        BaseException
+    ) as error:  # sys.exit, a descriptor that raises, KeyboardInterrupt: all of it is the user's code
+        return [{"key": key, "code": code, "detail": f"looking at it raised {last_line(error)}"[:_LONGEST]}]
+    return []
+
+
+def _shapes(entrypoint: str, args: dict[str, Any]) -> list[list[int]] | None:
+    """What ``parameter_shapes()`` of the task says; None where it has none, or it fails."""
+    module, _, attribute = entrypoint.partition(":")
+    try:
+        found: Any = import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+        shapes = [[int(n) for n in shape] for shape in found(**args).parameter_shapes()]
+    except BaseException:
+        return None
+    return shapes if len(shapes) <= _MOST_SHAPES and all(n >= 0 for shape in shapes for n in shape) else None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""The hook of a spec against wrapper, back end, device and number of ranks: a table of rules, and the registry's warnings.
+
+What needs no machine is refused by ``spec_parse`` (wrappers, DDP options that exclude each other, subgroups); what only the model
+shows (dtypes, sparse or complex gradients, accumulation under static graph) by the ranks, before the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from ratchet_contract.spec import JobSpec, Resolved
+from ratchet_hooks.memory import hook_memory, needs_shapes
+from ratchet_hooks.registry import HOOKS, replicas_of
+from ratchet_hooks.specs import CustomSpec
+from ratchet_service.hook_probe import Probe
+from ratchet_service.machine import Machine
+from ratchet_service.preflight_report import Report
+
+_TUNED: Final = frozenset({"NCCL_NSOCKS_PERTHREAD", "NCCL_SOCKET_NTHREADS", "NCCL_MIN_NCHANNELS"})
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``detail`` may name ``{hook}``, ``{wrapper}``, ``{backend}``, ``{device}``, ``{ranks}``. ``refused``: it would not work."""
+
+    code: str
+    pointer: str
+    applies: Callable[[JobSpec, Resolved], bool]
+    detail: str
+    refused: bool = False
+
+
+RULES: Final = (
+    Rule(
+        "hook-backend",
+        "/ddp/backend",
+        lambda spec, resolved: resolved.backend not in HOOKS[spec.hook.name].backends,
+        "hook {hook} does not run on {backend}: choose another hook, or another ddp.backend",
+        refused=True,
+    ),
+    Rule(
+        "hook-experimental",
+        "/hook",
+        lambda spec, _: spec.hook.name != "allreduce" or spec.hook.wrapper is not None,
+        "communication hooks are experimental in torch and may change with any version: Ratchet is exact with the "
+        "versions of torch that its worker extra asks for, and runs with no other",
+    ),
+    Rule(
+        "hook-caution",
+        "/hook/wrapper",
+        lambda spec, _: spec.hook.wrapper == "fp16_compress_wrapper",
+        "{wrapper}: gradients above 65504 on any rank become inf in float16; the first one is reported with its parameter",
+    ),
+    Rule(
+        "hook-caution",
+        "/hook/wrapper",
+        lambda spec, _: spec.hook.wrapper == "bf16_compress_wrapper",
+        "{wrapper}: gradients keep eight significant bits, about three digits",
+    ),
+    Rule(
+        "hook-caution",
+        "/hook/replicas",
+        lambda spec, _: isinstance(spec.hook, CustomSpec) and replicas_of(spec.hook) == "rank",
+        "replicas: rank: the ranks' parameters may differ, and checkpoints hold every rank's parameters and optimizer",
+    ),
+    Rule(
+        code="hook-caution",
+        pointer="/hook",
+        # A ring all-reduce sends 2 (n - 1) / n times four bytes per element; every rank gathers n - 1 times one.
+        lambda spec, _: spec.hook.name.startswith("quantization") and spec.world.size > 8,
+        "with {ranks} ranks {hook} moves more bytes than a plain all-reduce: fp16_compress moves half of one's",
+    ),
+    Rule(
+        "nccl-tuned",
+        "/nccl",
+        lambda spec, resolved: resolved.backend == "nccl" and bool(_TUNED & set(spec.nccl)),
+        "NCCL has tuned its sockets, threads and channels for AWS and GCP, and their images set what goes with it: on "
+        "these clouds, measure before you keep NCCL_NSOCKS_PERTHREAD, NCCL_SOCKET_NTHREADS or NCCL_MIN_NCHANNELS",
+    ),
+)
+
+
+def check(spec: JobSpec, resolved: Resolved, report: Report) -> None:
+    """Every rule that applies, and what the registry warns of."""
+    words = {
+        "hook": spec.hook.name,
+        "wrapper": spec.hook.wrapper,
+        "backend": resolved.backend,
+        "device": resolved.device,
+        "ranks": spec.world.size,
+    }
+    for rule in RULES:
+        if rule.applies(spec, resolved):
+            say = report.refuse if rule.refused else report.warn
+            say(rule.pointer, rule.code, rule.detail.format(**words))
+    for text in HOOKS[spec.hook.name].warnings:
+        report.warn("/hook", "hook-caution", text)
+
+
+def check_own(spec: JobSpec, machine: Machine, probe: Probe, report: Report) -> None:
+    """A hook of the user's own, looked at by the job's interpreter where that is on this machine."""
+    if not isinstance(spec.hook, CustomSpec):
+        return
+    if machine.here:
+        report.problems += probe.hook(spec.hook)
+        return
+    text = "the machine that trains is another one: whether the hook and its state can be used is seen by the first attempt"
+    report.warn("/hook/hook", "hook-not-checked", text)
+
+
+def memory(spec: JobSpec, machine: Machine, probe: Probe) -> int | None:
+    """Bytes that the hook's state will hold on each rank, once the task has told the shapes of its parameters."""
+    if not needs_shapes(spec.hook):
+        return hook_memory(spec.hook, ())
+    shapes = probe.shapes() if machine.here else None
+    return None if shapes is None else hook_memory(spec.hook, shapes)

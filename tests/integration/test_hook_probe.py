@@ -1,0 +1,161 @@
+"""A user's own hook is looked at in a process of its own, whatever its module does, and nothing of that process is left."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet_contract.spec import JobSpec
+from ratchet_service import hook_probe
+from ratchet_service.hook_probe import Probe
+from ratchet_service.launchers import processes
+from ratchet_service.machine import Machine
+from ratchet_service.preflight import resolve
+from tests.unit.test_preflight import Told
+
+GOOD = "def f(state, bucket): ...\nclass S:\n    def state_dict(self): ...\n    def load_state_dict(self, state): ...\n"
+WITHOUT_SAVING = "class Half:\n    def state_dict(self): ...\nclass Plain: ...\n"
+MODULES = {
+    "good.py": f"{GOOD}{WITHOUT_SAVING}def one(bucket): ...\nnumber = 1\nasync def later(state, bucket): ...\n",
+    "pack/__init__.py": "",
+    "pack/deep.py": "class Box:\n    @staticmethod\n    def f(state, bucket): ...\n",
+    "raising.py": "import json\njson.loads('{')\n",
+    "needing.py": "import a_module_that_nobody_has\n",
+    "wrong.py": "def f(state, bucket)\n",
+    "leaving.py": "import sys\nsys.exit('not today')\n",
+    "dying.py": "import os\nos._exit(7)\n",
+    "killed.py": "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n",
+    "loud.py": f"import sys\nfor stream in (sys.stdout, sys.stderr):\n    print('x' * 5_000_000, file=stream)\n{GOOD}",
+    "endless.py": "while True: pass\n",
+    "waiting.py": f"import threading, time\nthreading.Thread(target=time.sleep, args=(3600,)).start()\n{GOOD}",
+    "greedy.py": "def __getattr__(name): raise KeyboardInterrupt\n",
+    "family.py": (
+        "import os, subprocess, sys\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(3600)'])\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(3600)'], start_new_session=True)\n"
+        "if os.fork() == 0:\n    os.setsid()\n    import time; time.sleep(3600)\n"
+        f"{GOOD}"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("project")
+    for name, text in MODULES.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(text)
+    # These modules need no torch, and an empty one in its place makes a look take a tenth of the time.
+    (root / "quick").mkdir()
+    (root / "quick" / "torch.py").touch()
+    return root
+
+
+def job(code: Path, hook: str, **more: Any) -> JobSpec:
+    data = {
+        "name": "a",
+        "task": {"entrypoint": "mine:Mine"},
+        "code": {"path": str(code)},
+        "env": {"PYTHONPATH": "quick"},
+    }
+    return JobSpec.model_validate({**data, "hook": {"name": "custom", "hook": hook, **more}})
+
+
+def look(code: Path, hook: str, **more: Any) -> list[tuple[str, str, str]]:
+    spec = job(code, hook, **more)
+    _, _, problems = resolve(spec, Machine((), 8), interpreters=Told(), hook_seconds=1.0)
+    return [(p.pointer, p.code, p.detail) for p in problems]
+
+
+@pytest.mark.parametrize(
+    ("hook", "more"),
+    [
+        ("good:f", {}),
+        ("good:f", {"state": "good:S"}),
+        ("pack.deep:Box.f", {"state": "good:S"}),
+        ("loud:f", {}),
+        ("waiting:f", {}),
+    ],
+)
+def test_a_hook_that_can_be_used_is_no_problem(code: Path, hook: str, more: dict[str, Any]) -> None:
+    assert look(code, hook, **more) == []
+
+
+@pytest.mark.parametrize(
+    ("hook", "more", "pointer", "problem", "word"),
+    [
+        ("nowhere:f", {}, "/hook/hook", "hook-import-failed", "no module named 'nowhere'"),
+        ("pack.nowhere:f", {}, "/hook/hook", "hook-import-failed", "no module named 'pack.nowhere'"),
+        ("good:g", {}, "/hook/hook", "hook-import-failed", "good has no 'g'; it has: Half"),
+        ("raising:f", {}, "/hook/hook", "hook-import-failed", "JSONDecodeError: Expecting property name"),
+        ("needing:f", {}, "/hook/hook", "hook-import-failed", "No module named 'a_module_that_nobody_has'"),
+        ("wrong:f", {}, "/hook/hook", "hook-import-failed", "SyntaxError: expected ':'"),
+        ("leaving:f", {}, "/hook/hook", "hook-import-failed", "SystemExit: not today"),
+        ("dying:f", {}, "/hook/hook", "hook-import-failed", "exit code 7"),
+        ("killed:f", {}, "/hook/hook", "hook-import-failed", "SIGSEGV"),
+        ("endless:f", {}, "/hook/hook", "hook-check-timeout", "longer than 1 s"),
+        ("good:one", {}, "/hook/hook", "hook-signature", "good:one(bucket) cannot be called as hook(state, bucket)"),
+        ("good:number", {}, "/hook/hook", "hook-signature", "is a int, not a function"),
+        ("good:later", {}, "/hook/hook", "hook-signature", "coroutine"),
+        ("greedy:f", {}, "/hook/hook", "hook-import-failed", "KeyboardInterrupt"),
+        ("good:f", {"state": "good:T"}, "/hook/state", "hook-import-failed", "good has no 'T'"),
+        ("good:f", {"state": "good:f"}, "/hook/state", "hook-state-unsupported", "name the class"),
+        ("good:f", {"state": "good:Plain"}, "/hook/state", "hook-state-unsupported", "neither __getstate__"),
+        ("good:f", {"state": "good:Half"}, "/hook/state", "hook-state-unsupported", "state_dict, but no load_state_dict"),
+        ("good:f", {"state": "good:S", "state_args": {"a": 1}}, "/hook/state_args", "hook-state-arguments", "good:S"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_at_the_key_with_its_cure(
+    code: Path, hook: str, more: dict[str, Any], pointer: str, problem: str, word: str
+) -> None:
+    ((at, found, detail),) = look(code, hook, **more)
+    assert (at, found) == (pointer, problem) and word in detail
+
+
+def test_whatever_a_module_starts_ends_with_the_look(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+    search = processes.with_variable
+
+    def spy(name: str, value: str) -> list[int]:
+        seen.append(search(name, value))
+        assert name == "RATCHET_HOOK_PROBE"
+        return seen[-1]
+
+    monkeypatch.setattr(hook_probe.processes, "with_variable", spy)
+    assert look(code, "family:f") == []
+    assert len(seen[0]) >= 2 and seen[-1] == []  # those that had left the process group
+    started = {pid for pids in seen for pid in pids}
+    assert all(processes.start_time(pid) is None for pid in started)
+    assert not list(code.rglob("__pycache__"))
+
+
+def test_the_code_is_imported_as_the_ranks_will(code: Path) -> None:
+    (code / "asking.py").write_text(
+        "import os\nfrom pathlib import Path\nassert os.environ['CUDA_VISIBLE_DEVICES'] == '' and os.environ['A'] == 'b'\n"
+        "assert os.environ['KEY'] == 'x' and 'RATCHET_DATABASE_URL' not in os.environ\n"
+        f"assert Path.cwd() == Path({str(code)!r})\n{GOOD}"
+    )
+    spec = job(code, "asking:f").model_dump(mode="json")
+    spec |= {"env": {**spec["env"], "A": "b"}, "secrets": {"KEY": {"from_env": "TOKEN"}}}
+    environ = {**os.environ, "TOKEN": "x", "RATCHET_DATABASE_URL": "postgresql://u:pw@h/d", "CUDA_VISIBLE_DEVICES": "0"}
+    found = resolve(JobSpec.model_validate(spec), Machine((), 8), interpreters=Told(), environ=environ)
+    assert found[2] == []
+
+
+def test_on_another_machine_the_first_attempt_will_see(code: Path) -> None:
+    _, warnings, problems = resolve(job(code, "endless:f"), Machine((), 8, here=False), interpreters=Told())
+    assert problems == [] and ("/hook/hook", "hook-not-checked") in [(w.pointer, w.code) for w in warnings]
+
+
+def test_no_other_hook_runs_anything(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Probe, "_ask", lambda *_: pytest.fail("a process was started"))
+    spec = job(code, "good:f").model_copy(
+        update={"hook": JobSpec.model_validate({**job(code, "good:f").model_dump(), "hook": "powerSGD"}).hook}
+    )
+    assert resolve(spec, Machine((), 8), interpreters=Told())[2] == []
+    broken = spec.model_copy(update={"hook": job(code, "good:f").hook, "python": "/nowhere/python"})
+    assert [p.code for p in resolve(broken, Machine((), 8, python=sys.executable))[2]] == ["python-not-found"]
