@@ -66,8 +66,8 @@ RULES: Final = (
         "replicas: rank: the ranks' parameters may differ, and checkpoints hold every rank's parameters and optimizer",
     ),
     Rule(
-        code="hook-caution",
-        pointer="/hook",
+        "hook-caution",
+        "/hook",
         # A ring all-reduce sends 2 (n - 1) / n times four bytes per element; every rank gathers n - 1 times one.
         lambda spec, _: spec.hook.name.startswith("quantization") and spec.world.size > 8,
         "with {ranks} ranks {hook} moves more bytes than a plain all-reduce: fp16_compress moves half of one's",
