@@ -142,7 +142,7 @@ def test_what_differs_is_refused_or_reported_and_a_fork_on_other_ranks_is_redist
     jobs.append(streaming)
     for attempt, words in (
         (forked.launch(fork=fork, spec={"hook": {**HOOK, "matrix_approximation_rank": 4}}), "rank 2 -> 4"),
-        (streaming.launch(fork=fork), "2 ranks, this group has 1: the hook's residuals and the data position"),
+        (streaming.launch(fork=fork), "2 ranks, this group has 1: the hook's state and the data position"),
     ):
         result = attempt.wait()
         assert result.cause is Cause.USER_ERROR and words in (result.message or ""), attempt.logs()

@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 
 from ratchet_contract.errors import StateError, UserError
 from ratchet_contract.resume import ComponentReport, ComponentStatus
-from ratchet_hooks.build import ManagedHook, redistribute
+from ratchet_hooks.build import ManagedHook
 from ratchet_hooks.layout import ManagedDDP
 from ratchet_worker import module_origin, module_state, optimizer_state, rng
 from ratchet_worker.module_origin import Origin
+from ratchet_worker.passage import HookState, Passage, batches, restore_hook
 from ratchet_worker.snapshot import Snapshot, Tensors, digest
 from ratchet_worker.task import Stateful, TrainData
 
@@ -116,41 +117,37 @@ class JobState:
 
     # --- restore -------------------------------------------------------------------------------------------------------
 
-    def restore(
-        self, saved: Snapshot, *, reset_hook: str | None = None, relayout: bool = False
-    ) -> list[ComponentReport]:
-        """Put back the state of a group of the same size, bit for bit. ``reset_hook``: why the hook starts anew instead;
-        ``relayout``: DDP stands on other buckets. Raises ``UserError`` when the objects do not fit."""
-        reports = self._restore_common(saved, "exact", None, relayout)
+    def restore(self, saved: Snapshot, how: Passage) -> list[ComponentReport]:
+        """Put back the state of a group of the same size, bit for bit but for what ``how`` says. Raises ``UserError`` when the
+        objects do not fit."""
+        reports = self._restore_common(saved, "exact", None, how)
         if self.data is not None and "data" in saved.state:
             reports.append(self._restore_data(lambda data: data.load_state_dict(saved.value("data"))))
-        changed = "laid into other buckets by parameter name" if relayout else None
-        reports.append(self._restore_hook(saved.encoded("hook"), reset_hook, changed, relayout))
+        reports.append(self._restore_hook([saved.encoded("hook")], how, resized=False))
         reports.append(self._fits("rng", lambda: rng.restore(saved.value("rng"), self._device)))
         return reports
 
     def restore_resized(
-        self, mine: Snapshot, old: Sequence[Snapshot], seed: int, *, reset_hook: str | None, relayout: bool
+        self, mine: Snapshot, old: Sequence[Snapshot], seed: int, how: Passage
     ) -> list[ComponentReport]:
         """Put back the state of a group of ``len(old)`` ranks as well as it can be. ``mine``: the old rank that this rank takes
         private state from; ``old``: data and hook of all old ranks. The generators are seeded anew from ``seed``."""
         reason = f"the group had {counted(len(old))}; this is one of theirs"
-        reports = self._restore_common(mine, "redistributed", reason, relayout)
+        reports = self._restore_common(mine, "redistributed", reason, how)
         if self.data is not None and "data" in mine.state:
             reports.append(self._resize_data([s.value("data") for s in old], len(old)))
-        merged = redistribute([s.encoded("hook") for s in old])
-        reports.append(self._restore_hook(merged, reset_hook, "the mean of the old residuals, on every rank", relayout))
+        reports.append(self._restore_hook([s.encoded("hook") for s in old], how, resized=True))
         rng.seed_all(seed, self._rank)
         reports.append(self._report("rng", "reset", "the number of ranks changed; seeded anew"))
         return reports
 
     def _restore_common(
-        self, saved: Snapshot, status: ComponentStatus, reason: str | None, relayout: bool
+        self, saved: Snapshot, status: ComponentStatus, reason: str | None, how: Passage
     ) -> list[ComponentReport]:
-        """Model, optimizers, buffers and further objects. ``status`` is that of what is private; the rest is exact."""
+        """Model, optimizers, buffers and further objects. ``status``: of what is private; the rest is exact, or averaged."""
         reports = [self._fits(_MODEL, lambda: self._restore_model(saved))]
         equal, names = {**saved.shared, **saved.private}, self._names()
-        private = [self._fits("buffers", lambda: self._restore_buffers(saved, relayout))]
+        private = [self._fits("buffers", lambda: self._restore_buffers(saved, how.relayout))]
         for component, optimizer in self.optimizers.items():
             if component in saved.state:
                 rest = saved.value(component, optimizer_state.PARTS)
@@ -159,6 +156,10 @@ class JobState:
         for component, item in self.stateful.items():
             if component in saved.state:
                 private.append(self._fits(component, partial(item.load_state_dict, saved.value(component))))
+        reports = [
+            self._report(r.component, "redistributed", how.averaged[r.component]) if r.component in how.averaged else r
+            for r in reports
+        ]
         private = [r.model_copy(update={"status": status, "reason": reason}) for r in private]
         return reports + private + self._unsaved(saved) + self._absent(saved)
 
@@ -197,17 +198,11 @@ class JobState:
         _copy_into("buffer", dict(module.named_buffers()), buffers)
         module_state.restore(module, modules, frozen=not relayout)
 
-    def _restore_hook(
-        self, state: tuple[Tensors, Any], reset: str | None, changed: str | None, relayout: bool
-    ) -> ComponentReport:
-        """``reset``: why it starts anew instead; ``changed``: what was done to a state that is not this rank's own as it was."""
-        _, hook = self.hook_or_refuse()
-        if reset is not None:
-            return self._report("hook", "reset", reset)
-        report = self._fits("hook", lambda: hook.restore(*state, relayout=relayout))
-        if changed is None or not hook.stateful:
-            return report
-        return self._report("hook", "redistributed", changed)
+    def _restore_hook(self, states: Sequence[HookState], how: Passage, *, resized: bool) -> ComponentReport:
+        ddp, hook = self.hook_or_refuse()
+        told: list[tuple[ComponentStatus, str | None]] = []
+        self._fits("hook", lambda: told.append(restore_hook(ddp, hook, states, how, resized=resized)))
+        return self._report("hook", *told[0])
 
     def _restore_data(self, load: Callable[[TrainData], None]) -> ComponentReport:
         assert self.data is not None
@@ -224,7 +219,8 @@ class JobState:
         if load is None:
             return self._report("data", "reset", f"the group had {counted(ranks)} and the data have no load_resized")
         report = self._restore_data(lambda _: load(states))
-        reason = f"continued behind what {counted(ranks)} had used up"
+        size = batches(states[0], self.data.state_dict())
+        reason = f"continued behind what {counted(ranks)} had used up" + (f"; {size}" if size else "")
         return report if report.status == "not-exact" else self._report("data", "redistributed", reason)
 
     def _fits(self, component: str, load: Callable[[], Any]) -> ComponentReport:

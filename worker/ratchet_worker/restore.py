@@ -14,7 +14,8 @@ from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX, Manifest, Tens
 from ratchet_contract.messages import ForkSource, LaunchFile
 from ratchet_contract.paths import JobPaths
 from ratchet_contract.resume import Base, EnvironmentDifference
-from ratchet_hooks.registry import is_stateful
+from ratchet_hooks.changes import HookChange, change_of, hook_of
+from ratchet_hooks.specs import HookSpec
 from ratchet_store.commit import read_manifest
 from ratchet_store.lineage import find_base
 from ratchet_store.read import load, verify_files
@@ -22,9 +23,6 @@ from ratchet_worker.environment_record import Record, compare
 from ratchet_worker.exchange import Exchange
 from ratchet_worker.reporter import Reporter
 from ratchet_worker.snapshot import Snapshot, byte_view, empty
-
-_NEVER_MATTERS = frozenset({"compression_stats_logging_frequency", "random_seed"})
-"""Hook parameters that cannot change a running hook's bits: its generator comes back with its state."""
 
 
 @dataclass(frozen=True)
@@ -164,19 +162,11 @@ def same_but_for_the_ranks(manifest: Manifest, launch: LaunchFile) -> bool:
     return launch.spec.model_copy(update={"world": then}).digest() == manifest.spec_digest
 
 
-def hook_difference(manifest: Manifest, launch: LaunchFile) -> str | None:
-    """A sentence when the recorded state belongs to another hook than the spec asks for, else None."""
-    spec = launch.spec.hook
-    if manifest.hook.name != spec.name:
-        return f"the checkpoint was made under hook {manifest.hook.name}, the spec asks for {spec.name}"
-    if (wrapper := manifest.hook.parameters.get("wrapper")) != spec.wrapper:
-        return f"the checkpoint was made under wrapper {wrapper}, the spec asks for {spec.wrapper}"
-    if not is_stateful(spec):
-        return None
-    asked = spec.model_dump(mode="json")
-    changed = [
-        f"{key} {manifest.hook.parameters.get(key)} -> {asked.get(key)}"
-        for key in sorted(set(asked) | set(manifest.hook.parameters))
-        if manifest.hook.parameters.get(key) != asked.get(key) and key not in _NEVER_MATTERS
-    ]
-    return f"hook {spec.name} was recorded with other parameters: {', '.join(changed)}" if changed else None
+def recorded_hook(manifest: Manifest) -> HookSpec | None:
+    """The hook that made the checkpoint; None: a later version, or none that is known here."""
+    return hook_of({**manifest.hook.parameters, "name": manifest.hook.name})
+
+
+def hook_change(manifest: Manifest, launch: LaunchFile) -> HookChange | None:
+    """From the hook that made the checkpoint to the one that the spec asks for; None: it is the same."""
+    return change_of(manifest.hook.name, manifest.hook.parameters, launch.spec.hook)

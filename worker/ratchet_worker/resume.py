@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,12 +14,16 @@ from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.resume import ComponentReport, EnvironmentDifference, ResumeReport, Verdict
 from ratchet_hooks.build import ManagedHook, managed_ddp
+from ratchet_hooks.changes import HookChange
 from ratchet_hooks.errors import CustomHookError, HookStateError, LayoutMismatch, UnsupportedModel
 from ratchet_hooks.layout import Layout, ManagedDDP
+from ratchet_hooks.registry import is_stateful
 from ratchet_worker import environment_record, rng
 from ratchet_worker import restore as disk
 from ratchet_worker.files import write_atomic
 from ratchet_worker.job_state import counted
+from ratchet_worker.passage import Passage, reset_by_policy
+from ratchet_worker.replicas import mean as average
 from ratchet_worker.restore import Chosen
 from ratchet_worker.snapshot import Snapshot
 
@@ -32,7 +36,8 @@ class Notes:
     """What the construction of the model had to give up; None: nothing."""
 
     layout: str | None = None
-    hook: str | None = None
+    reset: str | None = None
+    change: HookChange | None = None
     total: str | None = None
 
 
@@ -44,14 +49,11 @@ def build(
     spec, manifest = launch.spec, chosen.manifest
     policy = spec.policy.on_hook_mismatch
     recorded = manifest.bucket_layout if manifest is not None else None
-    if manifest is not None and (difference := disk.hook_difference(manifest, launch)) is not None:
-        if policy != "reset":
-            raise UserError(
-                f"{difference}; its state cannot be carried over. Give the recorded hook, or set policy.on_hook_mismatch: reset "
-                "to start the hook anew",
-                code="hook-mismatch",
-            )
-        notes.hook = difference
+    if manifest is not None and (change := disk.hook_change(manifest, launch)) is not None:
+        if (refusal := change.refusal(policy)) is not None:
+            raise UserError(refusal, code="hook-mismatch")
+        notes.change = change
+        notes.reset = reset_by_policy(policy, disk.recorded_hook(manifest), change.what)
     try:
         return _managed(launch, module, device, recorded)
     except LayoutMismatch as error:
@@ -61,9 +63,9 @@ def build(
                 "set policy.on_hook_mismatch to redistribute (state by parameter name) or reset",
                 code="layout-mismatch",
             ) from error
+        assert manifest is not None  # nothing else has a layout
         notes.layout = str(error)
-        if policy == "reset":
-            notes.hook = notes.hook or str(error)
+        notes.reset = notes.reset or reset_by_policy(policy, disk.recorded_hook(manifest), str(error))
     return _managed(launch, module, device, None)
 
 
@@ -199,22 +201,56 @@ def _read_own(runtime: Runtime, manifest: Manifest) -> Snapshot | None:
 
 
 def _restore_state(runtime: Runtime, manifest: Manifest, saved: Snapshot | None) -> list[ComponentReport]:
-    state = runtime.state
-    reset, relayout = runtime.notes.hook, runtime.notes.layout is not None
+    state, how = runtime.state, _passage(runtime, manifest)
     if saved is not None:
-        reports = state.restore(saved, reset_hook=reset, relayout=relayout)
+        if _needs_mean(manifest, how, resized=False):
+            saved, how = _averaged(runtime, manifest, saved, how)
+        reports = state.restore(saved, how)
     else:
         _refuse_resize(runtime, manifest)
-        reports = _restore_resized(runtime, manifest)
-    if manifest.replicas == "equal" and state.shared_digest() != manifest.shared_digest:
+        reports = _restore_resized(runtime, manifest, how)
+    _, hook = state.hook_or_refuse()
+    if manifest.replicas == hook.replicas == "equal" and state.shared_digest() != manifest.shared_digest:
         raise StateError("what was restored is not what was saved: the digest of the shared tensors differs")
     return [*reports, _layout_report(runtime, manifest)]
 
 
+def _passage(runtime: Runtime, manifest: Manifest) -> Passage:
+    notes, recorded = runtime.notes, disk.recorded_hook(manifest)
+    reset = notes.reset
+    if manifest.world_size != runtime.world_size:
+        policy = runtime.launch.spec.policy.on_hook_mismatch
+        reset = reset or reset_by_policy(policy, recorded, "the number of ranks changed")
+    return Passage(recorded, notes.change, reset, notes.layout)
+
+
+def _needs_mean(manifest: Manifest, how: Passage, *, resized: bool) -> bool:
+    """Replicas that differ are made equal: for other ranks, for a hook that needs equal ones, and for one that starts anew, since
+    it starts with a warm-up in which nothing would bring them together."""
+    other = how.change is not None and how.change.averages
+    return manifest.replicas != "equal" and (resized or other or how.reset is not None)
+
+
+def _averaged(runtime: Runtime, manifest: Manifest, saved: Snapshot, how: Passage) -> tuple[Snapshot, Passage]:
+    """``saved`` with the mean of all old ranks' model and optimizers in it, and a passage that says so."""
+    components = {"model", *runtime.state.optimizers}
+    replicas = (
+        disk.read(runtime.chosen, [r], components.__contains__, shared=False)[r] for r in range(manifest.world_size)
+    )
+    mean = average(replicas, components)
+    private = {n: t for n, t in saved.private.items() if n.partition("/")[0] not in components} | mean.tensors
+    reason = f"the mean over {counted(manifest.world_size)}, whose replicas differed"
+    if mean.of_rank_0:
+        reason += f"; of rank 0, since it has no mean: {', '.join(mean.of_rank_0[:5])}"
+    out = Snapshot(saved.shared, private, saved.state | mean.state)
+    told = {name.partition("/")[0] for name in (*mean.differed, *mean.of_rank_0)}
+    return out, replace(how, averaged=dict.fromkeys(told, reason))
+
+
 def _refuse_resize(runtime: Runtime, manifest: Manifest) -> None:
-    _, hook = runtime.state.hook_or_refuse()
-    launch, data = runtime.launch, runtime.state.data
-    lost = ["the hook's residuals"] if hook.stateful else []
+    launch, data, recorded = runtime.launch, runtime.state.data, disk.recorded_hook(manifest)
+    lost = ["the hook's state"] if recorded is None or is_stateful(recorded) else []
+    lost += ["replicas that differ"] if manifest.replicas != "equal" else []
     lost += ["the data position"] if data is not None and not hasattr(data, "load_resized") else []
     if lost and launch.spec.policy.on_hook_mismatch == "fail":
         raise UserError(
@@ -225,16 +261,14 @@ def _refuse_resize(runtime: Runtime, manifest: Manifest) -> None:
         )
 
 
-def _restore_resized(runtime: Runtime, manifest: Manifest) -> list[ComponentReport]:
+def _restore_resized(runtime: Runtime, manifest: Manifest, how: Passage) -> list[ComponentReport]:
     everyone = disk.read(runtime.chosen, range(manifest.world_size), lambda c: c in ("hook", "data"), shared=False)
     source = runtime.rank % manifest.world_size
     mine: Snapshot = disk.read(runtime.chosen, [source])[source]
+    if _needs_mean(manifest, how, resized=True):
+        mine, how = _averaged(runtime, manifest, mine, how)
     seed = rng.derive_seed(runtime.launch.spec.seed, "resized", manifest.step)
-    reset = runtime.notes.hook
-    if runtime.launch.spec.policy.on_hook_mismatch == "reset":
-        reset = reset or "the number of ranks changed and policy.on_hook_mismatch is reset"
-    old = [everyone[r] for r in range(manifest.world_size)]
-    return runtime.state.restore_resized(mine, old, seed, reset_hook=reset, relayout=runtime.notes.layout is not None)
+    return runtime.state.restore_resized(mine, [everyone[r] for r in range(manifest.world_size)], seed, how)
 
 
 def _layout_report(runtime: Runtime, manifest: Manifest) -> ComponentReport:

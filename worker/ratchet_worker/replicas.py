@@ -1,0 +1,80 @@
+"""One replica out of several that differ: the mean over the ranks of a checkpoint, for a group in which all ranks begin equal."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ratchet_contract.errors import StateError
+from ratchet_hooks.states import same_bits
+from ratchet_worker.snapshot import Snapshot, Tensors
+
+
+@dataclass
+class Mean:
+    """``tensors`` and ``state`` of the averaged components, as a snapshot's private ones. ``differed``: components whose tensors
+    were not the same on all ranks; ``of_rank_0``: what has no mean and differed, so that rank 0's stands for it."""
+
+    tensors: Tensors
+    state: dict[str, Any]
+    differed: set[str] = field(default_factory=set)
+    of_rank_0: list[str] = field(default_factory=list)
+
+
+def mean(replicas: Iterable[Snapshot], components: Collection[str]) -> Mean:
+    """Over replicas in rank order, read one at a time. Every rank that computes it gets the same bits.
+
+    Tensors that are equal on all ranks stay what they are; others are added up in float64 (complex128), divided, and rounded
+    once to their own dtype. Raises ``StateError`` where a rank has a tensor that another has not, or of another shape.
+    """
+    out: Mean | None = None
+    sums: Tensors = {}
+    count = 0
+    for rank, replica in enumerate(replicas):
+        count += 1
+        tensors = {n: t for n, t in replica.private.items() if n.partition("/")[0] in components}
+        state = {c: replica.state[c] for c in components if c in replica.state}
+        if out is None:
+            out = Mean(tensors, state)
+            sums = {n: _wide(t) for n, t in tensors.items() if t.is_floating_point() or t.is_complex()}
+            continue
+        _check(out.tensors, tensors, rank)
+        for name, tensor in tensors.items():
+            _add(out, sums, name, tensor)
+        out.of_rank_0 += [c for c in state if state[c] != out.state.get(c) and c not in out.of_rank_0]
+    if out is None:
+        raise StateError("there is no replica to average")
+    for name in [n for n in sums if n in out.differed]:
+        out.tensors[name] = (sums[name] / count).to(out.tensors[name].dtype)
+    out.differed = {name.partition("/")[0] for name in out.differed}
+    return out
+
+
+def _add(out: Mean, sums: Tensors, name: str, tensor: torch.Tensor) -> None:
+    if not same_bits(tensor, out.tensors[name]):
+        out.differed.add(name)
+        if name not in sums and name not in out.of_rank_0:
+            out.of_rank_0.append(name)
+    if name in sums:
+        sums[name] += _wide(tensor)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64, copy=True)
+
+
+def _check(first: Tensors, other: Tensors, rank: int) -> None:
+    if odd := sorted(set(first) ^ set(other)):
+        who = (0, rank) if odd[0] in first else (rank, 0)
+        raise StateError(
+            f"{odd[0]}: rank {who[0]} has it and rank {who[1]} has not, so the replicas have no mean; resume with the number of "
+            "ranks and the hook that made the checkpoint"
+        )
+    for name, tensor in other.items():
+        if tensor.shape != first[name].shape or tensor.dtype is not first[name].dtype:
+            raise StateError(
+                f"{name}: rank {rank} has {tensor.dtype} {list(tensor.shape)}, rank 0 another shape or dtype"
+            )
