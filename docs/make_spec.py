@@ -90,7 +90,8 @@ def page() -> str:
         about = f"{entry.title}. What it computes, keeps and shows: [hooks.md](hooks.md).{_wrappers(entry)}\n"
         parts += [_table(f"`hook: {{name: {entry.name}}}`", entry.spec, about), _example(entry.name)]
     later = ", ".join(f"`{entry.name}`" for entry in HOOKS.values() if not entry.available)
-    parts.append(f"Named, and refused until they are exact too: {later}.\n")
+    if later:
+        parts.append(f"Named, and refused until they are exact too: {later}.\n")
     return "\n".join(parts)
 
 
