@@ -47,7 +47,7 @@ def carry(
             }  # of a square: any of its bucket
             out = {name: _cast(name, tensor, new, parameters, owners) for name, tensor in out.items()}
     elif isinstance(new, PostLocalSGDSpec):
-        state = _local(state, new)
+        state = _local(state, new, checked["iteration"])
     return out, {**checked, "hook": new.name, "wrapper": new.wrapper, "state": state}
 
 
@@ -100,7 +100,7 @@ def _cast(
     return out
 
 
-def _local(state: JsonValue, new: PostLocalSGDSpec) -> JsonValue:
+def _local(state: JsonValue, new: PostLocalSGDSpec, iteration: int) -> JsonValue:
     """Iteration and averager's step go on under the new parameters. The warm-up of the averager ends with the hook's: it did if
     the new start is behind, and has not if it lies ahead."""
     recorded: Any = state if isinstance(state, dict) else {}
@@ -108,6 +108,7 @@ def _local(state: JsonValue, new: PostLocalSGDSpec) -> JsonValue:
     if not isinstance(slots, dict) or not isinstance(averager, dict) or type(slots.get("iter")) is not int:
         raise HookStateError("state", "not a recorded state of post_localSGD")
     slots = slots | {
+        "iter": min(iteration, new.start_localSGD_iter),  # torch's count stood still at the old start
         "start_localSGD_iter": new.start_localSGD_iter,
         "post_local_gradient_allreduce": new.post_local_gradient_allreduce,
     }

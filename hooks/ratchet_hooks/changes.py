@@ -101,12 +101,15 @@ def _of_state(what: str, old: HookSpec, new: HookSpec) -> HookChange:
 
 
 def _averages(old: HookSpec, new: HookSpec) -> bool:
-    """Under post_localSGD the ranks of a subgroup have equal parameters, so other subgroups need equal replicas to begin with."""
+    """Under post_localSGD the ranks of a subgroup have equal parameters, so other subgroups need equal replicas to begin with. So
+    does a later start: it may lie ahead, and nothing brings replicas together in a warm-up."""
     if replicas_of(old) == "equal":
         return False
     if isinstance(new, PostLocalSGDSpec):
         subgroups = ("subgroup_size", "post_local_gradient_allreduce")
-        return old.name != new.name or any(getattr(old, key) != getattr(new, key) for key in subgroups)
+        if not isinstance(old, PostLocalSGDSpec) or old.start_localSGD_iter < new.start_localSGD_iter:
+            return True
+        return any(getattr(old, key) != getattr(new, key) for key in subgroups)
     return replicas_of(new) == "equal"
 
 

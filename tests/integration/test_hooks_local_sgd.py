@@ -100,3 +100,8 @@ def test_subgroups_give_up_when_the_main_group_does(four: Ranks) -> None:
     """torch would give them half an hour: a rank that hangs in a subgroup would cost the others that long."""
     limit, *subgroups = four.run(cases.timeouts)[0]
     assert limit == timedelta(seconds=four.deadline) and subgroups == [limit, limit]
+
+
+def test_another_start_is_compared_with_the_jobs_iteration(four: Ranks) -> None:
+    """torch's own count stands still at the old start: by it, every later start would lie ahead."""
+    assert four.run(cases.carried, [2, 5, 8]) == [[("local", 8, False), ("local", 8, True), ("warm-up", 9, True)]] * 4

@@ -14,6 +14,8 @@ from torch.distributed.algorithms.model_averaging import averagers, hierarchical
 from torch.nn.parallel import DistributedDataParallel
 
 from ratchet_hooks.build import managed_ddp
+from ratchet_hooks.carry import carry
+from ratchet_hooks.changes import change_of
 from ratchet_hooks.groups import timeout_of
 from ratchet_hooks.specs import PostLocalSGDSpec
 from tests.support.hook_cases import MANY_BUCKETS, Case, Run, same
@@ -219,3 +221,21 @@ def timeouts(rank: int) -> list[timedelta]:
     groups = [main, algorithm.state.subgroup, algorithm.averager._groups[2]]
     assert groups[1] is groups[2]  # one group per size
     return [timeout_of(group, torch.device("cpu")) for group in groups]
+
+
+def carried(rank: int, starts: list[int]) -> list[tuple[str, int | None, bool]]:
+    """(phase, next averaging, were replicas to become their mean) of a hook that goes on with another start after step 6."""
+    run, out, old = Run(rank, case_of("periodic")), [], SPECS["periodic"]
+    run.train(6)
+    tensors, data = run.hook.capture()
+    for start in starts:
+        new = old.model_copy(update={"start_localSGD_iter": start})
+        change = change_of(old.name, old.model_dump(mode="json"), new)
+        assert change is not None
+        ddp, hook = managed_ddp(
+            run.make_module(), new, ddp={"bucket_cap_mb": MANY_BUCKETS}, recorded_layout=run.hook.layout()
+        )
+        hook.restore(*carry(tensors, data, change, old, new, ddp.trained()))
+        said = hook.summary(rank=rank, step=6)
+        out.append((said.phase, said.next_averaging, change.averages))
+    return out
