@@ -22,7 +22,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import GradBucket, Reducer, _compute_bucket_assignment_by_size
+from torch._C._distributed_c10d import (
+    _DEFAULT_FIRST_BUCKET_BYTES,
+    GradBucket,
+    Reducer,
+    _compute_bucket_assignment_by_size,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from ratchet_hooks.errors import LayoutMismatch, UnsupportedModel
@@ -102,7 +107,7 @@ class ManagedDDP(DistributedDataParallel):
         # The logger holds it: both go, so that its buckets are freed before the new ones are made.
         del self.__dict__["reducer"]
         self.logger = None
-        self._ddp_init_helper(parameters, sparse, names, self._static_wanted)  # type: ignore[no-untyped-call]
+        self._ddp_init_helper(parameters, sparse, names, self._static_wanted)
         self._comm_hooks, self._has_rebuilt_buckets = [], False
         if self._static_wanted:
             self.static_graph = False
@@ -165,6 +170,12 @@ class ManagedDDP(DistributedDataParallel):
         elif self._static_wanted:
             order.reverse()
         return [parameters[i] for i in order], [False] * len(order)
+
+    def _ddp_init_helper(self, *args: Any) -> None:
+        """A new reducer. Only torch.compile reads its limit afterwards, and asserts that it is not below torch's first one."""
+        self.bucket_bytes_cap = self._bucket_config.bucket_bytes_cap
+        super()._ddp_init_helper(*args)  # type: ignore[no-untyped-call]
+        self.bucket_bytes_cap = max(self.bucket_bytes_cap, _DEFAULT_FIRST_BUCKET_BYTES)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Refuse what torch answers with an internal assertion, or, from the second step on, with unsynchronised gradients:

@@ -147,10 +147,11 @@ class JobState:
         """Model, optimizers, buffers and further objects. ``status``: of what is private; the rest is exact, or averaged."""
         reports = [self._fits(_MODEL, lambda: self._restore_model(saved))]
         equal, names = {**saved.shared, **saved.private}, self._names()
+        replicas = {n.removeprefix(f"{_MODEL}/") for n in saved.private if n.startswith(f"{_MODEL}/")}
         private = [self._fits("buffers", lambda: self._restore_buffers(saved, how.relayout))]
         for component, optimizer in self.optimizers.items():
             if component in saved.state:
-                rest = saved.value(component, optimizer_state.PARTS)
+                rest = saved.value(component, apart=replicas)
                 load = partial(optimizer_state.restore, optimizer, component, names, equal, rest)
                 reports.append(self._fits(component, load))
         for component, item in self.stateful.items():

@@ -18,8 +18,6 @@ from ratchet_worker.snapshot import Tensors
 
 _SHARED: Final = "ratchet:shared"
 """Key of the mark that stands for a shared tensor; its value is the list of strides."""
-PARTS: Final = frozenset({"state", "others", "param_groups", "extra"})
-"""Keys of the rest. Where replicas differ, what would be shared lies beside it, under the parameters' names."""
 
 
 def refuse_sharded(name: str, optimizer: Optimizer) -> None:

@@ -54,12 +54,11 @@ class Snapshot:
         for name, tensor in tensors.items():
             self.private[f"{component}/{name}"] = tensor
 
-    def value(self, component: str, parts: Collection[str] | None = None) -> Any:
-        """Inverse of ``add``; ``parts``: the keys that the value had, where other tensors of the component lie beside it. Raises
-        ``StateError`` when the component is missing or malformed."""
+    def value(self, component: str, *, apart: Collection[str] = ()) -> Any:
+        """Inverse of ``add``. ``apart``: parameters whose tensors of this component (``optimizer/<parameter>/<key>``) lie beside
+        the value. Raises ``StateError`` when the component is missing or malformed."""
         tensors, data = self.encoded(component)
-        if parts is not None:
-            tensors = {name: t for name, t in tensors.items() if name.partition("/")[0] in parts}
+        tensors = {name: t for name, t in tensors.items() if name.rpartition("/")[0] not in apart}
         try:
             return decode(tensors, data)
         except HookStateError as error:
