@@ -302,7 +302,7 @@ def test_a_signal_to_every_process_at_once_is_one_agreed_stop(server: Server) ->
         "name": "workers",
         "task": {
             "entrypoint": "ratchet_worker.tasks.digits:DigitsTask",
-            "args": {"steps": 40, "num_workers": 2, "evaluate": False},
+            "args": {"steps": 40, "num_workers": 1, "evaluate": False},
         },
         "world": {"ranks_per_node": 2, "device": "cpu"},
         "resources": {"cpus_per_rank": 1},

@@ -14,7 +14,7 @@ from tests.e2e.exactness import Kill, Outcome, judge, run_interrupted, run_undis
 from tests.support.server import Server
 
 PROJECT = Path(__file__).parents[2] / "examples" / "user_project"
-EPOCHS, STEPS_PER_EPOCH, EVERY, START = 36, 14, 60, 150
+EPOCHS, STEPS_PER_EPOCH, EVERY, START = 18, 14, 30, 75
 STEPS = EPOCHS * STEPS_PER_EPOCH
 WAYS: dict[str, dict[str, Any]] = {
     "task": {"task": {"entrypoint": "my_task:TumourTask", "args": {"epochs": EPOCHS}}},
@@ -40,8 +40,8 @@ def spec(way: str, project: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("way", "kills"),
     [
-        ("task", [("rank", EVERY + 10), ("preempt", 300)]),
-        ("script", [("agent", EVERY + 20), ("sigterm", 400)]),
+        ("task", [("rank", EVERY + 10), ("preempt", START + 10)]),
+        ("script", [("agent", EVERY + 20), ("sigterm", 180)]),
     ],
 )
 def test_user_code_is_exact_although_it_is_edited_meanwhile(
