@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping
-from typing import Self
+from typing import Any, Self
 from urllib.parse import quote
 
 from pydantic import BaseModel
@@ -92,12 +92,12 @@ class RatchetClient(Following):
         return self._act(job_id, "suspend")
 
     def resume(self, job_id: str, from_step: int | None = None, *, world: int | None = None,
-               on_hook_mismatch: str | None = None) -> api.JobView:  # fmt: skip
+               hook: dict[str, Any] | str | None = None, on_hook_mismatch: str | None = None) -> api.JobView:  # fmt: skip
         """Go on: suspended, failed and cancelled jobs. ``from_step``: from an older checkpoint; ``world``: with another number
-        of ranks (per node), which the resume report tells of; ``on_hook_mismatch``: the job's policy from now on (fail, reset,
-        redistribute)."""
+        of ranks (per node); ``hook``: another hook, or changes of this one; the resume report tells of both.
+        ``on_hook_mismatch``: the job's policy from now on (fail, reset, redistribute)."""
         change = None if world is None else api.WorldChange(ranks_per_node=world)
-        given = {"from_step": from_step, "world": change, "on_hook_mismatch": on_hook_mismatch}
+        given = {"from_step": from_step, "world": change, "hook": hook, "on_hook_mismatch": on_hook_mismatch}
         request = api.ResumeRequest.model_validate({k: v for k, v in given.items() if v is not None})
         return self._act(job_id, "resume", request)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from ratchet_contract.phases import AttemptPhase, Cause, Desired, JobPhase, Outcome
 from ratchet_contract.resume import Base, ResumeReport
@@ -171,6 +171,11 @@ class HookView(View):
     """The newest summaries; ``ranks`` has one entry per rank that reported."""
 
     job_id: str
+    source: Literal["live", "checkpoint"] | None = Field(
+        None,
+        description="Where the figures are from: the attempt that runs, or the checkpoint that the next one starts from; null: "
+        "neither is there.",
+    )
     name: str
     wrapper: str | None
     parameters: dict[str, Any]
@@ -258,9 +263,22 @@ class ResumeRequest(View):
         description="Go on with another number of ranks. Not exact: policy.on_hook_mismatch must allow it where the hook or the "
         "data would lose something, and the resume report tells what was redistributed. Threads per rank are decided again.",
     )
+    hook: dict[str, Any] | str | None = Field(
+        None,
+        description="Go on under another hook, wrapper or parameters: merged over the job's hook (RFC 7386), or in its place "
+        "where the name is another one. policy.on_hook_mismatch must allow what becomes of the recorded state, and the resume "
+        "report tells what was carried over.",
+    )
     on_hook_mismatch: Literal["fail", "reset", "redistribute"] | None = Field(
         None, description="The job's policy.on_hook_mismatch from now on; null: as it is."
     )
+
+    @field_validator("hook", mode="before")
+    @classmethod
+    def _name_or_mapping(cls, value: Any) -> Any:
+        if value is None or isinstance(value, str | dict):
+            return value
+        raise ValueError("a hook is given by its name, or by a mapping of its parameters")
 
 
 class ForkRequest(View):

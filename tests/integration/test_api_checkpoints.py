@@ -41,10 +41,13 @@ def saved(
     api: Api, job_id: str, *steps: int, seq: int = 2, epoch: int = 1, parent: Base | None = None
 ) -> list[Manifest]:
     """Checkpoints on disk, reported."""
+    hook = api.job(job_id)["spec"]["hook"]
     chain: list[Manifest] = []
     for step in steps:
         base = chain[-1].base if chain else parent
-        chain.append(make_checkpoint(paths(api, job_id).checkpoints, step, epoch, parent=base, job_id=job_id))
+        chain.append(
+            make_checkpoint(paths(api, job_id).checkpoints, step, epoch, parent=base, job_id=job_id, hook=hook)
+        )
     answer = api.report(job_id, (0, seq, [told(m) for m in chain]), number=epoch)
     assert answer.json()["acked"]["0"] == seq + len(steps) - 1
     return chain
@@ -142,7 +145,7 @@ def test_the_hooks_iteration_in_the_checkpoint_comes_from_its_manifest(api: Api,
         name="powerSGD", rank=0, step=5, phase="compressing", iteration=6, compression_rate=4.0, elements_before=4,
         elements_after=1, bytes_before=16, bytes_after=4,
     )  # fmt: skip
-    plain = manifest_of(5, 1, files, tensors, job_id=job)
+    plain = manifest_of(5, 1, files, tensors, job_id=job, hook=api.job(job)["spec"]["hook"])
     manifest = commit(paths(api, job).checkpoint(5, 1), plain.model_copy(update={"hook_summaries": [summary]}))
     api.report(job, (0, 2, [told(manifest)]))
     view = api.client.get(f"/v1/jobs/{job}/hook").json()

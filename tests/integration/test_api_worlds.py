@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from ratchet_contract.api import Warning_
+from ratchet_contract.errors import FieldProblem
 from ratchet_contract.phases import JobPhase
-from ratchet_contract.spec import JobSpec
+from ratchet_contract.spec import JobSpec, Resolved
 from ratchet_service.database import utc_now
 from ratchet_service.machine import Machine
 from ratchet_service.models import Job
@@ -36,7 +38,8 @@ def saved(api: Api, job_id: str, step: int, epoch: int = 1, ranks: int = 2) -> N
     """An attempt that ended after a checkpoint of ``ranks`` ranks; the job is suspended."""
     api.attempt(job_id, epoch)
     root = api.settings.paths.job(job_id).checkpoints
-    made = make_checkpoint(root, step, epoch, job_id=job_id, world_size=ranks)
+    hook = api.job(job_id)["spec"]["hook"]
+    made = make_checkpoint(root, step, epoch, job_id=job_id, world_size=ranks, hook=hook)
     told = checkpoint_message(step, epoch, digest=made.digest)
     assert api.report(job_id, (0, 1, [training_message(), told]), number=epoch).status_code == 200
     api.put(job_id, JobPhase.SUSPENDED)
@@ -157,7 +160,14 @@ def test_an_older_checkpoint_counts_with_its_own_number_of_ranks(api: Api) -> No
     saved(api, job_id, 5)
     resume(api, job_id, world(3))
     api.attempt(job_id, 2)
-    made = make_checkpoint(api.settings.paths.job(job_id).checkpoints, 9, 2, job_id=job_id, world_size=3)
+    made = make_checkpoint(
+        api.settings.paths.job(job_id).checkpoints,
+        9,
+        2,
+        job_id=job_id,
+        world_size=3,
+        hook=api.job(job_id)["spec"]["hook"],
+    )
     told = [training_message(5, 1), checkpoint_message(9, 2, parent=5, digest=made.digest)]
     assert api.report(job_id, (2, 1, []), (0, 1, told), number=2).status_code == 200
     api.put(job_id, JobPhase.SUSPENDED)
@@ -227,6 +237,117 @@ def test_ranks_that_are_no_more_are_not_shown_as_current(api: Api) -> None:
     tell(2, 1, 5)  # from an older checkpoint, so at a smaller step
     view = api.client.get(f"/v1/jobs/{job_id}/hook").json()
     assert (view["residual_norm"], view["step"], len(view["ranks"])) == ({"0": 2.0}, 5, 1)
+
+
+def test_another_hook_is_checked_as_at_submission_and_kept_with_an_event(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = api.submit()
+    saved(api, job_id, 5)
+    before = api.job(job_id)
+    wrong: list[tuple[Any, str]] = [
+        ("powerSDG", "/hook/name"),
+        ({"matrix_approximation_rnak": 4}, "/hook/matrix_approximation_rnak"),
+        ({"name": "fp16_compress", "wrapper": "bf16"}, "/hook/wrapper"),
+        ({"name": "post_localSGD", "subgroup_size": 3}, "/hook/subgroup_size"),
+        (7, "/hook"),
+    ]
+    for hook, pointer in wrong:
+        assert resume(api, job_id, {"hook": hook}, 422)["errors"][0]["pointer"] == pointer
+    assert api.job(job_id) == before
+
+    # Of the pre-flight only what it says of the hook counts: a machine that has changed since is no reason.
+    problems = [
+        FieldProblem(pointer="/code/path", code="not-found", detail="gone"),
+        FieldProblem(pointer="/hook/hook", code="hook-import-failed", detail="no module named 'mine'"),
+    ]
+    warnings = [Warning_(pointer="/hook", code="hook-experimental", detail="x")]
+    resolved = Resolved.model_validate(before["resolved"])
+    monkeypatch.setattr(api.ports, "resolve", lambda spec: (resolved, warnings, problems))
+    custom = {"name": "custom", "hook": "mine:hook"}
+    refused = resume(api, job_id, {"hook": custom, "on_hook_mismatch": "reset"}, 422)
+    assert [e["code"] for e in refused["errors"]] == ["hook-import-failed"]
+    problems.pop()
+
+    changed = {"hook": {"matrix_approximation_rank": 4}}
+    refused = resume(api, job_id, changed, 409)
+    assert refused["code"] == "hook-mismatch" and "matrix_approximation_rank 1 -> 4" in refused["detail"]
+    assert "residuals" in refused["detail"] and "P and Q" in refused["detail"]
+    assert resume(api, job_id, {"hook": "allreduce", **REDISTRIBUTE}, 409)["code"] == "hook-mismatch"
+    assert api.job(job_id) == before
+    job = resume(api, job_id, changed | REDISTRIBUTE)
+    assert job["spec"]["hook"] == before["spec"]["hook"] | {"matrix_approximation_rank": 4}
+    assert [w["code"] for w in job["warnings"]] == ["hook-experimental"]
+    told = next(e for e in events(api, job_id) if e["type"] == "hook-changed")
+    assert told["message"] == "hook.matrix_approximation_rank 1 -> 4"
+    assert told["data"]["hook"] == {"old": before["spec"]["hook"], "new": job["spec"]["hook"]}
+    with api.database.read() as session:
+        assert session.get_one(Job, job_id).spec_digest == JobSpec.model_validate(job["spec"]).digest()
+
+    anew = resume(api, job_id, {"hook": "allreduce", "on_hook_mismatch": "reset"})
+    assert anew["spec"]["hook"] == {"name": "allreduce", "wrapper": None}
+    api.put(job_id, JobPhase.RUNNING)
+    refused = resume(api, job_id, {"hook": "noop"}, 409)
+    assert refused["code"] == "hook-needs-stop" and "suspend it first" in refused["detail"]
+
+
+def test_where_no_state_was_recorded_another_hook_needs_no_leave(api: Api) -> None:
+    job_id = api.submit(hook="allreduce")
+    saved(api, job_id, 5)
+    assert resume(api, job_id, {"hook": "powerSGD"})["hook"] == "powerSGD"
+    strict = api.submit(hook="allreduce", determinism="strict")
+    saved(api, strict, 5)
+    assert "strict" in resume(api, strict, {"hook": "powerSGD"}, 409)["detail"]
+
+
+def test_a_number_of_ranks_that_the_hook_cannot_have_is_refused_where_it_is_asked_for(api: Api) -> None:
+    local = {"name": "post_localSGD", "start_localSGD_iter": 0, "subgroup_size": 2}
+    job_id = api.submit(hook=local, world={"ranks_per_node": 4, "device": "cpu"})
+    saved(api, job_id, 5, ranks=4)
+    refused = resume(api, job_id, world(3, **REDISTRIBUTE), 422)
+    assert [(e["pointer"], e["code"]) for e in refused["errors"]] == [("/hook/subgroup_size", "hook-world")]
+    refused = resume(api, job_id, world(2), 409)
+    assert refused["code"] == "world-size-mismatch" and "state of post_localSGD" in refused["detail"]
+    resume(api, job_id, world(3, hook={"subgroup_size": 3}, **REDISTRIBUTE))
+
+
+def test_figures_of_a_hook_are_of_what_runs_or_else_of_what_the_next_attempt_starts_from(api: Api) -> None:
+    job_id = api.submit()
+    assert api.client.get(f"/v1/jobs/{job_id}/hook").json()["source"] is None
+    api.attempt(job_id)
+
+    def summary(step: int, rank: int = 0, norm: float = 1.0) -> dict[str, Any]:
+        return SUMMARY | {"rank": rank, "step": step, "iteration": step, "residual_norm": norm}
+
+    def view() -> tuple[Any, ...]:
+        found = api.client.get(f"/v1/jobs/{job_id}/hook").json()
+        return found["source"], found["step"], found["iteration"], found["residual_norm"], found["checkpoint_iteration"]
+
+    root = api.settings.paths.job(job_id).checkpoints
+    made = make_checkpoint(
+        root, 5, 1, job_id=job_id, hook=api.job(job_id)["spec"]["hook"], summaries=[summary(5), summary(5, 1, 2.0)]
+    )
+    told = [
+        training_message(),
+        checkpoint_message(5, digest=made.digest),
+        message("hook", summary=summary(9, norm=7.0)),
+    ]
+    assert api.report(job_id, (0, 1, told)).status_code == 200
+    assert view() == ("live", 9, 9, {"0": 7.0}, 5)
+    for phase in (JobPhase.QUEUED, JobPhase.SUSPENDED, JobPhase.FAILED):
+        api.put(job_id, phase)
+        assert view() == ("checkpoint", 5, 5, {"0": 1.0, "1": 2.0}, 5)  # steps 6 to 9 are lost
+    api.attempt(job_id, 2)
+    assert view() == ("checkpoint", 5, 5, {"0": 1.0, "1": 2.0}, 5)  # nothing told yet
+    told = [training_message(5, 1), message("hook", summary=summary(6, norm=3.0))]
+    assert api.report(job_id, (0, 1, told), number=2).status_code == 200
+    assert view() == ("live", 6, 6, {"0": 3.0}, 5)
+    api.put(job_id, JobPhase.SUSPENDED)
+    fork = api.client.post(f"/v1/jobs/{job_id}/fork", json={}).json()["id"]
+    found = api.client.get(f"/v1/jobs/{fork}/hook").json()
+    assert (found["source"], found["step"], found["checkpoint_id"]) == ("checkpoint", 5, None)
+    resume(api, job_id, {"hook": "allreduce", "on_hook_mismatch": "reset"})
+    assert view() == (None, None, None, {}, 5)  # of the new hook there is nothing yet
 
 
 def test_who_resumes_a_job_does_not_wait_for_its_back_off(api: Api) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from ratchet_contract.manifest import FileEntry, HookRecord, Manifest, TensorEntry
 from ratchet_contract.paths import checkpoint_dir_name
 from ratchet_contract.resume import Base
+from ratchet_hooks.summary import HookSummary
 from ratchet_store.commit import commit
 from ratchet_store.rankfile import Piece, write_rank_file
 from ratchet_store.slices import plan_slices
@@ -72,11 +73,14 @@ def manifest_of(
     *,
     parent: Base | None = None,
     job_id: str = JOB,
+    hook: dict[str, Any] | None = None,
 ) -> Manifest:
+    """``hook``: its spec, as a job's spec has it."""
+    hook = hook or {"name": "allreduce"}
     return Manifest(
         job_id=job_id, step=step, epoch=epoch, parent=parent or Base(), world_size=len(files), created="2026-01-01T00:00:00Z",
         reason="schedule", spec_digest="0" * 64, replicas="equal",
-        hook=HookRecord(name="allreduce", parameters={}, state_version=1), files=list(files), tensors=list(tensors),
+        hook=HookRecord(name=hook["name"], parameters=hook, state_version=1), files=list(files), tensors=list(tensors),
     )  # fmt: skip
 
 
@@ -91,12 +95,16 @@ def make_checkpoint(
     scale: int = 1,
     job_id: str = JOB,
     state: Any = None,
+    hook: dict[str, Any] | None = None,
+    summaries: Sequence[dict[str, Any]] = (),
 ) -> Manifest:
     """A committed checkpoint; its bytes are a function of the seed (default: step and epoch)."""
     directory = checkpoints / checkpoint_dir_name(step, epoch)
     seed = step * 1000 + epoch if seed is None else seed
     files, tensors = write_ranks(directory, world_size=world_size, seed=seed, scale=scale, state=state)
-    return commit(directory, manifest_of(step, epoch, files, tensors, parent=parent, job_id=job_id))
+    manifest = manifest_of(step, epoch, files, tensors, parent=parent, job_id=job_id, hook=hook)
+    told = [HookSummary.model_validate(summary) for summary in summaries]
+    return commit(directory, manifest.model_copy(update={"hook_summaries": told}))
 
 
 def make_chain(checkpoints: Path, *steps: int, epoch: int = 1, parent: Base | None = None) -> list[Manifest]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,11 @@ from ratchet_client.cli.submit import override
 
 if TYPE_CHECKING:
     from ratchet_contract import api
+
+
+HookOption = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Another communication hook, with its default parameters; see --set.")
+]
 
 
 class HookPolicy(StrEnum):
@@ -44,6 +49,10 @@ def resume(
         int | None,
         typer.Option(min=1, max=1024, metavar="RANKS", help="Go on with another number of ranks. Not exact."),
     ] = None,
+    hook: HookOption = None,
+    sets: Annotated[
+        list[str], typer.Option("--set", metavar="hook.KEY=VALUE", help="Change a parameter of the hook.")
+    ] = [],  # noqa: B006
     on_hook_mismatch: Annotated[
         HookPolicy | None,
         typer.Option(help="What becomes of hook state that does not fit, now and later: policy.on_hook_mismatch."),
@@ -51,10 +60,14 @@ def resume(
     as_json: JsonFlag = False,
 ) -> None:
     """Let a suspended, failed or cancelled job go on."""
+    changes = _changes(hook, sets)
+    if other := sorted(set(changes) - {"hook"}):
+        raise typer.BadParameter(f"--set {other[0]}: only the hook can be changed here; `ratchet fork` changes any key")
     policy = None if on_hook_mismatch is None else on_hook_mismatch.value
     with open_client(ctx) as client:
-        done = client.resume(job, from_step, world=world, on_hook_mismatch=policy)
-    _done(done, "resumes" if world is None else f"resumes with {world} ranks", as_json)
+        done = client.resume(job, from_step, world=world, hook=changes.get("hook"), on_hook_mismatch=policy)
+    ranks = "" if world is None else f" with {world} ranks"
+    _done(done, f"resumes{ranks}" + (f" under {done.hook}" if changes else ""), as_json)
 
 
 def cancel(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
@@ -82,6 +95,7 @@ def fork(
         str | None, typer.Option("--checkpoint", help="(default: the newest)", autocompletion=complete.checkpoints)
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the new job.")] = None,
+    hook: HookOption = None,
     sets: Annotated[
         list[str], typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the spec, like task.args.lr=0.1.")
     ] = [],  # noqa: B006
@@ -90,8 +104,7 @@ def fork(
     """Start a new job from a checkpoint of this one, with a changed spec. Standard output gets the new id."""
     from ratchet_contract.api import ForkRequest
 
-    changes: dict[str, object] = {}
-    override(changes, sets, {})
+    changes = _changes(hook, sets)
     with open_client(ctx) as client:
         new = client.fork(job, ForkRequest(checkpoint_id=checkpoint_id, name=name, spec=changes))
     if as_json:
@@ -99,6 +112,13 @@ def fork(
         return
     output.line(new.id)
     output.note(f"forked {new.name} from {new.forked_from}; {new.phase}")
+
+
+def _changes(hook: str | None, sets: list[str]) -> dict[str, Any]:
+    """The part of a spec that ``--hook`` and ``--set`` give."""
+    changes: dict[str, Any] = {} if hook is None else {"hook": {"name": hook}}
+    override(changes, sets, {})
+    return changes
 
 
 def label(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ratchet_contract import api
 
 _EVERY = 0.5
+_SOURCES = {"live": "the running attempt", "checkpoint": "the checkpoint that the next attempt starts from"}
 _COLUMNS = ["RANK", "PHASE", "ITER", "RATE", "RESIDUAL", "MEMORY", "STEP"]
 _NARROW = ["STEP", "MEMORY", "PHASE"]
 
@@ -43,7 +44,7 @@ def hook(
         return
     output.fields(
         [
-            ("hook", view.name), ("wrapper", view.wrapper),
+            ("hook", view.name), ("figures from", _SOURCES[view.source] if view.source else None), ("wrapper", view.wrapper),
             ("parameters", ", ".join(f"{k}={v}" for k, v in view.parameters.items() if k not in ("name", "wrapper"))),
             ("phase", view.phase), ("iteration", view.iteration), ("compression rate", _times(view.compression_rate)),
             ("elements", _from_to(view.elements_before, view.elements_after)),

@@ -34,13 +34,16 @@ class Nothing(BaseModel):
 
 def _run(service: Service, poster: Poster, change: Callable[[Session], Job], *, under_way: bool = False) -> Response:
     def effect(session: Session, _: None) -> Reply:
-        job = change(session)
-        status = 202 if under_way or job.desired is not Desired.RUN else 200
-        return reply(status, job_view(session, job), ETag=jobs.etag(job))
+        return _acted(session, change(session), under_way=under_way)
 
     answer = poster.run(lambda: None, effect)
     service.ports.wake()
     return answer
+
+
+def _acted(session: Session, job: Job, *, under_way: bool = False) -> Reply:
+    status = 202 if under_way or job.desired is not Desired.RUN else 200
+    return reply(status, job_view(session, job), ETag=jobs.etag(job))
 
 
 def _plain(service: Service, post: tuple[Poster, Any], job_id: str, event: Event) -> Response:
@@ -109,13 +112,23 @@ def checkpoint(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
 def resume(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
     """A suspended, failed or cancelled job is queued again; with `from_step` from an older checkpoint of its lineage.
 
-    `world` gives it another number of ranks, which is not exact: `on_hook_mismatch` says what becomes of the hook's state. Both
-    are kept in the spec, and both need a job without a running attempt.
+    `world` gives it another number of ranks, `hook` another hook, wrapper or parameters, which is not exact: `on_hook_mismatch`
+    says what becomes of the hook's state. All are kept in the spec, and all need a job without a running attempt.
     """
     poster, data = post
     request = parse(ResumeRequest, data)
     ports, homes = service.ports, service.settings.paths
-    return _run(service, poster, lambda session: actions.resume(session, job_id, request, ports, homes))
+
+    def prepare() -> actions.PreparedResume:
+        with service.database.read() as session:
+            return actions.prepare_resume(session, job_id, request, ports)
+
+    def effect(session: Session, prepared: actions.PreparedResume) -> Reply:
+        return _acted(session, actions.resume(session, job_id, prepared, ports, homes))
+
+    answer = poster.run(prepare, effect)
+    ports.wake()
+    return answer
 
 
 @router.post(

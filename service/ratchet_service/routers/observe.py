@@ -24,9 +24,9 @@ _MaxName = Annotated[str, Query(max_length=200)]
 
 @router.get("/v1/jobs/{job_id}/hook", summary="State of the communication hook")
 def get_hook(service: ServiceDep, job_id: str) -> HookView:
-    """Newest summaries of all ranks, while the job runs and after it ended."""
+    """Newest summaries of all ranks of the running attempt; else those of the checkpoint that the next attempt starts from."""
     with service.database.read() as session:
-        return series.hook(session, job_id)
+        return series.hook(session, job_id, service.settings.paths)
 
 
 @router.get("/v1/jobs/{job_id}/hook/history", summary="Hook summaries over steps")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from sqlalchemy.orm import Session
 
-from ratchet_contract.api import ResumeRequest
+from ratchet_contract.api import ResumeRequest, Warning_
 from ratchet_contract.errors import Conflict, NotFound
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Event
@@ -13,7 +15,7 @@ from ratchet_service.models import Job
 from ratchet_service.ports import SubmissionPorts
 from ratchet_service.transitions import add_event, apply, check
 from ratchet_service.usecases import worlds
-from ratchet_service.usecases.queries import committed_in_lineage, hold_job
+from ratchet_service.usecases.queries import committed_in_lineage, find_job, hold_job
 
 
 def act(session: Session, job_id: str, event: Event) -> Job:
@@ -32,29 +34,46 @@ def request_checkpoint(session: Session, job_id: str) -> Job:
     return apply(session, job_id, Event.CHECKPOINT, message="a checkpoint was asked for", values=values, data=data)
 
 
-def resume(session: Session, job_id: str, request: ResumeRequest, ports: SubmissionPorts, homes: HomePaths) -> Job:
-    """Let a job go on, optionally from an older checkpoint of its lineage, with another number of ranks or another
-    ``policy.on_hook_mismatch``; both stay the job's.
+@dataclass(frozen=True)
+class PreparedResume:
+    """``spec``: what was checked, None where nothing changes; ``warnings``: of its hook."""
 
-    Raises ``Conflict``: ``from-step-needs-stop``, ``world-needs-stop`` or ``policy-needs-stop`` while an attempt may be alive,
-    ``world-size-mismatch`` where the policy forbids to carry the checkpoint over; ``NotFound`` for a step without a checkpoint;
-    ``SpecError`` for more ranks than the machine can run.
+    request: ResumeRequest
+    spec: JobSpec | None
+    warnings: list[Warning_]
+
+
+def prepare_resume(session: Session, job_id: str, request: ResumeRequest, ports: SubmissionPorts) -> PreparedResume:
+    """Another hook is checked as at submission, outside the transaction. Raises ``SpecError``."""
+    job = find_job(session, job_id)
+    spec = worlds.wanted(job, request)
+    return PreparedResume(request, spec, [] if job.phase.active else worlds.check_hook(job, spec, ports))
+
+
+def resume(session: Session, job_id: str, prepared: PreparedResume, ports: SubmissionPorts, homes: HomePaths) -> Job:
+    """Let a job go on, optionally from an older checkpoint of its lineage, with another number of ranks, another hook or another
+    ``policy.on_hook_mismatch``; all of these stay the job's.
+
+    Raises ``Conflict``: ``from-step-needs-stop``, ``hook-needs-stop``, ``world-needs-stop`` or ``policy-needs-stop`` while an
+    attempt may be alive, ``world-size-mismatch`` or ``hook-mismatch`` where the policy forbids to carry the checkpoint over,
+    ``changed-meanwhile``; ``NotFound`` for a step without a checkpoint; ``SpecError`` for more ranks than the machine can run.
     """
-    job = hold_job(session, job_id)
+    job, request = hold_job(session, job_id), prepared.request
     spec = worlds.wanted(job, request)
     if request.from_step is None and spec is None:
         return job if _already(job, Event.RESUME) else apply(session, job_id, Event.RESUME)
     check(job, Event.RESUME)
     if job.phase.active:
         raise _needs_stop(job, request)
+    if spec != prepared.spec:
+        raise Conflict("the job's spec changed while its hook was checked: try again", code="changed-meanwhile")
     source, data = job.resume_from, {}
     if request.from_step is not None:
         source, data = _checkpoint_at(session, job, request.from_step), {"from_step": request.from_step}
     start = worlds.next_start(session, job, source, homes)
-    reason = worlds.mismatch(spec or JobSpec.model_validate(job.spec), start) if start is not None else None
-    if reason is not None:
-        raise Conflict(reason, code="world-size-mismatch", phase=job.phase.value)
-    change = worlds.change(job, spec, ports) if spec is not None else None
+    for problem in worlds.mismatches(spec or JobSpec.model_validate(job.spec), start) if start is not None else ():
+        raise Conflict(problem.detail, code=problem.code, phase=job.phase.value)
+    change = worlds.change(job, spec, ports, prepared.warnings) if spec is not None else None
     for type_, text, facts in change.events if change is not None else ():
         add_event(session, job_id, type_, text, epoch=job.epoch or None, data=facts)
     values = {"resume_from": source, "not_before": None} | (change.columns if change is not None else {})
@@ -64,6 +83,8 @@ def resume(session: Session, job_id: str, request: ResumeRequest, ports: Submiss
 def _needs_stop(job: Job, request: ResumeRequest) -> Conflict:
     if request.from_step is not None:
         code, what = "from-step-needs-stop", f"from step {request.from_step}"
+    elif request.hook is not None:
+        code, what = "hook-needs-stop", "with another hook"
     elif request.world is not None:
         code, what = "world-needs-stop", f"with {request.world.ranks_per_node} ranks"
     else:

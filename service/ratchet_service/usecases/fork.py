@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sqlalchemy.orm import Session
 
 from ratchet_contract.api import ForkRequest
-from ratchet_contract.errors import Conflict, FieldProblem, NotFound, SpecError
+from ratchet_contract.errors import Conflict, NotFound, SpecError
 from ratchet_contract.messages import ForkSource
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Event
 from ratchet_contract.spec import JobSpec
-from ratchet_hooks.specs import normalise_hook
 from ratchet_service.models import Checkpoint, Job
 from ratchet_service.ports import SubmissionPorts
 from ratchet_service.transitions import add_event, check
 from ratchet_service.usecases import submit, worlds
 from ratchet_service.usecases.checkpoints import set_pin
+from ratchet_service.usecases.patching import merge, whole_hook
 from ratchet_service.usecases.queries import committed_in_lineage, find_checkpoint, find_job, hold_job
 from ratchet_service.usecases.views import labels_of
 
@@ -41,7 +40,7 @@ def prepare(
     parent = find_job(session, job_id)
     source = _source(session, parent, request.checkpoint_id)
     base = parent.spec | {"labels": labels_of(session, [job_id])[job_id], "priority": parent.priority}
-    data = merge(base, _whole_hook(parent.spec["hook"], request.spec))
+    data = merge(base, whole_hook(parent.spec["hook"], request.spec))
     if not isinstance(data, dict):
         raise SpecError("/spec: a mapping is merged over the parent's spec", code="invalid-body")
     data["name"] = request.name or request.spec.get("name") or _fork_name(parent.name)
@@ -51,7 +50,7 @@ def prepare(
     except SpecError as error:
         raise _in_request(error, named=request.name is not None) from None
     checkpoint = homes.job(parent.id).checkpoint(source.step, source.epoch)
-    _require_loadable(JobSpec.model_validate(parent.spec), prepared.spec, checkpoint)
+    _require_loadable(prepared.spec, checkpoint)
     return PreparedFork(prepared, parent.id, source.name)
 
 
@@ -89,27 +88,6 @@ def _in_request(error: SpecError, *, named: bool) -> SpecError:
     return SpecError(detail, code=error.code, errors=errors)
 
 
-def _whole_hook(parent: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
-    """A hook of another name is not merged over the parent's: their parameters have nothing to do with each other."""
-    hook = normalise_hook(patch.get("hook"))
-    if not isinstance(hook, dict) or hook.get("name", parent["name"]) == parent["name"]:
-        return patch
-    return patch | {"hook": {key: None for key in parent if key not in hook} | hook}
-
-
-def merge(target: Any, patch: Any) -> Any:
-    """JSON merge patch (RFC 7386): null removes, mappings merge, all else replaces."""
-    if not isinstance(patch, dict):
-        return patch
-    out = dict(target) if isinstance(target, dict) else {}
-    for key, value in patch.items():
-        if value is None:
-            out.pop(key, None)
-        else:
-            out[key] = merge(out.get(key), value)
-    return out
-
-
 def _source(session: Session, parent: Job, checkpoint_id: str | None) -> Checkpoint:
     if checkpoint_id is not None:
         row = find_checkpoint(session, parent.id, checkpoint_id)
@@ -133,17 +111,8 @@ def _fork_name(name: str) -> str:
     return name[:58].rstrip("-") + "-fork"
 
 
-def _require_loadable(parent: JobSpec, spec: JobSpec, checkpoint: Path) -> None:
+def _require_loadable(spec: JobSpec, checkpoint: Path) -> None:
     """What a checkpoint cannot be loaded into is refused now, not by the first attempt."""
-    problems = []
-    reason = worlds.mismatch(spec, checkpoint)
-    if reason is not None:
-        problems.append(FieldProblem(pointer="/spec/world/ranks_per_node", code="world-size-mismatch", detail=reason))
-    if spec.hook != parent.hook and spec.policy.on_hook_mismatch != "reset":
-        text = (
-            f"the checkpoint was made under hook {parent.hook.name} with other parameters: keep the hook, or set "
-            "policy.on_hook_mismatch to reset"
-        )
-        problems.append(FieldProblem(pointer="/spec/hook", code="hook-mismatch", detail=text))
+    problems = [p.model_copy(update={"pointer": f"/spec{p.pointer}"}) for p in worlds.mismatches(spec, checkpoint)]
     if problems:
         raise SpecError(f"{problems[0].pointer}: {problems[0].detail}", errors=problems)

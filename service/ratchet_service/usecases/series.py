@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from datetime import datetime
+from typing import Any, Final, Literal
 
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from ratchet_contract.api import HookSampleView, HookView, MetricPoint, MetricSeries, MetricsView, Page
+from ratchet_contract.errors import CheckpointError
+from ratchet_contract.paths import HomePaths
 from ratchet_contract.spec import JobSpec
 from ratchet_hooks.registry import is_stateful
 from ratchet_hooks.summary import HookSummary
@@ -18,6 +21,13 @@ from ratchet_service import cursors
 from ratchet_service.models import Attempt, Checkpoint, HookSample, Job, Metric
 from ratchet_service.usecases.queries import find_job
 from ratchet_service.usecases.views import last_checkpoint
+from ratchet_service.usecases.worlds import next_start
+from ratchet_store.commit import read_manifest
+
+_FIGURES: Final = (
+    "phase", "iteration", "compression_rate", "elements_before", "elements_after", "bytes_before", "bytes_after",
+    "memory_bytes", "averager_step", "next_averaging", "step",
+)  # fmt: skip
 
 
 def _not_abandoned(table: Any) -> sa.ColumnElement[bool]:
@@ -54,16 +64,10 @@ def metrics(session: Session, job_id: str, names: Sequence[str], max_points: int
     return MetricsView(job_id=job_id, series=[MetricSeries(name=name, points=points) for name, points in out.items()])
 
 
-def hook(session: Session, job_id: str) -> HookView:
-    """The newest summary of every rank of the newest attempt that told any: an earlier one may have had other ranks. The plain
-    figures are those of the lowest rank."""
+def hook(session: Session, job_id: str, homes: HomePaths) -> HookView:
+    """The newest summary of every rank of the attempt that runs; while none does, those of the checkpoint that the next one
+    starts from: what a lost attempt told of later steps is not the job's state. The plain figures are of the lowest rank."""
     job = find_job(session, job_id)
-    epoch = sa.select(sa.func.max(HookSample.epoch)).where(HookSample.job_id == job_id).scalar_subquery()
-    newest = sa.func.row_number().over(partition_by=HookSample.rank, order_by=HookSample.step.desc())
-    samples = sa.select(HookSample, newest.label("age"))
-    ranked = samples.where(HookSample.job_id == job_id, HookSample.epoch == epoch).subquery()
-    query = sa.select(ranked.c.summary, ranked.c.at).where(ranked.c.age == 1).order_by(ranked.c.rank)
-    rows = [(HookSummary.model_validate(summary), at) for summary, at in session.execute(query)]
     spec = JobSpec.model_validate(job.spec).hook
     view = HookView(
         job_id=job_id,
@@ -71,32 +75,49 @@ def hook(session: Session, job_id: str) -> HookView:
         wrapper=spec.wrapper,
         parameters=spec.model_dump(mode="json", exclude={"name", "wrapper"}),
         stateful=is_stateful(spec),
+        checkpoint_id=last_checkpoint(job),
+        checkpoint_iteration=_saved_iteration(session, job),
     )
-    update: dict[str, Any] = {
-        "checkpoint_id": last_checkpoint(job),
-        "checkpoint_iteration": _saved_iteration(session, job),
-    }
+    rows = _live(session, job) if job.phase.active else []
     if rows:
-        first = rows[0][0]
-        same = (
-            "phase",
-            "iteration",
-            "compression_rate",
-            "elements_before",
-            "elements_after",
-            "bytes_before",
-            "bytes_after",
-            "memory_bytes",
-            "averager_step",
-            "next_averaging",
-            "step",
-        )
-        update |= {key: getattr(first, key) for key in same}
-        update |= {
-            "residual_norm": {summary.rank: summary.residual_norm for summary, _ in rows},
-            "ranks": [summary for summary, _ in rows],
-            "updated_at": max(at for _, at in rows),
-        }
+        return _with_figures(view, "live", [summary for summary, _ in rows], max(at for _, at in rows))
+    saved = _saved(session, job, homes, spec.name)
+    return view if saved is None else _with_figures(view, "checkpoint", *saved)
+
+
+def _live(session: Session, job: Job) -> list[tuple[HookSummary, datetime]]:
+    """By rank. Those of earlier attempts say nothing of this one, which may have other ranks and another base."""
+    newest = sa.func.row_number().over(partition_by=HookSample.rank, order_by=HookSample.step.desc())
+    samples = sa.select(HookSample, newest.label("age"))
+    ranked = samples.where(HookSample.job_id == job.id, HookSample.epoch == job.epoch).subquery()
+    query = sa.select(ranked.c.summary, ranked.c.at).where(ranked.c.age == 1).order_by(ranked.c.rank)
+    return [(HookSummary.model_validate(summary), at) for summary, at in session.execute(query)]
+
+
+def _saved(session: Session, job: Job, homes: HomePaths, name: str) -> tuple[list[HookSummary], datetime] | None:
+    """What the manifest has of hook ``name``; None without a checkpoint, or one that cannot be read now."""
+    start = next_start(session, job, job.resume_from, homes)
+    if start is None:
+        return None
+    try:
+        manifest = read_manifest(start)
+    except (CheckpointError, OSError):
+        return None
+    if not manifest.hook_summaries or manifest.hook.name != name:
+        return None
+    return sorted(manifest.hook_summaries, key=lambda s: s.rank), datetime.fromisoformat(manifest.created)
+
+
+def _with_figures(
+    view: HookView, source: Literal["live", "checkpoint"], ranks: list[HookSummary], at: datetime
+) -> HookView:
+    update: dict[str, Any] = {key: getattr(ranks[0], key) for key in _FIGURES}
+    update |= {
+        "source": source,
+        "residual_norm": {summary.rank: summary.residual_norm for summary in ranks},
+        "ranks": ranks,
+        "updated_at": at,
+    }
     return view.model_copy(update=update)
 
 

@@ -1,4 +1,4 @@
-"""Another number of ranks for a job: the changed spec, decided for this machine, and whether a checkpoint can be carried over.
+"""Other ranks or another hook for a job: the changed spec, decided for this machine, and if a checkpoint can be carried over.
 
 What the first attempt would refuse for a reason that is known now is refused now. Whether the user's data can go on with
 another number of ranks is only known to the ranks.
@@ -6,6 +6,7 @@ another number of ranks is only known to the ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,17 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from ratchet_contract.api import ResumeRequest, Warning_
-from ratchet_contract.errors import CheckpointError, SpecError
+from ratchet_contract.errors import CheckpointError, FieldProblem, SpecError
+from ratchet_contract.manifest import Manifest
 from ratchet_contract.paths import HomePaths, JobPaths
 from ratchet_contract.spec import JobSpec, Resolved
+from ratchet_contract.spec_parse import parse_spec
+from ratchet_hooks.changes import change_of, hook_of
 from ratchet_hooks.registry import is_stateful
 from ratchet_service.ancestry import fork_of
 from ratchet_service.models import Job
 from ratchet_service.ports import SubmissionPorts
+from ratchet_service.usecases.patching import merge, whole_hook
 from ratchet_service.usecases.queries import committed_in_lineage
 from ratchet_store.commit import read_manifest
 
@@ -34,41 +39,70 @@ class Change:
 
 
 def wanted(job: Job, request: ResumeRequest) -> JobSpec | None:
-    """The job's spec with what the request asks for; None where that is what it is already."""
+    """The job's spec with what the request asks for, checked as a submission's is; None where that is what it is already. Raises
+    ``SpecError``: what the hook does not take, or does not do with so many ranks."""
     spec = JobSpec.model_validate(job.spec)
-    update: dict[str, Any] = {}
+    patch: dict[str, Any] = {}
     if request.world is not None:
-        update["world"] = spec.world.model_copy(update={"ranks_per_node": request.world.ranks_per_node})
+        patch["world"] = {"ranks_per_node": request.world.ranks_per_node}
     if request.on_hook_mismatch is not None:
-        update["policy"] = spec.policy.model_copy(update={"on_hook_mismatch": request.on_hook_mismatch})
-    changed = spec.model_copy(update=update)
+        patch["policy"] = {"on_hook_mismatch": request.on_hook_mismatch}
+    if request.hook is not None:
+        patch |= whole_hook(job.spec["hook"], {"hook": request.hook})
+    data = merge(job.spec, patch)
+    changed = parse_spec(data) if {"world", "hook"} & set(patch) else JobSpec.model_validate(data)
     return None if changed == spec else changed
 
 
-def change(job: Job, spec: JobSpec, ports: SubmissionPorts) -> Change:
-    """What ``spec`` makes of the job. Raises ``SpecError`` where this machine cannot run so many ranks."""
+def check_hook(job: Job, spec: JobSpec | None, ports: SubmissionPorts) -> list[Warning_]:
+    """The warnings of another hook; none where ``spec`` has the job's. May run the user's code, so never within a transaction.
+    Raises ``SpecError`` for a hook that cannot run here; what else has become of machine and directory stays out of it."""
+    if spec is None or spec.hook == JobSpec.model_validate(job.spec).hook:
+        return []
+    _, warnings, problems = ports.resolve(spec)
+    if problems := [p for p in problems if _of_hook(p.pointer, p.code)]:
+        raise SpecError(f"{problems[0].pointer}: {problems[0].detail}", errors=problems)
+    return [w for w in warnings if _of_hook(w.pointer, w.code)]
+
+
+def _of_hook(pointer: str, code: str) -> bool:
+    return pointer == "/hook" or pointer.startswith("/hook/") or code.startswith("hook-")
+
+
+def change(job: Job, spec: JobSpec, ports: SubmissionPorts, hook_warnings: Sequence[Warning_] = ()) -> Change:
+    """What ``spec`` makes of the job; ``hook_warnings``: of ``check_hook``. Raises ``SpecError`` where this machine cannot run so
+    many ranks."""
     old = JobSpec.model_validate(job.spec)
     out = Change(spec, {"spec": spec.model_dump(mode="json"), "spec_digest": spec.digest()})
+    warnings = [Warning_.model_validate(w) for w in job.warnings]
+    if spec.hook != old.hook:
+        warnings = [w for w in warnings if not _of_hook(w.pointer, w.code)] + [*hook_warnings]
+        before, after = (hook.model_dump(mode="json") for hook in (old.hook, spec.hook))
+        told = change_of(old.hook.name, before, spec.hook)
+        text = told.what if told is not None else "hook: parameters without effect on its bits"
+        out.events.append(("hook-changed", text, {"hook": _pair(before, after)}))
     if spec.world != old.world:
-        before = Resolved.model_validate(job.resolved)
-        warnings = [Warning_.model_validate(w) for w in job.warnings]
-        resolved, warnings, problems = ports.resize(spec, before, warnings)
+        before_ = Resolved.model_validate(job.resolved)
+        resolved, warnings, problems = ports.resize(spec, before_, warnings)
         if problems:
             raise SpecError(f"{problems[0].pointer}: {problems[0].detail}", errors=problems)
         out.columns["resolved"] = resolved.model_dump(mode="json")
-        out.columns["warnings"] = [w.model_dump(mode="json") for w in warnings]
-        ranks = (old.world.ranks_per_node, spec.world.ranks_per_node)
-        threads = (before.threads_per_rank, resolved.threads_per_rank)
-        text = f"{ranks[0]} -> {ranks[1]} ranks per node"
-        if threads[0] != threads[1]:
-            text += f", {threads[0]} -> {threads[1]} threads per rank"
-        data = {"ranks_per_node": _pair(*ranks), "threads_per_rank": _pair(*threads)}
-        out.events.append(("world-changed", text, data))
+        out.events.append(_world_event(old, spec, before_, resolved))
+    out.columns["warnings"] = [w.model_dump(mode="json") for w in warnings]
     policies = (old.policy.on_hook_mismatch, spec.policy.on_hook_mismatch)
     if policies[0] != policies[1]:
         text = f"policy.on_hook_mismatch: {policies[0]} -> {policies[1]}"
         out.events.append(("policy-changed", text, {"on_hook_mismatch": _pair(*policies)}))
     return out
+
+
+def _world_event(old: JobSpec, spec: JobSpec, before: Resolved, resolved: Resolved) -> tuple[str, str, dict[str, Any]]:
+    ranks = (old.world.ranks_per_node, spec.world.ranks_per_node)
+    threads = (before.threads_per_rank, resolved.threads_per_rank)
+    text = f"{ranks[0]} -> {ranks[1]} ranks per node"
+    if threads[0] != threads[1]:
+        text += f", {threads[0]} -> {threads[1]} threads per rank"
+    return "world-changed", text, {"ranks_per_node": _pair(*ranks), "threads_per_rank": _pair(*threads)}
 
 
 def _pair(old: Any, new: Any) -> dict[str, Any]:
@@ -87,25 +121,51 @@ def next_start(session: Session, job: Job, source: dict[str, int] | None, homes:
     return None if fork is None else JobPaths(Path(fork.job_root)).checkpoint(fork.step, fork.epoch)
 
 
-def mismatch(spec: JobSpec, checkpoint: Path) -> str | None:
-    """Why a group of ``spec`` may not start from the checkpoint because another number of ranks wrote it, and what to do; None:
-    it may. One that cannot be read now is left to the attempt, which may find another."""
+def mismatches(spec: JobSpec, checkpoint: Path) -> list[FieldProblem]:
+    """Why a group of ``spec`` may not start from the checkpoint, since other ranks or another hook wrote it, and what to do. One
+    that cannot be read now is left to the attempt, which may find another."""
     try:
-        ranks = read_manifest(checkpoint).world_size
+        manifest = read_manifest(checkpoint)
     except (CheckpointError, OSError):
-        return None
+        return []
+    out = []
+    if reason := _other_ranks(spec, checkpoint.name, manifest):
+        out.append(FieldProblem(pointer="/world/ranks_per_node", code="world-size-mismatch", detail=reason))
+    changed = change_of(manifest.hook.name, manifest.hook.parameters, spec.hook)
+    if changed is not None:
+        reason = changed.refusal(spec.policy.on_hook_mismatch)
+        if reason is None and spec.determinism == "strict":
+            reason = (
+                f"{changed.what}: that is never exact, and determinism is strict; fork the job with determinism: warn"
+            )
+        if reason is not None:
+            detail = f"checkpoint {checkpoint.name} was made under another hook. {reason}"
+            out.append(FieldProblem(pointer="/hook", code="hook-mismatch", detail=detail))
+    return out
+
+
+def _other_ranks(spec: JobSpec, name: str, manifest: Manifest) -> str | None:
+    ranks = manifest.world_size
     if ranks == spec.world.size:
         return None
     again = f"{ranks} rank" if ranks == 1 else f"{ranks} ranks"
-    written = f"checkpoint {checkpoint.name} was written by {again}, the job asks for {spec.world.size}"
+    written = f"checkpoint {name} was written by {again}, the job asks for {spec.world.size}"
     if spec.determinism == "strict":
         return (
             f"{written}: that is never exact, and determinism is strict; keep {again}, or fork the job with determinism: "
             "warn"
         )
-    if is_stateful(spec.hook) and spec.policy.on_hook_mismatch == "fail":
-        return (
-            f"{written}, and the residuals of {spec.hook.name} are per rank: set on_hook_mismatch to redistribute (every rank "
-            f"gets their mean) or reset (the hook starts anew), or keep {again}"
-        )
-    return None
+    if spec.policy.on_hook_mismatch != "fail":
+        return None
+    recorded = hook_of({**manifest.hook.parameters, "name": manifest.hook.name})
+    lost = []
+    if recorded is None or is_stateful(recorded):
+        lost.append(f"the state of {manifest.hook.name} is per rank")
+    if manifest.replicas != "equal":
+        lost.append("the ranks' parameters differ")
+    if not lost:
+        return None
+    return (
+        f"{written}, and {' and '.join(lost)}: set on_hook_mismatch to redistribute (residuals, and parameters that differ, "
+        f"become their mean) or reset (the hook starts anew), or keep {again}"
+    )
