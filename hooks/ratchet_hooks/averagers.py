@@ -26,8 +26,8 @@ def average_in_place(parameters: Sequence[torch.Tensor], group: dist.ProcessGrou
     flat = torch.cat([p.reshape(-1) for p in parameters])
     flat /= group.size()
     dist.all_reduce(flat, group=group)
-    for parameter, mean in zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True):
-        parameter.copy_(mean.view(parameter.shape))
+    means = torch.split(flat, [p.numel() for p in parameters])
+    torch._foreach_copy_(list(parameters), [mean.view(p.shape) for mean, p in zip(means, parameters, strict=True)])
 
 
 @contextmanager
@@ -40,8 +40,7 @@ def averaged(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> It
         yield
     finally:
         with torch.no_grad():
-            for parameter, own in zip(parameters, kept, strict=True):
-                parameter.copy_(own)
+            torch._foreach_copy_(list(parameters), kept)
 
 
 class Averager:

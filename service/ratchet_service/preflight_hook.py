@@ -13,7 +13,7 @@ from typing import Final
 from ratchet_contract.spec import JobSpec, Resolved
 from ratchet_hooks.memory import hook_memory, needs_shapes
 from ratchet_hooks.registry import HOOKS, replicas_of
-from ratchet_hooks.specs import CustomSpec
+from ratchet_hooks.specs import CustomSpec, PostLocalSGDSpec
 from ratchet_service.hook_probe import Probe
 from ratchet_service.machine import Machine
 from ratchet_service.preflight_report import Report
@@ -73,6 +73,20 @@ RULES: Final = (
         "with {ranks} ranks {hook} moves more bytes than a plain all-reduce: fp16_compress moves half of one's",
     ),
     Rule(
+        "no-effect",
+        "/hook/subgroup_size",
+        lambda spec, _: _all_in_one_subgroup(spec),
+        "post_localSGD goes on averaging gradients over all {ranks} ranks at every step, as they are one subgroup, and averages "
+        "parameters on top: set hook.subgroup_size to fewer ranks, or hook.post_local_gradient_allreduce to false",
+    ),
+    Rule(
+        "hook-caution",
+        "/hook/model_averaging_period",
+        lambda spec, _: isinstance(spec.hook, PostLocalSGDSpec) and spec.hook.period == 1,
+        "averaging all parameters after every step sends as much as averaging the gradients does: use allreduce, or a longer "
+        "period",
+    ),
+    Rule(
         "nccl-tuned",
         "/nccl",
         lambda spec, resolved: resolved.backend == "nccl" and bool(_TUNED & set(spec.nccl)),
@@ -80,6 +94,13 @@ RULES: Final = (
         "these clouds, measure before you keep NCCL_NSOCKS_PERTHREAD, NCCL_SOCKET_NTHREADS or NCCL_MIN_NCHANNELS",
     ),
 )
+
+
+def _all_in_one_subgroup(spec: JobSpec) -> bool:
+    hook, world = spec.hook, spec.world
+    if not isinstance(hook, PostLocalSGDSpec) or not hook.post_local_gradient_allreduce:
+        return False
+    return (hook.subgroup_size or world.ranks_per_node) == world.size > 1
 
 
 def check(spec: JobSpec, resolved: Resolved, report: Report) -> None:

@@ -122,6 +122,16 @@ EXPERIMENTAL, CAUTION = "/hook hook-experimental", "/hook hook-caution"
         (CPU, {**TWO, "hook": "powerSGD"}, {EXPERIMENTAL, CAUTION}),
         (CPU, {**TWO, "hook": {"name": "allreduce", "wrapper": "fp16"}}, {EXPERIMENTAL, "/hook/wrapper hook-caution"}),
         (CPU, {**TWO, "hook": {"name": "allreduce", "wrapper": "bf16"}}, {EXPERIMENTAL, "/hook/wrapper hook-caution"}),
+        (CPU, {**TWO, "hook": "post_localSGD"}, {EXPERIMENTAL, CAUTION, "/hook/subgroup_size no-effect"}),
+        (CPU, {**TWO, "hook": {"name": "post_localSGD", "subgroup_size": 1}}, {EXPERIMENTAL, CAUTION}),
+        (
+            CPU,
+            {
+                **TWO,
+                "hook": {"name": "post_localSGD", "post_local_gradient_allreduce": False, "model_averaging_period": 1},
+            },
+            {EXPERIMENTAL, CAUTION, "/hook/model_averaging_period hook-caution"},
+        ),
         (GPUS, {**TWO, "nccl": {"NCCL_NSOCKS_PERTHREAD": 4}}, {"/nccl nccl-tuned"}),
         (GPUS, {**TWO, "nccl": {"NCCL_DEBUG": "INFO"}}, set()),
         (CPU, {**TWO, "nccl": {"NCCL_NSOCKS_PERTHREAD": 4}}, {"/nccl no-effect"}),
