@@ -12,27 +12,28 @@ Shapes = Sequence[Sequence[int]]
 
 
 def needs_shapes(spec: HookSpec) -> bool:
-    """Whether what the hook holds depends on the model."""
-    return isinstance(spec, (PowerSGDSpec, BatchedPowerSGDSpec))
+    """Whether what the hook holds is known, and depends on the model."""
+    known = not isinstance(spec, CustomSpec) or spec.state is None
+    return known and (spec.wrapper is not None or isinstance(spec, (PowerSGDSpec, BatchedPowerSGDSpec)))
 
 
 def hook_memory(spec: HookSpec, shapes: Shapes) -> int | None:
-    """Bytes per rank that the hook's state will hold once it compresses, for float32 parameters of ``shapes``.
+    """Bytes per rank that the hook will hold once it compresses, for float32 parameters of ``shapes``.
 
-    PowerSGD (arXiv 1905.13727): a residual of the size of all gradients, and P and Q of every matrix that is worth compressing.
-    Batched PowerSGD likewise for one square matrix of all gradients; with several buckets it is a little more. None for a custom
-    hook, which alone knows.
+    PowerSGD (arXiv 1905.13727): a residual of the size of all gradients, and with warm start P and Q of every matrix that is
+    worth compressing. Batched PowerSGD likewise for one square matrix of all gradients; with several buckets it is a little more.
+    A wrapper keeps all gradients in 16 bits. None for a custom hook with a state, which alone knows.
     """
-    if isinstance(spec, CustomSpec):
-        return None if spec.state is not None else 0
-    element = _FLOAT32 if spec.wrapper is None else _HALF
+    if isinstance(spec, CustomSpec) and spec.state is not None:
+        return None
+    elements, state = sum(math.prod(shape) for shape in shapes), 0
     if isinstance(spec, PowerSGDSpec):
-        residual = sum(math.prod(shape) for shape in shapes) if spec.use_error_feedback else 0
-        return element * (residual + sum(_factors(spec, shape) for shape in shapes))
-    if isinstance(spec, BatchedPowerSGDSpec):
-        side = math.isqrt(max(0, sum(math.prod(shape) for shape in shapes) - 1)) + 1
-        return element * (side * side * spec.use_error_feedback + 2 * side * min(side, spec.matrix_approximation_rank))
-    return 0
+        state = elements * spec.use_error_feedback + spec.warm_start * sum(_factors(spec, shape) for shape in shapes)
+    elif isinstance(spec, BatchedPowerSGDSpec):
+        side = math.isqrt(max(0, elements - 1)) + 1
+        rank = min(side, spec.matrix_approximation_rank)
+        state = side * side * spec.use_error_feedback + spec.warm_start * 2 * side * rank
+    return _FLOAT32 * state if spec.wrapper is None else _HALF * (state + elements)
 
 
 def _factors(spec: PowerSGDSpec, shape: Sequence[int]) -> int:

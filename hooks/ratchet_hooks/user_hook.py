@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Mapping
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, Literal
 
@@ -106,11 +107,16 @@ def _find(key: str, path: str) -> Any:
         raise CustomHookError(key, "hook-import-failed", text) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
-            names = ", ".join(name for name in dir(found) if not name.startswith("_"))[:300]
-            text = f"{getattr(found, '__name__', module)} has no {part!r}; it has: {names or 'nothing'}"
-            raise CustomHookError(key, "hook-import-failed", text)
+            raise CustomHookError(key, "hook-import-failed", _absent(found, part))
         found = getattr(found, part)
     return found
+
+
+def _absent(found: Any, part: str) -> str:
+    names = [name for name in dir(found) if not name.startswith("_") and callable(getattr(found, name, None))]
+    near = get_close_matches(part, names, n=1)
+    text = f"{getattr(found, '__name__', type(found).__name__)} has no {part!r}"
+    return text + (f"; did you mean {near[0]!r}?" if near else f"; it has: {', '.join(names)[:300] or 'nothing'}")
 
 
 def _signature(target: Any) -> inspect.Signature | None:

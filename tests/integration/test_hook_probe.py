@@ -90,7 +90,7 @@ def test_a_hook_that_can_be_used_is_no_problem(code: Path, hook: str, more: dict
     [
         ("nowhere:f", {}, "/hook/hook", "hook-import-failed", "no module named 'nowhere'"),
         ("pack.nowhere:f", {}, "/hook/hook", "hook-import-failed", "no module named 'pack.nowhere'"),
-        ("good:g", {}, "/hook/hook", "hook-import-failed", "good has no 'g'; it has: Half"),
+        ("good:zz", {}, "/hook/hook", "hook-import-failed", "good has no 'zz'; it has: Half, Plain, S"),
         ("raising:f", {}, "/hook/hook", "hook-import-failed", "JSONDecodeError: Expecting property name"),
         ("needing:f", {}, "/hook/hook", "hook-import-failed", "No module named 'a_module_that_nobody_has'"),
         ("wrong:f", {}, "/hook/hook", "hook-import-failed", "SyntaxError: expected ':'"),

@@ -11,7 +11,9 @@ import torch
 from ratchet_hooks.build import managed_ddp
 from ratchet_hooks.custom import redistribute
 from ratchet_hooks.errors import CustomHookError, HookStateError
-from ratchet_hooks.specs import AllreduceSpec, CustomSpec, PowerSGDSpec
+from ratchet_hooks.memory import hook_memory
+from ratchet_hooks.specs import AllreduceSpec, BatchedPowerSGDSpec, CustomSpec, PowerSGDSpec
+from ratchet_worker.tasks.digits import DigitsTask, make_net
 from tests.support import custom_hooks
 from tests.support.groups import Ranks
 from tests.support.hook_cases import MANY_BUCKETS, Case, Run, differences, exact_resumes, same
@@ -52,9 +54,20 @@ def resumes(rank: int, a: Case, total: int, kills: list[int]) -> dict[int, list[
         (SMOOTHED, {}),
         (TORCHS_POWERSGD, {}),
         (CustomSpec(hook=f"{TORCH}.default_hooks:fp16_compress_hook"), {}),
+        (TOP_K.model_copy(update={"wrapper": "bf16_compress_wrapper"}), {}),
         (CustomSpec(hook=f"{MINE}:changes_per_rank", replicas="rank"), {}),
     ],
-    ids=["top-k", "static-graph", "unused", "views", "state-dict", "torchs-powersgd", "torchs-fp16", "replicas-differ"],
+    ids=[
+        "top-k",
+        "static-graph",
+        "unused",
+        "views",
+        "state-dict",
+        "torchs-powersgd",
+        "torchs-fp16",
+        "wrapped",
+        "replicas-differ",
+    ],
 )
 def test_a_resume_changes_no_bit(two: Ranks, spec: CustomSpec, more: dict[str, Any]) -> None:
     assert two.run(resumes, case(spec, **more), 5, [1, 3]) == [{}, {}]
@@ -251,3 +264,29 @@ def test_states_of_several_ranks_become_one_where_their_class_says_how(two: Rank
     assert data == states[0][1]
     with pytest.raises(HookStateError, match="no class method redistribute"):
         redistribute(SMOOTHED, two.run(captured, SMOOTHED))
+
+
+def held(rank: int, spec: Any) -> int:
+    """What the summary says the state of the digits' net holds, in one bucket, once it compresses."""
+    net = make_net(8, 0.0)
+    ddp, hook = managed_ddp(net, spec, ddp={"bucket_cap_mb": 25})
+    for _ in range(3):
+        ddp(torch.randn(4, 1, 8, 8)).square().mean().backward()
+    return hook.summary(rank=rank, step=3).memory_bytes
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        PowerSGDSpec(matrix_approximation_rank=2, start_powerSGD_iter=2),
+        PowerSGDSpec(start_powerSGD_iter=0, use_error_feedback=False, warm_start=False, min_compression_rate=1.5),
+        PowerSGDSpec(start_powerSGD_iter=2, wrapper="bf16_compress_wrapper"),
+        BatchedPowerSGDSpec(matrix_approximation_rank=3, start_powerSGD_iter=2),
+        AllreduceSpec(),
+        AllreduceSpec(wrapper="fp16_compress_wrapper"),
+    ],
+    ids=["powerSGD", "no-feedback", "wrapped", "batched", "allreduce", "wrapped allreduce"],
+)
+def test_memory_is_estimated_as_it_will_be(two: Ranks, spec: Any) -> None:
+    estimate = hook_memory(spec, DigitsTask(width=8).parameter_shapes())
+    assert two.run(held, spec) == [estimate, estimate]

@@ -1,0 +1,49 @@
+"""``examples/custom_hook`` as a user runs it: checked, submitted, killed, and the same bits as a job that nobody killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet_store.compare import compare, render
+from tests.support.cli import Cli
+from tests.support.docs import ROOT
+from tests.support.server import Server, rank_pid
+
+EXAMPLE = ROOT / "examples" / "custom_hook"
+SHORT = (
+    "--set",
+    "checkpoint.every_steps=5",
+    "--set",
+    "task.args.steps=14",
+    "--set",
+    "task.args.width=8",
+    "--set",
+    "task.args.evaluate=false",
+)
+SMALL = (*SHORT, "--set", "resources.cpus_per_rank=1", "--set", "ddp.bucket_cap_mb=0.02")
+
+
+@pytest.mark.slow
+def test_the_example_comes_back_with_every_ranks_residual(server: Server, tmp_path: Path) -> None:
+    cli, spec = Cli(server.home, tmp_path), str(EXAMPLE / "job.yaml")
+    wrong = cli("submit", spec, "--set", "hook.state=my_hooks:TopK", "--dry-run", expect=5).errors
+    assert "/hook/state: my_hooks has no 'TopK'; did you mean 'TopKState'?" in wrong
+    whole, cut = (cli("submit", spec, *SMALL).text.strip() for _ in range(2))
+    _, paths = server.wait_step(cut, 7)
+    os.kill(rank_pid(paths, 1), signal.SIGKILL)
+    ended = [server.wait_phase(job, "SUCCEEDED") for job in (whole, cut)]
+    assert [job["progress"]["step"] for job in ended] == [14, 14]
+    first, second = server.attempts(cut)
+    assert (first["cause"], second["base"]["step"]) == ("rank-killed", 5)
+    assert second["resume_report"]["verdict"] == "exact"
+    newest = [max((server.paths.job(job).checkpoints).iterdir()) for job in (whole, cut)]
+    comparison = compare(*newest)
+    assert comparison.identical and any("custom/residuals" in t.name for t in comparison.tensors), render(comparison)
+    view: Any = cli("hook", cut, "--json").data
+    assert (view["name"], view["iteration"], view["bytes_after"]) == ("custom", 14, None)
+    assert view["compression_rate"] > 4 and view["parameters"]["hook"] == "my_hooks:top_k_hook"
