@@ -58,7 +58,8 @@ Evaluating inside the loop, at the end of a step::
         scheduler.step(found["accuracy"])          # belongs to the step, too
 
 A stop waits for the end of the step, evaluation included. Outside the loop the block is left early when a stop comes. Use
-``ev.gather`` or ``ev.averages`` in it, no collectives of torch.
+``ev.gather`` or ``ev.averages`` in it, no collectives of torch. Where replicas differ (``post_localSGD`` between two averagings)
+their mean is evaluated.
 """
 
 from __future__ import annotations
