@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load, save, save_file
 
 from ratchet_hooks.codec import decode, encode
 from ratchet_hooks.errors import HookStateError
@@ -46,12 +47,35 @@ def load_state(path: str | os.PathLike[str]) -> Any:
             tensors: dict[str, torch.Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise HookStateError(str(path), f"not a whole safetensors file: {error}") from None
+    return _decoded(str(path), tensors, metadata)
+
+
+def pack_state(state: object) -> torch.Tensor:
+    """The bytes of the file that ``save_state`` would write, as a uint8 tensor, for keeping inside of another checkpoint."""
+    tensors, data = encode(state, where="state")
+    return torch.frombuffer(
+        bytearray(save(tensors, metadata={_KEY: json.dumps(data, allow_nan=False)})), dtype=torch.uint8
+    )
+
+
+def unpack_state(packed: torch.Tensor) -> Any:
+    """What ``pack_state`` was given. Raises ``HookStateError`` for bytes that are none of its own."""
+    content = packed.cpu().numpy().tobytes()
+    try:
+        tensors = load(content)
+    except SafetensorError as error:
+        raise HookStateError("state", f"not a whole safetensors file: {error}") from None
+    length = int.from_bytes(content[:8], "little")
+    return _decoded("state", tensors, json.loads(content[8 : 8 + length]).get("__metadata__", {}))
+
+
+def _decoded(where: str, tensors: dict[str, torch.Tensor], metadata: Mapping[str, str]) -> Any:
     if _KEY not in metadata:
-        raise HookStateError(str(path), "a safetensors file, but not one that save_state wrote")
+        raise HookStateError(where, "a safetensors file, but not one that save_state wrote")
     try:
         data = json.loads(metadata[_KEY])
     except (ValueError, RecursionError) as error:
-        raise HookStateError(str(path), f"its JSON part is damaged: {error}") from None
+        raise HookStateError(where, f"its JSON part is damaged: {error}") from None
     return decode(tensors, data)
 
 

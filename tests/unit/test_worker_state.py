@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ratchet_contract.errors import StateError, UserError
+from ratchet_hooks.errors import HookStateError
 from ratchet_worker import environment_record, optimizer_state, rng
 from ratchet_worker.evaluation import undisturbed
 from ratchet_worker.group import _free_copy
@@ -94,7 +95,7 @@ def test_registered_generators_of_every_kind_continue(make: Any, draw: Any) -> N
 
 def test_a_checkpoint_of_a_gpu_rank_is_refused_on_a_cpu() -> None:
     state = rng.capture(CPU) | {"cuda": torch.zeros(16, dtype=torch.uint8)}
-    with pytest.raises(StateError, match="written with a CUDA device"):
+    with pytest.raises(HookStateError, match="written with a CUDA device"):
         rng.restore(state, CPU)
 
 

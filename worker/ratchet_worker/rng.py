@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ratchet_contract.errors import StateError
+from ratchet_hooks.generators import capture, restore
+
+__all__ = ["GeneratorState", "capture", "derive_seed", "forked", "is_generator", "restore", "seed_all"]
 
 
 def derive_seed(seed: int, *parts: str | int, bits: int = 63) -> int:
@@ -25,30 +27,6 @@ def seed_all(seed: int, rank: int) -> None:
     torch.manual_seed(derive_seed(seed, "torch", rank))
     np.random.seed(derive_seed(seed, "numpy", rank, bits=32))
     random.seed(derive_seed(seed, "python", rank))
-
-
-def capture(device: torch.device) -> dict[str, Any]:
-    """State of all generators: torch, cuda (None without), numpy, python. Made of what ``ratchet_hooks.codec`` takes."""
-    version, words, gauss = random.getstate()
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "numpy": np.random.get_state(legacy=False),
-        "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
-    }
-
-
-def restore(state: dict[str, Any], device: torch.device) -> None:
-    """Put ``capture``'s state back. Raises ``StateError`` where a GPU was there and is not, or is and was not."""
-    if (state["cuda"] is None) != (device.type != "cuda"):
-        had = "without" if state["cuda"] is None else "with"
-        raise StateError(f"rng.cuda: the checkpoint was written {had} a CUDA device, this rank runs on {device.type}")
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 @contextmanager

@@ -1,0 +1,176 @@
+"""Lightning: a DDP strategy whose checkpoints hold every rank's hook state, and resume bit for bit.
+
+    trainer = Trainer(strategy=RatchetDDPStrategy(hook="powerSGD"), devices=2, ...)
+    trainer.fit(model, ckpt_path="last")
+
+In place of ``DDPStrategy(ddp_comm_hook=..., ddp_comm_state=..., ddp_comm_wrapper=..., model_averaging_period=...)``, whose
+arguments it takes as well. Lightning's own strategy registers no hook on a device that is not CUDA, and says nothing; and it
+keeps no hook state in a checkpoint. This one registers it everywhere. Into Lightning's file goes one more entry,
+``ratchet_hooks``: a uint8 tensor per rank (``ratchet_hooks.files.unpack_state`` reads it) with the hook's state and buckets,
+buffers, generators, and the whole replica under post_localSGD. Rank 0 gathers them; the file still loads with
+``weights_only=True``.
+
+Exact is a resume from a checkpoint of an epoch's end, or from one within an epoch if the data loader has ``state_dict`` and
+``load_state_dict``, as Lightning wants it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+try:
+    import lightning.pytorch as pl
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.strategies import DDPStrategy
+    from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+except ImportError as error:
+    raise ImportError("Lightning is not installed: pip install 'ratchet-train[lightning]'") from error
+
+from ratchet_hooks.errors import HookStateError
+from ratchet_hooks.files import pack_state, unpack_state
+from ratchet_hooks.integrations import rank_state
+from ratchet_hooks.layout import ManagedDDP
+from ratchet_hooks.managed import ManagedHook
+from ratchet_hooks.registration import Hook, hook_of, register
+
+KEY: Final = "ratchet_hooks"
+
+
+class RatchetDDPStrategy(DDPStrategy):
+    """DDP under one of Ratchet's hooks.
+
+    ``hook``, ``wrapper``: as in ``ratchet_hooks.register``; or Lightning's ``ddp_comm_hook``, ``ddp_comm_state`` and
+    ``ddp_comm_wrapper``, which mean the same. ``model_averaging_period``: of post_localSGD. ``reset_hook``: start the hook anew
+    where a checkpoint has no state of it, which is an error otherwise. Everything else is ``DDPStrategy``'s.
+    """
+
+    def __init__(
+        self,
+        hook: Hook | None = None,
+        *,
+        wrapper: str | Callable[..., Any] | None = None,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: int | None = None,
+        reset_hook: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if hook is not None and ddp_comm_hook is not None:
+            raise MisconfigurationException("give hook or ddp_comm_hook, not both")
+        super().__init__(**kwargs)
+        self._hook_asked: Hook = hook or ((ddp_comm_state, ddp_comm_hook) if ddp_comm_hook is not None else "allreduce")
+        self._wrapper_asked = wrapper if wrapper is not None else ddp_comm_wrapper
+        self._parameters = {} if model_averaging_period is None else {"model_averaging_period": model_averaging_period}
+        self._reset_hook = reset_hook
+        self._state_to_restore: Any = None
+
+    @property
+    def hook(self) -> ManagedHook:
+        """The hook of the model that is trained: its ``summary`` and ``warnings``."""
+        return hook_of(self._managed())
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        module = self.lightning_module
+        if module is not None and not module.automatic_optimization:
+            raise MisconfigurationException(
+                "RatchetDDPStrategy does not support manual optimization: Lightning then drives DDP's reducer by itself. Use "
+                "automatic optimization, or ratchet_hooks.register in a loop of your own"
+            )
+        super().setup(trainer)
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        assert isinstance(self.model, DistributedDataParallel)
+        hook = register(
+            self.model, self._hook_asked, wrapper=self._wrapper_asked, node_ranks=self.num_processes, **self._parameters
+        )
+        if self.root_device.type != "cuda":
+            rank_zero_info(
+                f"RatchetDDPStrategy registered hook {hook.spec.name} on {self.root_device.type}, where Lightning's DDPStrategy "
+                "would have skipped it and trained without"
+            )
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self.hook.average_parameters()
+        return output
+
+    # --- checkpoints ---------------------------------------------------------------------------------------------------
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """On all ranks, as Lightning calls it. A checkpoint of weights alone stays as it is."""
+        if "optimizer_states" in checkpoint and isinstance(self.model, ManagedDDP):
+            ranks = self._gathered(self.model)
+            if ranks is not None:
+                checkpoint[KEY] = {"version": rank_state.VERSION, "ranks": ranks}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _gathered(self, ddp: ManagedDDP) -> Any:
+        fit = self._fit_loop()
+        accumulates = fit.epoch_loop.batch_progress.current.ready > 0 and fit._should_accumulate()
+        if accumulates:
+            rank_zero_warn(
+                "this checkpoint is taken between two accumulated batches: Lightning saves no gradients, so a resume from it is "
+                "not exact. Save after an optimizer step (every_n_train_steps) or at the end of an epoch"
+            )
+        state = rank_state.capture_rank(ddp, self._plain_optimizers())
+        state["epoch_ended"] = fit.epoch_loop._num_ready_batches_reached()
+        return rank_state.gather_bytes(pack_state(state), ddp.process_group, self.root_device)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """After model and optimizers: the rest of this rank. Raises ``HookStateError`` where it does not fit or is not there."""
+        super().load_optimizer_state_dict(checkpoint)
+        ddp = self._managed()
+        if KEY not in checkpoint:
+            if not self._reset_hook:
+                raise HookStateError(
+                    KEY, "this checkpoint holds no hook state (Lightning's own strategy wrote it, perhaps); RatchetDDPStrategy("
+                    "reset_hook=True) starts the hook anew",
+                )  # fmt: skip
+            rank_zero_warn(
+                f"the checkpoint holds no hook state: hook {self.hook.spec.name} starts anew, which is not exact"
+            )
+            return
+        ranks = checkpoint[KEY]["ranks"]
+        if len(ranks) != self.world_size:
+            raise HookStateError(
+                "world_size",
+                f"recorded on {len(ranks)} ranks, and there are {self.world_size}; start as many as there were",
+            )
+        state = unpack_state(ranks[self.global_rank])
+        rank_state.restore_rank(ddp, self._plain_optimizers(), state)
+        # At the end of an epoch the iterator of the next one, which is still to be made, draws a seed; within one it did.
+        rank_state.restore_generators(ddp, state)
+        self._state_to_restore = None if state["epoch_ended"] else state
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._state_to_restore is not None:
+            rank_state.restore_generators(self._managed(), self._state_to_restore)
+            self._state_to_restore = None
+
+    # --- parts ---------------------------------------------------------------------------------------------------------
+
+    def _managed(self) -> ManagedDDP:
+        if not isinstance(self.model, ManagedDDP):
+            raise RuntimeError("RatchetDDPStrategy has a hook only while Trainer.fit runs")
+        return self.model
+
+    def _fit_loop(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer.fit_loop
+
+    def _plain_optimizers(self) -> list[Optimizer]:
+        return [o._optimizer if isinstance(o, LightningOptimizer) else o for o in self.optimizers]

@@ -1,0 +1,133 @@
+"""What differs between ranks and is in no framework's checkpoint, which is rank 0's: taken and given back as one state."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ratchet_hooks import generators
+from ratchet_hooks.errors import HookStateError
+from ratchet_hooks.files import load_state, save_state
+from ratchet_hooks.registration import hook_of, restore
+
+VERSION = 1
+
+
+def capture_rank(ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """This rank's hook, buffers and generators, and under a hook whose replicas differ (post_localSGD) its parameters and
+    optimizers, too. A collective between two steps; for ``files.save_state`` or ``files.pack_state``."""
+    hook = hook_of(ddp)
+    state: dict[str, Any] = {
+        "version": VERSION,
+        "world_size": ddp.process_group.size(),
+        "rank": ddp.process_group.rank(),
+        "hook": hook.capture(),
+        "buffers": {name: buffer.detach() for name, buffer in ddp.module.named_buffers()},
+        "rng": generators.capture(ddp.device),
+        "replica": None,
+    }
+    if hook.replicas != "equal":
+        parameters = {name: p.detach() for name, p in ddp.module.named_parameters()}
+        state["replica"] = {"parameters": parameters, "optimizers": [o.state_dict() for o in optimizers]}
+    return state
+
+
+def restore_rank(ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[Optimizer], state: Any) -> None:
+    """Put back what ``capture_rank`` gave, all but the generators: ``restore_generators``, when nothing draws from them any more.
+
+    After model and optimizers were loaded, before the first forward. A collective. Raises ``HookStateError``.
+    """
+    check_rank(ddp, state)
+    restore(ddp, state["hook"])
+    _copy("buffer", dict(ddp.module.named_buffers()), state["buffers"])
+    if (state["replica"] is None) != (hook_of(ddp).replicas == "equal"):
+        raise HookStateError(
+            "replica", "the checkpoint is of a hook under which the ranks' parameters are kept otherwise"
+        )
+    if state["replica"] is not None:
+        _copy("parameter", dict(ddp.module.named_parameters()), state["replica"]["parameters"])
+        for optimizer, saved in zip(optimizers, state["replica"]["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+
+
+class RankFile:
+    """``ratchet_hook_<rank>.safetensors`` in a framework's checkpoint directory: the file of this rank."""
+
+    def __init__(self, ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
+        self.ddp, self.optimizers = ddp, list(optimizers)
+
+    def path(self, directory: str | os.PathLike[str]) -> Path:
+        return Path(directory, f"ratchet_hook_{self.ddp.process_group.rank()}.safetensors")
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """A collective, between two steps."""
+        save_state(self.path(directory), capture_rank(self.ddp, self.optimizers))
+
+    def load(self, directory: str | os.PathLike[str]) -> None:
+        """After model and optimizers, before the first forward; a collective. Generators are left to the framework.
+
+        Raises ``HookStateError`` where the state is not there or does not fit.
+        """
+        path = self.path(directory)
+        if not path.exists():
+            raise HookStateError(
+                str(path), "no such file: this checkpoint was made without a managed hook, or by another number of ranks, or its "
+                "writing was cut short; take an older one, or start without a checkpoint",
+            )  # fmt: skip
+        restore_rank(self.ddp, self.optimizers, load_state(path))
+
+
+def check_rank(ddp: nn.parallel.DistributedDataParallel, state: Any) -> None:
+    """Raise ``HookStateError`` for a state of a newer format, another rank or another number of ranks."""
+    if not isinstance(state, dict) or not isinstance(state.get("version"), int):
+        raise HookStateError("version", "not a rank's state")
+    if state["version"] > VERSION:
+        raise HookStateError(
+            "version", f"recorded in format {state['version']}; this version of ratchet_hooks reads up to {VERSION}"
+        )
+    ranks, rank = ddp.process_group.size(), ddp.process_group.rank()
+    if state["world_size"] != ranks:
+        raise HookStateError(
+            "world_size", f"recorded on {state['world_size']} ranks, and there are {ranks}; start as many as there were"
+        )
+    if state["rank"] != rank:
+        raise HookStateError("rank", f"the state of rank {state['rank']} was given to rank {rank}")
+
+
+def restore_generators(ddp: nn.parallel.DistributedDataParallel, state: Any) -> None:
+    """Put back the generators' state, the last thing before training goes on."""
+    generators.restore(state["rng"], ddp.device)
+
+
+def gather_bytes(packed: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> list[torch.Tensor] | None:
+    """All ranks' uint8 tensors in rank order on rank 0 (of ``group``), None elsewhere. A collective; one rank's at a time."""
+    sizes = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    sizes[group.rank()] = packed.numel()
+    dist.all_reduce(sizes, group=group)
+    if group.rank() != 0:
+        dist.send(packed.to(device), group=group, group_dst=0)
+        return None
+    gathered = [packed.cpu()]
+    for rank in range(1, group.size()):
+        part = torch.empty(int(sizes[rank]), dtype=torch.uint8, device=device)
+        dist.recv(part, group=group, group_src=rank)
+        gathered.append(part.cpu())
+    return gathered
+
+
+@torch.no_grad()
+def _copy(kind: str, live: dict[str, Any], found: dict[str, torch.Tensor]) -> None:
+    if odd := sorted(set(live) ^ set(found)):
+        raise HookStateError(odd[0], f"a {kind} that only the {'model' if odd[0] in live else 'checkpoint'} has")
+    for name, tensor in live.items():
+        if tensor.shape != found[name].shape or tensor.dtype is not found[name].dtype:
+            was, now = (f"{t.dtype} {list(t.shape)}" for t in (found[name], tensor))
+            raise HookStateError(name, f"this {kind} is {now}, the checkpoint has {was}")
+        tensor.copy_(found[name])

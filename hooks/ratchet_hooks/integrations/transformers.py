@@ -1,0 +1,109 @@
+"""Hugging Face's Trainer: its checkpoints with every rank's hook state, resumed bit for bit.
+
+    trainer = Trainer(model=model, args=TrainingArguments(...), train_dataset=data)
+    manage(trainer, "powerSGD", start_powerSGD_iter=100)
+    trainer.train(resume_from_checkpoint=True)
+
+The Trainer can register no hook at all. ``manage`` adds a ``TrainerCallback`` that puts the DDP of every ``train`` under one, and
+writes ``ratchet_hook_<rank>.safetensors`` into each ``checkpoint-<step>`` on every rank: hook, buckets, buffers, and the whole
+replica under post_localSGD. Data order and generators are the Trainer's affair (do not set ``ignore_data_skip``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+try:
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+except ImportError as error:
+    raise ImportError("transformers is not installed: pip install 'ratchet-train[transformers]'") from error
+
+from ratchet_hooks.errors import HookStateError, UnsupportedModel
+from ratchet_hooks.integrations.rank_state import RankFile
+from ratchet_hooks.layout import ManagedDDP
+from ratchet_hooks.managed import ManagedHook
+from ratchet_hooks.registration import Hook, hook_of, register
+
+
+def manage(
+    trainer: Trainer, hook: Hook, *, wrapper: str | Callable[..., Any] | None = None, **parameters: Any
+) -> RatchetCallback:
+    """Have ``trainer`` train under ``hook`` and keep its state in its checkpoints. On every rank, before ``trainer.train``.
+
+    ``hook``, ``wrapper``, ``parameters``: as in ``ratchet_hooks.register``. The model is registered when training begins: then
+    ``UnsupportedModel`` is raised for what cannot be managed, and ``HookStateError`` for a checkpoint without this rank's state.
+    """
+    callback = RatchetCallback(trainer, hook, wrapper, parameters)
+    trainer.add_callback(callback)
+    return callback
+
+
+class RatchetCallback(TrainerCallback):
+    """Made by ``manage``. ``hook``: that of the model in training, with its ``summary`` and ``warnings``."""
+
+    def __init__(
+        self, trainer: Trainer, hook: Hook, wrapper: str | Callable[..., Any] | None, parameters: dict[str, Any]
+    ) -> None:
+        self._trainer, self._asked, self._wrapper, self._parameters = trainer, hook, wrapper, parameters
+        self._restored: str | None = None
+        # The one moment at which the checkpoint's directory is known and the model is wrapped; no callback is told of it.
+        load = trainer._load_optimizer_and_scheduler
+
+        def load_and_restore(checkpoint: str | None) -> None:
+            load(checkpoint)
+            if checkpoint is not None:
+                self._file().load(checkpoint)
+                self._restored = checkpoint
+
+        setattr(trainer, load.__name__, load_and_restore)
+
+    @property
+    def hook(self) -> ManagedHook:
+        return hook_of(self._managed())
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._managed()
+        if state.global_step > 0 and self._restored is None:
+            raise HookStateError(
+                "checkpoint", "training goes on from a step, but no checkpoint was loaded through the Trainer's own way"
+            )
+        self._restored = None
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.hook.average_parameters()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        directory = Path(self._trainer._get_output_dir(trial=None), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        self._file().save(directory)
+
+    def _file(self) -> RankFile:
+        optimizer: Any = self._trainer.optimizer
+        return RankFile(self._managed(), [getattr(optimizer, "optimizer", optimizer)])
+
+    def _managed(self) -> ManagedDDP:
+        """The Trainer's present model, put under the hook when it is new."""
+        model = self._trainer.model_wrapped
+        if isinstance(model, ManagedDDP):
+            return model
+        if not isinstance(model, DistributedDataParallel):
+            raise UnsupportedModel(
+                f"the Trainer's model is a {type(model).__name__}, no DistributedDataParallel: hooks need DDP, with more than "
+                "one process, and without torch_compile, FSDP or DeepSpeed"
+            )
+        managed = register(model, self._asked, wrapper=self._wrapper, **self._parameters)
+        scaler = self._trainer.accelerator.scaler
+        if managed.replicas != "equal" and scaler is not None:
+            raise UnsupportedModel(
+                f"{managed.spec.name} with fp16: one rank could skip a step that the others take; use bf16"
+            )
+        assert isinstance(model, ManagedDDP)
+        return model

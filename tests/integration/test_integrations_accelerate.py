@@ -1,0 +1,61 @@
+"""Accelerate, alone: after ``load_state`` a training ends in the bits of one that was never interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("accelerate", reason="the extra `accelerate` is not installed")
+
+from tests.support import accelerate_runs as runs
+from tests.support.groups import Ranks
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2, deadline=120) as ranks:
+        yield ranks
+
+
+def test_accelerate_itself_does_not_resume_exactly_under_powersgd(two: Ranks, tmp_path: Path) -> None:
+    """The control: nothing random in the net, so that what is missing is the hook's state alone."""
+    assert min(two.run(runs.accelerate_difference, str(tmp_path), "plain", False)) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["taken over", "own", "post_localSGD"])
+def test_ours_does(two: Ranks, tmp_path: Path, kind: str) -> None:
+    assert two.run(runs.accelerate_difference, str(tmp_path), kind, True) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("what", "advice"),
+    [
+        ("twice", "one DDP has one hook"),
+        ("not prepared", "accelerator.prepare"),
+        ("file is gone", "no such file"),
+        ("another hook", "wrapper"),
+    ],
+)
+def test_what_cannot_be_managed_is_refused(two: Ranks, tmp_path: Path, what: str, advice: str) -> None:
+    for said in two.run(runs.accelerate_refusal, str(tmp_path), what):
+        assert advice in said
+
+
+def test_the_trainer_with_a_stock_hook_does_not_resume_exactly(two: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
+    assert min(two.run(runs.trainer_difference, str(tmp_path), "plain", 6)) > 1e-4
+
+
+@pytest.mark.parametrize(("kind", "step"), [("powerSGD", 6), ("powerSGD", 9), ("post_localSGD", 6)])
+def test_the_managed_trainer_does(two: Ranks, tmp_path: Path, kind: str, step: int) -> None:
+    """Step 6 ends an epoch, step 9 lies within one."""
+    pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
+    assert two.run(runs.trainer_difference, str(tmp_path), kind, step) == [0.0, 0.0]
+
+
+def test_the_trainer_refuses_a_checkpoint_without_hook_state(two: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
+    for said in two.run(runs.trainer_refusal, str(tmp_path)):
+        assert "without a managed hook" in said

@@ -1,0 +1,67 @@
+"""Lightning, alone: a training that goes on from one of its checkpoints ends in the bits of one that was never interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning", reason="the extra `lightning` is not installed")
+
+from tests.support import lightning_runs as runs
+from tests.support.groups import Ranks
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2, deadline=120) as ranks:
+        yield ranks
+
+
+def test_lightning_itself_does_not_resume_exactly_under_powersgd(two: Ranks, tmp_path: Path) -> None:
+    """The control: nothing random in the net, so that what is missing is the hook's state alone."""
+    found = two.run(runs.difference, str(tmp_path), "plain", 6, {"noise": False})
+    assert min(found) > 1e-3
+
+
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "end of an epoch": ("ratchet", 6, {}),
+    "within an epoch": ("ratchet", 8, {"every_steps": 4, "resumable": True}),
+    "last batch of an epoch": ("ratchet", 6, {"every_steps": 3, "resumable": True}),
+    "accumulation": ("ratchet", 4, {"every_steps": 2, "resumable": True, "accumulate": 2}),
+    "static graph": ("static_graph", 6, {}),
+    "post_localSGD": ("post_localSGD", 6, {}),
+}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_ours_does(two: Ranks, tmp_path: Path, name: str) -> None:
+    kind, step, options = CASES[name]
+    assert two.run(runs.difference, str(tmp_path), kind, step, options) == [0.0, 0.0]
+
+
+def test_a_hook_runs_on_the_cpu_where_lightning_would_skip_it_and_it_is_said(two: Ranks, tmp_path: Path) -> None:
+    assert [hooks for hooks, _ in two.run(runs.hooks_on_cpu, str(tmp_path / "plain"), "skipping")] == [[], []]
+    for rank, (hooks, said) in enumerate(two.run(runs.hooks_on_cpu, str(tmp_path / "ours"), "ratchet")):
+        assert hooks == ["ManagedHook.on_bucket"]
+        assert ("would have skipped it" in said) == (rank == 0)
+
+
+def test_the_entry_of_a_checkpoint_is_plain_tensors(two: Ranks, tmp_path: Path) -> None:
+    assert two.run(runs.entry, str(tmp_path)) == [{"version": 1, "dtypes": ["torch.uint8"] * 2}] * 2
+
+
+@pytest.mark.parametrize(
+    ("what", "answer"),
+    [
+        ("manual optimization", "does not support manual optimization"),
+        ("ratchet", "holds no hook state"),
+        ("reset", "nothing was refused"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused(two: Ranks, tmp_path: Path, what: str, answer: str) -> None:
+    """``ratchet`` and ``reset``: a checkpoint that Lightning's own strategy wrote."""
+    for said in two.run(runs.refusal, str(tmp_path), what):
+        assert answer in said

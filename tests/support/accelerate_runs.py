@@ -1,0 +1,188 @@
+"""Trainings by Accelerate and by Hugging Face's Trainer, to be run inside ranks of ``tests.support.groups``."""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ratchet_hooks.integrations import accelerate as ours
+
+BATCHES = 6  # per epoch and rank
+
+
+def environment(rank: int) -> None:
+    """As torchrun sets it; the group is there already."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="1", ACCELERATE_USE_CPU="true",
+    )  # fmt: skip
+
+
+def seed(value: int) -> None:
+    torch.manual_seed(value)
+    np.random.seed(value)
+    random.seed(value)
+
+
+class AccelerateRun:
+    """A user's script. ``kind``: ``plain`` as Accelerate has it, ``taken over`` with one line more, ``own`` with the hook named
+    there, ``post_localSGD``."""
+
+    def __init__(self, rank: int, kind: str, noise: bool, begin: int) -> None:
+        environment(rank)
+        seed(begin + rank)
+        handler = DistributedDataParallelKwargs(bucket_cap_mb=25)
+        if kind in ("plain", "taken over"):
+            options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2}
+            handler = DistributedDataParallelKwargs(
+                comm_hook=DDPCommunicationHookType.POWER_SGD, comm_state_option=options
+            )
+        self.accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+        parts: list[nn.Module] = [nn.Linear(32, 96), nn.ReLU(), nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 4)]
+        if noise:
+            parts[1:1] = [nn.BatchNorm1d(96), nn.Dropout(0.2)]
+        net = nn.Sequential(*parts)
+        x = torch.randn(BATCHES * 32, 32, generator=torch.Generator().manual_seed(0))
+        loader = DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=16)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(net, optimizer, loader)
+        if kind == "taken over":
+            ours.manage(self.accelerator, self.model)
+        elif kind == "own":
+            ours.manage(self.accelerator, self.model, "powerSGD", start_powerSGD_iter=2, wrapper="bf16")
+        elif kind == "post_localSGD":
+            ours.manage(
+                self.accelerator,
+                self.model,
+                "post_localSGD",
+                subgroup_size=1,
+                start_localSGD_iter=3,
+                model_averaging_period=4,
+            )
+
+    def train(self, epochs: int) -> None:
+        for _ in range(epochs):
+            for x, y in self.loader:
+                with self.accelerator.accumulate(self.model):
+                    self.accelerator.backward(nn.functional.cross_entropy(self.model(x), y))
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self.accelerator.unwrap_model(self.model).state_dict().items()}
+
+
+def largest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
+
+
+def accelerate_difference(rank: int, directory: str, kind: str, noise: bool) -> float:
+    """Largest difference of a weight or buffer between three epochs, and three of which the last two were done after
+    ``load_state`` in a new model, with other generators and initial weights."""
+    whole = AccelerateRun(rank, kind, noise, 1)
+    whole.train(1)
+    whole.accelerator.save_state(directory)
+    whole.train(2)
+    resumed = AccelerateRun(rank, kind, noise, 77)
+    resumed.accelerator.load_state(directory)
+    resumed.train(2)
+    return largest(whole.state(), resumed.state())
+
+
+def accelerate_refusal(rank: int, directory: str, what: str) -> str:
+    """The message of the error that ``what`` is answered with."""
+    try:
+        run = AccelerateRun(rank, "own", False, 1)
+        if what == "twice":
+            ours.manage(run.accelerator, run.model, "allreduce")
+        elif what == "not prepared":
+            ours.manage(run.accelerator, nn.Linear(2, 2), "allreduce")
+        elif what == "file is gone":
+            run.train(1)
+            run.accelerator.save_state(directory)
+            Path(directory, f"ratchet_hook_{rank}.safetensors").unlink()
+            AccelerateRun(rank, "own", False, 2).accelerator.load_state(directory)
+        elif what == "another hook":
+            run.train(1)
+            run.accelerator.save_state(directory)
+            AccelerateRun(rank, "taken over", False, 2).accelerator.load_state(directory)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+def trainer_difference(rank: int, directory: str, kind: str, step: int) -> float:
+    """The same for the Trainer: three epochs, and a new model that goes on from its checkpoint of ``step``."""
+    whole = _train(rank, f"{directory}/whole", kind, None, 1)
+    dist.barrier()
+    resumed = _train(rank, f"{directory}/resumed", kind, f"{directory}/whole/checkpoint-{step}", 77)
+    return largest(whole, resumed)
+
+
+def trainer_refusal(rank: int, directory: str) -> str:
+    """What is said of a checkpoint without hook state."""
+    _train(rank, f"{directory}/whole", "none", None, 1)
+    dist.barrier()
+    try:
+        _train(rank, f"{directory}/resumed", "powerSGD", f"{directory}/whole/checkpoint-6", 2)
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def _train(rank: int, directory: str, kind: str, resume: str | None, begin: int) -> dict[str, torch.Tensor]:
+    environment(rank)
+    from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+    from ratchet_hooks.integrations.transformers import manage
+
+    seed(begin + rank)
+    config = BertConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=16, num_labels=3,
+    )  # fmt: skip
+    model = BertForSequenceClassification(config)
+    generator = torch.Generator().manual_seed(0)
+    data = [
+        {"input_ids": torch.randint(50, (12,), generator=generator), "labels": int(i % 3)} for i in range(BATCHES * 16)
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        args = TrainingArguments(
+            output_dir=directory, use_cpu=True, num_train_epochs=3, per_device_train_batch_size=8, save_strategy="steps",
+            save_steps=3, report_to=[], disable_tqdm=True, learning_rate=1e-2, logging_strategy="no", seed=begin,
+            data_seed=5, ddp_backend="gloo", ddp_find_unused_parameters=False,
+        )  # fmt: skip
+        trainer = Trainer(model=model, args=args, train_dataset=data)
+        if kind == "powerSGD":
+            manage(trainer, "powerSGD", start_powerSGD_iter=2)
+        elif kind == "post_localSGD":
+            manage(trainer, "post_localSGD", subgroup_size=1, start_localSGD_iter=3, model_averaging_period=4)
+        elif kind == "plain":
+            trainer.add_callback(_stock(trainer))
+        trainer.train(resume_from_checkpoint=resume)
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def _stock(trainer: Any) -> Any:
+    """What a user would write to have a hook in the Trainer: torch's, registered when training begins."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
+    from transformers import TrainerCallback
+
+    class Stock(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            made = power_sgd.PowerSGDState(None, start_powerSGD_iter=2)
+            trainer.model_wrapped.register_comm_hook(made, power_sgd.powerSGD_hook)
+
+    return Stock()
