@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check serve bench exactness chaos clean
+.PHONY: demo test check serve bench exactness chaos teardown clean
 
 $(STAMP): pyproject.toml
 	@echo "==> creating $(VENV) and installing Ratchet with its development tools (first time: a few minutes)"
@@ -37,7 +37,11 @@ exactness: $(STAMP)
 chaos: $(STAMP)
 	$(BIN)/python -m tests.e2e.chaos --n $(or $(N),20)
 
-# ONLY=checkpoint, step or startup; benchmarks/README.md tells how to read them
+# groups of two ranks that are started and stopped: no rank may abort at its end
+teardown: $(STAMP)
+	$(BIN)/python -m tests.e2e.teardown --n $(or $(N),1000)
+
+# ONLY=checkpoint, step, hooks or startup; benchmarks/README.md tells how to read them
 bench: $(STAMP)
 	@echo "==> benchmarks: ratios against a named alternative in the same run; a machine that does nothing else gives narrow intervals"
 	$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY))

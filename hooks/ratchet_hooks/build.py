@@ -19,6 +19,7 @@ from pydantic import JsonValue
 
 from ratchet_hooks import powersgd
 from ratchet_hooks.algorithm import Algorithm, Setup
+from ratchet_hooks.checks import no_apex, one_device
 from ratchet_hooks.codec import Tensors
 from ratchet_hooks.errors import HookStateError, LayoutMismatch, UnsupportedModel
 from ratchet_hooks.groups import close_group
@@ -140,7 +141,9 @@ def _ddp_kwargs(ddp: Mapping[str, object]) -> dict[str, Any]:
 
 
 def check_module(module: torch.nn.Module, spec: HookSpec) -> None:
-    """Raise ``UnsupportedModel`` for a parameter that the hook would spoil."""
+    """Raise ``UnsupportedModel`` for a parameter that the hook would spoil, and for what it cannot work beside."""
+    one_device(module)
+    no_apex(spec)
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     for name, parameter in trained.items():
         if parameter.is_complex() and (spec.name not in ("allreduce", "noop") or spec.wrapper is not None):

@@ -1,6 +1,8 @@
-"""Errors of the hook package. Torch-free."""
+"""Errors of the hook package, and what helps against one of torch's. Torch-free."""
 
 from __future__ import annotations
+
+_DETACHED_VIEW = "Can't detach views in-place"
 
 
 class HookStateError(ValueError):
@@ -29,3 +31,14 @@ class CustomHookError(RuntimeError):
         self.key = key
         self.code = code
         self.detail = detail
+
+
+def advice_on(error: BaseException) -> str | None:
+    """What the user can do against an error of torch's that comes of DDP's settings; None for any other error."""
+    if isinstance(error, RuntimeError) and _DETACHED_VIEW in str(error):
+        return (
+            "under gradient_as_bucket_view gradients are views of DDP's buckets, and detach_() cannot take those out of their "
+            "graph: where the code does p.grad.detach_() and p.grad.zero_(), call optimizer.zero_grad(), or "
+            "model.zero_grad(set_to_none=True), instead; or set gradient_as_bucket_view to false"
+        )
+    return None

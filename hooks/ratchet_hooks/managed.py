@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from ratchet_hooks.algorithm import Algorithm, TensorFuture
 from ratchet_hooks.averagers import averaged
+from ratchet_hooks.checks import no_apex
 from ratchet_hooks.codec import Tensors
 from ratchet_hooks.errors import LayoutMismatch
 from ratchet_hooks.layout import CountedBucket, Layout, ManagedDDP, check_names, mismatch
@@ -166,6 +167,8 @@ class ManagedHook:
         if self._ddp.static_graph and self._here == 0:
             bucket = self._counted(bucket)
         names = self._names(bucket)
+        if self._here == 0:
+            no_apex(self.spec)  # it may have come behind the construction of DDP
         self._seen.append(names)
         self._algorithm.watch.iteration = self.iteration + 1
         last, before = bucket.is_last(), bucket.buffer().nbytes

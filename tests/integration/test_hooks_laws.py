@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from ratchet_hooks.build import HookStateError, redistribute
 from ratchet_hooks.files import load_state
-from ratchet_hooks.specs import PowerSGDSpec
+from ratchet_hooks.specs import AllreduceSpec, BatchedPowerSGDSpec, PowerSGDSpec
 from tests.support import hook_faults as faults
 from tests.support import hook_laws as laws
 from tests.support.groups import Ranks, run_ranks
@@ -158,6 +158,20 @@ def test_all_zero_gradients_under_powersgd_are_reported_and_epsilon_cures_them(t
 @pytest.mark.parametrize("name", list(faults.REFUSALS))
 def test_what_cannot_be_exact_is_refused(two: Ranks, name: str) -> None:
     assert all(faults.REFUSALS[name][3] in said for said in two.run(faults.refused, name))
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before-ddp", "after-ddp"])
+def test_apex_amp_under_powersgd_is_refused(two: Ranks, late: bool) -> None:
+    for spec in (PowerSGDSpec(), BatchedPowerSGDSpec()):
+        for said in two.run(faults.under_apex, spec, late):
+            assert "apex.amp is active" in said and "use torch.amp" in said
+    assert two.run(faults.under_apex, AllreduceSpec(), late) == ["accepted"] * 2
+
+
+def test_a_detached_gradient_view_is_told_with_what_helps(two: Ranks) -> None:
+    for cause, said in two.run(faults.detached_view):
+        assert cause == "user-error"  # no retry heals it
+        assert "call optimizer.zero_grad()" in said and "gradient_as_bucket_view to false" in said
 
 
 def test_static_graph_does_not_accumulate_while_it_learns(two: Ranks) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,6 +17,7 @@ import torch.nn as nn
 import ratchet_hooks
 from ratchet_hooks.build import HookStateError, LayoutMismatch, UnsupportedModel, managed_ddp
 from ratchet_hooks.specs import AllreduceSpec, Fp16CompressSpec, HookSpec, PowerSGDSpec
+from ratchet_worker.process import cause_of
 from tests.support.hook_cases import MANY_BUCKETS, ONE_BUCKET, SPECS, Case, Net, Run, same
 from tests.support.hook_laws import CPU
 
@@ -47,7 +51,14 @@ class Scalar(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
 
 
+class TwoDevices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.here, self.there = nn.Linear(2, 2), nn.Linear(2, 2, device="meta")
+
+
 REFUSALS: dict[str, tuple[Callable[[], nn.Module], HookSpec, dict[str, object], str]] = {
+    "devices": (TwoDevices, AllreduceSpec(), {}, "here.weight is on cpu and there.weight on meta"),
     "sparse": (lambda: nn.Embedding(4, 4, sparse=True), AllreduceSpec(), {}, "weight produces sparse gradients"),
     "scalar": (Scalar, SPECS["powerSGD"], {}, "scale has shape"),
     "complex": (lambda: nn.Linear(2, 2, dtype=torch.complex64), Fp16CompressSpec(), {}, "weight is complex"),
@@ -85,6 +96,37 @@ def static_graph_under_no_sync(rank: int) -> str:
     except UnsupportedModel as exc:
         return str(exc)
     return "accepted"
+
+
+def under_apex(rank: int, spec: HookSpec, late: bool) -> str:
+    """A stand-in for Apex, which is not installed here: the module in which ``apex.amp.initialize`` leaves its options."""
+    options = SimpleNamespace(enabled=not late)
+    stand_in = SimpleNamespace(_amp_state=SimpleNamespace(opt_properties=options))
+    with patch.dict(sys.modules, {"apex.amp._amp_state": stand_in}):  # type: ignore[dict-item]
+        try:
+            ddp, _ = managed_ddp(nn.Linear(2, 2), spec, device=CPU)
+            options.enabled = True
+            ddp(torch.ones(1, 2)).sum().backward()
+        except UnsupportedModel as exc:
+            return str(exc)
+    return "accepted"
+
+
+def detached_view(rank: int) -> tuple[str, str]:
+    """What old training loops do in place of ``zero_grad``, under ``gradient_as_bucket_view``: the cause and the words in which
+    the worker tells it."""
+    ddp, _ = managed_ddp(nn.Linear(2, 2), AllreduceSpec(), ddp={"gradient_as_bucket_view": True}, device=CPU)
+    ddp(torch.ones(1, 2)).sum().backward()
+    try:
+        for parameter in ddp.parameters():
+            assert parameter.grad is not None
+            parameter.grad.detach_()
+            parameter.grad.zero_()
+    except RuntimeError as error:
+        ddp.zero_grad()  # the advice
+        ddp(torch.ones(1, 2)).sum().backward()
+        return cause_of(error)
+    return "", "accepted"
 
 
 def mismatches(rank: int) -> dict[str, tuple[str, str]]:

@@ -30,7 +30,8 @@ from ratchet_contract.exit_codes import (
 from ratchet_contract.messages import LaunchFile, RankResult
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import Cause
-from ratchet_hooks.build import close_group
+from ratchet_hooks.build import UnsupportedModel, close_group
+from ratchet_hooks.errors import advice_on
 from ratchet_worker import determinism, loop, rng, user_code
 from ratchet_worker.agreement import Agreement, Decision, Wish
 from ratchet_worker.counter import StepCounter
@@ -251,7 +252,7 @@ class RankProcess:
     def _fail(self, error: BaseException) -> NoReturn:
         """Without the other ranks, which may wait in a collective: their agent ends them."""
         self._way_out.acquire()
-        cause, message = _cause_of(error)
+        cause, message = cause_of(error)
         trace = "".join(traceback.format_exception(error))
         with suppress(OSError):  # the log may lie on the disk that is full
             print(trace, file=sys.stderr, flush=True)
@@ -302,7 +303,7 @@ class RankProcess:
                 print(f"ratchet: the result could not be written: {error}", file=sys.stderr, flush=True)
 
 
-def _cause_of(error: BaseException) -> tuple[Cause, str]:
+def cause_of(error: BaseException) -> tuple[Cause, str]:
     """Cause and a sentence."""
     if isinstance(error, UserError):
         return Cause.USER_ERROR, error.detail
@@ -310,6 +311,10 @@ def _cause_of(error: BaseException) -> tuple[Cause, str]:
         return Cause.CHECKPOINT_ERROR, error.detail
     if isinstance(error, SystemExit):
         return Cause.EXCEPTION, f"the user's code called sys.exit({error.code!r}) in the middle of its work"
+    if isinstance(error, UnsupportedModel):  # seen only when training began
+        return Cause.USER_ERROR, str(error)
+    if advice := advice_on(error):
+        return Cause.USER_ERROR, f"{advice} ({type(error).__name__}: {error})"[:4000]
     text = error.detail if isinstance(error, RatchetError) else f"{type(error).__name__}: {error}"
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return Cause.OOM, f"out of memory: {text}"
