@@ -121,7 +121,10 @@ HOOKS: dict[str, HookEntry] = {
             "subgroup",
             True,
             True,
-            ("Replicas differ between two averagings; checkpoints hold every rank's parameters and optimizer.",),
+            (
+                "Replicas differ between two averagings; checkpoints hold every rank's parameters and optimizer.",
+                "Averaging takes memory for one more copy of the parameters.",
+            ),
         ),
         HookEntry(
             "quantization_pertensor",
