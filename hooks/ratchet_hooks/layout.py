@@ -226,24 +226,38 @@ def _order_for(
     """Indices of ``parameters`` in an order from which a rebuild makes ``recorded``.
 
     Buckets hold one dtype each and fill up in parallel; those that stay below their limit come last, in the order of a hash map
-    that depends on which dtype came first. So every order of the dtypes' first parameters is tried on torch's own function.
+    that depends on which dtype came first. So every order of the dtypes is tried on torch's own function.
     Raises ``LayoutMismatch`` when no order gives the recorded layout (another ``bucket_cap_mb``, other shapes).
     """
     flat = [name for bucket in recorded for name in bucket]
     check_names(flat, names)
     index = {name: i for i, name in enumerate(names)}
     wanted = [[index[name] for name in bucket] for bucket in recorded]
-    order = [i for bucket in wanted for i in bucket]
-    first: dict[torch.dtype, int] = {}
-    for i in order:
-        first.setdefault(parameters[i].dtype, i)
-    for heads in itertools.permutations(first.values()):
-        trial = [*heads, *(i for i in order if i not in heads)]
-        if len(heads) == 1 or _rebuilt([parameters[i] for i in trial], trial, limits) == wanted:
+    dtypes = dict.fromkeys(parameters[bucket[0]].dtype for bucket in wanted)
+    for order in itertools.permutations(dtypes):
+        trial = _with_dtypes_in(order, wanted, parameters)
+        if len(order) == 1 or _rebuilt([parameters[i] for i in trial], trial, limits) == wanted:
             return trial
     raise LayoutMismatch(
         flat[0], "the recorded bucket layout cannot be rebuilt here; bucket_cap_mb or a dtype has changed"
     )
+
+
+def _with_dtypes_in(
+    order: Sequence[torch.dtype], wanted: list[list[int]], parameters: Sequence[torch.nn.Parameter]
+) -> list[int]:
+    """Bucket by bucket, but no dtype begins before those that precede it in ``order``: their first parameters come earlier, as
+    late as that allows, since a bucket of one parameter is full at once."""
+    first: dict[torch.dtype, int] = {}
+    for bucket in wanted:
+        first.setdefault(parameters[bucket[0]].dtype, bucket[0])
+    out: dict[int, None] = {}  # a dictionary keeps the order
+    waiting = list(order)
+    for bucket in wanted:
+        while parameters[bucket[0]].dtype in waiting:
+            out[first[waiting.pop(0)]] = None
+        out |= dict.fromkeys(bucket)
+    return list(out)
 
 
 def _rebuilt(tensors: list[torch.nn.Parameter], indices: list[int], limits: list[int]) -> list[list[int]]:
