@@ -6,20 +6,23 @@ Red here means: measure again before you upgrade.
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch._C._distributed_c10d import Reducer, _compute_bucket_assignment_by_size
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch._C._distributed_c10d import GradBucket, Reducer, _compute_bucket_assignment_by_size
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, quantization_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 from torch.nn.parallel import DistributedDataParallel
 
 from ratchet_hooks import powersgd
 from ratchet_hooks.layout import require_torch
-from ratchet_hooks.specs import PowerSGDSpec
+from ratchet_hooks.specs import WRAPPERS, PowerSGDSpec, QuantizationPerchannelSpec
+from ratchet_hooks.watch import _ROUNDS_TO_INF
+from ratchet_hooks.wrappers import CastBucket
 from tests.support.groups import Ranks
 
 
@@ -36,10 +39,11 @@ def test_a_torch_without_the_reducers_private_parts_is_refused(monkeypatch: pyte
         require_torch()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [2**n for n in range(13)])
-def test_half_numbers_times_the_inverse_of_a_power_of_two_are_their_quotients(size: int) -> None:
-    """What stands in the place of torch's division in fp16_compress: every float16 there is."""
-    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+def test_half_numbers_times_the_inverse_of_a_power_of_two_are_their_quotients(size: int, dtype: torch.dtype) -> None:
+    """What stands in the place of torch's division in fp16_compress and bf16_compress: every number of 16 bits there is."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     quotients, products = every.clone().div_(size), every.clone().mul_(1.0 / size)
     same = torch.equal(quotients.view(torch.int16)[~every.isnan()], products.view(torch.int16)[~every.isnan()])
     assert same and bool(products[every.isnan()].isnan().all())
@@ -64,6 +68,49 @@ def test_the_spec_has_the_parameters_and_defaults_of_torchs_state() -> None:
     parameters = inspect.signature(torch_powersgd.PowerSGDState.__init__).parameters
     defaults = {name: p.default for name, p in parameters.items() if name not in ("self", "process_group")}
     assert defaults == PowerSGDSpec().model_dump(exclude={"name", "wrapper"})
+
+
+def test_sixteen_bits_round_to_inf_from_where_overflow_is_reported() -> None:
+    for dtype, (_, limit) in _ROUNDS_TO_INF.items():
+        below = torch.tensor(limit).nextafter(torch.tensor(0.0))
+        assert torch.tensor(limit).to(dtype).isinf() and below.to(dtype) == torch.finfo(dtype).max
+
+
+def test_the_bucket_that_a_wrapper_hands_on_has_all_that_torchs_has() -> None:
+    offered = {name for name in dir(GradBucket) if not name.startswith("_")}
+    assert offered == {"index", "buffer", "gradients", "parameters", "is_last", "set_buffer"}
+    assert offered == {name for name in dir(CastBucket) if not name.startswith("_")}
+
+
+def test_torchs_wrappers_are_called_with_a_hook_and_set_the_buffer() -> None:
+    for name in WRAPPERS:
+        wrapper = getattr(default_hooks, name)
+        assert list(inspect.signature(wrapper).parameters) == ["hook"]
+        assert list(inspect.signature(wrapper(default_hooks.allreduce_hook)).parameters) == ["hook_state", "bucket"]
+        assert "set_buffer" in inspect.getsource(wrapper)
+
+
+def test_ddp_refuses_bfloat16_hooks_by_their_functions_names() -> None:
+    """Ours has another; a DDP that looks at something else may refuse it too."""
+    source = inspect.getsource(DistributedDataParallel._check_comm_hook)
+    assert 'hook.__name__ in ["bf16_compress_hook", "bf16_compress_wrapper_hook"]' in source
+
+
+def test_torchs_quantization_hooks_are_those_that_were_rewritten() -> None:
+    tensor = inspect.signature(quantization_hooks.quantization_pertensor_hook).parameters
+    channel = inspect.signature(quantization_hooks.quantization_perchannel_hook).parameters
+    assert list(tensor) == ["process_group", "bucket"] and list(channel) == ["process_group", "bucket", "bucket_size"]
+    assert channel["bucket_size"].default == QuantizationPerchannelSpec().bucket_size
+    for observer in (torch.ao.quantization.MinMaxObserver(), torch.ao.quantization.PerChannelMinMaxObserver()):
+        assert (observer.dtype, observer.quant_min, observer.quant_max) == (torch.quint8, 0, 255)
+        assert observer.eps.item() == torch.finfo(torch.float32).eps
+    for name in ("_quantize_per_tensor_backend", "_dequantize_per_tensor_backend"):
+        assert callable(getattr(quantization_hooks, name)) and hasattr(dist, "all_gather_single")
+
+
+def test_noop_gives_the_bucket_back() -> None:
+    flat = torch.ones(3)
+    assert debugging_hooks.noop_hook(None, SimpleNamespace(buffer=lambda: flat)).wait() is flat  # type: ignore[arg-type]
 
 
 def test_buckets_fill_per_dtype_and_close_at_their_limit() -> None:
