@@ -1,0 +1,175 @@
+"""Hook states in another group: with other ranks, under another hook, in an older format. What is kept is kept bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ratchet_hooks.build import HookStateError, redistribute
+from ratchet_hooks.changes import change_of
+from ratchet_hooks.specs import BatchedPowerSGDSpec, CustomSpec, HookSpec, PostLocalSGDSpec, PowerSGDSpec
+from ratchet_hooks.states import STATE_VERSION, check_data, same_bits
+from tests.support import carry_cases
+from tests.support.carry_cases import LOW, SPECS, START, State
+from tests.support.custom_hooks import import_example
+from tests.support.groups import Ranks
+
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def states(four: Ranks) -> dict[str, list[State]]:
+    """By name of a spec: the states of two ranks."""
+    return {name: four.run(carry_cases.trained, 2, spec, STEPS)[:2] for name, spec in SPECS.items()}
+
+
+def mean_of(parts: list[torch.Tensor]) -> torch.Tensor:
+    return (sum(part.double() for part in parts) / len(parts)).to(parts[0].dtype)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4), (4, 1), (1, 3)])
+@pytest.mark.parametrize("name", [name for name in SPECS if name != "noop"])
+def test_the_mean_residual_is_kept_by_any_number_of_ranks(four: Ranks, name: str, before: int, after: int) -> None:
+    import_example()
+    spec = SPECS[name]
+    old = [state for state in four.run(carry_cases.trained, before, spec, STEPS) if state is not None]
+    merged, data = redistribute(old, spec)
+    residuals = [key for key in merged if "residual" in key]
+    assert bool(residuals) is (name != "post_localSGD")
+    assert ("residual_padding/0" in residuals) is name.startswith("batched")
+    for key in residuals:
+        parts = [tensors[key] for tensors, _ in old]
+        mean = (
+            torch.stack(parts).mean(0) if name == "custom" else mean_of(parts)
+        )  # of a custom state as its class does it
+        assert same_bits(merged[key], mean), key
+        assert before == 1 or "padding" in key or not same_bits(merged[key], parts[0]), key
+    answers = four.run(carry_cases.restored, after, spec, (merged, data))
+    new = [answer for answer in answers if answer is not None]
+    assert len(new) == after and all(sound for *_, sound in new)
+    for key in residuals:
+        assert same_bits(mean_of([state[0][key] for state, *_ in new]), merged[key]), key
+    for (tensors, again), summary, _ in new:
+        assert set(tensors) == set(old[0][0]) and again == data
+        assert all(same_bits(tensors[key], old[0][0][key]) for key in tensors if key not in residuals)
+        assert summary["iteration"] == STEPS and summary["averager_step"] in (None, STEPS)
+
+
+CHANGES: dict[str, tuple[str, HookSpec, set[str], str]] = {
+    "rank": ("powerSGD", PowerSGDSpec(**{**LOW, "matrix_approximation_rank": 4}), {"residual"}, "anew: P and Q"),
+    "rate": ("powerSGD", PowerSGDSpec(**LOW, min_compression_rate=4), {"residual"}, "anew: P and Q"),
+    "epsilon": ("powerSGD", PowerSGDSpec(**LOW, orthogonalization_epsilon=1e-8), {"residual", "p", "q"}, "P and Q go on"),
+    "start": ("powerSGD", PowerSGDSpec(**{**LOW, "start_powerSGD_iter": 9}), {"residual", "p", "q"}, "warm-up"),
+    "no feedback": ("powerSGD", PowerSGDSpec(**LOW, use_error_feedback=False), {"p", "q"}, "is lost"),
+    "cold": ("powerSGD", PowerSGDSpec(**LOW, warm_start=False), {"residual"}, "the iteration and the generator go on"),
+    "batched": ("powerSGD", SPECS["batched_powerSGD"], {"residual"}, "powerSGD -> batched_powerSGD"),
+    "unbatched": ("batched_powerSGD", SPECS["powerSGD"], {"residual"}, "batched_powerSGD -> powerSGD"),
+    "wrapped": ("powerSGD", SPECS["powerSGD, fp16"], {"residual", "p", "q"}, "in the other dtype"),
+    "unwrapped": ("powerSGD, fp16", SPECS["powerSGD"], {"residual", "p", "q"}, "in the other dtype"),
+    "other bits": (
+        "batched_powerSGD, bf16", BatchedPowerSGDSpec(wrapper="fp16", **LOW), {"residual", "residual_padding", "p", "q"}, "dtype",
+    ),
+    "custom": (
+        "custom",
+        CustomSpec(hook="my_hooks:top_k_hook", state="my_hooks:TopKState", state_args={"density": 0.2}),
+        {"custom"}, "all parts of the state go on",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_another_hook_can_use_of_a_state_goes_on(four: Ranks, states: dict[str, list[State]], change: str) -> None:
+    name, new, kept, words = CHANGES[change]
+    old = states[name]
+    told = change_of(SPECS[name].name, SPECS[name].model_dump(mode="json"), new)
+    assert told is not None and told.state == "carried" and words in f"{told.what}: {told.reason}"
+    for rank, answer in enumerate(four.run(carried_by_two, SPECS[name], new, old)[:2]):
+        assert answer is not None
+        (_, made), (tensors, data), summary, sound = answer
+        assert sound and summary["iteration"] == STEPS and data["hook"] == new.name and data["wrapper"] == new.wrapper
+        assert summary["phase"] == (
+            "steady" if change == "custom" else "warm-up" if change == "start" else "compressing"
+        )
+        assert data["state"] == made["state"] or change == "batched"  # of which the squares come later
+        for key, tensor in old[rank][0].items():
+            kind = key.partition("/")[0]
+            if kind == "state":
+                assert same_bits(tensors[key], tensor)
+            elif kind in kept:
+                assert same_bits(tensors[key], tensor.to(tensors[key].dtype)), key
+                assert (tensors[key].dtype is tensor.dtype) is ("dtype" not in words)
+            else:
+                assert key not in tensors or not bool(tensors[key].any())
+
+
+def carried_by_two(rank: int, old: HookSpec, new: HookSpec, states: list[State]) -> Any:
+    carry_cases.first(2)
+    return carry_cases.carried(rank, old, new, states) if rank < 2 else None
+
+
+@pytest.mark.parametrize(
+    ("parameters", "phase", "warm_up"),
+    [
+        ({"start_localSGD_iter": START, "model_averaging_period": 2}, "local", START),
+        ({"start_localSGD_iter": 20}, "warm-up", None),
+        ({"start_localSGD_iter": START, "period_group_size_dict": {2: 2}}, "local", START),
+    ],
+)
+def test_local_sgd_goes_on_under_other_parameters(
+    four: Ranks, states: dict[str, list[State]], parameters: dict[str, Any], phase: str, warm_up: int | None
+) -> None:
+    new = PostLocalSGDSpec(subgroup_size=1, **parameters)
+    for answer in four.run(carried_by_two, SPECS["post_localSGD"], new, states["post_localSGD"])[:2]:
+        _, (_, data), summary, _ = answer
+        assert (summary["phase"], summary["averager_step"]) == (phase, STEPS)
+        assert data["state"]["averager"]["warm_up"] == warm_up
+        assert data["state"]["slots"]["iter"] == (START if phase == "local" else STEPS)
+
+
+def test_a_start_that_is_passed_at_once_begins_to_average(four: Ranks) -> None:
+    late = PostLocalSGDSpec(start_localSGD_iter=50, subgroup_size=1)
+    old = four.run(carry_cases.trained, 2, late, STEPS)[:2]
+    new = PostLocalSGDSpec(start_localSGD_iter=3, subgroup_size=1, model_averaging_period=2)
+    _, (_, data), summary, _ = four.run(carried_by_two, late, new, old)[1]
+    assert summary["phase"] == "local" and data["state"]["averager"]["warm_up"] == STEPS
+    assert summary["next_averaging"] == 1
+
+
+def test_what_would_overflow_in_the_new_dtype_is_refused_by_name(states: dict[str, list[State]]) -> None:
+    from ratchet_hooks.carry import carry
+
+    old, new = SPECS["powerSGD"], SPECS["powerSGD, fp16"]
+    change = change_of(old.name, old.model_dump(mode="json"), new)
+    tensors, data = states["powerSGD"][0]
+    parameters = {key.removeprefix("residual/"): t for key, t in tensors.items() if key.startswith("residual/")}
+    large = tensors | {"residual/0.weight": tensors["residual/0.weight"] * 0 + 1e6}
+    assert change is not None
+    with pytest.raises(HookStateError, match=r"1e\+06, overflows torch.float16") as caught:
+        carry(large, data, change, old, new, parameters)
+    assert caught.value.key == "residual/0.weight"
+
+
+@pytest.mark.parametrize(("name", "changed"), [("powerSGD", ""), ("powerSGD", "residual/2.weight"), ("noop", "")])
+def test_a_state_of_the_first_version_goes_on_bit_for_bit(four: Ranks, name: str, changed: str) -> None:
+    assert four.run(carry_cases.goes_on, SPECS[name], changed) == [not changed] * 4
+
+
+def test_versions_are_told_apart(states: dict[str, list[State]]) -> None:
+    data = states["powerSGD"][0][1]
+    assert check_data(data, SPECS["powerSGD"])["version"] == STATE_VERSION == 2
+    for version, words in ((STATE_VERSION + 1, "recorded in format 3"), (0, "not a recorded"), ("1", "not a recorded")):
+        with pytest.raises(HookStateError, match=words):
+            check_data({**data, "version": version}, SPECS["powerSGD"])
+    one = {key: value for key, value in data.items() if key != "wrapper"} | {"version": 1}
+    assert check_data(one, SPECS["powerSGD"]) == data
+    with pytest.raises(HookStateError, match="wrapper"):  # a wrapper that did not exist then cannot have been in use
+        check_data(one, SPECS["powerSGD, fp16"])

@@ -1,0 +1,132 @@
+"""Hook states taken from one group into another: other ranks, another hook. Run inside ranks of ``tests.support.groups``.
+
+The first ``n`` ranks of the test's group make a group of ``n``; the others only take part in making it.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from ratchet_hooks.build import managed_ddp
+from ratchet_hooks.carry import carry
+from ratchet_hooks.changes import change_of
+from ratchet_hooks.managed import ManagedHook
+from ratchet_hooks.specs import BatchedPowerSGDSpec, CustomSpec, HookSpec, NoopSpec, PostLocalSGDSpec, PowerSGDSpec
+from tests.support.custom_hooks import import_example
+
+State = tuple[dict[str, torch.Tensor], Any]
+START = 2
+LOW: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": START}
+SPECS: dict[str, HookSpec] = {
+    "powerSGD": PowerSGDSpec(**LOW),
+    "powerSGD, fp16": PowerSGDSpec(wrapper="fp16_compress_wrapper", **LOW),
+    "batched_powerSGD": BatchedPowerSGDSpec(**LOW),
+    "batched_powerSGD, bf16": BatchedPowerSGDSpec(wrapper="bf16_compress_wrapper", **LOW),
+    "post_localSGD": PostLocalSGDSpec(start_localSGD_iter=START, subgroup_size=1, model_averaging_period=3),
+    "custom": CustomSpec(hook="my_hooks:top_k_hook", state="my_hooks:TopKState", state_args={"density": 0.1}),
+    "noop": NoopSpec(),
+}
+_groups: dict[int, Any] = {}
+
+
+def first(ranks: int) -> Any:
+    """The group of the first ``ranks`` ranks, made once; every rank calls it."""
+    if ranks not in _groups:
+        _groups[ranks] = dist.new_group(list(range(ranks)))
+    return _groups[ranks]
+
+
+class Small:
+    """A few steps of a small net under a hook, on the first ``ranks`` ranks."""
+
+    def __init__(self, rank: int, ranks: int, spec: HookSpec, layout: Any = None) -> None:
+        import_example()
+        torch.manual_seed(7)
+        self.rank, self.step = rank, 0
+        self.module = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 5))
+        self.ddp, self.hook = managed_ddp(
+            self.module, spec, ddp={"bucket_cap_mb": 0.002}, recorded_layout=layout, process_group=first(ranks)
+        )
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.05, momentum=0.9)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            x = torch.randn(6, 12, generator=torch.Generator().manual_seed(100 * self.step + self.rank))
+            self.ddp(x).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.hook.average_parameters()
+            self.step += 1
+
+    def weights(self) -> bytes:
+        return b"".join(p.detach().numpy().tobytes() for p in self.module.parameters())
+
+
+def trained(rank: int, ranks: int, spec: HookSpec, steps: int) -> State | None:
+    """This rank's state after some steps; None outside the group."""
+    first(ranks)
+    if rank >= ranks:
+        return None
+    run = Small(rank, ranks, spec)
+    run.train(steps)
+    return run.hook.capture()
+
+
+def restored(rank: int, ranks: int, spec: HookSpec, state: State) -> tuple[State, dict[str, Any], bool] | None:
+    """What a new group has of ``state`` once it is back, its summary, and whether it trains on without a non-finite weight."""
+    first(ranks)
+    if rank >= ranks:
+        return None
+    run = Small(rank, ranks, spec, state[1]["layout"])
+    run.hook.restore(*state)
+    return _seen(run)
+
+
+def carried(rank: int, old: HookSpec, new: HookSpec, states: list[State]) -> tuple[State, State, dict[str, Any], bool]:
+    """(the state as carried over, as captured again, summary, sound) of this rank under the new hook."""
+    run = Small(rank, len(states), new, states[rank][1]["layout"])
+    change = change_of(old.name, old.model_dump(mode="json"), new)
+    assert change is not None
+    tensors, data = states[rank]
+    made = carry(tensors, data, change, old, new, run.ddp.trained())
+    run.hook.restore(*made)
+    return (made, *_seen(run))
+
+
+def _seen(run: Small) -> tuple[State, dict[str, Any], bool]:
+    again = run.hook.capture()
+    summary = run.hook.summary(rank=run.rank, step=0).model_dump()
+    run.train(3)
+    return again, summary, all(bool(torch.isfinite(p).all()) for p in run.module.parameters())
+
+
+def goes_on(rank: int, spec: HookSpec, changed: str) -> bool:
+    """Whether a run that comes back through a state of version 1 ends with the bits of the one that was not interrupted.
+    ``changed``: a key of the recorded tensors to spoil first, so that the comparison is seen to fail."""
+    whole = Small(rank, dist.get_world_size(), spec)
+    whole.train(4)
+    tensors, data = as_version_1(whole.hook)
+    if changed:
+        tensors[changed] = tensors[changed] + 1
+    again = Small(rank, dist.get_world_size(), spec, data["layout"])
+    again.module.load_state_dict(whole.module.state_dict())
+    again.optimizer.load_state_dict(deepcopy(whole.optimizer.state_dict()))
+    again.hook.restore(tensors, data)
+    again.step = whole.step
+    for run in (whole, again):
+        run.train(3)
+    return whole.weights() == again.weights()
+
+
+def as_version_1(hook: ManagedHook) -> State:
+    """The state as the first version wrote it: these keys, these names of tensors, and no word of a wrapper."""
+    tensors, data = hook.capture()
+    assert isinstance(data, dict) and data["version"] == 2
+    assert {name.partition("/")[0] for name in tensors} <= {"residual", "p", "q", "state"}
+    old = {key: data[key] for key in ("hook", "iteration", "layout", "state")}
+    return tensors, {"version": 1, **old}
