@@ -9,6 +9,7 @@ from typing import Final
 BENCHMARKS: Final[dict[str, str]] = {
     "checkpoint": "benchmarks.checkpoint_store",
     "step": "benchmarks.step",
+    "hooks": "benchmarks.hooks",
     "startup": "benchmarks.startup",
 }
 """Name on the command line -> module with ``main() -> None``, imported only when it is run."""
