@@ -1,14 +1,15 @@
 """The promise, measured: a job interrupted again and again ends with exactly the tensors of one that nobody touched.
 
-``python -m tests.e2e.exactness --n 24`` walks hook x buckets x ranks x task through the real service, interrupts each job with
-{SIGKILL of one rank, SIGKILL of the agent, SIGTERM, preempt over REST} at random steps before and after compression starts, and
-compares every tensor and every rank's state of the two final checkpoints. A reduced set runs in the test suite.
+``python -m tests.e2e.exactness --n 24`` walks first the matrix of ``tests.support.exact_matrix``, in groups of ranks without a
+service: hook x wrapper x ranks x buckets x DDP options x precision x model x optimizer, every pair. Then ``n`` cells of hook x
+buckets x ranks x job go through the real service, which interrupts each job with {SIGKILL of one rank, SIGKILL of the agent,
+SIGTERM, preempt over REST} at random steps before and after the hook starts, and compares every tensor and every rank's state of
+the two final checkpoints. Reduced sets run in the test suite.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import random
 import signal
@@ -23,6 +24,9 @@ from typing import Any, Literal
 from ratchet_contract.paths import AttemptPaths
 from ratchet_store.commit import read_manifest
 from ratchet_store.compare import compare
+from tests.support import exact_matrix
+from tests.support.exact_cells import EVERY, START, STEPS, Cell, matrix
+from tests.support.exact_walk import walk
 from tests.support.server import Server, agent_pid, rank_pid
 
 Kill = Literal["rank", "agent", "sigterm", "preempt"]
@@ -33,67 +37,6 @@ CAUSES: dict[Kill, set[str]] = {
     "sigterm": {"sigterm"},
     "preempt": {"api-preempt"},
 }
-STEPS = 120
-EVERY = 7
-START = 20  # iterations before PowerSGD compresses
-
-TASKS: dict[str, dict[str, Any]] = {
-    "digits": {
-        "entrypoint": "ratchet_worker.tasks.digits:DigitsTask",
-        "args": {"steps": STEPS},
-    },
-    "bytelm": {
-        "entrypoint": "ratchet_worker.tasks.bytelm:ByteLMTask",
-        "args": {
-            "steps": STEPS,
-            "width": 32,
-            "layers": 2,
-            "heads": 2,
-            "context": 32,
-            "batch_size": 8,
-            "grams": 256,
-            "dropout": 0.1,
-            "train_bytes": 200_000,
-            "held_back_bytes": 20_000,
-        },
-    },
-}
-HOOKS: dict[str, dict[str, Any]] = {
-    "allreduce": {"name": "allreduce"},
-    "fp16_compress": {"name": "fp16_compress"},
-    "powerSGD": {"name": "powerSGD", "matrix_approximation_rank": 2, "start_powerSGD_iter": START},
-}
-BUCKETS: dict[str, dict[str, float]] = {"one": {"bucket_cap_mb": 100.0}, "many": {"bucket_cap_mb": 0.05}}
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One combination of the matrix."""
-
-    hook: str
-    buckets: str
-    ranks: int
-    task: str
-
-    def spec(self, name: str) -> dict[str, Any]:
-        return {
-            "name": name,
-            "task": TASKS[self.task],
-            "world": {"ranks_per_node": self.ranks, "device": "cpu"},
-            "resources": {"cpus_per_rank": 1},
-            "ddp": BUCKETS[self.buckets],
-            "hook": HOOKS[self.hook],
-            "checkpoint": {"every_steps": EVERY, "keep_last": 3},
-            "policy": {"max_failures": 10, "backoff": 0.1},
-            "seed": 7,
-        }
-
-
-def matrix() -> list[Cell]:
-    """All 24 cells, powerSGD first: it has the most to lose."""
-    return [
-        Cell(*c) for c in itertools.product(("powerSGD", "fp16_compress", "allreduce"), ("many", "one"), (2, 3), TASKS)
-    ]
 
 
 @dataclass
@@ -244,33 +187,66 @@ def line(cell: Cell, outcome: Outcome) -> str:
     kills = " ".join(f"{kind}@{step}" for kind, step in outcome.kills)
     verdict = "identical" if not outcome.problems else "FAILED"
     return (
-        f"{cell.hook:14s} {cell.buckets:5s} {cell.ranks} ranks {cell.task:7s} {kills:46s} resumed at "
+        f"{cell.hook:22s} {cell.buckets:5s} {cell.ranks} ranks {cell.job:13s} {kills:46s} resumed at "
         f"{outcome.bases!s:20s} lost {outcome.lost:3d}  {outcome.tensors:4d} tensors  {outcome.seconds:5.1f} s  {verdict}"
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--n", type=int, default=24, help="cases; 24 is every cell once, more repeats with other seeds")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    cells = matrix()
-    references: dict[Cell, Path] = {}
-    good = 0
+Tally = dict[str, list[bool]]
+"""By hook: was it identical, case by case?"""
+
+
+def walk_groups(seed: int, tally: Tally) -> None:
+    """The matrix below the service."""
+    rows = exact_matrix.matrix()
+    for number, verdict in enumerate(walk(rows, seed), start=1):
+        tally.setdefault(exact_matrix.family(verdict.row["hook"]), []).append(not verdict.problems)
+        end = "identical" if not verdict.problems else "FAILED"
+        print(
+            f"{number:4d}/{len(rows)} {exact_matrix.describe(verdict.row)}, killed at {verdict.kills}: {end}",
+            flush=True,
+        )
+        for problem in verdict.problems:
+            print(f"          {problem}", flush=True)
+
+
+def walk_service(n: int, seed: int, tally: Tally) -> None:
+    """``n`` cells through the real service."""
+    cells, references = matrix(), dict[Cell, Path]()
     with tempfile.TemporaryDirectory(prefix="ratchet-exactness-") as home:
         server = Server(Path(home)).start()
         try:
-            for i in range(arguments.n):
+            for i in range(n):
                 cell = cells[i % len(cells)]
-                outcome, references[cell] = run_case(server, cell, arguments.seed + i, references.get(cell))
-                good += not outcome.problems
-                print(f"{i + 1:4d}/{arguments.n} {line(cell, outcome)}", flush=True)
+                outcome, references[cell] = run_case(server, cell, seed + i, references.get(cell))
+                tally.setdefault(exact_matrix.family(cell.hook), []).append(not outcome.problems)
+                print(f"{i + 1:4d}/{n} {line(cell, outcome)}", flush=True)
                 for problem in outcome.problems:
                     print(f"          {problem}", flush=True)
         finally:
             server.stop()
-    print(f"{good} of {arguments.n} identical")
-    return 0 if good == arguments.n else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--n", type=int, default=24, help="cells through the service, from the first one again after all"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the steps at which is killed")
+    parser.add_argument("--only", choices=("groups", "service"), help="one half of it")
+    arguments = parser.parse_args()
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # torch's advice on find_unused_parameters
+    groups, service = Tally(), Tally()
+    if arguments.only != "service":
+        walk_groups(arguments.seed, groups)
+    if arguments.only != "groups":
+        walk_service(arguments.n, arguments.seed, service)
+    for title, tally in (("in groups of ranks", groups), ("through the service", service)):
+        for hook, verdicts in sorted(tally.items()):
+            print(f"{hook:26s} {title:20s} {sum(verdicts):4d} of {len(verdicts):4d} identical")
+    every = [good for tally in (groups, service) for verdicts in tally.values() for good in verdicts]
+    print(f"{sum(every)} of {len(every)} identical")
+    return 0 if all(every) else 1
 
 
 if __name__ == "__main__":

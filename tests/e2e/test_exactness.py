@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.exactness import KILLS, Cell, Kill, line, run_case
+from tests.e2e.exactness import KILLS, Kill, line, run_case
+from tests.support.exact_cells import Cell
 from tests.support.server import Server
 
 
@@ -13,8 +14,8 @@ from tests.support.server import Server
     ("cell", "kinds"),
     [
         (Cell("powerSGD", "many", 2, "digits"), KILLS),
-        (Cell("fp16_compress", "many", 3, "digits"), ("agent", "sigterm")),
-        (Cell("allreduce", "one", 2, "bytelm"), ("rank", "sigterm")),
+        (Cell("post_localSGD", "many", 2, "scaler"), ("agent", "sigterm")),
+        (Cell("powerSGD+bf16", "one", 2, "bytelm"), ("rank", "sigterm")),
     ],
     ids=str,
 )
