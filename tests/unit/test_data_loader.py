@@ -133,25 +133,28 @@ def test_iterating_leaves_the_ranks_generators_alone(with_workers: TrainLoader) 
     assert generators() == before
 
 
-@pytest.mark.parametrize(("batch_is", "batch"), [("per_rank", 4), ("global", 6)])
-def test_another_world_size_goes_on_at_the_same_sample(batch_is: str, batch: int) -> None:
-    options: dict[str, Any] = {"dataset": Noisy(60), "batch_is": batch_is, "batch_size": batch}
-    old = [make(rank, 2, **options) for rank in (0, 1)]
-    before = [indices(take(loader, 2)) for loader in old]
+@pytest.mark.parametrize(("batch_is", "batch"), [("per_rank", 4), ("global", 12)])
+@pytest.mark.parametrize(("before", "after"), [(b, a) for b in range(1, 5) for a in range(1, 5) if a != b])
+def test_another_world_size_goes_on_at_the_same_sample(before: int, after: int, batch_is: str, batch: int) -> None:
+    """In the middle of an epoch: every sample is used once until the remainder that fills no global batch."""
+    options: dict[str, Any] = {"dataset": Noisy(75), "batch_is": batch_is, "batch_size": batch}
+    old = [make(rank, before, **options) for rank in range(before)]
+    used = [indices(take(loader, 2)) for loader in old]
     states = [json.loads(json.dumps(loader.state_dict())) for loader in old]
-    new = [make(rank, 3, **options) for rank in (0, 1, 2)]
-    with pytest.raises(ValueError, match="recorded with 2 ranks"):
+    new = [make(rank, after, **options) for rank in range(after)]
+    with pytest.raises(ValueError, match=f"recorded with {before} ranks"):
         new[0].load_state_dict(states[0])
     for loader in new:
         loader.load_resized(states)
-    used = sum(map(len, before))
-    global_batch = 12 if batch_is == "per_rank" else 6
-    left = (60 - used) // global_batch
-    after = [indices(take(loader, left)) for loader in new]
-    assert [loader.epoch for loader in new] == [1, 1, 1]
-    everything = before[0] + before[1] + after[0] + after[1] + after[2]
-    assert len(everything) == len(set(everything)) == used + left * global_batch
-    whole = [int(i) for batch in make(0, 1, **{**options, "batch_size": 6}) for i in batch[:, 0].tolist()]
+    global_batch = 4 * after if batch_is == "per_rank" else 12
+    done = sum(map(len, used))
+    left = (75 - done) // global_batch
+    rest = [indices(take(loader, left)) for loader in new]
+    assert [(loader.epoch, loader.position) for loader in new] == [(1, 0)] * after
+    assert left and {len(part) for part in rest} == {left * global_batch // after}
+    everything = [i for part in (*used, *rest) for i in part]
+    assert len(everything) == len(set(everything)) == done + left * global_batch
+    whole = [int(i) for b in make(0, 1, **{**options, "batch_size": 1}) for i in b[:, 0].tolist()]
     assert sorted(everything) == sorted(whole[: len(everything)])
 
 
