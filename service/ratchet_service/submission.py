@@ -43,7 +43,12 @@ class LocalSubmission:
         self._wake = wake
         self._interpreters = Interpreters()
 
-    def resolve(self, spec: JobSpec) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
+    def resolve(
+        self, spec: JobSpec, code_digest: str | None = None
+    ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
+        if spec.code is not None and code_digest is not None:
+            code = spec.code.model_copy(update={"path": str(self._home.code / code_digest)})
+            spec = spec.model_copy(update={"code": code})
         return preflight.resolve(spec, self._machine(), interpreters=self._interpreters)
 
     def resize(

@@ -108,10 +108,10 @@ def test_a_second_request_while_the_first_runs_is_told_to_wait(api: Api, monkeyp
     inside, go = threading.Event(), threading.Event()
     original = api.ports.resolve
 
-    def slow(given: Any) -> Any:
+    def slow(*given: Any) -> Any:
         inside.set()
         assert go.wait(30)
-        return original(given)
+        return original(*given)
 
     monkeypatch.setattr(api.ports, "resolve", slow)
     answers: list[httpx.Response] = []
@@ -146,12 +146,12 @@ def test_a_request_that_lost_its_claim_has_no_effect(api: Api, monkeypatch: pyte
     original = api.ports.resolve
     calls = []
 
-    def slow_once(given: Any) -> Any:
+    def slow_once(*given: Any) -> Any:
         calls.append(1)
         if len(calls) == 1:
             inside.set()
             assert go.wait(30)
-        return original(given)
+        return original(*given)
 
     monkeypatch.setattr(api.ports, "resolve", slow_once)
     answers: list[httpx.Response] = []

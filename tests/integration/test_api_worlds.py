@@ -263,7 +263,7 @@ def test_another_hook_is_checked_as_at_submission_and_kept_with_an_event(
     ]
     warnings = [Warning_(pointer="/hook", code="hook-experimental", detail="x")]
     resolved = Resolved.model_validate(before["resolved"])
-    monkeypatch.setattr(api.ports, "resolve", lambda spec: (resolved, warnings, problems))
+    monkeypatch.setattr(api.ports, "resolve", lambda *_: (resolved, warnings, problems))
     custom = {"name": "custom", "hook": "mine:hook"}
     refused = resume(api, job_id, {"hook": custom, "on_hook_mismatch": "reset"}, 422)
     assert [e["code"] for e in refused["errors"]] == ["hook-import-failed"]

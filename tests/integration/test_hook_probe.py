@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 
+from ratchet_contract.paths import HomePaths
 from ratchet_contract.spec import JobSpec
 from ratchet_service import hook_probe
 from ratchet_service.hook_probe import Probe
 from ratchet_service.launchers import processes
+from ratchet_service.launchers.table import make_launcher
 from ratchet_service.machine import Machine
 from ratchet_service.preflight import resolve
+from ratchet_service.snapshot import snapshot
+from ratchet_service.submission import LocalSubmission
 from tests.unit.test_preflight import Told
 
 GOOD = "def f(state, bucket): ...\nclass S:\n    def state_dict(self): ...\n    def load_state_dict(self, state): ...\n"
@@ -159,3 +163,21 @@ def test_no_other_hook_runs_anything(code: Path, monkeypatch: pytest.MonkeyPatch
     assert resolve(spec, Machine((), 8), interpreters=Told())[2] == []
     broken = spec.model_copy(update={"hook": job(code, "good:f").hook, "python": "/nowhere/python"})
     assert [p.code for p in resolve(broken, Machine((), 8, python=sys.executable))[2]] == ["python-not-found"]
+
+
+def test_a_job_that_has_its_snapshot_is_checked_with_that(code: Path, tmp_path: Path) -> None:
+    """A resume or a fork under another hook runs the code of before, whatever has become of the user's directory."""
+    live = tmp_path / "live"
+    live.mkdir()
+    (live / "mine.py").write_text(GOOD)
+    (live / "train.py").write_text("from ratchet_worker.session import Session\n")
+    digest = snapshot(live, tmp_path / "home" / "code")
+    (live / "mine.py").write_text("")
+    home, machine = HomePaths(tmp_path / "home"), Machine((), 8)
+    submission = LocalSubmission(home, machine, make_launcher("local", home))
+    spec = job(live, "mine:f", state="mine:S").model_copy(update={"script": ["train.py"], "task": None})
+    spec = spec.model_copy(update={"env": {"PYTHONPATH": str(code / "quick")}})
+    seen = [
+        [p.detail for p in submission.resolve(spec, given)[2] if p.pointer == "/hook/hook"] for given in (None, digest)
+    ]
+    assert seen == [["mine has no 'f'; it has: nothing"], []]

@@ -49,7 +49,9 @@ class FakePorts:
     wakes: int = 0
     machine: Machine = field(default_factory=lambda: Machine((), 4))
 
-    def resolve(self, spec: JobSpec) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
+    def resolve(
+        self, spec: JobSpec, code_digest: str | None = None
+    ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
         problems = []
         if spec.world.device == "cuda":
             problems = [FieldProblem(pointer="/world/device", code="no-gpu", detail="this machine has no GPU")]

@@ -41,7 +41,7 @@ def hooks(
          ("back ends", ", ".join(info.backends)), ("wrappers", ", ".join(info.wrappers))]
     )  # fmt: skip
     for warning in info.warnings:
-        output.line(f"warning: {warning}")
+        output.sentence(f"warning: {warning}")
     properties = (info.parameters or {}).get("properties", {})
     rows = [
         [key, json.dumps(schema.get("default")), schema.get("description", "")]

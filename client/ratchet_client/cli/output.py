@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -45,6 +46,13 @@ def style_of(word: str) -> str:
 def line(text: str = "") -> None:
     """One line of output, unchanged: no markup, no wrapping."""
     sys.stdout.write(text + "\n")
+
+
+def sentence(text: str) -> None:
+    """One line of running text, which a terminal breaks between words."""
+    if on_terminal():
+        text = "\n".join(textwrap.wrap(text, console().width, subsequent_indent="  ", break_on_hyphens=False))
+    line(text)
 
 
 def flush() -> None:

@@ -94,7 +94,7 @@ def get(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
         ]
     )  # fmt: skip
     for warning in found.warnings:
-        output.line(f"warning: {warning.pointer or '/'}: {warning.detail} [{warning.code}]")
+        output.sentence(f"warning: {warning.pointer or '/'}: {warning.detail} [{warning.code}]")
 
 
 def _rate(value: float | None) -> str | None:

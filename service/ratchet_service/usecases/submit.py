@@ -29,10 +29,10 @@ class Prepared:
     warnings: list[Warning_]
 
 
-def check(data: Any, ports: SubmissionPorts) -> Prepared:
+def check(data: Any, ports: SubmissionPorts, code_digest: str | None = None) -> Prepared:
     """Validate and resolve. Raises ``SpecError`` with every problem found."""
     spec = parse_spec(data)
-    resolved, warnings, problems = ports.resolve(spec)
+    resolved, warnings, problems = ports.resolve(spec, code_digest)
     if problems:
         first, more = problems[0], f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise SpecError(f"{first.pointer or '/'}: {first.detail}{more}", errors=problems)
@@ -41,7 +41,7 @@ def check(data: Any, ports: SubmissionPorts) -> Prepared:
 
 def prepare(data: Any, ports: SubmissionPorts, *, code_digest: str | None = None) -> Prepared:
     """``check``, then the snapshot of the code. ``code_digest``: a snapshot that is there already, of a parent job."""
-    checked = check(data, ports)
+    checked = check(data, ports, code_digest)
     if checked.spec.code is None:
         return checked
     digest = code_digest or ports.snapshot(Path(checked.spec.code.path))

@@ -59,7 +59,7 @@ def check_hook(job: Job, spec: JobSpec | None, ports: SubmissionPorts) -> list[W
     Raises ``SpecError`` for a hook that cannot run here; what else has become of machine and directory stays out of it."""
     if spec is None or spec.hook == JobSpec.model_validate(job.spec).hook:
         return []
-    _, warnings, problems = ports.resolve(spec)
+    _, warnings, problems = ports.resolve(spec, job.resolved.get("code_digest"))
     if problems := [p for p in problems if _of_hook(p.pointer, p.code)]:
         raise SpecError(f"{problems[0].pointer}: {problems[0].detail}", errors=problems)
     return [w for w in warnings if _of_hook(w.pointer, w.code)]
