@@ -86,7 +86,7 @@ class Watch:
             peaks = torch.stack(list(torch._foreach_norm(gradients(), float("inf"))))
             peaks = peaks.masked_fill(scales.isfinite().all(), 0.0)
             self._later(_Look("quantization-range", self.iteration, list(names), peaks, limit))
-        elif not _finite_sum(scales):
+        elif not scales.isfinite().all():
             peaks = torch.tensor([_peak(gradient) for gradient in gradients()])
             self._judge(_Look("quantization-range", self.iteration, list(names), peaks, limit))
 

@@ -246,6 +246,8 @@ def test_hooks_are_listed_with_their_parameters(api: Api) -> None:
     items = {h["name"]: h for h in api.client.get("/v1/hooks").json()["items"]}
     assert items["powerSGD"]["available"] is True
     assert "matrix_approximation_rank" in items["powerSGD"]["parameters"]["properties"]
+    assert items["powerSGD"]["wrappers"] == ["fp16_compress_wrapper", "bf16_compress_wrapper"]
+    assert items["fp16_compress"]["wrappers"] == [] and items["noop"]["replicas"] == "rank"
     assert items["noop"] == api.client.get("/v1/hooks/noop_hook").json()
     assert all(entry["parameters"]["properties"]["name"]["const"] == name for name, entry in items.items())
 

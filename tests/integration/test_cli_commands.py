@@ -89,7 +89,8 @@ def test_empty_answers_say_so_on_standard_error(cli: Cli) -> None:
 def test_hooks_are_listed_with_their_parameters(cli: Cli) -> None:
     names = {h["name"]: h["available"] for h in cli("hooks", "--json").data}
     assert names["powerSGD"] and names["allreduce"] and names["post_localSGD"]
-    assert "matrix_approximation_rank" in cli("hooks", "powerSGD").text
+    shown = cli("hooks", "powerSGD").text
+    assert "matrix_approximation_rank" in shown and "fp16_compress_wrapper, bf16_compress_wrapper" in shown
 
 
 def test_a_wait_ends_at_its_deadline_and_says_that_the_job_goes_on(cli: Cli) -> None:
