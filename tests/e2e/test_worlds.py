@@ -39,6 +39,10 @@ SPEC: dict[str, Any] = {
 }
 
 
+def events(server: Server, job: str) -> list[dict[str, Any]]:
+    return list(server.call("GET", f"/v1/jobs/{job}/events?limit=100").json()["items"])
+
+
 @pytest.mark.slow
 def test_a_job_goes_on_with_another_number_of_ranks(server: Server, tmp_path: Path) -> None:
     gate, cli = tmp_path / "gate", Cli(server.home, tmp_path)
@@ -58,8 +62,14 @@ def test_a_job_goes_on_with_another_number_of_ranks(server: Server, tmp_path: Pa
     assert at == 31
     refused = cli("resume", job, "--world", "1", expect=4).errors
     assert "on_hook_mismatch to redistribute" in refused and "powerSGD" in refused
-    resumed = cli("resume", job, "--world", "1", "--on-hook-mismatch", "redistribute", "--json").data
+    shown = server.call("GET", f"/v1/jobs/{job}/hook").json()
+    assert (shown["source"], shown["step"], list(shown["residual_norm"])) == ("checkpoint", at, ["0", "1"])
+    refused = cli("resume", job, "--set", "task.args.lr=1", expect=2).errors
+    assert "only the hook can be changed here" in refused
+    change = ("--set", "hook.matrix_approximation_rank=3", "--on-hook-mismatch", "redistribute")
+    resumed = cli("resume", job, "--world", "1", *change, "--json").data
     assert resumed["spec"]["world"]["ranks_per_node"] == 1
+    assert resumed["spec"]["hook"]["matrix_approximation_rank"] == 3
     ended = server.wait_phase(job, "SUCCEEDED")
     assert (
         ended["progress"]["step"] == ended["progress"]["total_steps"] == TOTAL
@@ -73,9 +83,16 @@ def test_a_job_goes_on_with_another_number_of_ranks(server: Server, tmp_path: Pa
         "model": "exact", "optimizer": "exact", "layout": "exact", "hook": "redistributed", "data": "redistributed",
         "buffers": "redistributed", "scheduler": "redistributed", "rng": "reset",
     }  # fmt: skip
-    assert {d["key"]: (d["recorded"], d["current"]) for d in report["differences"]} == {
-        "ranks_per_node": (2, 1), "world_size": (2, 1),
-    }  # fmt: skip
+    differences = {d["key"]: (d["recorded"], d["current"]) for d in report["differences"]}
+    assert differences.keys() == {"ranks_per_node", "world_size", "spec_digest"}
+    assert differences["ranks_per_node"] == differences["world_size"] == (2, 1)
+    why = next(c["reason"] for c in report["components"] if c["component"] == "hook")
+    assert (
+        "mean of the old residuals" in why and "hook.matrix_approximation_rank 2 -> 3" in why and "anew: P and Q" in why
+    )
+    why = next(c["reason"] for c in report["components"] if c["component"] == "data")
+    assert "the global batch was 64 and is 32" in why
+    assert {"hook-changed", "world-changed", "policy-changed"} <= {e["type"] for e in events(server, job)}
     assert [note for note in report["notes"] if str(TOTAL) in note and "132" in note]
 
     series = server.call("GET", f"/v1/jobs/{job}/metrics?name=loss").json()["series"][0]["points"]
@@ -84,7 +101,7 @@ def test_a_job_goes_on_with_another_number_of_ranks(server: Server, tmp_path: Pa
     assert [p["step"] for p in series] == list(range(1, TOTAL + 1))
     assert mean(goes_on) < 0.9 * begin
     hook = server.call("GET", f"/v1/jobs/{job}/hook").json()
-    assert (list(hook["residual_norm"]), hook["iteration"]) == (["0"], TOTAL)
+    assert (list(hook["residual_norm"]), hook["iteration"], hook["source"]) == (["0"], TOTAL, "checkpoint")
     for checkpoint in server.call("GET", f"/v1/jobs/{job}/checkpoints").json()["items"]:
         url = f"/v1/jobs/{job}/checkpoints/{checkpoint['id']}/verify"
         assert server.call("POST", url).json()["verification"] == "ok"

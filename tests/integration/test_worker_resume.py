@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ratchet_contract.exit_codes import EXIT_PREEMPTED, EXIT_USER_ERROR
@@ -32,6 +33,26 @@ with Session() as s:
     s.wrap(module)
     s.register(optimizer=torch.optim.SGD(module.parameters()), data=TrainStream([]))
     s.restore()
+"""
+
+SEEN = """
+import numpy
+
+from ratchet_worker.tasks.digits import DigitsTask
+
+
+class Seen(DigitsTask):
+    def __init__(self, dump=None, **more):
+        super().__init__(**more)
+        self.dump = dump
+
+    def before_step(self, model, optimizer, step):
+        if self.dump is not None:
+            found = {f"model/{name}": p.detach().numpy() for name, p in model.named_parameters()}
+            for name, p in model.named_parameters():
+                found[f"optimizer/{name}/momentum_buffer"] = optimizer.state[p]["momentum_buffer"].numpy()
+            numpy.savez(self.dump, **found)
+            self.dump = None
 """
 
 
@@ -167,3 +188,50 @@ def test_what_differs_is_refused_or_reported_and_a_fork_on_other_ranks_is_redist
     assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
     statuses = _statuses(attempt)
     assert (statuses["hook"], statuses["layout"], statuses["optimizer"]) == ("reset", "redistributed", "exact")
+
+
+def test_replicas_that_differ_become_their_mean_for_other_ranks_and_another_hook(
+    tmp_path: Path, jobs: list[Job]
+) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "seen.py").write_text(SEEN)
+    local = {"name": "post_localSGD", "start_localSGD_iter": 1, "subgroup_size": 1, "model_averaging_period": 50}
+    arguments = {"steps": 4, "width": 4, "evaluate": False}
+
+    def spec(**changes: Any) -> dict[str, Any]:
+        task = {"entrypoint": "seen:Seen", "args": {**arguments, **changes.pop("args", {})}}
+        return {**_spec(), "code": {"path": str(tmp_path / "code")}, "task": task, "hook": local, **changes}
+
+    job = Job(tmp_path, spec(), tmp_path / "code", job_id="apart")
+    jobs.append(job)
+    attempt = job.launch()
+    assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
+    reader = CheckpointReader(job.newest())
+    stored = {name: t for name, t in reader.tensors("rank/").items() if t.dtype == "F32"}
+    saved = {name: np.frombuffer(t.data, np.float32).reshape(t.shape) for name, t in stored.items()}
+    source = reader.manifest
+    assert source.replicas == "subgroup" and source.shared_digest is None
+
+    fork = ForkSource(job_root=str(job.paths.root), step=source.step, epoch=source.epoch, digest=source.digest)
+    dump = str(tmp_path / "seen.npz")
+    changed = spec(
+        args={"steps": 5, "dump": dump}, world={"ranks_per_node": 1, "device": "cpu"}, hook={"name": "fp16_compress"},
+        policy={"on_hook_mismatch": "reset"},
+    )  # fmt: skip
+    alone = Job(tmp_path, changed, tmp_path / "code", job_id="together")
+    jobs.append(alone)
+    attempt = alone.launch(fork=fork)
+    assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
+    told = {c.component: (c.status, c.reason or "") for c in attempt.report().components}
+    for component in ("model", "optimizer"):
+        assert told[component] == ("redistributed", "the mean over 2 ranks, whose replicas differed")
+    assert told["hook"][0] == "reset" and "post_localSGD -> fp16_compress" in told["hook"][1]
+    assert told["data"][0] == "redistributed" and "the global batch was 64 and is 32" in told["data"][1]
+    with np.load(dump) as found:
+        assert len(found) > 10
+        for name in found:
+            parts = [saved[f"rank/{rank}/{name}"] for rank in range(2)]
+            assert not np.array_equal(*parts), name
+            mean = ((parts[0].astype(np.float64) + parts[1]) / 2).astype(np.float32)
+            assert np.array_equal(found[name], mean), name
+    assert CheckpointReader(alone.newest()).manifest.replicas == "equal"

@@ -155,11 +155,12 @@ def differences(
     return compare(recorded, now)
 
 
-def same_but_for_the_ranks(manifest: Manifest, launch: LaunchFile) -> bool:
-    """Was the checkpoint made under this very spec, the number of ranks left aside?"""
+def same_but_for_the_ranks(manifest: Manifest, launch: LaunchFile, *, any_hook: bool = False) -> bool:
+    """Was the checkpoint made under this very spec, the number of ranks (and with ``any_hook`` the hook) left aside?"""
     world = launch.spec.world
-    then = world.model_copy(update={"ranks_per_node": manifest.world_size // world.nodes})
-    return launch.spec.model_copy(update={"world": then}).digest() == manifest.spec_digest
+    then = {"world": world.model_copy(update={"ranks_per_node": manifest.world_size // world.nodes})}
+    hook = recorded_hook(manifest) if any_hook else None
+    return launch.spec.model_copy(update=then | ({"hook": hook} if hook else {})).digest() == manifest.spec_digest
 
 
 def recorded_hook(manifest: Manifest) -> HookSpec | None:

@@ -132,7 +132,10 @@ def _keep_total(runtime: Runtime, manifest: Manifest) -> None:
     """A task that counts in epochs asks for another number of steps where the number of ranks is another one. The learning
     rate's schedule came back with the old number, and so does the job's end. A script counts for itself."""
     launch, before, asked = runtime.launch, manifest.total_steps, runtime.total
-    same = disk.same_but_for_the_ranks(manifest, launch) and manifest.code_digest == launch.resolved.code_digest
+    same = (
+        disk.same_but_for_the_ranks(manifest, launch, any_hook=True)
+        and manifest.code_digest == launch.resolved.code_digest
+    )
     if launch.spec.task is None or before is None or before == asked or not same:
         return
     if manifest.data_digest != runtime.data_digest:
