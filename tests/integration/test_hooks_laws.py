@@ -163,9 +163,10 @@ def test_what_cannot_be_exact_is_refused(two: Ranks, name: str) -> None:
 @pytest.mark.parametrize("late", [False, True], ids=["before-ddp", "after-ddp"])
 def test_apex_amp_under_powersgd_is_refused(two: Ranks, late: bool) -> None:
     for spec in (PowerSGDSpec(), BatchedPowerSGDSpec()):
-        for said in two.run(faults.under_apex, spec, late):
+        for when, said in two.run(faults.under_apex, spec, late):
+            assert when == ("first step" if late else "construction")
             assert "apex.amp is active" in said and "use torch.amp" in said
-    assert two.run(faults.under_apex, AllreduceSpec(), late) == ["accepted"] * 2
+    assert two.run(faults.under_apex, AllreduceSpec(), late) == [("", "accepted")] * 2
 
 
 def test_a_detached_gradient_view_is_told_with_what_helps(two: Ranks) -> None:

@@ -61,6 +61,12 @@ def test_a_resumed_run_has_the_same_bits(three: Ranks, hook: str, wrapper: str) 
     assert three.run(exact_resumes, case, 6, [1, 4]) == [{}, {}, {}]
 
 
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_parameters_of_two_dtypes_are_cast_to_one(three: Ranks, wrapper: str) -> None:
+    case = Case("powerSGD", MANY_BUCKETS, mixed=True, spec=cases.wrapped("powerSGD", wrapper))
+    assert three.run(exact_resumes, case, 6, [4]) == [{}, {}, {}]
+
+
 @pytest.mark.parametrize(("wrapper", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
 def test_what_is_sent_and_kept_has_16_bits(three: Ranks, wrapper: str, dtype: torch.dtype) -> None:
     elements = 162_710

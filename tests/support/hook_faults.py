@@ -98,18 +98,18 @@ def static_graph_under_no_sync(rank: int) -> str:
     return "accepted"
 
 
-def under_apex(rank: int, spec: HookSpec, late: bool) -> str:
+def under_apex(rank: int, spec: HookSpec, late: bool) -> tuple[str, str]:
     """A stand-in for Apex, which is not installed here: the module in which ``apex.amp.initialize`` leaves its options."""
     options = SimpleNamespace(enabled=not late)
     stand_in = SimpleNamespace(_amp_state=SimpleNamespace(opt_properties=options))
     with patch.dict(sys.modules, {"apex.amp._amp_state": stand_in}):  # type: ignore[dict-item]
         try:
             ddp, _ = managed_ddp(nn.Linear(2, 2), spec, device=CPU)
-            options.enabled = True
+            options.enabled, when = True, "first step"
             ddp(torch.ones(1, 2)).sum().backward()
         except UnsupportedModel as exc:
-            return str(exc)
-    return "accepted"
+            return when, str(exc)
+    return "", "accepted"
 
 
 def detached_view(rank: int) -> tuple[str, str]:
@@ -142,6 +142,7 @@ def mismatches(rank: int) -> dict[str, tuple[str, str]]:
             act()
         except HookStateError as exc:
             return exc.key, str(exc)
+    when = "construction"
         return "", "accepted"
 
     def build(
