@@ -10,6 +10,7 @@ import torch
 
 from ratchet_hooks.build import HookStateError, redistribute
 from ratchet_hooks.changes import change_of
+from ratchet_hooks.registry import is_stateful
 from ratchet_hooks.specs import BatchedPowerSGDSpec, CustomSpec, HookSpec, PostLocalSGDSpec, PowerSGDSpec
 from ratchet_hooks.states import STATE_VERSION, check_data, same_bits
 from tests.support import carry_cases
@@ -37,7 +38,7 @@ def mean_of(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4), (4, 1), (1, 3)])
-@pytest.mark.parametrize("name", [name for name in SPECS if name != "noop"])
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if is_stateful(spec)])
 def test_the_mean_residual_is_kept_by_any_number_of_ranks(four: Ranks, name: str, before: int, after: int) -> None:
     import_example()
     spec = SPECS[name]
@@ -142,6 +143,55 @@ def test_a_start_that_is_passed_at_once_begins_to_average(four: Ranks) -> None:
     _, (_, data), summary, _ = four.run(carried_by_two, late, new, old)[1]
     assert summary["phase"] == "local" and data["state"]["averager"]["warm_up"] == STEPS
     assert summary["next_averaging"] == 1
+
+
+_LOW = {
+    "ranks": ("redistributed", "the mean of the old residuals, on every rank"),
+    "layout": ("redistributed", "laid into other buckets by parameter name"),
+}
+_SAME = {"ranks": ("exact", ""), "layout": ("exact", "")}
+REPORTS: dict[str, dict[str, tuple[str, str]]] = {
+    "powerSGD": _LOW,
+    "powerSGD, fp16": _LOW,
+    "batched_powerSGD": {**_LOW, "layout": ("redistributed", "what belongs to a bucket as a whole begins anew")},
+    "post_localSGD": {"ranks": ("redistributed", "the averager's step"), "layout": ("exact", "")},
+    "custom": {"ranks": ("redistributed", "TopKState.redistribute"), "layout": ("refused", "on_hook_mismatch: reset")},
+    "noop": _SAME,
+    "allreduce": _SAME,
+}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+@pytest.mark.parametrize("kind", ["same", "ranks", "layout", "reset"])
+def test_the_report_says_how_the_hook_came_back(
+    four: Ranks, states: dict[str, list[State]], name: str, kind: str
+) -> None:
+    spec = SPECS[name]
+    expected = {**REPORTS[name], "same": ("exact", ""), "reset": ("reset", "asked for")}[kind]
+    for status, reason in four.run(carry_cases.reported, spec, states[name], spec, kind)[:2]:
+        assert status == expected[0] and expected[1] in (reason or ""), reason
+        assert (reason is None) is (status == "exact")
+
+
+def test_the_report_of_another_hook(four: Ranks, states: dict[str, list[State]]) -> None:
+    other = PowerSGDSpec(**{**LOW, "matrix_approximation_rank": 3})
+    for old, new, kind, status, words in (
+        ("allreduce", SPECS["powerSGD"], "same", "absent", "begins anew, a warm-up included"),
+        ("allreduce", SPECS["noop"], "ranks", "absent", "no state was recorded, and none is kept"),
+        ("allreduce", SPECS["custom"], "ranks", "absent", "hook allreduce -> custom"),
+        (
+            "powerSGD",
+            other,
+            "same",
+            "redistributed",
+            "hook.matrix_approximation_rank 2 -> 3: the residuals of all parameters",
+        ),
+        ("powerSGD", other, "ranks", "redistributed", "old ranks; hook.matrix_approximation_rank 2 -> 3"),
+        ("powerSGD", SPECS["batched_powerSGD"], "layout", "redistributed", "laid into other buckets"),
+        ("powerSGD", SPECS["noop"], "same", "refused", "nothing recorded can be carried over"),
+    ):
+        answer = four.run(carry_cases.reported, new, states[old], SPECS[old], kind)[1]
+        assert answer[0] == status and words in answer[1], answer
 
 
 def test_what_would_overflow_in_the_new_dtype_is_refused_by_name(states: dict[str, list[State]]) -> None:

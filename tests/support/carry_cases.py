@@ -15,8 +15,18 @@ import torch.nn as nn
 from ratchet_hooks.build import managed_ddp
 from ratchet_hooks.carry import carry
 from ratchet_hooks.changes import change_of
+from ratchet_hooks.errors import HookStateError
 from ratchet_hooks.managed import ManagedHook
-from ratchet_hooks.specs import BatchedPowerSGDSpec, CustomSpec, HookSpec, NoopSpec, PostLocalSGDSpec, PowerSGDSpec
+from ratchet_hooks.specs import (
+    AllreduceSpec,
+    BatchedPowerSGDSpec,
+    CustomSpec,
+    HookSpec,
+    NoopSpec,
+    PostLocalSGDSpec,
+    PowerSGDSpec,
+)
+from ratchet_worker.passage import Passage, restore_hook
 from tests.support.custom_hooks import import_example
 
 State = tuple[dict[str, torch.Tensor], Any]
@@ -30,6 +40,7 @@ SPECS: dict[str, HookSpec] = {
     "post_localSGD": PostLocalSGDSpec(start_localSGD_iter=START, subgroup_size=1, model_averaging_period=3),
     "custom": CustomSpec(hook="my_hooks:top_k_hook", state="my_hooks:TopKState", state_args={"density": 0.1}),
     "noop": NoopSpec(),
+    "allreduce": AllreduceSpec(),
 }
 _groups: dict[int, Any] = {}
 
@@ -44,13 +55,13 @@ def first(ranks: int) -> Any:
 class Small:
     """A few steps of a small net under a hook, on the first ``ranks`` ranks."""
 
-    def __init__(self, rank: int, ranks: int, spec: HookSpec, layout: Any = None) -> None:
+    def __init__(self, rank: int, ranks: int, spec: HookSpec, layout: Any = None, cap: float = 0.002) -> None:
         import_example()
         torch.manual_seed(7)
         self.rank, self.step = rank, 0
         self.module = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 5))
         self.ddp, self.hook = managed_ddp(
-            self.module, spec, ddp={"bucket_cap_mb": 0.002}, recorded_layout=layout, process_group=first(ranks)
+            self.module, spec, ddp={"bucket_cap_mb": cap}, recorded_layout=layout, process_group=first(ranks)
         )
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.05, momentum=0.9)
 
@@ -103,6 +114,30 @@ def _seen(run: Small) -> tuple[State, dict[str, Any], bool]:
     summary = run.hook.summary(rank=run.rank, step=0).model_dump()
     run.train(3)
     return again, summary, all(bool(torch.isfinite(p).all()) for p in run.module.parameters())
+
+
+def reported(rank: int, new: HookSpec, states: list[State], old: HookSpec, kind: str) -> tuple[str, str | None]:
+    """What a resume report says of the hook of one of two ranks; ``kind``: ranks, layout, reset, or hook (whatever differs)."""
+    if rank >= 2:
+        first(2)
+        return "", None
+    layout = states[rank][1]["layout"]
+    run = Small(rank, 2, new, cap=1.0) if kind == "layout" else Small(rank, 2, new, layout)
+    how = Passage(
+        recorded=old,
+        change=change_of(old.name, old.model_dump(mode="json"), new),
+        reset="asked for" if kind == "reset" else None,
+        layout="other buckets" if kind == "layout" else None,
+    )
+    resized = kind == "ranks"
+    try:
+        status, reason = restore_hook(
+            run.ddp, run.hook, states if resized else states[rank : rank + 1], how, resized=resized
+        )
+    except HookStateError as error:
+        return "refused", str(error)
+    run.train(2)
+    return status, reason
 
 
 def goes_on(rank: int, spec: HookSpec, changed: str) -> bool:

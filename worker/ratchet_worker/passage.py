@@ -12,7 +12,7 @@ from ratchet_hooks.changes import HookChange
 from ratchet_hooks.layout import ManagedDDP
 from ratchet_hooks.managed import ManagedHook
 from ratchet_hooks.registry import is_stateful
-from ratchet_hooks.specs import BatchedPowerSGDSpec, CustomSpec, HookSpec, PostLocalSGDSpec
+from ratchet_hooks.specs import BatchedPowerSGDSpec, CustomSpec, HookSpec, PostLocalSGDSpec, PowerSGDSpec
 from ratchet_hooks.states import redistribute
 from ratchet_worker.snapshot import Tensors
 
@@ -62,7 +62,7 @@ def restore_hook(
         return "absent", f"{change.what}: no state was recorded, and none is kept"
     if not hook.stateful:
         return "exact", None
-    if how.relayout:
+    if how.relayout and isinstance(hook.spec, PowerSGDSpec | BatchedPowerSGDSpec):
         batched = (
             "; what belongs to a bucket as a whole begins anew" if isinstance(hook.spec, BatchedPowerSGDSpec) else ""
         )
