@@ -102,6 +102,7 @@ def under_apex(rank: int, spec: HookSpec, late: bool) -> tuple[str, str]:
     """A stand-in for Apex, which is not installed here: the module in which ``apex.amp.initialize`` leaves its options."""
     options = SimpleNamespace(enabled=not late)
     stand_in = SimpleNamespace(_amp_state=SimpleNamespace(opt_properties=options))
+    when = "construction"
     with patch.dict(sys.modules, {"apex.amp._amp_state": stand_in}):  # type: ignore[dict-item]
         try:
             ddp, _ = managed_ddp(nn.Linear(2, 2), spec, device=CPU)
@@ -142,7 +143,6 @@ def mismatches(rank: int) -> dict[str, tuple[str, str]]:
             act()
         except HookStateError as exc:
             return exc.key, str(exc)
-    when = "construction"
         return "", "accepted"
 
     def build(
