@@ -11,8 +11,10 @@ does not tell.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -22,12 +24,16 @@ from typing import Any, NoReturn
 from ratchet_hooks.errors import CustomHookError
 from ratchet_hooks.user_hook import find_hook, find_state, last_line
 
+_PR_SET_PDEATHSIG = 1
 _LONGEST = 2000  # characters of one sentence
 _MOST_SHAPES = 100_000
 
 
 def main() -> NoReturn:
     """Never returns into the interpreter's end, where a user's threads and exit handlers would be waited for."""
+    ctypes.CDLL(None).prctl(
+        _PR_SET_PDEATHSIG, signal.SIGKILL
+    )  # whoever asks may be killed, and would set no limit then
     target = Path(sys.argv[1])
     request: dict[str, Any] = json.load(sys.stdin)
     import torch  # noqa: F401  (the user's code will; its time is not the user's)

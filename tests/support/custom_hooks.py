@@ -46,7 +46,7 @@ def smoothed(state: Counting, bucket: Any) -> torch.futures.Future[torch.Tensor]
     index = bucket.index()
     if index in state.before:
         averaged = averaged + state.decay * state.before[index]
-    state.before[index] = averaged.clone()
+    state.before.setdefault(index, torch.empty_like(averaged)).copy_(averaged)  # in place: a capture must be a copy
     return ready(averaged)
 
 
@@ -67,6 +67,18 @@ class WithGroup:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+
+
+class Regrouped(WithGroup):
+    """As some write it: the group is saved as None, and wanted again."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "process_group": None}
+
+
+def regrouped(state: Regrouped, bucket: Any) -> Any:
+    assert state.process_group.size() == dist.get_world_size()
+    return average(state.process_group, bucket)
 
 
 class Nested(WithGroup):
