@@ -145,6 +145,12 @@ def check_module(module: torch.nn.Module, spec: HookSpec) -> None:
     one_device(module)
     no_apex(spec)
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    on_cpu = all(p.device.type == "cpu" for p in module.parameters())
+    for name, part in module.named_modules():
+        if isinstance(part, torch.nn.SyncBatchNorm) and part.training and on_cpu:
+            raise UnsupportedModel(
+                f"{name or 'the model'} is a SyncBatchNorm, which trains on GPUs only; use BatchNorm on the CPU"
+            )
     for name, parameter in trained.items():
         if parameter.is_complex() and (spec.name not in ("allreduce", "noop") or spec.wrapper is not None):
             raise UnsupportedModel(

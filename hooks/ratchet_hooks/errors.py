@@ -33,6 +33,9 @@ class CustomHookError(RuntimeError):
         self.detail = detail
 
 
+_SPARSE = "Cannot access storage of SparseTensorImpl"
+
+
 def advice_on(error: BaseException) -> str | None:
     """What the user can do against an error of torch's that comes of DDP's settings; None for any other error."""
     if isinstance(error, RuntimeError) and _DETACHED_VIEW in str(error):
@@ -41,4 +44,6 @@ def advice_on(error: BaseException) -> str | None:
             "graph: where the code does p.grad.detach_() and p.grad.zero_(), call optimizer.zero_grad(), or "
             "model.zero_grad(set_to_none=True), instead; or set gradient_as_bucket_view to false"
         )
+    if isinstance(error, NotImplementedError) and _SPARSE in str(error):
+        return "a gradient is sparse, and DDP's buckets are dense: give sparse=False to the embedding, functional ones included"
     return None

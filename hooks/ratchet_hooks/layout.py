@@ -22,14 +22,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import (
-    _DEFAULT_FIRST_BUCKET_BYTES,
-    GradBucket,
-    Reducer,
-    _compute_bucket_assignment_by_size,
-)
+from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES, GradBucket, Reducer
 from torch.nn.parallel import DistributedDataParallel
 
+from ratchet_hooks.bucket_order import order_for
 from ratchet_hooks.errors import LayoutMismatch, UnsupportedModel
 
 Layout = list[list[str]]
@@ -111,7 +107,7 @@ class ManagedDDP(DistributedDataParallel):
         self._comm_hooks, self._has_rebuilt_buckets = [], False
         if self._static_wanted:
             self.static_graph = False
-            self._set_static_graph()  # type: ignore[no-untyped-call]
+            self._set_static_graph()
         self._stand(recorded)
 
     def _stand(self, recorded: Layout | None) -> None:
@@ -166,10 +162,23 @@ class ManagedDDP(DistributedDataParallel):
             raise UnsupportedModel(f"{name} produces sparse gradients, which no managed hook handles; use sparse=False")
         order = list(range(len(names)))
         if self._recorded is not None and not self.find_unused_parameters:
-            order = _order_for(self._recorded, parameters, names, self._rebuild_limits())
+            check_names([name for bucket in self._recorded for name in bucket], names)
+            order = order_for(self._recorded, parameters, names, self._rebuild_limits())
         elif self._static_wanted:
             order.reverse()
         return [parameters[i] for i in order], [False] * len(order)
+
+    def _set_static_graph(self) -> None:
+        if not self._static_wanted:
+            raise UnsupportedModel(
+                "_set_static_graph came after DDP was built, so its buckets would change in the middle of the run; give "
+                "static_graph: true with DDP's options"
+            )
+        super()._set_static_graph()  # type: ignore[no-untyped-call]
+
+    def join(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: a rank that has run out of batches takes part with gradients that no hook's state knows of."""
+        raise UnsupportedModel("DDP's join is not managed; give every rank the same number of batches")
 
     def _ddp_init_helper(self, *args: Any) -> None:
         """A new reducer. Only torch.compile reads its limit afterwards, and asserts that it is not below torch's first one."""
@@ -218,51 +227,6 @@ def _check_adoptable(ddp: DistributedDataParallel) -> None:
         reason = "static_graph finds unused parameters itself; give only one of the two"
     if reason is not None:
         raise UnsupportedModel(reason)
-
-
-def _order_for(
-    recorded: Layout, parameters: Sequence[torch.nn.Parameter], names: Sequence[str], limits: list[int]
-) -> list[int]:
-    """Indices of ``parameters`` in an order from which a rebuild makes ``recorded``.
-
-    Buckets hold one dtype each and fill up in parallel; those that stay below their limit come last, in the order of a hash map
-    that depends on which dtype came first. So every order of the dtypes is tried on torch's own function.
-    Raises ``LayoutMismatch`` when no order gives the recorded layout (another ``bucket_cap_mb``, other shapes).
-    """
-    flat = [name for bucket in recorded for name in bucket]
-    check_names(flat, names)
-    index = {name: i for i, name in enumerate(names)}
-    wanted = [[index[name] for name in bucket] for bucket in recorded]
-    dtypes = dict.fromkeys(parameters[bucket[0]].dtype for bucket in wanted)
-    for order in itertools.permutations(dtypes):
-        trial = _with_dtypes_in(order, wanted, parameters)
-        if len(order) == 1 or _rebuilt([parameters[i] for i in trial], trial, limits) == wanted:
-            return trial
-    raise LayoutMismatch(
-        flat[0], "the recorded bucket layout cannot be rebuilt here; bucket_cap_mb or a dtype has changed"
-    )
-
-
-def _with_dtypes_in(
-    order: Sequence[torch.dtype], wanted: list[list[int]], parameters: Sequence[torch.nn.Parameter]
-) -> list[int]:
-    """Bucket by bucket, but no dtype begins before those that precede it in ``order``: their first parameters come earlier, as
-    late as that allows, since a bucket of one parameter is full at once."""
-    first: dict[torch.dtype, int] = {}
-    for bucket in wanted:
-        first.setdefault(parameters[bucket[0]].dtype, bucket[0])
-    out: dict[int, None] = {}  # a dictionary keeps the order
-    waiting = list(order)
-    for bucket in wanted:
-        while parameters[bucket[0]].dtype in waiting:
-            out[first[waiting.pop(0)]] = None
-        out |= dict.fromkeys(bucket)
-    return list(out)
-
-
-def _rebuilt(tensors: list[torch.nn.Parameter], indices: list[int], limits: list[int]) -> list[list[int]]:
-    buckets, _ = _compute_bucket_assignment_by_size(list(tensors), limits, [False] * len(tensors), indices)
-    return [list(bucket) for bucket in buckets]
 
 
 def check_names(recorded: Sequence[str], present: Sequence[str]) -> None:

@@ -28,7 +28,7 @@ def walk(rows: Sequence[Row], seed: int) -> Iterator[Verdict]:
         ranks: Ranks | None = None
         try:
             for row in mine:
-                ranks = ranks if ranks is not None and ranks.alive else Ranks(world)
+                ranks = ranks if ranks is not None and ranks.alive else Ranks(world, deadline=240.0)
                 yield judge(ranks, row, seed)
         finally:
             if ranks is not None:

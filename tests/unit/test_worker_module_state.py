@@ -12,7 +12,7 @@ from torch import nn
 from ratchet_contract.errors import StateError, UserError
 from ratchet_worker import module_state, optimizer_state
 from ratchet_worker.job_state import JobState
-from ratchet_worker.module_origin import origin
+from ratchet_worker.module_origin import origin, refuse_changed_parameters
 from ratchet_worker.snapshot import Snapshot
 
 
@@ -67,6 +67,109 @@ def test_modes_frozen_parameters_extra_state_and_left_gradients_come_back() -> N
         module_state.restore(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), state)
     with pytest.raises(StateError, match=r"'1.*the model has no longer"):
         module_state.restore(nn.Sequential(Calibrated(3, 4)), state)
+
+
+class Restless(nn.Module):
+    """What models do to themselves in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_buffer("late", None)
+        self.register_buffer("grows", torch.zeros(1), persistent=False)
+        self.register_buffer("drops", torch.zeros(1))
+        self.calls, self.temperature, self.mode = 0, 1.0, "warm"
+        self.hidden: Any = None
+        self.losses: list[float] = []
+        self.weights = [self.inner.weight]
+        self.view = self.inner.bias.data
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x)
+        self.calls, self.temperature, self.mode = self.calls + 1, self.temperature * 0.9, "cold"
+        self.late = out.detach().clone()
+        self.grows = torch.cat([self.grows, torch.ones(1)])
+        self.drops = None
+        self.inner.register_buffer("own", torch.full((3,), float(self.calls)), persistent=False)
+        self.aux = out.sum()  # with a graph: it belongs to this step
+        self.hidden = (out.detach(), 1)
+        self.losses.append(float(self.aux.detach()))
+        return out
+
+
+def _restless() -> tuple[Restless, Any]:
+    net = Restless()
+    job = JobState(0, torch.device("cpu"))
+    job.wrapped(SimpleNamespace(module=net), SimpleNamespace())  # type: ignore[arg-type]
+    return net, job
+
+
+def test_what_training_made_of_buffers_and_counters_comes_back_and_what_cannot_is_named() -> None:
+    net, job = _restless()
+    fresh = module_state.capture(net, job._origin)
+    assert not any(fresh[key] for key in ("made", "gone", "attributes", "unsaved"))
+    net(torch.ones(1, 2)), net(torch.ones(1, 2))
+    with torch.no_grad():
+        net.inner.bias.add_(1)  # an optimizer's step: what looks at a parameter is no state of its own
+    saved = Snapshot()
+    saved.add_encoded("buffers", dict(net.named_buffers()), [])
+    saved.add("modules", module_state.capture(net, job._origin))
+    other, again = _restless()
+    again._restore_buffers(saved, relayout=False)
+    assert (other.calls, other.mode) == (2, "cold") and other.temperature == net.temperature
+    found, wanted = dict(other.named_buffers()), dict(net.named_buffers())
+    assert list(found) == list(wanted) == ["late", "grows", "inner.own"] and other.drops is None
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert list(other.state_dict()) == list(net.state_dict())
+    [report] = again._unsaved(saved)
+    assert report.status == "not-exact" and "hidden, losses changed in training" in str(report.reason)
+    gone = Snapshot(private={"buffers/head.late": torch.ones(1)}, state={"buffers": []})
+    gone.add("modules", {**module_state.capture(net, job._origin), "made": {"head.late": True}})
+    with pytest.raises(StateError, match=r"'head\.late', which the model has no longer"):
+        again._restore_buffers(gone, relayout=False)
+
+
+def _add(net: nn.Sequential) -> None:
+    net[2].extra = nn.Parameter(torch.ones(1))
+
+
+def _replace(net: nn.Sequential) -> None:
+    net[2].weight = nn.Parameter(torch.ones(2, 4))
+
+
+def _drop(net: nn.Sequential) -> None:
+    net[2].bias = None
+
+
+def _unfreeze(net: nn.Sequential) -> None:
+    net[1].weight.requires_grad_(True)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (_add, r"2\.extra was added to"),
+        (_replace, r"2\.weight was replaced"),
+        (_drop, r"2\.bias was taken out of"),
+        (_unfreeze, r"1\.weight was unfrozen"),
+    ],
+)
+def test_a_parameter_that_ddp_does_not_know_is_refused_by_name(change: Any, text: str) -> None:
+    net = _net()
+    net[1].weight.requires_grad_(False)
+    before = origin(net)
+    net[0].weight.requires_grad_(False)  # to freeze one is no fault
+    refuse_changed_parameters(net, before)
+    change(net)
+    with pytest.raises(UserError, match=text):
+        refuse_changed_parameters(net, before)
+
+
+def test_a_gradient_of_negative_zeros_is_not_one_of_zeros() -> None:
+    net, other = nn.Linear(1, 2), nn.Linear(1, 2)
+    net.weight.grad, net.bias.grad = torch.tensor([[-0.0], [0.0]]), torch.zeros(2)
+    module_state.restore(other, _through_a_checkpoint(module_state.capture(net, origin(net))))
+    assert torch.signbit(other.weight.grad).tolist() == [[True], [False]] and not torch.signbit(other.bias.grad).any()
 
 
 class Counting(torch.optim.SGD):

@@ -22,7 +22,9 @@ from ratchet_hooks.errors import HookStateError
 from ratchet_worker import environment_record, optimizer_state, rng
 from ratchet_worker.evaluation import undisturbed
 from ratchet_worker.group import _free_copy
+from ratchet_worker.loop import refuse_impossible
 from ratchet_worker.snapshot import Snapshot, digest
+from ratchet_worker.task import Parts
 
 CPU = torch.device("cpu")
 
@@ -115,10 +117,21 @@ class Momentum(torch.optim.Optimizer):
                 p -= (group["lr"] * state["momentum"]).to(p.dtype)
 
 
+class Past(Momentum):
+    """Float32 tensors deep in the state: ``load_state_dict`` casts those to the parameter's dtype, too."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for p, state in self.state.items():
+            state["past"] = [*state.get("past", []), {"both": (p.grad.float() / 3, 1.5)}]
+            p -= sum(item["both"][0] for item in state["past"]).to(p.dtype)
+
+
 def _trained(make: Any, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last), nn.Flatten(), nn.Linear(16, 3))
-    if make is Momentum:
+    if make in (Momentum, Past):
         model = model.bfloat16()
     optimizer = make(model.parameters())
     for _ in range(3):
@@ -137,6 +150,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     "make",
     [
         Momentum,
+        Past,
         lambda p: torch.optim.SGD(p, 0.01, momentum=0.9),
         lambda p: torch.optim.AdamW(p, 0.01, amsgrad=True),
         lambda p: torch.optim.Adam(p, 0.01, fused=True),
@@ -166,6 +180,9 @@ def test_an_optimizer_goes_on_bit_for_bit_and_keeps_its_own_dtypes_and_strides(m
             if isinstance(value, torch.Tensor):
                 found = again.state[q][key]
                 assert torch.equal(found, value) and found.dtype == value.dtype and found.stride() == value.stride()
+            elif key == "past":
+                pasts = [item["both"] for item in value], [item["both"] for item in again.state[q][key]]
+                assert all(torch.equal(a, b) and a.dtype is b.dtype for (a, _), (b, _) in zip(*pasts, strict=True))
             else:
                 assert again.state[q][key] == value
 
@@ -177,10 +194,12 @@ def test_an_optimizer_over_other_parameters_is_refused_by_name() -> None:
     smaller = Momentum(list(model.parameters())[:-1])
     with pytest.raises(StateError, match=r"other parameters .*2\.bias"):
         optimizer_state.restore(smaller, "optimizer", names, shared, rest)
-    with pytest.raises(UserError, match="ZeroRedundancyOptimizer"):
-        optimizer_state.refuse_sharded(
-            "optimizer", type("ZeroRedundancyOptimizer", (Momentum,), {})(model.parameters())
-        )
+    sharded: Any = type("ZeroRedundancyOptimizer", (Momentum,), {})(model.parameters())
+    around = Momentum(model.parameters())
+    around.inner = sharded
+    for found in (sharded, around):
+        with pytest.raises(UserError, match="ZeroRedundancyOptimizer"):
+            optimizer_state.refuse_sharded("optimizer", found)
 
 
 def test_state_that_cannot_be_stored_is_refused_with_its_key() -> None:
@@ -241,3 +260,33 @@ def test_a_rank_whose_agent_died_before_it_could_ask_dies_too() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")
+
+
+def test_a_task_that_would_fail_in_every_first_step_is_refused_before_it() -> None:
+    def parts(**more: Any) -> Parts:
+        model = nn.Linear(1, 1)
+        optimizer = more.pop("optimizer", torch.optim.SGD)(model.parameters(), lr=0.1)
+        return Parts(model, optimizer, [], total_steps=1, **more)  # type: ignore[arg-type]
+
+    refuse_impossible(parts(accumulate=2), static_graph=False)
+    refuse_impossible(parts(), static_graph=True)
+    with pytest.raises(UserError, match="drop one of the two"):
+        refuse_impossible(parts(accumulate=2), static_graph=True)
+    with pytest.raises(UserError, match="LBFGS wants a closure"):
+        refuse_impossible(parts(optimizer=torch.optim.LBFGS), static_graph=False)
+
+
+def test_switches_that_the_code_turns_while_it_trains_are_facts_of_the_next_checkpoint() -> None:
+    before = environment_record.switches(CPU)
+    torch.set_flush_denormal(True)
+    torch.set_float32_matmul_precision("high")
+    try:
+        found = environment_record.compare(before, environment_record.switches(CPU))
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_float32_matmul_precision("highest")
+    assert [(d.key, d.recorded, d.current) for d in found] == [
+        ("flush_denormal", None, True),
+        ("matmul_precision", "highest", "high"),
+    ]
+    assert environment_record.switches(CPU) == before

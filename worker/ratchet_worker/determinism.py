@@ -20,6 +20,7 @@ def set_library_variables(mode: Mode) -> None:
     """Variables that libraries read when they are first used; call before anything touches CUDA. A user's own value stays."""
     if mode != "off":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _CUBLAS_WORKSPACE)
+        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # no choice of kernels by a stop watch
 
 
 def apply(mode: Mode, threads: int) -> None:

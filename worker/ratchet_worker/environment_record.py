@@ -45,21 +45,38 @@ def record(launch: LaunchFile, device: torch.device) -> Record:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cpu_isa": cpu_instruction_set(),
         "mkldnn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
-        "threads": torch.get_num_threads(),
         "interop_threads": torch.get_num_interop_threads(),
         "determinism": launch.spec.determinism,
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "matmul_precision": torch.get_float32_matmul_precision(),
-        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "device": device.type,
         "backend": launch.resolved.backend,
         "world_size": launch.world_size,
         "nodes": launch.spec.world.nodes,
         "ranks_per_node": launch.spec.world.ranks_per_node,
     }
+    facts |= switches(device)
     if device.type == "cuda":
         facts |= _gpu_facts(device)
     facts |= {f"env:{name}": os.environ[name] for name in _VARIABLES if name in os.environ}
+    return facts
+
+
+def switches(device: torch.device) -> Record:
+    """The facts that the user's code may change at any time."""
+    facts: Record = {
+        "threads": torch.get_num_threads(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+    }
+    if not bool(torch.tensor(1e-310, dtype=torch.float64) * 1.0):  # torch.set_flush_denormal has no other reader
+        facts["flush_denormal"] = True
+    if device.type == "cuda":
+        cudnn = torch.backends.cudnn
+        facts |= {
+            "cudnn_deterministic": cudnn.deterministic,
+            "cudnn_benchmark": cudnn.benchmark,
+            "cudnn_tf32": cudnn.allow_tf32,
+        }
     return facts
 
 
@@ -73,9 +90,6 @@ def _gpu_facts(device: torch.device) -> Record:
         "cuda": torch.version.cuda,
         "cudnn": cudnn.version(),  # type: ignore[no-untyped-call]
         "nccl": ".".join(map(str, nccl)) or None,
-        "cudnn_deterministic": cudnn.deterministic,
-        "cudnn_benchmark": cudnn.benchmark,
-        "cudnn_tf32": cudnn.allow_tf32,
     }
 
 

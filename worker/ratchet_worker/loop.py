@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ def run_task(runtime: Runtime, task: Task) -> None:
     cannot work, and whatever the task raises."""
     parts = _build(runtime, task)
     total = _steps(parts)
+    refuse_impossible(parts, static_graph=runtime.launch.spec.ddp.static_graph)
     ddp = runtime.wrap(parts.model)
     for component, item in _components(parts).items():
         runtime.state.register(component, item)
@@ -60,6 +62,23 @@ def _steps(parts: Parts) -> int:
         return parts.steps()
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def refuse_impossible(parts: Parts, *, static_graph: bool) -> None:
+    """What would fail in the first step, for ever."""
+    if static_graph and parts.accumulate > 1:
+        raise UserError(
+            "Parts.accumulate goes with no_sync, and ddp.static_graph learns the graph in the first backward, which must not be "
+            "under no_sync: drop one of the two",
+            code="unsupported-model",
+        )
+    closure = inspect.signature(parts.optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserError(
+            f"{type(parts.optimizer).__name__} wants a closure in every step, which the loop for tasks does not give; write a "
+            "script with a Session, whose loop is your own",
+            code="unsupported-model",
+        )
 
 
 def _components(parts: Parts) -> dict[str, Any]:

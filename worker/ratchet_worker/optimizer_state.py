@@ -21,10 +21,14 @@ _SHARED: Final = "ratchet:shared"
 
 
 def refuse_sharded(name: str, optimizer: Optimizer) -> None:
-    """Raises ``UserError`` for an optimizer whose state is spread over the ranks in a way that is not stored yet."""
+    """Raises ``UserError`` for an optimizer, or one in it, whose state is spread over the ranks in a way that is not stored."""
     # By name: importing torch.distributed.optim costs every rank a second at its start.
-    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
-        raise UserError(f"{name}: ZeroRedundancyOptimizer is not supported yet; use the optimizer that it wraps")
+    kinds = {kind.__name__ for part in (optimizer, *vars(optimizer).values()) for kind in type(part).__mro__}
+    if "ZeroRedundancyOptimizer" in kinds:
+        raise UserError(
+            f"{name}: ZeroRedundancyOptimizer keeps each part of the state on one rank only, which is not supported; use the "
+            "optimizer that it wraps"
+        )
 
 
 def capture(
@@ -69,20 +73,28 @@ def restore(optimizer: Optimizer, component: str, names: dict[int, str], shared:
     sizes = [[len(g["params"]) for g in groups] for groups in (rest["param_groups"], optimizer.param_groups)]
     if sizes[0] != sizes[1] or recorded != labels:
         raise StateError(f"{component}: its parameter groups hold other parameters than the recorded ones")
-    index = {label: i for i, label in enumerate(labels)}
-    entries = {
+    entries = _entries(component, shared, rest)
+    optimizer.load_state_dict(_numbered(entries, rest))
+    _undo_casts(optimizer, labels, entries)
+
+
+def as_state_dict(component: str, shared: Tensors, rest: Any) -> dict[str, Any]:
+    """What ``Optimizer.state_dict`` had given, out of what ``capture`` made of it: parameters by number again."""
+    return _numbered(_entries(component, shared, rest), rest)
+
+
+def _numbered(entries: dict[str, dict[str, Any]], rest: Any) -> dict[str, Any]:
+    index = {label: i for i, label in enumerate(label for group in rest["param_groups"] for label in group["params"])}
+    groups = [{**group, "params": [index[label] for label in group["params"]]} for group in rest["param_groups"]]
+    state = {index[label]: values for label, values in entries.items()} | rest["others"]
+    return {"state": state, "param_groups": groups, **rest["extra"]}
+
+
+def _entries(component: str, shared: Tensors, rest: Any) -> dict[str, dict[str, Any]]:
+    return {
         label: {k: _tensor(shared, f"{component}/{label}/{k}", v) for k, v in values.items()}
         for label, values in rest["state"].items()
     }
-    groups = [{**group, "params": [index[label] for label in group["params"]]} for group in rest["param_groups"]]
-    optimizer.load_state_dict(
-        {
-            "state": {index[n]: v for n, v in entries.items()} | rest["others"],
-            "param_groups": groups,
-            **rest["extra"],
-        }
-    )
-    _undo_casts(optimizer, labels, entries)
 
 
 def _tensor(shared: Tensors, name: str, value: Any) -> Any:
@@ -99,11 +111,20 @@ def _undo_casts(optimizer: Optimizer, labels: list[str], entries: dict[str, dict
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for label, parameter in zip(labels, parameters, strict=True):
         for key, value in entries.get(label, {}).items():
-            there = optimizer.state[parameter].get(key)
-            if not isinstance(value, torch.Tensor) or not isinstance(there, torch.Tensor):
-                continue
-            if (there.dtype, there.stride()) != (value.dtype, value.stride()):
-                optimizer.state[parameter][key] = value.to(there.device, copy=True)
+            if key in optimizer.state[parameter]:
+                optimizer.state[parameter][key] = _as_recorded(value, optimizer.state[parameter][key])
+
+
+def _as_recorded(value: Any, there: Any) -> Any:
+    """What ``load_state_dict`` made of ``value``, with every tensor's recorded dtype and strides, on the device it chose."""
+    if isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor):
+        same = (there.dtype, there.stride()) == (value.dtype, value.stride())
+        return there if same else value.to(there.device, copy=True)
+    if isinstance(value, dict) and isinstance(there, dict):
+        return {key: _as_recorded(item, there[key]) for key, item in value.items()}
+    if type(value) in (list, tuple) and isinstance(there, list | tuple):
+        return type(value)(_as_recorded(item, other) for item, other in zip(value, there, strict=True))
+    return there
 
 
 def _labels(optimizer: Optimizer, names: dict[int, str]) -> Iterator[str]:

@@ -24,7 +24,7 @@ from ratchet_contract.messages import LaunchFile
 from ratchet_contract.phases import Cause
 from ratchet_hooks.build import STATE_VERSION, ManagedHook
 from ratchet_hooks.layout import ManagedDDP
-from ratchet_worker import resume
+from ratchet_worker import environment_record, resume
 from ratchet_worker.agreement import FINISH, NOT_STARTED, STRIDE, Agreement, Decision, position
 from ratchet_worker.checkpointer import Checkpointer, Content
 from ratchet_worker.counter import Stage, StepCounter
@@ -301,14 +301,16 @@ class Runtime:
         _, hook = self.state.hook_or_refuse()
         layout = hook.layout()
         snapshot = self.state.capture()
-        snapshot.state["facts"] = {**self.environment, "data_digest": self.data_digest}
+        # What is in force now: the code may have changed it since it started, and will not have so when it starts again.
+        environment = {**self.environment, **environment_record.switches(self.device)}
+        snapshot.state["facts"] = {**environment, "data_digest": self.data_digest}
         return Content(
             snapshot=snapshot,
             layout=layout,
             hook=hook_record(hook),
             replicas=hook.replicas,
             summary=hook.summary(rank=self.rank, step=self.step),
-            environment=self.environment,
+            environment=environment,
             data_digest=self.data_digest,
             total_steps=self.total,
         )
