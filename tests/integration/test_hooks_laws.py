@@ -160,6 +160,12 @@ def test_what_cannot_be_exact_is_refused(two: Ranks, name: str) -> None:
     assert all(faults.REFUSALS[name][3] in said for said in two.run(faults.refused, name))
 
 
+def test_what_would_change_a_standing_ddp_is_refused_and_a_sparse_gradient_explained(two: Ranks) -> None:
+    for said in two.run(faults.refused_after_construction):
+        assert "static_graph: true" in said[0] and "same number of batches" in said[1]
+    assert all("sparse=False" in said for said in two.run(faults.sparse_by_function))
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["before-ddp", "after-ddp"])
 def test_apex_amp_under_powersgd_is_refused(two: Ranks, late: bool) -> None:
     for spec in (PowerSGDSpec(), BatchedPowerSGDSpec()):

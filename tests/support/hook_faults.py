@@ -16,6 +16,7 @@ import torch.nn as nn
 
 import ratchet_hooks
 from ratchet_hooks.build import HookStateError, LayoutMismatch, UnsupportedModel, managed_ddp
+from ratchet_hooks.errors import advice_on
 from ratchet_hooks.specs import AllreduceSpec, Fp16CompressSpec, HookSpec, PowerSGDSpec
 from ratchet_worker.process import cause_of
 from tests.support.hook_cases import MANY_BUCKETS, ONE_BUCKET, SPECS, Case, Net, Run, same
@@ -68,6 +69,12 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], HookSpec, dict[str, object], 
         {"mixed_precision": 1},
         "DDP option mixed_precision is not managed",
     ),
+    "sync batch norm": (
+        lambda: nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))),
+        AllreduceSpec(),
+        {},
+        "1 is a SyncBatchNorm",
+    ),
     "both": (
         lambda: nn.Linear(2, 2),
         AllreduceSpec(),
@@ -84,6 +91,39 @@ def refused(rank: int, name: str) -> str:
     except UnsupportedModel as exc:
         return str(exc)
     return "accepted"
+
+
+def refused_after_construction(rank: int) -> list[str]:
+    """What torch allows on a DDP that stands, and no layout or state would survive."""
+    ddp, _ = managed_ddp(nn.Linear(2, 2), AllreduceSpec(), device=CPU)
+    said = []
+    for act in (ddp._set_static_graph, lambda: ddp.join([])):
+        try:
+            act()
+            said.append("accepted")
+        except UnsupportedModel as exc:
+            said.append(str(exc))
+    return said
+
+
+def sparse_by_function(rank: int) -> str:
+    """A gradient that turns out to be sparse: the advice on torch's error."""
+    module = nn.Linear(4, 10)
+    ddp, _ = managed_ddp(_Looked(module), AllreduceSpec(), device=CPU)
+    try:
+        ddp(torch.tensor([1, 2])).sum().backward()
+    except NotImplementedError as exc:
+        return str(advice_on(exc))
+    return "accepted"
+
+
+class _Looked(nn.Module):
+    def __init__(self, table: nn.Linear) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(x, self.table.weight, sparse=True) + self.table.bias.sum()
 
 
 def static_graph_under_no_sync(rank: int) -> str:
