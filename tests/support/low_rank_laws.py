@@ -80,7 +80,10 @@ def torchs_hook_made_safe() -> Iterator[None]:
 def differs_from_torch(
     rank: int, cases: Sequence[tuple[Spec, torch.dtype]], steps: int, alone: bool = False
 ) -> list[str]:
-    """Where averages or states differ from what torch's own code gives for the same gradients; ``alone``: in groups of one."""
+    """Where averages or states differ from what torch's own code gives for the same gradients; ``alone``: in groups of one.
+
+    Before the last three steps what a hook may have remembered is put elsewhere: buckets, then residuals, then P and Q.
+    """
     groups = [dist.new_group([member]) for member in range(dist.get_world_size())] if alone else []
     group = groups[rank] if alone else dist.group.WORLD
     assert group is not None
@@ -89,6 +92,7 @@ def differs_from_torch(
         generator = torch.Generator().manual_seed(rank)
         ours, theirs = _Both.ours(spec, dtype, group), _Both.torchs(spec, dtype, group)
         for step in range(steps):
+            ours.move(steps - 1 - step)
             for i in range(len(BUCKETS)):
                 gradients = torch.randn(ours.buckets[i].flat.numel(), generator=generator).to(dtype)
                 ours.run(i, gradients)
@@ -131,6 +135,21 @@ class _Both:
         bucket = self.buckets[index]
         bucket.flat.copy_(gradients)
         assert self.hook(bucket).data_ptr() == bucket.flat.data_ptr()
+
+    def move(self, steps_left: int) -> None:
+        """Buckets or part of the state to other memory; what stays behind is spoiled."""
+        if steps_left == 2:
+            for bucket in self.buckets:
+                bucket.flat = _elsewhere(bucket.flat)
+        for key in {1: ["error_dict"], 0: ["p_memory_dict", "q_memory_dict"]}.get(steps_left, []):
+            tensors = getattr(self.state, key)
+            tensors.update({index: _elsewhere(tensor) for index, tensor in tensors.items()})
+
+
+def _elsewhere(tensor: torch.Tensor) -> torch.Tensor:
+    copy = tensor.clone()
+    tensor.fill_(float("nan"))
+    return copy
 
 
 def _buckets(dtype: torch.dtype) -> list[Bucket]:
