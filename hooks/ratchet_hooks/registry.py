@@ -165,7 +165,8 @@ HOOKS: dict[str, HookEntry] = {
             True,
             True,
             (
-                "Exact only if its state is all that it carries from step to step. What it sends is known only if its state tells.",
+                "Exact only if its state is all that it carries from step to step. What it sends is known only if its state "
+                "tells.",
             ),
         ),
     )

@@ -110,7 +110,8 @@ class Watch:
         """
         limit = torch.finfo(flat.dtype).max
         if flat.is_cuda:
-            near = flat.dtype is torch.float16  # of other dtypes a norm overflows when the elements nearly do: one kernel will do
+            # Of other dtypes than float16 a norm overflows when the elements nearly do: one kernel will do.
+            near = flat.dtype is torch.float16
             norms = _norms(parts, along) if near else torch.stack(list(torch._foreach_norm(list(parts), 2)))
             self._later(_Look("low-rank-overflow", self.iteration, list(names), norms.expand(len(names)), limit))
         elif not torch.linalg.vector_norm(flat, dtype=torch.promote_types(flat.dtype, torch.float32)).item() < limit:
