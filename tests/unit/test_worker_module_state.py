@@ -12,7 +12,7 @@ from torch import nn
 from ratchet_contract.errors import StateError, UserError
 from ratchet_worker import module_state, optimizer_state
 from ratchet_worker.job_state import JobState
-from ratchet_worker.module_origin import origin, refuse_changed_parameters
+from ratchet_worker.module_origin import compiled, origin, refuse_changed_parameters
 from ratchet_worker.snapshot import Snapshot
 
 
@@ -215,3 +215,10 @@ def test_a_parameter_that_nobody_saves_is_refused_before_the_first_step() -> Non
 def test_names_that_would_mix_up_two_components_are_refused(name: str) -> None:
     with pytest.raises(UserError, match="no name"):
         _job(_net()).register(name, nn.Linear(1, 1))
+
+
+def test_a_compiled_part_is_seen_wherever_it_lies() -> None:
+    assert not compiled(_net())
+    inner, outer = _net(), _net()
+    inner[2].compile(backend="eager")
+    assert compiled(inner) and compiled(nn.Sequential(torch.compile(outer, backend="eager")))

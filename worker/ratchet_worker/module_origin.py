@@ -129,6 +129,14 @@ def set_attributes(module: nn.Module, scalars: dict[str, Any]) -> None:
             raise StateError(f"attribute {name!r}, whose place the model has no longer") from None
 
 
+def compiled(module: nn.Module) -> bool:
+    """Does torch.compile stand between any part's call and its code?"""
+    # By name: importing torch._dynamo takes a second.
+    return any(
+        part._compiled_call_impl is not None or type(part).__name__ == "OptimizedModule" for part in module.modules()
+    )
+
+
 def _owned(module: nn.Module) -> set[int]:
     """Where parameters and buffers lie in memory."""
     return {t.untyped_storage().data_ptr() for t in (*module.parameters(), *(b for _, b in _buffers(module)))}

@@ -22,6 +22,7 @@ from ratchet_worker import environment_record, rng
 from ratchet_worker import restore as disk
 from ratchet_worker.files import write_atomic
 from ratchet_worker.job_state import counted
+from ratchet_worker.module_origin import compiled
 from ratchet_worker.passage import Passage, reset_by_policy
 from ratchet_worker.replicas import mean as average
 from ratchet_worker.restore import Chosen
@@ -165,6 +166,11 @@ def _caveats(runtime: Runtime) -> list[str]:
     out = [runtime.notes.total] if runtime.notes.total is not None else []
     if runtime.state.data is None:
         out.append("no data are registered: their position is right only if batches are a function of the step")
+    if runtime.chosen.manifest is not None and compiled(runtime.state.hook_or_refuse()[0].module):
+        out.append(
+            "parts of the model are compiled: generated code depends on the order in which a process meets shapes, so the bits are "
+            "the same only while all steps have the same shapes"
+        )
     if runtime.launch.spec.determinism == "off":
         out.append("determinism is off: the state is compared, but the same state need not lead to the same bits")
     return out
