@@ -102,8 +102,13 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Without an exception: the job is done, after the same step on every rank; the final checkpoint is made."""
-        if kind is None and self._runtime.restored:
+        if kind is None:
+            self.finish()
+
+    def finish(self) -> None:
+        """The job is done, after the same step on every rank; the final checkpoint is made. The end of the block does it, where
+        no exception comes out of it."""
+        if self._runtime.restored:
             self._runtime.finish()
 
     # --- facts ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,121 @@
+"""Scripts with Lightning and Accelerate as jobs: killed and suspended, they end as one that nobody disturbed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning", reason="the extra `lightning` is not installed")
+pytest.importorskip("accelerate", reason="the extra `accelerate` is not installed")
+
+from ratchet_client.spec_file import read_spec
+from ratchet_store.compare import compare
+from tests.e2e.exactness import final_checkpoint
+from tests.support.server import Server, rank_pid
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "integrations"
+PACKAGES = ("lightning", "accelerate")
+CAUSES = {"lightning": ["api-suspend"], "accelerate": []}  # of ends after the kill
+EPOCHS, STEPS_PER_EPOCH = {"lightning": 30, "accelerate": 8}, 11  # 22 batches, two of them accumulated
+
+pytestmark = pytest.mark.slow
+
+
+def live(server: Server, package: str, disturbed: bool) -> str:
+    """A whole life of a job. Disturbed: rank 1 is killed in the second epoch; Lightning's is suspended in the third, too."""
+    spec: dict[str, Any] = read_spec(str(EXAMPLES / f"{package}_train.yaml"))
+    spec |= {
+        "name": f"{package}-{'disturbed' if disturbed else 'whole'}",
+        "resources": {"cpus_per_rank": 1},
+        "policy": {"backoff": 0.1},
+    }
+    spec |= {"script": [f"{package}_train.py", "--epochs", str(EPOCHS[package])], "checkpoint": {"every_steps": 7}}
+    spec["world"]["device"] = "cpu"
+    job_id = server.submit(spec)
+    if disturbed:
+        _, paths = server.wait_step(job_id, STEPS_PER_EPOCH + 5, deadline=200)
+        os.kill(rank_pid(paths, 1), signal.SIGKILL)
+    if disturbed and package == "lightning":
+        server.wait_step(job_id, 2 * STEPS_PER_EPOCH + 2, after_attempt=1, deadline=200)
+        server.call("POST", f"/v1/jobs/{job_id}/suspend", expect=202)
+        server.wait_phase(job_id, "SUSPENDED")
+        server.call("POST", f"/v1/jobs/{job_id}/resume", expect=200)
+    server.wait_phase(job_id, "SUCCEEDED", deadline=200)
+    return job_id
+
+
+REFUSALS = """
+import torch
+from lightning import LightningModule, Trainer
+from ratchet_contract.errors import UserError
+from ratchet_worker.data.loader import TrainLoader
+from ratchet_worker.integrations.lightning import SessionStrategy
+from ratchet_worker.session import Session
+
+class Module(LightningModule):
+    def __init__(self, automatic=True):
+        super().__init__()
+        self.automatic_optimization = automatic
+        self.net = torch.nn.Linear(2, 1)
+    def training_step(self, batch, _):
+        return self.net(batch).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def attempt(session, module, data, **more):
+    trainer = Trainer(**SessionStrategy(session).options(), max_epochs=1, logger=False, enable_progress_bar=False)
+    try:
+        trainer.fit(module, data, **more)
+    except UserError as error:
+        print("refused:", error.detail, flush=True)
+
+session = Session()
+samples = torch.ones(8, 2)
+data = TrainLoader(samples, batch_size=2, seed=0, rank=session.rank, world_size=session.world_size)
+attempt(session, Module(), data)
+session.register(data=data)
+attempt(session, Module(automatic=False), data)
+attempt(session, Module(), data, ckpt_path="somewhere.ckpt")
+attempt(session, Module(), torch.utils.data.DataLoader(samples))
+session.finish()
+"""
+
+
+def refused(server: Server, directory: Path) -> str:
+    """What a job's log says of four ways to use the strategy wrongly."""
+    (directory / "train.py").write_text(REFUSALS)
+    spec: dict[str, Any] = {"name": "refusals", "code": {"path": str(directory)}, "script": ["train.py"]}
+    spec |= {"world": {"ranks_per_node": 1, "device": "cpu"}, "resources": {"cpus_per_rank": 1}}
+    job_id = server.submit(spec)
+    server.wait_phase(job_id, "SUCCEEDED", "FAILED", deadline=200)
+    return server.paths.job(job_id).attempt(1).log(0).read_text()
+
+
+@pytest.fixture(scope="module")
+def lives(server: Server) -> dict[tuple[str, bool], str]:
+    """All at once: most of their time is the import of the packages."""
+    wanted = [(package, disturbed) for package in PACKAGES for disturbed in (False, True)]
+    with ThreadPoolExecutor(len(wanted)) as threads:
+        return dict(zip(wanted, threads.map(lambda job: live(server, *job), wanted), strict=True))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_disturbed_script_is_exact(server: Server, lives: dict[tuple[str, bool], str], package: str) -> None:
+    whole, cut = lives[package, False], lives[package, True]
+    attempts = server.attempts(cut)
+    assert [a["cause"] for a in attempts] == ["rank-killed", *CAUSES[package], "completed"]
+    for attempt in attempts[1:]:
+        assert attempt["resume_report"]["verdict"] == "exact", attempt["resume_report"]
+    comparison = compare(final_checkpoint(server, whole), final_checkpoint(server, cut))
+    assert comparison.tensors and comparison.identical, f"{comparison.different} {comparison.states}"
+
+
+def test_what_the_strategy_cannot_do_is_refused_by_name(server: Server, tmp_path: Path) -> None:
+    said = [line for line in refused(server, tmp_path).splitlines() if line.startswith("refused:")]
+    expected = ["no data is registered", "manual optimization is not supported", "ckpt_path", "trains on other data"]
+    assert len(said) == len(expected) and all(e in s for e, s in zip(expected, said, strict=True)), said
