@@ -13,6 +13,7 @@ three lines make it right; all else of it may stay::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -20,9 +21,11 @@ from pydantic import BaseModel, JsonValue, TypeAdapter
 from torch.nn.parallel import DistributedDataParallel
 
 from ratchet_hooks import stock
+from ratchet_hooks.algorithm import Algorithm, Setup
 from ratchet_hooks.build import ManagedDDP, ManagedHook, UnsupportedModel, attach, check_module
 from ratchet_hooks.codec import Tensors
-from ratchet_hooks.specs import HookSpec, normalise_hook
+from ratchet_hooks.given import Given, describe
+from ratchet_hooks.specs import CustomSpec, HookSpec, normalise_hook
 from ratchet_hooks.states import check_data
 
 __all__ = ["Captured", "Hook", "capture", "hook_of", "register", "resolve", "restore"]
@@ -48,10 +51,12 @@ def register(
 
     ``hook``: what Lightning's ``register_ddp_comm_hook`` takes as ddp_comm_state and ddp_comm_hook, as a pair, or a spec of
     ``ratchet_hooks.specs``. torch's own functions stand for Ratchet's implementations of them, with the parameters of the
-    state object. None: the one that ``ddp_model.register_comm_hook`` was given, by a framework perhaps, is taken over.
-    ``wrapper``: fp16_compress_wrapper or bf16_compress_wrapper, by name or as torch's function. ``node_ranks``: see
-    ``managed_ddp``. ``parameters``: of the spec, over those that ``hook`` gives, such as ``model_averaging_period`` for
-    post_localSGD, whose ``average_parameters()`` is to be called after every optimizer step in place of torch's averager.
+    state object. Another function runs as it is; its state offers ``__getstate__`` and ``__setstate__``, or ``state_dict`` and
+    ``load_state_dict``, of tensors, numbers, strings, lists and dicts. None: the one that ``ddp_model.register_comm_hook`` was
+    given, by a framework perhaps, is taken over. ``wrapper``: fp16_compress_wrapper or bf16_compress_wrapper, by name or as
+    torch's function. ``node_ranks``: see ``managed_ddp``. ``parameters``: of the spec, over those that ``hook`` gives, such as
+    ``model_averaging_period`` for post_localSGD, whose ``average_parameters()`` is to be called after every optimizer step in
+    place of torch's averager.
 
     ``ddp_model`` stays the same object; its class is ``ManagedDDP`` from now on, and its reducer a new one. Raises
     ``UnsupportedModel`` for a DDP, a model or a hook that cannot be managed, ``ValueError`` for parameters that do not fit.
@@ -62,10 +67,11 @@ def register(
         raise UnsupportedModel(
             f"a {type(ddp_model).__name__} is no DistributedDataParallel; wrap the model in that first"
         )
+    hook = _registered(ddp_model) if hook is None else hook
     spec = resolve(ddp_model, hook, wrapper=wrapper, **parameters)
     check_module(ddp_model.module, spec)
     adopted = ddp_model if isinstance(ddp_model, ManagedDDP) else ManagedDDP.adopt(ddp_model)
-    return attach(adopted, spec, node_ranks=node_ranks)
+    return attach(adopted, spec, node_ranks=node_ranks, make=_maker(hook, spec))
 
 
 def capture(ddp_model: torch.nn.Module) -> tuple[Tensors, JsonValue]:
@@ -134,6 +140,12 @@ def _registered(ddp: DistributedDataParallel) -> tuple[object, Callable[..., Any
 def _of_objects(state: object, function: Callable[..., Any], ddp: DistributedDataParallel) -> dict[str, Any]:
     inner, wrapper = stock.unwrapped(function)
     values = stock.spec_of(state, inner, ddp.process_group)
-    if values is None:
-        raise UnsupportedModel(f"{inner.__qualname__} is none of torch's hooks")
-    return {**values, "wrapper": wrapper}
+    return {**(describe(state, inner) if values is None else values), "wrapper": wrapper}
+
+
+def _maker(hook: Hook, spec: HookSpec) -> Callable[[Setup], Algorithm] | None:
+    """What builds a hook of the caller's own from its objects; None where the spec says it all."""
+    if not isinstance(spec, CustomSpec) or not (callable(hook) or isinstance(hook, tuple)):
+        return None
+    state, function = (None, hook) if callable(hook) else hook
+    return partial(Given, stock.unwrapped(function)[0], state, spec)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from ratchet_hooks.specs import PowerSGDSpec
 from tests.support.groups import Ranks
 from tests.support.hook_cases import MANY_BUCKETS, Case
-from tests.support.registered import documented, refusal, registered_differences, spec_from, taken_over
+from tests.support.registered import documented, own_differences, refusal, registered_differences, spec_from, taken_over
 
 GUARDED = PowerSGDSpec(matrix_approximation_rank=2, start_powerSGD_iter=3, orthogonalization_epsilon=1e-8)
 CONFIGURATIONS = {
@@ -44,6 +45,16 @@ def test_three_lines_make_the_documented_example_right(two: Ranks) -> None:
     """The control is the example as it stands, with rank 0's hook state on all ranks."""
     assert min(two.run(documented, "documented", 12, 5)) > 0.01
     assert two.run(documented, "ratchet", 12, 5) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["plain", "static_views", "accumulation_views"])
+def test_a_function_and_state_of_ones_own_resume_exactly(two: Ranks, name: str) -> None:
+    case = replace(CONFIGURATIONS[name], cap=MANY_BUCKETS)
+    assert two.run(own_differences, case, 6, 4) == [[], []]
+
+
+def test_its_state_is_what_makes_it_exact(two: Ranks) -> None:
+    assert all(two.run(partial(own_differences, forget=True), Case(), 6, 4))
 
 
 def test_nothing_is_left_of_the_reducer_and_hook_before(two: Ranks) -> None:

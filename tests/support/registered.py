@@ -29,11 +29,14 @@ class RegisteredRun(Run):
         torch.manual_seed(1000 + rank)
         self.module = self.make_module()
         self.ddp = plain_ddp(self.module, bucket_cap_mb=case.cap, **case.ddp)
-        self.hook = register(self.ddp, case.the_spec)
+        self.hook = self.put_hook()
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.05, momentum=0.9)
         self.step = 0
         if checkpoint is not None:
             self.load(checkpoint)
+
+    def put_hook(self) -> Any:
+        return register(self.ddp, self.case.the_spec)
 
     def load(self, checkpoint: Checkpoint, *, relayout: bool = False) -> None:
         self.module.load_state_dict(checkpoint.model)
@@ -141,6 +144,51 @@ def _copied(state: Any) -> Any:
     if isinstance(state, dict):
         return {k: _copied(v) for k, v in state.items()}
     return [_copied(v) for v in state] if isinstance(state, list) else state
+
+
+class Momentum:
+    """State of a hook of one's own: a running average of every bucket."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.running: dict[int, torch.Tensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"share": self.share, "running": self.running}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.share, self.running = state["share"], state["running"]
+
+
+def _own(state, bucket):  # type: ignore[no-untyped-def]
+    def keep(done: Any) -> torch.Tensor:
+        before = state.running.get(bucket.index(), torch.zeros_like(done.value()))
+        state.running[bucket.index()] = state.share * before + done.value()
+        return state.running[bucket.index()].clone()
+
+    return default.allreduce_hook(None, bucket).then(keep)
+
+
+class OwnRun(RegisteredRun):
+    """Under a function and a state that no import path names."""
+
+    def put_hook(self) -> Any:
+        return register(self.ddp, (Momentum(0.5), lambda state, bucket: _own(state, bucket)))
+
+
+def own_differences(rank: int, case: Case, total: int, kill: int, *, forget: bool = False) -> list[str]:
+    """What differs at ``total`` between a run under a hook of one's own and one resumed at ``kill``. ``forget``: without its
+    state, which must differ."""
+    whole = OwnRun(rank, case)
+    whole.train(kill)
+    checkpoint = whole.save()
+    whole.train(total)
+    if forget:
+        checkpoint.hook[1]["state"]["data"] = OwnRun(rank, case).hook.capture()[1]["state"]["data"]
+        checkpoint.hook[0].clear()
+    resumed = OwnRun(rank, case, checkpoint)
+    resumed.train(total)
+    return differences(whole.save(), resumed.save())
 
 
 class _Counting:
