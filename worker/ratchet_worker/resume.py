@@ -168,8 +168,8 @@ def _caveats(runtime: Runtime) -> list[str]:
         out.append("no data are registered: their position is right only if batches are a function of the step")
     if runtime.chosen.manifest is not None and compiled(runtime.state.hook_or_refuse()[0].module):
         out.append(
-            "parts of the model are compiled: generated code depends on the order in which a process meets shapes, so the bits are "
-            "the same only while all steps have the same shapes"
+            "parts of the model are compiled: generated code depends on the order in which a process meets shapes, so the bits "
+            "are the same only while all steps have the same shapes"
         )
     if runtime.launch.spec.determinism == "off":
         out.append("determinism is off: the state is compared, but the same state need not lead to the same bits")
