@@ -101,7 +101,9 @@ def strategy(kind: str, rank: int) -> DDPStrategy:
     if kind == "post_localSGD":
         return RatchetDDPStrategy(**_post_local(rank))
     if kind == "static_graph":
-        return RatchetDDPStrategy("powerSGD", static_graph=True, gradient_as_bucket_view=True)
+        return RatchetDDPStrategy(
+            {"name": "powerSGD", "start_powerSGD_iter": 2}, static_graph=True, gradient_as_bucket_view=True
+        )
     if kind == "reset":
         return RatchetDDPStrategy(hook=(_state(), power_sgd.powerSGD_hook), reset_hook=True)
     assert kind == "ratchet"
