@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
 
@@ -11,6 +12,7 @@ from pydantic import BaseModel
 
 from ratchet_client.calls import PAGE, checkpoint_path, job_path
 from ratchet_client.errors import ServiceFault, ServiceUnreachable
+from ratchet_client.exports import ExportFormat, fetch
 from ratchet_client.following import Following, WhichAttempt
 from ratchet_client.polling import TERMINAL, Series, Snapshot
 from ratchet_client.spec_file import Spec, spec_body
@@ -170,6 +172,17 @@ class RatchetClient(Following):
         'ok'
         """
         return self._post(f"{checkpoint_path(job_id, checkpoint_id)}/verify", api.VerifyResult)
+
+    def export(self, job_id: str, checkpoint_id: str, target: str | os.PathLike[str], *,
+               format: ExportFormat = "safetensors") -> list[str]:  # fmt: skip
+        """Write a checkpoint as files for other programs; ``target`` must not be there yet. Returns what their reader must know.
+
+        ``safetensors``: one file, the model alone. ``torch``: a directory with one file per rank, for ``torch.load``.
+
+        >>> client.export(job_id, client.job(job_id).last_checkpoint, "model.safetensors")
+        []
+        """
+        return fetch(self._transport, f"{checkpoint_path(job_id, checkpoint_id)}/export", format, Path(target))
 
     def pin(self, job_id: str, checkpoint_id: str, pinned: bool = True) -> api.CheckpointView:
         """Keep a checkpoint for good, or let it go again.

@@ -93,10 +93,13 @@ class Transport:
             delay = min(delay * 2, _LONGEST_DELAY)
 
     @contextmanager
-    def stream(self, path: str, params: Params | None, headers: Mapping[str, str]) -> Iterator[httpx.Response]:
-        """An open answer to read line by line; the read timeout is long, since the service sends comments while idle."""
+    def stream(
+        self, path: str, params: Params | None, headers: Mapping[str, str], read: float = 60.0
+    ) -> Iterator[httpx.Response]:
+        """An open answer to read piece by piece; ``read``: seconds without a byte, long, since the service sends comments while
+        idle."""
         url = self.target.url()
-        timeout = httpx.Timeout(self._timeout.connect, read=60.0)
+        timeout = httpx.Timeout(self._timeout.connect, read=read)
         headers = {**headers, **self._authorization(url)}
         try:
             with self._client(url).stream(

@@ -167,6 +167,11 @@ class Custom(Algorithm):
             self.state.process_group = self.group
 
 
+def saved_state(tensors: Mapping[str, torch.Tensor], state: Mapping[str, JsonValue]) -> Any:
+    """What the state's class had saved, of what ``Custom.capture`` gave. Raises ``HookStateError``."""
+    return decode(_plain(tensors), state.get("data"))
+
+
 def redistribute(
     spec: CustomSpec, states: Sequence[tuple[Mapping[str, torch.Tensor], JsonValue]]
 ) -> tuple[Tensors, JsonValue]:
@@ -188,7 +193,7 @@ def redistribute(
     for tensors, data in states:
         if not isinstance(data, dict) or data.get("class") != spec.state:
             raise HookStateError("state.class", f"not a recorded state of {spec.state}")
-        parts.append(decode(_plain(tensors), data["data"]))
+        parts.append(saved_state(tensors, data))
     try:
         merged, encoded = encode(merge(parts), where="state")
     except HookStateError:

@@ -146,6 +146,18 @@ def restore(
     shelf: Shelf,
 ) -> None:  # fmt: skip
     """Put a captured state into ``state`` through ``__setstate__``; its process group stays attached."""
+    slots = laid_out(state, tensors, data, layout, shelf)
+    group = state.process_group
+    with _quiet():
+        state.__setstate__(slots)  # type: ignore[no-untyped-call]
+    state.process_group = group
+
+
+def laid_out(
+    state: PowerSGDState, tensors: Mapping[str, torch.Tensor], data: Mapping[str, JsonValue], layout: Layout | None,
+    shelf: Shelf,
+) -> dict[str, Any]:  # fmt: skip
+    """A captured state as ``__getstate__`` gives it on the buckets of ``layout``; ``state`` has the hyperparameters."""
     rest = {name.removeprefix("state/"): t for name, t in tensors.items() if name.startswith("state/")}
     slots = decode(rest, data.get("slots"))
     _check_slots(state, slots)
@@ -165,10 +177,7 @@ def restore(
             for key, view in shelf.factors(i, bucket, p, q):
                 taken.into(key, view)
     taken.finish()
-    group = state.process_group
-    with _quiet():
-        state.__setstate__({**slots, **dict(zip(_PER_BUCKET, (errors, ps, qs), strict=True))})  # type: ignore[no-untyped-call]
-    state.process_group = group
+    return {**slots, **dict(zip(_PER_BUCKET, (errors, ps, qs), strict=True))}
 
 
 def _check_slots(state: PowerSGDState, slots: object) -> None:

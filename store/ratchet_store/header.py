@@ -58,10 +58,7 @@ def stored_of(entry: TensorEntry, data_start: int) -> Stored:
 
 def build_header(stored: dict[str, Stored], state_text: str) -> bytes:
     """Length field and JSON, padded so that the data starts on a multiple of ``ALIGNMENT``. Raises ``StateError``."""
-    body: dict[str, Any] = {"__metadata__": {STATE_METADATA_KEY: state_text}}
-    for key, (dtype, shape, begin, end) in stored.items():
-        body[key] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(body, separators=(",", ":"), ensure_ascii=True).encode()
+    text = _text(stored, {STATE_METADATA_KEY: state_text})
     length = -(-(LENGTH_BYTES + len(text)) // ALIGNMENT) * ALIGNMENT - LENGTH_BYTES
     if length > MAX_HEADER or _values(text) > MAX_JSON_VALUES:
         raise StateError(
@@ -69,6 +66,24 @@ def build_header(stored: dict[str, Stored], state_text: str) -> bytes:
             "keep large values in tensors"
         )
     return length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length)
+
+
+def model_header(stored: dict[str, Stored], metadata: dict[str, str]) -> bytes:
+    """The same for a file that other programs read, with whole tensors and metadata of one's own. Raises ``StateError``."""
+    text = _text(stored, metadata)
+    length = -(-len(text) // 8) * 8
+    if length > MAX_HEADER:
+        raise StateError(
+            f"the list of tensors needs {length} bytes, more than a safetensors file can hold ({MAX_HEADER})"
+        )
+    return length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length)
+
+
+def _text(stored: dict[str, Stored], metadata: dict[str, str]) -> bytes:
+    body: dict[str, Any] = {"__metadata__": metadata}
+    for key, (dtype, shape, begin, end) in stored.items():
+        body[key] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    return json.dumps(body, separators=(",", ":"), ensure_ascii=True).encode()
 
 
 def parse_header(raw: bytes) -> tuple[dict[str, Stored], str]:

@@ -8,7 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
+from ratchet_store.commit import read_manifest
+from ratchet_store.read import CheckpointReader
 from tests.support.cli import Cli
 from tests.support.server import Server, wait_for
 
@@ -61,7 +64,34 @@ def _checkpoints_are_shown_and_verified(cli: Cli, server: Server, job_id: str) -
     assert cli("checkpoints", "show", job_id, final["id"], "--json").data["manifest"]["world_size"] == 2
     assert "checkpoints ls" in cli("checkpoints", "verify", job_id, "step-000000000001.a0001", expect=3).errors
     assert (final["hook_iteration"] or 0) > 0 and "TOOK" in cli("checkpoints", "ls", job_id).text
+    _checkpoints_are_exported(cli, server, job_id, final["id"])
     _damage_is_found_among_all(cli, server, job_id)
+
+
+def _checkpoints_are_exported(cli: Cli, server: Server, job_id: str, final: str) -> None:
+    told = cli("checkpoints", "export", job_id, "-o", "model.safetensors")
+    assert (told.text, final in told.errors) == ("model.safetensors\n", True)
+    manifest = read_manifest(server.paths.job(job_id).checkpoints / final)
+    stored = CheckpointReader(server.paths.job(job_id).checkpoints / final).tensors("shared/model/")
+    with safe_open(cli.cwd / "model.safetensors", "np") as file:
+        for name, tensor in stored.items():
+            assert file.get_tensor(name.removeprefix("shared/model/")).tobytes() == bytes(tensor.data)
+        assert json.loads(file.metadata()["ratchet"])["checkpoint_digest"] == manifest.digest
+    assert "there already" in cli("checkpoints", "export", job_id, "-o", "model.safetensors", expect=5).errors
+    step = str(manifest.parent.step)
+    cli("checkpoints", "export", job_id, "--step", step, "--format", "torch", "-o", "ranks")
+    assert sorted(p.name for p in (cli.cwd / "ranks").iterdir()) == [f"rank-0000{r}-of-00002.pt" for r in range(2)]
+    assert "checkpoints ls" in cli("checkpoints", "export", job_id, "--step", "999", "-o", "x", expect=3).errors
+    broken = server.paths.job(job_id).checkpoints / final / "rank-00000-of-00002.safetensors"
+    whole = broken.read_bytes()
+    broken.write_bytes(whole[:-1])
+    assert "the manifest says" in cli("checkpoints", "export", job_id, "-o", "x", expect=4).errors
+    broken.write_bytes(whole)
+    assert {p.name for p in cli.cwd.iterdir()} == {
+        "spec.yaml",
+        "model.safetensors",
+        "ranks",
+    }  # and nothing half written
 
 
 def _damage_is_found_among_all(cli: Cli, server: Server, job_id: str) -> None:

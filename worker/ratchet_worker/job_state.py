@@ -14,14 +14,14 @@ from ratchet_contract.errors import StateError, UserError
 from ratchet_contract.resume import ComponentReport, ComponentStatus
 from ratchet_hooks.build import ManagedHook
 from ratchet_hooks.layout import ManagedDDP
-from ratchet_worker import module_origin, module_state, optimizer_state, rng
+from ratchet_worker import module_origin, module_state, optimizer_state, rng, state_names
 from ratchet_worker.module_origin import Origin
 from ratchet_worker.passage import HookState, Passage, batches, restore_hook
 from ratchet_worker.snapshot import Snapshot, Tensors, digest
 from ratchet_worker.task import Stateful, TrainData
 
 _MODEL: Final = "model"
-_ALWAYS: Final = frozenset({_MODEL, "buffers", "modules", "facts", "hook", "rng"})
+_ALWAYS: Final = frozenset({_MODEL, "buffers", "modules", "facts", "hook", "rng", state_names.COMPONENT})
 
 
 class JobState:
@@ -88,6 +88,7 @@ class JobState:
         buffers = {name: buffer.detach() for name, buffer in ddp.module.named_buffers()}
         out.add_encoded("buffers", buffers, sorted(buffers))
         out.add("modules", module_state.capture(ddp.module, self._origin))
+        out.state[state_names.COMPONENT] = state_names.capture(ddp.module)
         for component, item in self.stateful.items():
             out.add(component, item.state_dict())
         if self.data is not None:

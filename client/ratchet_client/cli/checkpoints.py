@@ -1,10 +1,11 @@
-"""``ratchet checkpoints``: what is stored of a job, one checkpoint of it, its verification and its pin."""
+"""``ratchet checkpoints``: what is stored of a job, one checkpoint of it, its verification, its export and its pin."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from ratchet_client.client import RatchetClient
     from ratchet_contract import api
 
+ExportFormat = Literal["safetensors", "torch"]
 _VERIFY_SECONDS = 3600.0
 """For one checkpoint: every byte is read from the disk before the answer comes."""
 
@@ -28,9 +30,9 @@ CheckpointId = Annotated[str, _ID]
 def register(app: typer.Typer) -> None:
     group = typer.Typer(no_args_is_help=True)
     group.command("ls")(list_checkpoints)
-    for command in (show, verify, pin, unpin):
+    for command in (show, verify, export, pin, unpin):
         group.command()(command)
-    help_text = "List a job's checkpoints; show, verify, pin or unpin one."
+    help_text = "List a job's checkpoints; show, verify, export, pin or unpin one."
     app.add_typer(group, name="checkpoints", help=help_text, rich_help_panel=SAVED)
 
 
@@ -132,6 +134,53 @@ def _tell(result: api.VerifyResult, as_json: bool) -> None:
         output.flush()
     if result.verification == "damaged":
         output.note(f"{result.id} is damaged: {result.error}")
+
+
+def export(
+    ctx: typer.Context,
+    job: JobId,
+    output_path: Annotated[
+        Path, typer.Option("--output", "-o", metavar="PATH", help="What to write; it must not be there yet.")
+    ],
+    checkpoint: Annotated[
+        str | None, typer.Option("--checkpoint", metavar="CHECKPOINT", help="Its id. (default: the newest)")
+    ] = None,
+    step: Annotated[int | None, typer.Option("--step", min=0, help="The checkpoint of this step instead.")] = None,
+    form: Annotated[
+        ExportFormat,
+        typer.Option(
+            "--format", help="safetensors: a file, the model alone; torch: a directory, all state, a file per rank."
+        ),
+    ] = "safetensors",
+) -> None:
+    """Write a checkpoint as files for other programs; whatever is read of it is verified first."""
+    if checkpoint is not None and step is not None:
+        raise typer.BadParameter("give --checkpoint or --step, not both")
+    with open_client(ctx) as client:
+        found = checkpoint if checkpoint is not None else _committed(client, job, step)
+        notes = client.export(job, found, output_path, format=form)
+    for text in notes:
+        output.note(f"note: {text}")
+    output.line(str(output_path))
+    output.note(f"{found} of {job} as {form}")
+
+
+def _committed(client: RatchetClient, job: str, step: int | None) -> str:
+    """The newest checkpoint, or the one of ``step``. Raises ``NotFound``, and ``typer.BadParameter`` where there are several."""
+    from ratchet_contract.errors import NotFound
+
+    newest = client.job(job).last_checkpoint if step is None else None
+    if newest is not None:
+        return newest
+    found = [c.id for c in client.checkpoints(job) if c.state == "committed" and c.step == step]
+    if len(found) > 1:
+        raise typer.BadParameter(f"{len(found)} attempts saved step {step}: give --checkpoint {' or '.join(found)}")
+    if not found:
+        what = "has no checkpoint yet" if step is None else f"has no checkpoint of step {step}"
+        raise NotFound(
+            f"job {job} {what}; `ratchet checkpoints ls {job}` shows what there is", code="checkpoint-not-found"
+        )
+    return found[0]
 
 
 def pin(ctx: typer.Context, job: JobId, checkpoint: CheckpointId, as_json: JsonFlag = False) -> None:

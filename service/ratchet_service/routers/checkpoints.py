@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import base64
+import json
+from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Query, Response
+from fastapi.responses import StreamingResponse
 
 from ratchet_contract.api import (
     AttemptView,
@@ -18,9 +21,23 @@ from ratchet_service import examples, openapi
 from ratchet_service.bodies import parse
 from ratchet_service.http import Cursor, JsonPost, Limit, ServiceDep, reply
 from ratchet_service.routers.actions import Nothing
-from ratchet_service.usecases import attempts, checkpoints
+from ratchet_service.usecases import attempts, checkpoints, export
 
 router = APIRouter(tags=["attempts and checkpoints"])
+_FILE: Final[dict[str, Any]] = {"schema": {"type": "string", "format": "binary"}}
+_EXPORTED: Final[dict[int | str, dict[str, Any]]] = {
+    200: {
+        "description": "The whole file, verified before its first byte is sent.",
+        "content": dict.fromkeys(export.MEDIA_TYPES.values(), _FILE),
+        "headers": {
+            "Repr-Digest": {"description": "SHA-256 of the body (RFC 9530).", "schema": {"type": "string"}},
+            "Ratchet-Notes": {
+                "description": "JSON list of sentences: what a reader of the file must know.",
+                "schema": {"type": "string"},
+            },
+        },
+    }
+}
 
 
 @router.get("/v1/jobs/{job_id}/attempts", summary="List attempts")
@@ -57,6 +74,35 @@ def get_checkpoint(service: ServiceDep, job_id: str, checkpoint_id: str) -> Chec
     """With its manifest, where the disk still has it."""
     with service.database.read() as session:
         return checkpoints.detail(session, job_id, checkpoint_id, service.settings.paths)
+
+
+@router.get(
+    "/v1/jobs/{job_id}/checkpoints/{checkpoint_id}/export",
+    response_class=StreamingResponse,
+    responses=_EXPORTED,
+    summary="Read a checkpoint as files for other programs",
+)
+def export_checkpoint(
+    service: ServiceDep,
+    job_id: str,
+    checkpoint_id: str,
+    format: Annotated[
+        export.Format,
+        Query(
+            description="safetensors: the model alone. torch: a tar of one file per rank with the rank's whole state, for "
+            "`torch.load(weights_only=True)`."
+        ),
+    ] = "safetensors",
+) -> Response:
+    """Where the ranks' replicas differ the model is their mean; buffers are rank 0's. Made with the job's own interpreter, which
+    takes as long as reading and writing the files takes."""
+    made = export.export(service.database, job_id, checkpoint_id, service.settings.paths, format)
+    headers = {
+        "Content-Length": str(made.size),
+        "Repr-Digest": f"sha-256=:{base64.b64encode(made.digest).decode()}:",
+        "Ratchet-Notes": json.dumps(made.notes),
+    }
+    return StreamingResponse(made.chunks(), headers=headers, media_type=export.MEDIA_TYPES[format])
 
 
 @router.post(

@@ -1,0 +1,127 @@
+"""Fetching what a checkpoint is exported as: whole and with the right digest under its name, or not there at all."""
+
+from __future__ import annotations
+
+import base64
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, Final, Literal
+
+from ratchet_client.errors import ServiceFault
+from ratchet_client.transport import Transport
+from ratchet_contract.errors import Refused
+
+ExportFormat = Literal["safetensors", "torch"]
+_READ_SECONDS: Final = 3600.0
+"""Until the first byte: the service reads and writes the whole checkpoint before it answers."""
+_MEMBER: Final = re.compile(r"rank-\d{5}-of-\d{5}\.pt", re.ASCII)
+_DIGEST: Final = re.compile(r"sha-256=:([A-Za-z0-9+/=]+):", re.ASCII)
+_CHUNK: Final = 1 << 20
+
+
+def fetch(transport: Transport, path: str, form: ExportFormat, target: Path) -> list[str]:
+    """Write the export at ``path`` of the service to ``target``, a file (``safetensors``) or a directory (``torch``), which must
+    not be there yet. Returns what its reader must know.
+
+    It is written beside ``target`` and gets its name last. Raises ``Refused`` (``output-exists``, ``output-not-written``),
+    ``ServiceFault`` for an answer that is cut short or altered, and what the service refuses.
+    """
+    if os.path.lexists(target):
+        raise Refused(f"{target} is there already: name another, or remove it first", code="output-exists")
+    try:
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name[:100]}.", suffix=".tmp", dir=target.absolute().parent))
+    except OSError as error:
+        raise _not_written(target, error) from error
+    try:
+        with transport.stream(path, {"format": form}, {}, read=_READ_SECONDS) as response:
+            body = _Body(response.iter_bytes(_CHUNK))
+            made = temporary / "whole"
+            if form == "torch":
+                made.mkdir()
+                _unpack(body, made)
+            else:
+                _copy(body, made)
+            body.finish(response.headers.get("Repr-Digest", ""))
+            made.rename(target)
+            return [str(note) for note in json.loads(response.headers.get("Ratchet-Notes", "[]"))]
+    except OSError as error:
+        raise _not_written(target, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+class _Body:
+    """An answer's bytes as a file to read from, hashed on their way."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
+        self._left = memoryview(b"")
+        self._hasher = hashlib.sha256()
+
+    def read(self, size: int) -> bytes:
+        """Up to ``size`` bytes; fewer only at the end."""
+        parts = []
+        while size:
+            if not self._left:
+                chunk = next(self._chunks, b"")
+                if not chunk:
+                    break
+                self._hasher.update(chunk)
+                self._left = memoryview(chunk)
+            part, self._left = self._left[:size], self._left[size:]
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    def finish(self, told: str) -> None:
+        """Read to the end. Raises ``ServiceFault`` where the bytes are not those that ``told`` (Repr-Digest) speaks of."""
+        while self.read(_CHUNK):
+            pass
+        match = _DIGEST.fullmatch(told)
+        if match is None or base64.b64decode(match[1]) != self._hasher.digest():
+            raise ServiceFault("the file arrived altered, its digest is another one: nothing was kept, try again")
+
+
+def _copy(body: _Body, target: Path) -> None:
+    with target.open("xb") as out:
+        while chunk := body.read(_CHUNK):
+            out.write(chunk)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _unpack(body: Any, folder: Path) -> None:
+    """Plain files of the ranks' names, and nothing else that a tar may hold. Raises ``ServiceFault``."""
+    try:
+        with tarfile.open(fileobj=body, mode="r|") as tar:
+            for member in tar:
+                source: IO[bytes] | None = tar.extractfile(member) if member.isreg() else None
+                if source is None or not _MEMBER.fullmatch(member.name):
+                    raise ServiceFault(
+                        f"the service sent {member.name!r}, which belongs to no export: nothing was kept"
+                    )
+                with (folder / member.name).open("xb") as out:
+                    shutil.copyfileobj(source, out, _CHUNK)
+                    out.flush()
+                    os.fsync(out.fileno())
+    except tarfile.TarError as error:
+        raise ServiceFault(f"what the service sent is not whole ({error}): nothing was kept, try again") from error
+
+
+def _not_written(target: Path, error: OSError) -> Refused:
+    advice = {
+        errno.ENOSPC: "the disk is full: make room, or name a place on another one",
+        errno.EDQUOT: "the disk quota is used up: make room, or name a place on another disk",
+        errno.ENOENT: "make its directory first",
+    }.get(error.errno or 0, "check the directory and its permissions")
+    return Refused(
+        f"{target} was not written: {error.strerror or error}; {advice}. Nothing of it stays", code="output-not-written"
+    )

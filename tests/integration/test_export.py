@@ -1,0 +1,168 @@
+"""What a checkpoint is exported as, against what plain PyTorch would have saved in the very step: model and whole ranks."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_model
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+from ratchet_contract.errors import CheckpointError
+from ratchet_contract.phases import Cause
+from ratchet_store.commit import read_manifest
+from ratchet_worker.export import export
+from tests.support import plain_script
+from tests.support.checkpoints import copy_checkpoint
+from tests.support.launch import Job
+
+POWER = {"name": "powerSGD", "matrix_approximation_rank": 2, "start_powerSGD_iter": 3}
+LOCAL = {
+    "name": "post_localSGD",
+    "start_localSGD_iter": 2,
+    "model_averaging_period": 4,
+    "post_local_gradient_allreduce": False,
+}
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
+    """Two jobs of one script, under hooks with and without equal replicas, that have ended."""
+    home = tmp_path_factory.mktemp("export")
+    code = home / "code"
+    code.mkdir()
+    shutil.copy(plain_script.__file__, code / "train.py")
+    made = {}
+    for name, hook, steps in (("power", POWER, 6), ("local", LOCAL, 6)):
+        out = home / name
+        out.mkdir()
+        spec = {"script": ["train.py", str(out), str(steps)], "code": {"path": str(code)}, "hook": hook}
+        made[name] = Job(home, {**spec, "ddp": {"bucket_cap_mb": 0.005}}, code, job_id=name)
+        made[name].launch()
+    for job in made.values():
+        assert job.attempts[0].wait().cause is Cause.COMPLETED, job.attempts[0].logs()
+    yield made
+    for job in made.values():
+        job.close()
+
+
+def _export(job: Job, form: str, checkpoint: Path | None = None) -> tuple[bytes, list[str]]:
+    directory = checkpoint or job.newest()
+    with tempfile.TemporaryFile() as file:
+        request = {"checkpoint": str(directory), "digest": read_manifest(job.newest()).digest, "format": form}
+        notes = export({**request, "fd": os.dup(file.fileno())})
+        file.seek(0)
+        return file.read(), notes
+
+
+def _ranks(job: Job) -> list[Any]:
+    """The torch form, as a program without Ratchet reads it."""
+    data, _ = _export(job, "torch")
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        names = tar.getnames()
+        assert names == ["rank-00000-of-00002.pt", "rank-00001-of-00002.pt"]
+        files = [tar.extractfile(name) for name in names]
+        return [torch.load(file, weights_only=True) for file in files if file is not None]
+
+
+def _saved(job: Job, rank: int) -> Any:
+    """What the script itself saved in its last step."""
+    return torch.load(job.home.home / job.job_id / f"end-{rank}.pt", weights_only=False)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype is b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(_same(a[key], b[key]) for key in a)
+    return bool(a == b)
+
+
+def test_the_model_is_the_modules_own_state_dict_bit_for_bit(jobs: dict[str, Job], tmp_path: Path) -> None:
+    data, notes = _export(jobs["power"], "safetensors")
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(data)
+    torch.manual_seed(5)
+    net = plain_script.Net()
+    load_model(net, path)
+    truth = _saved(jobs["power"], 0)["state_dict"]
+    assert truth.pop("_extra_state") == {"version": 3}
+    assert _same(dict(net.state_dict()), dict(truth)) and net.outer.weight is net.inner.weight
+    with safetensors.safe_open(path, "pt") as file:
+        assert set(file.keys()) == set(truth) - {"outer.weight"}
+        metadata = file.metadata()
+    assert metadata["outer.weight"] == "inner.weight" and metadata["format"] == "pt"
+    facts = json.loads(metadata["ratchet"])
+    assert (facts["step"], facts["job"], facts["notes"]) == (6, "power", notes)
+    assert any("rank 0" in note for note in notes) and any("_extra_state" in note for note in notes)
+
+
+def test_replicas_that_differ_are_exported_as_their_mean(jobs: dict[str, Job], tmp_path: Path) -> None:
+    data, notes = _export(jobs["local"], "safetensors")
+    found = safetensors.torch.load(data)
+    ranks = [_saved(jobs["local"], rank)["state_dict"] for rank in range(2)]
+    assert not torch.equal(ranks[0]["head.weight"], ranks[1]["head.weight"])  # or there is nothing to average
+    for name in ("head.weight", "conv.weight", "inner.weight"):
+        mean = ((ranks[0][name].double() + ranks[1][name].double()) / 2).float()
+        assert torch.equal(found[name], mean), name
+    assert torch.equal(found["norm.running_mean"], ranks[0]["norm.running_mean"])
+    assert torch.equal(found["table"], ranks[0]["table"])
+    assert any("mean over 2 ranks" in note for note in notes)
+    local = _ranks(jobs["local"])
+    assert all(_same(dict(local[r]["state_dict"]), dict(ranks[r])) for r in range(2))  # each rank's own
+    assert local[0]["comm_hook_state"]["iter"] == 2 and local[0]["averager"]["step"] == 6
+
+
+def test_the_torch_form_goes_on_by_the_documented_recipe(jobs: dict[str, Job]) -> None:
+    buckets = set()
+    for rank, found in enumerate(_ranks(jobs["power"])):
+        truth = _saved(jobs["power"], rank)
+        assert _same(dict(found["state_dict"]), dict(truth["state_dict"])) and found["rank"] == rank
+        assert found["state_dict"]["outer.weight"].data_ptr() == found["state_dict"]["inner.weight"].data_ptr()
+        assert _same(found["optimizer"], truth["optimizer"])
+        assert (found["comm_hook"], found["notes"]) == ("powerSGD", [])
+        state = _restored(found["comm_hook_state"])
+        saved = truth["state"]
+        buckets |= set(saved["error_dict"])
+        assert _same(state.__getstate__() | {"rng": None}, saved | {"rng": None})
+        assert np.array_equal(state.rng.randint(1 << 30, size=700), saved["rng"].randint(1 << 30, size=700))
+        net = plain_script.Versioned()
+        net.load_state_dict(found["state_dict"])
+        torch.optim.AdamW(net.parameters()).load_state_dict(found["optimizer"])
+    assert len(buckets) > 1  # or the order within a bucket is all that was looked at
+
+
+def _restored(slots: dict[str, Any]) -> Any:
+    """The recipe of docs/checkpoints.md."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        generator = np.random.RandomState()
+        generator.set_state(slots["rng"])
+        state = PowerSGDState(process_group=None)
+        state.__setstate__({**slots, "rng": generator})
+        return state
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+def test_a_damaged_checkpoint_is_not_exported(jobs: dict[str, Job], tmp_path: Path, form: str) -> None:
+    copy = copy_checkpoint(jobs["power"].newest(), tmp_path / jobs["power"].newest().name)
+    broken = copy / "rank-00000-of-00002.safetensors"
+    data = bytearray(broken.read_bytes())
+    data[-1] ^= 1
+    broken.write_bytes(data)
+    with pytest.raises(CheckpointError, match="digest"):
+        _export(jobs["power"], form, copy)
