@@ -6,38 +6,93 @@ import ast
 import xml.etree.ElementTree as ElementTree
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from examples.demo.picture import Interruption, draw
 from examples.demo.story import SPEC
+from ratchet_contract.spec import CodeSpec
 from ratchet_contract.spec_parse import load_spec_text, parse_spec
+from ratchet_service.interpreters import Findings, Interpreters
+from ratchet_service.machine import Machine
+from ratchet_service.preflight import resolve
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
+FILES = sorted([*EXAMPLES.glob("*.yaml"), *(EXAMPLES / "hooks").glob("*.yaml")])
+GPUS = Machine(tuple(range(8)), 32)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)
 def test_a_spec_file_is_valid_and_names_code_that_exists(file: Path) -> None:
-    _check(load_spec_text(file.read_text()))
+    _check(load_spec_text(file.read_text()), file.parent)
 
 
 def test_the_demos_spec_is_valid() -> None:
-    _check({"name": "demo", **SPEC})
+    _check({"name": "demo", **SPEC}, EXAMPLES)
 
 
-def _check(data: dict[str, object]) -> None:
+def _check(data: dict[str, object], root: Path) -> None:
     spec = parse_spec(data)
-    code = EXAMPLES / spec.code.path if spec.code else None
+    code = root / spec.code.path if spec.code else None
     if spec.script is not None:
         assert code is not None and (code / spec.script[0]).is_file()
         return
     assert spec.task is not None
     module, _, name = spec.task.entrypoint.partition(":")
     found = find_spec(module) if code is None else None
-    path = Path(found.origin) if found is not None and found.origin else (code or EXAMPLES) / f"{module}.py"
+    path = Path(found.origin) if found is not None and found.origin else (code or root) / f"{module}.py"
     classes = {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)}
     made = next(n for n in classes[name].body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
     assert set(spec.task.args) <= {argument.arg for argument in made.args.args}
+
+
+# Of torch's and Lightning's pages, one file each: what their state objects and strategies are given.
+PAGES: dict[str, dict[str, object]] = {
+    "save-reload": {"hook.name": "powerSGD"},
+    "fp16-compress": {"hook.name": "fp16_compress"},
+    "powersgd": {"hook.name": "powerSGD", "hook.matrix_approximation_rank": 1, "hook.start_powerSGD_iter": 5000},
+    "powersgd-fp16-wrapper": {
+        "hook.name": "powerSGD", "hook.matrix_approximation_rank": 1, "hook.start_powerSGD_iter": 5000,
+        "hook.wrapper": "fp16_compress_wrapper",
+    },
+    "post-localsgd": {"hook.name": "post_localSGD", "hook.start_localSGD_iter": 8, "hook.model_averaging_period": 4},
+    "static-graph": {"ddp.static_graph": True},
+    "gradient-as-bucket-view": {"ddp.gradient_as_bucket_view": True},
+    "find-unused-parameters": {"ddp.find_unused_parameters": True},
+    "nccl": {"nccl.NCCL_NSOCKS_PERTHREAD": "4", "nccl.NCCL_SOCKET_NTHREADS": "2", "world.device": "cuda"},
+}  # fmt: skip
+
+
+def test_each_example_of_the_pages_is_a_file_that_says_what_it_says() -> None:
+    assert {file.stem for file in (EXAMPLES / "hooks").glob("*.yaml")} == set(PAGES)
+    for name, wanted in PAGES.items():
+        found = parse_spec(load_spec_text((EXAMPLES / "hooks" / f"{name}.yaml").read_text())).model_dump()
+        for key, value in wanted.items():
+            section, _, field = key.partition(".")
+            assert found[section][field] == value, (name, key)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_each_example_of_the_pages_passes_the_checks_of_a_machine_with_gpus_and_warns(name: str) -> None:
+    file = EXAMPLES / "hooks" / f"{name}.yaml"
+    spec = parse_spec(load_spec_text(file.read_text()))
+    if spec.code is not None:
+        spec = spec.model_copy(update={"code": CodeSpec(path=str(file.parent / spec.code.path))})
+    resolved, warnings, problems = resolve(spec, GPUS, interpreters=HasCuda())
+    assert problems == [] and (resolved.device, resolved.backend) == ("cuda", "nccl")
+    expected = {"hook-experimental", "hook-caution"} if spec.hook.name != "allreduce" else set()
+    assert {w.code for w in warnings} == expected | ({"nccl-tuned"} if name == "nccl" else set())
+
+
+class HasCuda(Interpreters):
+    """An interpreter with a CUDA build of torch, where the code is."""
+
+    def ask(self, python: str, *, code: str | None = None, module: str | None = None, path: Any = ()) -> Findings:
+        origin = str(Path(code) / f"{module}.py") if code is not None and module is not None else None
+        return Findings(version=(3, 11, 0), protocol=1, torch=True, torch_cuda=True, origin=origin)
 
 
 def test_the_users_project_has_modules_with_names_that_a_tool_might_take() -> None:
