@@ -11,6 +11,8 @@ BENCHMARKS: Final[dict[str, str]] = {
     "step": "benchmarks.step",
     "hooks": "benchmarks.hooks",
     "startup": "benchmarks.startup",
+    "paper": "benchmarks.paper",
+    "network": "benchmarks.network",
 }
 """Name on the command line -> module with ``main() -> None``, imported only when it is run."""
 

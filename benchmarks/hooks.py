@@ -8,15 +8,11 @@ hook shows what the method itself sees. ``RATCHET_BENCH_HOOKS``, ``RATCHET_BENCH
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from benchmarks.processes import group_result
 from benchmarks.scripts.hooks import STOCK
 from benchmarks.stats import estimate, machine
 from benchmarks.step import Size
@@ -24,8 +20,6 @@ from ratchet_hooks.registry import HOOKS
 
 RANKS: Final = 2
 SIZES: Final = {"small": Size(512, 4, 32, 10, 40), "large": Size(2048, 6, 32, 2, 24)}
-_DEADLINE: Final = 600.0  # seconds for one row
-_ROOT: Final = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
@@ -48,7 +42,7 @@ def _size(size: Size) -> Size:
 
 
 def _row(name: str, hook: str, size: Size) -> None:
-    result = _measure(hook, size)
+    result = group_result("benchmarks.scripts.hooks", RANKS, {"hook": hook, **vars(size)})
     wall, cpu = ({loop: [b[i] for b in blocks] for loop, blocks in result["blocks"].items()} for i in (0, 1))
     each = [f"{statistics.median(wall[loop]) / size.block * 1e6:.0f}" for loop in ("managed", "stock")]
     ratios = (_ratios(wall, "managed"), _ratios(cpu, "managed"), _ratios(wall, "control"))
@@ -58,26 +52,6 @@ def _row(name: str, hook: str, size: Size) -> None:
 
 def _ratios(seconds: dict[str, list[float]], loop: str) -> list[float]:
     return [a / b for a, b in zip(seconds[loop], seconds["stock"], strict=True)]
-
-
-def _measure(hook: str, size: Size) -> dict[str, Any]:
-    """What the ranks of one group measured."""
-    with tempfile.TemporaryDirectory(prefix="ratchet-bench-") as folder:
-        out = Path(folder) / "result.json"
-        arguments = {"world": RANKS, "store": Path(folder) / "store", "hook": hook, **vars(size), "out": out}
-        command = [sys.executable, "-m", "benchmarks.scripts.hooks"]
-        command += [str(part) for key, value in arguments.items() for part in (f"--{key}", value)]
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        ranks = [subprocess.Popen([*command, "--rank", str(rank)], cwd=_ROOT, env=variables) for rank in range(RANKS)]
-        try:
-            if codes := [code for rank in ranks if (code := rank.wait(_DEADLINE))]:
-                raise SystemExit(f"{hook}: a rank ended with {codes[0]}")
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-        result: dict[str, Any] = json.loads(out.read_text())
-        return result
 
 
 def _line(title: str, ratio: str, cpu: str, control: str, ours: str, torchs: str) -> str:

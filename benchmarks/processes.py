@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 
@@ -16,6 +20,7 @@ from ratchet_contract.paths import AttemptPaths, HomePaths
 from ratchet_contract.phases import Cause
 
 T = TypeVar("T")
+_ROOT: Final = Path(__file__).resolve().parents[1]
 
 
 def attempt_paths(service: Service, job_id: str, number: int = 1) -> AttemptPaths:
@@ -66,3 +71,27 @@ def cpu_shares(pids: Mapping[str, int], during: Callable[[], Any]) -> dict[str, 
     during()
     spent = time.monotonic() - begin
     return {name: (cpu_seconds(pid) - before[name]) / spent for name, pid in pids.items()}
+
+
+def group_result(module: str, world: int, arguments: Mapping[str, object], deadline: float = 600.0) -> dict[str, Any]:
+    """What the ranks of ``python -m module`` wrote: processes of one thread each, without a service and an agent.
+
+    They are told the file of their rendezvous (``--store``), who they are (``--rank``, ``--world``), and where the result goes
+    (``--out``). Raises ``DemoError`` when one fails, ``subprocess.TimeoutExpired`` after ``deadline`` seconds.
+    """
+    with tempfile.TemporaryDirectory(prefix="ratchet-bench-") as folder:
+        out = Path(folder) / "result.json"
+        told = {"world": world, "store": Path(folder) / "store", **arguments, "out": out}
+        command = [sys.executable, "-m", module]
+        command += [str(part) for key, value in told.items() for part in (f"--{key}", value)]
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        ranks = [subprocess.Popen([*command, "--rank", str(rank)], cwd=_ROOT, env=variables) for rank in range(world)]
+        try:
+            if codes := [code for rank in ranks if (code := rank.wait(deadline))]:
+                raise DemoError(f"{' '.join(command)}: a rank ended with {codes[0]}")
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        result: dict[str, Any] = json.loads(out.read_text())
+        return result
