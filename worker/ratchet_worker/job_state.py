@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -14,14 +14,14 @@ from ratchet_contract.errors import StateError, UserError
 from ratchet_contract.resume import ComponentReport, ComponentStatus
 from ratchet_hooks.build import ManagedHook
 from ratchet_hooks.layout import ManagedDDP
-from ratchet_worker import module_origin, module_state, optimizer_state, rng, state_names
+from ratchet_worker import model_state, module_origin, module_state, optimizer_state, rng, state_names
+from ratchet_worker.model_state import MODEL
 from ratchet_worker.module_origin import Origin
 from ratchet_worker.passage import HookState, Passage, batches, restore_hook
 from ratchet_worker.snapshot import Snapshot, Tensors, digest
 from ratchet_worker.task import Stateful, TrainData
 
-_MODEL: Final = "model"
-_ALWAYS: Final = frozenset({_MODEL, "buffers", "modules", "facts", "hook", "rng", state_names.COMPONENT})
+_ALWAYS: Final = frozenset({MODEL, "buffers", "modules", "facts", "hook", "rng", state_names.COMPONENT})
 
 
 class JobState:
@@ -99,16 +99,16 @@ class JobState:
 
     def _capture_equal(self, out: Snapshot, equal: bool) -> None:
         ddp, _ = self.hook_or_refuse()
-        names, replicated = self._names(), self._replicated()
-        tensors: Tensors = {f"{_MODEL}/{name}": p.detach() for name, p in ddp.module.named_parameters()}
-        own = [name for name in tensors if name.removeprefix(f"{_MODEL}/") not in replicated]
+        names, replicated = self._names(), model_state.replicated(ddp.module)
+        tensors: Tensors = {f"{MODEL}/{name}": p.detach() for name, p in ddp.module.named_parameters()}
+        own = [name for name in tensors if name.removeprefix(f"{MODEL}/") not in replicated]
         for component, optimizer in self.optimizers.items():
             shared, rest = optimizer_state.capture(optimizer, component, names, replicated)
             tensors |= shared
             out.add(component, rest)
         for name, tensor in tensors.items():
             (out.shared if equal and name not in own else out.private)[name] = tensor
-        out.state[_MODEL] = sorted(own)
+        out.state[MODEL] = sorted(own)
 
     def shared_digest(self) -> str | None:
         """Digest of what is equal on all ranks, as a checkpoint taken now would have it; None when nothing is."""
@@ -146,10 +146,11 @@ class JobState:
         self, saved: Snapshot, status: ComponentStatus, reason: str | None, how: Passage
     ) -> list[ComponentReport]:
         """Model, optimizers, buffers and further objects. ``status``: of what is private; the rest is exact, or averaged."""
-        reports = [self._fits(_MODEL, lambda: self._restore_model(saved))]
+        module = self.hook_or_refuse()[0].module
+        reports = [self._fits(MODEL, lambda: model_state.restore_parameters(module, saved))]
         equal, names = {**saved.shared, **saved.private}, self._names()
-        replicas = {n.removeprefix(f"{_MODEL}/") for n in saved.private if n.startswith(f"{_MODEL}/")}
-        private = [self._fits("buffers", lambda: self._restore_buffers(saved, how.relayout))]
+        replicas = set(model_state.parameters_of(saved.private))
+        private = [self._fits("buffers", lambda: model_state.restore_buffers(module, saved, how.relayout))]
         for component, optimizer in self.optimizers.items():
             if component in saved.state:
                 rest = saved.value(component, apart=replicas)
@@ -185,20 +186,6 @@ class JobState:
         ]
         new = [self._report(c, "absent", "the checkpoint has none; it starts anew") for c in sorted(here - there)]
         return lost + new
-
-    def _restore_model(self, saved: Snapshot) -> None:
-        live = dict(self.hook_or_refuse()[0].module.named_parameters())
-        prefix = f"{_MODEL}/"
-        found = {
-            n.removeprefix(prefix): t for n, t in {**saved.shared, **saved.private}.items() if n.startswith(prefix)
-        }
-        _copy_into("parameter", live, found)
-
-    def _restore_buffers(self, saved: Snapshot, relayout: bool) -> None:
-        module, buffers, modules = self.hook_or_refuse()[0].module, saved.encoded("buffers")[0], saved.value("modules")
-        module_origin.make_buffers(module, modules.get("made", {}), modules.get("gone", []), buffers)
-        _copy_into("buffer", dict(module.named_buffers()), buffers)
-        module_state.restore(module, modules, frozen=not relayout)
 
     def _restore_hook(self, states: Sequence[HookState], how: Passage, *, resized: bool) -> ComponentReport:
         ddp, hook = self.hook_or_refuse()
@@ -255,12 +242,6 @@ class JobState:
     def _names(self) -> dict[int, str]:
         return {id(p): name for name, p in self.hook_or_refuse()[0].module.named_parameters()}
 
-    def _replicated(self) -> Collection[str]:
-        """Parameters that DDP keeps equal: all but those that the module asks DDP to ignore."""
-        module = self.hook_or_refuse()[0].module
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        return [name for name, _ in module.named_parameters() if name not in ignored]
-
 
 def counted(ranks: int) -> str:
     """``1 rank``, ``2 ranks``"""
@@ -286,17 +267,3 @@ def _as_stateful(component: str, item: Any) -> Stateful:
         f"{component} of type {type(item).__name__} has no state_dict and load_state_dict, so it cannot be put back; "
         "add them (tensors, numbers, strings, lists, dicts), or do not register it"
     )
-
-
-def _copy_into(kind: str, live: dict[str, torch.Tensor] | dict[str, nn.Parameter], found: Tensors) -> None:
-    """Copy bit for bit into live tensors of the same names, shapes and dtypes. Raises ``StateError`` naming what differs."""
-    if odd := sorted(set(live) ^ set(found)):
-        side = "the model has no longer" if odd[0] in found else "the checkpoint does not have"
-        raise StateError(f"{kind} {odd[0]!r}, which {side}")
-    with torch.no_grad():
-        for name, tensor in live.items():
-            saved = found[name]
-            if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
-                was, now = (f"{t.dtype} {list(t.shape)}" for t in (saved, tensor))
-                raise StateError(f"{kind} {name!r} is {now}, the checkpoint has {was}")
-            tensor.copy_(saved)
