@@ -35,8 +35,10 @@ RUNS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
         {"name": "post_localSGD", "phase": "local", "iteration": 14, "averager_step": 14, "next_averaging": 17},
     ),
     "find-unused-parameters": ({"task.args.steps": "14"}, POWERSGD),
-    "static-graph": (DIGITS | ONE_RANK, {"name": "allreduce", "phase": "steady", "iteration": 14}),
-    "gradient-as-bucket-view": (DIGITS | ONE_RANK, {"name": "allreduce", "phase": "steady", "iteration": 14}),
+    "static-graph": (
+        {**DIGITS, **ONE_RANK, "ddp.gradient_as_bucket_view": "true"},  # and the example of that one
+        {"name": "allreduce", "phase": "steady", "iteration": 14},
+    ),
 }
 """What is made smaller, and what the hook says at the end."""
 
