@@ -19,41 +19,28 @@ from typing import Final, NoReturn
 import torch
 from torch.distributed import destroy_process_group, is_initialized
 
-from ratchet_contract.errors import CheckpointError, RatchetError, UserError
-from ratchet_contract.exit_codes import (
-    EXIT_CHECKPOINT_ERROR,
-    EXIT_COMPLETED,
-    EXIT_EXCEPTION,
-    EXIT_PREEMPTED,
-    EXIT_USER_ERROR,
-)
+from ratchet_contract.errors import UserError
+from ratchet_contract.exit_codes import EXIT_COMPLETED, EXIT_PREEMPTED
 from ratchet_contract.messages import LaunchFile, RankResult
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import Cause
-from ratchet_hooks.build import UnsupportedModel, close_group
-from ratchet_hooks.errors import advice_on
+from ratchet_hooks.build import close_group
 from ratchet_worker import determinism, loop, rng, user_code
 from ratchet_worker.agreement import Agreement, Decision, Wish
 from ratchet_worker.counter import StepCounter
+from ratchet_worker.endings import EXIT_CODES, cause_of, leave_process, write_result
 from ratchet_worker.exchange import Abandoned, Exchange, until_present
-from ratchet_worker.files import now, release, reserve
+from ratchet_worker.files import now, reserve
 from ratchet_worker.group import Clients, Identity, connect, device_of, join, named_device
 from ratchet_worker.listener import Listener
 from ratchet_worker.reporter import Reporter
 from ratchet_worker.restore import choose
-from ratchet_worker.results import write_rank_result
 from ratchet_worker.runtime import Runtime, Stopped, current
 from ratchet_worker.spool import Spool
 from ratchet_worker.unmanaged import Unmanaged
 
 _FAREWELL_SECONDS: Final = 3.0
 _NEWS_SECONDS: Final = 2.0
-_EXIT_CODES: Final = {
-    Cause.USER_ERROR: EXIT_USER_ERROR,
-    Cause.CHECKPOINT_ERROR: EXIT_CHECKPOINT_ERROR,
-    Cause.OOM: EXIT_EXCEPTION,
-    Cause.EXCEPTION: EXIT_EXCEPTION,
-}
 
 
 class RankProcess:
@@ -233,7 +220,7 @@ class RankProcess:
                     destroy_process_group()
         except RuntimeError as error:  # another rank was killed on the way out; this one's result stands
             print(f"ratchet: leaving the group: {error}", file=sys.stderr, flush=True)
-            _exit(code)
+            leave_process(code)
         return code
 
     def _leave_as_told(self, cause: Cause, error: BaseException | None) -> int:
@@ -258,7 +245,7 @@ class RankProcess:
             print(trace, file=sys.stderr, flush=True)
         self._write_result(cause, message, trace)
         self._reporter.close()
-        _exit(_EXIT_CODES[cause])
+        leave_process(EXIT_CODES[cause])
 
     def _leave_early(self, cause: Cause) -> None:
         """From the side thread, wherever the main thread is."""
@@ -272,7 +259,7 @@ class RankProcess:
         self._write_result(cause, message, None)
         self._reporter.close()
         self._part(_FAREWELL_SECONDS)
-        _exit(EXIT_PREEMPTED)
+        leave_process(EXIT_PREEMPTED)
 
     def _part(self, seconds: float) -> None:
         """The last use of the store by this rank; rank 0, which serves it, waits for the others' for up to ``seconds``."""
@@ -291,39 +278,9 @@ class RankProcess:
 
     def _write_result(self, cause: Cause, message: str | None, trace: str | None) -> None:
         step = self._runtime.step if self._runtime is not None else 0
-        result = RankResult(
-            rank=self._identity.rank, cause=cause, at=now(), last_step=step, message=message, traceback=trace
+        write_result(
+            self._paths,
+            RankResult(
+                rank=self._identity.rank, cause=cause, at=now(), last_step=step, message=message, traceback=trace
+            ),
         )
-        path = self._paths.rank_result(self._identity.rank)
-        release(path)
-        try:
-            write_rank_result(path, result)
-        except OSError as error:
-            with suppress(OSError):
-                print(f"ratchet: the result could not be written: {error}", file=sys.stderr, flush=True)
-
-
-def cause_of(error: BaseException) -> tuple[Cause, str]:
-    """Cause and a sentence."""
-    if isinstance(error, UserError):
-        return Cause.USER_ERROR, error.detail
-    if isinstance(error, CheckpointError):
-        return Cause.CHECKPOINT_ERROR, error.detail
-    if isinstance(error, SystemExit):
-        return Cause.EXCEPTION, f"the user's code called sys.exit({error.code!r}) in the middle of its work"
-    if isinstance(error, UnsupportedModel):  # seen only when training began
-        return Cause.USER_ERROR, str(error)
-    if advice := advice_on(error):
-        return Cause.USER_ERROR, f"{advice} ({type(error).__name__}: {error})"[:4000]
-    text = error.detail if isinstance(error, RatchetError) else f"{type(error).__name__}: {error}"
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return Cause.OOM, f"out of memory: {text}"
-    return Cause.EXCEPTION, text[:4000]
-
-
-def _exit(code: int) -> NoReturn:
-    """Without destructors: torn down carelessly, torch's threads abort the process."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):
-            stream.flush()
-    os._exit(code)

@@ -1,0 +1,64 @@
+"""How a rank ends: the cause behind an exception, its exit code, the result on the disk, and the way out of the process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from typing import Final, NoReturn
+
+import torch
+
+from ratchet_contract.errors import CheckpointError, RatchetError, UserError
+from ratchet_contract.exit_codes import EXIT_CHECKPOINT_ERROR, EXIT_EXCEPTION, EXIT_USER_ERROR
+from ratchet_contract.messages import RankResult
+from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.phases import Cause
+from ratchet_hooks.build import UnsupportedModel
+from ratchet_hooks.errors import advice_on
+from ratchet_worker.files import release
+from ratchet_worker.results import write_rank_result
+
+EXIT_CODES: Final = {
+    Cause.USER_ERROR: EXIT_USER_ERROR,
+    Cause.CHECKPOINT_ERROR: EXIT_CHECKPOINT_ERROR,
+    Cause.OOM: EXIT_EXCEPTION,
+    Cause.EXCEPTION: EXIT_EXCEPTION,
+}
+
+
+def cause_of(error: BaseException) -> tuple[Cause, str]:
+    """Cause of an attempt that ended with ``error``, and a sentence for people. The causes are those of ``EXIT_CODES``."""
+    if isinstance(error, UserError):
+        return Cause.USER_ERROR, error.detail
+    if isinstance(error, CheckpointError):
+        return Cause.CHECKPOINT_ERROR, error.detail
+    if isinstance(error, SystemExit):
+        return Cause.EXCEPTION, f"the user's code called sys.exit({error.code!r}) in the middle of its work"
+    if isinstance(error, UnsupportedModel):  # seen only when training began
+        return Cause.USER_ERROR, str(error)
+    if advice := advice_on(error):
+        return Cause.USER_ERROR, f"{advice} ({type(error).__name__}: {error})"[:4000]
+    text = error.detail if isinstance(error, RatchetError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return Cause.OOM, f"out of memory: {text}"
+    return Cause.EXCEPTION, text[:4000]
+
+
+def write_result(paths: AttemptPaths, result: RankResult) -> None:
+    """Into the room that was kept for it. A disk that still refuses it is told of in the log: the rank ends all the same."""
+    path = paths.rank_result(result.rank)
+    release(path)
+    try:
+        write_rank_result(path, result)
+    except OSError as error:
+        with suppress(OSError):
+            print(f"ratchet: the result could not be written: {error}", file=sys.stderr, flush=True)
+
+
+def leave_process(code: int) -> NoReturn:
+    """Without destructors: torn down carelessly, torch's threads abort the process."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)
