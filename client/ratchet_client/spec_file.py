@@ -19,8 +19,8 @@ Spec: TypeAlias = JobSpec | Mapping[str, Any] | str | os.PathLike[str]
 
 
 def spec_body(spec: Spec) -> dict[str, Any]:
-    """The request's body. ``code.path`` and ``python`` are relative to the file, or to the current directory for data that
-    comes from no file. Raises ``SpecError``, ``NotFound``."""
+    """The request's body. ``code.path``, ``start_from.path`` and ``python`` are relative to the file, or to the current directory
+    for data that comes from no file. Raises ``SpecError``, ``NotFound``."""
     if isinstance(spec, str | os.PathLike):
         return read_spec(os.fspath(spec))
     given = spec.model_dump(mode="json", exclude_unset=True) if isinstance(spec, JobSpec) else dict(spec)
@@ -81,10 +81,13 @@ def _path_text(value: Any) -> str:
 
 
 def _absolute_paths(data: dict[str, Any], base: Path) -> None:
-    """``code.path`` and a ``python`` given as a path mean the same wherever the service runs."""
-    code = data.get("code")
+    """``code.path``, ``start_from.path`` and a ``python`` given as a path mean the same wherever the service runs."""
+    code, start = data.get("code"), data.get("start_from")
     if isinstance(code, dict) and isinstance(code.get("path"), str) and code["path"]:
         code["path"] = str((base / Path(code["path"]).expanduser()).resolve())
+    if isinstance(start, dict) and isinstance(start.get("path"), str) and start["path"]:
+        # Not resolved: caches of models have links whose name tells the format, to files whose name does not.
+        start["path"] = str(base / Path(start["path"]).expanduser())
     python = data.get("python")
     if isinstance(python, str) and "/" in python:
         # Not resolved: a virtual environment's python is a link that must stay one.

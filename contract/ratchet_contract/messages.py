@@ -51,6 +51,7 @@ class LaunchFile(Message):
     job_root: str
     attempt_dir: str
     code_dir: str | None = Field(None, description="The code snapshot, read-only; null: no user code.")
+    start_file: str | None = Field(None, description="The copy of start_from's file, read-only; null: none.")
     workdir: str = Field(
         description="Current directory of every rank: the job's own writable copy of the snapshot, kept over all attempts."
     )

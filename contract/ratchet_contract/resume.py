@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-ComponentStatus = Literal["exact", "redistributed", "reset", "absent", "not-exact"]
+ComponentStatus = Literal["exact", "redistributed", "reset", "absent", "not-exact", "imported"]
 Verdict = Literal["fresh", "exact", "not-exact", "unmanaged"]
 
 

@@ -70,6 +70,19 @@ class CodeSpec(SpecModel):
     )
 
 
+class StartSpec(SpecModel):
+    """A model of other programs that the job begins with; a later attempt goes on from the job's own checkpoints."""
+
+    path: str = Field(
+        min_length=1,
+        description="A file on the service's machine, copied by digest at submission: NAME.safetensors, or a PyTorch checkpoint "
+        "that torch.load takes with weights_only=True: a state_dict, or one under state_dict, model_state_dict, model or module.",
+    )
+    optimizer: bool = Field(
+        False, description="Take the optimizer's state, too, from the file's optimizer or optimizer_state_dict."
+    )
+
+
 class SecretSpec(SpecModel):
     from_env: str = Field(
         pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
@@ -80,7 +93,9 @@ class SecretSpec(SpecModel):
 
 class WorldSpec(SpecModel):
     nodes: int = Field(1, ge=1, le=1024, description="Machines. More than one is not available yet.")
-    ranks_per_node: int = Field(1, ge=1, le=1024, description="Training processes; on CUDA each gets a GPU of its own.")
+    ranks_per_node: int = Field(
+        1, ge=1, le=1024, description="Training processes. One device per rank: on CUDA each gets a GPU of its own."
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: CUDA where the machine has a GPU and torch can use it; decided once per job."
     )
@@ -104,9 +119,16 @@ class DdpSpec(SpecModel):
     bucket_cap_mb: float | None = Field(
         None, gt=0, le=100_000, allow_inf_nan=False, description="MiB of gradients per bucket; null: torch's default."
     )
-    static_graph: bool = Field(False, description="The graph of a step never changes.")
-    gradient_as_bucket_view: bool = Field(False, description="Gradients are views into the buckets: less memory.")
-    find_unused_parameters: bool = Field(False, description="Needed where a step may leave parameters out.")
+    static_graph: bool = Field(
+        False, description="Every step uses the same parameters. Not together with find_unused_parameters."
+    )
+    gradient_as_bucket_view: bool = Field(
+        False,
+        description="Gradients are views into the buckets: a copy of them less. detach_() fails on them; use zero_grad().",
+    )
+    find_unused_parameters: bool = Field(
+        False, description="Needed where a step may leave parameters out; costs a pass over the graph per step."
+    )
     broadcast_buffers: bool = Field(True, description="Rank 0's buffers go to all ranks before each forward pass.")
     backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: NCCL on CUDA, else gloo.")
 
@@ -155,6 +177,9 @@ class JobSpec(SpecModel):
     task: TaskSpec | None = Field(None, description="A task class; Ratchet runs the loop.")
     script: list[str] | None = Field(None, min_length=1, description="A Python file below `code` and its arguments.")
     code: CodeSpec | None = Field(None, description="The user's directory; on the import path of every rank.")
+    start_from: StartSpec | None = Field(
+        None, description="A model to begin with, instead of the weights that the code draws."
+    )
     python: str | None = Field(
         None, description="The user's interpreter or virtual environment; it needs ratchet-train[worker]."
     )
@@ -164,9 +189,14 @@ class JobSpec(SpecModel):
     resources: ResourcesSpec = ResourcesSpec()
     ddp: DdpSpec = DdpSpec()
     hook: Annotated[HookSpec, BeforeValidator(normalise_hook)] = Field(
-        AllreduceSpec(), description="The communication hook: its name, or name and parameters."
+        AllreduceSpec(),
+        description="The communication hook: its name, or name and parameters. Hooks are experimental in torch.",
     )
-    nccl: dict[str, str] = Field({}, description="NCCL_* variables; a warning when the backend is not NCCL.")
+    nccl: dict[str, str] = Field(
+        {},
+        description="NCCL_* variables; a warning when the backend is not NCCL. AWS and GCP set NCCL_NSOCKS_PERTHREAD, "
+        "NCCL_SOCKET_NTHREADS and NCCL_MIN_NCHANNELS already: those are for clusters of one's own.",
+    )
     checkpoint: CheckpointSpec = CheckpointSpec()
     policy: PolicySpec = PolicySpec()
     determinism: Literal["strict", "warn", "off"] = Field(
@@ -242,6 +272,8 @@ class JobSpec(SpecModel):
         """Hex SHA-256 of the canonical JSON of everything that can change the training's result."""
         irrelevant = {"name", "labels", "priority", "ttl", "policy", "launcher", "secrets", "checkpoint"}
         data = self.model_dump(mode="json", exclude=irrelevant)
+        if self.start_from is None:  # specs from before there was such a key keep their digest
+            del data["start_from"]
         return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -254,3 +286,4 @@ class Resolved(SpecModel):
     threads_per_rank: int
     python: str
     code_digest: str | None = None
+    start_digest: str | None = None

@@ -61,4 +61,5 @@ class Expiry:
 
     def _referenced(self) -> set[str]:
         with self._database.read() as session:
-            return {digest for digest in session.scalars(sa.select(Job.resolved["code_digest"].as_string())) if digest}
+            keys = [Job.resolved[key].as_string() for key in ("code_digest", "start_digest")]
+            return {digest for row in session.execute(sa.select(*keys)) for digest in row if digest}

@@ -186,6 +186,9 @@ def launch_file(
     job = home.job(job_id)
     paths = job.attempt(epoch)
     digest = resolved.code_digest
+    start = None
+    if spec.start_from is not None and resolved.start_digest is not None:
+        start = home.code / resolved.start_digest / spec.start_from.path.rpartition("/")[2]
     return LaunchFile(
         job_id=job_id,
         epoch=epoch,
@@ -196,6 +199,7 @@ def launch_file(
         job_root=str(job.root),
         attempt_dir=str(paths.root),
         code_dir=str(home.code / digest) if digest else None,
+        start_file=str(start) if start is not None else None,
         workdir=str(job.work),
         gpus=list(gpus),
         report_token=token,

@@ -26,6 +26,9 @@ class SubmissionPorts(Protocol):
     def snapshot(self, path: Path) -> str:
         """Copy the user's code below the run directory; returns its digest. Raises ``SpecError``."""
 
+    def snapshot_file(self, path: Path) -> str:
+        """Copy the file that a job starts from below the run directory; returns the copy's digest. Raises ``SpecError``."""
+
     def plan(self, spec: JobSpec, resolved: Resolved) -> dict[str, Any]:
         """What a launch would run: commands and variables, without secret values. Starts nothing."""
 

@@ -19,7 +19,7 @@ from ratchet_contract.api import Warning_
 from ratchet_contract.errors import FieldProblem, SpecError
 from ratchet_contract.spec import JobSpec, Resolved, TaskSpec
 from ratchet_contract.spec_parse import nearest
-from ratchet_service import entrypoints, preflight_hook, snapshot, unmanaged
+from ratchet_service import entrypoints, preflight_hook, preflight_start, snapshot, unmanaged
 from ratchet_service.credentials import withheld
 from ratchet_service.decide import MAX_BACKOFF
 from ratchet_service.hook_probe import HOOK_SECONDS, Probe
@@ -54,6 +54,7 @@ def resolve(
         python, findings = spec.python or machine.python, Findings(torch=True, torch_cuda=machine.torch_cuda)
     if code_ok:
         _check_script(spec, findings.version, report)
+    preflight_start.check(spec, report)
     device, backend = _device_and_backend(spec, machine, python, findings, report)
     resolved = Resolved(
         device="cuda" if device == "cuda" else "cpu",

@@ -69,6 +69,22 @@ def snapshot(path: str | Path, code_root: Path, limits: Limits | None = None) ->
         raise disk.full(code_root, what, sum(entry.size for entry in entries)) from error
 
 
+def snapshot_file(path: str | Path, code_root: Path) -> str:
+    """One file, of any size, likewise: below ``code_root/<digest>`` under its own name. Raises ``SpecError`` at
+    ``/start_from/path``, ``Refused`` (``disk-full``)."""
+    source = Path(path)
+    try:
+        size = source.stat().st_size
+        return _snapshot([_Entry(source.name, source, 0o644, None, size)], code_root)
+    except SpecError as error:
+        problems = [p.model_copy(update={"pointer": "/start_from/path"}) for p in error.errors]
+        raise SpecError(f"/start_from/path: {problems[0].detail}", errors=problems) from None
+    except OSError as error:
+        if not disk.is_full(error, code_root):
+            raise
+        raise disk.full(code_root, f"{str(path)!r} cannot be copied there, and the job was not stored", size) from error
+
+
 def _snapshot(entries: list[_Entry], code_root: Path) -> str:
     code_root.mkdir(parents=True, exist_ok=True)
     with _guard(code_root):

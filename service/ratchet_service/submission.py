@@ -59,6 +59,9 @@ class LocalSubmission:
     def snapshot(self, path: Path) -> str:
         return snapshot.snapshot(path, self._home.code)
 
+    def snapshot_file(self, path: Path) -> str:
+        return snapshot.snapshot_file(path, self._home.code)
+
     def plan(self, spec: JobSpec, resolved: Resolved) -> dict[str, Any]:
         """The launch of a first attempt; the job's id and the GPU indices are only known when there is one."""
         gpus = tuple(self._machine().gpus[: spec.world.ranks_per_node]) if resolved.device == "cuda" else ()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from typing import Any, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 from ratchet_contract.errors import CheckpointError, StateError
 from ratchet_contract.manifest import STATE_METADATA_KEY, TensorEntry
@@ -103,6 +103,31 @@ def parse_header(raw: bytes) -> tuple[dict[str, Stored], str]:
     except (TypeError, KeyError, ValueError, OverflowError):
         raise CheckpointError("the safetensors header has a malformed entry") from None
     return stored, text
+
+
+def check_plain(file: BinaryIO, size: int) -> None:
+    """Is a file of ``size`` bytes a safetensors file of any program: its header sound, its data all there? Raises
+    ``CheckpointError``, ``OSError``."""
+    length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+    if size < LENGTH_BYTES or length > min(MAX_HEADER, size - LENGTH_BYTES):
+        raise CheckpointError("the header's length is impossible")
+    body = parse_json(file.read(length))
+    if not isinstance(body, dict):
+        raise CheckpointError("the header is not a JSON object")
+    end = 0
+    for key, value in body.items():
+        if key == "__metadata__":
+            continue
+        try:
+            begin, stop = map(int, value["data_offsets"])
+            whole = 0 <= begin <= stop and stop - begin == math.prod(value["shape"]) * ITEMSIZE[value["dtype"]]
+        except (TypeError, KeyError, ValueError, OverflowError):
+            whole = False
+        if not whole:
+            raise CheckpointError(f"the entry of {key[:100]!r} is malformed")
+        end = max(end, stop)
+    if end != size - LENGTH_BYTES - length:
+        raise CheckpointError(f"it has {size - LENGTH_BYTES - length} bytes of data, its header speaks of {end}")
 
 
 def parse_json(raw: bytes | str) -> Any:

@@ -65,6 +65,7 @@ def _checkpoints_are_shown_and_verified(cli: Cli, server: Server, job_id: str) -
     assert "checkpoints ls" in cli("checkpoints", "verify", job_id, "step-000000000001.a0001", expect=3).errors
     assert (final["hook_iteration"] or 0) > 0 and "TOOK" in cli("checkpoints", "ls", job_id).text
     _checkpoints_are_exported(cli, server, job_id, final["id"])
+    _a_job_starts_from_what_was_exported(cli)
     _damage_is_found_among_all(cli, server, job_id)
 
 
@@ -92,6 +93,25 @@ def _checkpoints_are_exported(cli: Cli, server: Server, job_id: str, final: str)
         "model.safetensors",
         "ranks",
     }  # and nothing half written
+
+
+def _a_job_starts_from_what_was_exported(cli: Cli) -> None:
+    begun = ("submit", "spec.yaml", "--name", "begun", "--set", "world.ranks_per_node=1", "--set", "hook=allreduce")
+    (cli.cwd / "hostile.safetensors").write_bytes((1 << 62).to_bytes(8, "little"))
+    told = cli(*begun, "--import", "hostile.safetensors", expect=5)
+    assert "/start_from/path" in told.errors and "header's length" in told.errors
+    assert "no file" in cli(*begun, "--import", "none.pt", "--dry-run", expect=5).errors
+    ranks = cli.cwd / "ranks" / "rank-00000-of-00002.pt"
+    given = ("--import", str(ranks), "--set", "start_from.optimizer=true", "--set", "task.args={steps: 1}")
+    job_id = cli(*begun, *given, "--wait", deadline=120).text.strip()
+    (attempt,) = cli("attempts", job_id, "--json").data
+    told = {c["component"]: c["status"] for c in attempt["resume_report"]["components"]}
+    assert (told["model"], told["optimizer"], told["hook"]) == ("imported", "imported", "absent")
+    copied = cli("get", job_id, "--json").data["resolved"]["start_digest"]
+    ranks.unlink()
+    fork = cli("fork", job_id, "--json").data  # from the checkpoint: the file is neither needed nor copied
+    assert (fork["resolved"]["start_digest"], len(copied)) == (None, 64)
+    cli("cancel", fork["id"])
 
 
 def _damage_is_found_among_all(cli: Cli, server: Server, job_id: str) -> None:

@@ -157,6 +157,33 @@ def _restored(slots: dict[str, Any]) -> Any:
         dist.destroy_process_group()
 
 
+def test_a_job_that_starts_from_an_export_begins_with_its_bits(jobs: dict[str, Job], tmp_path: Path) -> None:
+    data, _ = _export(jobs["power"], "safetensors")
+    path, out = tmp_path / "model.safetensors", tmp_path / "begun"
+    path.write_bytes(data)
+    out.mkdir()
+    spec = jobs["power"].spec | {"script": ["train.py", str(out), "2"], "start_from": {"path": str(path)}}
+    job = Job(tmp_path, spec, jobs["power"].code, job_id="begun")
+    try:
+        attempt = job.launch(start_file=str(path))
+        assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
+        report = attempt.report()
+        path.unlink()  # the job has checkpoints of its own now
+        again = job.launch(start_file=str(path))
+        assert again.wait().cause is Cause.COMPLETED, again.logs()
+        assert again.report().verdict == "exact" and "imported" not in {c.status for c in again.report().components}
+    finally:
+        job.close()
+    assert report.verdict == "fresh" and report.base.step == 0
+    assert {(c.component, c.status) for c in report.components} == {
+        ("model", "imported"), ("optimizer", "absent"), ("hook", "absent"),
+    }  # fmt: skip
+    truth = _saved(jobs["power"], 0)["state_dict"]
+    for rank in range(2):
+        found = torch.load(out / f"begin-{rank}.pt", weights_only=True)
+        assert _same(dict(found), dict(truth)), rank
+
+
 @pytest.mark.parametrize("form", ["safetensors", "torch"])
 def test_a_damaged_checkpoint_is_not_exported(jobs: dict[str, Job], tmp_path: Path, form: str) -> None:
     copy = copy_checkpoint(jobs["power"].newest(), tmp_path / jobs["power"].newest().name)

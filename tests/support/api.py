@@ -67,6 +67,9 @@ class FakePorts:
         self.snapshots.append(path)
         return hashlib.sha256(str(path).encode()).hexdigest()
 
+    def snapshot_file(self, path: Path) -> str:
+        return self.snapshot(path)
+
     def plan(self, spec: JobSpec, resolved: Resolved) -> dict[str, Any]:
         return {"agent": {"command": ["agent"]}, "ranks": [{"RANK": str(r)} for r in range(spec.world.size)]}
 

@@ -18,9 +18,10 @@ from ratchet_hooks.changes import HookChange
 from ratchet_hooks.errors import CustomHookError, HookStateError, LayoutMismatch, UnsupportedModel
 from ratchet_hooks.layout import Layout, ManagedDDP
 from ratchet_hooks.registry import is_stateful
-from ratchet_worker import environment_record, rng
+from ratchet_worker import environment_record, imported, rng
 from ratchet_worker import restore as disk
 from ratchet_worker.files import write_atomic
+from ratchet_worker.imported import Imported
 from ratchet_worker.job_state import counted
 from ratchet_worker.module_origin import compiled
 from ratchet_worker.passage import Passage, reset_by_policy
@@ -40,6 +41,7 @@ class Notes:
     reset: str | None = None
     change: HookChange | None = None
     total: str | None = None
+    imported: Imported | None = None
 
 
 def build(
@@ -48,6 +50,8 @@ def build(
     """DDP under the job's hook on the recorded layout. A collective. Raises ``UserError`` where ``policy.on_hook_mismatch`` does
     not allow what it would take."""
     spec, manifest = launch.spec, chosen.manifest
+    if manifest is None and launch.start_file is not None:
+        notes.imported = imported.load(launch, module)
     policy = spec.policy.on_hook_mismatch
     recorded = manifest.bucket_layout if manifest is not None else None
     if manifest is not None and (change := disk.hook_change(manifest, launch)) is not None:
@@ -105,6 +109,8 @@ def restore(runtime: Runtime) -> None:
         _keep_total(runtime, chosen.manifest)
         reports = _restore_state(runtime, chosen.manifest, saved)
         _insist_if_strict(launch, reports)
+    elif launch.start_file is not None:
+        reports = _report_import(runtime)
     mine = {
         "reports": [r.model_dump() for r in reports],
         "differences": [d.model_dump() for d in differences],
@@ -127,6 +133,18 @@ def restore(runtime: Runtime) -> None:
         notes=[*chosen.notes, *_caveats(runtime)],
     )
     _announce(runtime, report)
+
+
+def _report_import(runtime: Runtime) -> list[ComponentReport]:
+    found, state = runtime.notes.imported, runtime.state
+    if found is None:
+        raise UserError(
+            "start_from puts the file's model in when Session.wrap wraps it, and this model was wrapped by others: load the file "
+            "in the script, and leave start_from out",
+            code="import-mismatch",
+        )
+    _, hook = state.hook_or_refuse()
+    return imported.report(found, runtime.rank, state.optimizers, state.stateful, stateful_hook=hook.stateful)
 
 
 def _keep_total(runtime: Runtime, manifest: Manifest) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ratchet_client.cli import output
 from ratchet_client.cli.common import RUN, JsonFlag, open_client, pairs
+
+_COPY_SECONDS = 3600.0
+"""For a submission that copies a model."""
 
 
 def register(app: typer.Typer) -> None:
@@ -28,6 +32,10 @@ def submit(
         list[str], typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the spec, like hook.name=powerSGD.")
     ] = [],  # noqa: B006  (typer copies it)
     labels: Annotated[list[str], typer.Option("--label", metavar="KEY=VALUE", help="Add a label.")] = [],  # noqa: B006
+    start: Annotated[
+        Path | None,
+        typer.Option("--import", metavar="FILE", help="Begin with this model: safetensors, or a PyTorch checkpoint."),
+    ] = None,
     key: Annotated[
         str | None,
         typer.Option("--idempotency-key", help="The same key and spec give the same job, however often submitted."),
@@ -42,7 +50,10 @@ def submit(
         raise typer.BadParameter("--dry-run stores nothing: leave out --wait, --follow and --idempotency-key")
     spec = read_spec(file)
     override(spec, [*sets, *([f"name={json.dumps(name)}"] if name is not None else [])], pairs(labels, "--label"))
-    with open_client(ctx) as client:
+    if start is not None:
+        given = spec.get("start_from")
+        spec["start_from"] = {**(given if isinstance(given, dict) else {}), "path": str(start.expanduser().absolute())}
+    with open_client(ctx, timeout=_COPY_SECONDS if spec.get("start_from") else 30.0) as client:
         if dry_run:
             _show_plan(client.plan(spec), as_json)
             return
@@ -91,7 +102,8 @@ def _show_plan(plan: Any, as_json: bool) -> None:
     output.fields(
         [("device", plan.resolved.device), ("backend", plan.resolved.backend),
          ("threads per rank", plan.resolved.threads_per_rank), ("python", plan.resolved.python),
-         ("code digest", plan.resolved.code_digest), ("hook memory per rank", output.size(plan.hook_memory_bytes))]
+         ("code digest", plan.resolved.code_digest),
+         ("hook memory per rank", output.size(plan.hook_memory_bytes))]
     )  # fmt: skip
     output.line(json.dumps(plan.launch, indent=2, ensure_ascii=False))
     for warning in plan.warnings:

@@ -9,8 +9,8 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from io import BufferedRandom
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from ratchet_contract.errors import CheckpointError, Conflict, RatchetError

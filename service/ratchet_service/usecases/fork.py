@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy.orm import Session
 
 from ratchet_contract.api import ForkRequest
-from ratchet_contract.errors import Conflict, NotFound, SpecError
+from ratchet_contract.errors import Conflict, FieldProblem, NotFound, SpecError
 from ratchet_contract.messages import ForkSource
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Event
-from ratchet_contract.spec import JobSpec
+from ratchet_contract.spec import JobSpec, StartSpec
 from ratchet_service.models import Checkpoint, Job
 from ratchet_service.ports import SubmissionPorts
 from ratchet_service.transitions import add_event, check
@@ -45,13 +46,26 @@ def prepare(
         raise SpecError("/spec: a mapping is merged over the parent's spec", code="invalid-body")
     data["name"] = request.name or request.spec.get("name") or _fork_name(parent.name)
     digest = None if "code" in request.spec else parent.resolved.get("code_digest")
+    start = _without_start(data, request)
     try:
         prepared = submit.prepare(data, ports, code_digest=digest)
     except SpecError as error:
         raise _in_request(error, named=request.name is not None) from None
+    prepared = replace(prepared, spec=prepared.spec.model_copy(update={"start_from": start}))
     checkpoint = homes.job(parent.id).checkpoint(source.step, source.epoch)
     _require_loadable(prepared.spec, checkpoint)
     return PreparedFork(prepared, parent.id, source.name)
+
+
+def _without_start(data: dict[str, Any], request: ForkRequest) -> StartSpec | None:
+    """What the parent started from stays in the spec as history: its file is neither looked at nor copied. Raises ``SpecError``
+    for another one."""
+    start = data.pop("start_from", None)
+    if request.spec.get("start_from") is None:
+        return None if start is None else StartSpec.model_validate(start)
+    text = "a fork starts from a checkpoint: leave start_from out, or submit a job of its own"
+    problem = FieldProblem(pointer="/spec/start_from", code="fork-start", detail=text)
+    raise SpecError(f"/spec/start_from: {text}", errors=[problem])
 
 
 def store(session: Session, fork: PreparedFork, homes: HomePaths) -> Job:

@@ -40,12 +40,17 @@ def check(data: Any, ports: SubmissionPorts, code_digest: str | None = None) -> 
 
 
 def prepare(data: Any, ports: SubmissionPorts, *, code_digest: str | None = None) -> Prepared:
-    """``check``, then the snapshot of the code. ``code_digest``: a snapshot that is there already, of a parent job."""
+    """``check``, then the snapshots of the code and of the file to start from.
+
+    ``code_digest``: a snapshot of the code that is there already, of a parent job.
+    """
     checked = check(data, ports, code_digest)
-    if checked.spec.code is None:
-        return checked
-    digest = code_digest or ports.snapshot(Path(checked.spec.code.path))
-    return Prepared(checked.spec, checked.resolved.model_copy(update={"code_digest": digest}), checked.warnings)
+    copies = {}
+    if checked.spec.start_from is not None:
+        copies["start_digest"] = ports.snapshot_file(Path(checked.spec.start_from.path))
+    if checked.spec.code is not None:
+        copies["code_digest"] = code_digest or ports.snapshot(Path(checked.spec.code.path))
+    return Prepared(checked.spec, checked.resolved.model_copy(update=copies), checked.warnings)
 
 
 def dry_run(data: Any, ports: SubmissionPorts) -> PlanView:
