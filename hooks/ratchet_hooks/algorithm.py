@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from pydantic import JsonValue
 
-from ratchet_hooks.codec import Tensors
+from ratchet_hooks.codec import Tensors, is_dense
 from ratchet_hooks.errors import HookStateError
 from ratchet_hooks.layout import Layout
 from ratchet_hooks.summary import HookPhase
@@ -84,6 +84,24 @@ class Algorithm:
     def report(self) -> Report:
         """For the summary."""
         return Report()
+
+
+def completed(tensor: torch.Tensor) -> TensorFuture:
+    """A future that has come. On CUDA it keeps an event of the present stream, for which the waiter's stream will wait."""
+    future: TensorFuture = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
+    future.set_result(tensor)
+    return future
+
+
+def parameter_views(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The slices of a bucket's flat tensor, each in the shape and the memory order of its parameter, as DDP lays gradients."""
+    offset = 0
+    for parameter in parameters:
+        if parameter.is_contiguous() or not is_dense(parameter):
+            yield flat.narrow(0, offset, parameter.numel()).view(parameter.shape)
+        else:
+            yield flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + offset)
+        offset += parameter.numel()
 
 
 def on_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ratchet_hooks.algorithm import Algorithm, Report, Setup, TensorFuture
+from ratchet_hooks.algorithm import Algorithm, Report, Setup, TensorFuture, completed
 from ratchet_hooks.specs import AllreduceSpec, Bf16CompressSpec, Fp16CompressSpec, NoopSpec
 
 
@@ -73,13 +73,6 @@ class Noop(Algorithm):
     def report(self) -> Report:
         """Ranks train apart."""
         return Report(phase="local", elements_after=0)
-
-
-def completed(tensor: torch.Tensor) -> TensorFuture:
-    """A future that has come; on CUDA for what waits on this stream."""
-    future: TensorFuture = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
-    future.set_result(tensor)
-    return future
 
 
 def divide(flat: torch.Tensor, size: int) -> torch.Tensor:

@@ -111,7 +111,7 @@ def attach(
     if isinstance(spec, CustomSpec) and is_stateful(spec):
         ddp.fix_layout()  # a user's state may be kept by bucket index, which DDP's rebuild after the first iteration would change
     hook = ddp.hook = ManagedHook(spec, ddp, algorithm)
-    ddp.register_comm_hook(None, hook.on_bucket)
+    hook.register()
     return hook
 
 

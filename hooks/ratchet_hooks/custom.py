@@ -14,7 +14,7 @@ import torch
 from pydantic import JsonValue
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ratchet_hooks.algorithm import Algorithm, Report, Setup, TensorFuture, on_nccl
+from ratchet_hooks.algorithm import Algorithm, Report, Setup, TensorFuture, completed, on_nccl
 from ratchet_hooks.codec import Tensors, decode, encode
 from ratchet_hooks.errors import CustomHookError, HookStateError
 from ratchet_hooks.layout import Layout
@@ -22,6 +22,7 @@ from ratchet_hooks.specs import CustomSpec
 from ratchet_hooks.user_hook import call_arguments, find_hook, find_state, last_line, way_of
 
 _PREFIX = "custom/"  # of the state's tensors, so that no name of the user's means something to others
+_POINT_TO_POINT = frozenset({"send", "recv_", "recv_any_source_"})  # of c10d's operators
 _CURE = "make it tensors, numbers, strings, lists and dicts in what the class saves, or leave it out and make it again"
 _GROUP_CURE = "leave it out of what the class saves: process_group is set again after a resume where it is None"
 
@@ -32,12 +33,13 @@ class _InOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     A hook starts its second collective, and does its arithmetic, in callbacks of the first. On gloo those run in whichever thread
     ends the first: two buckets cross in different orders on different ranks, and products come out in other bits from one run
     to the next, because the number of threads and the handling of denormals belong to the thread. Behind a collective that is
-    complete, callbacks run at once, in the thread that called the hook.
+    complete, callbacks run at once, in the thread that called the hook. Sends and receives are left alone: two ranks that both
+    send before they receive would wait for one another, and the hook has to wait for them itself, since they have no future.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "c10d":
+        if func.namespace == "c10d" and func._opname not in _POINT_TO_POINT:
             for part in result if isinstance(result, (tuple, list)) else (result,):
                 if isinstance(part, torch.ScriptObject):
                     part.wait()  # type: ignore[attr-defined]  # of c10d's Work
@@ -83,9 +85,7 @@ class Custom(Algorithm):
             raise
         except Exception as error:
             raise CustomHookError("hook", "hook-failed", f"{place} failed in its future: {error}") from error
-        ready: TensorFuture = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
-        ready.set_result(_checked(value, flat, place))
-        return ready, None
+        return completed(_checked(value, flat, place)), None
 
     def capture(self, layout: Layout | None) -> tuple[Tensors, JsonValue]:
         """What the state's class saves. A state may be keyed by bucket index, so the layout belongs to it."""

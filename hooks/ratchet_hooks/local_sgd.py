@@ -18,7 +18,7 @@ import torch.distributed as dist
 from pydantic import JsonValue
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
-from ratchet_hooks.algorithm import Algorithm, Report, Setup, TensorFuture
+from ratchet_hooks.algorithm import Algorithm, Report, Setup, TensorFuture, completed
 from ratchet_hooks.averagers import Averager, average_in_place
 from ratchet_hooks.codec import Tensors
 from ratchet_hooks.errors import HookStateError, UnsupportedModel
@@ -61,9 +61,7 @@ class PostLocalSGD(Algorithm):
             if self.local:
                 self.averager.warm_up = self.averager.step + 1
         if group is None:
-            future: TensorFuture = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
-            future.set_result(buffer)
-            return future, 0
+            return completed(buffer), 0
         work: Any = dist.all_reduce(buffer.div_(group.size()), group=group, async_op=True)
         return work.get_future().then(lambda done: done.value()[0]), buffer.nbytes
 

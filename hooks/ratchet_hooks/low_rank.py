@@ -9,7 +9,7 @@ The state is torch's ``PowerSGDState``; what its dictionaries hold after a step 
 - when: the uncompressed gradients are on their way while P is computed;
 - the memory: a bucket's residual is also the matrix that is compressed. Gradients are added to it, the average is subtracted from
   it, and neither a copy of the bucket nor a new residual is made. Views are made once per bucket, not once per step;
-- on NCCL everything is queued on a stream of its own, and the host waits for nothing.
+- on NCCL everything is queued on a stream of its own, and the host waits for nothing but the copy of a random Q to the device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pydantic import JsonValue
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
 from ratchet_hooks import powersgd
-from ratchet_hooks.algorithm import Algorithm, Report, Setup, TensorFuture, on_nccl
+from ratchet_hooks.algorithm import Algorithm, Report, Setup, TensorFuture, completed, on_nccl
 from ratchet_hooks.codec import Tensors
 from ratchet_hooks.errors import HookStateError
 from ratchet_hooks.layout import Layout
@@ -53,9 +53,7 @@ class LowRank(Algorithm):
         with self._queue():
             sent = self._compress(bucket, buffer, names)
             state.maybe_increase_iter(bucket)  # type: ignore[no-untyped-call]
-            # On CUDA the future keeps an event of this stream, for which DDP's own stream will wait.
-            future: TensorFuture = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
-            future.set_result(buffer)
+            future = completed(buffer)  # of this stream
         return future, sent * buffer.element_size()
 
     def capture(self, layout: Layout | None) -> tuple[Tensors, JsonValue]:
@@ -140,6 +138,8 @@ class PowerSGD(LowRank):
         state, index = self.state, bucket.index()
         total = self._total(index, buffer)
         plan = self._plan(bucket, buffer, total, names)
+        if bucket.is_last() and len(self._plans) > index + 1:  # plans of buckets that are no more hold their memory
+            self._plans = {i: kept for i, kept in self._plans.items() if i <= index}
         self._count(bucket, plan.before, plan.sent)
         small = None
         if plan.small.numel():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -46,6 +47,7 @@ class ManagedHook:
         self._parameters = ddp.trained()
         self._fixed: Layout | None = ddp.read_layout() if ddp.fixed else None
         self._seen: Layout = []
+        self._buckets = 0  # of the last complete iteration
         self._known: dict[int, _Known] = {}  # by index; filled only once the layout is final
         self._here = 0  # complete iterations of this process
         self._before = 0  # complete iterations of the processes before it
@@ -76,9 +78,15 @@ class ManagedHook:
         after that forward.
         """
         self._ddp.stand_on(recorded)
-        self._ddp.register_comm_hook(None, self.on_bucket)
+        self.register()
         self._fixed = self._ddp.read_layout()
         self._known.clear()
+
+    def register(self) -> None:
+        """Have DDP's reducer call this hook. It holds no more than a weak reference: what a reducer holds is behind C++, where no
+        garbage collector sees a cycle, and model, buckets and state would outlive the last use of DDP; ``ddp.hook`` keeps this
+        hook alive."""
+        self._ddp.register_comm_hook(weakref.ref(self), self.on_bucket)
 
     def average_parameters(self) -> None:
         """Call after every optimizer step, on every rank, before anything reads the parameters.
@@ -154,14 +162,16 @@ class ManagedHook:
             bytes_after=self._bytes[1],
             residual_norm=report.residual_norm,
             memory_bytes=report.memory_bytes,
-            buckets=len(self._fixed or self._seen),
+            buckets=len(self._fixed) if self._fixed is not None else self._buckets,
             averager_step=report.averager_step,
             next_averaging=None if report.steps_to_averaging is None else step + report.steps_to_averaging,
         )
 
-    def on_bucket(self, state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with types, not names
-        """What DDP calls for every bucket. Raises ``LayoutMismatch`` before a gradient could meet another's state."""
-        return self._on_bucket(bucket)
+    @staticmethod
+    def on_bucket(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with types, not names
+        """What DDP calls for every bucket; ``state`` is a weak reference to the hook. Raises ``LayoutMismatch`` before a gradient
+        could meet another's state."""
+        return state()._on_bucket(bucket)
 
     def _on_bucket(self, bucket: Any) -> TensorFuture:
         if self._ddp.static_graph and self._here == 0:
@@ -190,7 +200,7 @@ class ManagedHook:
         """Of the bucket's parameters. Raises ``LayoutMismatch`` when they are not those of the layout that stands."""
         index = bucket.index()
         if index == 0 and self._seen:
-            self._seen = []  # a backward before this one failed half-way
+            self._seen, self._bytes_running = [], (0, 0)  # a backward before this one failed half-way
         parameters, numel = bucket.parameters(), bucket.buffer().numel()
         known = self._known.get(index)
         if known is not None and known.numel == numel and known.ids == [*map(id, parameters)]:

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from pydantic import JsonValue
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
-from ratchet_hooks.codec import Tensors, decode, encode, is_dense
+from ratchet_hooks.algorithm import Parameters, parameter_views
+from ratchet_hooks.codec import Tensors, decode, encode
 from ratchet_hooks.errors import HookStateError, UnsupportedModel
 from ratchet_hooks.layout import Layout
 from ratchet_hooks.specs_powersgd import BatchedPowerSGDSpec, PowerSGDSpec
 
 PowerSGDState = torch_powersgd.PowerSGDState
-Parameters = Mapping[str, torch.Tensor]
 
 # What must be equal in the spec and in a restored state; the logging frequency may change freely.
 HYPERPARAMETERS = (
@@ -90,14 +90,7 @@ def residual_views(
     flat: torch.Tensor, bucket: Sequence[str], parameters: Parameters
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, view in the parameter's shape) for every slice of a bucket's flat residual; memory order as in DDP's buckets."""
-    offset = 0
-    for name in bucket:
-        parameter = parameters[name]
-        if parameter.is_contiguous() or not is_dense(parameter):
-            yield name, flat.narrow(0, offset, parameter.numel()).view(parameter.shape)
-        else:
-            yield name, flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + offset)
-        offset += parameter.numel()
+    yield from zip(bucket, parameter_views(flat, [parameters[name] for name in bucket]), strict=True)
 
 
 class Shelf(Protocol):

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ratchet_hooks.algorithm import Algorithm, Setup, TensorFuture
-from ratchet_hooks.algorithms import completed, divide
+from ratchet_hooks.algorithm import Algorithm, Setup, TensorFuture, completed
+from ratchet_hooks.algorithms import divide
 from ratchet_hooks.errors import UnsupportedModel
 from ratchet_hooks.specs import QuantizationPerchannelSpec, QuantizationPertensorSpec
 

@@ -83,7 +83,7 @@ class Watch:
         """Report gradients for which there is no scale: one of ``scales`` is inf or nan."""
         limit = torch.finfo(scales.dtype).max / 2  # where the range overflows, its larger end reaches this
         if scales.is_cuda:
-            peaks = torch.stack(list(torch._foreach_norm(gradients(), float("inf"))))
+            peaks = _device_peaks(gradients())
             peaks = peaks.masked_fill(scales.isfinite().all(), 0.0)
             self._later(_Look("quantization-range", self.iteration, list(names), peaks, limit))
         elif not scales.isfinite().all():
@@ -121,13 +121,15 @@ class Watch:
     def warnings(self) -> list[HookWarning]:
         """Everything seen so far, oldest first. Synchronises with a CUDA device."""
         pending, self._pending = self._pending, []
+        if pending:  # made on several streams: PowerSGD has one of its own
+            torch.cuda.synchronize(pending[0].peaks.device)
         for look in pending:
             self._judge(look)
         return list(self._seen.values())
 
     def _look(self, code: Code, names: Sequence[str], flat: torch.Tensor, gradients: Gradients, limit: float) -> None:
         if flat.is_cuda:
-            peaks = torch.stack(list(torch._foreach_norm(gradients(), float("inf"))))
+            peaks = _device_peaks(gradients())
             self._later(_Look(code, self.iteration, list(names), peaks, limit))
         elif not _finite_sum(flat):
             peaks = torch.tensor([_peak(gradient) for gradient in gradients()], dtype=torch.float64)
@@ -157,6 +159,12 @@ def _norms(parts: Sequence[torch.Tensor], along: tuple[int, ...]) -> torch.Tenso
 def _finite_sum(flat: torch.Tensor) -> bool:
     """False if any element is inf or nan, and seldom where only the sum overflows. Half the time of ``aminmax``."""
     return math.isfinite(flat.sum().item())
+
+
+def _device_peaks(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The largest magnitude in each, in one launch and without waiting; of one without elements 0."""
+    parts = [gradient if gradient.numel() else gradient.new_zeros(1) for gradient in gradients]
+    return torch.stack(list(torch._foreach_norm(parts, float("inf"))))
 
 
 def _peak(tensor: torch.Tensor) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from pydantic import JsonValue
 
-from ratchet_hooks.algorithm import Algorithm, Report, TensorFuture
+from ratchet_hooks.algorithm import Algorithm, Report, TensorFuture, parameter_views
 from ratchet_hooks.codec import Tensors
 from ratchet_hooks.layout import CountedBucket, Layout
 from ratchet_hooks.specs import Wrapper
@@ -76,9 +76,8 @@ class CastBucket(CountedBucket):
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Views of the buffer in the parameters' shapes."""
-        flat = torch.split(self._buffer, [parameter.numel() for parameter in self._parameters])
-        return [part.view(parameter.shape) for part, parameter in zip(flat, self._parameters, strict=True)]
+        """Views of the buffer in the parameters' shapes and memory order."""
+        return list(parameter_views(self._buffer, self._parameters))
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
         self._buffer = tensor

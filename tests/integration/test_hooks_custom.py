@@ -117,6 +117,10 @@ def test_a_view_is_read_where_its_elements_are(two: Ranks) -> None:
     assert two.run(stock_and_ours, f"{MINE}:gives_view", AllreduceSpec()) == [True, True]
 
 
+def test_ranks_may_send_to_one_another_before_they_receive(two: Ranks) -> None:
+    assert two.run(stock_and_ours, f"{MINE}:swaps", AllreduceSpec()) == [True, True]
+
+
 def failing(rank: int, spec: CustomSpec) -> tuple[str, str, str]:
     """(code or key, message, innermost function) of the error that a user's hook ends the first step with."""
     run = Run(rank, case(spec))

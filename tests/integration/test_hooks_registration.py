@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
 
+from ratchet_hooks import register
 from ratchet_hooks.specs import PowerSGDSpec
 from tests.support.groups import Ranks
 from tests.support.hook_cases import MANY_BUCKETS, Case
@@ -62,6 +67,23 @@ def test_nothing_is_left_of_the_reducer_and_hook_before(two: Ranks) -> None:
         assert seen["calls"] == 0 and not seen["alive"] and seen["same"]
         assert sorted(seen["buckets"]) == list(range(len(seen["buckets"]))) and len(seen["buckets"]) >= 2
         assert seen["name"] == "ManagedDDP" and "on_bucket" in seen["logged"]
+
+
+def left_behind(rank: int) -> list[bool]:
+    """Whether DDP, module and a residual are there still when the last use of them is over."""
+    ddp = DistributedDataParallel(torch.nn.Linear(16, 16))
+    hook = register(ddp, "powerSGD", start_powerSGD_iter=2)
+    for _ in range(4):
+        ddp(torch.ones(2, 16)).sum().backward()
+    state: Any = hook._algorithm
+    found = [weakref.ref(ddp), weakref.ref(ddp.module), weakref.ref(state.state.error_dict[0])]
+    del ddp, hook, state
+    gc.collect()
+    return [of() is not None for of in found]
+
+
+def test_a_ddp_goes_with_its_last_use(two: Ranks) -> None:
+    assert two.run(left_behind) == [[False] * 3] * 2
 
 
 ASKED = {"matrix_approximation_rank": 3, "start_powerSGD_iter": 8, "use_error_feedback": False, "random_seed": 5}

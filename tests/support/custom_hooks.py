@@ -148,6 +148,16 @@ def gives_view(state: Any, bucket: Any) -> Any:
     return ready(torch.cat([torch.full_like(averaged, 7.0), averaged])[averaged.numel() :])
 
 
+def swaps(state: Any, bucket: Any) -> Any:
+    """Two ranks send to one another before either receives."""
+    flat, peer = bucket.buffer().div_(2), 1 - dist.get_rank()
+    got = torch.empty_like(flat)
+    sent: Any = dist.isend(flat.clone(), peer)
+    dist.recv(got, peer)
+    sent.wait()
+    return ready(flat.add_(got))
+
+
 def changes_per_rank(state: Any, bucket: Any) -> Any:
     return ready(bucket.buffer() * (1 + dist.get_rank()))
 

@@ -18,7 +18,7 @@ import ratchet_hooks
 from ratchet_hooks.build import HookStateError, LayoutMismatch, UnsupportedModel, managed_ddp
 from ratchet_hooks.errors import advice_on
 from ratchet_hooks.specs import AllreduceSpec, Fp16CompressSpec, HookSpec, PowerSGDSpec
-from ratchet_worker.process import cause_of
+from ratchet_worker.endings import cause_of
 from tests.support.hook_cases import MANY_BUCKETS, ONE_BUCKET, SPECS, Case, Net, Run, same
 from tests.support.hook_laws import CPU
 
@@ -238,7 +238,7 @@ def foreign_bucket(rank: int) -> tuple[str, bool]:
     run.train(5)
     before = run.hook.capture()[0]
     try:
-        run.hook.on_bucket(None, OtherBucket(run))
+        run.hook._on_bucket(OtherBucket(run))
     except LayoutMismatch as exc:
         return str(exc), all(same(t, before[name]) for name, t in run.hook.capture()[0].items())
     return "", False
