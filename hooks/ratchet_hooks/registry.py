@@ -51,7 +51,9 @@ def is_stateful(spec: HookSpec) -> bool:
 
 _HALF = "Gradients above 65504 on any rank become inf in float16."
 _RESIDUALS = "Needs memory of the size of the gradients for the residuals (error feedback)."
-_HALF_POWERSGD = "Half-precision gradients may overflow in P and Q; use native AMP with float32 parameters."
+_HALF_POWERSGD = (
+    "Half-precision gradients may overflow in P and Q; use torch's native AMP with float32 parameters, not Apex."
+)
 _EIGHT_BITS = (
     "Every rank receives all ranks' gradients: with many ranks that is more traffic than an all-reduce.",
     "Float32 gradients only. The steps of a scale are never finer than 1.2e-7: scale the loss up where gradients are that small.",

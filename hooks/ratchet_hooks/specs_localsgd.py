@@ -23,7 +23,9 @@ class PostLocalSGDSpec(HookSpecBase):
         100, ge=0, description="Iterations of all-reduce over all ranks; averaging starts when they are over."
     )
     subgroup_size: int | None = Field(
-        None, ge=1, description="Ranks that go on averaging gradients at every step; null: those of one node."
+        None,
+        ge=1,
+        description="Ranks that go on averaging gradients at every step; null: those of one node (of a single node: all).",
     )
     post_local_gradient_allreduce: bool = Field(
         True, description="Average gradients over the subgroup after the start; off: each rank uses its own."
@@ -32,7 +34,7 @@ class PostLocalSGDSpec(HookSpecBase):
         None,
         ge=1,
         description="Steps from one averaging of the parameters over all ranks to the next (PeriodicModelAverager); null with "
-        "period_group_size_dict, else 4.",
+        "period_group_size_dict, else 4. 1 sends as much as all-reduce does.",
     )
     period_group_size_dict: dict[int, int] | None = Field(
         None,

@@ -19,7 +19,8 @@ class _LowRankSpec(HookSpecBase):
     start_powerSGD_iter: int = Field(
         1000,
         ge=0,
-        description="Iterations of plain all-reduce before compression; > 1 with error feedback or warm start.",
+        description="Iterations of plain all-reduce before compression; > 1 with error feedback or warm start. All "
+        "attempts of a job count.",
     )
     min_compression_rate: float = Field(
         2.0,
@@ -27,7 +28,11 @@ class _LowRankSpec(HookSpecBase):
         allow_inf_nan=False,
         description="Compress a tensor of n x m only if (n + m) * rank * min_compression_rate < n * m.",
     )
-    use_error_feedback: bool = Field(True, description="Keep what compression lost and add it to the next gradient.")
+    use_error_feedback: bool = Field(
+        True,
+        description="Keep what compression lost and add it to the next gradient. Takes memory of the size of the gradients; "
+        "without it training seldom converges as well.",
+    )
     warm_start: bool = Field(True, description="Start each power iteration from the previous step's Q.")
     orthogonalization_epsilon: float = Field(
         0.0,
@@ -53,6 +58,8 @@ class _LowRankSpec(HookSpecBase):
 class PowerSGDSpec(_LowRankSpec):
     """PowerSGD (Vogels et al., arXiv 1905.13727): low-rank gradient compression with error feedback.
 
+    For mixed precision use torch's native AMP with float32 parameters, not Apex.
+
     Parameters are those of ``PowerSGDState`` in torch 2.13, with its defaults.
     """
 
@@ -65,7 +72,7 @@ class PowerSGDSpec(_LowRankSpec):
 class BatchedPowerSGDSpec(_LowRankSpec):
     """PowerSGD on one square matrix per bucket, made of all its gradients.
 
-    Faster than powerSGD and usually much less exact: try powerSGD first.
+    Faster than powerSGD and usually much less exact: try powerSGD first. For mixed precision use torch's native AMP, not Apex.
     """
 
     name: Literal["batched_powerSGD"] = "batched_powerSGD"
