@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -114,16 +115,18 @@ def tables(hooks: Mapping[str, Mapping[str, Any]], model: Model, rates: Mapping[
 def measure(link: Link, groups: Mapping[str, Group], rounds: int) -> dict[str, Measured]:
     """``rounds`` blocks of each group, by turns."""
     blocks: dict[str, int] = {}
+    before: dict[str, int] = {}
     seconds: dict[str, list[float]] = {name: [] for name in groups}
     wire = dict.fromkeys(groups, 0)
     for name, group in groups.items():
         blocks[name] = min(_LONGEST_BLOCK, max(1, math.ceil(_BLOCK_SECONDS / group.turn(1))))
+        before[name] = 0 if blocks[name] == 1 else 1  # a step of a second or more hardly feels what this is for
     for number in range(rounds):
         for name in list(groups)[:: 1 if number % 2 == 0 else -1]:
-            before = link.sent(0)
-            seconds[name].append(groups[name].turn(blocks[name]) / blocks[name])
-            wire[name] += link.sent(0) - before
-    return {name: Measured(seconds[name], wire[name] / (rounds * blocks[name])) for name in groups}
+            sent = link.sent(0)
+            seconds[name].append(groups[name].turn(blocks[name], before=before[name]) / blocks[name])
+            wire[name] += link.sent(0) - sent
+    return {name: Measured(seconds[name], wire[name] / (rounds * (blocks[name] + before[name]))) for name in groups}
 
 
 def _table(rate: str, bits: int, measured: Mapping[str, Measured], summaries: Mapping[str, HookSummary]) -> None:
@@ -173,16 +176,22 @@ class Group:
             channel.settimeout(_DEADLINE)
             self._streams.append(channel.makefile("rw"))
             channel.close()  # the stream keeps it
+        self._signal(signal.SIGSTOP)
 
-    def turn(self, steps: int) -> float:
-        """Seconds that the slowest rank took for ``steps`` steps, from barrier to barrier."""
+    def turn(self, steps: int, *, before: int = 0) -> float:
+        """Seconds that the slower rank took for ``steps`` steps behind ``before`` others, from barrier to barrier.
+
+        The ranks run only meanwhile: even idle ones look after their job's wishes, for a percent of a core each."""
+        self._signal(signal.SIGCONT)
         for stream in self._streams:
-            stream.write(f"{steps}\n")
+            stream.write(f"{before} {steps}\n")
             stream.flush()
         try:
-            return max(float(json.loads(stream.readline())) for stream in self._streams)
+            seconds = max(float(json.loads(stream.readline())) for stream in self._streams)
         except (OSError, ValueError) as error:
             raise self._failed(f"a group did not do its {steps} steps") from error
+        self._signal(signal.SIGSTOP)
+        return seconds
 
     def summary(self) -> HookSummary:
         """Rank 0's newest report of its hook from behind the warm-up; with further steps where there is none yet."""
@@ -202,6 +211,10 @@ class Group:
         for stream in self._streams:
             stream.close()
         self._listener.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for rank in self._ranks:
+            os.kill(rank.pid, number)
 
     def _failed(self, text: str) -> DemoError:
         return DemoError(f"{text}\n{logs(self.attempt)}")
