@@ -179,7 +179,7 @@ class RatchetClient(Following):
 
         ``safetensors``: one file, the model alone. ``torch``: a directory with one file per rank, for ``torch.load``.
 
-        >>> client.export(job_id, client.job(job_id).last_checkpoint, "model.safetensors")
+        >>> client.export(job_id, client.job(job_id).last_checkpoint, directory / "model.safetensors")
         []
         """
         return fetch(self._transport, f"{checkpoint_path(job_id, checkpoint_id)}/export", format, Path(target))
@@ -199,7 +199,7 @@ class RatchetClient(Following):
         """Every hook that is known, with its parameters.
 
         >>> [hook.name for hook in client.hooks() if hook.available][:3]
-        ['allreduce', 'fp16_compress', 'powerSGD']
+        ['allreduce', 'fp16_compress', 'bf16_compress']
         """
         return list(self._pages("/v1/hooks", api.HookInfo, {}))
 
