@@ -91,6 +91,21 @@ def test_hooks_are_listed_with_their_parameters(cli: Cli) -> None:
     assert names["powerSGD"] and names["allreduce"] and names["post_localSGD"]
     shown = cli("hooks", "powerSGD").text
     assert "matrix_approximation_rank" in shown and "fp16_compress_wrapper, bf16_compress_wrapper" in shown
+    assert "matrix_approximation_rank: whole number, at least 1, at most 4096; default 1\n" in shown
+    assert "min_compression_rate: number, more than 0; default 2.0\n  Compress" in shown
+    assert "wrapper" not in cli("hooks", "quantization_perchannel").text.partition("bucket_size")[2]
+    assert "\nhook: text; required\n" in cli("hooks", "custom").text
+
+
+def test_every_parameter_of_a_hook_can_be_read_on_eighty_columns(cli: Cli) -> None:
+    assert cli.on_terminal("hooks").widest <= 80
+    parameters = {h["name"]: h["parameters"]["properties"] for h in cli("hooks", "--json").data}
+    for name in ("powerSGD", "post_localSGD"):
+        shown = cli.on_terminal("hooks", name)
+        assert shown.widest <= 80
+        words = " ".join(shown.text.split())
+        for key, schema in parameters[name].items():
+            assert key == "name" or (f"{key}: " in words and " ".join(schema["description"].split()) in words), key
 
 
 def test_a_wait_ends_at_its_deadline_and_says_that_the_job_goes_on(cli: Cli) -> None:

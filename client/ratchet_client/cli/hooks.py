@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,10 @@ from ratchet_client.cli.common import SETUP, JsonFlag, open_client
 
 if TYPE_CHECKING:
     from ratchet_contract import api
+
+
+_KINDS = {"integer": "whole number", "boolean": "true or false", "string": "text", "object": "mapping"}
+_LIMITS = (("minimum", "at least"), ("exclusiveMinimum", "more than"), ("maximum", "at most"))
 
 
 def register(app: typer.Typer) -> None:
@@ -42,15 +46,28 @@ def hooks(
     )  # fmt: skip
     for warning in info.warnings:
         output.sentence(f"warning: {warning}")
-    properties = (info.parameters or {}).get("properties", {})
-    rows = [
-        [key, json.dumps(schema.get("default")), schema.get("description", "")]
-        for key, schema in properties.items()
-        if key not in ("name", "wrapper")
-    ]
-    if rows:
+    parameters = info.parameters or {}
+    for key, schema in parameters.get("properties", {}).items():
+        if key == "name" or (key == "wrapper" and not info.wrappers):
+            continue
+        default = (
+            "required" if key in parameters.get("required", ()) else f"default {json.dumps(schema.get('default'))}"
+        )
         output.line()
-        output.table(["PARAMETER", "DEFAULT", "MEANING"], rows)
+        output.sentence(f"{key}: {_values(schema)}; {default}")
+        output.sentence(schema.get("description", ""), indent="  ")
+
+
+def _values(schema: dict[str, Any]) -> str:
+    """What a parameter may be, in words: ``whole number, at least 1, at most 4096``."""
+    if "anyOf" in schema:
+        return " or ".join(_values(one) for one in schema["anyOf"])
+    if "enum" in schema:
+        return ", ".join(map(str, schema["enum"]))
+    kind = _KINDS.get(schema.get("type", ""), schema.get("type", "any"))
+    if kind == "mapping" and isinstance(inner := schema.get("additionalProperties"), dict) and "type" in inner:
+        kind = f"mapping to {_values(inner)}"
+    return ", ".join([kind, *(f"{word} {schema[key]}" for key, word in _LIMITS if key in schema)])
 
 
 def _list_hooks(found: list[api.HookInfo], as_json: bool) -> None:

@@ -48,11 +48,16 @@ def line(text: str = "") -> None:
     sys.stdout.write(text + "\n")
 
 
-def sentence(text: str) -> None:
+def sentence(text: str, indent: str = "") -> None:
     """One line of running text, which a terminal breaks between words."""
-    if on_terminal():
-        text = "\n".join(textwrap.wrap(text, console().width, subsequent_indent="  ", break_on_hyphens=False))
-    line(text)
+    if not on_terminal():
+        line(indent + text)
+        return
+    later = indent or "  "
+    for part in textwrap.wrap(
+        text, console().width, initial_indent=indent, subsequent_indent=later, break_on_hyphens=False
+    ):
+        line(part)
 
 
 def flush() -> None:
