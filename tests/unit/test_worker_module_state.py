@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from ratchet_contract.errors import StateError, UserError
-from ratchet_worker import module_state, optimizer_state
+from ratchet_worker import model_state, module_state, optimizer_state
 from ratchet_worker.job_state import JobState
 from ratchet_worker.module_origin import compiled, origin, refuse_changed_parameters
 from ratchet_worker.snapshot import Snapshot
@@ -115,7 +117,7 @@ def test_what_training_made_of_buffers_and_counters_comes_back_and_what_cannot_i
     saved.add_encoded("buffers", dict(net.named_buffers()), [])
     saved.add("modules", module_state.capture(net, job._origin))
     other, again = _restless()
-    again._restore_buffers(saved, relayout=False)
+    model_state.restore_buffers(other, saved, relayout=False)
     assert (other.calls, other.mode) == (2, "cold") and other.temperature == net.temperature
     found, wanted = dict(other.named_buffers()), dict(net.named_buffers())
     assert list(found) == list(wanted) == ["late", "grows", "inner.own"] and other.drops is None
@@ -126,7 +128,37 @@ def test_what_training_made_of_buffers_and_counters_comes_back_and_what_cannot_i
     gone = Snapshot(private={"buffers/head.late": torch.ones(1)}, state={"buffers": []})
     gone.add("modules", {**module_state.capture(net, job._origin), "made": {"head.late": True}})
     with pytest.raises(StateError, match=r"'head\.late', which the model has no longer"):
-        again._restore_buffers(gone, relayout=False)
+        model_state.restore_buffers(other, gone, relayout=False)
+
+
+class Level(IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+class Odd(nn.Linear):
+    """Attributes that no checkpoint stores, or that stand beside a property of the class."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.level, self.scale = Level.LOW, np.float64(1)
+        vars(self)["gain"] = 1
+
+    @property
+    def gain(self) -> int:
+        return int(vars(self)["gain"])
+
+
+def test_attributes_of_odd_kinds_are_named_and_stop_no_checkpoint() -> None:
+    net, other = Odd(), Odd()
+    before = origin(net)
+    net.level, net.scale = Level.HIGH, np.float64(2)
+    vars(net)["gain"] = 2
+    net.register_buffer("graph", torch.eye(2).to_sparse())
+    state = _through_a_checkpoint({**module_state.capture(net, before), "made": {}})
+    assert state["unsaved"] == ["level", "scale"]
+    module_state.restore(other, state)
+    assert other.gain == 2
 
 
 def _add(net: nn.Sequential) -> None:

@@ -103,8 +103,9 @@ def make_buffers(module: nn.Module, made: dict[str, bool], gone: list[str], save
 
 
 def changed_attributes(module: nn.Module, before: Origin) -> tuple[dict[str, Any], list[str]]:
-    """Attributes of the module's parts that training changed and that are neither parameters nor buffers: numbers and strings
-    with their values; and names of what holds tensors or numbers and cannot be told from a passing result."""
+    """Attributes of the module's parts that training changed and that are neither parameters nor buffers: plain numbers and
+    strings with their values; and names of what holds tensors or numbers, cannot be told from a passing result, and is not
+    stored (an enumeration's member, a list of losses)."""
     owned = _owned(module)
     scalars: dict[str, Any] = {}
     others: list[str] = []
@@ -112,7 +113,7 @@ def changed_attributes(module: nn.Module, before: Origin) -> tuple[dict[str, Any
         mark = before.attributes.get(name)
         if mark is not None and mark.seen == _seen(value, owned):
             continue
-        if isinstance(value, _SCALARS):
+        if type(value) in _SCALARS:
             scalars[name] = value
         elif _seen(value, owned) is not None:
             others.append(name)
@@ -124,9 +125,10 @@ def set_attributes(module: nn.Module, scalars: dict[str, Any]) -> None:
     for name, value in scalars.items():
         owner, _, attribute = name.rpartition(".")
         try:
-            setattr(module.get_submodule(owner), attribute, value)
+            holder = module.get_submodule(owner)
         except AttributeError:
             raise StateError(f"attribute {name!r}, whose place the model has no longer") from None
+        vars(holder)[attribute] = value  # where it was found: a class may have a property of that name
 
 
 def compiled(module: nn.Module) -> bool:
@@ -139,7 +141,8 @@ def compiled(module: nn.Module) -> bool:
 
 def _owned(module: nn.Module) -> set[int]:
     """Where parameters and buffers lie in memory."""
-    return {t.untyped_storage().data_ptr() for t in (*module.parameters(), *(b for _, b in _buffers(module)))}
+    tensors = (*module.parameters(), *(b for _, b in _buffers(module)))
+    return {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
