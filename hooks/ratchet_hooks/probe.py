@@ -4,9 +4,9 @@
 Importing the user's code runs it, so whoever asks sets a time limit; it counts from when ``FILE`` with ``.begun`` at its end is
 there, since until then only torch was imported.
 
-Request: ``path`` (directories that come first on ``sys.path``), and ``hook``, ``state``, ``state_args`` as in the spec, or
-``task`` and ``task_args``. Answer: ``problems``, each with ``key``, ``code`` and ``detail``; ``shapes``, or null where the task
-does not tell.
+Request: ``asker`` (number of the process that waits for the answer), ``path`` (directories that come first on ``sys.path``),
+and ``hook``, ``state``, ``state_args`` as in the spec, or ``task`` and ``task_args``. Answer: ``problems``, each with ``key``,
+``code`` and ``detail``; ``shapes``, or null where the task does not tell.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def main() -> NoReturn:
     )  # whoever asks may be killed, and would set no limit then
     target = Path(sys.argv[1])
     request: dict[str, Any] = json.load(sys.stdin)
+    os.kill(request["asker"], 0)  # raises where it was killed before this process had asked to end with it
     import torch  # noqa: F401  (the user's code will; its time is not the user's)
 
     path = request.get("path", [])

@@ -18,3 +18,9 @@ def withheld(environ: Mapping[str, str]) -> set[str]:
         for name, value in environ.items()
         if name.startswith("RATCHET_") or name in _DATABASE or name.endswith("_DATABASE_URL") or (url and value == url)
     }
+
+
+def inherited(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a process gets that runs a user's code or interpreter."""
+    kept = withheld(environ)
+    return {name: value for name, value in environ.items() if name not in kept}

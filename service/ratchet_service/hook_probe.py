@@ -21,7 +21,7 @@ from typing import Any, Final
 from ratchet_contract.errors import FieldProblem
 from ratchet_contract.spec import JobSpec
 from ratchet_hooks.specs import CustomSpec
-from ratchet_service.credentials import withheld
+from ratchet_service.credentials import inherited
 from ratchet_service.launchers import processes
 
 HOOK_SECONDS: Final = 10.0
@@ -75,7 +75,7 @@ class Probe:
         mark = uuid.uuid4().hex
         with tempfile.TemporaryDirectory(prefix="ratchet-probe-") as directory:
             target, question = Path(directory, "answer.json"), Path(directory, "question.json")
-            question.write_text(json.dumps({**request, "path": list(self.path)}))
+            question.write_text(json.dumps({**request, "path": list(self.path), "asker": os.getpid()}))
             with question.open("rb") as stdin:
                 child = subprocess.Popen(
                     [self.python, "-P", "-m", "ratchet_hooks.probe", str(target)],
@@ -108,8 +108,7 @@ class Probe:
 
     def _environment(self) -> dict[str, str]:
         """As the ranks will have it, without a GPU; and nothing is written into the user's directory."""
-        kept = withheld(self.environ)
-        env = {k: v for k, v in self.environ.items() if k not in kept} | self.spec.env
+        env = inherited(self.environ) | self.spec.env
         secrets = {name: self.environ.get(secret.from_env) for name, secret in self.spec.secrets.items()}
         env |= {name: value for name, value in secrets.items() if value is not None}
         return env | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}

@@ -1,11 +1,14 @@
 """Asks an interpreter what it could run, in a subprocess, without importing a line of the user's code.
 
+The interpreter may be the user's own, and what starts with it (``sitecustomize``, ``.pth`` files), so it gets no credentials.
+
 A module is found by walking ``sys.meta_path`` name by name: ``importlib.util.find_spec("a.b")`` would import ``a``.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import threading
@@ -19,6 +22,7 @@ from typing import Final
 
 from ratchet_contract.installation import packages, satisfies
 from ratchet_contract.version import PROTOCOL_VERSION, RATCHET_VERSION
+from ratchet_service.credentials import inherited
 from ratchet_service.snapshot import exists
 
 PROBE_SECONDS: Final = 60.0
@@ -128,6 +132,7 @@ def _ask(python: str, code: str | None, module: str | None, path: Sequence[str])
             text=True,
             timeout=PROBE_SECONDS,
             cwd="/",
+            env=inherited(os.environ),
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -37,6 +37,7 @@ _BY_CODE: Final[dict[str, int]] = {
     "invalid-parameter": 422,
     "unknown-parameter": 422,
     "internal-error": 500,
+    "busy": 503,
     "database-unavailable": 503,
     "disk-full": 507,
 }

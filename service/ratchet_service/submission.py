@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from ratchet_contract.api import Warning_
-from ratchet_contract.errors import FieldProblem
+from ratchet_contract.errors import FieldProblem, Refused
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Desired
 from ratchet_contract.spec import JobSpec, Resolved
+from ratchet_hooks.memory import needs_shapes
+from ratchet_hooks.specs import CustomSpec
 from ratchet_service import preflight, preflight_hook, snapshot
 from ratchet_service.hook_probe import Probe
 from ratchet_service.interpreters import Interpreters
@@ -21,6 +25,9 @@ from ratchet_service.launching import launch_file
 from ratchet_service.machine import Machine, read_machine
 
 _NO_JOB: Final = "job-id"
+LOOKS: Final = 8
+"""Looks at users' code at one time. Each holds one of the server's 40 threads, through which agents report and jobs are
+stopped, for up to a minute."""
 
 
 class LocalSubmission:
@@ -42,6 +49,7 @@ class LocalSubmission:
         self._launcher = launcher
         self._wake = wake
         self._interpreters = Interpreters()
+        self._looks = threading.BoundedSemaphore(LOOKS)
 
     def resolve(
         self, spec: JobSpec, code_digest: str | None = None
@@ -49,7 +57,8 @@ class LocalSubmission:
         if spec.code is not None and code_digest is not None:
             code = spec.code.model_copy(update={"path": str(self._home.code / code_digest)})
             spec = spec.model_copy(update={"code": code})
-        return preflight.resolve(spec, self._machine(), interpreters=self._interpreters)
+        with self._look(isinstance(spec.hook, CustomSpec)):
+            return preflight.resolve(spec, self._machine(), interpreters=self._interpreters)
 
     def resize(
         self, spec: JobSpec, resolved: Resolved, warnings: Sequence[Warning_]
@@ -70,7 +79,19 @@ class LocalSubmission:
 
     def hook_memory(self, spec: JobSpec, resolved: Resolved) -> int | None:
         probe = Probe(resolved.python, spec, preflight.code_path(spec), os.environ)
-        return preflight_hook.memory(spec, self._machine(), probe)
+        with self._look(needs_shapes(spec.hook)):
+            return preflight_hook.memory(spec, self._machine(), probe)
+
+    @contextmanager
+    def _look(self, runs_code: bool) -> Iterator[None]:
+        """A turn, where users' code will run. Raises ``Refused`` (``busy``) where none is left: to wait holds a thread, too."""
+        if runs_code and not self._looks.acquire(blocking=False):
+            raise Refused("the service is looking at other submissions' code: try again in a moment", code="busy")
+        try:
+            yield
+        finally:
+            if runs_code:
+                self._looks.release()
 
     def _machine(self) -> Machine:
         """Of a reconciler that has not run yet nothing is known; then this machine stands for its own."""

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from ratchet_contract.api import Warning_
-from ratchet_contract.errors import FieldProblem
+from ratchet_contract.api import ResumeRequest, Warning_
+from ratchet_contract.errors import Conflict, FieldProblem
 from ratchet_contract.phases import JobPhase
 from ratchet_contract.spec import JobSpec, Resolved
 from ratchet_service.database import utc_now
 from ratchet_service.machine import Machine
 from ratchet_service.models import Job
+from ratchet_service.usecases import actions
 from tests.support.api import Api, checkpoint_message, message, training_message
 from tests.support.checkpoints import make_checkpoint
 
@@ -291,6 +292,33 @@ def test_another_hook_is_checked_as_at_submission_and_kept_with_an_event(
     assert refused["code"] == "hook-needs-stop" and "suspend it first" in refused["detail"]
 
 
+def test_what_was_not_checked_is_not_taken(api: Api) -> None:
+    """An attempt that ends between the check, which it made needless, and the resume."""
+    job_id = api.submit(hook="allreduce")
+    api.put(job_id, JobPhase.RUNNING)
+    prepared = actions.prepare_resume(api.database, job_id, ResumeRequest(hook="powerSGD"), api.ports)
+    api.put(job_id, JobPhase.SUSPENDED)
+    with api.database.write() as session, pytest.raises(Conflict) as refused:
+        actions.resume(session, job_id, prepared, api.ports, api.settings.paths)
+    assert refused.value.code == "changed-meanwhile" and api.job(job_id)["hook"] == "allreduce"
+    assert resume(api, job_id, {"hook": "powerSGD"})["hook"] == "powerSGD"
+
+
+def test_users_code_is_looked_at_without_a_transaction(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    job_id = api.submit(hook="allreduce")
+    saved(api, job_id, 5)
+    resolve, used = api.ports.resolve, []
+
+    def spy(*given: Any) -> Any:
+        used.append(api.database.engine.pool.checkedout())  # type: ignore[attr-defined]
+        return resolve(*given)
+
+    monkeypatch.setattr(api.ports, "resolve", spy)
+    resume(api, job_id, {"hook": "powerSGD"})
+    assert api.client.post(f"/v1/jobs/{job_id}/fork", json={}).status_code == 201
+    assert used == [0, 0]
+
+
 def test_where_no_state_was_recorded_another_hook_needs_no_leave(api: Api) -> None:
     job_id = api.submit(hook="allreduce")
     saved(api, job_id, 5)
@@ -346,6 +374,8 @@ def test_figures_of_a_hook_are_of_what_runs_or_else_of_what_the_next_attempt_sta
     fork = api.client.post(f"/v1/jobs/{job_id}/fork", json={}).json()["id"]
     found = api.client.get(f"/v1/jobs/{fork}/hook").json()
     assert (found["source"], found["step"], found["checkpoint_id"]) == ("checkpoint", 5, None)
+    resume(api, job_id, {"hook": {"matrix_approximation_rank": 4}, "on_hook_mismatch": "redistribute"})
+    assert view()[0] is None  # figures of another rank
     resume(api, job_id, {"hook": "allreduce", "on_hook_mismatch": "reset"})
     assert view() == (None, None, None, {}, 5)  # of the new hook there is nothing yet
 

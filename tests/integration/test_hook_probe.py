@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ratchet_contract.errors import Refused
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.spec import JobSpec
-from ratchet_service import hook_probe
+from ratchet_service import hook_probe, problems, submission
 from ratchet_service.hook_probe import Probe
+from ratchet_service.interpreters import Interpreters
 from ratchet_service.launchers import processes
 from ratchet_service.launchers.table import make_launcher
 from ratchet_service.machine import Machine
 from ratchet_service.preflight import resolve
 from ratchet_service.snapshot import snapshot
 from ratchet_service.submission import LocalSubmission
+from tests.support.server import wait_for
 from tests.unit.test_preflight import Told
 
 GOOD = "def f(state, bucket): ...\nclass S:\n    def state_dict(self): ...\n    def load_state_dict(self, state): ...\n"
@@ -150,6 +156,60 @@ def test_the_code_is_imported_as_the_ranks_will(code: Path) -> None:
     assert found[2] == []
 
 
+def test_an_interpreter_of_the_users_gets_no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nenv > {tmp_path}/seen\n")
+    python.chmod(0o755)
+    monkeypatch.setenv("RATCHET_DATABASE_URL", "postgresql://u:secret-word@h/d")
+    monkeypatch.setenv("PLAIN", "kept")
+    assert "did not answer" in str(Interpreters().ask(str(python)).error)
+    seen = (tmp_path / "seen").read_text()
+    assert "PLAIN=kept" in seen and "secret-word" not in seen
+
+
+def test_a_look_whose_asker_is_gone_imports_nothing(code: Path, tmp_path: Path) -> None:
+    """Killed before the process had asked the kernel to end with it, which would leave a look without a limit."""
+    gone = subprocess.Popen(["/bin/true"])
+    gone.wait()
+    request = {"asker": gone.pid, "path": [str(code), str(code / "quick")], "hook": "endless:f"}
+    command = [sys.executable, "-P", "-m", "ratchet_hooks.probe", str(tmp_path / "answer")]
+    done = subprocess.run(command, input=json.dumps(request).encode(), capture_output=True, timeout=60, check=False)
+    assert done.returncode == 1 and b"ProcessLookupError" in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_looks_beyond_a_number_are_refused_for_now_and_others_go_on(
+    code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would take the threads through which agents report."""
+    going, go = tmp_path / "going", tmp_path / "go"
+    going.mkdir()
+    (code / "held.py").write_text(
+        f"import os, pathlib, time\npathlib.Path({str(going)!r}, str(os.getpid())).touch()\n"
+        f"while not os.path.exists({str(go)!r}): time.sleep(0.01)\n{GOOD}"
+    )
+    (code / "train.py").write_text("from ratchet_worker.session import Session\n")
+    home = HomePaths(tmp_path / "home")
+    monkeypatch.setattr(submission, "LOOKS", 2)
+    ports = LocalSubmission(home, Machine((), 8), make_launcher("local", home))
+    held = job(code, "held:f").model_copy(update={"script": ["train.py"], "task": None})
+    found: list[int] = []
+    threads = [threading.Thread(target=lambda: found.append(len(ports.resolve(held)[2]))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_for(lambda: len(list(going.iterdir())) == 2, "all looks")
+        with pytest.raises(Refused, match="try again") as refused:
+            ports.resolve(held)
+        assert problems.status_of(refused.value) == 503
+        plain = held.model_copy(update={"hook": JobSpec.model_validate({**held.model_dump(), "hook": "noop"}).hook})
+        assert ports.resolve(plain)[2] == []
+    finally:
+        go.touch()
+        for thread in threads:
+            thread.join()
+    assert found == [0] * 2 and ports.resolve(held)[2] == []
+
+
 def test_on_another_machine_the_first_attempt_will_see(code: Path) -> None:
     _, warnings, problems = resolve(job(code, "endless:f"), Machine((), 8, here=False), interpreters=Told())
     assert problems == [] and ("/hook/hook", "hook-not-checked") in [(w.pointer, w.code) for w in warnings]
@@ -174,10 +234,8 @@ def test_a_job_that_has_its_snapshot_is_checked_with_that(code: Path, tmp_path: 
     digest = snapshot(live, tmp_path / "home" / "code")
     (live / "mine.py").write_text("")
     home, machine = HomePaths(tmp_path / "home"), Machine((), 8)
-    submission = LocalSubmission(home, machine, make_launcher("local", home))
+    ports = LocalSubmission(home, machine, make_launcher("local", home))
     spec = job(live, "mine:f", state="mine:S").model_copy(update={"script": ["train.py"], "task": None})
     spec = spec.model_copy(update={"env": {"PYTHONPATH": str(code / "quick")}})
-    seen = [
-        [p.detail for p in submission.resolve(spec, given)[2] if p.pointer == "/hook/hook"] for given in (None, digest)
-    ]
+    seen = [[p.detail for p in ports.resolve(spec, given)[2] if p.pointer == "/hook/hook"] for given in (None, digest)]
     assert seen == [["mine has no 'f'; it has: nothing"], []]

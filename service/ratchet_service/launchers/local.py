@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 from ratchet_contract import environment as names
 from ratchet_contract.messages import AgentFile, AttemptResult, LaunchFile
 from ratchet_contract.paths import AttemptPaths, HomePaths
-from ratchet_service.credentials import withheld
+from ratchet_service.credentials import inherited, withheld
 from ratchet_service.launchers import processes
 from ratchet_service.launchers.base import AttemptRef, LaunchError, LaunchPlan, NodeState
 
@@ -99,7 +99,7 @@ class LocalLauncher:
     def _child_environment(self, plan: LaunchPlan) -> dict[str, str]:
         """This process's environment without Ratchet's own variables and database credentials, plus the named secrets."""
         kept = withheld(self._environ)
-        env = {k: v for k, v in self._environ.items() if k not in kept}
+        env = inherited(self._environ)
         for name, source in plan.secrets.items():
             value = self._environ.get(source)
             if source in kept:

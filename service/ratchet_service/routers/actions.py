@@ -120,8 +120,7 @@ def resume(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
     ports, homes = service.ports, service.settings.paths
 
     def prepare() -> actions.PreparedResume:
-        with service.database.read() as session:
-            return actions.prepare_resume(session, job_id, request, ports)
+        return actions.prepare_resume(service.database, job_id, request, ports)
 
     def effect(session: Session, prepared: actions.PreparedResume) -> Reply:
         return _acted(session, actions.resume(session, job_id, prepared, ports, homes))
@@ -147,8 +146,7 @@ def fork_job(service: ServiceDep, post: SpecPost, job_id: str) -> Response:
     request = parse(ForkRequest, data)
 
     def prepare() -> fork.PreparedFork:
-        with service.database.read() as session:
-            return fork.prepare(session, job_id, request, service.ports, service.settings.paths)
+        return fork.prepare(service.database, job_id, request, service.ports, service.settings.paths)
 
     def effect(session: Session, prepared: fork.PreparedFork) -> Reply:
         job = fork.store(session, prepared, service.settings.paths)

@@ -11,6 +11,7 @@ from ratchet_contract.errors import Conflict, NotFound
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Event
 from ratchet_contract.spec import JobSpec
+from ratchet_service.database import Database
 from ratchet_service.models import Job
 from ratchet_service.ports import SubmissionPorts
 from ratchet_service.transitions import add_event, apply, check
@@ -36,18 +37,21 @@ def request_checkpoint(session: Session, job_id: str) -> Job:
 
 @dataclass(frozen=True)
 class PreparedResume:
-    """``spec``: what was checked, None where nothing changes; ``warnings``: of its hook."""
+    """``spec``: what was checked, None where nothing was; ``warnings``: of its hook."""
 
     request: ResumeRequest
     spec: JobSpec | None
     warnings: list[Warning_]
 
 
-def prepare_resume(session: Session, job_id: str, request: ResumeRequest, ports: SubmissionPorts) -> PreparedResume:
-    """Another hook is checked as at submission, outside the transaction. Raises ``SpecError``."""
-    job = find_job(session, job_id)
+def prepare_resume(database: Database, job_id: str, request: ResumeRequest, ports: SubmissionPorts) -> PreparedResume:
+    """Another hook is checked as at submission; no transaction is open meanwhile. Raises ``SpecError``, ``NotFound``."""
+    with database.read() as session:
+        job = find_job(session, job_id)
     spec = worlds.wanted(job, request)
-    return PreparedResume(request, spec, [] if job.phase.active else worlds.check_hook(job, spec, ports))
+    if job.phase.active:  # to be refused; should its attempt end before that, nothing was checked
+        return PreparedResume(request, None, [])
+    return PreparedResume(request, spec, worlds.check_hook(job, spec, ports))
 
 
 def resume(session: Session, job_id: str, prepared: PreparedResume, ports: SubmissionPorts, homes: HomePaths) -> Job:
@@ -66,7 +70,7 @@ def resume(session: Session, job_id: str, prepared: PreparedResume, ports: Submi
     if job.phase.active:
         raise _needs_stop(job, request)
     if spec != prepared.spec:
-        raise Conflict("the job's spec changed while its hook was checked: try again", code="changed-meanwhile")
+        raise Conflict("the job changed while its new spec was checked: try again", code="changed-meanwhile")
     source, data = job.resume_from, {}
     if request.from_step is not None:
         source, data = _checkpoint_at(session, job, request.from_step), {"from_step": request.from_step}

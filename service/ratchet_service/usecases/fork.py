@@ -14,6 +14,7 @@ from ratchet_contract.messages import ForkSource
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Event
 from ratchet_contract.spec import JobSpec, StartSpec
+from ratchet_service.database import Database
 from ratchet_service.models import Checkpoint, Job
 from ratchet_service.ports import SubmissionPorts
 from ratchet_service.transitions import add_event, check
@@ -32,15 +33,18 @@ class PreparedFork:
 
 
 def prepare(
-    session: Session, job_id: str, request: ForkRequest, ports: SubmissionPorts, homes: HomePaths
+    database: Database, job_id: str, request: ForkRequest, ports: SubmissionPorts, homes: HomePaths
 ) -> PreparedFork:
-    """The new job's spec, checked as at submission. Raises ``SpecError``, ``NotFound``, ``Conflict``.
+    """The new job's spec, checked as at submission; no transaction is open meanwhile. Raises ``SpecError``, ``NotFound``,
+    ``Conflict``.
 
     The parent's snapshot of the code is used again, unless the request names ``code``: then a new one is taken.
     """
-    parent = find_job(session, job_id)
-    source = _source(session, parent, request.checkpoint_id)
-    base = parent.spec | {"labels": labels_of(session, [job_id])[job_id], "priority": parent.priority}
+    with database.read() as session:
+        parent = find_job(session, job_id)
+        source = _source(session, parent, request.checkpoint_id)
+        labels = labels_of(session, [job_id])[job_id]
+    base = parent.spec | {"labels": labels, "priority": parent.priority}
     data = merge(base, whole_hook(parent.spec["hook"], request.spec))
     if not isinstance(data, dict):
         raise SpecError("/spec: a mapping is merged over the parent's spec", code="invalid-body")

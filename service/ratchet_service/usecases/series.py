@@ -15,7 +15,9 @@ from ratchet_contract.api import HookSampleView, HookView, MetricPoint, MetricSe
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.spec import JobSpec
+from ratchet_hooks.changes import change_of
 from ratchet_hooks.registry import is_stateful
+from ratchet_hooks.specs import HookSpec
 from ratchet_hooks.summary import HookSummary
 from ratchet_service import cursors
 from ratchet_service.models import Attempt, Checkpoint, HookSample, Job, Metric
@@ -81,7 +83,7 @@ def hook(session: Session, job_id: str, homes: HomePaths) -> HookView:
     rows = _live(session, job) if job.phase.active else []
     if rows:
         return _with_figures(view, "live", [summary for summary, _ in rows], max(at for _, at in rows))
-    saved = _saved(session, job, homes, spec.name)
+    saved = _saved(session, job, homes, spec)
     return view if saved is None else _with_figures(view, "checkpoint", *saved)
 
 
@@ -94,8 +96,8 @@ def _live(session: Session, job: Job) -> list[tuple[HookSummary, datetime]]:
     return [(HookSummary.model_validate(summary), at) for summary, at in session.execute(query)]
 
 
-def _saved(session: Session, job: Job, homes: HomePaths, name: str) -> tuple[list[HookSummary], datetime] | None:
-    """What the manifest has of hook ``name``; None without a checkpoint, or one that cannot be read now."""
+def _saved(session: Session, job: Job, homes: HomePaths, hook: HookSpec) -> tuple[list[HookSummary], datetime] | None:
+    """What the manifest has of this very hook; None without a checkpoint, or one that cannot be read now."""
     start = next_start(session, job, job.resume_from, homes)
     if start is None:
         return None
@@ -103,7 +105,7 @@ def _saved(session: Session, job: Job, homes: HomePaths, name: str) -> tuple[lis
         manifest = read_manifest(start)
     except (CheckpointError, OSError):
         return None
-    if not manifest.hook_summaries or manifest.hook.name != name:
+    if not manifest.hook_summaries or change_of(manifest.hook.name, manifest.hook.parameters, hook) is not None:
         return None
     return sorted(manifest.hook_summaries, key=lambda s: s.rank), datetime.fromisoformat(manifest.created)
 
