@@ -23,6 +23,7 @@ from typing import Final
 
 from torch.distributed.distributed_c10d import Store
 
+from ratchet_contract.exit_codes import EXIT_PREEMPTED
 from ratchet_contract.phases import CAUSE_PRECEDENCE, Cause
 from ratchet_worker.exchange import until_present
 
@@ -54,6 +55,14 @@ class Decision:
     round: int
     target: int
     stop: Cause | None
+
+
+class Stopped(SystemExit):
+    """All ranks stop after the same step; let it pass. ``cause`` says who asked."""
+
+    def __init__(self, cause: Cause, message: str) -> None:
+        super().__init__(EXIT_PREEMPTED)
+        self.cause, self.message = cause, message
 
 
 def decide(number: int, published: list[tuple[int, Wish]]) -> Decision:
@@ -127,6 +136,11 @@ class Agreement:
         with self._changed:
             decision = self._decision
             return decision if decision is not None and decision.target <= self._position else None
+
+    def stop_pending(self) -> bool:
+        """Is what this rank can act on now a stop?"""
+        decision = self.pending()
+        return decision is not None and decision.stop is not None
 
     def resolve(self, decision: Decision) -> None:
         """The action of ``decision`` is done; work goes on and the next round may open."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ratchet_contract.errors import CheckpointError, RatchetError, UserError
-from ratchet_contract.manifest import FileEntry, HookRecord, Manifest, TensorEntry
+from ratchet_contract.manifest import FileEntry, Manifest, TensorEntry
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import JobPaths
 from ratchet_contract.resume import Base, Segment
@@ -24,27 +24,13 @@ from ratchet_hooks.summary import HookSummary
 from ratchet_store.commit import commit
 from ratchet_store.rankfile import write_rank_file
 from ratchet_store.retain import retain
+from ratchet_worker.content import Content
 from ratchet_worker.counter import Stage, StepCounter
-from ratchet_worker.environment_record import Record
 from ratchet_worker.exchange import Exchange, PeerTimeout
 from ratchet_worker.reporter import Reason, Reporter
-from ratchet_worker.snapshot import Snapshot, digest, digests
+from ratchet_worker.snapshot import digest, digests
 
 MAX_FAILURES: Final = 3
-
-
-@dataclass
-class Content:
-    """What one rank has to save; ``layout``, ``hook`` and ``replicas`` are the same on all ranks."""
-
-    snapshot: Snapshot
-    layout: list[list[str]] | None
-    hook: HookRecord
-    replicas: Any
-    summary: HookSummary
-    environment: Record
-    data_digest: str | None
-    total_steps: int | None
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import Cause
 from ratchet_hooks.build import close_group
 from ratchet_worker import determinism, loop, rng, user_code
-from ratchet_worker.agreement import Agreement, Decision, Wish
+from ratchet_worker.agreement import Agreement, Decision, Stopped, Wish
 from ratchet_worker.counter import StepCounter
 from ratchet_worker.endings import EXIT_CODES, cause_of, leave_process, write_result
 from ratchet_worker.exchange import Abandoned, Exchange, until_present
@@ -35,7 +35,7 @@ from ratchet_worker.group import Clients, Identity, connect, device_of, join, na
 from ratchet_worker.listener import Listener
 from ratchet_worker.reporter import Reporter
 from ratchet_worker.restore import choose
-from ratchet_worker.runtime import Runtime, Stopped, current
+from ratchet_worker.runtime import Runtime, current
 from ratchet_worker.spool import Spool
 from ratchet_worker.unmanaged import Unmanaged
 

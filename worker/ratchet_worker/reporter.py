@@ -10,6 +10,7 @@ import math
 import os
 import socket
 import time
+from collections.abc import Iterable
 from typing import Any, Final, Literal
 
 import torch
@@ -19,6 +20,7 @@ from ratchet_contract.errors import UserError
 from ratchet_contract.manifest import Manifest
 from ratchet_contract.resume import Base, ResumeReport
 from ratchet_hooks.summary import HookSummary
+from ratchet_hooks.watch import HookWarning
 from ratchet_worker.files import now
 from ratchet_worker.spool import Spool
 
@@ -39,6 +41,7 @@ class Reporter:
         self._hook_asked: float | None = None
         self._progress_at = self._hook_at = _NEVER
         self._progress_step: int | None = None
+        self._warned: set[str] = set()
 
     def started(self, device: str, torch_version: str) -> None:
         self._send(
@@ -94,12 +97,18 @@ class Reporter:
             self._hook_asked = instant
         return due
 
-    def hook(self, summary: HookSummary) -> None:
+    def hook(self, summary: HookSummary, warnings: Iterable[HookWarning] = ()) -> None:
+        """The summary, and each warning once."""
         self._hook_at = time.monotonic()
         if self._hook_asked is not None:
             self._hook_pause = max(_HOOK_SECONDS, (self._hook_at - self._hook_asked) / _HOOK_SHARE)
             self._hook_asked = None
         self._send(m.HookState(rank=self._rank, at=now(), summary=summary))
+        for warning in warnings:
+            text = str(warning)
+            if text not in self._warned:
+                self._warned.add(text)
+                self.note(f"hook-{warning.code}", text, parameter=warning.parameter)
 
     def committed(self, manifest: Manifest, seconds: float) -> None:
         self._send(

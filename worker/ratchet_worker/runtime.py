@@ -18,15 +18,12 @@ import torch
 from torch import nn
 
 from ratchet_contract.errors import CheckpointError, UserError
-from ratchet_contract.exit_codes import EXIT_PREEMPTED
-from ratchet_contract.manifest import HookRecord
 from ratchet_contract.messages import LaunchFile
-from ratchet_contract.phases import Cause
-from ratchet_hooks.build import STATE_VERSION, ManagedHook
 from ratchet_hooks.layout import ManagedDDP
 from ratchet_worker import environment_record, resume
-from ratchet_worker.agreement import FINISH, NOT_STARTED, STRIDE, Agreement, Decision, position
-from ratchet_worker.checkpointer import Checkpointer, Content
+from ratchet_worker.agreement import FINISH, NOT_STARTED, STRIDE, Agreement, Decision, Stopped, position
+from ratchet_worker.checkpointer import Checkpointer
+from ratchet_worker.content import Content, content
 from ratchet_worker.counter import Stage, StepCounter
 from ratchet_worker.data.epochs import endless
 from ratchet_worker.environment_record import Record
@@ -40,14 +37,6 @@ from ratchet_worker.restore import Chosen
 Item = TypeVar("Item")
 current: Final[ContextVar[Callable[[], Runtime]]] = ContextVar("ratchet_runtime")
 """How a script's Session gets the runtime of this process: the first call starts the group, a collective; later ones do not."""
-
-
-class Stopped(SystemExit):
-    """All ranks stop after the same step; let it pass. ``cause`` says who asked."""
-
-    def __init__(self, cause: Cause, message: str) -> None:
-        super().__init__(EXIT_PREEMPTED)
-        self.cause, self.message = cause, message
 
 
 class Runtime:
@@ -83,7 +72,6 @@ class Runtime:
         self._open = False  # between begin_step and end_step
         self._iteration = 0  # of the hook, when the open step began
         self._evaluations = 0  # within the open step
-        self._warned: set[str] = set()
 
     @property
     def attempt_dir(self) -> Path:
@@ -229,13 +217,15 @@ class Runtime:
         name = self._begin_evaluation()
         self.abandonable = cut_short
         self.counter.stage(Stage.EVALUATING)
+        evaluation = Evaluation(
+            self.exchange, name, self.counter.tick, lambda: cut_short and self.agreement.stop_pending()
+        )
         try:
             with undisturbed(ddp, hook, self.device, broadcast=self.launch.spec.ddp.broadcast_buffers):
-                yield Evaluation(self.exchange, name, self.counter.tick, lambda: cut_short and self._stop_pending())
+                yield evaluation
         except Abandoned:
-            self.reporter.note(
-                "evaluation-abandoned", f"a stop left the evaluation after step {self.step}; it runs again"
-            )
+            note = f"a stop left the evaluation after step {self.step}; it runs again"
+            self.reporter.note("evaluation-abandoned", note)
         finally:
             self.abandonable = False
         self.counter.stage(Stage.TRAINING)
@@ -249,10 +239,6 @@ class Runtime:
             raise UserError(f"more than {FINISH - 1} evaluations after one step")
         self._begin(self._unit + 1)
         return f"evaluation/{self._unit}"
-
-    def _stop_pending(self) -> bool:
-        decision = self.agreement.pending()
-        return decision is not None and decision.stop is not None
 
     # --- acting together -----------------------------------------------------------------------------------------------
 
@@ -298,22 +284,9 @@ class Runtime:
         return outcome.error
 
     def _content(self) -> Content:
-        _, hook = self.state.hook_or_refuse()
-        layout = hook.layout()
-        snapshot = self.state.capture()
         # What is in force now: the code may have changed it since it started, and will not have so when it starts again.
         environment = {**self.environment, **environment_record.switches(self.device)}
-        snapshot.state["facts"] = {**environment, "data_digest": self.data_digest}
-        return Content(
-            snapshot=snapshot,
-            layout=layout,
-            hook=hook_record(hook),
-            replicas=hook.replicas,
-            summary=hook.summary(rank=self.rank, step=self.step),
-            environment=environment,
-            data_digest=self.data_digest,
-            total_steps=self.total,
-        )
+        return content(self.state, self.rank, self.step, self.total, environment, self.data_digest)
 
     # --- telling -------------------------------------------------------------------------------------------------------
 
@@ -326,14 +299,4 @@ class Runtime:
 
     def _report_hook(self) -> None:
         _, hook = self.state.hook_or_refuse()
-        self.reporter.hook(hook.summary(rank=self.rank, step=self.step))
-        for warning in hook.warnings():
-            text = str(warning)
-            if text not in self._warned:
-                self._warned.add(text)
-                self.reporter.note(f"hook-{warning.code}", text, parameter=warning.parameter)
-
-
-def hook_record(hook: ManagedHook) -> HookRecord:
-    """What a manifest says of a hook."""
-    return HookRecord(name=hook.spec.name, parameters=hook.spec.model_dump(mode="json"), state_version=STATE_VERSION)
+        self.reporter.hook(hook.summary(rank=self.rank, step=self.step), hook.warnings())
