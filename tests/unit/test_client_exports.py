@@ -1,0 +1,88 @@
+"""An export that arrives cut short, altered or with strange files in it leaves nothing behind."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import tarfile
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import pytest
+
+from ratchet_client.client import RatchetClient
+from ratchet_client.errors import ServiceFault, ServiceUnreachable
+from ratchet_client.exports import ExportFormat
+from ratchet_contract.errors import RatchetError, Refused
+from tests.support.scripted import Reply, serving
+
+
+def _tar(*names: str) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for name in names:
+            member = tarfile.TarInfo(name)
+            member.size = 4
+            tar.addfile(member, io.BytesIO(b"data"))
+    return out.getvalue()
+
+
+def _fetch(
+    target: Path, body: bytes, *, form: ExportFormat = "safetensors", told: bytes | None = None, cut: int = 0
+) -> list[str]:
+    digest = base64.b64encode(hashlib.sha256(body if told is None else told).digest()).decode()
+
+    def script(handler: BaseHTTPRequestHandler, number: int) -> Reply:
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(body)))
+        handler.send_header("Repr-Digest", f"sha-256=:{digest}:")
+        handler.send_header("Ratchet-Notes", '["a note"]')
+        handler.end_headers()
+        handler.wfile.write(body[: len(body) - cut])
+        return 0, "", b""
+
+    with serving(script) as server, RatchetClient(server.url, retry_for=0.1) as client:
+        return client.export("job-1", "step-1", target, format=form)
+
+
+def test_what_arrives_whole_gets_its_name(tmp_path: Path) -> None:
+    assert _fetch(tmp_path / "m.safetensors", b"x" * 3_000_000) == ["a note"]
+    assert (tmp_path / "m.safetensors").read_bytes() == b"x" * 3_000_000
+    names = ["rank-00000-of-00002.pt", "rank-00001-of-00002.pt"]
+    assert _fetch(tmp_path / "ranks", _tar(*names), form="torch") == ["a note"]
+    assert sorted(p.name for p in (tmp_path / "ranks").iterdir()) == names
+    with pytest.raises(Refused, match="there already"):
+        _fetch(tmp_path / "m.safetensors", b"other")
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "form", "told", "cut", "error"),
+    [
+        (b"x" * 100, "safetensors", b"y" * 100, 0, ServiceFault),
+        (b"x" * 3_000_000, "safetensors", None, 10, ServiceUnreachable),
+        (_tar("rank-00000-of-00001.pt"), "torch", b"", 0, ServiceFault),
+        (_tar("rank-00000-of-00001.pt")[:700], "torch", None, 0, ServiceFault),
+        (_tar("../escaped.pt"), "torch", None, 0, ServiceFault),
+        (_tar("rank-00000-of-00001.pt/../../escaped"), "torch", None, 0, ServiceFault),
+        (b"no tar", "torch", None, 0, ServiceFault),
+    ],
+)
+def test_what_does_not_leaves_nothing(
+    tmp_path: Path, body: bytes, form: ExportFormat, told: bytes | None, cut: int, error: type[RatchetError]
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(error):
+        _fetch(folder / "out", body, form=form, told=told, cut=cut)
+    assert list(folder.iterdir()) == [] and [p.name for p in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="make its directory first") as caught:
+        _fetch(tmp_path / "none" / "m.safetensors", b"x")
+    assert caught.value.code == "output-not-written"
+    (tmp_path / "full").symlink_to("/dev/full")
+    with pytest.raises(Refused, match="there already"):
+        _fetch(tmp_path / "full", b"x")
