@@ -47,7 +47,7 @@ def carry(
             }  # of a square: any of its bucket
             out = {name: _cast(name, tensor, new, parameters, owners) for name, tensor in out.items()}
     elif isinstance(new, PostLocalSGDSpec):
-        state = _local(state, new, checked["iteration"])
+        state = _local(state, new, checked["iteration"], replicas_kept=not change.averages)
     return out, {**checked, "hook": new.name, "wrapper": new.wrapper, "state": state}
 
 
@@ -100,9 +100,9 @@ def _cast(
     return out
 
 
-def _local(state: JsonValue, new: PostLocalSGDSpec, iteration: int) -> JsonValue:
+def _local(state: JsonValue, new: PostLocalSGDSpec, iteration: int, *, replicas_kept: bool) -> JsonValue:
     """Iteration and averager's step go on under the new parameters. The warm-up of the averager ends with the hook's: it did if
-    the new start is behind, and has not if it lies ahead."""
+    the new start is behind, and has not if it lies ahead. ``replicas_kept``: subgroups have to be what they were."""
     recorded: Any = state if isinstance(state, dict) else {}
     slots, averager = recorded.get("slots"), recorded.get("averager")
     if not isinstance(slots, dict) or not isinstance(averager, dict) or type(slots.get("iter")) is not int:
@@ -124,4 +124,5 @@ def _local(state: JsonValue, new: PostLocalSGDSpec, iteration: int) -> JsonValue
         "levels": None if levels is None else [[period, size] for period, size in sorted(levels.items())],
         "warm_up": warm_up,
     }
-    return {"slots": slots, "averager": averager}
+    kept = {"subgroup": recorded["subgroup"]} if replicas_kept and "subgroup" in recorded else {}
+    return {"slots": slots, "averager": averager, **kept}

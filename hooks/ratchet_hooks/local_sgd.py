@@ -77,7 +77,8 @@ class PostLocalSGD(Algorithm):
 
     def capture(self, layout: Layout | None) -> tuple[Tensors, JsonValue]:
         """The state of ``PostLocalSGDState`` and of the averager, equal on all ranks; no tensors."""
-        return {}, {"slots": get_state(self.state), "averager": self._asked() | self._averager_state()}
+        averager = self._asked() | self._averager_state()
+        return {}, {"slots": get_state(self.state), "averager": averager, "subgroup": self._subgroup()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
         recorded = state if isinstance(state, dict) else {}
@@ -86,6 +87,7 @@ class PostLocalSGD(Algorithm):
             raise HookStateError(min(tensors, default="state"), "not a recorded state of post_localSGD")
         _check(slots, get_state(self.state) | {"iter": slots.get("iter")}, "state")
         _check(averager, self._asked() | {key: averager.get(key) for key in self._averager_state()}, "averager")
+        self._check_subgroup(recorded.get("subgroup"))
         _count(slots["iter"], "state.iter")
         step, warm_up = _count(averager["step"], "averager.step"), averager["warm_up"]
         self.averager.warm_up = None if warm_up is None else _count(warm_up, "averager.warm_up")
@@ -112,6 +114,21 @@ class PostLocalSGD(Algorithm):
             "period": self._spec.period,
             "levels": None if levels is None else [[period, size] for period, size in sorted(levels.items())],
         }
+
+    def _subgroup(self) -> dict[str, JsonValue]:
+        """What the default came to: ranks of all and, where gradients are still averaged after the start, of a subgroup."""
+        group = self.state.subgroup
+        return {"ranks": self.group.size(), "size": 1 if group is None else group.size()}
+
+    def _check_subgroup(self, recorded: Any) -> None:
+        """Raise ``HookStateError`` where as many ranks are on other nodes now. None: of a state that was carried over."""
+        here = self._subgroup()
+        if isinstance(recorded, dict) and recorded.get("ranks") == here["ranks"] and recorded != here:
+            text = (
+                f"recorded with subgroups of {recorded.get('size')} ranks, those of one node then, but a node has {here['size']} "
+                "now: give the job as many ranks per node as before (LOCAL_WORLD_SIZE, node_ranks), or start the hook anew"
+            )
+            raise HookStateError("state.subgroup", text)
 
 
 class _Parts:

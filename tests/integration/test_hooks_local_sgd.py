@@ -85,6 +85,10 @@ def test_averaging_leaves_parameters_where_they_lie(four: Ranks) -> None:
         assert all(kept.values()), kept
 
 
+def test_the_mean_of_three_is_torchs(four: Ranks) -> None:
+    assert all(four.run(cases.mean_of_three))
+
+
 def test_what_does_not_fit_the_ranks_or_the_record_is_refused_by_name(four: Ranks) -> None:
     for said in four.run(cases.refusals):
         assert [text.split(":")[0] for text in said] == [
@@ -93,6 +97,7 @@ def test_what_does_not_fit_the_ranks_or_the_record_is_refused_by_name(four: Rank
             "state.post_local_gradient_allreduce",
             "state.post_local_gradient_allreduce",
             "state.start_localSGD_iter",
+            "state.subgroup",
         ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -11,8 +12,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.model_averaging import averagers, hierarchical_model_averager
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn.parallel import DistributedDataParallel
 
+from ratchet_hooks.averagers import average_in_place
 from ratchet_hooks.build import managed_ddp
 from ratchet_hooks.carry import carry
 from ratchet_hooks.changes import change_of
@@ -194,6 +197,20 @@ def memory_is_kept(rank: int) -> dict[str, bool]:
     }
 
 
+def mean_of_three(rank: int) -> bool:
+    """Are the bits torch's where the number of ranks is no power of two, and dividing before or after the sum is not the same?"""
+    three = dist.new_group([0, 1, 2])
+    if rank == 3:
+        return True
+    ours = nn.Linear(50, 40)
+    with torch.no_grad():
+        ours.weight.normal_(generator=torch.Generator().manual_seed(rank))
+    theirs = copy.deepcopy(ours)
+    average_in_place(list(ours.parameters()), three)
+    average_parameters(iter(list(theirs.parameters())), three)
+    return all(same(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
 def refusals(rank: int) -> list[str]:
     """What is said to specs that do not fit four ranks, and to a state recorded under other parameters."""
     said = []
@@ -204,9 +221,12 @@ def refusals(rank: int) -> list[str]:
             said.append(str(error))
     _, hook = managed_ddp(nn.Linear(2, 2), SPECS["periodic"])
     captured = hook.capture()
-    for name in ("alone", "levels", "at once"):
+    asked = [(captured, SPECS[name], 4) for name in ("alone", "levels", "at once")]
+    by_node = local(subgroup_size=None)
+    asked.append((managed_ddp(nn.Linear(2, 2), by_node, node_ranks=2)[1].capture(), by_node, 4))
+    for before, spec, node_ranks in asked:
         try:
-            managed_ddp(nn.Linear(2, 2), SPECS[name], captured=captured)
+            managed_ddp(nn.Linear(2, 2), spec, captured=before, node_ranks=node_ranks)
         except ValueError as error:
             said.append(str(error))
     return said
