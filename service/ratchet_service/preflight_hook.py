@@ -19,6 +19,10 @@ from ratchet_service.machine import Machine
 from ratchet_service.preflight_report import Report
 
 _TUNED: Final = frozenset({"NCCL_NSOCKS_PERTHREAD", "NCCL_SOCKET_NTHREADS", "NCCL_MIN_NCHANNELS"})
+_OF_CLOUDS: Final = (
+    "NCCL has tuned its sockets, threads and channels for AWS and GCP, and their images set what goes with it: on these clouds, "
+    "measure before you keep NCCL_NSOCKS_PERTHREAD, NCCL_SOCKET_NTHREADS or NCCL_MIN_NCHANNELS"
+)
 
 
 @dataclass(frozen=True)
@@ -90,8 +94,13 @@ RULES: Final = (
         "nccl-tuned",
         "/nccl",
         lambda spec, resolved: resolved.backend == "nccl" and bool(_TUNED & set(spec.nccl)),
-        "NCCL has tuned its sockets, threads and channels for AWS and GCP, and their images set what goes with it: on "
-        "these clouds, measure before you keep NCCL_NSOCKS_PERTHREAD, NCCL_SOCKET_NTHREADS or NCCL_MIN_NCHANNELS",
+        _OF_CLOUDS,
+    ),
+    Rule(
+        "nccl-tuned",
+        "/env",  # where a user's `export` ends up
+        lambda spec, resolved: resolved.backend == "nccl" and bool(_TUNED & set(spec.env)),
+        _OF_CLOUDS,
     ),
 )
 

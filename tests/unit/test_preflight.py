@@ -133,6 +133,7 @@ EXPERIMENTAL, CAUTION = "/hook hook-experimental", "/hook hook-caution"
             {EXPERIMENTAL, CAUTION, "/hook/model_averaging_period hook-caution"},
         ),
         (GPUS, {**TWO, "nccl": {"NCCL_NSOCKS_PERTHREAD": 4}}, {"/nccl nccl-tuned"}),
+        (GPUS, {**TWO, "env": {"NCCL_SOCKET_NTHREADS": 2}}, {"/env nccl-tuned"}),
         (GPUS, {**TWO, "nccl": {"NCCL_DEBUG": "INFO"}}, set()),
         (CPU, {**TWO, "nccl": {"NCCL_NSOCKS_PERTHREAD": 4}}, {"/nccl no-effect"}),
     ],
