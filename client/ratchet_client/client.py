@@ -17,7 +17,7 @@ from ratchet_client.following import Following, WhichAttempt
 from ratchet_client.polling import TERMINAL, Series, Snapshot
 from ratchet_client.spec_file import Spec, spec_body
 from ratchet_client.transport import Params, Transport
-from ratchet_contract import api
+from ratchet_contract import api, api_requests
 
 __all__ = ["TERMINAL", "RatchetClient", "Series", "Snapshot", "WhichAttempt"]
 
@@ -98,9 +98,9 @@ class RatchetClient(Following):
         """Go on: suspended, failed and cancelled jobs. ``from_step``: from an older checkpoint; ``world``: with another number
         of ranks (per node); ``hook``: another hook, or changes of this one; the resume report tells of both.
         ``on_hook_mismatch``: the job's policy from now on (fail, reset, redistribute)."""
-        change = None if world is None else api.WorldChange(ranks_per_node=world)
+        change = None if world is None else api_requests.WorldChange(ranks_per_node=world)
         given = {"from_step": from_step, "world": change, "hook": hook, "on_hook_mismatch": on_hook_mismatch}
-        request = api.ResumeRequest.model_validate({k: v for k, v in given.items() if v is not None})
+        request = api_requests.ResumeRequest.model_validate({k: v for k, v in given.items() if v is not None})
         return self._act(job_id, "resume", request)
 
     def cancel(self, job_id: str) -> api.JobView:
@@ -115,20 +115,20 @@ class RatchetClient(Following):
         """Ask the running attempt for a checkpoint at its next agreed step; returns before it is written."""
         return self._act(job_id, "checkpoint")
 
-    def fork(self, job_id: str, request: api.ForkRequest) -> api.JobView:
+    def fork(self, job_id: str, request: api_requests.ForkRequest) -> api.JobView:
         """A new job from a checkpoint of this one, with a changed spec.
 
-        >>> from ratchet_contract.api import ForkRequest
+        >>> from ratchet_contract.api_requests import ForkRequest
         >>> fork = client.fork(job_id, ForkRequest(spec={"task": {"args": {"epochs": 3}}}))
         >>> fork.forked_from.startswith(job_id), client.cancel(fork.id).id == fork.id
         (True, True)
         """
         return self._act(job_id, "fork", request)
 
-    def patch(self, job_id: str, request: api.PatchRequest) -> api.JobView:
+    def patch(self, job_id: str, request: api_requests.PatchRequest) -> api.JobView:
         """Labels and priority.
 
-        >>> from ratchet_contract.api import PatchRequest
+        >>> from ratchet_contract.api_requests import PatchRequest
         >>> client.patch(job_id, PatchRequest(labels={"team": "vision"})).labels["team"]
         'vision'
         """
@@ -190,7 +190,7 @@ class RatchetClient(Following):
         >>> client.pin(job_id, client.job(job_id).last_checkpoint).pinned
         True
         """
-        body = api.PinRequest(pinned=pinned).model_dump(mode="json")
+        body = api_requests.PinRequest(pinned=pinned).model_dump(mode="json")
         return self._post(f"{checkpoint_path(job_id, checkpoint_id)}/pin", api.CheckpointView, json=body)
 
     # --- the service --------------------------------------------------------------------------------------------------

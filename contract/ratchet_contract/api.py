@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from ratchet_contract.phases import AttemptPhase, Cause, Desired, JobPhase, Outcome
 from ratchet_contract.resume import Base, ResumeReport
@@ -93,8 +93,8 @@ class PlanView(View):
     )
     hook_memory_bytes: int | None = Field(
         None,
-        description="What the hook's state will hold on each rank, estimated; null where the task does not tell the shapes of its "
-        "parameters (`parameter_shapes`), and for a custom hook.",
+        description="What the hook's state will hold on each rank, estimated; null where the task does not tell the shapes of "
+        "its parameters (`parameter_shapes`), and for a custom hook.",
     )
 
 
@@ -244,62 +244,6 @@ class HookInfo(View):
     wrappers: list[str] = []
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of the hook's part of the spec.")
     warnings: list[str] = []
-
-
-class WorldChange(View):
-    """Another number of ranks for the attempts to come."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    ranks_per_node: int = Field(ge=1, le=1024)
-
-
-class ResumeRequest(View):
-    model_config = ConfigDict(extra="forbid")
-
-    from_step: int | None = Field(None, ge=0, description="Step of a committed checkpoint of this job's lineage.")
-    world: WorldChange | None = Field(
-        None,
-        description="Go on with another number of ranks. Not exact: policy.on_hook_mismatch must allow it where the hook or the "
-        "data would lose something, and the resume report tells what was redistributed. Threads per rank are decided again.",
-    )
-    hook: dict[str, Any] | str | None = Field(
-        None,
-        description="Go on under another hook, wrapper or parameters: merged over the job's hook (RFC 7386), or in its place "
-        "where the name is another one. policy.on_hook_mismatch must allow what becomes of the recorded state, and the resume "
-        "report tells what was carried over.",
-    )
-    on_hook_mismatch: Literal["fail", "reset", "redistribute"] | None = Field(
-        None, description="The job's policy.on_hook_mismatch from now on; null: as it is."
-    )
-
-    @field_validator("hook", mode="before")
-    @classmethod
-    def _name_or_mapping(cls, value: Any) -> Any:
-        if value is None or isinstance(value, str | dict):
-            return value
-        raise ValueError("a hook is given by its name, or by a mapping of its parameters")
-
-
-class ForkRequest(View):
-    model_config = ConfigDict(extra="forbid")
-
-    checkpoint_id: str | None = Field(None, description="Default: the newest committed one.")
-    name: str | None = None
-    spec: dict[str, Any] = Field({}, description="Merged over the parent's spec, key by key (RFC 7386).")
-
-
-class PatchRequest(View):
-    model_config = ConfigDict(extra="forbid")
-
-    labels: dict[str, str | None] | None = Field(None, description="null removes a label.")
-    priority: int | None = Field(None, ge=-1000, le=1000)
-
-
-class PinRequest(View):
-    model_config = ConfigDict(extra="forbid")
-
-    pinned: bool = True
 
 
 class VerifyResult(View):

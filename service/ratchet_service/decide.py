@@ -20,12 +20,12 @@ The rules for an attempt that has ended:
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timedelta
-from enum import StrEnum
 from typing import Final
 
 from ratchet_contract.phases import Budget, Cause, Desired, Event, JobPhase, Outcome
+from ratchet_service.decision import Action, Alive, AttemptEnd, Counters, Decision, JobView
 
 MAX_BACKOFF: Final = 300.0
 """Seconds; delays double up to this."""
@@ -37,106 +37,6 @@ RETRIED_AT_ONCE: Final = frozenset({Cause.RANK_KILLED, Cause.OOM, Cause.EXCEPTIO
 """What need not come again: the first such failure since the last progress waits for nothing. After the others (a hang, a disk
 that refuses a checkpoint, a lost attempt) it is the machine that needs the time."""
 NO_PROGRESS_LIMIT: Final = 3
-
-
-class Action(StrEnum):
-    """What the reconciler is to do."""
-
-    NOTHING = "nothing"
-    WAIT = "wait"  # until ``not_before``
-    LAUNCH = "launch"
-    STOP = "stop"  # ask the agent to end, with ``cause``
-    KILL = "kill"  # end it by force, with ``cause``
-    END = "end"  # the attempt is over: apply ``event`` and ``counters``
-
-
-@dataclass(frozen=True)
-class Counters:
-    """What was used up of the budgets; ``no_progress`` counts attempts in a row."""
-
-    preemptions: int = 0
-    failures: int = 0
-    no_progress: int = 0
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The spec's policy; seconds."""
-
-    max_preemptions: int | None = None
-    max_failures: int = 3
-    backoff: float = 1.0
-    timeout: float | None = None
-    stop_grace: float = 120.0
-
-
-@dataclass(frozen=True)
-class AttemptEnd:
-    """How the newest attempt ended, once nothing of it is alive.
-
-    ``base_step`` is where it started (None: it never got that far), ``committed_step`` the newest step it committed,
-    ``finished`` whether that is the job's final checkpoint; ``unmanaged`` whether it was a script without a Session; ``seconds``
-    how long it ran.
-    """
-
-    cause: Cause
-    base_step: int | None = None
-    committed_step: int | None = None
-    finished: bool = False
-    unmanaged: bool = False
-    seconds: float = 0.0
-    message: str | None = None
-
-    @property
-    def progress(self) -> bool:
-        """A new step was committed."""
-        return self.committed_step is not None and self.committed_step > (self.base_step or 0)
-
-
-@dataclass(frozen=True)
-class Alive:
-    """What is seen of an attempt that has not ended. Times in seconds.
-
-    ``asked`` is how long ago the agent was told to stop by signal (None: it was not); ``killable_after`` how long it then
-    gets; ``launch_deadline`` how long the agent may take to show its first sign of life.
-    """
-
-    age: float
-    seen: bool
-    asked: float | None = None
-    asked_cause: Cause | None = None
-    killable_after: float = 10.0
-    launch_deadline: float = 60.0
-
-
-@dataclass(frozen=True)
-class JobView:
-    """What ``decide`` knows. ``running_seconds`` is the time of earlier attempts; ``attempt`` None: none is under way."""
-
-    job_id: str
-    phase: JobPhase
-    desired: Desired = Desired.RUN
-    desired_cause: Cause | None = None
-    desired_at: datetime | None = None
-    epoch: int = 0
-    counters: Counters = Counters()
-    limits: Limits = Limits()
-    not_before: datetime | None = None
-    running_seconds: float = 0.0
-    attempt: Alive | AttemptEnd | None = None
-
-
-@dataclass(frozen=True)
-class Decision:
-    """``cause`` is the attempt's, for STOP, KILL and END; the rest describes the job after an END."""
-
-    action: Action
-    event: Event | None = None
-    cause: Cause | None = None
-    counters: Counters = Counters()
-    not_before: datetime | None = None
-    reason: str | None = None
-    message: str | None = None
 
 
 def decide(view: JobView, now: datetime) -> Decision:

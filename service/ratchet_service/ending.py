@@ -23,7 +23,8 @@ from ratchet_contract.phases import AttemptPhase, Cause, Desired, Outcome
 from ratchet_contract.resume import Base, Segment
 from ratchet_service.ancestry import bases_of, committed_of, fork_of, within
 from ratchet_service.database import Database, utc_now
-from ratchet_service.decide import AttemptEnd, Decision, Limits, decide
+from ratchet_service.decide import decide
+from ratchet_service.decision import AttemptEnd, Decision, Limits
 from ratchet_service.ingest_effects import UNMANAGED, when
 from ratchet_service.launching import view_of
 from ratchet_service.leases import NO_LEASE, Lease, hold

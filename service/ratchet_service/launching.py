@@ -21,7 +21,8 @@ from ratchet_contract.resume import Base
 from ratchet_contract.spec import JobSpec, Resolved
 from ratchet_service.ancestry import bases_of, committed_of, fork_of
 from ratchet_service.database import Database, utc_now
-from ratchet_service.decide import Action, Counters, Decision, JobView, Limits, decide
+from ratchet_service.decide import decide
+from ratchet_service.decision import Action, Counters, Decision, JobView, Limits
 from ratchet_service.ingest import hash_token
 from ratchet_service.launchers.base import Launcher, LaunchPlan
 from ratchet_service.leases import Lease, hold, lease_values

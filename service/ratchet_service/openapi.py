@@ -9,7 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from ratchet_contract.api import ForkRequest, PatchRequest, PinRequest, ResumeRequest
+from ratchet_contract.api_requests import ForkRequest, PatchRequest, PinRequest, ResumeRequest
 from ratchet_contract.errors import Problem
 from ratchet_contract.messages import AgentReport
 from ratchet_contract.spec import JobSpec

@@ -19,7 +19,8 @@ from ratchet_contract.phases import Cause, Desired, JobPhase
 from ratchet_contract.spec import JobSpec
 from ratchet_service import models
 from ratchet_service.database import Database, utc_now
-from ratchet_service.decide import Action, Alive, Decision, JobView, Limits, decide
+from ratchet_service.decide import decide
+from ratchet_service.decision import Action, Alive, Decision, JobView, Limits
 from ratchet_service.ending import Evidence, settle
 from ratchet_service.launchers.base import AttemptRef, Launcher, LaunchError, LaunchPlan, NodeState
 from ratchet_service.launching import Launching, limits_of, view_of

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from ratchet_contract.api import ResumeRequest, Warning_
+from ratchet_contract.api import Warning_
+from ratchet_contract.api_requests import ResumeRequest
 from ratchet_contract.errors import Conflict, FieldProblem
 from ratchet_contract.phases import JobPhase
 from ratchet_contract.spec import JobSpec, Resolved

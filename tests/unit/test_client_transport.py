@@ -12,7 +12,7 @@ import pytest
 from ratchet_client.client import RatchetClient
 from ratchet_client.errors import ServiceFault, ServiceUnreachable
 from ratchet_client.sse import parse_events
-from ratchet_contract.api import PatchRequest
+from ratchet_contract.api_requests import PatchRequest
 from ratchet_contract.errors import Conflict, NotFound, SpecError
 from tests.support.scripted import HOOK, JOB, Reply, ok, problem, serving
 

@@ -7,18 +7,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from ratchet_contract.phases import Budget, Cause, Desired, Event, JobPhase, Outcome
-from ratchet_service.decide import (
-    MAX_BACKOFF,
-    Action,
-    Alive,
-    AttemptEnd,
-    Counters,
-    Decision,
-    JobView,
-    Limits,
-    backoff_seconds,
-    decide,
-)
+from ratchet_service.decide import MAX_BACKOFF, backoff_seconds, decide
+from ratchet_service.decision import Action, Alive, AttemptEnd, Counters, Decision, JobView, Limits
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 GRACEFUL = {

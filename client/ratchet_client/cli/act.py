@@ -102,7 +102,7 @@ def fork(
     as_json: JsonFlag = False,
 ) -> None:
     """Start a new job from a checkpoint of this one, with a changed spec. Standard output gets the new id."""
-    from ratchet_contract.api import ForkRequest
+    from ratchet_contract.api_requests import ForkRequest
 
     changes = _changes(hook, sets)
     with open_client(ctx) as client:
@@ -129,7 +129,7 @@ def label(
     as_json: JsonFlag = False,
 ) -> None:
     """Change labels and priority of a job."""
-    from ratchet_contract.api import PatchRequest
+    from ratchet_contract.api_requests import PatchRequest
 
     removed: dict[str, str | None] = {text[:-1]: None for text in labels if text.endswith("-") and "=" not in text}
     changed = {**removed, **pairs([t for t in labels if "=" in t or not t.endswith("-")], "label")}

@@ -9,7 +9,8 @@ from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict
 from sqlalchemy.orm import Session
 
-from ratchet_contract.api import ForkRequest, JobView, ResumeRequest
+from ratchet_contract.api import JobView
+from ratchet_contract.api_requests import ForkRequest, ResumeRequest
 from ratchet_contract.phases import Desired, Event
 from ratchet_service import examples, openapi
 from ratchet_service.bodies import parse

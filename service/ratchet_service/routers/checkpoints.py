@@ -9,14 +9,8 @@ from typing import Annotated, Any, Final
 from fastapi import APIRouter, Query, Response
 from fastapi.responses import StreamingResponse
 
-from ratchet_contract.api import (
-    AttemptView,
-    CheckpointDetail,
-    CheckpointView,
-    Page,
-    PinRequest,
-    VerifyResult,
-)
+from ratchet_contract.api import AttemptView, CheckpointDetail, CheckpointView, Page, VerifyResult
+from ratchet_contract.api_requests import PinRequest
 from ratchet_service import examples, openapi
 from ratchet_service.bodies import parse
 from ratchet_service.http import Cursor, JsonPost, Limit, ServiceDep, reply

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Response
 from sqlalchemy.orm import Session
 
-from ratchet_contract.api import DeleteResult, JobView, Page, PatchRequest, PlanView
+from ratchet_contract.api import DeleteResult, JobView, Page, PlanView
+from ratchet_contract.api_requests import PatchRequest
 from ratchet_contract.phases import JobPhase
 from ratchet_contract.spec import JobSpec
 from ratchet_service import disk, examples, openapi

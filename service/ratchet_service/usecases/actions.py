@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from sqlalchemy.orm import Session
 
-from ratchet_contract.api import ResumeRequest, Warning_
+from ratchet_contract.api import Warning_
+from ratchet_contract.api_requests import ResumeRequest
 from ratchet_contract.errors import Conflict, NotFound
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Event

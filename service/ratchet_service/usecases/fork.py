@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from ratchet_contract.api import ForkRequest
+from ratchet_contract.api_requests import ForkRequest
 from ratchet_contract.errors import Conflict, FieldProblem, NotFound, SpecError
 from ratchet_contract.messages import ForkSource
 from ratchet_contract.paths import HomePaths

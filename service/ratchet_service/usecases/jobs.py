@@ -9,7 +9,8 @@ from typing import Any, Final, Literal
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from ratchet_contract.api import JobView, Page, PatchRequest
+from ratchet_contract.api import JobView, Page
+from ratchet_contract.api_requests import PatchRequest
 from ratchet_contract.errors import FieldProblem, Refused, SpecError
 from ratchet_contract.phases import Event, JobPhase
 from ratchet_contract.spec import JobSpec

@@ -13,7 +13,8 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from ratchet_contract.api import ResumeRequest, Warning_
+from ratchet_contract.api import Warning_
+from ratchet_contract.api_requests import ResumeRequest
 from ratchet_contract.errors import CheckpointError, FieldProblem, SpecError
 from ratchet_contract.manifest import Manifest
 from ratchet_contract.paths import HomePaths, JobPaths
