@@ -20,6 +20,7 @@ from pydantic import JsonValue
 from ratchet_hooks import powersgd
 from ratchet_hooks.algorithm import Setup
 from ratchet_hooks.codec import Tensors
+from ratchet_hooks.errors import UnsupportedModel
 from ratchet_hooks.layout import Layout
 from ratchet_hooks.low_rank import LowRank
 from ratchet_hooks.orthogonalize import Basis
@@ -34,6 +35,11 @@ class BatchedPowerSGD(LowRank):
 
     def __init__(self, spec: BatchedPowerSGDSpec, setup: Setup) -> None:
         super().__init__(spec, setup)
+        for name, parameter in setup.parameters.items():
+            if not parameter.numel():
+                raise UnsupportedModel(
+                    f"{name} has no elements, and there is no matrix of a bucket without any; set its requires_grad to False"
+                )
         self._squares: dict[int, _Square] = {}
         self._spaces: dict[torch.dtype, torch.Tensor] = {}
 

@@ -233,8 +233,9 @@ def check_parameters(parameters: Parameters) -> None:
     """Raise ``UnsupportedModel`` for shapes that torch's hook fails on at its first compressed step."""
     for name, parameter in parameters.items():
         if parameter.dim() == 0 or parameter.numel() == 0:
+            cure = "make it one-dimensional" if parameter.dim() == 0 else "set its requires_grad to False"
             raise UnsupportedModel(
-                f"{name} has shape {list(parameter.shape)}, which powerSGD cannot view as a matrix; make it one-dimensional"
+                f"{name} has shape {list(parameter.shape)}, which powerSGD cannot view as a matrix; {cure}"
             )
 
 

@@ -104,5 +104,9 @@ def test_ordinary_gradients_are_no_cause_for_a_report(three: Ranks) -> None:
         assert three.run(cases.large, cases.wrapped(hook, "fp16"), 1.0, 4) == [([], [True] * 4)] * 3
 
 
+def test_gradients_lie_as_their_parameters_do(three: Ranks) -> None:
+    assert all(three.run(cases.channels_last))
+
+
 def test_a_model_in_float16_is_not_cast_again(three: Ranks) -> None:
     assert three.run(cases.halves, cases.wrapped("allreduce", "fp16")) == [(True, 32)] * 3

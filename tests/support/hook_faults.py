@@ -17,7 +17,7 @@ import torch.nn as nn
 import ratchet_hooks
 from ratchet_hooks.build import HookStateError, LayoutMismatch, UnsupportedModel, managed_ddp
 from ratchet_hooks.errors import advice_on
-from ratchet_hooks.specs import AllreduceSpec, Fp16CompressSpec, HookSpec, PowerSGDSpec
+from ratchet_hooks.specs import AllreduceSpec, BatchedPowerSGDSpec, Fp16CompressSpec, HookSpec, PowerSGDSpec
 from ratchet_worker.endings import cause_of
 from tests.support.hook_cases import MANY_BUCKETS, ONE_BUCKET, SPECS, Case, Net, Run, same
 from tests.support.hook_laws import CPU
@@ -75,6 +75,8 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], HookSpec, dict[str, object], 
         {},
         "1 is a SyncBatchNorm",
     ),
+    "empty, powerSGD": (lambda: nn.Linear(0, 2), PowerSGDSpec(start_powerSGD_iter=2), {}, "requires_grad"),
+    "empty, batched": (lambda: nn.Linear(0, 2), BatchedPowerSGDSpec(start_powerSGD_iter=2), {}, "requires_grad"),
     "both": (
         lambda: nn.Linear(2, 2),
         AllreduceSpec(),

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 
+from ratchet_hooks.build import managed_ddp
 from ratchet_hooks.specs import BatchedPowerSGDSpec, CustomSpec, HookSpec, PostLocalSGDSpec
 from tests.support.hook_averages import Gradients, averaged, random_vector
 from tests.support.hook_cases import SPECS, Case, Run, same
@@ -62,6 +64,36 @@ def thorough(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[torc
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
+
+
+def adds_parameters(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """Element by element: right only if gradients lie as their parameters do."""
+    for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+        gradient.add_(parameter.detach())
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+class _Times(nn.Module):
+    """Its gradient is what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(3))
+        self.kernel = nn.Parameter(torch.randn(4, 3, 2, 5).to(memory_format=torch.channels_last))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.kernel * x).sum() + self.first.sum()
+
+
+def channels_last(rank: int) -> bool:
+    """Does a hook of one's own see each gradient in the order of its parameter's memory?"""
+    module, x = _Times(), torch.randn(4, 3, 2, 5)
+    ddp, _ = managed_ddp(module, CustomSpec(hook=f"{__name__}:adds_parameters", wrapper="bf16_compress_wrapper"))
+    ddp(x).backward()
+    wanted = x.bfloat16().add_(module.kernel.detach()).float()
+    return module.kernel.grad is not None and torch.equal(module.kernel.grad, wanted)
 
 
 def halves(rank: int, spec: HookSpec) -> tuple[bool, int]:
