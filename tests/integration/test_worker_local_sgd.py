@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ratchet_contract.messages import ForkSource
 from ratchet_contract.phases import Cause
 from ratchet_store.compare import compare, render
 from ratchet_store.read import CheckpointReader
@@ -84,12 +86,12 @@ with Session() as s:
 '''
 
 
-def _job(tmp_path: Path, job_id: str) -> Job:
+def _job(tmp_path: Path, job_id: str, steps: int = STEPS, **changes: Any) -> Job:
     project = tmp_path / job_id
     project.mkdir()
     (project / "train.py").write_text(SCRIPT)
     spec = {
-        "script": ["train.py", str(STEPS), str(project / "die")],
+        "script": ["train.py", str(steps), str(project / "die")],
         "code": {"path": str(project)},
         "hook": {
             "name": "post_localSGD",
@@ -100,19 +102,19 @@ def _job(tmp_path: Path, job_id: str) -> Job:
         "ddp": {"bucket_cap_mb": 0.0003},
         "checkpoint": {"every_steps": 2, "keep_last": 10},
     }
-    return Job(tmp_path, spec, project, job_id=job_id)
+    return Job(tmp_path, spec | changes, project, job_id=job_id)
 
 
 @pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[tuple[Job, Job]]:
-    both = _job(tmp_path, "whole"), _job(tmp_path, "cut")
+def jobs(tmp_path: Path) -> Iterator[list[Job]]:
+    made = [_job(tmp_path, "whole"), _job(tmp_path, "cut")]
     (tmp_path / "cut" / "die").touch()
-    yield both
-    for job in both:
+    yield made
+    for job in made:
         job.close()
 
 
-def test_killed_between_two_averagings_every_rank_ends_in_its_own_bits(jobs: tuple[Job, Job]) -> None:
+def test_killed_between_two_averagings_every_rank_ends_in_its_own_bits(tmp_path: Path, jobs: list[Job]) -> None:
     whole, cut = jobs
     attempt = whole.launch()
     assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
@@ -144,3 +146,18 @@ def test_killed_between_two_averagings_every_rank_ends_in_its_own_bits(jobs: tup
         bits = [[bytes(tensor.data) for _, tensor in sorted(side.items())] for side in (mine, other)]
         assert bits[0] and bits[0] != bits[1], part  # it ended between two averagings
     assert reader.state(0)["scaler"] != reader.state(1)["scaler"]
+
+    # Under a hook that keeps replicas equal ranks with scales of their own would undo other ones than their gradients carry.
+    source = reader.manifest
+    fork = ForkSource(job_root=str(cut.paths.root), step=source.step, epoch=source.epoch, digest=source.digest)
+    changes = {"hook": {"name": "allreduce"}, "policy": {"on_hook_mismatch": "reset"}}
+    together = _job(tmp_path, "together", steps=STEPS + 2, **changes)
+    jobs.append(together)
+    attempt = together.launch(fork=fork)
+    assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
+    told = {(c.component, c.rank): (c.status, c.reason or "") for c in attempt.report().components}
+    for rank in range(2):
+        assert told["scaler", rank] == ("redistributed", "of rank 0: the ranks' differed, and have no mean")
+        assert told["user:average", rank] == ("exact", "")
+    reader = CheckpointReader(together.newest())
+    assert reader.manifest.replicas == "equal" and reader.state(0)["scaler"] == reader.state(1)["scaler"]

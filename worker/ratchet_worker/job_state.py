@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ratchet_contract.errors import StateError, UserError
 from ratchet_contract.resume import ComponentReport, ComponentStatus
@@ -159,12 +160,12 @@ class JobState:
         for component, item in self.stateful.items():
             if component in saved.state:
                 private.append(self._fits(component, partial(item.load_state_dict, saved.value(component))))
+        reports += [r.model_copy(update={"status": status, "reason": reason}) for r in private]
         reports = [
             self._report(r.component, "redistributed", how.averaged[r.component]) if r.component in how.averaged else r
             for r in reports
         ]
-        private = [r.model_copy(update={"status": status, "reason": reason}) for r in private]
-        return reports + private + self._unsaved(saved) + self._absent(saved)
+        return reports + self._unsaved(saved) + self._absent(saved)
 
     def _unsaved(self, saved: Snapshot) -> list[ComponentReport]:
         """What the model carried from step to step where no checkpoint looks."""
@@ -228,6 +229,11 @@ class JobState:
 
     def _report(self, component: str, status: ComponentStatus, reason: str | None) -> ComponentReport:
         return ComponentReport(component=component, rank=self._rank, status=status, reason=reason)
+
+    def of_the_group(self) -> list[str]:
+        """Components that steer all ranks alike, unlike objects of the user's own, which may well be each rank's."""
+        kinds = (torch.amp.GradScaler, LRScheduler)
+        return [c for c, item in self.stateful.items() if c in ("scaler", "scheduler") or isinstance(item, kinds)]
 
     # --- what belongs to what ------------------------------------------------------------------------------------------
 

@@ -259,19 +259,28 @@ def _needs_mean(manifest: Manifest, how: Passage, *, resized: bool) -> bool:
 
 
 def _averaged(runtime: Runtime, manifest: Manifest, saved: Snapshot, how: Passage) -> tuple[Snapshot, Passage]:
-    """``saved`` with the mean of all old ranks' model and optimizers in it, and a passage that says so."""
-    components = {"model", *runtime.state.optimizers}
+    """``saved`` with one replica out of all old ranks' in it, and a passage that says so: the mean of models and optimizers, and
+    scalers and schedulers of rank 0. Ranks with scales of their own would undo other ones than their common gradient carries."""
+    components = {"model", *runtime.state.optimizers, *runtime.state.of_the_group()}
     replicas = (
         disk.read(runtime.chosen, [r], components.__contains__, shared=False)[r] for r in range(manifest.world_size)
     )
-    mean = average(replicas, components)
+    try:
+        mean = average(replicas, components)
+    except StateError as error:  # comes again with every attempt
+        raise UserError(f"the ranks' replicas cannot become one: {error}", code="state-mismatch") from error
     private = {n: t for n, t in saved.private.items() if n.partition("/")[0] not in components} | mean.tensors
-    reason = f"the mean over {counted(manifest.world_size)}, whose replicas differed"
-    if mean.of_rank_0:
-        reason += f"; of rank 0, since it has no mean: {', '.join(mean.of_rank_0[:5])}"
-    out = Snapshot(saved.shared, private, saved.state | mean.state)
-    told = {name.partition("/")[0] for name in (*mean.differed, *mean.of_rank_0)}
-    return out, replace(how, averaged=dict.fromkeys(told, reason))
+    told = {
+        component: f"the mean over {counted(manifest.world_size)}, whose replicas differed"
+        for component in mean.differed
+    }
+    for component in components:
+        names = [name for name in mean.of_rank_0 if name.partition("/")[0] == component]
+        if names and component in told:
+            told[component] += f"; of rank 0, since it has no mean: {', '.join(names[:5])}"
+        elif names:
+            told[component] = "of rank 0: the ranks' differed, and have no mean"
+    return Snapshot(saved.shared, private, saved.state | mean.state), replace(how, averaged=told)
 
 
 def _refuse_resize(runtime: Runtime, manifest: Manifest) -> None:
