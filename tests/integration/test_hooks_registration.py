@@ -7,14 +7,17 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ratchet_hooks import register
+from ratchet_hooks.errors import UnsupportedModel
 from ratchet_hooks.specs import PowerSGDSpec
+from ratchet_hooks.stock import spec_of
 from tests.support.groups import Ranks
 from tests.support.hook_cases import MANY_BUCKETS, Case
 from tests.support.registered import documented, own_differences, refusal, registered_differences, spec_from, taken_over
@@ -95,6 +98,15 @@ SPECS: dict[str, dict[str, Any]] = {
     "wrapped": {"name": "powerSGD", "wrapper": "fp16_compress_wrapper", **ASKED},
     "wrapper": {"name": "powerSGD", "wrapper": "bf16_compress_wrapper", **ASKED, "warm_start": False},
 }
+
+
+def test_a_generator_that_was_drawn_from_has_no_seed() -> None:
+    state, nobody = PowerSGDState(None, random_seed=3), cast(Any, None)
+    asked = spec_of(state, powerSGD_hook, nobody)
+    assert asked is not None and asked["random_seed"] == 3
+    state.rng.randint(10)
+    with pytest.raises(UnsupportedModel, match="register a new state"):
+        spec_of(state, powerSGD_hook, nobody)
 
 
 @pytest.mark.parametrize("name", list(SPECS))
