@@ -6,6 +6,7 @@ What that code starts ends with it: its process group, and whatever left the gro
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -24,8 +25,10 @@ from ratchet_hooks.specs import CustomSpec
 from ratchet_service.credentials import inherited
 from ratchet_service.launchers import processes
 
+log = logging.getLogger("ratchet.service")
 HOOK_SECONDS: Final = 10.0
 _START_SECONDS: Final = 60.0  # for the interpreter and torch, which may come from a cold disk
+_END_SECONDS: Final = 10.0
 _LONGEST_ANSWER: Final = 1 << 20
 _MARK: Final = "RATCHET_HOOK_PROBE"
 
@@ -116,10 +119,14 @@ class Probe:
 
 def _end(child: subprocess.Popen[bytes], mark: str) -> None:
     """Nothing of it is left: the group first (its leader is not reaped yet, so the number is still the group's), then whoever has
-    left the group, until none is found."""
+    left the group, until none is found; what multiplies faster than it can be killed, or hangs in the kernel, is given up."""
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
+    end = time.monotonic() + _END_SECONDS
     while others := [pid for pid in processes.with_variable(_MARK, mark) if pid != child.pid]:
+        if time.monotonic() > end:
+            log.error("processes %s of a user's hook could not be ended", others)
+            break
         for pid in others:
             processes.kill(pid)
         time.sleep(0.001)
