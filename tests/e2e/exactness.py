@@ -52,7 +52,7 @@ class Outcome:
 
 
 def plan_kills(rng: random.Random, kinds: tuple[Kill, ...]) -> list[tuple[Kill, int]]:
-    """The first kill falls after the first checkpoint and before compression starts, the others after it.
+    """The first kill falls after the first checkpoint and before compression starts, the others after it, as does one alone.
 
     The first is one that acts at once; a preemption over REST takes up to half a second, in which a small model makes many
     steps, so it comes second, with the rest of the job before it. The order is random otherwise.
@@ -63,7 +63,10 @@ def plan_kills(rng: random.Random, kinds: tuple[Kill, ...]) -> list[tuple[Kill, 
     first, *rest = order
     rng.shuffle(rest)
     rest.sort(key=lambda kind: kind != "preempt")
-    later = sorted(rng.sample(range(START + EVERY + 1, STEPS // 2, 3), len(rest)))
+    after = range(START + EVERY + 1, STEPS // 2, 3)
+    if not rest:
+        return [(first, rng.choice(after))]
+    later = sorted(rng.sample(after, len(rest)))
     return list(zip([first, *rest], [rng.randint(EVERY + 1, START - 5), *later], strict=True))
 
 
@@ -149,8 +152,10 @@ def judge(
             bad(f"attempt {attempt['number']} began at step 0")
         if report.get("verdict") != "exact":
             bad(f"attempt {attempt['number']} resumed {report.get('verdict')}: {report}")
-    if outcome.bases and not outcome.bases[0] < start <= outcome.bases[-1]:
-        bad(f"resumed at {outcome.bases}: compression starts at {start} and must lie between")
+    if outcome.bases and not start <= outcome.bases[-1]:
+        bad(f"resumed at {outcome.bases}: compression starts at {start}, and the last must lie behind it")
+    if len(outcome.bases) > 1 and not outcome.bases[0] < start:
+        bad(f"resumed at {outcome.bases}: compression starts at {start}, and the first must lie before it")
     outcome.lost = sum(int(a["steps_lost"] or 0) for a in attempts)
     executed = sum(int(a["steps_done"]) for a in attempts)
     if executed != total + outcome.lost:
