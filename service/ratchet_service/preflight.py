@@ -87,6 +87,7 @@ def resize(
             text = "the job runs on CUDA, and this machine has no GPU: fork it with world.device cpu"
         report.refuse("/world/ranks_per_node", "too-few-gpus", text)
     changed = resolved.model_copy(update={"threads_per_rank": _threads(spec, machine, resolved.device)})
+    preflight_hook.check_world(spec, changed, report)
     _warn_of_world(spec, changed, machine, report)
     return changed, report.warnings, report.problems
 

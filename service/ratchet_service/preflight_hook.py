@@ -6,7 +6,7 @@ shows (dtypes, sparse or complex gradients, accumulation under static graph) by 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,13 +27,15 @@ _OF_CLOUDS: Final = (
 
 @dataclass(frozen=True)
 class Rule:
-    """``detail`` may name ``{hook}``, ``{wrapper}``, ``{backend}``, ``{device}``, ``{ranks}``. ``refused``: it would not work."""
+    """``detail`` may name ``{hook}``, ``{wrapper}``, ``{backend}``, ``{device}``, ``{ranks}``. ``refused``: it would not work.
+    ``of_world``: a warning that another number of ranks brings or takes away; no other has its code and pointer."""
 
     code: str
     pointer: str
     applies: Callable[[JobSpec, Resolved], bool]
     detail: str
     refused: bool = False
+    of_world: bool = False
 
 
 RULES: Final = (
@@ -71,10 +73,11 @@ RULES: Final = (
     ),
     Rule(
         "hook-caution",
-        "/hook",
+        "/world/ranks_per_node",
         # A ring all-reduce sends 2 (n - 1) / n times four bytes per element; every rank gathers n - 1 times one.
         lambda spec, _: spec.hook.name.startswith("quantization") and spec.world.size > 8,
         "with {ranks} ranks {hook} moves more bytes than a plain all-reduce: fp16_compress moves half of one's",
+        of_world=True,
     ),
     Rule(
         "no-effect",
@@ -82,6 +85,7 @@ RULES: Final = (
         lambda spec, _: _all_in_one_subgroup(spec),
         "post_localSGD goes on averaging gradients over all {ranks} ranks at every step, as they are one subgroup, and averages "
         "parameters on top: set hook.subgroup_size to fewer ranks, or hook.post_local_gradient_allreduce to false",
+        of_world=True,
     ),
     Rule(
         "hook-caution",
@@ -114,6 +118,20 @@ def _all_in_one_subgroup(spec: JobSpec) -> bool:
 
 def check(spec: JobSpec, resolved: Resolved, report: Report) -> None:
     """Every rule that applies, and what the registry warns of."""
+    _apply(RULES, spec, resolved, report)
+    for text in HOOKS[spec.hook.name].warnings:
+        report.warn("/hook", "hook-caution", text)
+
+
+def check_world(spec: JobSpec, resolved: Resolved, report: Report) -> None:
+    """The same for another number of ranks: warnings of the former one go."""
+    rules = [rule for rule in RULES if rule.of_world]
+    former = {(rule.pointer, rule.code) for rule in rules}
+    report.warnings = [w for w in report.warnings if (w.pointer, w.code) not in former]
+    _apply(rules, spec, resolved, report)
+
+
+def _apply(rules: Iterable[Rule], spec: JobSpec, resolved: Resolved, report: Report) -> None:
     words = {
         "hook": spec.hook.name,
         "wrapper": spec.hook.wrapper,
@@ -121,12 +139,10 @@ def check(spec: JobSpec, resolved: Resolved, report: Report) -> None:
         "device": resolved.device,
         "ranks": spec.world.size,
     }
-    for rule in RULES:
+    for rule in rules:
         if rule.applies(spec, resolved):
             say = report.refuse if rule.refused else report.warn
             say(rule.pointer, rule.code, rule.detail.format(**words))
-    for text in HOOKS[spec.hook.name].warnings:
-        report.warn("/hook", "hook-caution", text)
 
 
 def check_own(spec: JobSpec, machine: Machine, probe: Probe, report: Report) -> None:

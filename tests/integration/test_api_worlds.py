@@ -126,6 +126,21 @@ def test_the_number_that_it_has_already_is_a_plain_resume(api: Api) -> None:
     assert resume(api, job_id, world(3), 409)["code"] == "job-ended"
 
 
+def test_what_a_hook_is_warned_of_for_its_number_of_ranks_is_said_anew(api: Api) -> None:
+    local = {"name": "post_localSGD", "start_localSGD_iter": 0, "subgroup_size": 2}
+    for hook, few, many, pointer, at in (
+        (local, 2, 4, "/hook/subgroup_size", 2),
+        ("quantization_pertensor", 2, 9, "/world/ranks_per_node", 9),
+    ):
+        job_id = api.submit(hook=hook)
+        api.put(job_id, JobPhase.SUSPENDED)
+        for ranks in (many, few, many):
+            told = [
+                w for w in resume(api, job_id, world(ranks))["warnings"] if w["code"] in ("no-effect", "hook-caution")
+            ]
+            assert [w["pointer"] for w in told] == ([pointer] if ranks == at else []), (hook, ranks)
+
+
 def test_a_hook_whose_state_would_not_fit_is_refused_at_once_with_the_cure(api: Api) -> None:
     job_id = api.submit()
     saved(api, job_id, 5)
