@@ -17,7 +17,6 @@ from ratchet_hooks.specs import BatchedPowerSGDSpec, CustomSpec, HookSpec, PostL
 WITHOUT_EFFECT = frozenset({"compression_stats_logging_frequency", "random_seed"})
 """Parameters that cannot change a running hook's bits: its generator comes back with its state."""
 
-_OF_THE_FACTORS = frozenset({"matrix_approximation_rank", "min_compression_rate"})
 _LOW_RANK = (PowerSGDSpec, BatchedPowerSGDSpec)
 
 
@@ -145,5 +144,7 @@ def keeps_residuals(old: PowerSGDSpec | BatchedPowerSGDSpec, new: PowerSGDSpec |
 
 def keeps_factors(old: PowerSGDSpec | BatchedPowerSGDSpec, new: PowerSGDSpec | BatchedPowerSGDSpec) -> bool:
     """P and Q belong to matrices: the same ones, of the same rank, under the same hook."""
-    same = all(getattr(old, key) == getattr(new, key) for key in _OF_THE_FACTORS)
+    same = old.matrix_approximation_rank == new.matrix_approximation_rank
+    if isinstance(new, PowerSGDSpec):  # which leaves out what is not worth it; batched_powerSGD compresses every bucket
+        same = same and old.min_compression_rate == new.min_compression_rate
     return old.name == new.name and same and old.warm_start and new.warm_start

@@ -38,7 +38,8 @@ class _LowRankSpec(HookSpecBase):
         0.0,
         ge=0,
         allow_inf_nan=False,
-        description="Added to the norms when orthogonalising; > 0 guards zero gradients.",
+        description="Added to the norms when orthogonalising; > 0 guards zero gradients. Above rank 2 (float32, float64) a QR "
+        "factorisation does it, which needs none and ignores it.",
     )
     random_seed: int = Field(0, ge=0, le=2**32 - 1, description="Seed of the generator that draws the first Q.")
     compression_stats_logging_frequency: int = Field(
@@ -76,3 +77,10 @@ class BatchedPowerSGDSpec(_LowRankSpec):
     """
 
     name: Literal["batched_powerSGD"] = "batched_powerSGD"
+    min_compression_rate: float = Field(
+        2.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Without effect, as with torch: every bucket is compressed as a whole. It is a parameter of the state that "
+        "both hooks share.",
+    )
