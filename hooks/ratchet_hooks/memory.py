@@ -23,7 +23,8 @@ def hook_memory(spec: HookSpec, shapes: Shapes) -> int | None:
     PowerSGD (arXiv 1905.13727): a residual of the size of all gradients, and with warm start P and Q of every matrix that is
     worth compressing. Batched PowerSGD likewise for one square matrix of all gradients; with several buckets it is a little more.
     A wrapper keeps all gradients in 16 bits. Memory to work in is not counted: batched PowerSGD's for the product of its largest
-    bucket (without error feedback for the square of each), ``batch_tensors_with_same_shape``'s for the stacked gradients. None for a custom hook with a state, which alone knows.
+    bucket (without error feedback for the square of each), ``batch_tensors_with_same_shape``'s for the stacked gradients.
+    None for a custom hook with a state, which alone knows.
     """
     if isinstance(spec, CustomSpec) and spec.state is not None:
         return None
