@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from ratchet_contract.errors import StateError, UserError
+from ratchet_contract.errors import UserError
 from ratchet_contract.manifest import Manifest
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import AttemptPaths
@@ -17,17 +17,14 @@ from ratchet_hooks.build import ManagedHook, managed_ddp
 from ratchet_hooks.changes import HookChange
 from ratchet_hooks.errors import CustomHookError, HookStateError, LayoutMismatch, UnsupportedModel
 from ratchet_hooks.layout import Layout, ManagedDDP
-from ratchet_hooks.registry import is_stateful
-from ratchet_worker import environment_record, imported, rng
+from ratchet_worker import environment_record, imported, reload
 from ratchet_worker import restore as disk
 from ratchet_worker.files import write_atomic
 from ratchet_worker.imported import Imported
 from ratchet_worker.job_state import counted
 from ratchet_worker.module_origin import compiled
-from ratchet_worker.passage import Passage, reset_by_policy
-from ratchet_worker.replicas import mean as average
+from ratchet_worker.passage import reset_by_policy
 from ratchet_worker.restore import Chosen
-from ratchet_worker.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from ratchet_worker.runtime import Runtime
@@ -97,7 +94,7 @@ def restore(runtime: Runtime) -> None:
     differences: list[EnvironmentDifference] = []
     reports: list[ComponentReport] = []
     if chosen.manifest is not None:
-        saved = _read_own(runtime, chosen.manifest)
+        saved = reload.read_own(runtime, chosen.manifest)
         own = saved.state.get("facts") if saved is not None else None
         differences = disk.differences(chosen.manifest, runtime.environment, launch, runtime.data_digest, own)
         if differences and launch.spec.determinism == "strict":
@@ -107,7 +104,7 @@ def restore(runtime: Runtime) -> None:
                 code="environment-differs",
             )
         _keep_total(runtime, chosen.manifest)
-        reports = _restore_state(runtime, chosen.manifest, saved)
+        reports = reload.restore_state(runtime, chosen.manifest, saved)
         _insist_if_strict(launch, reports)
     elif launch.start_file is not None:
         reports = _report_import(runtime)
@@ -218,99 +215,3 @@ def _verdict(
     if manifest is None:
         return "fresh"
     return "exact" if not differences and all(c.status == "exact" for c in components) else "not-exact"
-
-
-def _read_own(runtime: Runtime, manifest: Manifest) -> Snapshot | None:
-    """What this rank had saved; None when the number of ranks has changed."""
-    if manifest.world_size != runtime.world_size:
-        return None
-    return disk.read(runtime.chosen, [runtime.rank])[runtime.rank]
-
-
-def _restore_state(runtime: Runtime, manifest: Manifest, saved: Snapshot | None) -> list[ComponentReport]:
-    state, how = runtime.state, _passage(runtime, manifest)
-    if saved is not None:
-        if _needs_mean(manifest, how, resized=False):
-            saved, how = _averaged(runtime, manifest, saved, how)
-        reports = state.restore(saved, how)
-    else:
-        _refuse_resize(runtime, manifest)
-        reports = _restore_resized(runtime, manifest, how)
-    _, hook = state.hook_or_refuse()
-    if manifest.replicas == hook.replicas == "equal" and state.shared_digest() != manifest.shared_digest:
-        raise StateError("what was restored is not what was saved: the digest of the shared tensors differs")
-    return [*reports, _layout_report(runtime, manifest)]
-
-
-def _passage(runtime: Runtime, manifest: Manifest) -> Passage:
-    notes, recorded = runtime.notes, disk.recorded_hook(manifest)
-    reset = notes.reset
-    if manifest.world_size != runtime.world_size:
-        policy = runtime.launch.spec.policy.on_hook_mismatch
-        reset = reset or reset_by_policy(policy, recorded, "the number of ranks changed")
-    return Passage(recorded, notes.change, reset, notes.layout)
-
-
-def _needs_mean(manifest: Manifest, how: Passage, *, resized: bool) -> bool:
-    """Replicas that differ are made equal: for other ranks, for a hook that needs equal ones, and for one that starts anew, since
-    it starts with a warm-up in which nothing would bring them together."""
-    other = how.change is not None and how.change.averages
-    return manifest.replicas != "equal" and (resized or other or how.reset is not None)
-
-
-def _averaged(runtime: Runtime, manifest: Manifest, saved: Snapshot, how: Passage) -> tuple[Snapshot, Passage]:
-    """``saved`` with one replica out of all old ranks' in it, and a passage that says so: the mean of models and optimizers, and
-    scalers and schedulers of rank 0. Ranks with scales of their own would undo other ones than their common gradient carries."""
-    components = {"model", *runtime.state.optimizers, *runtime.state.of_the_group()}
-    replicas = (
-        disk.read(runtime.chosen, [r], components.__contains__, shared=False)[r] for r in range(manifest.world_size)
-    )
-    try:
-        mean = average(replicas, components)
-    except StateError as error:  # comes again with every attempt
-        raise UserError(f"the ranks' replicas cannot become one: {error}", code="state-mismatch") from error
-    private = {n: t for n, t in saved.private.items() if n.partition("/")[0] not in components} | mean.tensors
-    told = {
-        component: f"the mean over {counted(manifest.world_size)}, whose replicas differed"
-        for component in mean.differed
-    }
-    for component in components:
-        names = [name for name in mean.of_rank_0 if name.partition("/")[0] == component]
-        if names and component in told:
-            told[component] += f"; of rank 0, since it has no mean: {', '.join(names[:5])}"
-        elif names:
-            told[component] = "of rank 0: the ranks' differed, and have no mean"
-    return Snapshot(saved.shared, private, saved.state | mean.state), replace(how, averaged=told)
-
-
-def _refuse_resize(runtime: Runtime, manifest: Manifest) -> None:
-    launch, data, recorded = runtime.launch, runtime.state.data, disk.recorded_hook(manifest)
-    lost = ["the hook's state"] if recorded is None or is_stateful(recorded) else []
-    lost += ["replicas that differ"] if manifest.replicas != "equal" else []
-    lost += ["the data position"] if data is not None and not hasattr(data, "load_resized") else []
-    if lost and launch.spec.policy.on_hook_mismatch == "fail":
-        raise UserError(
-            f"the checkpoint was made by {counted(manifest.world_size)}, this group has {runtime.world_size}: "
-            f"{' and '.join(lost)} cannot come back exactly. Resume with on_hook_mismatch redistribute or reset (in a "
-            f"spec: policy.on_hook_mismatch), or with {counted(manifest.world_size)} again",
-            code="world-size-mismatch",
-        )
-
-
-def _restore_resized(runtime: Runtime, manifest: Manifest, how: Passage) -> list[ComponentReport]:
-    everyone = disk.read(runtime.chosen, range(manifest.world_size), lambda c: c in ("hook", "data"), shared=False)
-    source = runtime.rank % manifest.world_size
-    mine: Snapshot = disk.read(runtime.chosen, [source])[source]
-    if _needs_mean(manifest, how, resized=True):
-        mine, how = _averaged(runtime, manifest, mine, how)
-    seed = rng.derive_seed(runtime.launch.spec.seed, "resized", manifest.step)
-    return runtime.state.restore_resized(mine, [everyone[r] for r in range(manifest.world_size)], seed, how)
-
-
-def _layout_report(runtime: Runtime, manifest: Manifest) -> ComponentReport:
-    note, rank = runtime.notes.layout, runtime.rank
-    if note is not None:
-        return ComponentReport(component="layout", rank=rank, status="redistributed", reason=note)
-    if manifest.bucket_layout is None:
-        return ComponentReport(component="layout", rank=rank, status="absent", reason="none was recorded")
-    return ComponentReport(component="layout", rank=rank, status="exact")
