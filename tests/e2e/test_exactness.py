@@ -15,7 +15,6 @@ from tests.support.server import Server
     ("cell", "kinds"),
     [
         (Cell("powerSGD", "many", 2, "digits"), KILLS),  # every kind of kill, before compression starts and after
-        (Cell("post_localSGD", "many", 2, "scaler"), ("sigterm",)),
         (Cell("powerSGD+bf16", "one", 2, "bytelm"), ("rank",)),
     ],
     ids=str,

@@ -167,6 +167,9 @@ def test_a_stopped_agent_is_alive_until_it_is_swept(home: HomePaths) -> None:
     agent = made.poll(plan.ref).agent
     assert agent is not None
     os.kill(agent.pid, signal.SIGSTOP)
+    # of two signals that are both pending the smaller is handled first, and SIGTERM is
+    stat = Path(f"/proc/{agent.pid}/stat")
+    wait_for(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "the agent to stop", 30)
     made.stop(plan.ref, 1.0)
     assert made.poll(plan.ref).alive
     assert made.sweep(plan.ref) == [agent.pid]

@@ -133,5 +133,5 @@ def _next(ctx: typer.Context, target: Path) -> None:
         output.note(f"the service would refuse it: {error.detail}\nnext: mend {target}, then: {submit}")
     else:
         for warning in (w for w in plan.warnings if w.code != _SAID):
-            output.note(f"warning: {warning.pointer or '/'}: {warning.detail} [{warning.code}]")
+            output.note(output.broken(f"warning: {warning.pointer or '/'}: {warning.detail} [{warning.code}]"))
         output.note(f"next: {submit}")

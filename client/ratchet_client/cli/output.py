@@ -50,14 +50,16 @@ def line(text: str = "") -> None:
 
 def sentence(text: str, indent: str = "") -> None:
     """One line of running text, which a terminal breaks between words."""
+    line(broken(text, indent))
+
+
+def broken(text: str, indent: str = "") -> str:
+    """Running text as a terminal shows it, broken between words; one line elsewhere."""
     if not on_terminal():
-        line(indent + text)
-        return
+        return indent + text
     later = indent or "  "
-    for part in textwrap.wrap(
-        text, console().width, initial_indent=indent, subsequent_indent=later, break_on_hyphens=False
-    ):
-        line(part)
+    parts = textwrap.wrap(text, console().width, initial_indent=indent, subsequent_indent=later, break_on_hyphens=False)
+    return "\n".join(parts)
 
 
 def flush() -> None:

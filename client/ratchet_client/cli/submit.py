@@ -59,7 +59,7 @@ def submit(
             return
         job = client.submit(spec, idempotency_key=key)
         for warning in job.warnings:
-            output.note(f"warning: {warning.pointer or '/'}: {warning.detail} [{warning.code}]")
+            output.note(output.broken(f"warning: {warning.pointer or '/'}: {warning.detail} [{warning.code}]"))
         if not as_json:
             output.line(job.id)
             output.note(f"submitted {job.name} ({job.hook}); {job.phase}")
@@ -107,4 +107,4 @@ def _show_plan(plan: Any, as_json: bool) -> None:
     )  # fmt: skip
     output.line(json.dumps(plan.launch, indent=2, ensure_ascii=False))
     for warning in plan.warnings:
-        output.note(f"warning: {warning.pointer or '/'}: {warning.detail} [{warning.code}]")
+        output.note(output.broken(f"warning: {warning.pointer or '/'}: {warning.detail} [{warning.code}]"))
