@@ -41,7 +41,8 @@ def loaded(package: str, skip: tuple[str, ...] = ()) -> set[str]:
     ],
 )
 def test_package_never_loads(package: str, forbidden: set[str]) -> None:
-    assert not loaded(package) & forbidden
+    # the integrations import what they integrate, which is theirs to choose
+    assert not loaded(package, skip=("integrations", "lightning", "accelerate")) & forbidden
 
 
 @pytest.mark.parametrize(
