@@ -8,6 +8,7 @@ import pytest
 from tests.support.api import api, served
 from tests.support.cli import cli
 from tests.support.databases import database, migrated, postgres_url
+from tests.support.groups import Ranks
 from tests.support.server import idle_server, server
 
 __all__ = ["api", "cli", "database", "idle_server", "migrated", "postgres_url", "served", "server"]
@@ -27,3 +28,16 @@ def _no_configuration_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> I
         for name in ("RATCHET_SERVER", "RATCHET_TOKEN"):
             patch.delenv(name, raising=False)
         yield
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    """One gloo group for all tests of a module: a rank's start costs more than most of them."""
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    with Ranks(3) as ranks:
+        yield ranks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,6 @@ COLD = BatchedPowerSGDSpec(start_powerSGD_iter=2, warm_start=False, use_error_fe
 CASE = Case(hook="batched_powerSGD", cap=MANY_BUCKETS, spec=SPEC)
 SHAPES: list[low_rank.Shape] = [(20, 30), (7,), (11, 3, 5), (40, 40), (1,)]
 Array = np.ndarray[Any, np.dtype[np.float64]]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 class Reference:

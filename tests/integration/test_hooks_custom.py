@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,12 +26,6 @@ TORCHS_POWERSGD = CustomSpec(
     state=f"{TORCH}.powerSGD_hook:PowerSGDState",
     state_args={"matrix_approximation_rank": 2, "start_powerSGD_iter": 2},
 )
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def case(spec: CustomSpec, **more: Any) -> Case:

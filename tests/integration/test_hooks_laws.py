@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,6 @@ from tests.support.groups import Ranks, run_ranks
 from tests.support.hook_cases import MANY_BUCKETS, ONE_BUCKET, Case
 
 COLD = PowerSGDSpec(matrix_approximation_rank=2, start_powerSGD_iter=2, warm_start=False)
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize(

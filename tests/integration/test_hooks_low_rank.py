@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,18 +19,6 @@ SWITCHES = [
     for rank, feedback, warm in itertools.product((1, 2, 4), (True, False), (True, False))
 ]
 """Ranks 1 and 2 are orthonormalised by Gram-Schmidt, 4 by QR where there is one."""
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def powersgd_cases() -> list[tuple[laws.Spec, torch.dtype]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,12 +26,6 @@ CONFIGURATIONS = {
     "views": Case(ddp={"static_graph": True, "gradient_as_bucket_view": True}, keep_grads=True),
     "unused_accumulation": Case(ddp={"find_unused_parameters": True}, unused=True, accumulate=2),
 }
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("name", list(CONFIGURATIONS))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -35,12 +34,6 @@ CONFIGURATIONS = {
     "mixed_tied_frozen": Case(mixed=True),
     "no_buffer_broadcast": Case(ddp={"broadcast_buffers": False}),
 }
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("name", list(CONFIGURATIONS))

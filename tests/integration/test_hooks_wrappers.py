@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -17,12 +15,6 @@ CONFIGURATIONS = {
     "fp16": Case(cap=MANY_BUCKETS, ddp={"static_graph": True, "gradient_as_bucket_view": True}, keep_grads=True),
     "bf16": Case(cap=MANY_BUCKETS, accumulate=2),
 }
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
-        yield ranks
 
 
 def case_of(hook: str, wrapper: str, cap: float = MANY_BUCKETS) -> Case:
