@@ -195,6 +195,12 @@ class ManagedDDP(DistributedDataParallel):
                 "static_graph learns the graph in this process's first backward, which must not be under no_sync; "
                 "drop static_graph to accumulate gradients"
             )
+        begun = self.static_graph and not learning and torch.is_grad_enabled()
+        if begun and self.hook is not None and not self.hook.has_run:
+            raise RuntimeError(
+                "static_graph learns the graph in this process's first backward, and that one failed half-way: torch would go on "
+                "without averaging gradients. Let the exception end the process and start again from the last checkpoint"
+            )
         self._trains = self._trains or torch.is_grad_enabled()
         return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 

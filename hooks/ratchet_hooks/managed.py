@@ -59,6 +59,11 @@ class ManagedHook:
         """Complete iterations (backward passes that synchronised) since the job began."""
         return self._before + self._here
 
+    @property
+    def has_run(self) -> bool:
+        """Has this process completed an iteration?"""
+        return self._here > 0
+
     def layout(self) -> Layout | None:
         """Parameter names per bucket as the next iteration will reduce them; None before the first one of a fresh run.
 
@@ -227,4 +232,9 @@ class ManagedHook:
 
     def _between_steps(self, what: str) -> None:
         if self._seen:
-            raise RuntimeError(f"{what} was called while a backward pass was under way; call it between steps")
+            raise RuntimeError(
+                f"{what} was called inside a backward pass, or behind one that ended early: of iteration {self.iteration + 1} "
+                f"{len(self._seen)} buckets went through the hook, and not the last one. Call it between steps; behind a "
+                "backward that failed, or that left parameters out without find_unused_parameters, DDP cannot go on, and a state "
+                "that some buckets have moved in is not saved: start again from the last checkpoint"
+            )

@@ -114,16 +114,22 @@ class Shelf(Protocol):
 
 
 def capture(state: PowerSGDState, layout: Layout | None, shelf: Shelf) -> tuple[Tensors, dict[str, JsonValue]]:
-    """Copies of everything in ``state``. ``layout`` may be None only before the first iteration."""
+    """Copies of everything in ``state``. ``layout`` may be None only before the first iteration. Raises ``HookStateError`` where
+    some buckets have what others lack: ``restore`` would refuse that."""
     with _quiet():
         slots: dict[str, Any] = state.__getstate__()  # type: ignore[no-untyped-call]
     errors, ps, qs = (slots.pop(key) for key in _PER_BUCKET)
     if (errors or ps) and layout is None:
         raise HookStateError("state.error_dict", "per-bucket state exists, but no bucket layout is known")
+    for key, held in (("error_dict", errors), ("p_memory_dict", ps)):
+        if held and set(held) != set(range(len(layout or []))):
+            raise HookStateError(
+                f"state.{key}", f"has buckets {sorted(held)} of {len(layout or [])}, so it could not be put back"
+            )
     tensors: Tensors = {}
     for i, bucket in enumerate(layout or []):
-        views = [*shelf.residuals(i, bucket, errors[i])] if i in errors else []
-        views += [*shelf.factors(i, bucket, ps[i], qs[i])] if i in ps else []
+        views = [*shelf.residuals(i, bucket, errors[i])] if errors else []
+        views += [*shelf.factors(i, bucket, ps[i], qs[i])] if ps else []
         tensors |= {key: view.clone(memory_format=torch.contiguous_format) for key, view in views}
     rest, slots_json = encode(slots, where="state")
     tensors |= {f"state/{name}": tensor for name, tensor in rest.items()}

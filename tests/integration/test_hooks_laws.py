@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from ratchet_hooks.build import HookStateError, redistribute
 from ratchet_hooks.files import load_state
 from ratchet_hooks.specs import AllreduceSpec, BatchedPowerSGDSpec, PowerSGDSpec
+from tests.support import backward_faults
 from tests.support import hook_faults as faults
 from tests.support import hook_laws as laws
 from tests.support.groups import Ranks, run_ranks
@@ -185,12 +186,27 @@ def test_a_state_does_not_go_into_the_wrong_place(two: Ranks) -> None:
 
 
 def test_a_bucket_of_another_layout_is_refused_before_it_meets_the_state(two: Ranks) -> None:
-    for said, untouched in two.run(faults.foreign_bucket):
+    for said, untouched in two.run(backward_faults.foreign_bucket):
         assert "differs from the recorded layout" in said and untouched
 
 
 def test_capture_during_backward_is_refused(two: Ranks) -> None:
-    assert all("between steps" in said for said in two.run(faults.capture_mid_backward))
+    assert all("between steps" in said for said in two.run(backward_faults.capture_mid_backward))
+
+
+def test_a_backward_that_failed_half_way_leaves_nothing_that_is_saved_or_trained_on(two: Ranks) -> None:
+    """In the first step that compresses, where some buckets have a residual then, P and Q and others have none."""
+    for said in two.run(backward_faults.caught_in_backward, {}, 3, "first.weight"):
+        assert said["backward"] == "of the script"
+        assert "of iteration 4 " in said["capture"] and "buckets went through" in said["capture"]
+        assert "Expected to have finished reduction" in said["step"]
+    assert two.run(backward_faults.half_a_state) == ["state.error_dict"] * 2
+
+
+def test_static_graph_does_not_train_apart_behind_a_first_backward_that_failed(two: Ranks) -> None:
+    for said in two.run(backward_faults.caught_in_backward, {"static_graph": True}, 0, "first.weight"):
+        assert said["backward"] == "of the script" and said["capture"] == "accepted"  # nothing had changed yet
+        assert "learns the graph" in said["step"]
 
 
 def test_the_docstrings_script_resumes_in_new_processes(two: Ranks, tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import ratchet_hooks
-from ratchet_hooks.build import HookStateError, LayoutMismatch, UnsupportedModel, managed_ddp
+from ratchet_hooks.build import HookStateError, UnsupportedModel, managed_ddp
 from ratchet_hooks.errors import advice_on
 from ratchet_hooks.specs import AllreduceSpec, BatchedPowerSGDSpec, Fp16CompressSpec, HookSpec, PowerSGDSpec
 from ratchet_worker.endings import cause_of
-from tests.support.hook_cases import MANY_BUCKETS, ONE_BUCKET, SPECS, Case, Net, Run, same
+from tests.support.hook_cases import MANY_BUCKETS, ONE_BUCKET, SPECS, Case, Net, Run
 from tests.support.hook_laws import CPU
 
 
@@ -212,54 +212,6 @@ def mismatches(rank: int) -> dict[str, tuple[str, str]]:
         "not pinned": attempt(lambda: build(pin=False).restore(tensors, data)),
         "laid out anew": attempt(lambda: build(cap=ONE_BUCKET, pin=False).restore(tensors, data, relayout=True)),
     }
-
-
-class OtherBucket:
-    """A bucket as another layout would hand it to the hook: in the place of bucket 0, with the parameters of bucket 1."""
-
-    def __init__(self, run: Run) -> None:
-        names = (run.hook.layout() or [])[1]
-        self._parameters = [run.module.get_parameter(name) for name in names]
-
-    def index(self) -> int:
-        return 0
-
-    def is_last(self) -> bool:
-        return False
-
-    def parameters(self) -> list[nn.Parameter]:
-        return self._parameters
-
-    def buffer(self) -> torch.Tensor:
-        return torch.zeros(sum(p.numel() for p in self._parameters))
-
-
-def foreign_bucket(rank: int) -> tuple[str, bool]:
-    """A bucket of another layout reaches the hook: (the error, whether the hook's state was left alone)."""
-    run = Run(rank, Case(hook="powerSGD", cap=MANY_BUCKETS))
-    run.train(5)
-    before = run.hook.capture()[0]
-    try:
-        run.hook._on_bucket(OtherBucket(run))
-    except LayoutMismatch as exc:
-        return str(exc), all(same(t, before[name]) for name, t in run.hook.capture()[0].items())
-    return "", False
-
-
-def capture_mid_backward(rank: int) -> str:
-    run = Run(rank, Case(cap=MANY_BUCKETS))
-    run.train(2)
-    said: list[str] = []
-
-    def probe(_: torch.Tensor) -> None:
-        try:
-            run.hook.capture()
-        except RuntimeError as exc:
-            said.append(str(exc))
-
-    run.module.get_parameter("first.weight").register_hook(probe)  # reduced last: other buckets are under way
-    run.one_step()
-    return said[0] if said else ""
 
 
 def save_to_disk(rank: int, directory: str, steps: int) -> None:

@@ -1,0 +1,92 @@
+"""Backward passes that a hook does not survive, or must not: to be run inside ranks of ``tests.support.groups``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ratchet_hooks.errors import HookStateError, LayoutMismatch
+from tests.support.hook_cases import MANY_BUCKETS, Case, Run, same
+
+
+class OtherBucket:
+    """A bucket as another layout would hand it to the hook: in the place of bucket 0, with the parameters of bucket 1."""
+
+    def __init__(self, run: Run) -> None:
+        names = (run.hook.layout() or [])[1]
+        self._parameters = [run.module.get_parameter(name) for name in names]
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return False
+
+    def parameters(self) -> list[nn.Parameter]:
+        return self._parameters
+
+    def buffer(self) -> torch.Tensor:
+        return torch.zeros(sum(p.numel() for p in self._parameters))
+
+
+def foreign_bucket(rank: int) -> tuple[str, bool]:
+    """A bucket of another layout reaches the hook: (the error, whether the hook's state was left alone)."""
+    run = Run(rank, Case(hook="powerSGD", cap=MANY_BUCKETS))
+    run.train(5)
+    before = run.hook.capture()[0]
+    try:
+        run.hook._on_bucket(OtherBucket(run))
+    except LayoutMismatch as exc:
+        return str(exc), all(same(t, before[name]) for name, t in run.hook.capture()[0].items())
+    return "", False
+
+
+def capture_mid_backward(rank: int) -> str:
+    run = Run(rank, Case(cap=MANY_BUCKETS))
+    run.train(2)
+    said: list[str] = []
+
+    def probe(_: torch.Tensor) -> None:
+        try:
+            run.hook.capture()
+        except RuntimeError as exc:
+            said.append(str(exc))
+
+    run.module.get_parameter("first.weight").register_hook(probe)  # reduced last: other buckets are under way
+    run.one_step()
+    return said[0] if said else ""
+
+
+def caught_in_backward(rank: int, ddp: dict[str, Any], train: int, where: str) -> dict[str, str]:
+    """What capturing, and another step, are answered with behind a backward whose exception the script caught; ``train``: steps
+    before, ``where``: the parameter whose gradient raised it."""
+    run = Run(rank, Case(hook="powerSGD", cap=MANY_BUCKETS, ddp=ddp))
+    run.train(train)
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("of the script")
+
+    handle = run.module.get_parameter(where).register_hook(fail)
+    said = {}
+    for what, act in {"backward": run.one_step, "capture": run.hook.capture, "step": run.one_step}.items():
+        try:
+            act()
+            said[what] = "accepted"
+        except (ValueError, RuntimeError) as exc:
+            said[what] = str(exc)
+        handle.remove()
+    return said
+
+
+def half_a_state(rank: int) -> str:
+    """A state in which one bucket lacks what the others have."""
+    run = Run(rank, Case(hook="powerSGD", cap=MANY_BUCKETS))
+    run.train(4)
+    del run.hook._algorithm.state.error_dict[1]  # type: ignore[attr-defined]
+    try:
+        run.hook.capture()
+    except HookStateError as exc:
+        return exc.key
+    return "accepted"
