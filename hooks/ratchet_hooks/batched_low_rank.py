@@ -25,6 +25,7 @@ from ratchet_hooks.layout import Layout
 from ratchet_hooks.low_rank import LowRank
 from ratchet_hooks.orthogonalize import Basis
 from ratchet_hooks.specs_powersgd import BatchedPowerSGDSpec
+from ratchet_hooks.transposed import TransposedProduct, Tried
 
 _OF_THE_SQUARE = ("residual_padding/", "p/", "q/")
 _log = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ class BatchedPowerSGD(LowRank):
         self._reduce(square.p).wait()  # no division: P is made orthonormal
         self.watch.low_rank(names, square.p, [square.p], along=(0,))
         square.p_basis.orthogonalize(state.orthogonalization_epsilon)
-        torch.mm(square.matrix.t(), square.p, out=square.q)
+        square.transposed.compute()
         self._reduce(square.q).wait()
         square.q.div_(size)
         self.watch.low_rank(names, square.q, [square.q], along=self._along)
@@ -122,6 +123,7 @@ class BatchedPowerSGD(LowRank):
                 buffer.new_zeros(side * side) if flat is None else flat,
                 buffer.new_empty(side, rank) if p is None else p,
                 buffer.new_empty(side, rank) if q is None else q,
+                self._tried,
             )
         return square
 
@@ -144,11 +146,12 @@ class _Square:
     ``flat``: what is compressed, ``side * side`` elements; under error feedback the residual's memory, else memory of its own.
     """
 
-    def __init__(self, length: int, flat: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> None:
+    def __init__(self, length: int, flat: torch.Tensor, p: torch.Tensor, q: torch.Tensor, tried: Tried) -> None:
         side = p.shape[0]
         self.length, self.flat, self.p, self.q = length, flat, p, q
         self.matrix = flat.view(side, side)
         self.p_basis, self.q_basis = Basis(p.unsqueeze(0)), Basis(q.unsqueeze(0))
+        self.transposed = TransposedProduct(self.matrix, p, q, tried)
 
     def fits(
         self, buffer: torch.Tensor, flat: torch.Tensor | None, p: torch.Tensor | None, q: torch.Tensor | None

@@ -31,6 +31,7 @@ from ratchet_hooks.layout import Layout
 from ratchet_hooks.low_rank_plan import Plan
 from ratchet_hooks.orthogonalize import Basis
 from ratchet_hooks.specs_powersgd import BatchedPowerSGDSpec, PowerSGDSpec
+from ratchet_hooks.transposed import Tried
 
 
 class LowRank(Algorithm):
@@ -41,6 +42,7 @@ class LowRank(Algorithm):
         self.state = powersgd.make_state(spec, setup.group)
         # How Q's norms matter: of rows in P Q^T, of columns when the next step begins with this Q.
         self._along = (0, 1) if spec.warm_start else (1,)
+        self._tried: Tried = {}
         nccl = on_nccl(setup.group, setup.device)
         self._stream = torch.cuda.Stream(setup.device) if nccl else None  # type: ignore[no-untyped-call]
 
@@ -184,7 +186,7 @@ class PowerSGD(LowRank):
         self.watch.low_rank(plan.low_names, plan.p, plan.p_parts, along=(0,))
         for product in plan.products:
             product.p.orthogonalize(epsilon)
-            torch.bmm(product.transposed, product.p.matrices, out=product.q.matrices)
+            product.transposed.compute()
         self._reduce(plan.q).wait()
         plan.q.div_(self.group.size())
         self.watch.low_rank(plan.low_names, plan.q, plan.q_parts, along=self._along)
@@ -219,5 +221,5 @@ class PowerSGD(LowRank):
         plan = self._plans.get(index)
         factors = (state.p_memory_dict[index], state.q_memory_dict[index]) if index in state.p_memory_dict else None
         if plan is None or not plan.shows(buffer, total, factors, names):
-            plan = self._plans[index] = Plan(state, self._shapes(names), buffer, total, factors)
+            plan = self._plans[index] = Plan(state, self._shapes(names), buffer, total, factors, self._tried)
         return plan

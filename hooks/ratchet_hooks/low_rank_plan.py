@@ -10,6 +10,7 @@ import torch
 
 from ratchet_hooks.orthogonalize import Basis
 from ratchet_hooks.powersgd import LowRankPlace, PowerSGDState, factor_numels, factor_views, low_rank_places
+from ratchet_hooks.transposed import TransposedProduct, Tried
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class Product:
     """Of several matrices: each by itself, ``n x m``."""
     targets: list[torch.Tensor]
     """Of several matrices: the place in the bucket of each."""
-    transposed: torch.Tensor
-    """Of ``matrix``"""
+    transposed: TransposedProduct
+    """``q = M^T p``"""
     q_transposed: torch.Tensor
 
 
@@ -43,9 +44,10 @@ class Plan:
 
     def __init__(
         self, state: PowerSGDState, shapes: Mapping[str, torch.Size], buffer: torch.Tensor, total: torch.Tensor,
-        factors: tuple[torch.Tensor, torch.Tensor] | None,
+        factors: tuple[torch.Tensor, torch.Tensor] | None, tried: Tried,
     ) -> None:  # fmt: skip
         """``shapes``: of the bucket's parameters, by name, in order. ``factors``: P and Q of the step before."""
+        self._tried = tried
         self.names, self.buffer, self.total = list(shapes), buffer, total
         numels = [shape.numel() for shape in shapes.values()]
         cut, out = (dict(zip(shapes, torch.split(flat, numels), strict=True)) for flat in (total, buffer))
@@ -92,7 +94,8 @@ class Plan:
         else:
             sources, targets = ([flat[place.name].view(n, m) for place in group] for flat in (cut, out))
             matrix = average = self.buffer.new_empty(count, n, m)
-        return Product(matrix, Basis(p), Basis(q), average, sources, targets, matrix.transpose(1, 2), q.transpose(1, 2))
+        transposed = TransposedProduct(matrix, p, q, self._tried)
+        return Product(matrix, Basis(p), Basis(q), average, sources, targets, transposed, q.transpose(1, 2))
 
 
 def _groups(places: Sequence[LowRankPlace], *, batched: bool) -> list[list[LowRankPlace]]:

@@ -10,6 +10,8 @@ import torch
 
 from ratchet_hooks.orthogonalize import Basis
 from ratchet_hooks.specs import BatchedPowerSGDSpec, PowerSGDSpec
+from ratchet_hooks.states import same_bits
+from ratchet_hooks.transposed import TransposedProduct, Tried
 from tests.support import low_rank_laws as laws
 from tests.support.groups import Ranks
 
@@ -42,6 +44,49 @@ def test_powersgd_has_torchs_bits_and_state(two: Ranks) -> None:
 def test_batched_powersgd_has_the_bits_of_torchs_code(two: Ranks) -> None:
     cases = [(BatchedPowerSGDSpec(**switches), DTYPES[(i + i // 4) % 4]) for i, switches in enumerate(SWITCHES)]
     assert two.run(laws.differs_from_torch, cases, 6) == [[], []]
+
+
+def test_so_they_have_for_matrices_that_are_multiplied_column_by_column(two: Ranks) -> None:
+    switches = [SWITCHES[4], SWITCHES[8]]  # of rank 2 and 4
+    cases = [
+        (spec(**one), dtype)
+        for spec, one, dtype in itertools.product(
+            (PowerSGDSpec, BatchedPowerSGDSpec), switches, (torch.float32, torch.float64)
+        )
+    ]
+    assert two.run(laws.differs_from_torch, cases, 5, False, laws.LARGE) == [[], []]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_column_at_a_time_or_not_the_bits_are_those_of_one_product(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tried: Tried = {}
+    for n, m, rank, place in itertools.product((256, 301), (512, 257), (1, 2, 3, 5), (0, 3)):
+        matrix, p, q = (
+            torch.randn(place + rows * columns, generator=generator).to(dtype)[place:].view(rows, columns)
+            for rows, columns in ((n, m), (n, rank), (m, rank))
+        )
+        TransposedProduct(matrix, p, q, tried).compute()
+        made = q.clone()
+        torch.mm(matrix.t(), p, out=q)
+        assert same_bits(made, q), (n, m, rank, place)
+
+
+def test_columns_that_would_change_a_bit_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which torch.mv adds up in another order, or from another zero, than torch.mm."""
+    matrix, p, q = torch.randn(256, 512), torch.randn(256, 2), torch.empty(512, 2)
+
+    def backwards(m: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_((m.double() @ v.double()).float())
+
+    def from_another_zero(m: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
+        torch.mm(m, v.unsqueeze(1), out=out.unsqueeze(1))
+        out.copy_(torch.where(out == 0, -0.0, out))
+
+    for other in (backwards, from_another_zero):
+        monkeypatch.setattr(torch, "mv", other)
+        TransposedProduct(matrix, p, q, {}).compute()
+        assert same_bits(q, torch.mm(matrix.t(), p)), other
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["three-ranks", "one-rank"])

@@ -33,6 +33,8 @@ BUCKETS: list[list[Shape]] = [
     [(64, 64), (13, 5), (5,)],
     [(16, 9)],
 ]
+# Large enough for products that are made column by column, at the beginning of a cache line and within one.
+LARGE: list[list[Shape]] = [[(512, 256), (3,), (256, 512), (300, 257)], [(270, 300), (256, 4, 8, 8)]]
 
 
 class Bucket:
@@ -78,7 +80,11 @@ def torchs_hook_made_safe() -> Iterator[None]:
 
 
 def differs_from_torch(
-    rank: int, cases: Sequence[tuple[Spec, torch.dtype]], steps: int, alone: bool = False
+    rank: int,
+    cases: Sequence[tuple[Spec, torch.dtype]],
+    steps: int,
+    alone: bool = False,
+    shapes: Sequence[Sequence[Shape]] = BUCKETS,
 ) -> list[str]:
     """Where averages or states differ from what torch's own code gives for the same gradients; ``alone``: in groups of one.
 
@@ -90,10 +96,13 @@ def differs_from_torch(
     found = []
     for spec, dtype in cases:
         generator = torch.Generator().manual_seed(rank)
-        ours, theirs = _Both.ours(spec, dtype, group), _Both.torchs(spec, dtype, group)
+        ours, theirs = (
+            _Both.ours(spec, _buckets(shapes, dtype), group),
+            _Both.torchs(spec, _buckets(shapes, dtype), group),
+        )
         for step in range(steps):
             ours.move(steps - 1 - step)
-            for i in range(len(BUCKETS)):
+            for i in range(len(shapes)):
                 gradients = torch.randn(ours.buckets[i].flat.numel(), generator=generator).to(dtype)
                 ours.run(i, gradients)
                 with torchs_hook_made_safe():
@@ -112,11 +121,10 @@ class _Both:
     hook: Callable[[Bucket], torch.Tensor]
 
     @classmethod
-    def ours(cls, spec: Spec, dtype: torch.dtype, group: dist.ProcessGroup) -> _Both:
-        buckets = _buckets(dtype)
+    def ours(cls, spec: Spec, buckets: list[Bucket], group: dist.ProcessGroup) -> _Both:
         names = [[f"{i}.{j}" for j in range(len(bucket.shapes))] for i, bucket in enumerate(buckets)]
         parameters = {
-            name: torch.zeros(shape, dtype=dtype)
+            name: torch.zeros(shape, dtype=bucket.flat.dtype)
             for bucket, of_it in zip(buckets, names, strict=True)
             for name, shape in zip(of_it, bucket.shapes, strict=True)
         }
@@ -125,11 +133,11 @@ class _Both:
         return cls(hook.state, buckets, lambda bucket: hook.run(bucket, names[bucket.index()])[0].wait())
 
     @classmethod
-    def torchs(cls, spec: Spec, dtype: torch.dtype, group: dist.ProcessGroup) -> _Both:
+    def torchs(cls, spec: Spec, buckets: list[Bucket], group: dist.ProcessGroup) -> _Both:
         state = make_state(spec, group)
         named = {"powerSGD": torch_powersgd.powerSGD_hook, "batched_powerSGD": torch_powersgd.batched_powerSGD_hook}
         hook: Any = named[spec.name]
-        return cls(state, _buckets(dtype), lambda bucket: hook(state, bucket).wait())
+        return cls(state, buckets, lambda bucket: hook(state, bucket).wait())
 
     def run(self, index: int, gradients: torch.Tensor) -> None:
         bucket = self.buckets[index]
@@ -152,8 +160,8 @@ def _elsewhere(tensor: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def _buckets(dtype: torch.dtype) -> list[Bucket]:
-    return [Bucket(i, shapes, i == len(BUCKETS) - 1, dtype) for i, shapes in enumerate(BUCKETS)]
+def _buckets(shapes: Sequence[Sequence[Shape]], dtype: torch.dtype) -> list[Bucket]:
+    return [Bucket(i, of_it, i == len(shapes) - 1, dtype) for i, of_it in enumerate(shapes)]
 
 
 def _differences(ours: _Both, theirs: _Both, index: int) -> list[str]:
