@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ratchet_contract.errors import StateError, UserError
-from ratchet_worker import model_state, module_state, optimizer_state
+from ratchet_worker import model_state, module_origin, module_state, optimizer_state
 from ratchet_worker.job_state import JobState
 from ratchet_worker.module_origin import compiled, origin, refuse_changed_parameters
 from ratchet_worker.snapshot import Snapshot
@@ -129,6 +129,56 @@ def test_what_training_made_of_buffers_and_counters_comes_back_and_what_cannot_i
     gone.add("modules", {**module_state.capture(net, job._origin), "made": {"head.late": True}})
     with pytest.raises(StateError, match=r"'head\.late', which the model has no longer"):
         model_state.restore_buffers(other, gone, relayout=False)
+
+
+class Tied(nn.Module):
+    """Buffers under several names, or looked at by others, and what ``change`` does to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_buffer("table", torch.zeros(2))
+        self.inner.register_buffer("table", self.table)
+        self.inner.register_buffer("head", self.table[:1])
+        self.register_buffer("other", torch.zeros(2))
+        self.cache = self.table
+
+    def change(self, how: str) -> None:
+        if how in ("resize", "both"):
+            self.table.resize_(4).fill_(3.0)
+        if how == "same shape":
+            self.table.data = torch.ones(2)
+        if how == "data":
+            self.table.data = torch.full((3,), 3.0)
+        if how in ("replace one", "both"):
+            self.table = torch.ones(2)
+        if how == "replace all":
+            self.table = self.inner.table = torch.ones(3)
+        if how == "move":
+            self.other = self.table
+        if how == "swap":
+            self.table, self.other = self.other, self.table
+
+    def seen(self) -> list[list[float]]:
+        """All values, behind a step in every buffer."""
+        for number, buffer in enumerate([self.table, self.inner.table, self.inner.head, self.other]):
+            buffer.add_(number + 1.0)
+        return [t.tolist() for t in (self.table, self.inner.table, self.inner.head, self.other)]
+
+
+@pytest.mark.parametrize("how", ["resize", "data", "same shape", "replace one", "replace all", "move", "swap", "both"])
+def test_buffers_that_are_one_or_share_memory_do_so_again(how: str) -> None:
+    net, other = Tied(), Tied()
+    before = module_origin.origin(net)
+    net.change(how)
+    saved = Snapshot()
+    saved.add_encoded("buffers", {name: b.clone() for name, b in net.named_buffers()}, [])
+    saved.add("modules", module_state.capture(net, before))
+    model_state.restore_buffers(other, saved, relayout=False)
+    assert list(other.named_buffers()) and [n for n, _ in other.named_buffers()] == [n for n, _ in net.named_buffers()]
+    assert other.seen() == net.seen()
+    if how in ("resize", "data"):
+        assert other.cache is other.table and other.table.shape == net.table.shape
 
 
 class Level(IntEnum):

@@ -37,7 +37,7 @@ def restore_buffers(module: nn.Module, saved: Snapshot, relayout: bool) -> None:
     """Buffers, and what else training made of the modules; ``relayout``: DDP was built for other parameters, so which are frozen
     is left alone. Raises ``StateError`` where names, shapes or dtypes are others."""
     buffers, modules = saved.encoded("buffers")[0], saved.value("modules")
-    module_origin.make_buffers(module, modules.get("made", {}), modules.get("gone", []), buffers)
+    module_origin.make_buffers(module, modules, buffers)
     _copy_into("buffer", dict(module.named_buffers()), buffers)
     module_state.restore(module, modules, frozen=not relayout)
 

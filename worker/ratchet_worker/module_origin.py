@@ -7,6 +7,7 @@ from step to step.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,11 +34,20 @@ class Mark:
 
 
 @dataclass(frozen=True)
+class Built:
+    """A buffer as it was built: the tensor, shape and dtype, and where its memory is managed."""
+
+    tensor: weakref.ref[torch.Tensor]
+    form: tuple[torch.Size, torch.dtype]
+    storage: int
+
+
+@dataclass(frozen=True)
 class Origin:
-    """By path from the module's root. ``parameters``: id and whether it is trained; ``buffers``: shape and dtype."""
+    """By path from the module's root. ``parameters``: id and whether it is trained."""
 
     parameters: dict[str, tuple[int, bool]]
-    buffers: dict[str, tuple[torch.Size, torch.dtype]]
+    buffers: dict[str, Built]
     attributes: dict[str, Mark]
 
 
@@ -46,7 +56,7 @@ def origin(module: nn.Module) -> Origin:
     owned = _owned(module)
     return Origin(
         {name: (id(p), p.requires_grad) for name, p in module.named_parameters()},
-        {name: (b.shape, b.dtype) for name, b in _buffers(module)},
+        {name: Built(weakref.ref(b), (b.shape, b.dtype), _storage(b)) for name, b in _buffers(module)},
         {name: Mark(_seen(value, owned), value) for name, value in _attributes(module)},
     )
 
@@ -73,33 +83,64 @@ def refuse_changed_parameters(module: nn.Module, before: Origin) -> None:
         )
 
 
-def changed_buffers(module: nn.Module, before: Origin) -> tuple[dict[str, bool], list[str]]:
-    """Buffers that are new or of another shape or dtype, with whether a state_dict holds them; and those that are gone."""
+def changed_buffers(module: nn.Module, before: Origin) -> dict[str, Any]:
+    """What training made of the buffers, by name. ``made``: another tensor than the built one, and whether a state_dict holds
+    it; of these ``moved``: the built one of which name it is, ``same``: which other made one it is. ``resized``: the built tensor
+    in another shape, dtype or memory, and whether in its own one, which others may look at. ``gone``: there is none any more."""
     now = dict(_buffers(module))
-    made = [n for n, b in now.items() if before.buffers.get(n) != (b.shape, b.dtype)]
-    keep: dict[str, bool] = {}
-    for name in made:
+    built = {id(tensor): name for name, one in before.buffers.items() if (tensor := one.tensor()) is not None}
+    made: dict[str, bool] = {}
+    moved, same, resized, first = {}, {}, {}, dict[int, str]()
+    for name, buffer in now.items():
+        one = before.buffers.get(name)
+        if one is not None and one.tensor() is buffer:
+            own = _storage(buffer) == one.storage
+            if not own or one.form != (buffer.shape, buffer.dtype):
+                resized[name] = own
+            continue
         owner, _, attribute = name.rpartition(".")
-        keep[name] = attribute not in module.get_submodule(owner)._non_persistent_buffers_set
-    return keep, sorted(set(before.buffers) - set(now))
+        made[name] = attribute not in module.get_submodule(owner)._non_persistent_buffers_set
+        if id(buffer) in built:
+            moved[name] = built[id(buffer)]
+        elif first.setdefault(id(buffer), name) != name:
+            same[name] = first[id(buffer)]
+    gone = sorted(set(before.buffers) - set(now))
+    return {"made": made, "moved": moved, "same": same, "resized": resized, "gone": gone}
 
 
-def make_buffers(module: nn.Module, made: dict[str, bool], gone: list[str], saved: dict[str, torch.Tensor]) -> None:
-    """Give a module as it was built the buffers that training gave it. Raises ``StateError`` where it has no place for one."""
+def make_buffers(module: nn.Module, changed: dict[str, Any], saved: dict[str, torch.Tensor]) -> None:
+    """Give a module as it was built the buffers that training gave it, in their shapes. ``changed``: of ``changed_buffers``;
+    ``saved``: each tensor under the first of its names. Raises ``StateError`` where the module has no place for one."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    for name in [*made, *gone]:
+    made, moved, same = (changed.get(key, {}) for key in ("made", "moved", "same"))
+    built = dict(_buffers(module))
+    kept = {name: moved.get(name, name) for name in saved if name in moved or name not in made}
+    forms = {id(built[source]): saved[name] for name, source in kept.items() if source in built}
+    for name, own in changed.get("resized", {}).items():
+        if name in built and (form := forms.get(id(built[name]))) is not None:
+            _resize(built[name], form, own)
+    new = {name: torch.empty_like(saved[name], device=device) for name in made if name in saved and name not in moved}
+    for name in [*made, *changed.get("gone", [])]:
         owner, _, attribute = name.rpartition(".")
         try:
             holder = module.get_submodule(owner)
         except AttributeError:
             raise StateError(f"buffer {name!r}, which the model has no longer") from None
-        if name in gone:
+        if name not in made:
             holder._buffers[attribute] = None
             continue
-        if name not in saved:  # another name of one that is saved
-            continue
-        vars(holder).pop(attribute, None)
-        holder.register_buffer(attribute, torch.empty_like(saved[name], device=device), persistent=made[name])
+        tensor = built.get(moved[name]) if name in moved else new.get(same.get(name, name))
+        if tensor is not None:
+            vars(holder).pop(attribute, None)
+            holder.register_buffer(attribute, tensor, persistent=made[name])
+
+
+def _resize(buffer: torch.Tensor, form: torch.Tensor, own: bool) -> None:
+    """The same tensor in the shape and dtype of ``form``, so that whatever else refers to it goes on doing so."""
+    if own and buffer.dtype is form.dtype:
+        buffer.resize_(form.shape)
+    else:
+        buffer.data = torch.empty_like(form, device=buffer.device)
 
 
 def changed_attributes(module: nn.Module, before: Origin) -> tuple[dict[str, Any], list[str]]:
@@ -143,6 +184,11 @@ def _owned(module: nn.Module) -> set[int]:
     """Where parameters and buffers lie in memory."""
     tensors = (*module.parameters(), *(b for _, b in _buffers(module)))
     return {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Which memory it lies in, wherever that is: the same after it grew."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -19,12 +19,10 @@ from ratchet_worker.module_origin import Origin
 
 def capture(module: nn.Module, before: Origin) -> dict[str, Any]:
     """A tree that ``ratchet_hooks.codec`` takes; a gradient of zeros is stored as None. ``before``: of the wrapped module."""
-    made, gone = module_origin.changed_buffers(module, before)
     scalars, unsaved = module_origin.changed_attributes(module, before)
     gradients = {name: p.grad.detach() for name, p in module.named_parameters() if p.grad is not None}
     return {
-        "made": made,
-        "gone": gone,
+        **module_origin.changed_buffers(module, before),
         "attributes": scalars,
         "unsaved": unsaved,
         "eval": [name for name, m in module.named_modules() if not m.training],
