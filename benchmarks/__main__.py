@@ -13,6 +13,7 @@ BENCHMARKS: Final[dict[str, str]] = {
     "startup": "benchmarks.startup",
     "paper": "benchmarks.paper",
     "network": "benchmarks.network",
+    "accuracy": "benchmarks.accuracy",
 }
 """Name on the command line -> module with ``main() -> None``, imported only when it is run."""
 
