@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Final, Literal
 
-from ratchet_client.errors import ServiceFault
+from ratchet_client.errors import ServiceFault, ServiceUnreachable
 from ratchet_client.transport import Transport
 from ratchet_contract.errors import Refused
 
@@ -32,10 +32,10 @@ def fetch(transport: Transport, path: str, form: ExportFormat, target: Path) -> 
     not be there yet. Returns what its reader must know.
 
     It is written beside ``target`` and gets its name last. Raises ``Refused`` (``output-exists``, ``output-not-written``),
-    ``ServiceFault`` for an answer that is cut short or altered, and what the service refuses.
+    ``ServiceUnreachable`` for an answer that is cut short, ``ServiceFault`` for an altered one, and what the service refuses.
     """
     if os.path.lexists(target):
-        raise Refused(f"{target} is there already: name another, or remove it first", code="output-exists")
+        raise _taken(target)
     try:
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name[:100]}.", suffix=".tmp", dir=target.absolute().parent))
     except OSError as error:
@@ -50,8 +50,11 @@ def fetch(transport: Transport, path: str, form: ExportFormat, target: Path) -> 
             else:
                 _copy(body, made)
             body.finish(response.headers.get("Repr-Digest", ""))
-            made.rename(target)
+            _give_name(made, target)
             return [str(note) for note in json.loads(response.headers.get("Ratchet-Notes", "[]"))]
+    except ServiceUnreachable as error:
+        text = f"{error.detail}. {target} was not written and nothing of it stays; an export begins anew"
+        raise ServiceUnreachable(text, **error.extra) from error
     except OSError as error:
         raise _not_written(target, error) from error
     finally:
@@ -114,6 +117,34 @@ def _unpack(body: Any, folder: Path) -> None:
                     os.fsync(out.fileno())
     except tarfile.TarError as error:
         raise ServiceFault(f"what the service sent is not whole ({error}): nothing was kept, try again") from error
+
+
+def _give_name(made: Path, target: Path) -> None:
+    """Never in the place of something that came meanwhile, which a rename of a file would replace."""
+    try:
+        if made.is_dir():
+            made.rename(target)
+        else:
+            _link(made, target)
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            raise _taken(target) from None
+        raise
+
+
+def _link(made: Path, target: Path) -> None:
+    try:
+        os.link(made, target)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from None
+        made.rename(target)
+
+
+def _taken(target: Path) -> Refused:
+    return Refused(f"{target} is there already: name another, or remove it first", code="output-exists")
 
 
 def _not_written(target: Path, error: OSError) -> Refused:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import os
+import signal
+import subprocess
 import tarfile
+import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -15,7 +20,9 @@ from ratchet_client.client import RatchetClient
 from ratchet_client.errors import ServiceFault, ServiceUnreachable
 from ratchet_client.exports import ExportFormat
 from ratchet_contract.errors import RatchetError, Refused
+from tests.support.cli import EXECUTABLE
 from tests.support.scripted import Reply, serving
+from tests.support.server import wait_for
 
 
 def _tar(*names: str) -> bytes:
@@ -29,11 +36,18 @@ def _tar(*names: str) -> bytes:
 
 
 def _fetch(
-    target: Path, body: bytes, *, form: ExportFormat = "safetensors", told: bytes | None = None, cut: int = 0
+    target: Path,
+    body: bytes,
+    *,
+    form: ExportFormat = "safetensors",
+    told: bytes | None = None,
+    cut: int = 0,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> list[str]:
     digest = base64.b64encode(hashlib.sha256(body if told is None else told).digest()).decode()
 
     def script(handler: BaseHTTPRequestHandler, number: int) -> Reply:
+        meanwhile()
         handler.send_response(200)
         handler.send_header("Content-Length", str(len(body)))
         handler.send_header("Repr-Digest", f"sha-256=:{digest}:")
@@ -74,7 +88,7 @@ def test_what_does_not_leaves_nothing(
 ) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    with pytest.raises(error):
+    with pytest.raises(error, match="nothing"):
         _fetch(folder / "out", body, form=form, told=told, cut=cut)
     assert list(folder.iterdir()) == [] and [p.name for p in tmp_path.iterdir()] == ["folder"]
 
@@ -86,3 +100,49 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "full").symlink_to("/dev/full")
     with pytest.raises(Refused, match="there already"):
         _fetch(tmp_path / "full", b"x")
+
+
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+def test_what_came_meanwhile_is_not_overwritten(
+    tmp_path: Path, form: ExportFormat, links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)  # as on a file system that has none
+    target = tmp_path / "out"
+    body = _tar("rank-00000-of-00001.pt") if form == "torch" else b"new"
+    with pytest.raises(Refused, match="there already"):
+        _fetch(target, body, form=form, meanwhile=lambda: target.write_bytes(b"another's"))
+    assert target.read_bytes() == b"another's" and list(tmp_path.iterdir()) == [target]
+    target.unlink()
+    _fetch(target, body, form=form)
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_command_that_is_ended_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    go = threading.Event()
+
+    def script(handler: BaseHTTPRequestHandler, _: int) -> Reply:
+        handler.send_response(200)
+        handler.send_header("Content-Length", "3000000")
+        handler.end_headers()
+        handler.wfile.write(b"x" * 2_000_000)
+        go.wait(60)
+        return 0, "", b""
+
+    with serving(script) as server:
+        arguments = ["checkpoints", "export", "job-000000000000", "--checkpoint", "step-1", "-o", "model.safetensors"]
+        command = subprocess.Popen([EXECUTABLE, "--server", server.url, *arguments], cwd=tmp_path)
+        try:
+            wait_for(lambda: [p for p in tmp_path.glob(".*/whole") if p.stat().st_size], "half of the file")
+            command.send_signal(number)
+            assert command.wait(30) == 130
+        finally:
+            go.set()
+            command.kill()
+            command.wait()
+    assert list(tmp_path.iterdir()) == []

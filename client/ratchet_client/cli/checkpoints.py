@@ -12,6 +12,7 @@ import typer
 from ratchet_client.cli import complete, output
 from ratchet_client.cli.common import SAVED, JobId, JsonFlag, open_client
 from ratchet_client.cli.exits import Exit
+from ratchet_client.cli.signals import interruptible
 
 if TYPE_CHECKING:
     from ratchet_client.client import RatchetClient
@@ -156,7 +157,7 @@ def export(
     """Write a checkpoint as files for other programs; whatever is read of it is verified first."""
     if checkpoint is not None and step is not None:
         raise typer.BadParameter("give --checkpoint or --step, not both")
-    with open_client(ctx) as client:
+    with interruptible(), open_client(ctx) as client:
         found = checkpoint if checkpoint is not None else _committed(client, job, step)
         notes = client.export(job, found, output_path, format=form)
     for text in notes:

@@ -47,7 +47,7 @@ def doctor(
         raise typer.Exit(Exit.FAULT)
     from ratchet_client.cli.doctor.checks import examine
     from ratchet_client.cli.doctor.progress import Progress
-    from ratchet_client.cli.doctor.signals import interruptible
+    from ratchet_client.cli.signals import interruptible
 
     if hooks and not exactness:
         raise typer.BadParameter("--hook chooses what --exactness proves: give both")

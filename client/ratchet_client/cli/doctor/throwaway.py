@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from ratchet_client.cli.doctor.signals import interruptible, undisturbed
+from ratchet_client.cli.signals import interruptible, undisturbed
 from ratchet_client.client import RatchetClient
 from ratchet_client.errors import DeadlineReached
 from ratchet_contract import environment

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP end the doctor as Ctrl-C does, so that everything it made is taken away; cleaning up is not disturbed."""
+"""SIGTERM and SIGHUP end a command as Ctrl-C does, so that everything it made is taken away; cleaning up is not disturbed."""
 
 from __future__ import annotations
 
