@@ -1,12 +1,12 @@
 """Looks at a user's hook, and at the shapes of a task's parameters, in a process of its own.
 
-``python -P -m ratchet_hooks.probe FILE``: the request is JSON on standard input, the answer JSON in ``FILE``, written by rename.
-Importing the user's code runs it, so whoever asks sets a time limit; it counts from when ``FILE`` with ``.begun`` at its end is
-there, since until then only torch was imported.
+``python -P -m ratchet_hooks.probe``: the request is JSON on standard input, the answer JSON in the file of an open descriptor,
+since the user's code may print. Importing that code runs it, so whoever asks sets a time limit; it counts from when the answer's
+first byte is there, a line's end, since until then only torch was imported.
 
-Request: ``asker`` (number of the process that waits for the answer), ``path`` (directories that come first on ``sys.path``),
-and ``hook``, ``state``, ``state_args`` as in the spec, or ``task`` and ``task_args``. Answer: ``problems``, each with ``key``,
-``code`` and ``detail``; ``shapes``, or null where the task does not tell.
+Request: ``asker`` (number of the process that waits for the answer), ``answer`` (the descriptor), ``path`` (directories that
+come first on ``sys.path``), and ``hook``, ``state``, ``state_args`` as in the spec, or ``task`` and ``task_args``. Answer:
+``problems``, each with ``key``, ``code`` and ``detail``; ``shapes``, or null where the task does not tell.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import signal
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NoReturn
 
 from ratchet_hooks.errors import CustomHookError
@@ -34,14 +33,15 @@ def main() -> NoReturn:
     ctypes.CDLL(None).prctl(
         _PR_SET_PDEATHSIG, signal.SIGKILL
     )  # whoever asks may be killed, and would set no limit then
-    target = Path(sys.argv[1])
     request: dict[str, Any] = json.load(sys.stdin)
     os.kill(request["asker"], 0)  # raises where it was killed before this process had asked to end with it
+    target: int = request["answer"]
+    os.set_inheritable(target, False)
     import torch  # noqa: F401  (the user's code will; its time is not the user's)
 
     path = request.get("path", [])
     sys.path[:] = [*path, *(p for p in sys.path if p not in (*path, ""))]
-    target.with_name(f"{target.name}.begun").touch()
+    os.write(target, b"\n")
     answer: dict[str, Any] = {"problems": [], "shapes": None}
     if request.get("hook") is not None:
         answer["problems"] += _problem("hook", "hook-import-failed", lambda: find_hook(request["hook"]))
@@ -52,9 +52,7 @@ def main() -> NoReturn:
         )
     if request.get("task") is not None:
         answer["shapes"] = _shapes(request["task"], request.get("task_args", {}))
-    temporary = target.with_name(f"{target.name}.tmp")
-    temporary.write_text(json.dumps(answer))
-    temporary.rename(target)
+    os.pwrite(target, json.dumps(answer).encode(), 0)
     os._exit(0)
 
 

@@ -17,6 +17,8 @@ from ratchet_service.instruments import Instruments
 from ratchet_service.ports import SubmissionPorts
 from ratchet_service.routers import actions, checkpoints, hooks, jobs, observe, operations, reports
 from ratchet_service.settings import Settings
+from ratchet_service.turns import Turns
+from ratchet_service.usecases.export import Exporter
 
 DESCRIPTION = """\
 Checkpoint-aware training: DDP jobs that may be killed at any instant and go on bit for bit, hook state included.
@@ -58,7 +60,9 @@ def create_app(settings: Settings, ports: SubmissionPorts, database: Database | 
     )
     instruments = Instruments()
     idempotency = Idempotency(shared, settings.idempotency_seconds, settings.claim_seconds)
-    app.state.service = Service(settings, shared, ports, idempotency)
+    turns = Turns(settings.exports, "making other exports")
+    exporter = Exporter(shared, settings.paths, turns, settings.export_seconds)
+    app.state.service = Service(settings, shared, ports, idempotency, exporter)
     app.state.instruments = instruments
     edge.install(app, instruments)
     app.state.routes = []

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, TypeVar
 
@@ -18,6 +21,7 @@ from ratchet_service.database import Database
 from ratchet_service.idempotency import Call, Idempotency, Reply, make_call
 from ratchet_service.ports import SubmissionPorts
 from ratchet_service.settings import Settings
+from ratchet_service.usecases.export import Exporter
 
 T = TypeVar("T")
 
@@ -30,6 +34,7 @@ class Service:
     database: Database
     ports: SubmissionPorts
     idempotency: Idempotency
+    exporter: Exporter
 
 
 def get_service(request: Request) -> Service:
@@ -43,6 +48,24 @@ async def get_body(request: Request) -> RawBody:
 
 async def get_report_body(request: Request) -> RawBody:
     return await read_body(request, get_service(request).settings.max_report_body)
+
+
+@asynccontextmanager
+async def disconnected(request: Request) -> AsyncIterator[threading.Event]:
+    """Set when the client goes or the service ends, for a thread that works at the answer."""
+    gone = threading.Event()
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        gone.set()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield gone
+    finally:
+        gone.set()
+        watching.cancel()
 
 
 def refuse_unknown_parameters(request: Request) -> None:

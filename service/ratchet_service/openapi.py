@@ -74,7 +74,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
 def _finish(path: str, method: str, operation: dict[str, Any]) -> None:
     operation["responses"].pop("422", None)  # FastAPI's own; ours is among the 4XX
     for status, response in operation["responses"].items():
-        if status in ("4XX", "5XX"):
+        if status[0] in "45":
             schema = {"$ref": _REF.format(model="Problem")}
             response["content"] = {problems.MEDIA_TYPE: {"schema": schema}}
             if status == "4XX":

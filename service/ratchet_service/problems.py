@@ -39,6 +39,7 @@ _BY_CODE: Final[dict[str, int]] = {
     "internal-error": 500,
     "busy": 503,
     "database-unavailable": 503,
+    "export-timeout": 504,
     "disk-full": 507,
 }
 _BY_CLASS: Final[tuple[tuple[type[RatchetError], int], ...]] = (
@@ -62,6 +63,7 @@ _TITLES: Final[dict[int, str]] = {
     422: "Invalid request",
     500: "Internal error",
     503: "Temporarily unavailable",
+    504: "Took too long",
     507: "No space left",
 }
 _HEADERS: Final[dict[int, dict[str, str]]] = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}

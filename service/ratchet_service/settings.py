@@ -22,6 +22,8 @@ class Settings:
     follow_interval: float = 0.25  # between two looks of a follower of events or logs
     keep_alive_interval: float = 15.0  # a comment line, so that dead followers are noticed
     hook_samples_per_rank: int = 2000  # thinned to half beyond this
+    exports: int = 2  # made at one time: each is a process with torch
+    export_seconds: float = 1800.0  # for one; below what the client waits for the first byte
     paths: HomePaths = field(init=False)
 
     def __post_init__(self) -> None:

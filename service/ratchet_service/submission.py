@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from ratchet_contract.api import Warning_
-from ratchet_contract.errors import FieldProblem, Refused
+from ratchet_contract.errors import FieldProblem
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Desired
 from ratchet_contract.spec import JobSpec, Resolved
@@ -23,6 +22,7 @@ from ratchet_service.interpreters import Interpreters
 from ratchet_service.launchers.base import Launcher
 from ratchet_service.launching import launch_file
 from ratchet_service.machine import Machine, read_machine
+from ratchet_service.turns import Turns
 
 _NO_JOB: Final = "job-id"
 LOOKS: Final = 8
@@ -49,7 +49,7 @@ class LocalSubmission:
         self._launcher = launcher
         self._wake = wake
         self._interpreters = Interpreters()
-        self._looks = threading.BoundedSemaphore(LOOKS)
+        self._looks = Turns(LOOKS, "looking at other submissions' code")
 
     def resolve(
         self, spec: JobSpec, code_digest: str | None = None
@@ -82,16 +82,9 @@ class LocalSubmission:
         with self._look(needs_shapes(spec.hook)):
             return preflight_hook.memory(spec, self._machine(), probe)
 
-    @contextmanager
-    def _look(self, runs_code: bool) -> Iterator[None]:
-        """A turn, where users' code will run. Raises ``Refused`` (``busy``) where none is left: to wait holds a thread, too."""
-        if runs_code and not self._looks.acquire(blocking=False):
-            raise Refused("the service is looking at other submissions' code: try again in a moment", code="busy")
-        try:
-            yield
-        finally:
-            if runs_code:
-                self._looks.release()
+    def _look(self, runs_code: bool) -> AbstractContextManager[None]:
+        """A turn, where users' code will run. Raises ``Refused`` (``busy``)."""
+        return self._looks.taken() if runs_code else nullcontext()
 
     def _machine(self) -> Machine:
         """Of a reconciler that has not run yet nothing is known; then this machine stands for its own."""

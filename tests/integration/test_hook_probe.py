@@ -15,7 +15,7 @@ import pytest
 from ratchet_contract.errors import Refused
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.spec import JobSpec
-from ratchet_service import hook_probe, problems, submission
+from ratchet_service import children, problems, submission
 from ratchet_service.hook_probe import Probe
 from ratchet_service.interpreters import Interpreters
 from ratchet_service.launchers import processes
@@ -51,6 +51,15 @@ MODULES = {
         f"{GOOD}"
     ),
 }
+
+ASKER = """
+import os, sys
+from ratchet_contract.spec import JobSpec
+from ratchet_service.hook_probe import Probe
+
+spec = JobSpec.model_validate_json(sys.argv[1])
+Probe(sys.executable, spec, [sys.argv[2], sys.argv[2] + "/quick"], os.environ, 600.0).hook(spec.hook)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -132,10 +141,9 @@ def test_whatever_a_module_starts_ends_with_the_look(code: Path, monkeypatch: py
 
     def spy(name: str, value: str) -> list[int]:
         seen.append(search(name, value))
-        assert name == "RATCHET_HOOK_PROBE"
         return seen[-1]
 
-    monkeypatch.setattr(hook_probe.processes, "with_variable", spy)
+    monkeypatch.setattr(children.processes, "with_variable", spy)
     assert look(code, "family:f") == []
     assert len(seen[0]) >= 2 and seen[-1] == []  # those that had left the process group
     started = {pid for pids in seen for pid in pids}
@@ -172,9 +180,34 @@ def test_a_look_whose_asker_is_gone_imports_nothing(code: Path, tmp_path: Path) 
     gone = subprocess.Popen(["/bin/true"])
     gone.wait()
     request = {"asker": gone.pid, "path": [str(code), str(code / "quick")], "hook": "endless:f"}
-    command = [sys.executable, "-P", "-m", "ratchet_hooks.probe", str(tmp_path / "answer")]
-    done = subprocess.run(command, input=json.dumps(request).encode(), capture_output=True, timeout=60, check=False)
-    assert done.returncode == 1 and b"ProcessLookupError" in done.stderr and not list(tmp_path.iterdir())
+    answer = tmp_path / "answer"
+    with answer.open("wb") as file:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "ratchet_hooks.probe"], pass_fds=[file.fileno()], capture_output=True,
+            input=json.dumps({**request, "answer": file.fileno()}).encode(), timeout=60, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1 and b"ProcessLookupError" in done.stderr and answer.read_bytes() == b""
+
+
+def test_an_asker_that_is_killed_leaves_neither_process_nor_file(code: Path, tmp_path: Path) -> None:
+    (code / "stuck.py").write_text(
+        f"import os, pathlib\npathlib.Path({str(tmp_path)!r}, 'pid').write_text(str(os.getpid()))\nwhile True: pass\n"
+    )
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    (tmp_path / "asker.py").write_text(ASKER)
+    asker = subprocess.Popen(
+        [sys.executable, str(tmp_path / "asker.py"), job(code, "stuck:f").model_dump_json(), str(code)],
+        env={**os.environ, "TMPDIR": str(temporary)},
+    )
+    try:
+        pid = int(wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the look"))
+        asker.kill()
+        wait_for(lambda: processes.start_time(pid) is None, "the look to end", 10)
+    finally:
+        asker.kill()
+        asker.wait()
+    assert list(temporary.iterdir()) == []
 
 
 def test_looks_beyond_a_number_are_refused_for_now_and_others_go_on(

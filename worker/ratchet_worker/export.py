@@ -2,8 +2,9 @@
 
 Standard input: JSON with ``checkpoint`` (directory), ``digest`` (of its manifest), ``format`` and ``fd``, the descriptor of an
 open file without a name, which takes the result: what is half written has no name either. ``safetensors``: the model alone.
-``torch``: a tar of one ``rank-00000-of-00002.pt`` per rank, the only place where Ratchet calls ``torch.save``.
-Standard output: JSON, ``{"notes": [...]}`` or ``{"error": ..., "code": ...}``.
+``torch``: a tar of one ``rank-00000-of-00002.pt`` per rank, the only place where Ratchet calls ``torch.save``. ``asker``: the
+parent, with which this process ends. ``answer``: the descriptor of a file that takes JSON, ``{"notes": [...]}`` or
+``{"error": ..., "code": ...}``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import IO, Any, BinaryIO, Final
 
 import torch
 
@@ -25,6 +26,7 @@ from ratchet_store.commit import check_files, read_manifest
 from ratchet_store.files import write_all
 from ratchet_store.header import Stored, model_header
 from ratchet_worker.plain_form import chosen_of, model_of, rank_of
+from ratchet_worker.procs import die_with_parent
 from ratchet_worker.restore import Chosen
 from ratchet_worker.snapshot import DTYPE_NAMES, byte_view
 
@@ -34,6 +36,7 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 def main() -> None:
     """The process."""
     request = json.load(sys.stdin)
+    die_with_parent(request["asker"])
     answer: dict[str, Any]
     try:
         answer = {"notes": export(request)}
@@ -44,7 +47,7 @@ def main() -> None:
         answer = {"error": error.strerror or str(error), "code": "disk-full" if full else "export-failed"}
     except MemoryError:
         answer = {"error": "the machine has too little memory for it", "code": "export-failed"}
-    print(json.dumps(answer))
+    os.pwrite(request["answer"], json.dumps(answer).encode(), 0)
 
 
 def export(request: dict[str, Any]) -> list[str]:
@@ -85,13 +88,24 @@ def _tar(chosen: Chosen, out: BinaryIO) -> list[str]:
             state = rank_of(chosen, rank)
             notes += [note for note in state["notes"] if note not in notes]
             with tempfile.TemporaryFile() as file:  # its size goes before it
-                torch.save(state, file)
+                _save(state, file)
                 name = rank_file_name(rank, world_size).replace(".safetensors", ".pt")
                 member = tarfile.TarInfo(name)
                 member.size = file.tell()
                 file.seek(0)
                 tar.addfile(member, file)
     return notes
+
+
+def _save(state: Any, file: IO[bytes]) -> None:
+    """Raises ``OSError`` as the system gave it, which torch tells as a ``RuntimeError`` about positions in the file."""
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:
+        hidden: BaseException | None = error
+        while hidden is not None and not isinstance(hidden, OSError):
+            hidden = hidden.__context__
+        raise hidden or error from None
 
 
 if __name__ == "__main__":

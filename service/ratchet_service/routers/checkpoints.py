@@ -6,14 +6,15 @@ import base64
 import json
 from typing import Annotated, Any, Final
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.concurrency import run_in_threadpool
 
 from ratchet_contract.api import AttemptView, CheckpointDetail, CheckpointView, Page, VerifyResult
 from ratchet_contract.api_requests import PinRequest
 from ratchet_service import examples, openapi
 from ratchet_service.bodies import parse
-from ratchet_service.http import Cursor, JsonPost, Limit, ServiceDep, reply
+from ratchet_service.http import Cursor, JsonPost, Limit, ServiceDep, disconnected, reply
 from ratchet_service.routers.actions import Nothing
 from ratchet_service.usecases import attempts, checkpoints, export
 
@@ -30,7 +31,10 @@ _EXPORTED: Final[dict[int | str, dict[str, Any]]] = {
                 "schema": {"type": "string"},
             },
         },
-    }
+    },
+    503: {"description": "`busy`: as many exports as the service makes at one time are being made; try again."},
+    504: {"description": "`export-timeout`: it took longer than half an hour, and was ended."},
+    507: {"description": "`disk-full`: no room for the files beside the checkpoints; nothing of them is left."},
 }
 
 
@@ -76,7 +80,8 @@ def get_checkpoint(service: ServiceDep, job_id: str, checkpoint_id: str) -> Chec
     responses=_EXPORTED,
     summary="Read a checkpoint as files for other programs",
 )
-def export_checkpoint(
+async def export_checkpoint(
+    request: Request,
     service: ServiceDep,
     job_id: str,
     checkpoint_id: str,
@@ -90,7 +95,8 @@ def export_checkpoint(
 ) -> Response:
     """Where the ranks' replicas differ the model is their mean; buffers are rank 0's. Made with the job's own interpreter, which
     takes as long as reading and writing the files takes."""
-    made = export.export(service.database, job_id, checkpoint_id, service.settings.paths, format)
+    async with disconnected(request) as gone:
+        made = await run_in_threadpool(service.exporter.export, job_id, checkpoint_id, format, gone.is_set)
     headers = {
         "Content-Length": str(made.size),
         "Repr-Digest": f"sha-256=:{base64.b64encode(made.digest).decode()}:",
