@@ -5,6 +5,7 @@ The process first ties its life to the agent's and learns to hear signals; torch
 
 from __future__ import annotations
 
+import gc
 import os
 import shlex
 import sys
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ratchet_contract import environment as names
 from ratchet_contract.exit_codes import EXIT_USER_ERROR
+from ratchet_worker.imports import uncollected
 from ratchet_worker.listener import Listener
 from ratchet_worker.procs import die_with_parent
 
@@ -33,9 +35,11 @@ def main() -> int:
 
     launch = LaunchFile.model_validate_json(Path(os.environ[names.LAUNCH_FILE]).read_bytes())
     try:
-        from ratchet_worker.process import RankProcess  # torch
+        with uncollected():
+            from ratchet_worker.process import RankProcess  # torch
     except ModuleNotFoundError as error:
         return _not_installed(launch, error)
+    gc.freeze()
     return RankProcess(launch, listener).execute()
 
 
