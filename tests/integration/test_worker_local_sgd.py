@@ -46,13 +46,24 @@ class Average:
         self.values = {n: t.clone() for n, t in state.items()}
 
 
+class Losses:
+    sum = 0.0
+
+    def state_dict(self):
+        return {"sum": self.sum}
+
+    def load_state_dict(self, state):
+        self.sum = state["sum"]
+
+
 with Session() as s:
     module = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4))
     model = s.wrap(module)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=5)
     average = Average(module)
-    s.register(optimizer=optimizer, scaler=scaler, average=average)
+    losses = Losses()
+    s.register(optimizer=optimizer, scaler=scaler, average=average, losses=losses)
     for step in s.steps(total):
         for last in (False, True):
             numbers = torch.Generator().manual_seed(100 * step + 10 * s.rank + last)
@@ -68,6 +79,7 @@ with Session() as s:
         scaler.update()
         optimizer.zero_grad()
         average.update(module)
+        losses.sum += float(loss.detach()) if step != 5 else 0.0
         if step == 5:
             own = s.all_gather(module[0].weight.detach().clone())
             with s.evaluation() as ev:
@@ -158,6 +170,10 @@ def test_killed_between_two_averagings_every_rank_ends_in_its_own_bits(tmp_path:
     told = {(c.component, c.rank): (c.status, c.reason or "") for c in attempt.report().components}
     for rank in range(2):
         assert told["scaler", rank] == ("redistributed", "of rank 0: the ranks' differed, and have no mean")
-        assert told["user:average", rank] == ("exact", "")
+        assert told["user:average", rank] == told["model", rank]
+        assert told["user:average", rank] == ("redistributed", "the mean over 2 ranks, whose replicas differed")
+        assert told["user:losses", rank][0] == "not-exact" and "kept per rank" in told["user:losses", rank][1]
     reader = CheckpointReader(together.newest())
+    averages = [[bytes(t.data) for _, t in sorted(reader.tensors(f"rank/{r}/user:average/").items())] for r in (0, 1)]
+    assert averages[0] == averages[1] and reader.state(0)["user:losses"] != reader.state(1)["user:losses"]
     assert reader.manifest.replicas == "equal" and reader.state(0)["scaler"] == reader.state(1)["scaler"]

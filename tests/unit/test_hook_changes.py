@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from pydantic import TypeAdapter
+from torch import nn
 
 from ratchet_contract.errors import StateError
 from ratchet_hooks.changes import change_of
 from ratchet_hooks.registry import HOOKS, is_stateful, replicas_of
 from ratchet_hooks.specs import HookSpec, PostLocalSGDSpec
 from ratchet_worker.passage import batches, reset_by_policy
-from ratchet_worker.replicas import mean
+from ratchet_worker.replicas import follows_model, mean
 from ratchet_worker.snapshot import Snapshot
 
 HOOK: TypeAdapter[HookSpec] = TypeAdapter(HookSpec)
@@ -144,6 +146,33 @@ def test_replicas_that_do_not_belong_together_have_no_mean() -> None:
     other.state["optimizer"] = {"lr": 0.2}
     made = mean([replica(w=torch.ones(2)), other], {"model", "optimizer"})
     assert made.of_rank_0 == ["optimizer"] and made.state["optimizer"] == {"lr": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("state", "follows"),
+    [
+        (lambda w: {"0.weight": w(4, 3), "0.bias": w(4)}, True),
+        (
+            lambda w: {"module.module.0.weight": w(4, 3), "module.module.1.running_var": w(4)},
+            True,
+        ),  # AveragedModel of a DDP
+        (lambda w: {"decay": torch.tensor(0.9), "shadow": {"0.weight": w(4, 3)}}, True),
+        (lambda w: {"shadow_params": [w(4, 3), w(4)], "collected": None}, True),
+        (lambda w: {"shadow_params": [w(4), w(4, 3)]}, False),
+        (lambda w: {"0.weight": w(3, 4)}, False),
+        (lambda w: {"10.weight": w(4, 3)}, False),
+        (lambda w: {"0.weight": w(4, 3), "loss": w(1)}, False),
+        (lambda w: {"0.weight": w(4, 3), "loss": float(w(1))}, False),
+        (lambda w: {"weight": w(4, 3)}, False),
+    ],
+)
+def test_what_has_the_form_of_the_model_follows_its_mean(state: Callable[[Any], Any], follows: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False))
+    ranks = []
+    for _ in range(2):
+        ranks.append(Snapshot())
+        ranks[-1].add("user:average", state(torch.randn))
+    assert follows_model(mean(ranks, {"user:average"}), model) is follows
 
 
 def test_the_number_of_samples_in_a_step_is_told() -> None:

@@ -161,11 +161,20 @@ class JobState:
             if component in saved.state:
                 private.append(self._fits(component, partial(item.load_state_dict, saved.value(component))))
         reports += [r.model_copy(update={"status": status, "reason": reason}) for r in private]
-        reports = [
-            self._report(r.component, "redistributed", how.averaged[r.component]) if r.component in how.averaged else r
-            for r in reports
-        ]
+        reports = [self._of_replicas(r, how) for r in reports]
         return reports + self._unsaved(saved) + self._absent(saved)
+
+    def _of_replicas(self, report: ComponentReport, how: Passage) -> ComponentReport:
+        """``report``, where replicas became one."""
+        component = report.component
+        if component in how.averaged:
+            return self._report(component, "redistributed", how.averaged[component])
+        if component not in how.kept:
+            return report
+        why = how.kept[component]
+        if report.status == "exact":
+            return self._report(component, "not-exact", why)
+        return self._report(component, report.status, f"{report.reason}; {why}")
 
     def _unsaved(self, saved: Snapshot) -> list[ComponentReport]:
         """What the model carried from step to step where no checkpoint looks."""
@@ -234,6 +243,11 @@ class JobState:
         """Components that steer all ranks alike, unlike objects of the user's own, which may well be each rank's."""
         kinds = (torch.amp.GradScaler, LRScheduler)
         return [c for c, item in self.stateful.items() if c in ("scaler", "scheduler") or isinstance(item, kinds)]
+
+    def of_the_user(self) -> list[str]:
+        """The other registered objects, but for generators: what these draw is each rank's, whatever the replicas are."""
+        group = self.of_the_group()
+        return [c for c, item in self.stateful.items() if c not in group and not isinstance(item, rng.GeneratorState)]
 
     # --- what belongs to what ------------------------------------------------------------------------------------------
 

@@ -24,7 +24,8 @@ class Passage:
     """``recorded``: the hook that made the state; None: it cannot be told any more. ``change``: from it to this group's hook.
 
     ``reset``: why the hook starts anew whatever was recorded. ``layout``: why DDP stands on other buckets than the recorded ones.
-    ``averaged``: by component, why what is put back is not what one rank had saved.
+    Where replicas became one, ``averaged`` says by component why what is put back is not what one rank had saved, ``kept`` why it
+    is all the same.
     """
 
     recorded: HookSpec | None = None
@@ -32,6 +33,7 @@ class Passage:
     reset: str | None = None
     layout: str | None = None
     averaged: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
 
     @property
     def relayout(self) -> bool:

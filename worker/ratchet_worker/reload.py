@@ -13,6 +13,7 @@ from ratchet_worker import restore as disk
 from ratchet_worker import rng
 from ratchet_worker.job_state import counted
 from ratchet_worker.passage import Passage, reset_by_policy
+from ratchet_worker.replicas import Mean, follows_model
 from ratchet_worker.replicas import mean as average
 from ratchet_worker.snapshot import Snapshot
 
@@ -62,27 +63,60 @@ def _needs_mean(manifest: Manifest, how: Passage, *, resized: bool) -> bool:
 
 def _averaged(runtime: Runtime, manifest: Manifest, saved: Snapshot, how: Passage) -> tuple[Snapshot, Passage]:
     """``saved`` with one replica out of all old ranks' in it, and a passage that says so: the mean of models and optimizers, and
-    scalers and schedulers of rank 0. Ranks with scales of their own would undo other ones than their common gradient carries."""
+    scalers and schedulers of rank 0. Ranks with scales of their own would undo other ones than their common gradient carries.
+    Of the user's own objects those become their mean that follow the model; others stay each rank's own."""
     components = {"model", *runtime.state.optimizers, *runtime.state.of_the_group()}
-    replicas = (
-        disk.read(runtime.chosen, [r], components.__contains__, shared=False)[r] for r in range(manifest.world_size)
-    )
     try:
-        mean = average(replicas, components)
+        mean = _mean(runtime, manifest, components)
     except StateError as error:  # comes again with every attempt
         raise UserError(f"the ranks' replicas cannot become one: {error}", code="state-mismatch") from error
-    private = {n: t for n, t in saved.private.items() if n.partition("/")[0] not in components} | mean.tensors
-    told = {
-        component: f"the mean over {counted(manifest.world_size)}, whose replicas differed"
-        for component in mean.differed
-    }
+    told = {component: _mean_of(manifest) for component in mean.differed}
     for component in components:
         names = [name for name in mean.of_rank_0 if name.partition("/")[0] == component]
         if names and component in told:
             told[component] += f"; of rank 0, since it has no mean: {', '.join(names[:5])}"
         elif names:
             told[component] = "of rank 0: the ranks' differed, and have no mean"
-    return Snapshot(saved.shared, private, saved.state | mean.state), replace(how, averaged=told)
+    followers, kept = _of_the_user(runtime, manifest)
+    for component, own in followers.items():
+        told[component] = _mean_of(manifest)
+        mean.tensors |= own.tensors
+    private = {n: t for n, t in saved.private.items() if n.partition("/")[0] not in components | set(followers)}
+    new = Snapshot(saved.shared, private | mean.tensors, saved.state | mean.state)
+    return new, replace(how, averaged=told, kept=kept)
+
+
+def _of_the_user(runtime: Runtime, manifest: Manifest) -> tuple[dict[str, Mean], dict[str, str]]:
+    """Objects that the user registered and whose states differed: the means of those that follow the model, and why the others
+    are kept as they are."""
+    module = runtime.state.hook_or_refuse()[0].module
+    followers: dict[str, Mean] = {}
+    kept = {}
+    for component in runtime.state.of_the_user():
+        try:
+            mean = _mean(runtime, manifest, {component})
+        except StateError:  # of other shapes on every rank
+            mean = None
+        if mean is not None and not mean.names and not mean.of_rank_0:
+            continue
+        if mean is not None and follows_model(mean, module):
+            followers[component] = mean
+        else:
+            kept[component] = (
+                "kept per rank, though the ranks' replicas became one: not all that differs has the form of the model's tensors"
+            )
+    return followers, kept
+
+
+def _mean(runtime: Runtime, manifest: Manifest, components: set[str]) -> Mean:
+    ranks = range(manifest.world_size)
+    return average(
+        (disk.read(runtime.chosen, [r], components.__contains__, shared=False)[r] for r in ranks), components
+    )
+
+
+def _mean_of(manifest: Manifest) -> str:
+    return f"the mean over {counted(manifest.world_size)}, whose replicas differed"
 
 
 def _refuse_resize(runtime: Runtime, manifest: Manifest) -> None:

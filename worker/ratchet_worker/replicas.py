@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from ratchet_contract.errors import StateError
 from ratchet_hooks.states import same_bits
 from ratchet_worker.snapshot import Snapshot, Tensors
 
+_ITEM = re.compile(r"(.*)\[\d+\]")
+_KEY = re.compile(r"(?:\['([^']*)'\]|[./](\w+))$")
+"""Of names as ``ratchet_hooks.codec`` makes them, ``user:average/shadow['0.weight']``: an item of a list, the last key."""
+
 
 @dataclass
 class Mean:
-    """``tensors`` and ``state`` of the averaged components, as a snapshot's private ones. ``differed``: components whose tensors
-    were not the same on all ranks; ``of_rank_0``: what has no mean and differed, so that rank 0's stands for it."""
+    """``tensors`` and ``state`` of the averaged components, as a snapshot's private ones. ``names``: tensors that were not the
+    same on all ranks; ``of_rank_0``: what has no mean and differed, so that rank 0's stands for it."""
 
     tensors: Tensors
     state: dict[str, Any]
-    differed: set[str] = field(default_factory=set)
+    names: set[str] = field(default_factory=set)
     of_rank_0: list[str] = field(default_factory=list)
+
+    @property
+    def differed(self) -> set[str]:
+        """The components of ``names``."""
+        return {name.partition("/")[0] for name in self.names}
 
 
 def mean(replicas: Iterable[Snapshot], components: Collection[str]) -> Mean:
@@ -47,15 +58,39 @@ def mean(replicas: Iterable[Snapshot], components: Collection[str]) -> Mean:
         out.of_rank_0 += [c for c in state if state[c] != out.state.get(c) and c not in out.of_rank_0]
     if out is None:
         raise StateError("there is no replica to average")
-    for name in [n for n in sums if n in out.differed]:
+    for name in [n for n in sums if n in out.names]:
         out.tensors[name] = (sums[name] / count).to(out.tensors[name].dtype)
-    out.differed = {name.partition("/")[0] for name in out.differed}
     return out
+
+
+def follows_model(mean: Mean, module: nn.Module) -> bool:
+    """Is all that differed in the state of one registered object a copy in form of the model's tensors, as of a moving average of
+    them? Then its mean goes with the mean of the models. Such are tensors under the name of a parameter or buffer, whatever
+    stands before it, and lists as long as the parameters, in their order; with their shapes."""
+    if mean.of_rank_0:
+        return False
+    shapes = [tuple(p.shape) for p in module.parameters()]
+    named = [(f".{name}", tuple(t.shape)) for name, t in (*module.named_parameters(), *module.named_buffers())]
+    lists: dict[str, list[tuple[int, ...]]] = {}
+    for name, tensor in mean.tensors.items():  # in the order of the state
+        if (item := _ITEM.fullmatch(name)) is not None:
+            lists.setdefault(item[1], []).append(tuple(tensor.shape))
+    for name in mean.names:
+        shape = tuple(mean.tensors[name].shape)
+        if (item := _ITEM.fullmatch(name)) is not None:
+            if lists[item[1]] != shapes:
+                return False
+            continue
+        key = _KEY.search(name)
+        last = key[1] or key[2] if key is not None else ""
+        if not any(f".{last}".endswith(name) and form == shape for name, form in named):
+            return False
+    return True
 
 
 def _add(out: Mean, sums: Tensors, name: str, tensor: torch.Tensor) -> None:
     if not same_bits(tensor, out.tensors[name]):
-        out.differed.add(name)
+        out.names.add(name)
         if name not in sums and name not in out.of_rank_0:
             out.of_rank_0.append(name)
     if name in sums:
