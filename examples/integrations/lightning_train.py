@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from ratchet_worker.data.loader import TrainLoader
-from ratchet_worker.integrations.lightning import SessionStrategy
+from ratchet_worker.integrations.lightning import SessionLogger, SessionStrategy
 from ratchet_worker.session import Session
 
 
@@ -49,7 +49,9 @@ class Digits(LightningModule):
 
     def training_step(self, batch: Any, _: int) -> torch.Tensor:
         images, labels = batch
-        return cross_entropy(self.net(images), labels)
+        loss = cross_entropy(self.net(images), labels)
+        self.log("loss", loss)
+        return loss
 
     def validation_step(self, batch: Any, _: int) -> None:
         images, labels = batch
@@ -75,7 +77,8 @@ def main() -> None:
             **strategy.options(),
             max_epochs=args.epochs,
             accumulate_grad_batches=2,
-            logger=False,
+            logger=SessionLogger(session),
+            log_every_n_steps=5,
             enable_progress_bar=False,
         )
         trainer.fit(Digits(args.lr), data, DataLoader(test, batch_size=128))

@@ -1,4 +1,4 @@
-"""Scripts with Lightning and Accelerate as jobs: killed and suspended, they end as one that nobody disturbed."""
+"""Scripts with Lightning, Accelerate and the Trainer as jobs: killed and suspended, they end as one that nobody disturbed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("lightning", reason="the extra `lightning` is not installed")
 pytest.importorskip("accelerate", reason="the extra `accelerate` is not installed")
+pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 
 from ratchet_client.spec_file import read_spec
 from ratchet_store.compare import compare
@@ -19,9 +20,10 @@ from tests.e2e.exactness import final_checkpoint
 from tests.support.server import Server, rank_pid
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "integrations"
-PACKAGES = ("lightning", "accelerate")
-CAUSES = {"lightning": "api-suspend", "accelerate": "rank-killed"}
-EPOCHS, STEPS_PER_EPOCH = {"lightning": 20, "accelerate": 8}, 11  # 22 batches, two of them accumulated
+PACKAGES = ("lightning", "accelerate", "trainer")
+CAUSES = {"lightning": "api-suspend", "accelerate": "rank-killed", "trainer": "rank-killed"}
+EPOCHS = {"lightning": 20, "accelerate": 8, "trainer": 8}
+STEPS_PER_EPOCH = 11  # 22 batches, two of them accumulated
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +57,9 @@ from lightning import LightningModule, Trainer
 from ratchet_contract.errors import UserError
 from ratchet_worker.data.loader import TrainLoader
 from ratchet_worker.integrations.lightning import SessionStrategy
+from ratchet_worker.integrations.transformers import SessionTrainer, options
 from ratchet_worker.session import Session
+from transformers import TrainingArguments
 
 class Module(LightningModule):
     def __init__(self, automatic=True):
@@ -67,27 +71,44 @@ class Module(LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
-def attempt(session, module, data, **more):
-    trainer = Trainer(**SessionStrategy(session).options(), max_epochs=1, logger=False, enable_progress_bar=False)
+def refused(what):
     try:
-        trainer.fit(module, data, **more)
+        what()
     except UserError as error:
         print("refused:", error.detail, flush=True)
+
+def fit(module, data, **more):
+    trainer = Trainer(**SessionStrategy(session).options(), max_epochs=1, logger=False, enable_progress_bar=False)
+    refused(lambda: trainer.fit(module, data, **more))
+
+def train(resume=None, data=None, **arguments):
+    arguments = options(session) | {"output_dir": "out", "report_to": "none"} | arguments
+    refused(lambda: SessionTrainer(session, model=torch.nn.Linear(2, 1), args=TrainingArguments(**arguments),
+                                   train_dataset=data).train(resume))
 
 session = Session()
 samples = torch.ones(8, 2)
 data = TrainLoader(samples, batch_size=2, seed=0, rank=session.rank, world_size=session.world_size)
-attempt(session, Module(), data)
+train(save_strategy="steps")
+train(auto_find_batch_size=True)
+train(ddp_find_unused_parameters=False)
+train(torch_compile=True)
+train(data_seed=5)
+train(train_sampling_strategy="group_by_length")
+train(resume="checkpoint-5")
+train(data=iter(samples), max_steps=3)
+fit(Module(), data)
 session.register(data=data)
-attempt(session, Module(automatic=False), data)
-attempt(session, Module(), data, ckpt_path="somewhere.ckpt")
-attempt(session, Module(), torch.utils.data.DataLoader(samples))
+train(data=samples)
+fit(Module(automatic=False), data)
+fit(Module(), data, ckpt_path="somewhere.ckpt")
+fit(Module(), torch.utils.data.DataLoader(samples))
 session.finish()
 """
 
 
 def refused(server: Server, directory: Path) -> str:
-    """What a job's log says of four ways to use the strategy wrongly."""
+    """What a job's log says of the ways to use the strategy, and the Trainer in a Session, wrongly."""
     (directory / "train.py").write_text(REFUSALS)
     spec: dict[str, Any] = {"name": "refusals", "code": {"path": str(directory)}, "script": ["train.py"]}
     spec |= {"world": {"ranks_per_node": 1, "device": "cpu"}, "resources": {"cpus_per_rank": 1}}
@@ -96,26 +117,40 @@ def refused(server: Server, directory: Path) -> str:
     return server.paths.job(job_id).attempt(1).log(0).read_text()
 
 
-@pytest.fixture(scope="module")
-def lives(server: Server) -> dict[tuple[str, bool], str]:
-    """All at once: most of their time is the import of the packages."""
-    wanted = [(package, disturbed) for package in PACKAGES for disturbed in (False, True)]
-    with ThreadPoolExecutor(len(wanted)) as threads:
-        return dict(zip(wanted, threads.map(lambda job: live(server, *job), wanted), strict=True))
-
-
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_disturbed_script_is_exact(server: Server, lives: dict[tuple[str, bool], str], package: str) -> None:
-    whole, cut = lives[package, False], lives[package, True]
+def test_a_disturbed_script_is_exact(server: Server, package: str) -> None:
+    with ThreadPoolExecutor(2) as threads:  # at once: most of their time is the import of the packages
+        whole, cut = threads.map(lambda disturbed: live(server, package, disturbed), (False, True))
     attempts = server.attempts(cut)
     assert [a["cause"] for a in attempts] == [CAUSES[package], "completed"]
     for attempt in attempts[1:]:
         assert attempt["resume_report"]["verdict"] == "exact", attempt["resume_report"]
     comparison = compare(final_checkpoint(server, whole), final_checkpoint(server, cut))
     assert comparison.tensors and comparison.identical, f"{comparison.different} {comparison.states}"
+    assert losses(server, whole) == losses(server, cut) != []
 
 
-def test_what_the_strategy_cannot_do_is_refused_by_name(server: Server, tmp_path: Path) -> None:
+def losses(server: Server, job_id: str) -> list[tuple[int, float]]:
+    """Step and value of what the script logged as ``loss``, by its package's own way."""
+    series = server.call("GET", f"/v1/jobs/{job_id}/metrics").json()["series"]
+    return [(p["step"], p["value"]) for s in series if s["name"] == "loss" for p in s["points"]]
+
+
+def test_what_no_session_can_honour_is_refused_by_name(server: Server, tmp_path: Path) -> None:
     said = [line for line in refused(server, tmp_path).splitlines() if line.startswith("refused:")]
-    expected = ["no data is registered", "manual optimization is not supported", "ckpt_path", "trains on other data"]
-    assert len(said) == len(expected) and all(e in s for e, s in zip(expected, said, strict=True)), said
+    expected = [
+        "save_strategy",
+        "auto_find_batch_size",
+        "ddp_find_unused_parameters",
+        "torch_compile",
+        "data_seed",
+        "train_sampling_strategy",
+        "resume_from_checkpoint",
+        "train_dataset: needs a length",
+        "no data is registered",
+        "other data already",
+        "manual optimization is not supported",
+        "ckpt_path",
+        "trains on other data",
+    ]
+    assert [(e, s) for e, s in zip(expected, said, strict=True) if e not in s] == []

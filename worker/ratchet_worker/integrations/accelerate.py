@@ -45,18 +45,24 @@ def prepare(
         raise UserError(
             "DistributedDataParallelKwargs: hook and DDP's settings are those of the job's spec (hook, ddp); drop it"
         )
-    if accelerator.num_processes != session.world_size or accelerator.device.type != session.device.type:
-        raise UserError(
-            f"Accelerate runs {accelerator.num_processes} processes on {accelerator.device.type}, the job {session.world_size} "
-            f"on {session.device.type}: make the Session first, and pass cpu=session.device.type == 'cpu' to Accelerator"
-        )
-    wrapped = accelerator.prepare_model(session.wrap(model), evaluation_mode=True)  # evaluation: no DDP of Accelerate's
+    wrapped = wrap(session, accelerator, model)
     prepared = [accelerator.prepare(item) for item in (optimizer, *schedulers)]
     state: dict[str, Any] = {f"scheduler_{n}" if n else "scheduler": item for n, item in enumerate(schedulers)}
     if accelerator.scaler is not None:
         state["scaler"] = accelerator.scaler
     session.register(optimizer=optimizer, accelerate=_Counts(accelerator), **state)
     return [wrapped, *prepared]
+
+
+def wrap(session: Session, accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """``accelerator.prepare_model(model)``, autocast included, with the job's DDP. Raises ``UserError`` for other ranks."""
+    if accelerator.num_processes != session.world_size or accelerator.device.type != session.device.type:
+        raise UserError(
+            f"Accelerate runs {accelerator.num_processes} processes on {accelerator.device.type}, the job {session.world_size} "
+            f"on {session.device.type}: make the Session first, and pass cpu=session.device.type == 'cpu' to Accelerator"
+        )
+    wrapped: nn.Module = accelerator.prepare_model(session.wrap(model), evaluation_mode=True)  # no DDP of Accelerate's
+    return wrapped
 
 
 class _Counts:

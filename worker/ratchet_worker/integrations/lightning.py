@@ -38,6 +38,7 @@ from typing_extensions import override
 try:
     import lightning.pytorch as pl
     from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.loggers import Logger
     from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.trainer import call
     from lightning.pytorch.trainer.states import TrainerFn
@@ -45,7 +46,7 @@ except ImportError as error:
     raise ImportError("Lightning is not installed: pip install 'ratchet-train[worker,lightning]'") from error
 
 from ratchet_contract.errors import UserError
-from ratchet_worker import rng
+from ratchet_worker.integrations.steps import Steps
 from ratchet_worker.session import Session
 
 _UNLIMITED: Final = -1  # as Lightning writes it
@@ -58,10 +59,9 @@ class SessionStrategy(DDPStrategy):
         super().__init__()
         self._session = session
         self._runtime = session._runtime
-        self._steps: Iterator[int] | None = None
+        self._steps = Steps(session, "the Trainer", self._settle)
         self._global_step = _UNLIMITED  # the Trainer's, when the open step began
         self._handler: Any = None
-        self._generators: dict[str, Any] | None = None
         self._progress: _Progress | None = None
 
     def options(self) -> dict[str, Any]:
@@ -86,8 +86,7 @@ class SessionStrategy(DDPStrategy):
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._register(trainer)
-            self._session.restore(self._total(trainer))
-            self._generators = rng.capture(self._session.device) if self._session.resumed else None
+            self._steps.restore(self._total(trainer))
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
@@ -144,23 +143,14 @@ class SessionStrategy(DDPStrategy):
     def before_batch(self) -> None:
         """The Trainer asks for a batch: the step that is done ends, and the next one begins. Raises ``Stopped``."""
         trainer = self._trainer()
-        if self._steps is None:
-            self._steps = self._session.steps(self._runtime.total)
-            self._go_on()
         if self._global_step != trainer.global_step:
-            if next(self._steps, None) is None:
-                raise UserError(
-                    f"the Trainer asks for a batch after step {self._session.step}, the last one by its own limits"
-                )
+            self._steps.next()
             self._global_step = trainer.global_step
         self._runtime.counter.tick()
 
-    def _go_on(self) -> None:
-        """The last thing before the first step: undo what the Trainer did on its way here in an attempt that resumes."""
+    def _settle(self) -> None:
         assert self._progress is not None
         self._progress.settle()
-        if self._generators is not None:
-            rng.restore(self._generators, self._session.device)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -184,6 +174,32 @@ class SessionStrategy(DDPStrategy):
     def _trainer(self) -> Any:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
+
+
+class SessionLogger(Logger):
+    """What a module logs (``self.log``), as the job's metrics: ``Trainer(logger=SessionLogger(session), ...)``."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self._session = session
+
+    @property
+    @override
+    def name(self) -> str:
+        return "ratchet"
+
+    @property
+    @override
+    def version(self) -> int:
+        return 0
+
+    @override
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """They are the script's and the spec's, which the service keeps."""
+
+    @override
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self._session.log({**metrics})  # of the step that is open, which is the one that Lightning has logged
 
 
 class _Batches:

@@ -1,0 +1,37 @@
+"""The steps of a Session where the loop is another package's: it tells when a step begins, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ratchet_contract.errors import UserError
+from ratchet_worker import rng
+from ratchet_worker.session import Session
+
+
+class Steps:
+    """``settle`` puts back what the package itself changed between ``restore`` and its first step."""
+
+    def __init__(self, session: Session, package: str, settle: Callable[[], None]) -> None:
+        self._session, self._package, self._settle = session, package, settle
+        self._steps: Iterator[int] | None = None
+        self._generators: dict[str, Any] | None = None
+
+    def restore(self, total: int | None) -> None:
+        """Everything is registered. ``total``: steps of the whole job, None where the package cannot tell."""
+        self._session.restore(total)
+        if self._session.resumed:
+            self._generators = rng.capture(self._session.device)
+
+    def next(self) -> None:
+        """End the step that is open, if there is one, and begin another. Raises ``Stopped``, and ``UserError`` after the last."""
+        if self._steps is None:
+            self._steps = self._session.steps(self._session._runtime.total)
+            self._settle()
+            if self._generators is not None:
+                rng.restore(self._generators, self._session.device)
+        if next(self._steps, None) is None:
+            raise UserError(
+                f"{self._package} asks for a batch after step {self._session.step}, the last one by its own limits"
+            )
