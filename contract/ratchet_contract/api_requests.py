@@ -29,8 +29,9 @@ class ResumeRequest(View):
     hook: dict[str, Any] | str | None = Field(
         None,
         description="Go on under another hook, wrapper or parameters: merged over the job's hook (RFC 7386), or in its place "
-        "where the name is another one. policy.on_hook_mismatch must allow what becomes of the recorded state, and the resume "
-        "report tells what was carried over.",
+        "where the name is another one. A name alone stands for a mapping with that name: the job's own keeps its parameters, "
+        "and null gives one of them its default. policy.on_hook_mismatch must allow what becomes of the recorded state, and the "
+        "resume report tells what was carried over.",
     )
     on_hook_mismatch: Literal["fail", "reset", "redistribute"] | None = Field(
         None, description="The job's policy.on_hook_mismatch from now on; null: as it is."

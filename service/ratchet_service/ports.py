@@ -23,6 +23,10 @@ class SubmissionPorts(Protocol):
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
         """A stored job's spec with another number of ranks: what changes of what was decided for it. Reads no user files."""
 
+    def rehook(self, spec: JobSpec, resolved: Resolved) -> tuple[list[Warning_], list[FieldProblem]]:
+        """A stored job's spec with another hook: warnings and problems of the hook under ``resolved``, what was decided for the
+        job. A hook of the user's own is looked at in the job's snapshot of the code."""
+
     def snapshot(self, path: Path) -> str:
         """Copy the user's code below the run directory; returns its digest. Raises ``SpecError``."""
 

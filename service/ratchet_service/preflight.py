@@ -276,10 +276,6 @@ def _warn_of_world(spec: JobSpec, resolved: Resolved, machine: Machine, report: 
         report.warn(
             "/ddp/bucket_cap_mb", "single-rank", "with one rank nothing is sent; buckets only shape the hook's input"
         )
-    if spec.world.size == 1 and spec.hook.name != "allreduce":
-        report.warn(
-            "/hook", "single-rank", f"with one rank {spec.hook.name} saves no communication, and still loses precision"
-        )
 
 
 def _warn(spec: JobSpec, resolved: Resolved, report: Report) -> None:

@@ -72,6 +72,13 @@ RULES: Final = (
         "replicas: rank: the ranks' parameters may differ, and checkpoints hold every rank's parameters and optimizer",
     ),
     Rule(
+        "single-rank",
+        "/hook",
+        lambda spec, _: spec.world.size == 1 and spec.hook.name != "allreduce",
+        "with one rank {hook} saves no communication, and still loses precision",
+        of_world=True,
+    ),
+    Rule(
         "hook-caution",
         "/world/ranks_per_node",
         # A ring all-reduce sends 2 (n - 1) / n times four bytes per element; every rank gathers n - 1 times one.
@@ -129,6 +136,17 @@ def check_world(spec: JobSpec, resolved: Resolved, report: Report) -> None:
     former = {(rule.pointer, rule.code) for rule in rules}
     report.warnings = [w for w in report.warnings if (w.pointer, w.code) not in former]
     _apply(rules, spec, resolved, report)
+
+
+def check_other(spec: JobSpec, resolved: Resolved, machine: Machine, probe: Probe) -> Report:
+    """A job's spec with another hook, held against ``resolved``, what was decided for the job, and looked at by its interpreter.
+    What else has become of the machine stays out of it, and so do warnings of anything but the hook."""
+    report = Report()
+    check(spec, resolved, report)
+    report.warnings = [w for w in report.warnings if (w.pointer + "/").startswith("/hook/")]
+    if not report.problems:
+        check_own(spec, machine, probe, report)
+    return report
 
 
 def _apply(rules: Iterable[Rule], spec: JobSpec, resolved: Resolved, report: Report) -> None:

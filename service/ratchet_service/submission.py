@@ -54,9 +54,7 @@ class LocalSubmission:
     def resolve(
         self, spec: JobSpec, code_digest: str | None = None
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
-        if spec.code is not None and code_digest is not None:
-            code = spec.code.model_copy(update={"path": str(self._home.code / code_digest)})
-            spec = spec.model_copy(update={"code": code})
+        spec = self._on_snapshot(spec, code_digest)
         with self._look(isinstance(spec.hook, CustomSpec)):
             return preflight.resolve(spec, self._machine(), interpreters=self._interpreters)
 
@@ -64,6 +62,20 @@ class LocalSubmission:
         self, spec: JobSpec, resolved: Resolved, warnings: Sequence[Warning_]
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
         return preflight.resize(spec, resolved, warnings, self._machine())
+
+    def rehook(self, spec: JobSpec, resolved: Resolved) -> tuple[list[Warning_], list[FieldProblem]]:
+        spec = self._on_snapshot(spec, resolved.code_digest)
+        probe = Probe(resolved.python, spec, preflight.code_path(spec), os.environ)
+        with self._look(isinstance(spec.hook, CustomSpec)):
+            report = preflight_hook.check_other(spec, resolved, self._machine(), probe)
+        return report.warnings, report.problems
+
+    def _on_snapshot(self, spec: JobSpec, code_digest: str | None) -> JobSpec:
+        """``spec`` with the snapshot, where there is one, in the place of the user's directory."""
+        if spec.code is None or code_digest is None:
+            return spec
+        code = spec.code.model_copy(update={"path": str(self._home.code / code_digest)})
+        return spec.model_copy(update={"code": code})
 
     def snapshot(self, path: Path) -> str:
         return snapshot.snapshot(path, self._home.code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -273,17 +274,19 @@ def test_another_hook_is_checked_as_at_submission_and_kept_with_an_event(
         assert resume(api, job_id, {"hook": hook}, 422)["errors"][0]["pointer"] == pointer
     assert api.job(job_id) == before
 
-    # Of the pre-flight only what it says of the hook counts: a machine that has changed since is no reason.
-    problems = [
-        FieldProblem(pointer="/code/path", code="not-found", detail="gone"),
-        FieldProblem(pointer="/hook/hook", code="hook-import-failed", detail="no module named 'mine'"),
-    ]
+    # It is held against what was decided for the job: a machine that has changed since is no reason.
+    problems = [FieldProblem(pointer="/hook/hook", code="hook-import-failed", detail="no module named 'mine'")]
     warnings = [Warning_(pointer="/hook", code="hook-experimental", detail="x")]
-    resolved = Resolved.model_validate(before["resolved"])
-    monkeypatch.setattr(api.ports, "resolve", lambda *_: (resolved, warnings, problems))
+    decided = []
+
+    def rehook(_: JobSpec, resolved: Resolved) -> tuple[list[Warning_], list[FieldProblem]]:
+        decided.append(resolved.model_dump(mode="json"))
+        return warnings, problems
+
+    monkeypatch.setattr(api.ports, "rehook", rehook)
     custom = {"name": "custom", "hook": "mine:hook"}
     refused = resume(api, job_id, {"hook": custom, "on_hook_mismatch": "reset"}, 422)
-    assert [e["code"] for e in refused["errors"]] == ["hook-import-failed"]
+    assert [e["code"] for e in refused["errors"]] == ["hook-import-failed"] and decided == [before["resolved"]]
     problems.pop()
 
     changed = {"hook": {"matrix_approximation_rank": 4}}
@@ -320,16 +323,34 @@ def test_what_was_not_checked_is_not_taken(api: Api) -> None:
     assert resume(api, job_id, {"hook": "powerSGD"})["hook"] == "powerSGD"
 
 
+@pytest.mark.parametrize("named", ["powerSGD", "powerSGD_hook", {"name": "powerSGD"}])
+def test_the_name_of_the_jobs_own_hook_keeps_its_parameters(api: Api, named: Any) -> None:
+    hook = {"name": "powerSGD", "matrix_approximation_rank": 4, "wrapper": "bf16"}
+    job_id = api.submit(hook=hook)
+    saved(api, job_id, 5)
+    before = api.job(job_id)["spec"]["hook"]
+    fork = api.client.post(f"/v1/jobs/{job_id}/fork", json={"spec": {"hook": named}})
+    assert fork.status_code == 201 and fork.json()["spec"]["hook"] == before
+    assert resume(api, job_id, {"hook": named})["spec"]["hook"] == before
+    assert not [e for e in events(api, job_id) if e["type"] == "hook-changed"]
+    default = {"hook": {"matrix_approximation_rank": None}}
+    assert resume(api, job_id, default | REDISTRIBUTE)["spec"]["hook"] == before | {"matrix_approximation_rank": 1}
+
+
 def test_users_code_is_looked_at_without_a_transaction(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     job_id = api.submit(hook="allreduce")
     saved(api, job_id, 5)
-    resolve, used = api.ports.resolve, []
+    used = []
 
-    def spy(*given: Any) -> Any:
-        used.append(api.database.engine.pool.checkedout())  # type: ignore[attr-defined]
-        return resolve(*given)
+    def spied(look: Callable[..., Any]) -> Callable[..., Any]:
+        def spy(*given: Any) -> Any:
+            used.append(api.database.engine.pool.checkedout())  # type: ignore[attr-defined]
+            return look(*given)
 
-    monkeypatch.setattr(api.ports, "resolve", spy)
+        return spy
+
+    for name in ("resolve", "rehook"):
+        monkeypatch.setattr(api.ports, name, spied(getattr(api.ports, name)))
     resume(api, job_id, {"hook": "powerSGD"})
     assert api.client.post(f"/v1/jobs/{job_id}/fork", json={}).status_code == 201
     assert used == [0, 0]

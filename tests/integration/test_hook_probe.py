@@ -14,7 +14,7 @@ import pytest
 
 from ratchet_contract.errors import Refused
 from ratchet_contract.paths import HomePaths
-from ratchet_contract.spec import JobSpec
+from ratchet_contract.spec import JobSpec, Resolved
 from ratchet_service import children, problems, submission
 from ratchet_service.hook_probe import Probe
 from ratchet_service.interpreters import Interpreters
@@ -272,3 +272,9 @@ def test_a_job_that_has_its_snapshot_is_checked_with_that(code: Path, tmp_path: 
     spec = spec.model_copy(update={"env": {"PYTHONPATH": str(code / "quick")}})
     seen = [[p.detail for p in ports.resolve(spec, given)[2] if p.pointer == "/hook/hook"] for given in (None, digest)]
     assert seen == [["mine has no 'f'; it has: nothing"], []]
+
+    # By the interpreter that was decided for the job, not by the one that would be today.
+    decided = Resolved(device="cpu", backend="gloo", threads_per_rank=1, python=sys.executable, code_digest=digest)
+    assert ports.rehook(spec, decided)[1] == []
+    [problem] = ports.rehook(spec, decided.model_copy(update={"python": "/nowhere/python"}))[1]
+    assert problem.code == "hook-import-failed" and "with /nowhere/python" in problem.detail

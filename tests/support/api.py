@@ -63,6 +63,9 @@ class FakePorts:
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
         return resize(spec, resolved, warnings, self.machine)
 
+    def rehook(self, spec: JobSpec, resolved: Resolved) -> tuple[list[Warning_], list[FieldProblem]]:
+        return [], []
+
     def snapshot(self, path: Path) -> str:
         self.snapshots.append(path)
         return hashlib.sha256(str(path).encode()).hexdigest()

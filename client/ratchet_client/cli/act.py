@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 
 HookOption = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Another communication hook, with its default parameters; see --set.")
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Another communication hook, with its default parameters (the job's own keeps its); see --set.",
+    ),
 ]
 
 

@@ -21,8 +21,11 @@ def merge(target: Any, patch: Any) -> Any:
 
 
 def whole_hook(parent: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
-    """A hook of another name is not merged over the parent's: their parameters have nothing to do with each other."""
+    """``patch`` with a hook that can be merged over the parent's, ``parent``. A name alone stands for a mapping with that name,
+    so the parent's own name changes nothing. A hook of another name takes none of the parent's parameters: they have nothing to
+    do with each other."""
     hook = normalise_hook(patch.get("hook"))
-    if not isinstance(hook, dict) or hook.get("name", parent["name"]) == parent["name"]:
+    if not isinstance(hook, dict):
         return patch
-    return patch | {"hook": {key: None for key in parent if key not in hook} | hook}
+    other = hook.get("name", parent["name"]) != parent["name"]
+    return patch | {"hook": {key: None for key in parent if key not in hook} | hook if other else hook}

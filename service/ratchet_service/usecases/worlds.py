@@ -57,13 +57,13 @@ def wanted(job: Job, request: ResumeRequest) -> JobSpec | None:
 
 def check_hook(job: Job, spec: JobSpec | None, ports: SubmissionPorts) -> list[Warning_]:
     """The warnings of another hook; none where ``spec`` has the job's. May run the user's code, so never within a transaction.
-    Raises ``SpecError`` for a hook that cannot run here; what else has become of machine and directory stays out of it."""
+    Raises ``SpecError`` for a hook that cannot run under what was decided for the job."""
     if spec is None or spec.hook == JobSpec.model_validate(job.spec).hook:
         return []
-    _, warnings, problems = ports.resolve(spec, job.resolved.get("code_digest"))
-    if problems := [p for p in problems if _of_hook(p.pointer, p.code)]:
+    warnings, problems = ports.rehook(spec, Resolved.model_validate(job.resolved))
+    if problems:
         raise SpecError(f"{problems[0].pointer}: {problems[0].detail}", errors=problems)
-    return [w for w in warnings if _of_hook(w.pointer, w.code)]
+    return warnings
 
 
 def _of_hook(pointer: str, code: str) -> bool:
