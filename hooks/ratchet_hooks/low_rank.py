@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,9 @@ from ratchet_hooks.transposed import Tried
 
 class LowRank(Algorithm):
     """What ``powerSGD`` and ``batched_powerSGD`` share: torch's state, the warm-up, the order of what is issued."""
+
+    unused: ClassVar[frozenset[str]] = frozenset()
+    """See ``powersgd.Shelf``."""
 
     def __init__(self, spec: PowerSGDSpec | BatchedPowerSGDSpec, setup: Setup) -> None:
         super().__init__(setup)

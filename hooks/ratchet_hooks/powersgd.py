@@ -12,10 +12,10 @@ torch's ``PowerSGDState`` keeps, per bucket index, ``error_dict[b]`` (one elemen
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from ratchet_hooks.specs_powersgd import BatchedPowerSGDSpec, PowerSGDSpec
 
 PowerSGDState = torch_powersgd.PowerSGDState
 
-# What must be equal in the spec and in a restored state; the logging frequency may change freely.
+# What must be equal in the spec and in a restored state, where the hook uses it; the logging frequency may change freely.
 HYPERPARAMETERS = (
     "matrix_approximation_rank", "start_powerSGD_iter", "min_compression_rate", "use_error_feedback", "warm_start",
     "orthogonalization_epsilon", "batch_tensors_with_same_shape",
@@ -96,6 +96,9 @@ def residual_views(
 class Shelf(Protocol):
     """How a hook's flat tensors of one bucket are named and cut for storing."""
 
+    unused: ClassVar[frozenset[str]]
+    """Slots of torch's state that the hook does not use: they may be others than the recorded ones."""
+
     def blank(self, bucket: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """A residual, P and Q of zeros as the hook keeps them for a bucket of these parameters."""
         ...
@@ -159,8 +162,10 @@ def laid_out(
     """A captured state as ``__getstate__`` gives it on the buckets of ``layout``; ``state`` has the hyperparameters."""
     rest = {name.removeprefix("state/"): t for name, t in tensors.items() if name.startswith("state/")}
     slots = decode(rest, data.get("slots"))
-    _check_slots(state, slots)
+    free = {"compression_stats_logging_frequency", *shelf.unused}
+    _check_slots(state, slots, free)
     assert isinstance(slots, dict)
+    slots |= {key: getattr(state, key) for key in free}
     taken = _Taken(tensors)
     errors, ps, qs = {}, {}, {}
     if (data.get("residuals") or data.get("low_rank")) and layout is None:
@@ -179,7 +184,7 @@ def laid_out(
     return {**slots, **dict(zip(_PER_BUCKET, (errors, ps, qs), strict=True))}
 
 
-def _check_slots(state: PowerSGDState, slots: object) -> None:
+def _check_slots(state: PowerSGDState, slots: object, free: Set[str]) -> None:
     expected = set(state.__slots__) - {"process_group", *_PER_BUCKET}
     if not isinstance(slots, dict) or set(slots) != expected:
         found = set(slots) if isinstance(slots, dict) else set()
@@ -188,7 +193,7 @@ def _check_slots(state: PowerSGDState, slots: object) -> None:
             f"state.{odd[0]}", "missing or unknown in the recorded state; was it made by another torch?"
         )
     for key in HYPERPARAMETERS:
-        if slots[key] != getattr(state, key):
+        if key not in free and slots[key] != getattr(state, key):
             raise HookStateError(
                 f"state.{key}", f"recorded with {slots[key]!r}, but the hook asked for has {getattr(state, key)!r}"
             )

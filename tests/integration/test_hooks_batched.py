@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,12 @@ import pytest
 import torch
 
 from ratchet_hooks.build import redistribute
+from ratchet_hooks.changes import change_of
 from ratchet_hooks.specs import BatchedPowerSGDSpec
 from tests.support import hook_laws as laws
 from tests.support import low_rank_laws as low_rank
 from tests.support.groups import Ranks
-from tests.support.hook_cases import MANY_BUCKETS, Case, exact_resumes
+from tests.support.hook_cases import MANY_BUCKETS, Case, Run, differences, exact_resumes
 
 SPEC = BatchedPowerSGDSpec(matrix_approximation_rank=2, start_powerSGD_iter=3)
 COLD = BatchedPowerSGDSpec(start_powerSGD_iter=2, warm_start=False, use_error_feedback=False)
@@ -109,6 +111,27 @@ def test_what_went_in_is_applied_or_kept(two: Ranks) -> None:
 )
 def test_a_resumed_run_goes_on_bit_for_bit(two: Ranks, case: Case) -> None:
     assert two.run(exact_resumes, case, 8, [2, 3, 6]) == [{}, {}]
+
+
+def under_idle_parameters(rank: int) -> tuple[list[str], tuple[float, int]]:
+    """A run resumed under other parameters that change no bit: what differs, and what the state says of them."""
+    whole = Run(rank, CASE)
+    whole.train(5)
+    saved = whole.save()
+    whole.train(8)
+    spec = SPEC.model_copy(
+        update={"min_compression_rate": 9.0, "compression_stats_logging_frequency": 7, "random_seed": 3}
+    )
+    assert change_of("batched_powerSGD", SPEC.model_dump(mode="json"), spec) is None
+    resumed = Run(rank, replace(CASE, spec=spec), saved)
+    resumed.train(8)
+    state: Any = resumed.hook._algorithm.state  # type: ignore[attr-defined]
+    others = [name for name in differences(whole.save(), resumed.save()) if name != "hook.json"]
+    return others, (state.min_compression_rate, state.compression_stats_logging_frequency)
+
+
+def test_parameters_without_effect_may_be_others_and_are_heeded(two: Ranks) -> None:
+    assert two.run(under_idle_parameters) == [([], (9.0, 7))] * 2
 
 
 def test_without_its_padding_or_factors_it_does_not(two: Ranks) -> None:

@@ -63,6 +63,8 @@ def test_every_pair_of_hooks_under_every_policy(old: str, new: str) -> None:
     ("old", "new", "expected"),
     [
         (hook("powerSGD"), hook("powerSGD", random_seed=7), {"fail", "redistribute", "reset"}),
+        (hook("batched_powerSGD"), hook("batched_powerSGD", min_compression_rate=9), {"fail", "redistribute", "reset"}),
+        (hook("powerSGD"), hook("powerSGD", min_compression_rate=9), {"redistribute", "reset"}),
         (hook("powerSGD"), hook("powerSGD", wrapper="bf16"), {"redistribute", "reset"}),
         (hook("powerSGD"), hook("powerSGD", matrix_approximation_rank=4), {"redistribute", "reset"}),
         (hook("allreduce"), hook("allreduce", wrapper="fp16"), {"fail", "redistribute", "reset"}),
