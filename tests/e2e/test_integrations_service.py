@@ -14,6 +14,9 @@ pytest.importorskip("lightning", reason="the extra `lightning` is not installed"
 pytest.importorskip("accelerate", reason="the extra `accelerate` is not installed")
 pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 
+import numpy as np
+from safetensors.numpy import save_file
+
 from ratchet_client.spec_file import read_spec
 from ratchet_store.compare import compare
 from tests.e2e.exactness import final_checkpoint
@@ -28,8 +31,21 @@ STEPS_PER_EPOCH = 11  # 22 batches, two of them accumulated
 pytestmark = pytest.mark.slow
 
 
-def live(server: Server, package: str, disturbed: bool) -> str:
-    """A whole life of a job. Disturbed, in the second epoch: rank 1 is killed, or Lightning's Trainer stops at a suspension."""
+def weights(file: Path, package: str) -> Path:
+    """A model to start from, under the names that the package's own checkpoint has."""
+    draw, prefix = np.random.default_rng(1), "" if package == "accelerate" else "net."
+    shapes = {"0": (128, 64), "4": (128, 128), "6": (10, 128)}
+    found = {f"{n}.weight": draw.normal(0, 0.1, shape) for n, shape in shapes.items()}
+    found |= {f"{n}.bias": np.zeros(shape[0]) for n, shape in shapes.items()}
+    found |= {f"1.{name}": np.ones(128) for name in ("weight", "bias", "running_mean", "running_var")}
+    tensors = {prefix + name: array.astype(np.float32) for name, array in found.items()}
+    save_file({**tensors, f"{prefix}1.num_batches_tracked": np.int64(3)[None].reshape(())}, file)
+    return file
+
+
+def live(server: Server, package: str, disturbed: bool, start: Path) -> str:
+    """A whole life of a job, from the model ``start``. Disturbed, in the second epoch: rank 1 is killed, or Lightning's
+    Trainer stops at a suspension."""
     spec: dict[str, Any] = read_spec(str(EXAMPLES / f"{package}_train.yaml"))
     spec |= {
         "name": f"{package}-{'disturbed' if disturbed else 'whole'}",
@@ -37,6 +53,7 @@ def live(server: Server, package: str, disturbed: bool) -> str:
         "policy": {"backoff": 0.1},
     }
     spec |= {"script": [f"{package}_train.py", "--epochs", str(EPOCHS[package])], "checkpoint": {"every_steps": 7}}
+    spec |= {"start_from": {"path": str(start)}}
     spec["world"]["device"] = "cpu"
     job_id = server.submit(spec)
     if disturbed:
@@ -118,11 +135,14 @@ def refused(server: Server, directory: Path) -> str:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_disturbed_script_is_exact(server: Server, package: str) -> None:
+def test_a_disturbed_script_is_exact(server: Server, tmp_path: Path, package: str) -> None:
+    start = weights(tmp_path / "model.safetensors", package)
     with ThreadPoolExecutor(2) as threads:  # at once: most of their time is the import of the packages
-        whole, cut = threads.map(lambda disturbed: live(server, package, disturbed), (False, True))
+        whole, cut = threads.map(lambda disturbed: live(server, package, disturbed, start), (False, True))
     attempts = server.attempts(cut)
     assert [a["cause"] for a in attempts] == [CAUSES[package], "completed"]
+    began = attempts[0]["resume_report"]["components"]
+    assert [c["reason"] for c in began if c["component"] == "model" and str(start) in c["reason"]] != [], began
     for attempt in attempts[1:]:
         assert attempt["resume_report"]["verdict"] == "exact", attempt["resume_report"]
     comparison = compare(final_checkpoint(server, whole), final_checkpoint(server, cut))

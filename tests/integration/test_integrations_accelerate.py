@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,6 @@ pytest.importorskip("accelerate", reason="the extra `accelerate` is not installe
 
 from tests.support import accelerate_runs as runs
 from tests.support.groups import Ranks
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, deadline=120) as ranks:
-        yield ranks
 
 
 def test_accelerate_itself_does_not_resume_exactly_under_powersgd(two: Ranks, tmp_path: Path) -> None:
@@ -41,6 +34,16 @@ def test_ours_does(two: Ranks, tmp_path: Path, kind: str) -> None:
 def test_what_cannot_be_managed_is_refused(two: Ranks, tmp_path: Path, what: str, advice: str) -> None:
     for said in two.run(runs.accelerate_refusal, str(tmp_path), what):
         assert advice in said
+
+
+def test_another_number_of_ranks_is_refused_unless_it_is_asked_for(two: Ranks, tmp_path: Path) -> None:
+    """Rank 1 is rank 0 of its group, too."""
+    for answer in two.run(runs.other_ranks, str(tmp_path), False):
+        assert "recorded on 2 ranks, and there are 1" in answer["refused"] and "redistribute=True" in answer["refused"]
+    for answer in two.run(runs.other_ranks, str(tmp_path), True):
+        assert answer["apart"] > 0 and answer["iteration"]
+        assert answer["means"] and all(answer["means"]) and answer["rest"] and all(answer["rest"])
+        assert len(answer["said"]) == 1 and "redistributed (the mean of the old residuals" in answer["said"][0]
 
 
 def test_the_trainer_with_a_stock_hook_does_not_resume_exactly(two: Ranks, tmp_path: Path) -> None:

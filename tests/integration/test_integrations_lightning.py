@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,6 @@ pytest.importorskip("lightning", reason="the extra `lightning` is not installed"
 
 from tests.support import lightning_runs as runs
 from tests.support.groups import Ranks
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, deadline=120) as ranks:
-        yield ranks
 
 
 def test_lightning_itself_does_not_resume_exactly_under_powersgd(two: Ranks, tmp_path: Path) -> None:
@@ -59,9 +52,11 @@ def test_the_entry_of_a_checkpoint_is_plain_tensors(two: Ranks, tmp_path: Path) 
         ("manual optimization", "does not support manual optimization"),
         ("ratchet", "holds no hook state"),
         ("reset", "nothing was refused"),
+        ("other ranks", "recorded on 4 ranks, and there are 2"),
+        ("redistribute", "recorded on 4 ranks, resumed on 2: the state of hook powerSGD is redistributed"),
     ],
 )
 def test_what_cannot_be_resumed_is_refused(two: Ranks, tmp_path: Path, what: str, answer: str) -> None:
-    """``ratchet`` and ``reset``: a checkpoint that Lightning's own strategy wrote."""
-    for said in two.run(runs.refusal, str(tmp_path), what):
-        assert answer in said
+    """``ratchet`` and ``reset``: a checkpoint that Lightning's own strategy wrote. ``redistribute``: rank 0 warns."""
+    first, second = two.run(runs.refusal, str(tmp_path), what)
+    assert answer in first and (answer in second or what == "redistribute")

@@ -16,7 +16,10 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from ratchet_hooks import capture, register
+from ratchet_hooks.files import load_state
 from ratchet_hooks.integrations import accelerate as ours
+from ratchet_hooks.integrations.rank_state import RankFile
 
 BATCHES = 6  # per epoch and rank
 
@@ -120,6 +123,49 @@ def accelerate_refusal(rank: int, directory: str, what: str) -> str:
     except (ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was refused"
+
+
+def other_ranks(rank: int, directory: str, redistribute: bool) -> dict[str, Any]:
+    """What two ranks saved, loaded by this rank as the only one of a group of its own; or the error's message."""
+    whole = _Bare(None, rank, False)
+    for _ in range(4):
+        whole.step()
+    whole.file.save(directory)
+    groups = [dist.new_group([member]) for member in range(2)]  # a collective; the barrier that the files need
+    alone = _Bare(groups[rank], 7, redistribute)
+    saved = [load_state(f"{directory}/ratchet_hook_{member}.safetensors")["hook"] for member in range(2)]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            alone.file.load(directory)
+        except ValueError as error:
+            return {"refused": str(error)}
+    tensors, data = capture(alone.ddp)
+    alone.step()
+    means = {n: torch.stack([p[0][n].double() for p in saved]).mean(0).float() for n in tensors if "residual" in n}
+    return {
+        "said": [str(one.message) for one in said],
+        "apart": min(float((saved[0][0][n] - saved[1][0][n]).abs().max()) for n in means),
+        "means": [torch.equal(tensors[name], mean) for name, mean in means.items()],
+        "rest": [torch.equal(tensors[name], saved[0][0][name]) for name in tensors.keys() - means],
+        "iteration": data["iteration"] == saved[0][1]["iteration"],  # type: ignore[index,call-overload]
+    }
+
+
+class _Bare:
+    """What Accelerate or the Trainer train, on a group of any size."""
+
+    def __init__(self, group: dist.ProcessGroup | None, seed_: int, redistribute: bool) -> None:
+        seed(seed_)
+        self.ddp = nn.parallel.DistributedDataParallel(nn.Linear(32, 16), process_group=group)
+        register(self.ddp, "powerSGD", start_powerSGD_iter=2)
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1)
+        self.file = RankFile(self.ddp, [self.optimizer], redistribute=redistribute)
+
+    def step(self) -> None:
+        self.ddp(torch.randn(8, 32)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 def trainer_difference(rank: int, directory: str, kind: str, step: int) -> float:

@@ -24,6 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as lo
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 from torch.utils.data import DataLoader, TensorDataset
 
+from ratchet_hooks.files import pack_state, unpack_state
 from ratchet_hooks.integrations.lightning import RatchetDDPStrategy
 
 BATCHES = 6  # per epoch and rank
@@ -104,6 +105,8 @@ def strategy(kind: str, rank: int) -> DDPStrategy:
         return RatchetDDPStrategy(
             {"name": "powerSGD", "start_powerSGD_iter": 2}, static_graph=True, gradient_as_bucket_view=True
         )
+    if kind == "redistribute":
+        return RatchetDDPStrategy(hook=(_state(), power_sgd.powerSGD_hook), redistribute=True)
     if kind == "reset":
         return RatchetDDPStrategy(hook=(_state(), power_sgd.powerSGD_hook), reset_hook=True)
     assert kind == "ratchet"
@@ -125,6 +128,7 @@ def fit(
     keep = ModelCheckpoint(dirpath=directory, filename="{epoch}-{step}", save_top_k=-1, **when)  # type: ignore[arg-type]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        warnings.filterwarnings("always", "recorded on")
         trainer = pl.Trainer(
             strategy=strategy(kind, rank), accelerator="cpu", devices=2, max_epochs=epochs, callbacks=[keep, *more], logger=False,
             enable_progress_bar=False, enable_model_summary=False, accumulate_grad_batches=accumulate, num_sanity_val_steps=0,
@@ -179,16 +183,32 @@ def hooks_on_cpu(rank: int, directory: str, kind: str) -> tuple[list[str], str]:
 
 
 def refusal(rank: int, directory: str, what: str) -> str:
-    """The message of the error that ``what`` is answered with."""
+    """The message of the error, or of the warning, that ``what`` is answered with."""
     try:
         if what == "manual optimization":
             trainer = pl.Trainer(strategy=RatchetDDPStrategy(), accelerator="cpu", devices=2, logger=False)
             trainer.fit(Module(False, automatic=False), DataLoader(TensorDataset(torch.zeros(4, 32))))
         else:
-            fit(rank, f"{directory}/plain", "plain", epochs=1, noise=False)
+            four = what in ("other ranks", "redistribute")
+            fit(rank, f"{directory}/before", "ratchet" if four else "plain", epochs=1, noise=False)
             dist.barrier()
-            (saved,) = Path(directory, "plain").glob("*.ckpt")
-            fit(rank, f"{directory}/ours", what, epochs=2, noise=False, resume=str(saved))
+            (saved,) = Path(directory, "before").glob("*.ckpt")
+            if four and rank == 0:
+                _of_four_ranks(saved)
+            dist.barrier()
+            kind = "ratchet" if what == "other ranks" else what
+            with warnings.catch_warnings(record=True) as told:
+                fit(rank, f"{directory}/ours", kind, epochs=2, noise=False, resume=str(saved))
+            return " ".join(str(one.message) for one in told) or "nothing was refused"
     except (ValueError, RuntimeError, MisconfigurationException) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was refused"
+
+
+def _of_four_ranks(file: Path) -> None:
+    """Make it a checkpoint of four ranks: two have what rank 0 had, two what rank 1 had."""
+    saved = torch.load(file, weights_only=True)
+    states = [unpack_state(packed) for packed in saved["ratchet_hooks"]["ranks"] * 2]
+    states = [{**state, "rank": rank, "world_size": 4} for rank, state in enumerate(states)]
+    saved["ratchet_hooks"]["ranks"] = [pack_state(state) for state in states]
+    torch.save(saved, file)

@@ -37,12 +37,14 @@ def manage(
     hook: Hook | None = None,
     *,
     wrapper: str | Callable[..., Any] | None = None,
+    redistribute: bool = False,
     **parameters: Any,
 ) -> ManagedHook:
     """Put ``model``, as ``accelerator.prepare`` returned it, under a managed hook that ``save_state`` and ``load_state`` keep.
 
     A collective, after ``prepare`` and before the first forward. ``hook``, ``wrapper``, ``parameters``: as in
-    ``ratchet_hooks.register``; None: the comm_hook of DistributedDataParallelKwargs, taken over. Raises ``UnsupportedModel`` for
+    ``ratchet_hooks.register``; None: the comm_hook of DistributedDataParallelKwargs, taken over. ``redistribute``: ``load_state``
+    takes what another number of ranks saved, with a warning (``rank_state.resized``). Raises ``UnsupportedModel`` for
     what cannot be managed; ``load_state`` raises ``HookStateError`` for a directory without this rank's state, or with another's.
     """
     if not isinstance(model, DistributedDataParallel):
@@ -55,7 +57,8 @@ def manage(
         raise UnsupportedModel(
             f"{managed.spec.name} with float16 autocast: one rank could skip a step that the others take; use bf16"
         )
-    keeper = _Keeper(RankFile(model, [_plain(optimizer) for optimizer in accelerator._optimizers]))
+    optimizers = [_plain(optimizer) for optimizer in accelerator._optimizers]
+    keeper = _Keeper(RankFile(model, optimizers, redistribute=redistribute))
     for optimizer in keeper.file.optimizers:
         optimizer.register_step_post_hook(lambda *_: managed.average_parameters())
     accelerator.register_save_state_pre_hook(lambda models, weights, directory: keeper.file.save(directory))

@@ -47,7 +47,8 @@ class RatchetDDPStrategy(DDPStrategy):
 
     ``hook``, ``wrapper``: as in ``ratchet_hooks.register``; or Lightning's ``ddp_comm_hook``, ``ddp_comm_state`` and
     ``ddp_comm_wrapper``, which mean the same. ``model_averaging_period``: of post_localSGD. ``reset_hook``: start the hook anew
-    where a checkpoint has no state of it, which is an error otherwise. Everything else is ``DDPStrategy``'s.
+    where a checkpoint has no state of it, which is an error otherwise. ``redistribute``: take a checkpoint of another number of
+    ranks, with a warning (``rank_state.resized``), which is an error otherwise. Everything else is ``DDPStrategy``'s.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class RatchetDDPStrategy(DDPStrategy):
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         model_averaging_period: int | None = None,
         reset_hook: bool = False,
+        redistribute: bool = False,
         **kwargs: Any,
     ) -> None:
         if hook is not None and ddp_comm_hook is not None:
@@ -68,7 +70,7 @@ class RatchetDDPStrategy(DDPStrategy):
         self._hook_asked: Hook = hook or ((ddp_comm_state, ddp_comm_hook) if ddp_comm_hook is not None else "allreduce")
         self._wrapper_asked = wrapper if wrapper is not None else ddp_comm_wrapper
         self._parameters = {} if model_averaging_period is None else {"model_averaging_period": model_averaging_period}
-        self._reset_hook = reset_hook
+        self._reset_hook, self._redistribute = reset_hook, redistribute
         self._state_to_restore: Any = None
 
     @property
@@ -143,12 +145,12 @@ class RatchetDDPStrategy(DDPStrategy):
             )
             return
         ranks = checkpoint[KEY]["ranks"]
-        if len(ranks) != self.world_size:
-            raise HookStateError(
-                "world_size",
-                f"recorded on {len(ranks)} ranks, and there are {self.world_size}; start as many as there were",
-            )
-        state = unpack_state(ranks[self.global_rank])
+        if len(ranks) == self.world_size:
+            state = unpack_state(ranks[self.global_rank])
+        elif self._redistribute:
+            state = rank_state.resized(ddp, [unpack_state(packed) for packed in ranks])
+        else:
+            raise HookStateError("world_size", rank_state.other_ranks(len(ranks), self.world_size))
         rank_state.restore_rank(ddp, self._plain_optimizers(), state)
         # At the end of an epoch the iterator of the next one, which is still to be made, draws a seed; within one it did.
         rank_state.restore_generators(ddp, state)

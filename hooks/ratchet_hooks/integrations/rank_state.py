@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ratchet_hooks import generators
 from ratchet_hooks.errors import HookStateError
 from ratchet_hooks.files import load_state, save_state
 from ratchet_hooks.registration import hook_of, restore
+from ratchet_hooks.states import redistribute
 
 VERSION = 1
 
@@ -39,6 +41,36 @@ def capture_rank(ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[
     return state
 
 
+def resized(ddp: nn.parallel.DistributedDataParallel, states: Sequence[Any]) -> dict[str, Any]:
+    """What ``restore_rank`` puts back here out of the states of a group of another size, all of them in rank order.
+
+    The hook's is ``states.redistribute``'s, which keeps the mean of residuals; buffers are those of the old rank of this number,
+    counted round; generators stay as they are. Rank 0 warns of it. Raises ``HookStateError`` for states that are not of one
+    checkpoint, and under post_localSGD, whose replicas differ.
+    """
+    hook, ranks, rank = hook_of(ddp), ddp.process_group.size(), ddp.process_group.rank()
+    for number, state in enumerate(states):
+        check_version(state)
+        if (state["world_size"], state["rank"]) != (len(states), number):
+            raise HookStateError(
+                "world_size", f"{len(states)} states were found, and number {number} is of rank {state['rank']} of "
+                f"{state['world_size']}: they are not of one checkpoint, or some are missing",
+            )  # fmt: skip
+        if state["replica"] is not None:
+            raise HookStateError(
+                "replica", f"recorded on {len(states)} ranks under {hook.spec.name}, whose models differ: start as many "
+                "as there were",
+            )  # fmt: skip
+    if rank == 0:
+        warnings.warn(
+            f"recorded on {len(states)} ranks, resumed on {ranks}: the state of hook {hook.spec.name} is redistributed (the mean "
+            "of the old residuals, on every rank), buffers are those of the old ranks, generators those of this start; not exact",
+            stacklevel=2,
+        )
+    merged = redistribute([(state["hook"][0], state["hook"][1]) for state in states], hook.spec)
+    return {**states[rank % len(states)], "world_size": ranks, "rank": rank, "hook": merged, "rng": None}
+
+
 def restore_rank(ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[Optimizer], state: Any) -> None:
     """Put back what ``capture_rank`` gave, all but the generators: ``restore_generators``, when nothing draws from them any more.
 
@@ -60,11 +92,15 @@ def restore_rank(ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[
 class RankFile:
     """``ratchet_hook_<rank>.safetensors`` in a framework's checkpoint directory: the file of this rank."""
 
-    def __init__(self, ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
-        self.ddp, self.optimizers = ddp, list(optimizers)
+    def __init__(
+        self, ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[Optimizer], *, redistribute: bool = False
+    ) -> None:
+        """``redistribute``: ``load`` takes files of another number of ranks, see ``resized``; an error otherwise."""
+        self.ddp, self.optimizers, self._redistribute = ddp, list(optimizers), redistribute
 
-    def path(self, directory: str | os.PathLike[str]) -> Path:
-        return Path(directory, f"ratchet_hook_{self.ddp.process_group.rank()}.safetensors")
+    def path(self, directory: str | os.PathLike[str], rank: int | None = None) -> Path:
+        """``rank``: None is this one."""
+        return Path(directory, f"ratchet_hook_{self.ddp.process_group.rank() if rank is None else rank}.safetensors")
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """A collective, between two steps."""
@@ -75,35 +111,56 @@ class RankFile:
 
         Raises ``HookStateError`` where the state is not there or does not fit.
         """
-        path = self.path(directory)
+        first = self.path(directory, 0)
+        recorded = load_state(first)["world_size"] if self._redistribute and first.exists() else None
+        if recorded is None or recorded == self.ddp.process_group.size():
+            state = self._state(self.path(directory))
+        else:
+            state = resized(self.ddp, [self._state(self.path(directory, rank)) for rank in range(recorded)])
+        restore_rank(self.ddp, self.optimizers, state)
+
+    def _state(self, path: Path) -> Any:
         if not path.exists():
             raise HookStateError(
-                str(path), "no such file: this checkpoint was made without a managed hook, or by another number of ranks, or its "
-                "writing was cut short; take an older one, or start without a checkpoint",
+                str(path), "no such file: this checkpoint was made without a managed hook, or by another number of ranks "
+                "(redistribute=True takes such a one), or its writing was cut short; take an older one, or start without a "
+                "checkpoint",
             )  # fmt: skip
-        restore_rank(self.ddp, self.optimizers, load_state(path))
+        return load_state(path)
 
 
 def check_rank(ddp: nn.parallel.DistributedDataParallel, state: Any) -> None:
     """Raise ``HookStateError`` for a state of a newer format, another rank or another number of ranks."""
+    check_version(state)
+    ranks, rank = ddp.process_group.size(), ddp.process_group.rank()
+    if state["world_size"] != ranks:
+        raise HookStateError("world_size", other_ranks(state["world_size"], ranks))
+    if state["rank"] != rank:
+        raise HookStateError("rank", f"the state of rank {state['rank']} was given to rank {rank}")
+
+
+def check_version(state: Any) -> None:
+    """Raise ``HookStateError`` for what is no rank's state, or one of a newer format."""
     if not isinstance(state, dict) or not isinstance(state.get("version"), int):
         raise HookStateError("version", "not a rank's state")
     if state["version"] > VERSION:
         raise HookStateError(
             "version", f"recorded in format {state['version']}; this version of ratchet_hooks reads up to {VERSION}"
         )
-    ranks, rank = ddp.process_group.size(), ddp.process_group.rank()
-    if state["world_size"] != ranks:
-        raise HookStateError(
-            "world_size", f"recorded on {state['world_size']} ranks, and there are {ranks}; start as many as there were"
-        )
-    if state["rank"] != rank:
-        raise HookStateError("rank", f"the state of rank {state['rank']} was given to rank {rank}")
+
+
+def other_ranks(recorded: int, ranks: int) -> str:
+    """Why a state of another number of ranks is refused, and what to do."""
+    return (
+        f"recorded on {recorded} ranks, and there are {ranks}; start as many as there were, or give redistribute=True: residuals "
+        "become their mean, which is not exact"
+    )
 
 
 def restore_generators(ddp: nn.parallel.DistributedDataParallel, state: Any) -> None:
-    """Put back the generators' state, the last thing before training goes on."""
-    generators.restore(state["rng"], ddp.device)
+    """Put back the generators' state, where there is one, the last thing before training goes on."""
+    if state["rng"] is not None:
+        generators.restore(state["rng"], ddp.device)
 
 
 def gather_bytes(packed: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> list[torch.Tensor] | None:

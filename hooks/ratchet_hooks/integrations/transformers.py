@@ -31,14 +31,20 @@ from ratchet_hooks.registration import Hook, hook_of, register
 
 
 def manage(
-    trainer: Trainer, hook: Hook, *, wrapper: str | Callable[..., Any] | None = None, **parameters: Any
+    trainer: Trainer,
+    hook: Hook,
+    *,
+    wrapper: str | Callable[..., Any] | None = None,
+    redistribute: bool = False,
+    **parameters: Any,
 ) -> RatchetCallback:
     """Have ``trainer`` train under ``hook`` and keep its state in its checkpoints. On every rank, before ``trainer.train``.
 
-    ``hook``, ``wrapper``, ``parameters``: as in ``ratchet_hooks.register``. The model is registered when training begins: then
+    ``hook``, ``wrapper``, ``parameters``: as in ``ratchet_hooks.register``. ``redistribute``: checkpoints of another number of
+    ranks are taken, with a warning (``rank_state.resized``). The model is registered when training begins: then
     ``UnsupportedModel`` is raised for what cannot be managed, and ``HookStateError`` for a checkpoint without this rank's state.
     """
-    callback = RatchetCallback(trainer, hook, wrapper, parameters)
+    callback = RatchetCallback(trainer, hook, wrapper, parameters, redistribute)
     trainer.add_callback(callback)
     return callback
 
@@ -47,8 +53,14 @@ class RatchetCallback(TrainerCallback):
     """Made by ``manage``. ``hook``: that of the model in training, with its ``summary`` and ``warnings``."""
 
     def __init__(
-        self, trainer: Trainer, hook: Hook, wrapper: str | Callable[..., Any] | None, parameters: dict[str, Any]
+        self,
+        trainer: Trainer,
+        hook: Hook,
+        wrapper: str | Callable[..., Any] | None,
+        parameters: dict[str, Any],
+        redistribute: bool,
     ) -> None:
+        self._redistribute = redistribute
         self._trainer, self._asked, self._wrapper, self._parameters = trainer, hook, wrapper, parameters
         self._restored: str | None = None
         # The one moment at which the checkpoint's directory is known and the model is wrapped; no callback is told of it.
@@ -87,7 +99,8 @@ class RatchetCallback(TrainerCallback):
 
     def _file(self) -> RankFile:
         optimizer: Any = self._trainer.optimizer
-        return RankFile(self._managed(), [getattr(optimizer, "optimizer", optimizer)])
+        plain = getattr(optimizer, "optimizer", optimizer)
+        return RankFile(self._managed(), [plain], redistribute=self._redistribute)
 
     def _managed(self) -> ManagedDDP:
         """The Trainer's present model, put under the hook when it is new."""
