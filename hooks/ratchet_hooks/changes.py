@@ -16,7 +16,7 @@ from ratchet_hooks.specs import BatchedPowerSGDSpec, CustomSpec, HookSpec, PostL
 
 WITHOUT_EFFECT = frozenset({"compression_stats_logging_frequency", "random_seed"})
 """Parameters that cannot change a running hook's bits: its generator comes back with its state."""
-_UNUSED: Final = {BatchedPowerSGDSpec: frozenset({"min_compression_rate"})}
+_UNUSED: Final = {"batched_powerSGD": frozenset({"min_compression_rate"})}
 """Parameters that a hook has and does not use."""
 
 _LOW_RANK = (PowerSGDSpec, BatchedPowerSGDSpec)
@@ -76,7 +76,7 @@ def change_of(name: str, parameters: Mapping[str, Any], new: HookSpec) -> HookCh
     if old is None:
         return HookChange(f"hook {name} was recorded with parameters that are none any more", "lost")
     before, after = old.model_dump(mode="json"), new.model_dump(mode="json")
-    idle = {"name", *WITHOUT_EFFECT, *_UNUSED.get(type(new), ())}
+    idle = {"name", *WITHOUT_EFFECT, *_UNUSED.get(new.name, ())}
     changed = {key for key in {*before, *after} - idle if before.get(key) != after.get(key)}
     other = old.name != new.name
     if not other and not changed:

@@ -17,9 +17,11 @@ from ratchet_hooks import register
 from ratchet_hooks.errors import UnsupportedModel
 from ratchet_hooks.specs import PowerSGDSpec
 from ratchet_hooks.stock import spec_of
+from tests.support.documented import documented
 from tests.support.groups import Ranks
 from tests.support.hook_cases import MANY_BUCKETS, Case
-from tests.support.registered import documented, own_differences, refusal, registered_differences, spec_from, taken_over
+from tests.support.registered import own_differences, registered_differences, taken_over
+from tests.support.registered_objects import refusal, spec_from
 
 GUARDED = PowerSGDSpec(matrix_approximation_rank=2, start_powerSGD_iter=3, orthogonalization_epsilon=1e-8)
 CONFIGURATIONS = {

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import gc
-import io
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as default
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
-from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as quantization
 from torch.nn.parallel import DistributedDataParallel
 
-from ratchet_hooks.registration import capture, hook_of, register, resolve, restore
-from tests.support.hook_cases import Case, Checkpoint, Net, Run, differences
+from ratchet_hooks.registration import register, restore
+from tests.support.hook_cases import Case, Checkpoint, Run, differences
 
 
 class RegisteredRun(Run):
@@ -70,80 +65,6 @@ def registered_differences(rank: int, case: Case, total: int, kill: int) -> list
         resumed.train(total)
         out += [f"{kind} {name}" for name in differences(expected, resumed.save())]
     return out
-
-
-def documented(rank: int, recipe: str, total: int, kill: int) -> float:
-    """Largest difference of a weight between a run and one resumed at ``kill`` as PyTorch's page does (``documented``: rank 0's
-    model and hook state, everywhere), or with Ratchet's three lines (``ratchet``). One bucket, which the stock hook can do."""
-    whole = _Script(rank, recipe)
-    whole.train(kill)
-    saved = whole.save()
-    whole.train(total)
-    resumed = _Script(rank, recipe)
-    resumed.load(saved)
-    resumed.train(total)
-    pairs = zip(whole.net.parameters(), resumed.net.parameters(), strict=True)
-    return max(float((a - b).abs().max()) for a, b in pairs)
-
-
-class _Script:
-    """A script after the example of PyTorch's page, with optimizer and generator saved as well."""
-
-    def __init__(self, rank: int, recipe: str) -> None:
-        self.rank, self.recipe, self.step = rank, recipe, 0
-        torch.manual_seed(rank)
-        self.net = Net()
-        self.ddp: Any = DistributedDataParallel(self.net)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
-        self.state = power_sgd.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
-        if recipe == "ratchet":
-            register(self.ddp, (self.state, power_sgd.powerSGD_hook))
-        elif recipe == "documented":
-            self.registered = False
-
-    def save(self) -> Any:
-        state = {
-            "model": {k: v.clone() for k, v in self.net.state_dict().items()}, "rng": torch.get_rng_state(), "step": self.step,
-            "optimizer": _copied(self.optimizer.state_dict()),
-        }  # fmt: skip
-        if self.recipe == "ratchet":
-            return {**state, "hook": capture(self.ddp)}
-        file = io.BytesIO()
-        torch.save({**state, "comm_hook": power_sgd.powerSGD_hook, "comm_hook_state": self.state}, file)
-        content = [file.getvalue()]
-        dist.broadcast_object_list(content)  # rank 0's file is what all ranks load
-        return content[0]
-
-    def load(self, saved: Any) -> None:
-        if self.recipe == "documented":
-            saved = torch.load(io.BytesIO(saved), weights_only=False)
-            self.state = saved["comm_hook_state"]
-        else:
-            restore(self.ddp, saved["hook"])
-        self.net.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        torch.set_rng_state(saved["rng"])
-        self.step = saved["step"]
-
-    def train(self, until: int) -> None:
-        if self.recipe == "documented" and not self.registered:
-            self.ddp.register_comm_hook(self.state, power_sgd.powerSGD_hook)
-            self.registered = True
-        while self.step < until:
-            generator = torch.Generator().manual_seed(1000 * self.step + self.rank)
-            x = torch.randn(16, 64, generator=generator)
-            nn.functional.cross_entropy(self.ddp(x, self.step), x[:, :10].abs().argmax(1)).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.step += 1
-
-
-def _copied(state: Any) -> Any:
-    if isinstance(state, torch.Tensor):
-        return state.clone()
-    if isinstance(state, dict):
-        return {k: _copied(v) for k, v in state.items()}
-    return [_copied(v) for v in state] if isinstance(state, list) else state
 
 
 class Momentum:
@@ -233,82 +154,3 @@ def taken_over(rank: int) -> dict[str, Any]:
         "same": all(torch.equal(a, b) for a, b in zip(*gradients, strict=True)),
         "logged": ddp._get_ddp_logging_data()["comm_hook"],
     }  # fmt: skip
-
-
-def spec_from(rank: int, name: str) -> dict[str, Any]:
-    """The spec that a row of ``OBJECTS`` becomes."""
-    return resolve(plain_ddp(nn.Linear(4, 4)), **OBJECTS[name]()).model_dump(exclude_unset=True)
-
-
-def _power_sgd() -> power_sgd.PowerSGDState:
-    return power_sgd.PowerSGDState(
-        None, matrix_approximation_rank=3, start_powerSGD_iter=8, use_error_feedback=False, random_seed=5
-    )
-
-
-OBJECTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "allreduce": lambda: {"hook": default.allreduce_hook},
-    "fp16": lambda: {"hook": (None, default.fp16_compress_hook)},
-    "pertensor": lambda: {"hook": quantization.quantization_pertensor_hook},
-    "powerSGD": lambda: {"hook": (_power_sgd(), power_sgd.powerSGD_hook)},
-    "wrapped": lambda: {"hook": (_power_sgd(), default.fp16_compress_wrapper(power_sgd.powerSGD_hook))},
-    "wrapper": lambda: {
-        "hook": (_power_sgd(), power_sgd.powerSGD_hook),
-        "wrapper": default.bf16_compress_wrapper,
-        "warm_start": False,
-    },
-}
-
-
-def refusal(rank: int, what: str) -> str:
-    """The message of the error that ``what`` is answered with."""
-    ddp = plain_ddp(nn.Linear(4, 4))
-    try:
-        _REFUSED[what](ddp)
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was refused"
-
-
-def _after_forward(ddp: Any) -> None:
-    ddp(torch.zeros(1, 4)).sum().backward()
-    register(ddp, "allreduce")
-
-
-def _restored_late(ddp: Any) -> None:
-    hook = register(ddp, "allreduce")
-    ddp(torch.zeros(1, 4)).sum().backward()
-    captured = hook.capture()
-    captured[1]["layout"] = [["module.bias", "module.weight"]]  # type: ignore[index, call-overload]
-    restore(ddp, captured)
-
-
-def _used_state(ddp: Any) -> None:
-    state = power_sgd.PowerSGDState(None)
-    state.iter = 7
-    register(ddp, (state, power_sgd.powerSGD_hook))
-
-
-class _Subclass(DistributedDataParallel):
-    pass
-
-
-def _twice(ddp: Any) -> None:
-    register(ddp, "allreduce")
-    register(ddp, "fp16_compress")
-
-
-_REFUSED: dict[str, Callable[[Any], object]] = {
-    "after a forward": _after_forward,
-    "restored late": _restored_late,
-    "used state": _used_state,
-    "no hook": lambda ddp: register(ddp),
-    "twice": _twice,
-    "not a DDP": lambda ddp: register(ddp.module, "allreduce"),
-    "subclass": lambda ddp: register(_Subclass(ddp.module), "allreduce"),
-    "wrapped twice": lambda ddp: register(ddp, {"name": "powerSGD", "wrapper": "fp16"}, wrapper="bf16"),
-    "unknown parameter": lambda ddp: register(ddp, "allreduce", matrix_approximation_rank=2),
-    "unmanaged capture": lambda ddp: capture(ddp),
-    "unmanaged": lambda ddp: hook_of(ddp),
-    "other group": lambda ddp: register(ddp, (object(), default.allreduce_hook)),
-}
