@@ -9,9 +9,10 @@ from tests.support.api import api, served
 from tests.support.cli import cli
 from tests.support.databases import database, migrated, postgres_url
 from tests.support.groups import Ranks
+from tests.support.launch import jobs
 from tests.support.server import idle_server, server
 
-__all__ = ["api", "cli", "database", "idle_server", "migrated", "postgres_url", "served", "server"]
+__all__ = ["api", "cli", "database", "idle_server", "jobs", "migrated", "postgres_url", "served", "server"]
 
 
 def pytest_configure() -> None:

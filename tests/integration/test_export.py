@@ -32,7 +32,7 @@ from ratchet_store.commit import read_manifest
 from ratchet_worker.export import export
 from tests.support import plain_script
 from tests.support.checkpoints import copy_checkpoint
-from tests.support.exports import exporting, stored
+from tests.support.exports import FULL, SERVICE, SILENT, Held, exporting, gone, stored
 from tests.support.launch import Job
 from tests.support.server import wait_for
 
@@ -43,31 +43,6 @@ LOCAL = {
     "model_averaging_period": 4,
     "post_local_gradient_allreduce": False,
 }
-
-FULL = """
-import os, shutil, sys
-from pathlib import Path
-from tests.support.exports import exporting, stored
-
-checkpoint, disk = map(Path, sys.argv[1:])
-with exporting(disk, database_url=f"sqlite:///{checkpoint.parent}/full.db") as api:
-    url = stored(api, checkpoint)
-    filler = disk / "filler"
-    try:
-        with filler.open("wb", buffering=0) as file:
-            while file.write(bytes(4096)):
-                pass
-    except OSError:
-        os.truncate(filler, filler.stat().st_size - 8192)
-    before = sorted(disk.rglob("*")), shutil.disk_usage(disk).free
-    for form in ("safetensors", "torch"):
-        answer = api.client.get(url, params={"format": form})
-        assert "nothing was exported" in answer.json()["detail"], answer.text
-        print(form, answer.status_code, answer.json()["code"])
-    assert (sorted(disk.rglob("*")), shutil.disk_usage(disk).free) == before
-    filler.unlink()
-    print("safetensors", api.client.get(url).status_code)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -228,45 +203,6 @@ def test_a_damaged_checkpoint_is_not_exported(jobs: dict[str, Job], tmp_path: Pa
         _export(jobs["power"], form, copy)
 
 
-HELD = """
-import os, pathlib, subprocess, time
-if os.environ.get("RATCHET_ASKED"):
-    other = subprocess.Popen(["sleep", "3600"], start_new_session=True)
-    pathlib.Path({going!r}, f"{{os.getpid()}}-{{other.pid}}").touch()
-    while not os.path.exists({go!r}):
-        time.sleep(0.01)
-"""
-"""What the interpreter of a job runs first, and there waits, as it would for a disk that does not answer."""
-
-
-class Held:
-    """Exports that begin and go on when they are let."""
-
-    def __init__(self, root: Path) -> None:
-        self._going, self._go = root / "going", root / "go"
-        self._going.mkdir()
-        (root / "site").mkdir()
-        text = HELD.format(going=str(self._going), go=str(self._go))
-        (root / "site" / "sitecustomize.py").write_text(text)
-        self.env = {"PYTHONPATH": str(root / "site")}
-
-    def begun(self) -> list[list[int]]:
-        """Of each export: its process, and one that it started."""
-        return [[int(pid) for pid in path.name.split("-")] for path in self._going.iterdir()]
-
-    def wait(self) -> list[int]:
-        """The processes of the one that runs."""
-        running = wait_for(lambda: [pids for pids in self.begun() if not _gone(pids)], "an export to begin")
-        return running[0]
-
-    def let(self) -> None:
-        self._go.touch()
-
-
-def _gone(pids: list[int]) -> bool:
-    return all(processes.start_time(pid) is None for pid in pids)
-
-
 def test_exports_beyond_a_number_are_refused_for_now(jobs: dict[str, Job], tmp_path: Path) -> None:
     held = Held(tmp_path)
     with exporting(tmp_path / "home", exports=1) as api, ThreadPoolExecutor(1) as pool:
@@ -280,7 +216,7 @@ def test_exports_beyond_a_number_are_refused_for_now(jobs: dict[str, Job], tmp_p
         held.let()
         answer = first.result(60)
         assert (answer.status_code, answer.content) == (200, _export(jobs["power"], "safetensors")[0])
-        assert _gone(pids)
+        assert gone(pids)
 
 
 def test_an_export_ends_with_its_client_with_the_service_and_with_its_time(
@@ -300,18 +236,41 @@ def test_an_export_ends_with_its_client_with_the_service_and_with_its_time(
         client = ask()
         pids = held.wait()
         client.close()
-        wait_for(lambda: _gone(pids), "the export of a client that has gone to end", 10)
+        wait_for(lambda: gone(pids), "the export of a client that has gone to end", 10)
         ask()
         pids = held.wait()  # its turn was given back
         assert sorted(root.rglob("*")) == before
-    wait_for(lambda: _gone(pids), "the export to end with the service", 10)
+    wait_for(lambda: gone(pids), "the export to end with the service", 10)
     with exporting(tmp_path / "other", exports=1, export_seconds=1.0) as api:
         url = stored(api, newest, **held.env)
         late = api.client.get(url)
         assert (late.status_code, late.json()["code"]) == (504, "export-timeout")
         assert "longer than 1 s" in late.json()["detail"] and "try again" in late.json()["detail"]
         assert api.client.get(url).status_code == 504  # not busy
-    assert all(_gone(pids) for pids in held.begun())
+    assert all(gone(pids) for pids in held.begun())
+
+
+def test_a_service_that_is_killed_leaves_neither_process_nor_file(jobs: dict[str, Job], tmp_path: Path) -> None:
+    pid_file, temporary = tmp_path / "pid", tmp_path / "temporary"
+    temporary.mkdir()
+    (tmp_path / "sitecustomize.py").write_text(SILENT.format(pid=str(pid_file)))
+    (tmp_path / "service.py").write_text(SERVICE)
+    with exporting(tmp_path / "home") as api:
+        url = stored(api, jobs["power"].newest(), PYTHONPATH=str(tmp_path))
+        root = api.settings.paths.job(url.split("/")[3]).root
+        before = sorted(root.rglob("*"))
+        service = subprocess.Popen(
+            [sys.executable, str(tmp_path / "service.py"), str(api.settings.home), *url.split("/")[3:6:2]],
+            env={**os.environ, "TMPDIR": str(temporary)},
+        )
+        try:
+            pid = int(wait_for(lambda: pid_file.exists() and pid_file.read_text(), "the export to read"))
+            service.kill()
+            wait_for(lambda: processes.start_time(pid) is None, "the export to end", 10)
+        finally:
+            service.kill()
+            service.wait()
+        assert sorted(root.rglob("*")) == before and list(temporary.iterdir()) == []
 
 
 def test_a_full_disk_is_told_and_nothing_stays(jobs: dict[str, Job], tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +42,6 @@ def locks(state, bucket):
 def alone(group, bucket):
     return ready(bucket.buffer())
 """
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[list[Job]]:
-    made: list[Job] = []
-    yield made
-    for job in made:
-        job.close()
 
 
 @pytest.fixture

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from ratchet_contract.exit_codes import EXIT_PREEMPTED, EXIT_USER_ERROR
 from ratchet_contract.messages import ForkSource
@@ -66,14 +64,6 @@ def _spec(**args: Any) -> dict[str, Any]:
         "ddp": {"bucket_cap_mb": 0.02},
         "checkpoint": {"every_steps": EVERY, "keep_last": 2},
     }
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[list[Job]]:
-    made: list[Job] = []
-    yield made
-    for job in made:
-        job.close()
 
 
 def _steps(job: Job) -> list[int]:

@@ -14,11 +14,13 @@ import httpx
 from ratchet_contract.phases import JobPhase
 from ratchet_service.app import create_app
 from ratchet_service.database import Database
+from ratchet_service.launchers import processes
 from ratchet_service.migrate import upgrade
 from ratchet_service.models import Job
 from ratchet_service.settings import Settings
 from ratchet_store.commit import read_manifest
 from tests.support.api import Api, FakePorts, Server, checkpoint_message, training_message
+from tests.support.server import wait_for
 
 
 @contextmanager
@@ -50,3 +52,93 @@ def stored(api: Api, checkpoint: Path, **env: str) -> str:
         resolved = session.get_one(Job, job_id).resolved
     api.put(job_id, JobPhase.RUNNING, resolved={**resolved, "python": sys.executable})
     return f"/v1/jobs/{job_id}/checkpoints/{manifest.id}/export"
+
+
+HELD = """
+import os, pathlib, subprocess, time
+if os.environ.get("RATCHET_ASKED"):
+    other = subprocess.Popen(["sleep", "3600"], start_new_session=True)
+    pathlib.Path({going!r}, f"{{os.getpid()}}-{{other.pid}}").touch()
+    while not os.path.exists({go!r}):
+        time.sleep(0.01)
+"""
+"""What the interpreter of a job runs first, and there waits, as it would for a disk that does not answer."""
+
+SILENT = """
+import os, pathlib, time
+opened = os.fdopen
+def fdopen(fd, *args, **more):
+    if os.readlink(f"/proc/self/fd/{{fd}}").endswith("MANIFEST.json"):
+        pathlib.Path({pid!r}).write_text(str(os.getpid()))
+        time.sleep(3600)
+    return opened(fd, *args, **more)
+os.fdopen = fdopen
+"""
+"""A manifest on a disk that does not answer."""
+
+SERVICE = """
+import sys
+from pathlib import Path
+from ratchet_service.settings import Settings
+from ratchet_service.database import Database
+from ratchet_service.turns import Turns
+from ratchet_service.usecases.export import Exporter
+
+settings = Settings(Path(sys.argv[1]))
+Exporter(Database(settings.url), settings.paths, Turns(1, ""), 600.0).export(*sys.argv[2:], "safetensors")
+"""
+
+
+class Held:
+    """Exports that begin and go on when they are let."""
+
+    def __init__(self, root: Path) -> None:
+        self._going, self._go = root / "going", root / "go"
+        self._going.mkdir()
+        (root / "site").mkdir()
+        text = HELD.format(going=str(self._going), go=str(self._go))
+        (root / "site" / "sitecustomize.py").write_text(text)
+        self.env = {"PYTHONPATH": str(root / "site")}
+
+    def begun(self) -> list[list[int]]:
+        """Of each export: its process, and one that it started."""
+        return [[int(pid) for pid in path.name.split("-")] for path in self._going.iterdir()]
+
+    def wait(self) -> list[int]:
+        """The processes of the one that runs."""
+        running = wait_for(lambda: [pids for pids in self.begun() if not gone(pids)], "an export to begin")
+        return running[0]
+
+    def let(self) -> None:
+        self._go.touch()
+
+
+def gone(pids: list[int]) -> bool:
+    return all(processes.start_time(pid) is None for pid in pids)
+
+
+FULL = """
+import os, shutil, sys
+from pathlib import Path
+from tests.support.exports import exporting, stored
+
+checkpoint, disk = map(Path, sys.argv[1:])
+with exporting(disk, database_url=f"sqlite:///{checkpoint.parent}/full.db") as api:
+    url = stored(api, checkpoint)
+    filler = disk / "filler"
+    try:
+        with filler.open("wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+    except OSError:
+        os.truncate(filler, filler.stat().st_size - 8192)
+    before = sorted(disk.rglob("*")), shutil.disk_usage(disk).free
+    for form in ("safetensors", "torch"):
+        answer = api.client.get(url, params={"format": form})
+        assert "nothing was exported" in answer.json()["detail"], answer.text
+        print(form, answer.status_code, answer.json()["code"])
+    assert (sorted(disk.rglob("*")), shutil.disk_usage(disk).free) == before
+    filler.unlink()
+    print("safetensors", api.client.get(url).status_code)
+"""
+"""Exports to a disk that is full, and to the same one when there is room."""

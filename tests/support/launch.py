@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 from pydantic import TypeAdapter
-from torch.distributed import TCPStore
 
 from ratchet_contract.messages import AttemptResult, Control, LaunchFile, RankMessage, Resumed
 from ratchet_contract.paths import AttemptPaths, HomePaths, JobPaths
@@ -28,6 +29,8 @@ _MESSAGE: TypeAdapter[RankMessage] = TypeAdapter(RankMessage)
 
 def wait_freeze(paths: AttemptPaths, number: int, world_size: int = 2) -> None:
     """Every rank has published where it is in freeze round ``number`` (from 0), and begins nothing that was not begun."""
+    from torch.distributed import TCPStore  # the fixture is every test's, torch is not
+
     env = Path(f"/proc/{rank_pid(paths, 0)}/environ").read_bytes().split(b"\0")
     port = next(int(pair.split(b"=")[1]) for pair in env if pair.startswith(b"MASTER_PORT="))
     store = TCPStore("127.0.0.1", port, is_master=False)
@@ -192,3 +195,12 @@ class Attempt:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not processes_below(self.paths.root), "the attempt's processes to go", 10)
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    """Jobs that a test puts in; afterwards nothing of them is alive."""
+    made: list[Job] = []
+    yield made
+    for job in made:
+        job.close()

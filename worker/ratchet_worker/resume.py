@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -203,7 +204,7 @@ def _insist_if_strict(launch: LaunchFile, reports: list[ComponentReport]) -> Non
 
 def _announce(runtime: Runtime, report: ResumeReport) -> None:
     """The base is on the disk before anything is trained: the lineage rests on it."""
-    paths = AttemptPaths(runtime.attempt_dir)
+    paths = AttemptPaths(Path(runtime.launch.attempt_dir))
     write_atomic(paths.base_file, report.base.model_dump_json().encode(), durable=True)
     runtime.reporter.resumed(report)
     runtime.reporter.training(report.base, runtime.total)

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Final, TypeVar
 
 import torch
@@ -72,10 +71,6 @@ class Runtime:
         self._open = False  # between begin_step and end_step
         self._iteration = 0  # of the hook, when the open step began
         self._evaluations = 0  # within the open step
-
-    @property
-    def attempt_dir(self) -> Path:
-        return Path(self.launch.attempt_dir)
 
     @property
     def rank(self) -> int:
