@@ -23,7 +23,21 @@ resources: {cpus_per_rank: 1}
 hook: {name: powerSGD, matrix_approximation_rank: 2, start_powerSGD_iter: 10}
 checkpoint: {every_steps: 15}
 """
-LONG = ("--name", "digits-long", "--set", "checkpoint.every_steps=200")
+SLOW = """
+import time
+
+from ratchet_worker.tasks.digits import DigitsTask
+
+
+class Slow(DigitsTask):
+    def loss(self, model, batch):
+        time.sleep(0.05)  # as a rank waits for its GPU: what looks on needs the cores
+        return super().loss(model, batch)
+"""
+LONG = (
+    "--name", "digits-long", "--set", "code.path=./slow", "--set", "task.entrypoint=slow:Slow",
+    "--set", "task.args={epochs: 5000, width: 4}", "--set", "checkpoint.every_steps=20",
+)  # fmt: skip
 STEPS = 44  # two epochs of 1437 images in batches of 64
 
 
@@ -150,7 +164,9 @@ def _logs_are_shown_and_followed(cli: Cli, server: Server, job_id: str) -> None:
 
 
 def test_on_a_terminal_a_running_job_is_watched_across_a_restart_of_the_service(cli: Cli, server: Server) -> None:
-    with cli.terminal("submit", "spec.yaml", "--follow", "--set", "task.args.epochs=5000", *LONG) as terminal:
+    (cli.cwd / "slow").mkdir()
+    (cli.cwd / "slow" / "slow.py").write_text(SLOW)
+    with cli.terminal("submit", "spec.yaml", "--follow", *LONG) as terminal:
         terminal.read_until("compressing, iteration")
         terminal.read_until("steps/s")
         assert "━" in terminal.text and "\x1b[" in terminal.raw and terminal.widest <= 80
