@@ -127,10 +127,14 @@ class Custom(Algorithm):
         held = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(self.state)}.values())
         if not callable(stats):
             return Report(compression_rate=None, memory_bytes=held)
-        rate, before, after = stats()
-        return Report(
-            compression_rate=float(rate), elements_before=int(before), elements_after=int(after), memory_bytes=held
-        )
+        try:
+            rate, before, after = stats()
+            return Report(
+                compression_rate=float(rate), elements_before=int(before), elements_after=int(after), memory_bytes=held
+            )
+        except Exception as error:
+            text = f"{self.spec.state}.compression_stats() is to give (rate, elements before, elements after): {last_line(error)}"
+            raise CustomHookError("state", "hook-failed", text) from error
 
     def _make(self) -> Any:
         if self._kind is None:
@@ -238,5 +242,14 @@ def _tensors(value: object, depth: int = 0) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item, depth)
-    elif depth == 0 and hasattr(value, "__dict__"):
-        yield from _tensors(vars(value), depth + 1)
+    elif depth == 0:
+        slots = [slot for kind in type(value).__mro__ for slot in _slots(kind)]
+        yield from _tensors([*vars(value).values()] if hasattr(value, "__dict__") else [], depth + 1)
+        yield from _tensors([getattr(value, slot, None) for slot in slots], depth + 1)
+
+
+def _slots(kind: type) -> Sequence[str]:
+    """Of a class that has them, as torch's own states do."""
+    slots: str | Sequence[str] = vars(kind).get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return [name for name in names if name not in ("__dict__", "__weakref__")]

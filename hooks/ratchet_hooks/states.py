@@ -14,6 +14,7 @@ from ratchet_hooks.errors import HookStateError
 from ratchet_hooks.specs import CustomSpec, HookSpec
 
 STATE_VERSION = 2
+_APART = "these states are not of one checkpoint"
 
 
 def _to_2(data: dict[str, Any]) -> dict[str, Any]:
@@ -67,9 +68,7 @@ def redistribute(
     out: Tensors = {}
     for rank, (tensors, other) in enumerate(states):
         if other != data:
-            raise HookStateError(
-                f"rank {rank}", "the JSON part differs from rank 0's; these states are not of one checkpoint"
-            )
+            raise HookStateError(f"rank {rank}", f"the JSON part differs from rank 0's; {_APART}")
         if odd := set(tensors) ^ set(first):
             raise HookStateError(min(odd), f"not in the states of both rank 0 and rank {rank}")
     for name, tensor in first.items():
@@ -91,6 +90,9 @@ def _redistribute_custom(
             "hook", "a custom state is redistributed by its class: give the spec that it was recorded under"
         )
     parts = [(tensors, other.get("state") if isinstance(other, dict) else None) for tensors, other in states]
+    for rank, (_, other) in enumerate(states):
+        if not isinstance(other, dict) or {**other, "state": None} != {**data, "state": None}:
+            raise HookStateError(f"rank {rank}", f"its hook or iteration differs from rank 0's; {_APART}")
     merged, state = custom.redistribute(spec, parts)
     return merged, {**data, "state": state}
 

@@ -12,10 +12,11 @@ from ratchet_hooks.custom import redistribute
 from ratchet_hooks.errors import CustomHookError, HookStateError
 from ratchet_hooks.memory import hook_memory
 from ratchet_hooks.specs import AllreduceSpec, BatchedPowerSGDSpec, CustomSpec, PowerSGDSpec
+from ratchet_hooks.states import redistribute as redistribute_all
 from ratchet_worker.tasks.digits import DigitsTask, make_net
 from tests.support import custom_hooks
 from tests.support.groups import Ranks
-from tests.support.hook_cases import MANY_BUCKETS, Case, Run, differences, exact_resumes, same
+from tests.support.hook_cases import MANY_BUCKETS, ONE_BUCKET, Case, Run, differences, exact_resumes, same
 
 MINE = "tests.support.custom_hooks"
 TORCH = "torch.distributed.algorithms.ddp_comm_hooks"
@@ -246,6 +247,32 @@ def test_a_summary_says_what_is_known_and_nothing_else(two: Ranks) -> None:
         assert summary["memory_bytes"] == held == 4 * summary["elements_before"] / 2 and has_group
 
 
+def of_torch(rank: int) -> tuple[int, int, str]:
+    """Bytes that torch's own state, whose attributes are slots, holds and is said to hold; and what its failing figures say."""
+    module = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
+    spec = CustomSpec(
+        hook=f"{module}:powerSGD_hook", state=f"{module}:PowerSGDState",
+        state_args={"matrix_approximation_rank": 2, "start_powerSGD_iter": 2},
+    )  # fmt: skip
+    run = Run(rank, Case(hook="custom", cap=ONE_BUCKET, spec=spec))
+    run.train(4)
+    state: Any = run.hook._algorithm.state  # type: ignore[attr-defined]
+    held = [t for kept in (state.error_dict, state.p_memory_dict, state.q_memory_dict) for t in kept.values()]
+    told = run.hook.summary(rank=rank, step=4).memory_bytes
+    state.total_numel_after_compression = "lost"
+    try:
+        run.hook.summary(rank=rank, step=4)
+    except CustomHookError as error:
+        return sum(t.nbytes for t in held), told, f"{error.key}: {error}"
+    return 0, told, "accepted"
+
+
+def test_a_state_with_slots_is_counted_and_what_its_figures_raise_is_told(two: Ranks) -> None:
+    for held, told, said in two.run(of_torch):
+        assert held == told > 0
+        assert "state: " in said and "PowerSGDState.compression_stats() is to give" in said
+
+
 def captured(rank: int, spec: CustomSpec) -> Any:
     custom_hooks.import_example()
     run = Run(rank, case(spec))
@@ -263,6 +290,10 @@ def test_states_of_several_ranks_become_one_where_their_class_says_how(two: Rank
     assert data == states[0][1]
     with pytest.raises(HookStateError, match="no class method redistribute"):
         redistribute(SMOOTHED, two.run(captured, SMOOTHED))
+    whole = [(tensors, {"hook": "custom", "iteration": 2, "state": state}) for tensors, state in states]
+    assert redistribute_all(whole, TOP_K)[1] == {**whole[0][1], "state": data}
+    with pytest.raises(HookStateError, match=r"rank 1: .* not of one checkpoint"):
+        redistribute_all([whole[0], (whole[1][0], {**whole[1][1], "iteration": 3})], TOP_K)
 
 
 def held(rank: int, spec: Any) -> int:
