@@ -80,14 +80,11 @@ CHANGES: dict[str, tuple[str, HookSpec, set[str], str]] = {
     "cold": ("powerSGD", PowerSGDSpec(**LOW, warm_start=False), {"residual"}, "the iteration and the generator go on"),
     "batched": ("powerSGD", SPECS["batched_powerSGD"], {"residual"}, "powerSGD -> batched_powerSGD"),
     "unbatched": ("batched_powerSGD", SPECS["powerSGD"], {"residual"}, "batched_powerSGD -> powerSGD"),
-    "no rate": (
-        "batched_powerSGD", BatchedPowerSGDSpec(**LOW, min_compression_rate=4), {"residual", "residual_padding", "p", "q"},
-        "P and Q go on",
-    ),
     "wrapped": ("powerSGD", SPECS["powerSGD, fp16"], {"residual", "p", "q"}, "in the other dtype"),
     "unwrapped": ("powerSGD, fp16", SPECS["powerSGD"], {"residual", "p", "q"}, "in the other dtype"),
-    "other bits": (
-        "batched_powerSGD, bf16", BatchedPowerSGDSpec(wrapper="fp16", **LOW), {"residual", "residual_padding", "p", "q"}, "dtype",
+    "other bits": (  # under another rate, too, which batched_powerSGD does not use
+        "batched_powerSGD, bf16", BatchedPowerSGDSpec(wrapper="fp16", min_compression_rate=4, **LOW),
+        {"residual", "residual_padding", "p", "q"}, "dtype",
     ),
     "custom": (
         "custom",
