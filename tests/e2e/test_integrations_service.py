@@ -25,7 +25,7 @@ from tests.support.server import Server, rank_pid
 EXAMPLES = Path(__file__).parents[2] / "examples" / "integrations"
 PACKAGES = ("lightning", "accelerate", "trainer")
 CAUSES = {"lightning": "api-suspend", "accelerate": "rank-killed", "trainer": "rank-killed"}
-EPOCHS = {"lightning": 20, "accelerate": 8, "trainer": 8}
+EPOCHS = {"lightning": 20, "accelerate": 8, "trainer": 4}
 STEPS_PER_EPOCH = 11  # 22 batches, two of them accumulated
 
 pytestmark = pytest.mark.slow

@@ -44,6 +44,8 @@ def test_another_number_of_ranks_is_refused_unless_it_is_asked_for(two: Ranks, t
         assert answer["apart"] > 0 and answer["iteration"]
         assert answer["means"] and all(answer["means"]) and answer["rest"] and all(answer["rest"])
         assert len(answer["said"]) == 1 and "redistributed (the mean of the old residuals" in answer["said"][0]
+    for answer in two.run(runs.other_ranks, str(tmp_path), True, "post_localSGD"):
+        assert "whose models differ" in answer["refused"]
 
 
 def test_the_trainer_with_a_stock_hook_does_not_resume_exactly(two: Ranks, tmp_path: Path) -> None:

@@ -125,14 +125,14 @@ def accelerate_refusal(rank: int, directory: str, what: str) -> str:
     return "nothing was refused"
 
 
-def other_ranks(rank: int, directory: str, redistribute: bool) -> dict[str, Any]:
+def other_ranks(rank: int, directory: str, redistribute: bool, hook: str = "powerSGD") -> dict[str, Any]:
     """What two ranks saved, loaded by this rank as the only one of a group of its own; or the error's message."""
-    whole = _Bare(None, rank, False)
+    whole = _Bare(None, rank, False, hook)
     for _ in range(4):
         whole.step()
     whole.file.save(directory)
     groups = [dist.new_group([member]) for member in range(2)]  # a collective; the barrier that the files need
-    alone = _Bare(groups[rank], 7, redistribute)
+    alone = _Bare(groups[rank], 7, redistribute, hook)
     saved = [load_state(f"{directory}/ratchet_hook_{member}.safetensors")["hook"] for member in range(2)]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -155,10 +155,10 @@ def other_ranks(rank: int, directory: str, redistribute: bool) -> dict[str, Any]
 class _Bare:
     """What Accelerate or the Trainer train, on a group of any size."""
 
-    def __init__(self, group: dist.ProcessGroup | None, seed_: int, redistribute: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, seed_: int, redistribute: bool, hook: str) -> None:
         seed(seed_)
         self.ddp = nn.parallel.DistributedDataParallel(nn.Linear(32, 16), process_group=group)
-        register(self.ddp, "powerSGD", start_powerSGD_iter=2)
+        register(self.ddp, hook, **({"start_powerSGD_iter": 2} if hook == "powerSGD" else {"subgroup_size": 1}))
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1)
         self.file = RankFile(self.ddp, [self.optimizer], redistribute=redistribute)
 
