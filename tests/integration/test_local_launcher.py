@@ -209,3 +209,14 @@ def test_the_printed_ranks_are_what_the_agent_will_start(home: HomePaths) -> Non
 def test_an_unknown_launcher_is_refused_by_name(home: HomePaths) -> None:
     with pytest.raises(ValueError, match="'slurm' is not available"):
         make_launcher("slurm", home)
+
+
+def test_a_process_is_known_by_its_variable_from_its_first_instant() -> None:
+    """Within ``execve`` a process has no environment that could be read; one spawn out of two hundred was missed so."""
+    for i in range(600):
+        pid = os.posix_spawn("/bin/sleep", ["sleep", "60"], {"RATCHET_TEST_SPAWN": f"{os.getpid()}-{i}"})
+        try:
+            assert processes.with_variable("RATCHET_TEST_SPAWN", f"{os.getpid()}-{i}") == [pid]
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 _EXEC_PATIENCE: Final = 5.0  # seconds; on a loaded machine tens of milliseconds were seen
+_PF_KTHREAD: Final = 0x00200000  # include/linux/sched.h
 
 
 def start_time(pid: int) -> int | None:
@@ -37,27 +38,41 @@ def with_variable(name: str, value: str) -> list[int]:
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
-        try:
-            environ = (entry / "environ").read_bytes()
-        except OSError:
-            continue
+        environ = _environ(int(entry.name))
         if needle in b"\0" + environ and start_time(int(entry.name)) is not None:
             found.append(int(entry.name))
     return sorted(found)
 
 
 def wait_until_visible(pid: int) -> None:
-    """Return when the environment of a process just spawned can be read, or the process has ended.
+    """Return when the environment of a process just spawned can be read, or the process has ended."""
+    _environ(pid)
 
-    ``posix_spawn`` returns as soon as the child has let go of this process's memory; until the kernel has laid out the new
-    program, ``/proc/<pid>/environ`` is empty, and ``with_variable`` would not know the process.
+
+def _environ(pid: int) -> bytes:
+    """What the process was started with; nothing where it has ended or is another user's.
+
+    Within ``execve``, until the kernel has laid out the new program, ``/proc/<pid>/environ`` is empty, and whoever looks for a
+    variable would not know the process: that is waited for. (``posix_spawn`` returns before it is over.)
     """
     deadline = time.monotonic() + _EXEC_PATIENCE
-    while start_time(pid) is not None and time.monotonic() < deadline:
-        with suppress(OSError):
-            if Path(f"/proc/{pid}/environ").read_bytes():
-                return
-        time.sleep(0.001)
+    settled = False
+    while True:
+        try:
+            environ = Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:
+            return b""
+        if environ or settled or time.monotonic() > deadline:
+            return environ
+        settled = not _within_exec(pid)  # then once more: it may have ended since that was read
+        if not settled:
+            time.sleep(0.001)
+
+
+def _within_exec(pid: int) -> bool:
+    """The end of the environment is not known yet. One that is empty has an end; a kernel thread never has."""
+    fields = _stat(pid)
+    return fields is not None and fields[0] not in "ZX" and not int(fields[6]) & _PF_KTHREAD and fields[48] == "0"
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
