@@ -50,6 +50,7 @@ class ManagedHook:
         self._buckets = 0  # of the last complete iteration
         self._known: dict[int, _Known] = {}  # by index; filled only once the layout is final
         self._here = 0  # complete iterations of this process
+        self.has_run = False  # one of them; no property: a compiled model would be compiled anew for each number
         self._before = 0  # complete iterations of the processes before it
         self._bytes: tuple[int, int | None] = (0, 0)
         self._bytes_running: tuple[int, int | None] = (0, 0)
@@ -58,11 +59,6 @@ class ManagedHook:
     def iteration(self) -> int:
         """Complete iterations (backward passes that synchronised) since the job began."""
         return self._before + self._here
-
-    @property
-    def has_run(self) -> bool:
-        """Has this process completed an iteration?"""
-        return self._here > 0
 
     def layout(self) -> Layout | None:
         """Parameter names per bucket as the next iteration will reduce them; None before the first one of a fresh run.
@@ -228,6 +224,7 @@ class ManagedHook:
         self._buckets = len(self._seen)
         self._seen = []
         self._here += 1
+        self.has_run = True
         self._bytes, self._bytes_running = self._bytes_running, (0, 0)
 
     def _between_steps(self, what: str) -> None:

@@ -209,6 +209,10 @@ def test_static_graph_does_not_train_apart_behind_a_first_backward_that_failed(t
         assert "learns the graph" in said["step"]
 
 
+def test_a_compiled_static_graph_is_compiled_once_for_all_steps(two: Ranks) -> None:
+    two.run(backward_faults.compiled_static_graph, 12)
+
+
 def test_the_docstrings_script_resumes_in_new_processes(two: Ranks, tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir()

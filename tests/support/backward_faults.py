@@ -90,3 +90,13 @@ def half_a_state(rank: int) -> str:
     except HookStateError as exc:
         return exc.key
     return "accepted"
+
+
+def compiled_static_graph(rank: int, steps: int) -> None:
+    """Trains a compiled DDP. Raises where its code is compiled anew again and again, until the compiler gives up."""
+    from torch._dynamo import config
+
+    run = Run(rank, Case(ddp={"static_graph": True}))
+    run.ddp = torch.compile(run.ddp, backend="eager")  # type: ignore[assignment]
+    with config.patch(fail_on_recompile_limit_hit=True):
+        run.train(steps)
