@@ -196,7 +196,8 @@ class ManagedDDP(DistributedDataParallel):
                 "drop static_graph to accumulate gradients"
             )
         begun = self.static_graph and not learning and torch.is_grad_enabled()
-        if begun and self.hook is not None and not self.hook.has_run:
+        # Checkpointed activations of all of DDP are computed again inside that backward.
+        if begun and self.hook is not None and not self.hook.has_run and torch._C._current_graph_task_id() == -1:
             raise RuntimeError(
                 "static_graph learns the graph in this process's first backward, and that one failed half-way: torch would go on "
                 "without averaging gradients. Let the exception end the process and start again from the last checkpoint"

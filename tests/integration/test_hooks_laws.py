@@ -209,6 +209,10 @@ def test_static_graph_does_not_train_apart_behind_a_first_backward_that_failed(t
         assert "learns the graph" in said["step"]
 
 
+def test_a_static_graph_may_be_computed_again_in_its_first_backward(two: Ranks) -> None:
+    assert two.run(backward_faults.recomputed_in_first_backward) == [[0.0] * 3] * 2
+
+
 def test_a_compiled_static_graph_is_compiled_once_for_all_steps(two: Ranks) -> None:
     two.run(backward_faults.compiled_static_graph, 12)
 

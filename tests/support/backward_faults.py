@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from ratchet_hooks.build import managed_ddp
 from ratchet_hooks.errors import HookStateError, LayoutMismatch
 from tests.support.hook_cases import MANY_BUCKETS, Case, Run, same
 
@@ -78,6 +80,21 @@ def caught_in_backward(rank: int, ddp: dict[str, Any], train: int, where: str) -
             said[what] = str(exc)
         handle.remove()
     return said
+
+
+def recomputed_in_first_backward(rank: int) -> list[float]:
+    """What is left of the first parameter's gradient in three steps of a static graph whose forward is computed again in its
+    backward, as checkpointed activations are, when the mean of both ranks' is taken away."""
+    torch.manual_seed(0)
+    module = nn.Linear(3, 2)
+    ddp, _ = managed_ddp(module, Case().the_spec, ddp={"static_graph": True}, device=torch.device("cpu"))
+    left = []
+    for _ in range(3):
+        ddp.zero_grad()
+        checkpoint(ddp, torch.full((1, 3), float(rank)), use_reentrant=False).sum().backward()
+        assert module.weight.grad is not None
+        left.append(float((module.weight.grad - 0.5).abs().max()))
+    return left
 
 
 def half_a_state(rank: int) -> str:
