@@ -177,8 +177,49 @@ def test_buffers_that_are_one_or_share_memory_do_so_again(how: str) -> None:
     model_state.restore_buffers(other, saved, relayout=False)
     assert list(other.named_buffers()) and [n for n, _ in other.named_buffers()] == [n for n, _ in net.named_buffers()]
     assert other.seen() == net.seen()
+    assert saved.value("modules")["unsaved"] == (["cache"] if how == "replace all" else [])  # which is nobody's then
     if how in ("resize", "data"):
         assert other.cache is other.table and other.table.shape == net.table.shape
+
+
+def _look_into(net: Tied) -> None:
+    net.other = net.table[:1]
+
+
+def _look_into_new(net: Tied) -> None:
+    net.table, net.other = torch.zeros(6).split(3)
+
+
+def _share_data(net: Tied) -> None:
+    net.other.data = net.table.data
+
+
+def _look_at_a_buffer(net: Tied) -> None:
+    net.cache = net.other
+
+
+def _look_at_a_new_buffer(net: Tied) -> None:
+    net.table = net.inner.table = net.cache = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (_look_into, "buffer other was put into another tensor's memory"),
+        (_look_into_new, "buffer other, table was put into another tensor's memory"),
+        (_share_data, "buffer other was put into another tensor's memory"),
+        (_look_at_a_buffer, "cache changed in training"),
+        (_look_at_a_new_buffer, "cache changed in training"),
+    ],
+)
+def test_what_training_lets_look_into_a_buffer_is_told_since_it_comes_back_apart(change: Any, told: str) -> None:
+    net, job = Tied(), JobState(0, torch.device("cpu"))
+    before = module_origin.origin(net)
+    change(net)
+    saved = Snapshot()
+    saved.add("modules", module_state.capture(net, before))
+    [report] = job._unsaved(saved)
+    assert report.status == "not-exact" and told in str(report.reason)
 
 
 class Level(IntEnum):

@@ -178,14 +178,18 @@ class JobState:
 
     def _unsaved(self, saved: Snapshot) -> list[ComponentReport]:
         """What the model carried from step to step where no checkpoint looks."""
-        names = saved.value("modules").get("unsaved", [])
-        if not names:
-            return []
-        reason = (
-            f"{', '.join(names[:5])} changed in training, but is no parameter and no buffer, so it is not saved: make it a "
-            "buffer (persistent=False keeps it out of state_dict), or give its module get_extra_state and set_extra_state"
-        )
-        return [self._report("modules", "not-exact", reason)]
+        modules, reasons = saved.value("modules"), []
+        if names := modules.get("unsaved", []):
+            reasons.append(
+                f"{', '.join(names[:5])} changed in training, but is no parameter and no buffer, so it is not saved: make it a "
+                "buffer (persistent=False keeps it out of state_dict), or give its module get_extra_state and set_extra_state"
+            )
+        if names := modules.get("parted", []):
+            reasons.append(
+                f"buffer {', '.join(names[:5])} was put into another tensor's memory in training, and comes back in its own: "
+                "what is written into one is not seen in the other any more"
+            )
+        return [self._report("modules", "not-exact", "; ".join(reasons))] if reasons else []
 
     def _absent(self, saved: Snapshot) -> list[ComponentReport]:
         """What only one side has: told, never passed over."""

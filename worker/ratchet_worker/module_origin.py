@@ -8,10 +8,10 @@ from step to step.
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import nn
@@ -23,6 +23,8 @@ _CONTAINERS: Final = (list, tuple, dict, deque)
 _TORCHS_OWN: Final = frozenset(vars(nn.Module()))
 _DEPTH: Final = 4
 _ITEMS: Final = 256  # of a container that are looked at
+
+_Owner: TypeAlias = tuple[str | None, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,10 @@ def refuse_changed_parameters(module: nn.Module, before: Origin) -> None:
 def changed_buffers(module: nn.Module, before: Origin) -> dict[str, Any]:
     """What training made of the buffers, by name. ``made``: another tensor than the built one, and whether a state_dict holds
     it; of these ``moved``: the built one of which name it is, ``same``: which other made one it is. ``resized``: the built tensor
-    in another shape, dtype or memory, and whether in its own one, which others may look at. ``gone``: there is none any more."""
+    in another shape, dtype or memory, and whether in its own one, which others may look at. ``gone``: there is none any more.
+    ``parted``: names of those whose new memory is also another tensor's of the model, which it will not be again."""
     now = dict(_buffers(module))
-    built = {id(tensor): name for name, one in before.buffers.items() if (tensor := one.tensor()) is not None}
+    built = _built(before)
     made: dict[str, bool] = {}
     moved, same, resized, first = {}, {}, {}, dict[int, str]()
     for name, buffer in now.items():
@@ -105,7 +108,11 @@ def changed_buffers(module: nn.Module, before: Origin) -> dict[str, Any]:
         elif first.setdefault(id(buffer), name) != name:
             same[name] = first[id(buffer)]
     gone = sorted(set(before.buffers) - set(now))
-    return {"made": made, "moved": moved, "same": same, "resized": resized, "gone": gone}
+    tensors = {id(t): t for t in (*module.parameters(), *now.values())}
+    sharers = Counter(_storage(t) for t in tensors.values() if t.layout is torch.strided and t.numel())
+    new = [name for name in made if name not in moved] + [name for name, own in resized.items() if not own]
+    parted = sorted(name for name in new if sharers[_storage(now[name])] > 1)
+    return {"made": made, "moved": moved, "same": same, "resized": resized, "gone": gone, "parted": parted}
 
 
 def make_buffers(module: nn.Module, changed: dict[str, Any], saved: dict[str, torch.Tensor]) -> None:
@@ -147,7 +154,7 @@ def changed_attributes(module: nn.Module, before: Origin) -> tuple[dict[str, Any
     """Attributes of the module's parts that training changed and that are neither parameters nor buffers: plain numbers and
     strings with their values; and names of what holds tensors or numbers, cannot be told from a passing result, and is not
     stored (an enumeration's member, a list of losses)."""
-    owned = _owned(module)
+    owned = _owned(module, _built(before))
     scalars: dict[str, Any] = {}
     others: list[str] = []
     for name, value in _attributes(module):
@@ -180,10 +187,27 @@ def compiled(module: nn.Module) -> bool:
     )
 
 
-def _owned(module: nn.Module) -> set[int]:
-    """Where parameters and buffers lie in memory."""
-    tensors = (*module.parameters(), *(b for _, b in _buffers(module)))
-    return {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
+def _owned(module: nn.Module, built: dict[int, str] | None = None) -> dict[int, _Owner]:
+    """By place in memory, the first parameter or buffer that lies there. ``built``: which buffers stood at the origin, by id, and
+    their names then; others are not taken for those whose names they have."""
+    owned: dict[int, _Owner] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.layout is torch.strided:
+            owned.setdefault(parameter.untyped_storage().data_ptr(), (name, parameter))
+    for name, tensor in _buffers(module):
+        if tensor.layout is torch.strided:
+            was = name if built is None else built.get(id(tensor))
+            owned.setdefault(tensor.untyped_storage().data_ptr(), (was, tensor))
+    return owned
+
+
+def _built(before: Origin) -> dict[int, str]:
+    """The names that buffers had at the origin, by the id of those that are still there."""
+    found = dict[int, str]()
+    for name, one in before.buffers.items():
+        if (tensor := one.tensor()) is not None:
+            found.setdefault(id(tensor), name)
+    return found
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -202,14 +226,22 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield (f"{path}.{name}" if path else name), value
 
 
-def _seen(value: Any, owned: set[int], depth: int = 0) -> Any:
-    """What two looks at a value are compared by; None: it carries nothing over, or what it carries is saved with its owner."""
+def _seen(value: Any, owned: dict[int, _Owner], depth: int = 0) -> Any:
+    """What two looks at a value are compared by; None: it carries nothing over. What lies in a parameter's or buffer's memory is
+    saved with it, and only which part of which it is can be lost."""
     if isinstance(value, _SCALARS):
         return (type(value), value)
     if isinstance(value, torch.Tensor):
         # With a graph it belongs to the step that made it.
         lone = value.grad_fn is None and not isinstance(value, nn.Parameter) and value.layout is torch.strided
-        return (id(value), value._version) if lone and value.untyped_storage().data_ptr() not in owned else None
+        if not lone:
+            return None
+        owner = owned.get(value.untyped_storage().data_ptr())
+        if owner is None:
+            return (id(value), value._version)
+        name, whole = owner
+        part = None if value is whole else (value.dtype, value.storage_offset(), value.shape, value.stride())
+        return (name, part)
     if not isinstance(value, _CONTAINERS) or depth == _DEPTH:
         return None
     items = [*value.items()] if isinstance(value, dict) else [*value]
