@@ -160,6 +160,7 @@ def test_replicas_that_do_not_belong_together_have_no_mean() -> None:
         ),  # AveragedModel of a DDP
         (lambda w: {"decay": torch.tensor(0.9), "shadow": {"0.weight": w(4, 3)}}, True),
         (lambda w: {"shadow_params": [w(4, 3), w(4)], "collected": None}, True),
+        (lambda w: {"shadow_params": [w(4, 3).half(), w(4)]}, True),
         (lambda w: {"shadow_params": [w(4), w(4, 3)]}, False),
         (lambda w: {"0.weight": w(3, 4)}, False),
         (lambda w: {"10.weight": w(4, 3)}, False),
@@ -174,6 +175,7 @@ def test_what_has_the_form_of_the_model_follows_its_mean(state: Callable[[Any], 
     for _ in range(2):
         ranks.append(Snapshot())
         ranks[-1].add("user:average", state(torch.randn))
+        ranks[-1].private = dict(sorted(ranks[-1].private.items(), key=lambda item: -item[1].itemsize))  # as in a file
     assert follows_model(mean(ranks, {"user:average"}), model) is follows
 
 

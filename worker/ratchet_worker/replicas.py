@@ -14,7 +14,7 @@ from ratchet_contract.errors import StateError
 from ratchet_hooks.states import same_bits
 from ratchet_worker.snapshot import Snapshot, Tensors
 
-_ITEM = re.compile(r"(.*)\[\d+\]")
+_ITEM = re.compile(r"(.*)\[(\d+)\]")
 _KEY = re.compile(r"(?:\['([^']*)'\]|[./](\w+))$")
 """Of names as ``ratchet_hooks.codec`` makes them, ``user:average/shadow['0.weight']``: an item of a list, the last key."""
 
@@ -71,14 +71,14 @@ def follows_model(mean: Mean, module: nn.Module) -> bool:
         return False
     shapes = [tuple(p.shape) for p in module.parameters()]
     named = [(f".{name}", tuple(t.shape)) for name, t in (*module.named_parameters(), *module.named_buffers())]
-    lists: dict[str, list[tuple[int, ...]]] = {}
-    for name, tensor in mean.tensors.items():  # in the order of the state
+    lists: dict[str, dict[int, tuple[int, ...]]] = {}
+    for name, tensor in mean.tensors.items():  # wide dtypes first, as a file has them
         if (item := _ITEM.fullmatch(name)) is not None:
-            lists.setdefault(item[1], []).append(tuple(tensor.shape))
+            lists.setdefault(item[1], {})[int(item[2])] = tuple(tensor.shape)
     for name in mean.names:
         shape = tuple(mean.tensors[name].shape)
         if (item := _ITEM.fullmatch(name)) is not None:
-            if lists[item[1]] != shapes:
+            if [shape for _, shape in sorted(lists[item[1]].items())] != shapes:
                 return False
             continue
         key = _KEY.search(name)
