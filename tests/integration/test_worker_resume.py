@@ -34,7 +34,11 @@ with Session() as s:
 """
 
 SEEN = """
+import os
+
 import numpy
+
+os.environ["TORCH_COMPILE_DISABLE"] = "1"
 
 from ratchet_worker.tasks.digits import DigitsTask
 
@@ -43,6 +47,12 @@ class Seen(DigitsTask):
     def __init__(self, dump=None, **more):
         super().__init__(**more)
         self.dump = dump
+
+    def build(self, context):
+        from torch._dynamo import config
+
+        assert config.disable  # torch reads the variable once; nothing may have had it do so before this module
+        return super().build(context)
 
     def before_step(self, model, optimizer, step):
         if self.dump is not None:
@@ -190,7 +200,14 @@ def test_replicas_that_differ_become_their_mean_for_other_ranks_and_another_hook
 
     def spec(**changes: Any) -> dict[str, Any]:
         task = {"entrypoint": "seen:Seen", "args": {**arguments, **changes.pop("args", {})}}
-        return {**_spec(), "code": {"path": str(tmp_path / "code")}, "task": task, "hook": local, **changes}
+        return {
+            **_spec(),
+            "code": {"path": str(tmp_path / "code")},
+            "task": task,
+            "hook": local,
+            "determinism": "off",
+            **changes,
+        }
 
     job = Job(tmp_path, spec(), tmp_path / "code", job_id="apart")
     jobs.append(job)

@@ -5,7 +5,6 @@ The result is written before the process leaves its group: the file's time tells
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 import sys
@@ -33,7 +32,6 @@ from ratchet_worker.endings import EXIT_CODES, cause_of, leave_process, write_re
 from ratchet_worker.exchange import Abandoned, Exchange, until_present
 from ratchet_worker.files import now, reserve
 from ratchet_worker.group import Clients, Identity, connect, device_of, join, named_device
-from ratchet_worker.imports import uncollected
 from ratchet_worker.listener import Listener
 from ratchet_worker.reporter import Reporter
 from ratchet_worker.restore import choose
@@ -130,8 +128,6 @@ class RankProcess:
         if stop is not None:
             raise Stopped(stop, f"stopped before the first step ({stop})")
         device = device_of(launch, identity)
-        with uncollected():
-            importlib.import_module("torch._dynamo")  # as the first optimizer or DDP would
         join(launch, identity, self._clients, device, self._timeout)
         self._counter.tick()
         exchange = Exchange(self._clients.main, identity.rank, identity.world_size, self._timeout)
