@@ -76,7 +76,7 @@ from ratchet_worker.data.loader import TrainLoader
 from ratchet_worker.integrations.lightning import SessionStrategy
 from ratchet_worker.integrations.transformers import SessionTrainer, options
 from ratchet_worker.session import Session
-from transformers import TrainingArguments
+from transformers import Trainer as Trainer_, TrainingArguments
 
 class Module(LightningModule):
     def __init__(self, automatic=True):
@@ -98,10 +98,21 @@ def fit(module, data, **more):
     trainer = Trainer(**SessionStrategy(session).options(), max_epochs=1, logger=False, enable_progress_bar=False)
     refused(lambda: trainer.fit(module, data, **more))
 
-def train(resume=None, data=None, **arguments):
+class Sampling(SessionTrainer):
+    def _get_train_sampler(self, dataset=None):
+        return torch.utils.data.WeightedRandomSampler([1.0] * 8, 8)
+
+class Loading(Trainer_):
+    def get_train_dataloader(self):
+        return torch.utils.data.DataLoader(samples)
+
+class Beside(SessionTrainer, Loading):
+    pass
+
+def train(resume=None, data=None, kind=SessionTrainer, **arguments):
     arguments = options(session) | {"output_dir": "out", "report_to": "none"} | arguments
-    refused(lambda: SessionTrainer(session, model=torch.nn.Linear(2, 1), args=TrainingArguments(**arguments),
-                                   train_dataset=data).train(resume))
+    refused(lambda: kind(session, model=torch.nn.Linear(2, 1), args=TrainingArguments(**arguments),
+                         train_dataset=data).train(resume))
 
 session = Session()
 samples = torch.ones(8, 2)
@@ -110,9 +121,13 @@ train(save_strategy="steps")
 train(auto_find_batch_size=True)
 train(ddp_find_unused_parameters=False)
 train(torch_compile=True)
+train(ddp_timeout=60)
+train(seed=5)
 train(data_seed=5)
 train(train_sampling_strategy="group_by_length")
 train(resume="checkpoint-5")
+train(kind=Sampling, data=samples)
+train(kind=Beside, data=samples)
 train(data=iter(samples), max_steps=3)
 fit(Module(), data)
 session.register(data=data)
@@ -163,9 +178,13 @@ def test_what_no_session_can_honour_is_refused_by_name(server: Server, tmp_path:
         "auto_find_batch_size",
         "ddp_find_unused_parameters",
         "torch_compile",
+        "ddp_timeout",
+        "seed: 5 here, 0 in the job's spec",
         "data_seed",
         "train_sampling_strategy",
         "resume_from_checkpoint",
+        "_get_train_sampler of Sampling",
+        "get_train_dataloader of Loading",
         "train_dataset: needs a length",
         "no data is registered",
         "other data already",

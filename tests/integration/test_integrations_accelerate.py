@@ -64,3 +64,13 @@ def test_the_trainer_refuses_a_checkpoint_without_hook_state(two: Ranks, tmp_pat
     pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
     for said in two.run(runs.trainer_refusal, str(tmp_path)):
         assert "without a managed hook" in said
+
+
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("recorded_by", ["mine", "parent"])
+def test_an_evaluation_before_the_first_step_ends_no_job_and_a_fork_of_one_that_has_ended_goes_on(
+    two: Ranks, tmp_path: Path, recorded_by: str, ended: bool
+) -> None:
+    pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
+    expected = (ended and recorded_by == "mine", 0)
+    assert two.run(runs.trainer_in_a_session, str(tmp_path), recorded_by, ended) == [expected] * 2

@@ -6,6 +6,7 @@ import os
 import random
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -185,6 +186,33 @@ def trainer_refusal(rank: int, directory: str) -> str:
     except ValueError as error:
         return str(error)
     return "nothing was refused"
+
+
+def trainer_in_a_session(rank: int, directory: str, recorded_by: str, ended: bool) -> tuple[bool, int]:
+    """A Trainer of job ``mine`` begins with what a Trainer of ``recorded_by`` saved, whose training had ``ended`` or not. Before
+    its first step ``eval_on_start`` finds what the last evaluation had found, which patience 1 takes for the end. Is it the end,
+    and how often has the patience been tried?"""
+    from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
+
+    from ratchet_worker.integrations.transformers import _Progress
+
+    patience = EarlyStoppingCallback(1)
+    args = TrainingArguments(
+        directory, use_cpu=True, report_to="none", metric_for_best_model="score", greater_is_better=True
+    )
+    trainer: Any = Trainer(nn.Linear(1, 1), args, callbacks=[patience])
+    chosen = SimpleNamespace(manifest=SimpleNamespace(job_id=recorded_by))
+    trainer._runtime = SimpleNamespace(chosen=chosen, launch=SimpleNamespace(job_id="mine"))
+    trainer._tr_loss, trainer._total_loss_scalar, trainer._globalstep_last_logged = torch.tensor(0.0), 0.0, 0
+    trainer.state.best_metric, trainer.control.should_training_stop = 5.0, ended
+    recorded, progress = _Progress(trainer).state_dict(), _Progress(trainer)
+    progress.load_state_dict(recorded)
+    trainer.control.should_training_stop = False  # as train() begins
+    trainer.callback_handler.on_evaluate(args, trainer.state, trainer.control, {"eval_score": 5.0})
+    assert trainer.control.should_training_stop
+    progress.settle()
+    assert progress.ended == trainer.control.should_training_stop
+    return progress.ended, patience.early_stopping_patience_counter
 
 
 def _train(rank: int, directory: str, kind: str, resume: str | None, begin: int) -> dict[str, torch.Tensor]:

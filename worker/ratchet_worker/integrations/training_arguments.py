@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 from transformers.trainer_utils import SaveStrategy
@@ -23,6 +24,7 @@ _DROPPED: Final[dict[str, str]] = {
 }
 _DDP: Final = (
     "ddp_backend", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph",
+    "ddp_timeout",
 )  # fmt: skip
 
 
@@ -43,8 +45,13 @@ def refuse(args: TrainingArguments, session: Session) -> None:
         if getattr(args, name, None):
             raise UserError(f"{name}: {why}")
     for name in _DDP:
-        if getattr(args, name, None) is not None:
+        if getattr(args, name, None) != getattr(TrainingArguments, name, None):  # its default
             raise UserError(f"{name}: a job's DDP is that of its spec (world, ddp); drop it")
+    if args.seed != session.seed:
+        raise UserError(
+            f"seed: {args.seed} here, {session.seed} in the job's spec, which the order of its data follows from; "
+            "TrainingArguments(**options(session), ...) has the spec's"
+        )
     if args.data_seed not in (None, session.seed):
         raise UserError("data_seed: the order of a job's data follows from its seed (seed in the spec); drop it")
     if args.train_sampling_strategy not in ("random", "sequential"):
@@ -55,3 +62,14 @@ def refuse(args: TrainingArguments, session: Session) -> None:
     config: Any = args.accelerator_config
     if config.split_batches:
         raise UserError("accelerator_config.split_batches: register TrainLoader(..., batch_is='global') instead")
+
+
+def refuse_own_data(trainer: type, ours: Iterable[type]) -> None:
+    """Raises ``UserError`` for a class that is not one of ``ours`` and makes or orders the training data itself: the job could
+    not put back where they were, and beside ``SessionTrainer`` it would not even be asked."""
+    for name in ("get_train_dataloader", "_get_train_sampler"):
+        if owners := [one.__name__ for one in trainer.__mro__ if name in vars(one) and one not in ours]:
+            raise UserError(
+                f"{name} of {owners[0]}: a job's data go through a loader whose position can be put back; drop it, and "
+                "session.register(data=TrainLoader(...)) for an order or batches of your own"
+            )

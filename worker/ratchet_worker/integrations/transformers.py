@@ -43,7 +43,7 @@ from ratchet_contract.errors import UserError
 from ratchet_worker.data.loader import TrainLoader
 from ratchet_worker.integrations import accelerate
 from ratchet_worker.integrations.steps import Steps
-from ratchet_worker.integrations.training_arguments import RESUMES, options, refuse
+from ratchet_worker.integrations.training_arguments import RESUMES, options, refuse, refuse_own_data
 from ratchet_worker.session import Session
 
 if not all(hasattr(Trainer, name) for name in ("_run_epoch", "_init_training_state", "_prepare_for_training")):
@@ -69,6 +69,7 @@ class SessionTrainer(Trainer):
     @override
     def create_accelerator_and_postprocess(self) -> None:
         refuse(self.args, self._session)  # before the Trainer makes anything of its arguments
+        refuse_own_data(type(self), (SessionTrainer, Trainer))
         super().create_accelerator_and_postprocess()
 
     # --- the way in ----------------------------------------------------------------------------------------------------
@@ -230,7 +231,7 @@ class _Progress:
         self._loaded: dict[str, Any] | None = None
         self.steps_per_epoch = 0  # of the optimizer
         self.epoch = 0, 1  # the one that is trained, and its batches
-        self.ended = False  # a callback had ended the training
+        self.ended = False  # a callback, or the last step, had ended this job's training; a fork's goes on
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -258,17 +259,22 @@ class _Progress:
                     f"{name} was {state[name]}, now it is {value}; on another number of ranks the same steps come from data "
                     "of a fixed global batch: session.register(data=TrainLoader(..., batch_is='global'))"
                 )
-        self._loaded, self.ended = state, state["ended"]
+        runtime = self._trainer._runtime
+        manifest = runtime.chosen.manifest
+        self._loaded = state
+        self.ended = state["ended"] and manifest is not None and manifest.job_id == runtime.launch.job_id
         self._put()
 
     def settle(self) -> None:
-        """Undo what the Trainer did between the restore and the first step: counters set to 0, ``eval_on_start``."""
+        """Undo what the Trainer did between the restore and the first step: counters set to 0, and ``eval_on_start``, which runs
+        in every attempt, with what callbacks made of it."""
         if self._loaded is None:
             return
         self._put()
         trainer, state, self._loaded = self._trainer, self._loaded, None
         trainer._tr_loss.copy_(state["loss"])
         trainer._total_loss_scalar, trainer._globalstep_last_logged = state["total_loss"], state["last_logged"]
+        trainer.control.should_training_stop = self.ended
         trainer._initial_global_step = 0  # training_loss is the mean of all of the job's steps
 
     def _put(self) -> None:
