@@ -280,3 +280,7 @@ def test_a_job_that_has_its_snapshot_is_checked_with_that(code: Path, tmp_path: 
     assert ports.rehook(spec, decided)[1] == []
     [problem] = ports.rehook(spec, decided.model_copy(update={"python": "/nowhere/python"}))[1]
     assert problem.code == "hook-import-failed" and "with /nowhere/python" in problem.detail
+
+    many = {"name": "many", "task": {"entrypoint": "tasks:Mine"}, "world": {"ranks_per_node": 16}}
+    found, _ = ports.rehook(JobSpec.model_validate(many | {"hook": "quantization_pertensor"}), decided)
+    assert [w.code for w in found if w.pointer == "/world/ranks_per_node"] == ["hook-caution"]

@@ -63,7 +63,7 @@ def check_hook(job: Job, spec: JobSpec | None, ports: SubmissionPorts) -> list[W
     warnings, problems = ports.rehook(spec, Resolved.model_validate(job.resolved))
     if problems:
         raise SpecError(f"{problems[0].pointer}: {problems[0].detail}", errors=problems)
-    return warnings
+    return [w for w in warnings if _of_hook(w.pointer, w.code)]
 
 
 def _of_hook(pointer: str, code: str) -> bool:
