@@ -75,9 +75,13 @@ class TransposedProduct:
                 p[..., 0].abs_().neg_()
             else:
                 order = torch.randperm(n, generator=generator)
-                half = n // 2
-                matrix[..., order[half : 2 * half], :] = -matrix[..., order[:half], :]
-                p[..., order[half : 2 * half], :] = p[..., order[:half], :]
+                some, others = order[: n // 2], order[n // 2 : n // 2 * 2]
+                rows, few = matrix.view(matrix.shape[-2:]), max(1, _PERIOD // matrix.shape[-1])
+                for these, those in zip(
+                    torch.split(some, few), torch.split(others, few), strict=True
+                ):  # no copy of half the matrix
+                    rows[those] = rows[these].neg_()
+                p[..., others, :] = p[..., some, :]
             self._product(matrix.mT, p, out=q)
             columns.compute(matrix.mT, p, other)
             if not same_bits(q, other):
