@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from types import MemberDescriptorType
 from typing import Any
 
 import torch
@@ -243,13 +244,7 @@ def _tensors(value: object, depth: int = 0) -> Iterator[torch.Tensor]:
         for item in value:
             yield from _tensors(item, depth)
     elif depth == 0:
-        slots = [slot for kind in type(value).__mro__ for slot in _slots(kind)]
+        members = [m for kind in type(value).__mro__ for m in vars(kind).items()]
+        slots = [name for name, kind in members if isinstance(kind, MemberDescriptorType)]  # as in torch's states
         yield from _tensors([*vars(value).values()] if hasattr(value, "__dict__") else [], depth + 1)
         yield from _tensors([getattr(value, slot, None) for slot in slots], depth + 1)
-
-
-def _slots(kind: type) -> Sequence[str]:
-    """Of a class that has them, as torch's own states do."""
-    slots: str | Sequence[str] = vars(kind).get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return [name for name in names if name not in ("__dict__", "__weakref__")]

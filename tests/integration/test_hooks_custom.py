@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ratchet_hooks.build import managed_ddp
-from ratchet_hooks.custom import redistribute
+from ratchet_hooks.custom import _tensors, redistribute
 from ratchet_hooks.errors import CustomHookError, HookStateError
 from ratchet_hooks.memory import hook_memory
 from ratchet_hooks.specs import AllreduceSpec, BatchedPowerSGDSpec, CustomSpec, PowerSGDSpec
@@ -247,6 +247,15 @@ def test_a_summary_says_what_is_known_and_nothing_else(two: Ranks) -> None:
         assert summary["memory_bytes"] == held == 4 * summary["elements_before"] / 2 and has_group
 
 
+class Hidden:
+    """A slot whose name Python mangles."""
+
+    __slots__ = ("__kept",)
+
+    def __init__(self) -> None:
+        self.__kept = torch.zeros(5)
+
+
 def of_torch(rank: int) -> tuple[int, int, str]:
     """Bytes that torch's own state, whose attributes are slots, holds and is said to hold; and what its failing figures say."""
     module = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
@@ -268,6 +277,7 @@ def of_torch(rank: int) -> tuple[int, int, str]:
 
 
 def test_a_state_with_slots_is_counted_and_what_its_figures_raise_is_told(two: Ranks) -> None:
+    assert [t.numel() for t in _tensors(Hidden())] == [5]
     for held, told, said in two.run(of_torch):
         assert held == told > 0
         assert "state: " in said and "PowerSGDState.compression_stats() is to give" in said
