@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pydantic import JsonValue
@@ -33,8 +33,6 @@ _log = logging.getLogger(__name__)
 
 class BatchedPowerSGD(LowRank):
     """One P and one Q per bucket."""
-
-    unused: ClassVar[frozenset[str]] = frozenset({"min_compression_rate"})  # every bucket is compressed
 
     def __init__(self, spec: BatchedPowerSGDSpec, setup: Setup) -> None:
         super().__init__(spec, setup)

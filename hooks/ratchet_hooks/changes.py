@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -16,8 +16,6 @@ from ratchet_hooks.specs import BatchedPowerSGDSpec, CustomSpec, HookSpec, PostL
 
 WITHOUT_EFFECT = frozenset({"compression_stats_logging_frequency", "random_seed"})
 """Parameters that cannot change a running hook's bits: its generator comes back with its state."""
-_UNUSED: Final = {"batched_powerSGD": frozenset({"min_compression_rate"})}
-"""Parameters that a hook has and does not use."""
 
 _LOW_RANK = (PowerSGDSpec, BatchedPowerSGDSpec)
 
@@ -76,7 +74,7 @@ def change_of(name: str, parameters: Mapping[str, Any], new: HookSpec) -> HookCh
     if old is None:
         return HookChange(f"hook {name} was recorded with parameters that are none any more", "lost")
     before, after = old.model_dump(mode="json"), new.model_dump(mode="json")
-    idle = {"name", *WITHOUT_EFFECT, *_UNUSED.get(new.name, ())}
+    idle = {"name", *WITHOUT_EFFECT, *new.unused}
     changed = {key for key in {*before, *after} - idle if before.get(key) != after.get(key)}
     other = old.name != new.name
     if not other and not changed:

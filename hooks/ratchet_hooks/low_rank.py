@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,12 +37,10 @@ from ratchet_hooks.transposed import Tried
 class LowRank(Algorithm):
     """What ``powerSGD`` and ``batched_powerSGD`` share: torch's state, the warm-up, the order of what is issued."""
 
-    unused: ClassVar[frozenset[str]] = frozenset()
-    """See ``powersgd.Shelf``."""
-
     def __init__(self, spec: PowerSGDSpec | BatchedPowerSGDSpec, setup: Setup) -> None:
         super().__init__(setup)
         self.state = powersgd.make_state(spec, setup.group)
+        self.unused = spec.unused
         # How Q's norms matter: of rows in P Q^T, of columns when the next step begins with this Q.
         self._along = (0, 1) if spec.warm_start else (1,)
         self._tried: Tried = {}

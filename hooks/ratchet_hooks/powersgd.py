@@ -15,7 +15,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -96,7 +96,7 @@ def residual_views(
 class Shelf(Protocol):
     """How a hook's flat tensors of one bucket are named and cut for storing."""
 
-    unused: ClassVar[frozenset[str]]
+    unused: frozenset[str]
     """Slots of torch's state that the hook does not use: they may be others than the recorded ones."""
 
     def blank(self, bucket: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

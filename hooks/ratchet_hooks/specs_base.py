@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -14,6 +14,9 @@ class HookSpecBase(BaseModel):
     """Common base; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    unused: ClassVar[frozenset[str]] = frozenset()
+    """Parameters that the hook has and does not use: at a resume they may be others than the recorded ones."""
 
 
 def canonical_wrapper(value: Any) -> Any:

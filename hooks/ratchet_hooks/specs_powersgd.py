@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -76,6 +76,7 @@ class BatchedPowerSGDSpec(_LowRankSpec):
     Faster than powerSGD and usually much less exact: try powerSGD first. For mixed precision use torch's native AMP, not Apex.
     """
 
+    unused: ClassVar[frozenset[str]] = frozenset({"min_compression_rate"})
     name: Literal["batched_powerSGD"] = "batched_powerSGD"
     min_compression_rate: float = Field(
         2.0,
