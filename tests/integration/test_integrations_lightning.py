@@ -60,3 +60,11 @@ def test_what_cannot_be_resumed_is_refused(two: Ranks, tmp_path: Path, what: str
     """``ratchet`` and ``reset``: a checkpoint that Lightning's own strategy wrote. ``redistribute``: rank 0 warns."""
     first, second = two.run(runs.refusal, str(tmp_path), what)
     assert answer in first and (answer in second or what == "redistribute")
+
+
+@pytest.mark.parametrize(("recorded_by", "stops"), [("mine", True), ("parent", False)])
+def test_a_trainer_that_a_callback_had_stopped_stays_so_in_its_job_and_not_in_a_fork(
+    two: Ranks, tmp_path: Path, recorded_by: str, stops: bool
+) -> None:
+    """Killed after its last step, in a test behind ``fit``, the job asked for another step, and was refused it or trained on."""
+    assert two.run(runs.stopped_in_a_session, str(tmp_path), recorded_by) == [stops] * 2

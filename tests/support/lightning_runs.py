@@ -8,6 +8,7 @@ import random
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -203,6 +204,22 @@ def refusal(rank: int, directory: str, what: str) -> str:
     except (ValueError, RuntimeError, MisconfigurationException) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was refused"
+
+
+def stopped_in_a_session(rank: int, directory: str, recorded_by: str) -> bool:
+    """Does a Trainer of job ``mine`` stop that begins with what one of ``recorded_by`` saved when a callback had stopped it?"""
+    from ratchet_worker.integrations.lightning import _Progress
+
+    chosen = SimpleNamespace(manifest=SimpleNamespace(job_id=recorded_by))
+    session: Any = SimpleNamespace(_runtime=SimpleNamespace(chosen=chosen, launch=SimpleNamespace(job_id="mine")))
+    before, after = (
+        pl.Trainer(accelerator="cpu", devices=1, logger=False, default_root_dir=directory) for _ in range(2)
+    )
+    for trainer in (before, after):
+        trainer.strategy.connect(Module(False))
+    before.should_stop = True
+    _Progress(session, after).load_state_dict(_Progress(session, before).state_dict())
+    return after.should_stop
 
 
 def _of_four_ranks(file: Path) -> None:

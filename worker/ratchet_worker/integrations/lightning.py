@@ -46,7 +46,7 @@ except ImportError as error:
     raise ImportError("Lightning is not installed: pip install 'ratchet-train[worker,lightning]'") from error
 
 from ratchet_contract.errors import UserError
-from ratchet_worker.integrations.steps import Steps
+from ratchet_worker.integrations.steps import Steps, goes_on
 from ratchet_worker.session import Session
 
 _UNLIMITED: Final = -1  # as Lightning writes it
@@ -107,7 +107,7 @@ class SessionStrategy(DDPStrategy):
         if scaler is not None:
             state["scaler"] = scaler
         _refuse_plateau(self.lr_scheduler_configs)
-        self._progress = _Progress(trainer)
+        self._progress = _Progress(self._session, trainer)
         self._session.register(**state, lightning=self._progress)
 
     def _total(self, trainer: pl.Trainer) -> int | None:
@@ -231,21 +231,24 @@ class _Batches:
 
 
 class _Progress:
-    """The Trainer's own state: its loops' counters and its callbacks."""
+    """The Trainer's own state: its loops' counters, its callbacks, and whether one of them has asked it to stop."""
 
-    def __init__(self, trainer: pl.Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, session: Session, trainer: pl.Trainer) -> None:
+        self._session, self._trainer = session, trainer
         self._stepped: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "fit_loop": self._trainer.fit_loop.state_dict(),
             "callbacks": call._call_callbacks_state_dict(self._trainer),
+            "should_stop": self._trainer.should_stop,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._trainer.fit_loop.load_state_dict(state["fit_loop"])
         call._call_callbacks_load_state_dict(self._trainer, {"callbacks": state["callbacks"]})
+        # A checkpoint of before has no such entry.
+        self._trainer.should_stop = state.get("should_stop", False) and goes_on(self._session)
         self._stepped = self._trainer.fit_loop.epoch_loop._batches_that_stepped
 
     def settle(self) -> None:

@@ -10,6 +10,13 @@ from ratchet_worker import rng
 from ratchet_worker.session import Session
 
 
+def goes_on(session: Session) -> bool:
+    """Does this attempt begin with a checkpoint of its own job? A fork begins with another's, and may train longer than that."""
+    runtime = session._runtime
+    manifest = runtime.chosen.manifest
+    return manifest is not None and manifest.job_id == runtime.launch.job_id
+
+
 class Steps:
     """``settle`` puts back what the package itself changed between ``restore`` and its first step."""
 

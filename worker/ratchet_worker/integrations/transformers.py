@@ -42,7 +42,7 @@ except ImportError as error:
 from ratchet_contract.errors import UserError
 from ratchet_worker.data.loader import TrainLoader
 from ratchet_worker.integrations import accelerate
-from ratchet_worker.integrations.steps import Steps
+from ratchet_worker.integrations.steps import Steps, goes_on
 from ratchet_worker.integrations.training_arguments import RESUMES, options, refuse, refuse_own_data
 from ratchet_worker.session import Session
 
@@ -259,10 +259,7 @@ class _Progress:
                     f"{name} was {state[name]}, now it is {value}; on another number of ranks the same steps come from data "
                     "of a fixed global batch: session.register(data=TrainLoader(..., batch_is='global'))"
                 )
-        runtime = self._trainer._runtime
-        manifest = runtime.chosen.manifest
-        self._loaded = state
-        self.ended = state["ended"] and manifest is not None and manifest.job_id == runtime.launch.job_id
+        self._loaded, self.ended = state, state["ended"] and goes_on(self._trainer._session)
         self._put()
 
     def settle(self) -> None:
