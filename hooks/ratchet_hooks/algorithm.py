@@ -23,13 +23,15 @@ Parameters = Mapping[str, torch.Tensor]
 @dataclass(frozen=True)
 class Setup:
     """What a hook is built for. ``parameters``: all trained ones by name, in registration order. ``cast``: the dtype that a
-    wrapper gives the hook's buckets, None without one. ``node_ranks``: ranks of ``group`` on one node (the local world size)."""
+    wrapper gives the hook's buckets, None without one. ``node_ranks``: ranks of ``group`` on one node (the local world size).
+    ``undefined``: may DDP make a gradient of the hook's result where a parameter has none, and give it the result's dtype?"""
 
     group: dist.ProcessGroup
     parameters: Parameters
     device: torch.device
     node_ranks: int
     cast: torch.dtype | None = None
+    undefined: bool = True
 
     def dtype(self, parameter: str) -> torch.dtype:
         """Of the elements of this parameter's gradient as the hook sees them."""

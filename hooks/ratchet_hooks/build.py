@@ -106,6 +106,7 @@ def attach(
         parameters=ddp.trained(),
         device=ddp.device,
         node_ranks=node_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", group.size())),
+        undefined=ddp.find_unused_parameters or ddp.static_graph,
     )
     algorithm = _algorithm(spec, setup, make)
     if isinstance(spec, CustomSpec) and is_stateful(spec):

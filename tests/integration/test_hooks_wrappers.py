@@ -102,3 +102,8 @@ def test_gradients_lie_as_their_parameters_do(three: Ranks) -> None:
 
 def test_a_model_in_float16_is_not_cast_again(three: Ranks) -> None:
     assert three.run(cases.halves, cases.wrapped("allreduce", "fp16")) == [(True, 32)] * 3
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_gradient_that_only_another_rank_has_comes_in_the_parameters_dtype(three: Ranks, wrapper: str) -> None:
+    assert three.run(cases.used_by_another_rank, cases.wrapped("allreduce", wrapper)) == [{torch.float32}] * 3

@@ -47,6 +47,7 @@ ON_CLASSES: dict[str, object] = {
     "_foreach_copy_": torch,
     "_foreach_norm": torch,
     "_neg_view": torch,
+    "_current_graph_task_id": torch._C,
     "Future": torch._C,
 }
 ON_A_DDP = {
@@ -71,10 +72,13 @@ NOT_TORCHS = {
     "_call_callbacks_state_dict": "Lightning",
     "_combined_loader": "Lightning", "_num_ready_batches_reached": "Lightning", "_optimizer": "Lightning",
     "_should_accumulate": "Lightning",
+    "_get_collator_with_removed_columns": "transformers", "_get_train_sampler": "transformers",
+    "_initial_global_step": "transformers", "_remove_unused_columns": "transformers",
     "_get_output_dir": "transformers", "_load_optimizer_and_scheduler": "transformers", "_optimizers": "accelerate",
     "_exit": "os", "_sysconfigdata": "the standard library", "_fields": "a named tuple",
     "_ddp_params_and_buffers_to_ignore": "a module that asks DDP so", "_extra_state": "the end of a state_dict's key",
     "_available": "the end of a name", "_compress_wrapper": "the end of a name", "_compress": "the end of a name",
+    "_per_second": "the end of a name",
 }  # fmt: skip
 
 

@@ -60,7 +60,7 @@ HOOKS: dict[str, dict[str, Any]] = {
     "allreduce": {},
 }  # fmt: skip
 """Parameters by name, those with most to lose first."""
-BUCKETS: dict[str, dict[str, float]] = {"many": {"bucket_cap_mb": 0.05}, "one": {"bucket_cap_mb": 100.0}}
+BUCKETS: dict[str, dict[str, float]] = {"many": {"bucket_cap_mb": 0.02}, "one": {"bucket_cap_mb": 100.0}}
 
 
 @dataclass(frozen=True)

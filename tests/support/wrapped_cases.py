@@ -103,3 +103,23 @@ def halves(rank: int, spec: HookSpec) -> tuple[bool, int]:
     (got,), hook = averaged(spec, [{"weight": given[rank]}])
     right = same(got["weight"], torch.stack(given).sum(0) / size)
     return right, hook.summary(rank=rank, step=1).bytes_after
+
+
+class Optional(nn.Module):
+    """Its second layer is left out where ``both`` is false."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        made: torch.Tensor = self.first(x)
+        return made + self.second(x) if both else made
+
+
+def used_by_another_rank(rank: int, spec: HookSpec) -> set[torch.dtype | None]:
+    """Dtypes of gradients where a parameter has one from another rank alone."""
+    net = Optional()
+    ddp, _ = managed_ddp(net, spec, ddp={"find_unused_parameters": True}, device=torch.device("cpu"))
+    ddp(torch.ones(2, 4), rank == 0).sum().backward()
+    return {None if p.grad is None else p.grad.dtype for p in net.parameters()}
