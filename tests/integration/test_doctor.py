@@ -34,6 +34,7 @@ from tests.support.doctor import (
     contents,
     stand_in_service,
 )  # fmt: skip
+from tests.support.small_disk import on_small_disk
 
 
 @pytest.fixture
@@ -119,14 +120,8 @@ def test_a_directory_that_cannot_be_written(doctor: Doctor) -> None:
 
 
 def test_a_disk_with_no_room(tmp_path: Path) -> None:
-    """A tmpfs of 1 MB in a mount namespace of its own, which ends with the process."""
-    if os.geteuid() != 0 or subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
-        pytest.skip("needs root and mount namespaces")
-    command = (
-        f"mount -t tmpfs -o size=1m none {tmp_path} && {EXECUTABLE} doctor --json --python {NO_PYTHON} --home {tmp_path}/home; "
-        f"ls -A {tmp_path} >&2"
-    )
-    done = subprocess.run(["unshare", "--mount", "sh", "-c", command], capture_output=True, text=True, timeout=60)
+    command = f"{EXECUTABLE} doctor --json --python {NO_PYTHON} --home {tmp_path}/home; ls -A {tmp_path} >&2"
+    done = on_small_disk(tmp_path, "1m", command, timeout=60)
     rows = {row["name"]: row for row in json.loads(done.stdout)}
     assert rows["file system"]["value"] == "tmpfs" and rows["disk space"]["status"] == "warning"
     assert rows["disk speed"]["value"] == "no space" and "free space" in rows["disk speed"]["cure"]

@@ -35,6 +35,7 @@ from tests.support.checkpoints import copy_checkpoint
 from tests.support.exports import FULL, SERVICE, SILENT, Held, exporting, gone, stored
 from tests.support.launch import Job
 from tests.support.server import wait_for
+from tests.support.small_disk import script_on_small_disk
 
 POWER = {"name": "powerSGD", "matrix_approximation_rank": 2, "start_powerSGD_iter": 3}
 LOCAL = {
@@ -274,18 +275,5 @@ def test_a_service_that_is_killed_leaves_neither_process_nor_file(jobs: dict[str
 
 
 def test_a_full_disk_is_told_and_nothing_stays(jobs: dict[str, Job], tmp_path: Path) -> None:
-    """A tmpfs in a mount namespace of its own, which ends with the process."""
-    if os.geteuid() != 0 or subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
-        pytest.skip("needs root and mount namespaces")
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "script.py").write_text(FULL)
-    disk, python = tmp_path / "disk", sys.executable
-    command = (
-        f"mount -t tmpfs -o size=2m none {disk} && exec {python} {tmp_path}/script.py {jobs['power'].newest()} {disk}"
-    )
-    done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", command], capture_output=True, text=True, timeout=120,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "safetensors 507 disk-full\ntorch 507 disk-full\nsafetensors 200\n"
+    said = script_on_small_disk(tmp_path, "2m", FULL, str(jobs["power"].newest()), timeout=120)
+    assert said == "safetensors 507 disk-full\ntorch 507 disk-full\nsafetensors 200\n"

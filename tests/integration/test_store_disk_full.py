@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import resource
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -16,6 +13,7 @@ from ratchet_contract.resume import Segment
 from ratchet_store.files import NOT_WRITTEN
 from ratchet_store.lineage import find_base
 from tests.support.checkpoints import make_chain, make_checkpoint, names
+from tests.support.small_disk import script_on_small_disk
 
 SCRIPT = """
 import sys
@@ -39,23 +37,9 @@ print("saved again")
 
 
 def test_a_full_file_system(tmp_path: Path) -> None:
-    """A tmpfs of 1 MB in a mount namespace of its own, which ends with the process."""
-    if os.geteuid() != 0 or subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
-        pytest.skip("needs root and mount namespaces")
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
-    command = (
-        f"mount -t tmpfs -o size=1m none {tmp_path}/disk && exec {sys.executable} {tmp_path}/script.py {tmp_path}/disk"
-    )
-    done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", command], capture_output=True, text=True, timeout=60,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert (
-        done.stdout.startswith(NOT_WRITTEN) and "No space left on device; the disk is full: free space" in done.stdout
-    )
-    assert done.stdout.endswith("saved again\n")
+    said = script_on_small_disk(tmp_path, "1m", textwrap.dedent(SCRIPT), timeout=60)
+    assert said.startswith(NOT_WRITTEN) and "No space left on device; the disk is full: free space" in said
+    assert said.endswith("saved again\n")
 
 
 def test_a_file_size_limit(tmp_path: Path) -> None:
