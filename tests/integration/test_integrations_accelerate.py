@@ -29,6 +29,8 @@ def test_ours_does(two: Ranks, tmp_path: Path, kind: str) -> None:
         ("not prepared", "accelerator.prepare"),
         ("file is gone", "no such file"),
         ("another hook", "wrapper"),
+        ("no rank's state", "ratchet_hook_0.safetensors: version: not a rank's state"),
+        ("half a rank's state", "ratchet_hook_0.safetensors: world_size: not a rank's state"),
     ],
 )
 def test_what_cannot_be_managed_is_refused(two: Ranks, tmp_path: Path, what: str, advice: str) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ratchet_hooks import capture, register
-from ratchet_hooks.files import load_state
+from ratchet_hooks.files import load_state, save_state
 from ratchet_hooks.integrations import accelerate as ours
 from ratchet_hooks.integrations.rank_state import RankFile
 
@@ -117,6 +117,10 @@ def accelerate_refusal(rank: int, directory: str, what: str) -> str:
             run.accelerator.save_state(directory)
             Path(directory, f"ratchet_hook_{rank}.safetensors").unlink()
             AccelerateRun(rank, "own", False, 2).accelerator.load_state(directory)
+        elif what in ("no rank's state", "half a rank's state"):
+            found: Any = {"version": 1, "rank": rank} if "half" in what else [rank]
+            save_state(f"{directory}/{rank}/ratchet_hook_0.safetensors", found)
+            _Bare(dist.group.WORLD, 7, True, "powerSGD").file.load(f"{directory}/{rank}")
         elif what == "another hook":
             run.train(1)
             run.accelerator.save_state(directory)

@@ -20,6 +20,8 @@ from ratchet_hooks.registration import hook_of, restore
 from ratchet_hooks.states import redistribute
 
 VERSION = 1
+_ENTRIES = ("version", "world_size", "rank", "hook", "buffers", "rng", "replica")
+_NO_STATE = "not a rank's state, which has an entry of this name"
 
 
 def capture_rank(ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
@@ -109,10 +111,10 @@ class RankFile:
     def load(self, directory: str | os.PathLike[str]) -> None:
         """After model and optimizers, before the first forward; a collective. Generators are left to the framework.
 
-        Raises ``HookStateError`` where the state is not there or does not fit.
+        Raises ``HookStateError`` where the state is not there, is none (the file is named) or does not fit.
         """
         first = self.path(directory, 0)
-        recorded = load_state(first)["world_size"] if self._redistribute and first.exists() else None
+        recorded = self._state(first)["world_size"] if self._redistribute and first.exists() else None
         if recorded is None or recorded == self.ddp.process_group.size():
             state = self._state(self.path(directory))
         else:
@@ -126,7 +128,12 @@ class RankFile:
                 "(redistribute=True takes such a one), or its writing was cut short; take an older one, or start without a "
                 "checkpoint",
             )  # fmt: skip
-        return load_state(path)
+        state = load_state(path)
+        try:
+            check_version(state)
+        except HookStateError as error:
+            raise HookStateError(str(path), str(error)) from None
+        return state
 
 
 def check_rank(ddp: nn.parallel.DistributedDataParallel, state: Any) -> None:
@@ -140,13 +147,15 @@ def check_rank(ddp: nn.parallel.DistributedDataParallel, state: Any) -> None:
 
 
 def check_version(state: Any) -> None:
-    """Raise ``HookStateError`` for what is no rank's state, or one of a newer format."""
+    """Raise ``HookStateError`` for what is no rank's state, naming the entry it lacks, or one of a newer format."""
     if not isinstance(state, dict) or not isinstance(state.get("version"), int):
-        raise HookStateError("version", "not a rank's state")
+        raise HookStateError("version", _NO_STATE)
     if state["version"] > VERSION:
         raise HookStateError(
             "version", f"recorded in format {state['version']}; this version of ratchet_hooks reads up to {VERSION}"
         )
+    if missing := [entry for entry in _ENTRIES if entry not in state]:
+        raise HookStateError(missing[0], _NO_STATE)
 
 
 def other_ranks(recorded: int, ranks: int) -> str:
