@@ -153,11 +153,16 @@ def hold(gate, place, rank):
 
 
 class Share(Numbers):
-    """Each rank names its own data."""
+    """Each rank names its own data, and draws noise from a generator that only the data set knows."""
 
     def __init__(self, n, rank):
         super().__init__(n)
         self.rank = rank
+        self.own = torch.Generator().manual_seed(rank)
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + 0.01 * torch.randn(x.shape, generator=self.own), y
 
     def digest(self):
         return f"share of rank {self.rank}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from ratchet_contract.errors import UserError
 from ratchet_worker.data.loader import TrainLoader
+from ratchet_worker.snapshot import Snapshot
 from tests.support.data_sets import Noisy, jitter
 
 LENGTH, BATCH = 46, 4
@@ -170,6 +172,59 @@ def test_states_that_cannot_be_continued_are_refused() -> None:
     with pytest.raises(ValueError, match="different data positions"):
         loader.load_resized([state, {**state, "position": 8}])
     assert loader.state_dict() == state
+
+
+class Noise:
+    """Has generators in containers."""
+
+    def __init__(self) -> None:
+        self.words = {"numpy": np.random.default_rng(5), "python": [random.Random(5)]}
+        self.late: np.random.RandomState | None = None
+
+    def collate(self, samples: list[torch.Tensor]) -> torch.Tensor:
+        words: Any = self.words
+        return torch.stack(samples) * words["numpy"].random() + words["python"][0].random()
+
+
+def test_generators_of_a_data_set_and_a_collate_fn_are_saved_with_the_position() -> None:
+    def own() -> tuple[TrainLoader, Noise]:
+        generator, noise = torch.Generator().manual_seed(5), Noise()
+
+        def turn(sample: torch.Tensor, _: torch.Generator) -> torch.Tensor:
+            return torch.cat([sample, torch.rand(1, generator=generator, dtype=torch.float64)])
+
+        return make(augment=turn, collate_fn=partial(noise.collate)), noise
+
+    loader, _ = own()
+    whole = take(loader, 3)
+    snapshot = Snapshot()
+    snapshot.add("generators", loader.own_generators.states())
+    position = loader.state_dict()
+    whole += take(loader, 4)
+    again, noise = own()
+    again.load_state_dict(position)
+    states = snapshot.value("generators")
+    assert set(states) == {"augment.generator", "collate_fn.words['numpy']", "collate_fn.words['python'][0]"}
+    assert not same(take(again, 4), whole[3:])  # the control
+    again.load_state_dict(position)
+    assert again.own_generators.load(states) == [] and again.exact
+    assert same(take(again, 4), whole[3:])
+    noise.words = {"python": []}
+    noise.late = np.random.RandomState(5)
+    told = again.own_generators.load(states)
+    assert len(told) == 3 and "collate_fn.late begins anew: the checkpoint has none" in told[2]
+    assert "collate_fn.words['numpy'] is no generator when training begins" in told[0]
+
+
+def test_a_generator_that_workers_draw_from_is_named() -> None:
+    noise = Noise()
+    loader = make(collate_fn=noise.collate, num_workers=1)
+    assert not loader.exact and loader.inexact_reason is not None
+    assert loader.inexact_reason.startswith(
+        "collate_fn.words['numpy'], collate_fn.words['python'][0]: a generator of its own"
+    )
+    noise.words = {}
+    assert loader.exact
 
 
 def test_bad_arguments_say_what_to_do() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from ratchet_worker.data.iterable import TrainStream
 from tests.support.data_sets import Counting, Stale
@@ -66,6 +67,24 @@ def test_reading_again_leaves_the_ranks_generator_alone() -> None:
     assert next(iter(again)) == 3
     torch.rand(1, generator=expected)  # the one batch that was really used
     assert torch.equal(torch.get_rng_state(), expected.get_state())
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5, 6])
+def test_a_data_loaders_own_generator_begins_the_epoch_as_it_did(stop: int) -> None:
+    """A shuffled ``DataLoader`` of three batches: its generator alone decides the order of every epoch."""
+
+    def make() -> TrainStream:
+        generator = torch.Generator().manual_seed(3)
+        return TrainStream(DataLoader(range(30), batch_size=10, shuffle=True, generator=generator), repeatable=True)  # type: ignore[arg-type]
+
+    first = make()
+    whole = [batch.tolist() for batch in take(first, stop)]
+    position, states = first.state_dict(), first.own_generators.states()
+    whole += [batch.tolist() for batch in take(first, 4)]
+    again = make()
+    again.load_state_dict(position)
+    assert again.own_generators.load(states) == []
+    assert [batch.tolist() for batch in take(again, 4)] == whole[stop:]
 
 
 def test_a_stream_without_position_says_that_it_starts_over() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -16,13 +16,15 @@ from ratchet_contract.resume import ComponentReport, ComponentStatus
 from ratchet_hooks.build import ManagedHook
 from ratchet_hooks.layout import ManagedDDP
 from ratchet_worker import model_state, module_origin, module_state, optimizer_state, rng, state_names
+from ratchet_worker.data import own_generators
 from ratchet_worker.model_state import MODEL
 from ratchet_worker.module_origin import Origin
 from ratchet_worker.passage import HookState, Passage, batches, restore_hook
-from ratchet_worker.snapshot import Snapshot, Tensors, digest
+from ratchet_worker.snapshot import Snapshot, Tensors, addresses, digest
 from ratchet_worker.task import Stateful, TrainData
 
-_ALWAYS: Final = frozenset({MODEL, "buffers", "modules", "facts", "hook", "rng", state_names.COMPONENT})
+_GENERATORS: Final = "data_generators"
+_ALWAYS: Final = frozenset({MODEL, "buffers", "modules", "facts", "hook", "rng", _GENERATORS, state_names.COMPONENT})
 
 
 class JobState:
@@ -94,6 +96,8 @@ class JobState:
             out.add(component, item.state_dict())
         if self.data is not None:
             out.add("data", self.data.state_dict())
+            if states := own_generators.of(self.data).states():
+                out.add(_GENERATORS, states)
         out.add_encoded("hook", hook_tensors, hook_data)
         out.add("rng", rng.capture(self._device))
         return out
@@ -124,7 +128,8 @@ class JobState:
         objects do not fit."""
         reports = self._restore_common(saved, "exact", None, how)
         if self.data is not None and "data" in saved.state:
-            reports.append(self._restore_data(lambda data: data.load_state_dict(saved.value("data"))))
+            states = saved.value(_GENERATORS) if _GENERATORS in saved.state else {}
+            reports.append(self._restore_data(lambda data: data.load_state_dict(saved.value("data")), states))
         reports.append(self._restore_hook([saved.encoded("hook")], how, resized=False))
         reports.append(self._fits("rng", lambda: rng.restore(saved.value("rng"), self._device)))
         return reports
@@ -207,14 +212,18 @@ class JobState:
         self._fits("hook", lambda: told.append(restore_hook(ddp, hook, states, how, resized=resized)))
         return self._report("hook", *told[0])
 
-    def _restore_data(self, load: Callable[[TrainData], None]) -> ComponentReport:
+    def _restore_data(
+        self, load: Callable[[TrainData], None], generators: dict[str, Any] | None = None
+    ) -> ComponentReport:
         assert self.data is not None
-        data = self.data
-        report = self._fits("data", lambda: load(data))
-        if data.exact:
-            return report
-        reason = getattr(data, "inexact_reason", None) or "the data cannot give their position back"
-        return self._report("data", "not-exact", str(reason))
+        data: TrainData = self.data
+        lost: list[str] = []
+        self._fits("data", lambda: load(data))
+        if not data.exact:
+            lost.append(str(getattr(data, "inexact_reason", None) or "the data cannot give their position back"))
+        elif generators is not None:
+            self._fits("data", lambda: lost.extend(own_generators.of(data).load(generators)))
+        return self._report("data", "not-exact" if lost else "exact", "; ".join(lost) or None)
 
     def _resize_data(self, states: list[Any], ranks: int) -> ComponentReport:
         assert self.data is not None
@@ -224,6 +233,8 @@ class JobState:
         report = self._restore_data(lambda _: load(states))
         size = batches(states[0], self.data.state_dict())
         reason = f"continued behind what {counted(ranks)} had used up" + (f"; {size}" if size else "")
+        if own := sorted(own_generators.of(self.data).find()):
+            reason += f"; {', '.join(own)}: its own generator begins anew"
         return report if report.status == "not-exact" else self._report("data", "redistributed", reason)
 
     def _fits(self, component: str, load: Callable[[], Any]) -> ComponentReport:
@@ -270,15 +281,6 @@ class JobState:
 def counted(ranks: int) -> str:
     """``1 rank``, ``2 ranks``"""
     return f"{ranks} rank" if ranks == 1 else f"{ranks} ranks"
-
-
-def addresses(state: Any) -> Iterator[int]:
-    """Where the tensors of a state begin in memory."""
-    if isinstance(state, torch.Tensor):
-        yield state.data_ptr()
-    elif isinstance(state, (dict, list, tuple)):
-        for item in state.values() if isinstance(state, dict) else state:
-            yield from addresses(item)
 
 
 def _as_stateful(component: str, item: Any) -> Stateful:

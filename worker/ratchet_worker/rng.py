@@ -6,7 +6,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -39,14 +39,18 @@ def forked(device: torch.device) -> Iterator[None]:
         restore(state, device)
 
 
-def is_generator(item: object) -> bool:
-    return isinstance(item, (torch.Generator, np.random.Generator, np.random.RandomState))
+Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+
+
+def is_generator(item: object) -> TypeGuard[Generator]:
+    # SystemRandom has no state, and its draws cannot be repeated.
+    return isinstance(item, Generator) and not isinstance(item, random.SystemRandom)
 
 
 class GeneratorState:
-    """Gives a ``torch.Generator``, ``numpy.random.Generator`` or ``numpy.random.RandomState`` the ``state_dict`` it lacks."""
+    """Gives a generator of torch, numpy (``Generator``, ``RandomState``) or ``random`` the ``state_dict`` it lacks."""
 
-    def __init__(self, generator: torch.Generator | np.random.Generator | np.random.RandomState) -> None:
+    def __init__(self, generator: Generator) -> None:
         self._generator = generator
 
     def state_dict(self) -> dict[str, Any]:
@@ -54,10 +58,14 @@ class GeneratorState:
             return {"state": self._generator.get_state()}
         if isinstance(self._generator, np.random.RandomState):
             return {"state": self._generator.get_state(legacy=False)}
+        if isinstance(self._generator, random.Random):
+            return {"state": self._generator.getstate()}
         return {"state": self._generator.bit_generator.state}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         if isinstance(self._generator, (torch.Generator, np.random.RandomState)):
             self._generator.set_state(state["state"])
+        elif isinstance(self._generator, random.Random):
+            self._generator.setstate(state["state"])
         else:
             self._generator.bit_generator.state = state["state"]

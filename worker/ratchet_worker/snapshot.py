@@ -7,7 +7,7 @@ one entry per component, as ``ratchet_hooks.codec`` writes it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -95,6 +95,15 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
     flat = tensor.detach().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(bytearray())
+
+
+def addresses(state: Any) -> Iterator[int]:
+    """Where the tensors of a state begin in memory."""
+    if isinstance(state, torch.Tensor):
+        yield state.data_ptr()
+    elif isinstance(state, (dict, list, tuple)):
+        for item in state.values() if isinstance(state, dict) else state:
+            yield from addresses(item)
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

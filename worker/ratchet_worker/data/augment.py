@@ -4,7 +4,7 @@ A generator of a DataLoader worker cannot be resumed: which worker loads which s
 with the process. So before a sample is loaded, the process-wide generators of Python, NumPy and torch (CPU) are seeded for that
 sample, and ``augment`` gets a ``torch.Generator`` of its own. The result does not depend on ``num_workers``, on prefetching, on
 the world size or on where a run was interrupted. Generators that a data set makes for itself and advances from sample to
-sample stay outside of this promise.
+sample are ``own_generators``' affair.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ratchet_worker.data.augment import process_generators_kept
+from ratchet_worker.data.own_generators import OwnGenerators
 
 
 class TrainStream:
@@ -18,7 +19,8 @@ class TrainStream:
       was handed out, so a generator must move its position on *before* it yields; this is checked at the first batch.
     - Without, but ``repeatable=True``: the caller promises that every ``iter()`` gives the same batches for the same epoch,
       whatever the random generators stand at (``set_epoch(epoch)`` is called first if there is such a method). Batches already
-      used are read and thrown away; the rank's generators are as before afterwards. Exact, at the price of reading them again.
+      used are read and thrown away; the rank's generators are as before afterwards, and those that the stream holds for itself
+      (a ``DataLoader``'s ``generator``) begin the epoch as they did. Exact, at the price of reading them again.
     - Otherwise: the stream starts over. ``exact`` is False, and ``inexact_reason`` says why.
 
     Splitting the stream over ranks, and ending after the same number of batches on each, is the iterable's affair.
@@ -42,6 +44,7 @@ class TrainStream:
         if any(has) and not all(has):
             raise TypeError(f"{type(stream).__name__} has only one of state_dict and load_state_dict; it needs both")
         self._way = "state" if all(has) else "skip" if repeatable else "anew"
+        self.own_generators = OwnGenerators({"stream": stream} if self._way == "skip" else {})
 
     @property
     def exact(self) -> bool:
@@ -84,6 +87,7 @@ class TrainStream:
             return
         was_at_the_end = self._taken == began_at > 0
         self.epoch, self._taken = self.epoch + 1, 0
+        self.own_generators.end()
         if was_at_the_end:  # restored after the last batch of an epoch, which only now shows
             yield from self._batches(run)
 
@@ -92,6 +96,7 @@ class TrainStream:
         if set_epoch is not None and not (self._way == "state" and self._restored):
             set_epoch(self.epoch)
         self._restored = False
+        self.own_generators.begin(again=self._taken > 0)
         if self._way != "skip" or self._taken == 0:
             return iter(self.stream)
         with process_generators_kept():

@@ -19,6 +19,7 @@ from ratchet_worker.data import workers
 from ratchet_worker.data.augment import Augment, SampleLoader
 from ratchet_worker.data.digest import dataset_digest
 from ratchet_worker.data.order import ORDER_VERSION, BatchIs, BatchRule, derive_seed, epoch_order
+from ratchet_worker.data.own_generators import OwnGenerators
 
 Key = tuple[int, int]
 
@@ -63,10 +64,9 @@ class TrainLoader:
     generators of ``random``, NumPy and torch (CPU) while a sample is loaded. ``num_workers``, ``prefetch_factor`` and
     ``collate_fn`` are as in torch's ``DataLoader``; workers hand batches over in /dev/shm and use one thread each. See
     ``order`` for the order and the end of an epoch, ``workers`` for the processes. Iterating uses up none of the rank's own
-    random numbers.
+    random numbers. Generators that ``dataset``, ``augment`` or ``collate_fn`` hold for themselves are saved with the position
+    (``own_generators``); with workers they are not, and ``exact`` is False.
     """
-
-    exact = True
 
     def __init__(
         self,
@@ -91,10 +91,25 @@ class TrainLoader:
         self._samples = SampleLoader(dataset, augment, seed)
         self._num_workers, self._prefetch_factor = num_workers, prefetch_factor
         self._collate: Callable[[list[Any]], Any] = collate_fn or default_collate
+        self.own_generators = OwnGenerators({"dataset": dataset, "augment": augment, "collate_fn": collate_fn})
         self._run = 0
         self._loader: DataLoader[Any] | None = None
         self._processes: list[BaseProcess] = []
         self._finalizer = weakref.finalize(self, workers.kill, self._processes, os.getpid())
+
+    @property
+    def exact(self) -> bool:
+        return self.inexact_reason is None
+
+    @property
+    def inexact_reason(self) -> str | None:
+        """A sentence for the resume report; None where every batch comes again as it was."""
+        if self._num_workers == 0 or not (found := sorted(self.own_generators.find())):
+            return None
+        return (
+            f"{', '.join(found)}: a generator of its own, whose state is lost with the DataLoader workers that draw from "
+            "it: draw from torch's, numpy's or Python's, which are seeded for every sample, or use num_workers=0"
+        )
 
     @property
     def epoch(self) -> int:
