@@ -18,6 +18,9 @@ from typing import Final
 
 MANIFEST_NAME: Final = "MANIFEST.json"
 DELETED_MANIFEST_NAME: Final = "MANIFEST.json.deleted"
+FINISHED_NAME: Final = (
+    "FINISHED"  # empty file in a checkpoint's directory: it was the job's last, which showed behind its commit
+)
 PINNED_NAME: Final = "PINNED"  # empty file in a checkpoint's directory, made by the service: retention leaves it alone
 _JOB_ID_RE = re.compile(r"job-[0-9a-z]{12}", re.ASCII)
 _CHECKPOINT_RE = re.compile(r"step-(\d{12})\.a(\d{4,})", re.ASCII)

@@ -199,6 +199,7 @@ class Effects:
             text = f"{name} is recorded with digest {row.digest}, the report says {storable(message.digest)[:64]}"
             self._event("checkpoint-ignored", text, {"checkpoint": name})
             return
+        ended = row.finished is False and message.finished  # None: a new row
         row.digest, row.size, row.files = storable(message.digest)[:64], message.size, message.files
         row.seconds = message.seconds if math.isfinite(message.seconds) else None
         row.reason, row.finished = message.reason, message.finished
@@ -211,7 +212,8 @@ class Effects:
             self._job.committed_step, self._job.committed_epoch = message.step, message.epoch
         self._session.flush()
         data = {"checkpoint": name, "step": message.step, "reason": message.reason, "size": message.size}
-        self._event("checkpoint", f"checkpoint {name} committed ({message.reason})", data)
+        text = "is the job's last" if ended else f"committed ({message.reason})"
+        self._event("checkpoint", f"checkpoint {name} {text}", data)
 
     def _quarantined(self, message: Quarantined) -> None:
         self._set_state(message.step, message.epoch, "quarantined")

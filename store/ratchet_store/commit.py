@@ -9,7 +9,7 @@ from typing import Final
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.manifest import Manifest, open_manifest, seal
-from ratchet_contract.paths import DELETED_MANIFEST_NAME, MANIFEST_NAME, parse_checkpoint_dir_name
+from ratchet_contract.paths import DELETED_MANIFEST_NAME, FINISHED_NAME, MANIFEST_NAME, parse_checkpoint_dir_name
 from ratchet_store.files import (
     DAMAGED,
     EXISTS,
@@ -52,8 +52,20 @@ def commit(directory: Path, manifest: Manifest) -> Manifest:
     return sealed
 
 
+def mark_finished(directory: Path) -> None:
+    """The committed checkpoint in ``directory`` turned out to be its job's last. Its manifest stays as it is, since digests speak
+    of it; ``read_manifest`` knows. Raises ``CheckpointError`` (``checkpoint-not-written``)."""
+    path = directory / FINISHED_NAME
+    try:
+        path.touch()
+        fsync_dir(directory)
+    except OSError as error:
+        raise not_written(path, error) from error
+
+
 def read_manifest(directory: Path) -> Manifest:
     """The manifest of a committed checkpoint, checked: own digest, structure, and that it belongs to this directory's name.
+    ``finished`` is also what ``mark_finished`` said behind the commit, which the digest does not cover.
 
     Raises ``CheckpointError``: ``checkpoint-missing`` (not committed), ``-damaged``, ``-newer``, ``-unreadable``.
     """
@@ -80,6 +92,8 @@ def read_manifest(directory: Path) -> Manifest:
         check_structure(manifest)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error.detail}", code=error.code) from None
+    if not manifest.finished and os.path.lexists(directory / FINISHED_NAME):
+        return manifest.model_copy(update={"finished": True})
     return manifest
 
 

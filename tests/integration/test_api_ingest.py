@@ -182,13 +182,21 @@ def test_checkpoints_change_state_as_the_worker_says(api: Api, job: str) -> None
             message("checkpoint_deleted", step=5, epoch=1),
             message("quarantined", step=15, epoch=1, error="bit flip"),
             message("checkpoint_failed", step=20, error="disk full"),
+            checkpoint_message(10, parent=5, finished=True),
         ]),
     )  # fmt: skip
     stored = api.client.get(f"/v1/jobs/{job}/checkpoints").json()["items"]
-    assert [(c["step"], c["state"]) for c in stored] == [(15, "quarantined"), (10, "committed")]
+    assert [(c["step"], c["state"], c["finished"]) for c in stored] == [
+        (15, "quarantined", False),
+        (10, "committed", True),
+    ]
     gone = api.client.get(f"/v1/jobs/{job}/checkpoints", params={"state": "deleted"}).json()["items"]
     assert [c["step"] for c in gone] == [5]
     assert {"checkpoint-quarantined", "checkpoint-failed"} <= set(event_types(api, job))
+    events = api.client.get(f"/v1/jobs/{job}/events").json()["items"]
+    told = {event["message"] for event in events if event["type"] == "checkpoint" and event["data"]["step"] == 10}
+    name = "checkpoint step-000000000010.a0001"
+    assert told == {f"{name} committed (schedule)", f"{name} is the job's last"}
 
 
 def test_the_next_attempt_sets_progress_back_to_its_base(api: Api, job: str) -> None:

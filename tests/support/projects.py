@@ -107,6 +107,7 @@ def main():
     parser.add_argument("--gate")
     parser.add_argument("--hold-evaluation", type=int)
     parser.add_argument("--hold-end", action="store_true")
+    parser.add_argument("--end", choices=["top", "bottom"])
     args = parser.parse_args()
     with Session() as s:
         data = TrainLoader(Share(100, s.rank), batch_size=8, seed=s.seed, rank=s.rank, world_size=s.world_size)
@@ -118,7 +119,9 @@ def main():
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", patience=0)
         s.register(optimizer=optimizer, scheduler=plateau, data=data, noise=noise, average=Average(average))
         batches = s.batches()
-        for step in s.steps(args.steps):
+        for step in s.steps(None if args.end else args.steps):
+            if args.end == "top" and step == args.steps:
+                break
             x, y = next(batches)
             loss = nn.functional.cross_entropy(model(x + 0.01 * float(noise.standard_normal())), y)
             loss.backward()
@@ -140,6 +143,8 @@ def main():
                 s.log(found)
                 plateau.step(found["right"])
                 module[1].eval()    # the running statistics are frozen from here on
+            if args.end == "bottom" and step + 1 == args.steps:
+                break
         assert s.all_gather(s.rank) == list(range(s.world_size))
         if args.hold_end and s.rank == 1:
             hold(args.gate, "end", s.rank)

@@ -9,7 +9,7 @@ import pytest
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.manifest import Manifest, TensorEntry
 from ratchet_contract.paths import MANIFEST_NAME, checkpoint_dir_name
-from ratchet_store.commit import commit, read_manifest
+from ratchet_store.commit import commit, mark_finished, read_manifest
 from ratchet_store.files import EXISTS, MISSING
 from ratchet_store.read import CheckpointReader, load, read_state, verify
 from tests.support.checkpoints import SHAPES, make_checkpoint, manifest_of, shared_bytes, write_ranks
@@ -82,6 +82,9 @@ def test_the_same_manifest_may_be_committed_again_another_may_not(tmp_path: Path
         commit(directory, manifest.model_copy(update={"created": "later"}))
     assert caught.value.code == EXISTS
     assert read_manifest(directory) == first
+    mark_finished(directory)
+    assert read_manifest(directory) == first.model_copy(update={"finished": True}) and verify(directory).ok
+    assert commit(directory, manifest) == first  # the mark is none of the manifest
 
 
 @pytest.mark.parametrize("fault", ["missing", "short", "rank", "coverage", "name", "outside", "private", "prefix"])

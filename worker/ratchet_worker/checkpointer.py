@@ -21,7 +21,7 @@ from ratchet_contract.resume import Base, Segment
 from ratchet_hooks.errors import HookStateError
 from ratchet_hooks.specs import CustomSpec
 from ratchet_hooks.summary import HookSummary
-from ratchet_store.commit import commit
+from ratchet_store.commit import commit, mark_finished
 from ratchet_store.rankfile import write_rank_file
 from ratchet_store.retain import retain
 from ratchet_worker.content import Content
@@ -51,6 +51,7 @@ class Checkpointer:
         self._base = base
         self._saves = 0
         self._failures = 0
+        self._committed: tuple[Manifest, float] | None = None  # rank 0: the newest of this attempt, and its seconds
         self.last = base
 
     def save(self, step: int, reason: Reason, finished: bool, content: Callable[[], Content]) -> Outcome:
@@ -74,6 +75,16 @@ class Checkpointer:
             time.sleep(1.0)
         self._counter.stage(Stage.TRAINING)
         return outcome
+
+    def finish(self) -> None:
+        """The newest checkpoint of this attempt was the job's last, which only shows now: a resume from it has nothing left to
+        do. Without effect where that is known. Raises ``CheckpointError``."""
+        if self._committed is None or self._committed[0].finished:
+            return
+        manifest, seconds = self._committed
+        mark_finished(self._job.checkpoint(manifest.step, manifest.epoch))
+        self._committed = manifest.model_copy(update={"finished": True}), seconds
+        self._reporter.committed(*self._committed)
 
     def _attempt(self, step: int, reason: Reason, finished: bool, content: Callable[[], Content]) -> Outcome:
         self._saves += 1
@@ -135,7 +146,8 @@ class Checkpointer:
             )
         except (RatchetError, OSError) as error:
             return {"error": str(error)}
-        self._reporter.committed(manifest, time.monotonic() - begun)
+        self._committed = manifest, time.monotonic() - begun
+        self._reporter.committed(*self._committed)
         self._retain()
         return {"error": None, "base": manifest.base.model_dump()}
 

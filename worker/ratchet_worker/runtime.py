@@ -129,8 +129,9 @@ class Runtime:
         self._open, self._iteration = True, self.state.hook_or_refuse()[1].iteration
         self.counter.start_step(self.step + 1)
 
-    def end_step(self) -> None:
-        """The step boundary: after ``optimizer.step()`` and ``zero_grad()``. Without effect when no step is open.
+    def end_step(self, *, last: bool = False) -> None:
+        """The step boundary: after ``optimizer.step()`` and ``zero_grad()``. Without effect when no step is open. ``last``: the
+        job ends here, whatever ``total`` says.
 
         A hook that averages parameters does so here, as the last act of the step: on every rank, also where a scaler skipped
         ``optimizer.step()`` on some, and before the step counts, is saved or stopped at.
@@ -141,10 +142,10 @@ class Runtime:
         self._open = False
         self.step += 1
         self.counter.finish_step(self.step)
-        self._report_progress(always=self.step == self.total)
+        self._ended = last or self.step == self.total
+        self._report_progress(always=self._ended)
         every = self.launch.spec.checkpoint.every_steps
-        if self.step == self.total:
-            self._ended = True
+        if self._ended:
             self._save("end", finished=True)
         elif every is not None and self.step % every == 0:
             self._save("schedule")
@@ -162,10 +163,10 @@ class Runtime:
             )
         self.counter.tick()
 
-    def settle(self) -> None:
+    def settle(self, *, last: bool = False) -> None:
         """Something is asked for in the middle of a loop's body: if the open step has done its work, it ends here."""
         if self._open and self.state.hook_or_refuse()[1].iteration > self._iteration:
-            self.end_step()
+            self.end_step(last=last)
 
     def checkpoint(self) -> bool:
         """Save now, unless this step is saved; every rank calls it after the same step. False: the save failed (and was told)."""
@@ -181,17 +182,19 @@ class Runtime:
         """The end of the job: every rank has done its last step. The final checkpoint, if it is not there yet."""
         if self.finished:
             return
-        self.settle()
-        last, manifest = self.checkpointer.last, self.chosen.manifest
+        self.settle(last=True)
+        manifest = self.chosen.manifest
         if manifest is not None and manifest.job_id != self.launch.job_id and self.step == manifest.step:
             raise UserError(
                 f"the fork starts after step {self.step} and has nothing left to train: ask for more steps, or fork from an "
                 "earlier checkpoint"
             )
         self._begin(position(self.step, FINISH))
+        last = self.checkpointer.last
         ended = last.epoch == self.launch.epoch or (manifest is not None and manifest.finished)
         if self.step != last.step or not ended:
             self._save("end", finished=True)
+        self.checkpointer.finish()
         self._report_hook()
         # A rank that stopped listening now would leave one that is frozen before its own end waiting for an answer.
         self.exchange.gather("finish", None, timeout=math.inf)
