@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.cli_forks import Forks
 from tests.support.server import Server
 
 EXECUTABLE = Path(sys.executable).with_name("ratchet")
@@ -31,6 +32,7 @@ task: {entrypoint: "ratchet_worker.tasks.digits:DigitsTask", args: {epochs: 1}}
 world: {ranks_per_node: 2, device: cpu}
 hook: {name: powerSGD, matrix_approximation_rank: 2, start_powerSGD_iter: 10}
 """
+_FORKS = Forks(EXECUTABLE)
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]|\x1b[=>]")
 
 
@@ -58,11 +60,15 @@ class Cli:
         return [str(EXECUTABLE), *arguments]
 
     def __call__(self, *arguments: str, expect: int = 0, stdin: str = "", deadline: float = 60.0) -> Result:
-        done = subprocess.run(
-            self.command(*arguments), cwd=self.cwd, env=self.environment, input=stdin, capture_output=True, text=True,
-            timeout=deadline,
-        )  # fmt: skip
-        result = Result(done.returncode, done.stdout, done.stderr)
+        if _FORKS.fits(self.environment):
+            ended = _FORKS.run(arguments, cwd=self.cwd, env=self.environment, stdin=stdin, deadline=deadline)
+        else:
+            done = subprocess.run(
+                self.command(*arguments), cwd=self.cwd, env=self.environment, input=stdin, capture_output=True, text=True,
+                timeout=deadline,
+            )  # fmt: skip
+            ended = done.returncode, done.stdout, done.stderr
+        result = Result(*ended)
         assert result.code == expect, f"{arguments}: {result}"
         return result
 
