@@ -19,6 +19,10 @@ ATTEMPT_DIR: Final = "RATCHET_ATTEMPT_DIR"
 AGENT_PID: Final = "RATCHET_AGENT_PID"
 STORE_FD: Final = "RATCHET_STORE_FD"  # rank 0 only: inherited fd of the bound listening socket for the TCPStore
 
+# set by the agent for the process that it forks ranks from
+FORK_PLANS_FD: Final = "RATCHET_FORK_PLANS_FD"  # inherited fd of the ranks' plans, JSON
+FORK_REPORT_FD: Final = "RATCHET_FORK_REPORT_FD"  # inherited fd of the pipe that tells their pids
+
 # torchrun's names, set as torchrun sets them
 RANK: Final = "RANK"
 LOCAL_RANK: Final = "LOCAL_RANK"

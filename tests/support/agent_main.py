@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +21,8 @@ STAND_IN = Path(__file__).with_name("stand_in_rank.py")
 class StandInStarter:
     """Starts what the agent planned, with another program."""
 
-    def start(self, plan: RankPlan) -> RankProcess:
-        return ProcessStarter().start(replace(plan, command=[plan.command[0], str(STAND_IN)]))
+    def start(self, plans: Sequence[RankPlan]) -> Iterator[RankProcess]:
+        return ProcessStarter().start([replace(plan, command=[plan.command[0], str(STAND_IN)]) for plan in plans])
 
 
 if __name__ == "__main__":

@@ -149,9 +149,7 @@ class Attempt:
     def pid(self, rank: int) -> int:
         for pid in processes_below(self.paths.root):
             with suppress(OSError):
-                env = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                line = Path(f"/proc/{pid}/cmdline").read_bytes()
-                if f"RANK={rank}".encode() in env and b"ratchet_worker.rank" in line:
+                if Path(f"/proc/{pid}/comm").read_text() == f"rank-{rank}\n" and os.getsid(pid) == pid:
                     return pid
         raise AssertionError(f"rank {rank} is not alive\n{self.logs()}")
 

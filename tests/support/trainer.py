@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,8 +39,10 @@ AGENT = (sys.executable, "-P", "-m", "tests.support.trainer", "agent")
 
 
 class TrainerStarter:
-    def start(self, plan: RankPlan) -> RankProcess:
-        return ProcessStarter().start(replace(plan, command=[plan.command[0], "-P", __file__, "rank"]))
+    def start(self, plans: Sequence[RankPlan]) -> Iterator[RankProcess]:
+        return ProcessStarter().start(
+            [replace(plan, command=[plan.command[0], "-P", __file__, "rank"]) for plan in plans]
+        )
 
 
 class Rank:

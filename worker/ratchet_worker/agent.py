@@ -32,12 +32,14 @@ from ratchet_contract.resume import Base
 from ratchet_contract.version import PROTOCOL_VERSION
 from ratchet_worker import procs, workdir
 from ratchet_worker.files import now, release, reserve, say, write_atomic
+from ratchet_worker.forking import ForkingStarter
 from ratchet_worker.launch_env import plan_ranks
 from ratchet_worker.results import Conclusion, Ended, conclude, default_cause
 from ratchet_worker.starter import ProcessStarter, Starter
 from ratchet_worker.supervisor import STOP_SIGNALS, Supervisor, Timing
 from ratchet_worker.uplink import Uplink
 
+_RANK_MODULE: Final = "ratchet_worker.process"  # torch, and nearly all that a rank imports
 _LOCK_PATIENCE: Final = 1.0  # seconds; who only probes the lock holds it for a moment
 _RESULT_PATIENCE: Final = 10.0  # seconds to find room on a full disk for result.json
 
@@ -73,7 +75,16 @@ def run(launch_file: Path, starter: Starter | None = None, timing: Timing = Timi
         say(str(error))
         _refuse(paths, launch_file, str(error), started_at)
         return exit_code_of(Cause.LAUNCHER_ERROR)
-    return _Attempt(launch, starter or ProcessStarter(), timing, started_at).run()
+    return _Attempt(launch, starter or _starter(launch), timing, started_at).run()
+
+
+def _starter(launch: LaunchFile) -> Starter:
+    """A process that has touched CUDA cannot be forked, and a single rank has nobody to share its imports with."""
+    if launch.resolved.device == "cuda" or len(launch.ranks) == 1:
+        return ProcessStarter()
+    # Deterministic algorithms have torch import its compiler, which takes a second. Elsewhere user code comes before it, and may
+    # set variables that it reads.
+    return ForkingStarter([_RANK_MODULE, *(["torch._dynamo"] if launch.spec.determinism != "off" else [])])
 
 
 def load_launch(path: Path) -> LaunchFile:

@@ -6,21 +6,11 @@ and LayerNorm gradients.
 
 from __future__ import annotations
 
-import os
 from typing import Literal
 
 import torch
 
 Mode = Literal["strict", "warn", "off"]
-
-_CUBLAS_WORKSPACE = ":4096:8"  # https://docs.nvidia.com/cuda/cublas/#results-reproducibility
-
-
-def set_library_variables(mode: Mode) -> None:
-    """Variables that libraries read when they are first used; call before anything touches CUDA. A user's own value stays."""
-    if mode != "off":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _CUBLAS_WORKSPACE)
-        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # no choice of kernels by a stop watch
 
 
 def apply(mode: Mode, threads: int) -> None:

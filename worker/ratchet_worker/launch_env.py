@@ -53,6 +53,7 @@ def _common(launch: LaunchFile, inherited: Mapping[str, str]) -> dict[str, str]:
     if spec.determinism != "off":
         env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         env["PYTHONHASHSEED"] = str(spec.seed % 2**32)
+        env.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # no choice of kernels by a stop watch
     if spec.script is not None:  # as torchrun sets it; torch's own default, for tasks, ends the process without abort
         env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     env.update(spec.env)

@@ -86,7 +86,6 @@ class RankProcess:
         code = Path(launch.code_dir or launch.workdir)
         unmanaged = spec.script is not None and user_code.is_unmanaged(spec.script, code)
         self._listener.follow(self._paths.control_file, launch.desired)
-        determinism.set_library_variables(spec.determinism)
         determinism.apply(spec.determinism, launch.resolved.threads_per_rank)
         # A device that is made current cannot be used by processes that the script forks: that is its own affair.
         device = named_device(launch, identity) if unmanaged else device_of(launch, identity)

@@ -1,6 +1,7 @@
 """One rank of a job: ``python -m ratchet_worker.rank``, started by the agent with torchrun's variables and ``RATCHET_*``.
 
-The process first ties its life to the agent's and learns to hear signals; torch, which takes seconds, comes after that.
+The process first ties its life to the agent's and learns to hear signals; torch, which takes seconds, comes after that. Where
+ranks are forked, torch is there already, and what is run here is run in each of the forked processes.
 """
 
 from __future__ import annotations
@@ -8,14 +9,16 @@ from __future__ import annotations
 import gc
 import os
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ratchet_contract import environment as names
 from ratchet_contract.exit_codes import EXIT_USER_ERROR
+from ratchet_worker import fork_server
 from ratchet_worker.imports import uncollected
-from ratchet_worker.listener import Listener
+from ratchet_worker.listener import STOP_SIGNALS, Listener
 from ratchet_worker.procs import die_with_parent
 
 if TYPE_CHECKING:
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 
 def main() -> int:
     """Returns the exit code of a clean end; a failure leaves the process at once, with its result written."""
+    if names.FORK_PLANS_FD in os.environ:
+        fork_server.serve()
     if names.LAUNCH_FILE not in os.environ:
         print("ratchet: this is one rank of a job and is started by its agent: use ratchet submit", file=sys.stderr)
         return EXIT_USER_ERROR
@@ -31,6 +36,8 @@ def main() -> int:
         die_with_parent(int(agent))
     listener = Listener()
     listener.install()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a fork server's forked process begins with them blocked
+    Path("/proc/self/comm").write_text(f"rank-{os.environ[names.RANK]}")  # for ps, top and py-spy
     from ratchet_contract.messages import LaunchFile
 
     launch = LaunchFile.model_validate_json(Path(os.environ[names.LAUNCH_FILE]).read_bytes())

@@ -1,7 +1,6 @@
-"""How a rank's process comes to life. The agent knows only the protocols; ``ProcessStarter`` is the plain way.
-
-Another starter (one that forks ranks from a process with torch loaded, one that starts a container) replaces it by
-giving the same two protocols. Whatever it does, a rank is the leader of its own session and process group.
+"""How a rank's process comes to life. The agent knows only the protocols; ``ProcessStarter`` is the plain way, ``forking`` the
+quick one. Another (one that starts a container) gives the same two. Whatever it does, a rank is the leader of its own session
+and process group.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,37 +55,45 @@ class RankProcess(Protocol):
 
 
 class Starter(Protocol):
-    def start(self, plan: RankPlan) -> RankProcess:
-        """Start one rank. Called from the agent's main thread only: ranks die with the thread that forked them.
+    def start(self, plans: Sequence[RankPlan]) -> Iterator[RankProcess]:
+        """Start the ranks, and give each as soon as it is there to be watched. Called from the agent's main thread only: ranks
+        die with the thread that forked them.
 
-        Raises ``OSError`` when the program cannot be run.
+        Raises ``OSError`` when the program cannot be run; what was given before is then the caller's to end.
         """
 
 
 class ProcessStarter:
     """A fresh interpreter per rank."""
 
-    def start(self, plan: RankPlan) -> RankProcess:
-        plan.log.parent.mkdir(parents=True, exist_ok=True)
-        with plan.log.open("ab") as log:
-            process = subprocess.Popen(
-                list(plan.command),
-                cwd=plan.cwd,
-                env=dict(plan.env),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,  # one file description: lines of both keep their order
-                start_new_session=True,
-                pass_fds=tuple(plan.pass_fds),
-            )
-        return _Child(plan.rank, process)
+    def start(self, plans: Sequence[RankPlan]) -> Iterator[RankProcess]:
+        return map(start_process, plans)
 
 
-class _Child:
-    def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        self._rank = rank
-        self._process = process
-        self._pidfd = os.pidfd_open(process.pid)
+def start_process(plan: RankPlan) -> Child:
+    """One fresh interpreter. Raises ``OSError`` when it cannot be run."""
+    plan.log.parent.mkdir(parents=True, exist_ok=True)
+    with plan.log.open("ab") as log:
+        process = subprocess.Popen(
+            list(plan.command),
+            cwd=plan.cwd,
+            env=dict(plan.env),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,  # one file description: lines of both keep their order
+            start_new_session=True,
+            pass_fds=tuple(plan.pass_fds),
+        )
+    return Child(plan.rank, process.pid, process.wait)
+
+
+class Child:
+    """A child of this process; ``collect`` waits for it. Raises ``ProcessLookupError`` when there is none with that pid."""
+
+    def __init__(self, rank: int, pid: int, collect: Callable[[], object]) -> None:
+        self._rank, self._pid, self._collect = rank, pid, collect
+        self._pidfd = os.pidfd_open(pid)
+        self._collected: int | None = None
 
     @property
     def rank(self) -> int:
@@ -94,14 +101,14 @@ class _Child:
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._pid
 
     def fileno(self) -> int:
         return self._pidfd
 
     def exit_code(self) -> int | None:
-        if self._process.returncode is not None:
-            return self._process.returncode
+        if self._collected is not None:
+            return self._collected
         # WNOWAIT leaves the zombie: while it is there, nobody else gets its pid, and its group can be killed safely.
         info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         if info is None:
@@ -109,7 +116,7 @@ class _Child:
         return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
     def kill_group(self) -> None:
-        if self._process.returncode is None:
+        if self._collected is None:
             procs.kill_group(self.pid)
 
     def ask_for_stacks(self) -> None:
@@ -118,6 +125,8 @@ class _Child:
                 os.kill(self.pid, signal.SIGUSR1)
 
     def reap(self) -> None:
-        if self._process.returncode is None:
-            self._process.wait()
+        if self._collected is None:
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+            self._collected = self.exit_code()
+            self._collect()
             os.close(self._pidfd)

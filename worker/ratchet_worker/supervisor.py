@@ -148,8 +148,8 @@ class Supervisor:
     def start(self, plans: Sequence[RankPlan]) -> None:
         """Start all ranks. Raises ``OSError`` when one cannot be started; those already started are then the caller's to
         ``finish``."""
-        for plan in plans:
-            self._ranks[plan.rank] = _Rank(self._starter.start(plan), self._paths)
+        for process in self._starter.start(plans):
+            self._ranks[process.rank] = _Rank(process, self._paths)
 
     def run(self) -> list[Ended]:
         """Watch until every rank has ended, by itself or by the agent's hand."""
