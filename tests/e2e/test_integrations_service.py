@@ -24,7 +24,7 @@ from tests.support.server import Server, rank_pid
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "integrations"
 PACKAGES = ("lightning", "accelerate", "trainer")
-CAUSES = {"lightning": "api-suspend", "accelerate": "rank-killed", "trainer": "rank-killed"}
+CAUSES = {"lightning": "api-suspend", "accelerate": "rank-killed", "trainer": "api-suspend"}
 EPOCHS = {"lightning": 20, "accelerate": 8, "trainer": 4}
 STEPS_PER_EPOCH = 11  # 22 batches, two of them accumulated
 
@@ -44,8 +44,8 @@ def weights(file: Path, package: str) -> Path:
 
 
 def live(server: Server, package: str, disturbed: bool, start: Path) -> str:
-    """A whole life of a job, from the model ``start``. Disturbed, in the second epoch: rank 1 is killed, or Lightning's
-    Trainer stops at a suspension."""
+    """A whole life of a job, from the model ``start``. Disturbed, in the second epoch: rank 1 is killed, or a Trainer stops at a
+    suspension."""
     spec: dict[str, Any] = read_spec(str(EXAMPLES / f"{package}_train.yaml"))
     spec |= {
         "name": f"{package}-{'disturbed' if disturbed else 'whole'}",
@@ -73,10 +73,12 @@ import torch
 from lightning import LightningModule, Trainer
 from ratchet_contract.errors import UserError
 from ratchet_worker.data.loader import TrainLoader
+from ratchet_worker.data.own_generators import OwnGenerators
 from ratchet_worker.integrations.lightning import SessionStrategy
+from ratchet_worker.integrations.training_arguments import make_generator
 from ratchet_worker.integrations.transformers import SessionTrainer, options
 from ratchet_worker.session import Session
-from transformers import Trainer as Trainer_, TrainingArguments
+from transformers import DataCollatorForLanguageModeling, Trainer as Trainer_, TrainerCallback, TrainingArguments
 
 class Module(LightningModule):
     def __init__(self, automatic=True):
@@ -109,13 +111,25 @@ class Loading(Trainer_):
 class Beside(SessionTrainer, Loading):
     pass
 
-def train(resume=None, data=None, kind=SessionTrainer, **arguments):
-    arguments = options(session) | {"output_dir": "out", "report_to": "none"} | arguments
-    refused(lambda: kind(session, model=torch.nn.Linear(2, 1), args=TrainingArguments(**arguments),
-                         train_dataset=data).train(resume))
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        return {"loss": super().forward(x).sum()}
+
+class EndsEpochs(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        control.should_epoch_stop = state.global_step == 2
+
+def train(resume=None, data=None, kind=SessionTrainer, collator=None, trial=None, search=False, **arguments):
+    arguments = options(session) | {"output_dir": "out", "report_to": "none", "disable_tqdm": True} | arguments
+    def run():
+        trainer = kind(session, model=Net(2, 1), args=TrainingArguments(**arguments), train_dataset=data,
+                       data_collator=collator, callbacks=[EndsEpochs()])
+        trainer.hyperparameter_search() if search else trainer.train(resume, trial)
+    refused(run)
 
 session = Session()
-samples = torch.ones(8, 2)
+samples = [{"x": torch.ones(2)} for _ in range(8)]
+masks = DataCollatorForLanguageModeling(None, mlm=False, seed=5)
 data = TrainLoader(samples, batch_size=2, seed=0, rank=session.rank, world_size=session.world_size)
 train(save_strategy="steps")
 train(auto_find_batch_size=True)
@@ -129,12 +143,21 @@ train(resume="checkpoint-5")
 train(kind=Sampling, data=samples)
 train(kind=Beside, data=samples)
 train(data=iter(samples), max_steps=3)
+train(trial={"learning_rate": 0.1})
+train(search=True)
+train(data=samples, collator=masks, dataloader_num_workers=1)
+make_generator(masks, 0)
+print("refused: to draw from nothing:", sorted(OwnGenerators({"collate_fn": masks}).find()), flush=True)
 fit(Module(), data)
 session.register(data=data)
 train(data=samples)
 fit(Module(automatic=False), data)
 fit(Module(), data, ckpt_path="somewhere.ckpt")
 fit(Module(), torch.utils.data.DataLoader(samples))
+runtime = session._runtime  # as a new process has it: Lightning had begun to train
+runtime.restored, runtime.state.ddp, runtime.state.optimizers, runtime.state.stateful = False, None, {}, {}
+train()
+train()
 session.finish()
 """
 
@@ -186,10 +209,16 @@ def test_what_no_session_can_honour_is_refused_by_name(server: Server, tmp_path:
         "_get_train_sampler of Sampling",
         "get_train_dataloader of Loading",
         "train_dataset: needs a length",
+        "trial: a search",
+        "hyperparameter_search: a search",
+        "data_collator: its seed",
+        "['collate_fn.generator']",
         "no data is registered",
         "other data already",
         "manual optimization is not supported",
         "ckpt_path",
         "trains on other data",
+        "should_epoch_stop",
+        "trainer.train() comes once per job",
     ]
     assert [(e, s) for e, s in zip(expected, said, strict=True) if e not in s] == []

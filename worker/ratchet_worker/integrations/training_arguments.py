@@ -12,6 +12,7 @@ from ratchet_contract.errors import UserError
 from ratchet_worker.session import Session
 
 RESUMES: Final = "the job resumes by itself, from its own checkpoints; drop it"
+SEARCH: Final = "a search over hyperparameters is many jobs; submit one for each trial"
 _OTHER: Final = "not supported within a Session, which trains with DDP; drop it"
 _DROPPED: Final[dict[str, str]] = {
     "load_best_model_at_end": "the job's checkpoints are no Trainer's; drop it",
@@ -62,6 +63,19 @@ def refuse(args: TrainingArguments, session: Session) -> None:
     config: Any = args.accelerator_config
     if config.split_batches:
         raise UserError("accelerator_config.split_batches: register TrainLoader(..., batch_is='global') instead")
+
+
+def make_generator(collator: Any, workers: int) -> None:
+    """A collator of transformers with a ``seed`` makes a generator of its own with its first batch, which is too late for a
+    resume to find it: now. Raises ``UserError`` where that would be in a DataLoader worker, whose state is lost."""
+    if getattr(collator, "seed", None) is None or not hasattr(collator, "create_rng"):
+        return
+    if workers > 0:
+        raise UserError(
+            "data_collator: its seed makes a generator in every DataLoader worker, whose state is lost with it; leave seed out: "
+            "what the collator draws from then is seeded for every sample; or dataloader_num_workers=0"
+        )
+    collator.create_rng()
 
 
 def refuse_own_data(trainer: type, ours: Iterable[type]) -> None:

@@ -43,7 +43,7 @@ from ratchet_contract.errors import UserError
 from ratchet_worker.data.loader import TrainLoader
 from ratchet_worker.integrations import accelerate
 from ratchet_worker.integrations.steps import Steps, goes_on
-from ratchet_worker.integrations.training_arguments import RESUMES, options, refuse, refuse_own_data
+from ratchet_worker.integrations.training_arguments import RESUMES, SEARCH, make_generator, options, refuse, refuse_own_data
 from ratchet_worker.session import Session
 
 if not all(hasattr(Trainer, name) for name in ("_run_epoch", "_init_training_state", "_prepare_for_training")):
@@ -85,10 +85,14 @@ class SessionTrainer(Trainer):
         if resume_from_checkpoint:
             raise UserError(f"resume_from_checkpoint: {RESUMES}")
         if trial is not None:
-            raise UserError("trial: a search over hyperparameters is many jobs; submit one for each trial")
+            raise UserError(f"trial: {SEARCH}")
         if self._runtime.restored:
             raise UserError("trainer.train() comes once per job: do all epochs in one call")
         return super().train(None, None, ignore_keys_for_eval)
+
+    @override
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        raise UserError(f"hyperparameter_search: {SEARCH}")
 
     @override
     def get_train_dataloader(self) -> Any:
@@ -105,6 +109,7 @@ class SessionTrainer(Trainer):
                 "train_dataset: needs a length, and __getitem__ by index; give one, or session.register(data=TrainLoader(...))"
             )
         collate: Any = self.data_collator
+        make_generator(collate, self.args.dataloader_num_workers)
         if hasattr(dataset, "column_names"):  # Hugging Face's datasets
             dataset = self._remove_unused_columns(dataset, description="Training")
         else:
