@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from ratchet_contract.paths import AttemptPaths, HomePaths
-from ratchet_worker.counter import CounterReader
+from ratchet_worker.counter import CounterReader, Reading
 
 T = TypeVar("T")
 
@@ -163,7 +163,7 @@ class Server:
             return None
 
         try:
-            return wait_for(reached, f"job {job_id} to be {' or '.join(phases)}", deadline, 0.1)
+            return wait_for(reached, f"job {job_id} to be {' or '.join(phases)}", deadline, 0.25)
         except AssertionError as error:
             raise AssertionError(
                 f"{error}\n{self.job(job_id)}\n{self.rank_logs(job_id)}\n{self.log()[-4000:]}"
@@ -184,17 +184,19 @@ class Server:
         self, job_id: str, step: int, *, after_attempt: int = 0, deadline: float = 90
     ) -> tuple[int, AttemptPaths]:
         """Wait until rank 0 of an attempt numbered above ``after_attempt`` has finished ``step``: read from the step counter,
-        so that a test can act within milliseconds of it."""
+        so that a test can act within milliseconds of it; looked at as often only from the first step on."""
+        what = f"step {step} of an attempt after {after_attempt}"
 
-        def reached() -> tuple[int, AttemptPaths] | None:
+        def seen(enough: Callable[[Reading], bool]) -> tuple[int, AttemptPaths] | None:
             newest = self.newest_attempt(job_id)
             if newest is None or newest[0] <= after_attempt:
                 return None
             reading = CounterReader(newest[1].counter(0)).read()
-            return newest if reading is not None and reading.finished >= step else None
+            return newest if reading is not None and enough(reading) else None
 
         try:
-            return wait_for(reached, f"step {step} of an attempt after {after_attempt}", deadline, 0.002)
+            wait_for(lambda: seen(lambda reading: reading.started > 0), what, deadline)
+            return wait_for(lambda: seen(lambda reading: reading.finished >= step), what, deadline, 0.002)
         except AssertionError as error:
             raise AssertionError(
                 f"{error}\n{self.job(job_id)}\n{self.rank_logs(job_id)}\n{self.log()[-4000:]}"
