@@ -11,6 +11,7 @@ import os
 import shlex
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,8 @@ def main() -> int:
     listener = Listener()
     listener.install()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a fork server's forked process begins with them blocked
-    Path("/proc/self/comm").write_text(f"rank-{os.environ[names.RANK]}")  # for ps, top and py-spy
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(f"rank-{os.environ[names.RANK]}")  # for ps, top and py-spy
     from ratchet_contract.messages import LaunchFile
 
     launch = LaunchFile.model_validate_json(Path(os.environ[names.LAUNCH_FILE]).read_bytes())
