@@ -24,6 +24,7 @@ class Settings:
     hook_samples_per_rank: int = 2000  # thinned to half beyond this
     exports: int = 2  # made at one time: each is a process with torch
     export_seconds: float = 1800.0  # for one; below what the client waits for the first byte
+    export_send_seconds: float = 300.0  # for a client to take a MiB of one
     paths: HomePaths = field(init=False)
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -17,20 +18,24 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import safetensors
 import torch
 import torch.distributed as dist
+from fastapi import FastAPI
 from safetensors.torch import load_model
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.phases import Cause
 from ratchet_service.launchers import processes
+from ratchet_service.sending import Sending
 from ratchet_store.commit import read_manifest
 from ratchet_worker.export import export
 from tests.support import plain_script
+from tests.support.api import Server
 from tests.support.checkpoints import copy_checkpoint
 from tests.support.exports import FULL, SERVICE, SILENT, Held, exporting, gone, stored
 from tests.support.launch import Job
@@ -71,9 +76,11 @@ def _export(job: Job, form: str, checkpoint: Path | None = None) -> tuple[bytes,
     directory = checkpoint or job.newest()
     with tempfile.TemporaryFile() as file:
         request = {"checkpoint": str(directory), "digest": read_manifest(job.newest()).digest, "format": form}
-        notes = export({**request, "fd": os.dup(file.fileno())})
+        answer = export({**request, "fd": os.dup(file.fileno())})
         file.seek(0)
-        return file.read(), notes
+        data = file.read()
+        assert answer["digest"] == hashlib.sha256(data).hexdigest()
+        return data, answer["notes"]
 
 
 def _ranks(job: Job) -> list[Any]:
@@ -249,6 +256,24 @@ def test_an_export_ends_with_its_client_with_the_service_and_with_its_time(
         assert "longer than 1 s" in late.json()["detail"] and "try again" in late.json()["detail"]
         assert api.client.get(url).status_code == 504  # not busy
     assert all(gone(pids) for pids in held.begun())
+
+
+def test_a_client_that_takes_nothing_is_left_and_the_file_goes(caplog: pytest.LogCaptureFixture) -> None:
+    size, files, app = 32 << 20, [], FastAPI()  # more than the sockets hold
+
+    def send() -> Sending:
+        files.append(tempfile.TemporaryFile())  # noqa: SIM115  # the answer closes it
+        os.truncate(files[-1].fileno(), size)
+        return Sending(files[-1], 0.5, headers={"Content-Length": str(size)}, media_type="application/octet-stream")
+
+    app.get("/", response_model=None)(send)
+    with Server(app) as url, socket.socket() as client:
+        assert httpx.get(url).content == bytes(size)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((httpx.URL(url).host, httpx.URL(url).port))
+        client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        wait_for(lambda: len(files) == 2 and files[1].closed, "the file to be closed", 20)
+        assert files[0].closed and "took no MiB of it within 0.5 s" in caplog.text
 
 
 def test_a_service_that_is_killed_leaves_neither_process_nor_file(jobs: dict[str, Job], tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 Standard input: JSON with ``checkpoint`` (directory), ``digest`` (of its manifest), ``format`` and ``fd``, the descriptor of an
 open file without a name, which takes the result: what is half written has no name either. ``safetensors``: the model alone.
 ``torch``: a tar of one ``rank-00000-of-00002.pt`` per rank, the only place where Ratchet calls ``torch.save``. ``asker``: the
-parent, with which this process ends. ``answer``: the descriptor of a file that takes JSON, ``{"notes": [...]}`` or
-``{"error": ..., "code": ...}``.
+parent, with which this process ends. ``answer``: the descriptor of a file that takes JSON, ``{"notes": [...], "digest": ...}``
+(SHA-256 of the result, in hex) or ``{"error": ..., "code": ...}``.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import sys
@@ -39,7 +40,7 @@ def main() -> None:
     die_with_parent(request["asker"])
     answer: dict[str, Any]
     try:
-        answer = {"notes": export(request)}
+        answer = export(request)
     except RatchetError as error:
         answer = {"error": error.detail, "code": error.code}
     except OSError as error:
@@ -50,8 +51,8 @@ def main() -> None:
     os.pwrite(request["answer"], json.dumps(answer).encode(), 0)
 
 
-def export(request: dict[str, Any]) -> list[str]:
-    """Write what is asked for; what its reader must know. Raises ``CheckpointError``, ``StateError``, ``OSError``."""
+def export(request: dict[str, Any]) -> dict[str, Any]:
+    """Write what is asked for; the answer. Raises ``CheckpointError``, ``StateError``, ``OSError``."""
     directory = Path(request["checkpoint"])
     manifest = read_manifest(directory)
     if manifest.digest != request["digest"]:
@@ -59,7 +60,9 @@ def export(request: dict[str, Any]) -> list[str]:
     check_files(directory, manifest)
     chosen = chosen_of(directory, manifest)
     with os.fdopen(request["fd"], "r+b") as out:
-        return _tar(chosen, out) if request["format"] == "torch" else _safetensors(chosen, out)
+        notes = _tar(chosen, out) if request["format"] == "torch" else _safetensors(chosen, out)
+        out.seek(0)
+        return {"notes": notes, "digest": hashlib.file_digest(out, "sha256").hexdigest()}
 
 
 def _safetensors(chosen: Chosen, out: BinaryIO) -> list[str]:

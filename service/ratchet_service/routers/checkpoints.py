@@ -16,6 +16,7 @@ from ratchet_service import examples, openapi
 from ratchet_service.bodies import parse
 from ratchet_service.http import Cursor, JsonPost, Limit, ServiceDep, disconnected, reply
 from ratchet_service.routers.actions import Nothing
+from ratchet_service.sending import Sending
 from ratchet_service.usecases import attempts, checkpoints, export
 
 router = APIRouter(tags=["attempts and checkpoints"])
@@ -102,7 +103,8 @@ async def export_checkpoint(
         "Repr-Digest": f"sha-256=:{base64.b64encode(made.digest).decode()}:",
         "Ratchet-Notes": json.dumps(made.notes),
     }
-    return StreamingResponse(made.chunks(), headers=headers, media_type=export.MEDIA_TYPES[format])
+    seconds = service.settings.export_send_seconds
+    return Sending(made.file, seconds, headers=headers, media_type=export.MEDIA_TYPES[format])
 
 
 @router.post(
