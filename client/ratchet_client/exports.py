@@ -12,8 +12,14 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Final, Literal
+
+try:
+    import fcntl
+except ImportError:  # Windows: what a killed export leaves there stays
+    fcntl = None  # type: ignore[assignment]
 
 from ratchet_client.errors import ServiceFault, ServiceUnreachable
 from ratchet_client.transport import Transport
@@ -31,17 +37,14 @@ def fetch(transport: Transport, path: str, form: ExportFormat, target: Path) -> 
     """Write the export at ``path`` of the service to ``target``, a file (``safetensors``) or a directory (``torch``), which must
     not be there yet. Returns what its reader must know.
 
-    It is written beside ``target`` and gets its name last. Raises ``Refused`` (``output-exists``, ``output-not-written``),
-    ``ServiceUnreachable`` for an answer that is cut short, ``ServiceFault`` for an altered one, and what the service refuses.
+    It is written beside ``target`` and gets its name last; what killed exports to ``target`` had left there goes. Raises
+    ``Refused`` (``output-exists``, ``output-not-written``), ``ServiceUnreachable`` for an answer that is cut short,
+    ``ServiceFault`` for an altered one, and what the service refuses.
     """
     if os.path.lexists(target):
         raise _taken(target)
     try:
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name[:100]}.", suffix=".tmp", dir=target.absolute().parent))
-    except OSError as error:
-        raise _not_written(target, error) from error
-    try:
-        with transport.stream(path, {"format": form}, {}, read=_READ_SECONDS) as response:
+        with _beside(target) as temporary, transport.stream(path, {"format": form}, {}, read=_READ_SECONDS) as response:
             body = _Body(response.iter_bytes(_CHUNK))
             made = temporary / "whole"
             if form == "torch":
@@ -57,8 +60,51 @@ def fetch(transport: Transport, path: str, form: ExportFormat, target: Path) -> 
         raise ServiceUnreachable(text, **error.extra) from error
     except OSError as error:
         raise _not_written(target, error) from error
+
+
+@contextmanager
+def _beside(target: Path) -> Iterator[Path]:
+    """A directory of its own beside ``target`` for as long as the block lasts. It is locked until this process ends, however it
+    ends: one that nobody holds is left of a killed export, and is removed here."""
+    parent, prefix = target.absolute().parent, f".{target.name[:100]}."
+    left = re.compile(re.escape(prefix) + r"[a-z0-9_]{8}\.tmp", re.ASCII)
+    for path in [path for path in parent.iterdir() if left.fullmatch(path.name)]:
+        with suppress(OSError):
+            dead = _locked(path)
+            try:
+                shutil.rmtree(path)
+            finally:
+                os.close(dead)
+    lock = None
+    while lock is None:
+        temporary = Path(tempfile.mkdtemp(prefix=prefix, suffix=".tmp", dir=parent))
+        try:
+            lock = _locked(temporary)
+        except (BlockingIOError, FileNotFoundError):  # removed between its making and its lock
+            continue
+        except OSError:  # no locks on this file system: nobody takes what is here for dead
+            break
+    try:
+        yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked(directory: Path) -> int:
+    """The descriptor that holds the lock. Raises ``OSError``: another has it, or it cannot be had."""
+    if fcntl is None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(fd), directory.lstat()):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 class _Body:

@@ -122,8 +122,9 @@ def test_what_came_meanwhile_is_not_overwritten(
     assert list(tmp_path.iterdir()) == [target]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_command_that_is_ended_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    """One that is killed leaves what the next export to the same name takes away."""
     go = threading.Event()
 
     def script(handler: BaseHTTPRequestHandler, _: int) -> Reply:
@@ -140,9 +141,18 @@ def test_a_command_that_is_ended_leaves_nothing(tmp_path: Path, number: signal.S
         try:
             wait_for(lambda: [p for p in tmp_path.glob(".*/whole") if p.stat().st_size], "half of the file")
             command.send_signal(number)
-            assert command.wait(30) == 130
+            assert command.wait(30) == (-number if number is signal.SIGKILL else 130)
         finally:
             go.set()
             command.kill()
             command.wait()
+    if number is signal.SIGKILL:
+        target = tmp_path / "model.safetensors"
+        assert [p.suffix for p in tmp_path.iterdir()] == [".tmp"]
+        _fetch(tmp_path / "model", b"x")  # another name
+        assert len(list(tmp_path.iterdir())) == 2
+        with pytest.raises(Refused, match="there already"):  # one that has begun meanwhile is alive, and is left alone
+            _fetch(target, b"x", meanwhile=lambda: _fetch(target, b"other"))
+        assert target.read_bytes() == b"other"
+        target.unlink(), (tmp_path / "model").unlink()
     assert list(tmp_path.iterdir()) == []
