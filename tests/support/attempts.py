@@ -81,7 +81,7 @@ class Attempt:
             assert self.agents[-1].poll() is None, self.log()
             return reading is not None and reading.finished >= step
 
-        wait_for(reached, f"rank {rank} to reach step {step}", 30)
+        wait_for(reached, f"rank {rank} to reach step {step}", 30, 0.02)
 
     def wait_log(self, text: str) -> None:
         wait_for(lambda: text in self.log(), f"{text!r} in the agent's log", 30)

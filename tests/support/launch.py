@@ -132,11 +132,11 @@ class Attempt:
             reading = self.reading(rank)
             return reading is not None and reading.finished >= step
 
-        wait_for(reached, f"rank {rank} to finish step {step}", 60)
+        wait_for(reached, f"rank {rank} to finish step {step}", 60, 0.02)
 
     def wait_log(self, text: str, rank: int = 0) -> None:
         path = self.paths.log(rank)
-        wait_for(lambda: path.exists() and text in path.read_text(), f"{text!r} in the log of rank {rank}", 60)
+        wait_for(lambda: path.exists() and text in path.read_text(), f"{text!r} in the log of rank {rank}", 60, 0.02)
 
     def control(self, **fields: Any) -> None:
         """What the agent would write when the service wishes it."""

@@ -20,17 +20,20 @@ from ratchet_contract.paths import AttemptPaths, HomePaths
 from ratchet_worker.counter import CounterReader, Reading
 
 T = TypeVar("T")
+_PERIOD, _RAREST = 0.02, 0.15
 
 
-def wait_for(condition: Callable[[], T | None], what: str, deadline: float = 60.0, period: float = 0.02) -> T:
-    """The first truthy value of ``condition``; AssertionError naming ``what`` after ``deadline`` seconds."""
-    end = time.monotonic() + deadline
+def wait_for(condition: Callable[[], T | None], what: str, deadline: float = 60.0, period: float | None = None) -> T:
+    """The first truthy value of ``condition``; AssertionError naming ``what`` after ``deadline`` seconds. ``period``: seconds
+    between two looks; without it they become rarer the longer it takes, so that those who look leave the cores to the work."""
+    began = time.monotonic()
     while True:
         value = condition()
         if value:
             return value
-        assert time.monotonic() < end, f"waited {deadline:.0f} s for {what}"
-        time.sleep(period)
+        waited = time.monotonic() - began
+        assert waited < deadline, f"waited {deadline:.0f} s for {what}"
+        time.sleep(period or min(_RAREST, max(_PERIOD, waited / 10)))
 
 
 def processes_below(home: Path) -> list[int]:

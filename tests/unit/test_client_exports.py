@@ -139,7 +139,9 @@ def test_a_command_that_is_ended_leaves_nothing(tmp_path: Path, number: signal.S
         arguments = ["checkpoints", "export", "job-000000000000", "--checkpoint", "step-1", "-o", "model.safetensors"]
         command = subprocess.Popen([EXECUTABLE, "--server", server.url, *arguments], cwd=tmp_path)
         try:
-            wait_for(lambda: [p for p in tmp_path.glob(".*/whole") if p.stat().st_size], "half of the file")
+            wait_for(
+                lambda: [p for p in tmp_path.glob(".*/whole") if p.stat().st_size], "half of the file", period=0.02
+            )
             command.send_signal(number)
             assert command.wait(30) == (-number if number is signal.SIGKILL else 130)
         finally:
