@@ -35,14 +35,14 @@ class Finder:
             load(module)
             restore = module.restore
             def forgetful(state, tensors, *rest):
-                kept = {k: t * 0 if k.startswith("residual/") else t for k, t in tensors.items()}
+                lost = os.environ["RANK"] == "1"  # looked up here: a rank may be forked from where this was imported
+                kept = {k: t * 0 if lost and k.startswith("residual/") else t for k, t in tensors.items()}
                 return restore(state, kept, *rest)
             module.restore = forgetful
         spec.loader.exec_module = exec_module
         return spec
 
-if os.environ.get("RANK") == "1":
-    sys.meta_path.insert(0, Finder())
+sys.meta_path.insert(0, Finder())
 """
 
 
