@@ -68,3 +68,9 @@ def test_a_trainer_that_a_callback_had_stopped_stays_so_in_its_job_and_not_in_a_
 ) -> None:
     """Killed after its last step, in a test behind ``fit``, the job asked for another step, and was refused it or trained on."""
     assert two.run(runs.stopped_in_a_session, str(tmp_path), recorded_by) == [stops] * 2
+
+
+def test_an_epoch_of_other_batches_is_refused(two: Ranks, tmp_path: Path) -> None:
+    """On another number of ranks the epoch that was begun ended without its validation and its scheduler's step."""
+    for said in two.run(runs.stopped_in_a_session, str(tmp_path), "mine", 44):
+        assert "batches_per_epoch was 22, now it is 44" in str(said) and "batch_is='global'" in str(said)

@@ -206,19 +206,27 @@ def refusal(rank: int, directory: str, what: str) -> str:
     return "nothing was refused"
 
 
-def stopped_in_a_session(rank: int, directory: str, recorded_by: str) -> bool:
-    """Does a Trainer of job ``mine`` stop that begins with what one of ``recorded_by`` saved when a callback had stopped it?"""
+def stopped_in_a_session(rank: int, directory: str, recorded_by: str, batches: int = 22) -> bool | str:
+    """Does a Trainer of job ``mine``, with ``batches`` in an epoch, stop that begins with what one of ``recorded_by``, with 22,
+    saved when a callback had stopped it? Or the message of the error."""
     from ratchet_worker.integrations.lightning import _Progress
 
     chosen = SimpleNamespace(manifest=SimpleNamespace(job_id=recorded_by))
-    session: Any = SimpleNamespace(_runtime=SimpleNamespace(chosen=chosen, launch=SimpleNamespace(job_id="mine")))
+    state = SimpleNamespace(data=SimpleNamespace(steps_per_epoch=22))
+    runtime = SimpleNamespace(chosen=chosen, launch=SimpleNamespace(job_id="mine"), state=state)
+    session: Any = SimpleNamespace(_runtime=runtime)
     before, after = (
         pl.Trainer(accelerator="cpu", devices=1, logger=False, default_root_dir=directory) for _ in range(2)
     )
     for trainer in (before, after):
         trainer.strategy.connect(Module(False))
     before.should_stop = True
-    _Progress(session, after).load_state_dict(_Progress(session, before).state_dict())
+    recorded = _Progress(session, before).state_dict()
+    state.data.steps_per_epoch = batches
+    try:
+        _Progress(session, after).load_state_dict(recorded)
+    except ValueError as error:
+        return str(error)
     return after.should_stop
 
 

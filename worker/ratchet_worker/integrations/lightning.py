@@ -46,7 +46,7 @@ except ImportError as error:
     raise ImportError("Lightning is not installed: pip install 'ratchet-train[worker,lightning]'") from error
 
 from ratchet_contract.errors import UserError
-from ratchet_worker.integrations.steps import Steps, goes_on
+from ratchet_worker.integrations.steps import Steps, goes_on, refuse_other_epochs
 from ratchet_worker.session import Session
 
 _UNLIMITED: Final = -1  # as Lightning writes it
@@ -239,17 +239,24 @@ class _Progress:
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            **self._epoch(),
             "fit_loop": self._trainer.fit_loop.state_dict(),
             "callbacks": call._call_callbacks_state_dict(self._trainer),
             "should_stop": self._trainer.should_stop,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ``ValueError`` where an epoch has other steps than the recorded one."""
+        refuse_other_epochs(state, self._epoch())
         self._trainer.fit_loop.load_state_dict(state["fit_loop"])
         call._call_callbacks_load_state_dict(self._trainer, {"callbacks": state["callbacks"]})
         # A checkpoint of before has no such entry.
         self._trainer.should_stop = state.get("should_stop", False) and goes_on(self._session)
         self._stepped = self._trainer.fit_loop.epoch_loop._batches_that_stepped
+
+    def _epoch(self) -> dict[str, int]:
+        data: Any = self._session._runtime.state.data
+        return {"batches_per_epoch": int(data.steps_per_epoch)}
 
     def settle(self) -> None:
         """A Trainer that resumes where a validation would be due passes over it, and counts a batch that it did not train."""

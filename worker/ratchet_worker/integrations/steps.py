@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ratchet_contract.errors import UserError
@@ -15,6 +15,17 @@ def goes_on(session: Session) -> bool:
     runtime = session._runtime
     manifest = runtime.chosen.manifest
     return manifest is not None and manifest.job_id == runtime.launch.job_id
+
+
+def refuse_other_epochs(recorded: Mapping[str, Any], now: Mapping[str, int]) -> None:
+    """Raises ``ValueError`` where an epoch of now has other steps than the ``recorded`` one: the package counts in them, and what
+    it does at an epoch's end would come at another place or not at all."""
+    for name, value in now.items():
+        if recorded.get(name, value) != value:  # a checkpoint of before may lack it
+            raise ValueError(
+                f"{name} was {recorded[name]}, now it is {value}; on another number of ranks the same steps come from data of a "
+                "fixed global batch: session.register(data=TrainLoader(..., batch_is='global'))"
+            )
 
 
 class Steps:

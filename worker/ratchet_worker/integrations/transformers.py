@@ -42,8 +42,15 @@ except ImportError as error:
 from ratchet_contract.errors import UserError
 from ratchet_worker.data.loader import TrainLoader
 from ratchet_worker.integrations import accelerate
-from ratchet_worker.integrations.steps import Steps, goes_on
-from ratchet_worker.integrations.training_arguments import RESUMES, SEARCH, make_generator, options, refuse, refuse_own_data
+from ratchet_worker.integrations.steps import Steps, goes_on, refuse_other_epochs
+from ratchet_worker.integrations.training_arguments import (
+    RESUMES,
+    SEARCH,
+    make_generator,
+    options,
+    refuse,
+    refuse_own_data,
+)
 from ratchet_worker.session import Session
 
 if not all(hasattr(Trainer, name) for name in ("_run_epoch", "_init_training_state", "_prepare_for_training")):
@@ -258,12 +265,7 @@ class _Progress:
         """Raises ``ValueError`` where an epoch has other steps than the recorded one."""
         now = {"steps_per_epoch": self.steps_per_epoch}
         now["gradient_accumulation_steps"] = self._trainer.args.gradient_accumulation_steps
-        for name, value in now.items():
-            if state[name] != value:
-                raise ValueError(
-                    f"{name} was {state[name]}, now it is {value}; on another number of ranks the same steps come from data "
-                    "of a fixed global batch: session.register(data=TrainLoader(..., batch_is='global'))"
-                )
+        refuse_other_epochs(state, now)
         self._loaded, self.ended = state, state["ended"] and goes_on(self._trainer._session)
         self._put()
 
