@@ -10,10 +10,8 @@ import torch
 from ratchet_hooks.build import managed_ddp
 from ratchet_hooks.custom import _tensors, redistribute
 from ratchet_hooks.errors import CustomHookError, HookStateError
-from ratchet_hooks.memory import hook_memory
-from ratchet_hooks.specs import AllreduceSpec, BatchedPowerSGDSpec, CustomSpec, PowerSGDSpec
+from ratchet_hooks.specs import AllreduceSpec, CustomSpec, PowerSGDSpec
 from ratchet_hooks.states import redistribute as redistribute_all
-from ratchet_worker.tasks.digits import DigitsTask, make_net
 from tests.support import custom_hooks
 from tests.support.groups import Ranks
 from tests.support.hook_cases import MANY_BUCKETS, ONE_BUCKET, Case, Run, differences, exact_resumes, same
@@ -304,29 +302,3 @@ def test_states_of_several_ranks_become_one_where_their_class_says_how(two: Rank
     assert redistribute_all(whole, TOP_K)[1] == {**whole[0][1], "state": data}
     with pytest.raises(HookStateError, match=r"rank 1: .* not of one checkpoint"):
         redistribute_all([whole[0], (whole[1][0], {**whole[1][1], "iteration": 3})], TOP_K)
-
-
-def held(rank: int, spec: Any) -> int:
-    """What the summary says the state of the digits' net holds, in one bucket, once it compresses."""
-    net = make_net(8, 0.0)
-    ddp, hook = managed_ddp(net, spec, ddp={"bucket_cap_mb": 25})
-    for _ in range(3):
-        ddp(torch.randn(4, 1, 8, 8)).square().mean().backward()
-    return hook.summary(rank=rank, step=3).memory_bytes
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        PowerSGDSpec(matrix_approximation_rank=2, start_powerSGD_iter=2),
-        PowerSGDSpec(start_powerSGD_iter=0, use_error_feedback=False, warm_start=False, min_compression_rate=1.5),
-        PowerSGDSpec(start_powerSGD_iter=2, wrapper="bf16_compress_wrapper"),
-        BatchedPowerSGDSpec(matrix_approximation_rank=3, start_powerSGD_iter=2),
-        AllreduceSpec(),
-        AllreduceSpec(wrapper="fp16_compress_wrapper"),
-    ],
-    ids=["powerSGD", "no-feedback", "wrapped", "batched", "allreduce", "wrapped allreduce"],
-)
-def test_memory_is_estimated_as_it_will_be(two: Ranks, spec: Any) -> None:
-    estimate = hook_memory(spec, DigitsTask(width=8).parameter_shapes())
-    assert two.run(held, spec) == [estimate, estimate]

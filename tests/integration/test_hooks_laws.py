@@ -10,9 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ratchet_hooks.build import HookStateError, redistribute
+from ratchet_hooks.build import HookStateError, managed_ddp, redistribute
 from ratchet_hooks.files import load_state
+from ratchet_hooks.memory import hook_memory
 from ratchet_hooks.specs import AllreduceSpec, BatchedPowerSGDSpec, PowerSGDSpec
+from ratchet_worker.tasks.digits import DigitsTask, make_net
 from tests.support import backward_faults
 from tests.support import hook_faults as faults
 from tests.support import hook_laws as laws
@@ -239,3 +241,29 @@ def test_ranks_report_failures_and_leave_nothing_behind() -> None:
     with pytest.raises(AssertionError, match="exit code 7"):
         run_ranks(2, faults.die_or_wait, "exit", deadline=20)
     assert [(rank, world) for rank, world, _ in run_ranks(2, faults.environment)] == [(0, 2), (1, 2)]
+
+
+def held(rank: int, spec: Any) -> int:
+    """What the summary says the state of the digits' net holds, in one bucket, once it compresses."""
+    net = make_net(8, 0.0)
+    ddp, hook = managed_ddp(net, spec, ddp={"bucket_cap_mb": 25})
+    for _ in range(3):
+        ddp(torch.randn(4, 1, 8, 8)).square().mean().backward()
+    return hook.summary(rank=rank, step=3).memory_bytes
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        PowerSGDSpec(matrix_approximation_rank=2, start_powerSGD_iter=2),
+        PowerSGDSpec(start_powerSGD_iter=0, use_error_feedback=False, warm_start=False, min_compression_rate=1.5),
+        PowerSGDSpec(start_powerSGD_iter=2, wrapper="bf16_compress_wrapper"),
+        BatchedPowerSGDSpec(matrix_approximation_rank=3, start_powerSGD_iter=2),
+        AllreduceSpec(),
+        AllreduceSpec(wrapper="fp16_compress_wrapper"),
+    ],
+    ids=["powerSGD", "no-feedback", "wrapped", "batched", "allreduce", "wrapped allreduce"],
+)
+def test_memory_is_estimated_as_it_will_be(two: Ranks, spec: Any) -> None:
+    estimate = hook_memory(spec, DigitsTask(width=8).parameter_shapes())
+    assert two.run(held, spec) == [estimate, estimate]
