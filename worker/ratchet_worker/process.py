@@ -25,7 +25,7 @@ from ratchet_contract.messages import LaunchFile, RankResult
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import Cause
 from ratchet_hooks.build import close_group
-from ratchet_worker import determinism, loop, rng, user_code
+from ratchet_worker import allocator, determinism, loop, rng, user_code
 from ratchet_worker.agreement import Agreement, Decision, Stopped, Wish
 from ratchet_worker.counter import StepCounter
 from ratchet_worker.endings import EXIT_CODES, cause_of, leave_process, write_result
@@ -87,6 +87,8 @@ class RankProcess:
         unmanaged = spec.script is not None and user_code.is_unmanaged(spec.script, code)
         self._listener.follow(self._paths.control_file, launch.desired)
         determinism.apply(spec.determinism, launch.resolved.threads_per_rank)
+        if launch.resolved.device == "cpu":
+            allocator.keep_freed()
         # A device that is made current cannot be used by processes that the script forks: that is its own affair.
         device = named_device(launch, identity) if unmanaged else device_of(launch, identity)
         rng.seed_all(spec.seed, identity.rank)
