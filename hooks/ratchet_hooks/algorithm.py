@@ -57,8 +57,8 @@ class Report:
 class Algorithm:
     """Base of all hooks; as it stands, the one of a hook without state.
 
-    Off NCCL everything that ``run`` starts on the group must be complete when it returns, or be one single collective: chains of
-    collectives of two buckets would cross in different orders on different ranks.
+    Off NCCL all collectives of a chain must be issued by ``run`` itself, of this bucket or of a later one: chains that go on in
+    callbacks would cross in different orders on different ranks. When ``run`` returns for the last bucket, all must be issued.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -88,9 +88,15 @@ class Algorithm:
         return Report()
 
 
+def promised(tensor: torch.Tensor) -> TensorFuture:
+    """A future that comes with ``set_result(tensor)``. On CUDA it then keeps an event of the present stream, for which the
+    waiter's stream will wait."""
+    return torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
+
+
 def completed(tensor: torch.Tensor) -> TensorFuture:
-    """A future that has come. On CUDA it keeps an event of the present stream, for which the waiter's stream will wait."""
-    future: TensorFuture = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
+    """A future that has come."""
+    future = promised(tensor)
     future.set_result(tensor)
     return future
 

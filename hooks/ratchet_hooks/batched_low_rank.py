@@ -22,7 +22,7 @@ from ratchet_hooks.algorithm import Setup
 from ratchet_hooks.codec import Tensors
 from ratchet_hooks.errors import UnsupportedModel
 from ratchet_hooks.layout import Layout
-from ratchet_hooks.low_rank import LowRank
+from ratchet_hooks.low_rank import LowRank, Stages
 from ratchet_hooks.orthogonalize import Basis
 from ratchet_hooks.specs_powersgd import BatchedPowerSGDSpec
 from ratchet_hooks.transposed import TransposedProduct, Tried
@@ -86,22 +86,25 @@ class BatchedPowerSGD(LowRank):
         """By the bucket's index."""
         yield from ((f"p/{index}", p), (f"q/{index}", q))
 
-    def _compress(self, bucket: Any, buffer: torch.Tensor, names: Sequence[str]) -> int:
-        state, index, size = self.state, bucket.index(), self.group.size()
-        square = self._square(index, buffer)
+    def _compress(self, bucket: Any, buffer: torch.Tensor, names: Sequence[str]) -> tuple[int, Stages]:
+        square = self._square(bucket.index(), buffer)
         sent = square.p.numel() + square.q.numel()
         self._count(bucket, buffer.numel(), sent)
+        return sent, self._stages(square, bucket.index(), buffer, names)
+
+    def _stages(self, square: _Square, index: int, buffer: torch.Tensor, names: Sequence[str]) -> Stages:
+        state = self.state
         square.load(buffer, add=index in state.error_dict)
         if not state.warm_start or index not in state.p_memory_dict:
             self._draw([square.q_basis])
         square.q_basis.orthogonalize(state.orthogonalization_epsilon)
         torch.mm(square.matrix, square.q, out=square.p)
-        self._reduce(square.p).wait()  # no division: P is made orthonormal
+        yield self._reduce(square.p)  # no division: P is made orthonormal
         self.watch.low_rank(names, square.p, [square.p], along=(0,))
         square.p_basis.orthogonalize(state.orthogonalization_epsilon)
         square.transposed.compute()
-        self._reduce(square.q).wait()
-        square.q.div_(size)
+        yield self._reduce(square.q)
+        square.q.div_(self.group.size())
         self.watch.low_rank(names, square.q, [square.q], along=self._along)
         if state.use_error_feedback:
             state.error_dict[index] = square.flat
@@ -110,7 +113,6 @@ class BatchedPowerSGD(LowRank):
             square.store(buffer, square.flat)
         if state.warm_start:
             state.p_memory_dict[index], state.q_memory_dict[index] = square.p, square.q
-        return sent
 
     def _square(self, index: int, buffer: torch.Tensor) -> _Square:
         """The bucket's, on the memory of its residual, P and Q where there are any."""

@@ -6,7 +6,9 @@ The state is torch's ``PowerSGDState``; what its dictionaries hold after a step 
   run in whichever thread finishes the all-reduce before; two buckets (or DDP's own all-reduce of the map of unused parameters)
   cross in different orders on different ranks, and products come out in other bits, because the number of threads and the
   handling of denormals belong to the thread. Here the thread that calls the hook issues and computes everything;
-- when: the uncompressed gradients are on their way while P is computed;
+- when: the uncompressed gradients are on their way while P is computed; off NCCL a bucket's P is while the backward pass goes on
+  and the next bucket is begun, and its Q while those of the buckets behind it are made. No result is needed before the last
+  bucket's hook, which ends them all: what a hook call issues depends on the buckets' order alone, so it is the same on all ranks;
 - the memory: a bucket's residual is also the matrix that is compressed. Gradients are added to it, the average is subtracted from
   it, and neither a copy of the bucket nor a new residual is made. Views are made once per bucket, not once per step;
 - on NCCL everything is queued on a stream of its own, and the host waits for nothing but the copy of a random Q to the device.
@@ -14,9 +16,10 @@ The state is torch's ``PowerSGDState``; what its dictionaries hold after a step 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,7 +27,7 @@ from pydantic import JsonValue
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
 from ratchet_hooks import powersgd
-from ratchet_hooks.algorithm import Algorithm, Report, Setup, TensorFuture, completed, on_nccl
+from ratchet_hooks.algorithm import Algorithm, Report, Setup, TensorFuture, on_nccl, promised
 from ratchet_hooks.codec import Tensors
 from ratchet_hooks.errors import HookStateError
 from ratchet_hooks.layout import Layout
@@ -32,6 +35,25 @@ from ratchet_hooks.low_rank_plan import Plan
 from ratchet_hooks.orthogonalize import Basis
 from ratchet_hooks.specs_powersgd import BatchedPowerSGDSpec, PowerSGDSpec
 from ratchet_hooks.transposed import Tried
+
+Stages: TypeAlias = Generator[Any, None, None]
+"""Of one bucket: up to P on its way, then up to Q on its way, then the rest. Gives the all-reduce that the next stage needs, or
+None where there is none."""
+
+
+@dataclass
+class _Begun:
+    """A bucket between two stages."""
+
+    stages: Stages
+    buffer: torch.Tensor
+    average: TensorFuture
+    awaited: Any = None
+
+    def go_on(self) -> None:
+        if self.awaited is not None:
+            self.awaited.wait()
+        self.awaited = next(self.stages, None)
 
 
 class LowRank(Algorithm):
@@ -45,6 +67,7 @@ class LowRank(Algorithm):
         self._along = (0, 1) if spec.warm_start else (1,)
         self._tried: Tried = {}
         nccl = on_nccl(setup.group, setup.device)
+        self._begun: list[_Begun] = []
         self._stream = torch.cuda.Stream(setup.device) if nccl else None  # type: ignore[no-untyped-call]
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
@@ -53,11 +76,40 @@ class LowRank(Algorithm):
             state.maybe_increase_iter(bucket)  # type: ignore[no-untyped-call]
             work: Any = dist.all_reduce(buffer.div_(self.group.size()), group=self.group, async_op=True)
             return work.get_future().then(lambda done: done.value()[0]), buffer.nbytes
+        if bucket.index() == 0:
+            self._abandon()
         with self._queue():
-            sent = self._compress(bucket, buffer, names)
+            sent, stages = self._compress(bucket, buffer, names)
+            begun = _Begun(stages, buffer, promised(buffer))
+            self._begun.append(begun)
+            begun.go_on()
+            if self._stream is not None:  # there "wait" does not block the host: nothing to gain
+                begun.go_on()
+                self._end()
+            else:
+                self._pass_on(last=bucket.is_last())
             state.maybe_increase_iter(bucket)  # type: ignore[no-untyped-call]
-            future = completed(buffer)  # of this stream
-        return future, sent * buffer.element_size()
+        return begun.average, sent * buffer.element_size()
+
+    def _pass_on(self, *, last: bool) -> None:
+        """Q of the bucket before the newest, and behind the newest, if it is the last one, what remains of all."""
+        for begun in self._begun[-2:] if last else self._begun[-2:-1]:
+            begun.go_on()
+        if last:
+            self._end()
+
+    def _end(self) -> None:
+        for begun in self._begun:
+            begun.go_on()
+            begun.average.set_result(begun.buffer)
+        self._begun = []
+
+    def _abandon(self) -> None:
+        """What a backward pass that failed half-way has left."""
+        for begun in self._begun:
+            if begun.awaited is not None:
+                begun.awaited.wait()
+        self._begun = []
 
     def capture(self, layout: Layout | None) -> tuple[Tensors, JsonValue]:
         """Residuals, P and Q; the rest of ``__getstate__()`` as JSON."""
@@ -100,8 +152,8 @@ class LowRank(Algorithm):
             memory_bytes=powersgd.memory_bytes(state),
         )
 
-    def _compress(self, bucket: Any, buffer: torch.Tensor, names: Sequence[str]) -> int:
-        """Put the compressed average into ``buffer``; the number of elements that this rank sends."""
+    def _compress(self, bucket: Any, buffer: torch.Tensor, names: Sequence[str]) -> tuple[int, Stages]:
+        """The number of elements that this rank sends, and what puts the compressed average into ``buffer``."""
         raise NotImplementedError
 
     def _queue(self) -> AbstractContextManager[Any]:
@@ -137,21 +189,23 @@ class PowerSGD(LowRank):
         super().__init__(spec, setup)
         self._plans: dict[int, Plan] = {}
 
-    def _compress(self, bucket: Any, buffer: torch.Tensor, names: Sequence[str]) -> int:
-        state, index = self.state, bucket.index()
+    def _compress(self, bucket: Any, buffer: torch.Tensor, names: Sequence[str]) -> tuple[int, Stages]:
+        index = bucket.index()
         total = self._total(index, buffer)
         plan = self._plan(bucket, buffer, total, names)
         if bucket.is_last() and len(self._plans) > index + 1:  # plans of buckets that are no more hold their memory
             self._plans = {i: kept for i, kept in self._plans.items() if i <= index}
         self._count(bucket, plan.before, plan.sent)
-        small = None
+        return plan.sent, self._stages(plan, index)
+
+    def _stages(self, plan: Plan, index: int) -> Stages:
+        state, small = self.state, None
         if plan.small.numel():
             torch.cat(plan.small_sources, out=plan.small)
             small = self._reduce(plan.small)
         if not state.warm_start or index not in state.p_memory_dict:
             self._draw([product.q for product in plan.products])
-        if plan.products:
-            self._factorise(plan)
+        yield from self._factorise(plan) if plan.products else (None, None)
         if state.warm_start:
             state.p_memory_dict[index], state.q_memory_dict[index] = plan.p, plan.q
         if small is not None:
@@ -159,9 +213,8 @@ class PowerSGD(LowRank):
             self.watch.non_finite(plan.small_names, plan.small, lambda: plan.small_parts)
             plan.small.div_(self.group.size())
             torch._foreach_copy_(plan.small_targets, plan.small_parts)
-        if total is not buffer:
-            total.sub_(buffer)  # what is applied from what should have been: the new residual
-        return plan.sent
+        if plan.total is not plan.buffer:
+            plan.total.sub_(plan.buffer)  # what is applied from what should have been: the new residual
 
     def _total(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
         """Gradients and residual added up: in the residual's memory, or in the bucket's without error feedback."""
@@ -174,7 +227,7 @@ class PowerSGD(LowRank):
             torch.add(buffer, residual, out=residual)
         return residual
 
-    def _factorise(self, plan: Plan) -> None:
+    def _factorise(self, plan: Plan) -> Stages:
         """Replace the bucket's compressed gradients by their average of low rank."""
         epsilon = self.state.orthogonalization_epsilon
         for product in plan.products:
@@ -182,17 +235,16 @@ class PowerSGD(LowRank):
             if product.sources:
                 torch.stack(product.sources, out=product.matrix)
             torch.bmm(product.matrix, product.q.matrices, out=product.p.matrices)
-        # No division: P is made orthonormal.
-        self._reduce(plan.p).wait()
+        yield self._reduce(plan.p)  # no division: P is made orthonormal
         self.watch.low_rank(plan.low_names, plan.p, plan.p_parts, along=(0,))
         for product in plan.products:
             product.p.orthogonalize(epsilon)
             product.transposed.compute()
-        self._reduce(plan.q).wait()
+        yield self._reduce(plan.q)
         plan.q.div_(self.group.size())
         self.watch.low_rank(plan.low_names, plan.q, plan.q_parts, along=self._along)
         for product in plan.products:
-            torch.bmm(product.p.matrices, product.q_transposed, out=product.average)
+            product.outer.compute()
             if product.targets:
                 torch._foreach_copy_(product.targets, list(product.average.unbind()))
 

@@ -9,6 +9,7 @@ from itertools import groupby
 import torch
 
 from ratchet_hooks.orthogonalize import Basis
+from ratchet_hooks.outer import OuterProduct
 from ratchet_hooks.powersgd import LowRankPlace, PowerSGDState, factor_numels, factor_views, low_rank_places
 from ratchet_hooks.transposed import TransposedProduct, Tried
 
@@ -31,7 +32,8 @@ class Product:
     """Of several matrices: the place in the bucket of each."""
     transposed: TransposedProduct
     """``q = M^T p``"""
-    q_transposed: torch.Tensor
+    outer: OuterProduct
+    """``average = P Q^T``"""
 
 
 class Plan:
@@ -95,7 +97,8 @@ class Plan:
             sources, targets = ([flat[place.name].view(n, m) for place in group] for flat in (cut, out))
             matrix = average = self.buffer.new_empty(count, n, m)
         transposed = TransposedProduct(matrix, p, q, self._tried)
-        return Product(matrix, Basis(p), Basis(q), average, sources, targets, transposed, q.transpose(1, 2))
+        outer = OuterProduct(average, p, q, self._tried)
+        return Product(matrix, Basis(p), Basis(q), average, sources, targets, transposed, outer)
 
 
 def _groups(places: Sequence[LowRankPlace], *, batched: bool) -> list[list[LowRankPlace]]:

@@ -13,8 +13,8 @@ import torch
 
 from ratchet_hooks.states import same_bits
 
-_WORTH_IT: Final = 1 << 16  # elements of M; below, calls cost more than they save
-_TOO_LARGE: Final = 1 << 26  # a trial needs a second matrix for a moment
+WORTH_IT: Final = 1 << 16  # elements of M; below, calls cost more than they save
+TOO_LARGE: Final = 1 << 26  # a trial needs a second matrix for a moment
 _PERIOD: Final = 65521  # of a trial's values: a prime, so that rows differ
 _ROUNDS: Final = 4
 _LINE: Final = 64  # bytes
@@ -50,10 +50,10 @@ class TransposedProduct:
         transposed, rank = self._transposed, self._p.shape[-1]
         one = transposed.dim() == 2 or len(transposed) == 1
         full = transposed.device.type == "cpu" and transposed.dtype in (torch.float32, torch.float64)
-        if rank < 2 or not one or not full or not _WORTH_IT <= transposed.numel() <= _TOO_LARGE:
+        if rank < 2 or not one or not full or not WORTH_IT <= transposed.numel() <= TOO_LARGE:
             return None
         columns = _Columns(self._p, self._q)
-        places = tuple(_place(of) for of in (transposed, self._p, self._q))
+        places = tuple(place(of) for of in (transposed, self._p, self._q))
         case = (transposed.shape, transposed.dtype, rank, places, self._threads)
         if case not in self._tried:
             self._tried[case] = self._same(columns)
@@ -63,7 +63,7 @@ class TransposedProduct:
         """Tries on matrices of these shapes and places in a cache line. The order of additions does not depend on the values.
         Where rows cancel each other, rounding is all that is left, and another order shows; where all is zero, its sign does."""
         generator = torch.Generator().manual_seed(0)
-        matrix, p, q, other = (_like(of) for of in (self._transposed.mT, self._p, self._q, self._q))
+        matrix, p, q, other = (like(of) for of in (self._transposed.mT, self._p, self._q, self._q))
         n = matrix.shape[-2]
         for zeros in (False,) * _ROUNDS + (True,):
             values = torch.randn(_PERIOD, generator=generator)
@@ -89,15 +89,15 @@ class TransposedProduct:
         return True
 
 
-def _place(tensor: torch.Tensor) -> int:
+def place(tensor: torch.Tensor) -> int:
     """Where it begins within a cache line, in elements: how it is added up may depend on that."""
     return tensor.data_ptr() % _LINE // tensor.element_size()
 
 
-def _like(tensor: torch.Tensor) -> torch.Tensor:
+def like(tensor: torch.Tensor) -> torch.Tensor:
     """Other memory, of the same shape and place."""
-    place = _place(tensor)
-    return tensor.new_empty(place + tensor.numel())[place:].view(tensor.shape)
+    begin = place(tensor)
+    return tensor.new_empty(begin + tensor.numel())[begin:].view(tensor.shape)
 
 
 class _Columns:

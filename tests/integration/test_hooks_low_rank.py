@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ratchet_hooks.orthogonalize import Basis
+from ratchet_hooks.outer import OuterProduct
 from ratchet_hooks.specs import BatchedPowerSGDSpec, PowerSGDSpec
 from ratchet_hooks.states import same_bits
 from ratchet_hooks.transposed import TransposedProduct, Tried
@@ -87,6 +88,44 @@ def test_columns_that_would_change_a_bit_are_not_used(monkeypatch: pytest.Monkey
         monkeypatch.setattr(torch, "mv", other)
         TransposedProduct(matrix, p, q, {}).compute()
         assert same_bits(q, torch.mm(matrix.t(), p)), other
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_in_blocks_of_rows_or_not_the_bits_are_those_of_one_product(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tried: Tried = {}
+    for n, m, rank, place in itertools.product((256, 301), (512, 257), (1, 2, 4, 7), (0, 3)):
+        p, q, average = (
+            torch.randn(place + rows * columns, generator=generator).to(dtype)[place:].view(1, rows, columns)
+            for rows, columns in ((n, rank), (m, rank), (n, m))
+        )
+        p[:, ::3], q[:, ::2, 0] = 0.0, -0.0
+        OuterProduct(average, p, q, tried).compute()
+        assert same_bits(average, torch.bmm(p, q.mT)), (n, m, rank, place)
+
+
+def test_blocks_that_would_change_a_bit_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which a batch of small products adds up in another order, or from another zero, than one large one."""
+    p, q, average = torch.randn(1, 256, 3), torch.randn(1, 512, 3), torch.empty(1, 256, 512)
+    p[:, 7], bmm = 0.0, torch.bmm
+
+    def backwards(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        bmm(a.flip(-1), b.flip(-2), out=out) if len(a) > 1 else bmm(a, b, out=out)
+
+    def from_another_zero(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        bmm(a, b, out=out)
+        if len(a) > 1:
+            out.copy_(torch.where(out == 0, -0.0, out))
+
+    for other in (backwards, from_another_zero):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "bmm", other)
+            OuterProduct(average, p, q, {}).compute()
+        assert same_bits(average, torch.bmm(p, q.mT)), other
+
+
+def test_a_backward_pass_that_failed_half_way_leaves_nothing_behind(two: Ranks) -> None:
+    assert two.run(laws.begins_anew, PowerSGDSpec(start_powerSGD_iter=2)) == [True, True]
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["three-ranks", "one-rank"])

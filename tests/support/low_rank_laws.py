@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -102,14 +102,30 @@ def differs_from_torch(
         )
         for step in range(steps):
             ours.move(steps - 1 - step)
+            _step(ours, theirs, generator)
             for i in range(len(shapes)):
-                gradients = torch.randn(ours.buckets[i].flat.numel(), generator=generator).to(dtype)
-                ours.run(i, gradients)
-                with torchs_hook_made_safe():
-                    theirs.run(i, gradients)
                 parts = _differences(ours, theirs, i)
                 found += [f"{spec!r} {dtype} step {step} bucket {i}: {part}" for part in parts]
     return found
+
+
+def begins_anew(rank: int, spec: Spec) -> bool:
+    """Whether a step whose last buckets never came is forgotten: without error feedback and warm start, the next one gives what
+    torch's gives that was not interrupted."""
+    group = dist.group.WORLD
+    assert group is not None
+    bare = spec.model_copy(update={"use_error_feedback": False, "warm_start": False})
+    ours, theirs = (make(bare, _buckets(BUCKETS, torch.float32), group) for make in (_Both.ours, _Both.torchs))
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        _step(ours, theirs, generator)
+    drawn = ours.state.rng.get_state()
+    ours.run(0, torch.ones(ours.buckets[0].flat.numel()))
+    ours.run(1, torch.ones(ours.buckets[1].flat.numel()))
+    ours.averages = []
+    ours.state.rng.set_state(drawn)
+    _step(ours, theirs, generator)
+    return all(same(mine.flat, other.flat) for mine, other in zip(ours.buckets, theirs.buckets, strict=True))
 
 
 @dataclass
@@ -118,7 +134,8 @@ class _Both:
 
     state: PowerSGDState
     buckets: list[Bucket]
-    hook: Callable[[Bucket], torch.Tensor]
+    hook: Callable[[Bucket], torch.futures.Future[torch.Tensor]]
+    averages: list[torch.futures.Future[torch.Tensor]] = field(default_factory=list)
 
     @classmethod
     def ours(cls, spec: Spec, buckets: list[Bucket], group: dist.ProcessGroup) -> _Both:
@@ -130,19 +147,25 @@ class _Both:
         }
         setup = Setup(group=group, parameters=parameters, device=CPU, node_ranks=1)
         hook = PowerSGD(spec, setup) if isinstance(spec, PowerSGDSpec) else BatchedPowerSGD(spec, setup)
-        return cls(hook.state, buckets, lambda bucket: hook.run(bucket, names[bucket.index()])[0].wait())
+        return cls(hook.state, buckets, lambda bucket: hook.run(bucket, names[bucket.index()])[0])
 
     @classmethod
     def torchs(cls, spec: Spec, buckets: list[Bucket], group: dist.ProcessGroup) -> _Both:
         state = make_state(spec, group)
         named = {"powerSGD": torch_powersgd.powerSGD_hook, "batched_powerSGD": torch_powersgd.batched_powerSGD_hook}
         hook: Any = named[spec.name]
-        return cls(state, buckets, lambda bucket: hook(state, bucket).wait())
+        return cls(state, buckets, lambda bucket: hook(state, bucket))
 
     def run(self, index: int, gradients: torch.Tensor) -> None:
         bucket = self.buckets[index]
         bucket.flat.copy_(gradients)
-        assert self.hook(bucket).data_ptr() == bucket.flat.data_ptr()
+        self.averages.append(self.hook(bucket))
+
+    def finish(self) -> None:
+        """As DDP does behind the last bucket."""
+        for average, bucket in zip(self.averages, self.buckets, strict=True):
+            assert average.wait().data_ptr() == bucket.flat.data_ptr()
+        self.averages = []
 
     def move(self, steps_left: int) -> None:
         """Buckets or part of the state to other memory; what stays behind is spoiled."""
@@ -152,6 +175,16 @@ class _Both:
         for key in {1: ["error_dict"], 0: ["p_memory_dict", "q_memory_dict"]}.get(steps_left, []):
             tensors = getattr(self.state, key)
             tensors.update({index: _elsewhere(tensor) for index, tensor in tensors.items()})
+
+
+def _step(ours: _Both, theirs: _Both, generator: torch.Generator) -> None:
+    for i, bucket in enumerate(ours.buckets):
+        gradients = torch.randn(bucket.flat.numel(), generator=generator).to(bucket.flat.dtype)
+        ours.run(i, gradients)
+        with torchs_hook_made_safe():
+            theirs.run(i, gradients)
+    ours.finish()
+    theirs.finish()
 
 
 def _elsewhere(tensor: torch.Tensor) -> torch.Tensor:
