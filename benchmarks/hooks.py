@@ -13,7 +13,7 @@ import statistics
 from typing import Final
 
 from benchmarks.processes import group_result
-from benchmarks.scripts.hooks import STOCK
+from benchmarks.scripts.hooks import SPECS
 from benchmarks.stats import estimate, machine
 from benchmarks.step import Size
 from ratchet_hooks.registry import HOOKS
@@ -23,7 +23,7 @@ SIZES: Final = {"small": Size(512, 4, 32, 10, 40), "large": Size(2048, 6, 32, 2,
 
 
 def main() -> None:
-    available = [name for name in STOCK if HOOKS[name.partition(" + ")[0]].available]
+    available = [name for name in SPECS if HOOKS[name.partition(" + ")[0]].available]
     hooks = os.environ.get("RATCHET_BENCH_HOOKS", ",".join(available)).split(",")
     sizes = os.environ.get("RATCHET_BENCH_SIZES", ",".join(SIZES)).split(",")
     print(machine())

@@ -1,112 +1,120 @@
 """What a step costs under each hook on a slow network: two hosts, one rank each, on a link of 1 Gbit/s and of 100 Mbit/s.
 
-The hosts are network namespaces of this machine (see ``namespaces``). The ranks are the worker's own, started with what an agent
-gives them, and run ``scripts/network.py``, a Session; only the agent is missing, which serves one machine so far. There is one
-group of ranks per hook, all alive at once: they take turns on the link, so that every round has a block of steps of each, and a
-ratio is taken between blocks of one round. ``RATCHET_BENCH_HOOKS`` (names as in the table, separated by commas) and
-``RATCHET_BENCH_ROUNDS`` set what is measured.
+The hosts are network namespaces of this machine (see ``namespaces``). Ratchet's ranks are the worker's own, started with what an
+agent gives them, and run ``scripts/network.py``, a Session; only the agent is missing, which serves one machine so far. torch's
+run ``scripts/network_by_hand.py``, DDP under torch's own hook, with the same variables and settings. There is a group of ranks
+per hook of either, all alive at once: they take turns on the link, so that every round has a block of steps of each, those that
+are compared one after the other, and a ratio is taken between blocks of one round. ``RATCHET_BENCH_HOOKS`` (names as in the
+table, separated by commas) and ``RATCHET_BENCH_ROUNDS`` set what is measured.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import signal
-import socket
-import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Any, Final
 
-from benchmarks.namespaces import ADDRESSES, INTERFACE, Link, NoNamespaces
-from benchmarks.processes import logs
+from benchmarks.namespaces import Link, NoNamespaces
+from benchmarks.network_groups import WARM_UP, Group, Model, Training
+from benchmarks.scripts.stock import ONE_BUCKET
 from benchmarks.stats import estimate, machine
-from examples.demo.processes import DemoError, spool
-from ratchet_contract import environment as names
-from ratchet_contract.messages import LaunchFile
-from ratchet_contract.paths import AttemptPaths, HomePaths
-from ratchet_contract.spec import JobSpec, Resolved
 from ratchet_hooks.summary import HookSummary
-from ratchet_worker.launch_env import plan_ranks
-from ratchet_worker.starter import ProcessStarter, RankProcess
 
-SCRIPTS: Final = Path(__file__).with_name("scripts")
 RATES: Final = {"1 Gbit/s": 1_000_000_000, "100 Mbit/s": 100_000_000}
-LOW_RANK: Final = {"start_powerSGD_iter": 2}
-HOOKS: Final[dict[str, dict[str, Any]]] = {
-    "allreduce": {"name": "allreduce"},
-    "fp16_compress": {"name": "fp16_compress"},
-    "bf16_compress": {"name": "bf16_compress"},
-    "quantization_pertensor": {"name": "quantization_pertensor"},
-    "powerSGD rank 1": {"name": "powerSGD", "matrix_approximation_rank": 1, **LOW_RANK},
-    "powerSGD rank 4": {"name": "powerSGD", "matrix_approximation_rank": 4, **LOW_RANK},
-    "batched_powerSGD rank 1": {"name": "batched_powerSGD", "matrix_approximation_rank": 1, **LOW_RANK},
-    "noop": {"name": "noop"},
-}
-AGAINST: Final = "allreduce"
-WARM_UP: Final = 4  # steps: past the start of PowerSGD, and past DDP's rebuilding of its buckets
 ROUNDS: Final = 8
+MODEL: Final = Model(1024, 8, 32)  # 33.6 MB of gradients
 _BLOCK_SECONDS: Final = 0.4
 _LONGEST_BLOCK: Final = 20  # steps
 _PORTS_FROM: Final = 20_000  # in a network of our own
-_DEADLINE: Final = 180.0  # seconds, for the start of all ranks together, and for one turn
 
 
 @dataclass(frozen=True)
-class Model:
-    """``depth`` square layers of ``width``; ``batch``: samples per rank."""
+class Case:
+    """A line of the table: Ratchet's training, and torch's that it is compared with, if there is one."""
 
-    width: int
-    depth: int
-    batch: int
+    ours: Training
+    torchs: Training | None
 
 
-MODEL: Final = Model(1024, 8, 32)  # 33.6 MB of gradients
+def same(name: str) -> Case:
+    """A hook that torch has, under the same name."""
+    return Case(Training({"name": name}), Training({"name": name}, by_hand=True))
+
+
+def low_rank(rank: int, *, one_bucket: bool = False, name: str = "powerSGD") -> Case:
+    """torch's has one bucket, or waits for each inside its hook."""
+    hook: dict[str, Any] = {"name": name, "matrix_approximation_rank": rank, "start_powerSGD_iter": 2}
+    cap = ONE_BUCKET if one_bucket else None
+    torchs = Training({**hook, "waits": not one_bucket}, by_hand=True, bucket_cap_mb=cap)
+    return Case(Training(hook, bucket_cap_mb=cap), torchs)
+
+
+ALLREDUCE: Final = "allreduce"
+CASES: Final[dict[str, Case]] = {
+    ALLREDUCE: same("allreduce"),
+    "allreduce / DDP without a hook": Case(same("allreduce").ours, Training({}, by_hand=True)),
+    "fp16_compress": same("fp16_compress"),
+    "bf16_compress": same("bf16_compress"),
+    "quantization_pertensor": Case(Training({"name": "quantization_pertensor"}), None),
+    "powerSGD rank 1": low_rank(1),
+    "powerSGD rank 1 in one bucket": low_rank(1, one_bucket=True),
+    "powerSGD rank 4": low_rank(4),
+    "powerSGD rank 4 in one bucket": low_rank(4, one_bucket=True),
+    "batched_powerSGD rank 1": low_rank(1, name="batched_powerSGD"),
+    "noop": same("noop"),
+}
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one hook at one rate: seconds of a step in each block, bytes that a rank sends per step as counted at its interface."""
+    """Of one group at one rate, per step: seconds in each block, CPU seconds likewise, bytes that rank 0 sends as its interface
+    counts them."""
 
     seconds: list[float]
+    cpu: list[float]
     wire: float
 
 
 def main() -> None:
-    wanted = os.environ.get("RATCHET_BENCH_HOOKS", ",".join(HOOKS)).split(",")
-    if unknown := sorted(set(wanted) - set(HOOKS)):
-        raise SystemExit(f"RATCHET_BENCH_HOOKS: no {', '.join(unknown)} here; there are {', '.join(HOOKS)}")
+    wanted = os.environ.get("RATCHET_BENCH_HOOKS", ",".join(CASES)).split(",")
+    if unknown := sorted(set(wanted) - set(CASES)):
+        raise SystemExit(f"RATCHET_BENCH_HOOKS: no {', '.join(unknown)} here; there are {', '.join(CASES)}")
     print(machine())
     rounds = int(os.environ.get("RATCHET_BENCH_ROUNDS", ROUNDS))
     try:
-        tables({name: spec for name, spec in HOOKS.items() if name in wanted or name == AGAINST}, MODEL, RATES, rounds)
+        tables({name: case for name, case in CASES.items() if name in (*wanted, ALLREDUCE)}, MODEL, RATES, rounds)
     except NoNamespaces as error:
         raise SystemExit(f"network: not measured. {error}") from error
 
 
-def tables(hooks: Mapping[str, Mapping[str, Any]], model: Model, rates: Mapping[str, int], rounds: int) -> None:
-    """Start a group per hook, measure at each rate, print a table for each."""
+def tables(cases: Mapping[str, Case], model: Model, rates: Mapping[str, int], rounds: int) -> None:
+    """Start all groups, measure at each rate, print a table for each."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ratchet-bench-")))
         link = stack.enter_context(Link())
-        groups: dict[str, Group] = {}
-        for name, hook in hooks.items():
-            groups[name] = Group(link, folder / str(len(groups)), hook, model, _PORTS_FROM + len(groups))
-            stack.callback(groups[name].kill)
+        groups: dict[str, Group] = {}  # by training: one that is compared twice has one
+        for training in (training for case in cases.values() for training in (case.ours, case.torchs) if training):
+            if repr(training) not in groups:
+                home = folder / str(len(groups))
+                groups[repr(training)] = Group(link, home, training, model, _PORTS_FROM + len(groups))
+                stack.callback(groups[repr(training)].kill)
         for group in groups.values():
             group.ready()
             group.turn(WARM_UP)
         for rate, bits in rates.items():
             link.limit(bits)
             measured = measure(link, groups, rounds)
-            _table(rate, bits, measured, {name: group.summary() for name, group in groups.items()})
+            summaries = {name: groups[repr(case.ours)].summary() for name, case in cases.items()}
+            _table(rate, bits, cases, measured, summaries)
     print(
-        f"ratio: a block of steps / the block of {AGAINST} in the same round. sent: bytes per step and rank, as the hook's\n"
+        "ms: of Ratchet's step; torch's: under torch's own hook in a loop written by hand, PowerSGD with a wait for each bucket\n"
+        "where there are several. ratio: a block of steps / torch's in the same round; of CPU time: of both ranks' processors.\n"
+        f"to {ALLREDUCE}: a block / Ratchet's {ALLREDUCE} in the same round. sent: bytes per step and rank, as the hook's own\n"
         "summary counts them; wire: as the interface does. limit: `sent` at the rate of the link, in both directions at once.\n"
         "noop does not communicate: its time is that of computing alone."
     )
@@ -116,156 +124,65 @@ def measure(link: Link, groups: Mapping[str, Group], rounds: int) -> dict[str, M
     """``rounds`` blocks of each group, by turns."""
     blocks: dict[str, int] = {}
     before: dict[str, int] = {}
-    seconds: dict[str, list[float]] = {name: [] for name in groups}
+    took: dict[str, list[tuple[float, float]]] = {name: [] for name in groups}
     wire = dict.fromkeys(groups, 0)
     for name, group in groups.items():
-        blocks[name] = min(_LONGEST_BLOCK, max(1, math.ceil(_BLOCK_SECONDS / group.turn(1))))
+        blocks[name] = min(_LONGEST_BLOCK, max(1, math.ceil(_BLOCK_SECONDS / group.turn(1)[0])))
         before[name] = 0 if blocks[name] == 1 else 1  # a step of a second or more hardly feels what this is for
     for number in range(rounds):
         for name in list(groups)[:: 1 if number % 2 == 0 else -1]:
             sent = link.sent(0)
-            seconds[name].append(groups[name].turn(blocks[name], before=before[name]) / blocks[name])
+            seconds, cpu = groups[name].turn(blocks[name], before=before[name])
+            took[name].append((seconds / blocks[name], cpu / blocks[name]))
             wire[name] += link.sent(0) - sent
-    return {name: Measured(seconds[name], wire[name] / (rounds * (blocks[name] + before[name]))) for name in groups}
+    return {
+        name: Measured(*map(list, zip(*took[name], strict=True)), wire[name] / (rounds * (blocks[name] + before[name])))
+        for name in groups
+    }
 
 
-def _table(rate: str, bits: int, measured: Mapping[str, Measured], summaries: Mapping[str, HookSummary]) -> None:
-    base = measured[AGAINST].seconds
-    print(_line(rate, "ms per step [95 %]", f"ratio to {AGAINST} [95 %]", "sent", "wire", "limit", "time / limit"))
-    for name, of_hook in measured.items():
+def _table(
+    rate: str,
+    bits: int,
+    cases: Mapping[str, Case],
+    measured: Mapping[str, Measured],
+    summaries: Mapping[str, HookSummary],
+) -> None:
+    print(
+        _line(
+            rate, "ms per step [95 %]", "torch's [95 %]", "ratio [95 %]", "of CPU time [95 %]", f"to {ALLREDUCE} [95 %]",
+            "sent", "wire", "limit", "time / limit",
+        )
+    )  # fmt: skip
+    base = measured[repr(cases[ALLREDUCE].ours)].seconds
+    for name, case in cases.items():
+        ours, torchs = measured[repr(case.ours)], measured[repr(case.torchs)] if case.torchs else None
         sent = summaries[name].bytes_after or 0
-        milliseconds = estimate([1e3 * value for value in of_hook.seconds])
-        ratio = estimate([a / b for a, b in zip(of_hook.seconds, base, strict=True)])
         limit = sent * 8 / bits * 1e3
-        share = f"{milliseconds.median / limit:.2f}" if limit else "-"
-        figures = (f"{sent / 1e6:.3f} MB", f"{of_hook.wire / 1e6:.3f} MB", f"{limit:.1f} ms", share)
-        time_ = f"{milliseconds.median:.1f} [{milliseconds.low:.1f}, {milliseconds.high:.1f}]"
-        print(_line(f"  {name}", time_, str(ratio), *figures), flush=True)
+        share = f"{estimate(ours.seconds).median * 1e3 / limit:.2f}" if limit else "-"
+        against = [
+            _ratio(ours.seconds, torchs and torchs.seconds),
+            _ratio(ours.cpu, torchs and torchs.cpu),
+            _ratio(ours.seconds, base),
+        ]
+        figures = (f"{sent / 1e6:.3f} MB", f"{ours.wire / 1e6:.3f} MB", f"{limit:.1f} ms", share)
+        print(_line(f"  {name}", _ms(ours), _ms(torchs), *against, *figures), flush=True)
 
 
-def _line(title: str, time_: str, ratio: str, sent: str, wire: str, limit: str, share: str) -> str:
-    return f"{title:<26} {time_:<26} {ratio:<28} {sent:>10} {wire:>10} {limit:>10} {share:>13}"
+def _ms(of: Measured | None) -> str:
+    if of is None:
+        return "-"
+    found = estimate([1e3 * value for value in of.seconds])
+    return f"{found.median:.1f} [{found.low:.1f}, {found.high:.1f}]"
 
 
-class Group:
-    """The ranks of one job, one per host, and the sockets over which they get their turns."""
-
-    def __init__(self, link: Link, home: Path, hook: Mapping[str, Any], model: Model, port: int) -> None:
-        self._ranks: list[RankProcess] = []
-        self._streams: list[TextIO] = []
-        home.mkdir()
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(home / "turns"))
-        self._listener.listen()
-        self._listener.settimeout(1.0)
-        self.attempt = HomePaths(home).job("bench").attempt(1)
-        spec = _spec(hook, model, home / "turns")
-        for node in range(len(ADDRESSES)):
-            self._ranks.append(_start(link, _launch(home, self.attempt, spec, node), node, port))
-
-    def ready(self) -> None:
-        """Wait until every rank asks for a turn."""
-        end = time.monotonic() + _DEADLINE
-        while len(self._streams) < len(self._ranks):
-            try:
-                channel, _ = self._listener.accept()
-            except TimeoutError:
-                if time.monotonic() > end or any(rank.exit_code() is not None for rank in self._ranks):
-                    raise self._failed("a group did not start") from None
-                continue
-            channel.settimeout(_DEADLINE)
-            self._streams.append(channel.makefile("rw"))
-            channel.close()  # the stream keeps it
-        self._signal(signal.SIGSTOP)
-
-    def turn(self, steps: int, *, before: int = 0) -> float:
-        """Seconds that the slower rank took for ``steps`` steps behind ``before`` others, from barrier to barrier.
-
-        The ranks run only meanwhile: even idle ones look after their job's wishes, for a percent of a core each."""
-        self._signal(signal.SIGCONT)
-        for stream in self._streams:
-            stream.write(f"{before} {steps}\n")
-            stream.flush()
-        try:
-            seconds = max(float(json.loads(stream.readline())) for stream in self._streams)
-        except (OSError, ValueError) as error:
-            raise self._failed(f"a group did not do its {steps} steps") from error
-        self._signal(signal.SIGSTOP)
-        return seconds
-
-    def summary(self) -> HookSummary:
-        """Rank 0's newest report of its hook from behind the warm-up; with further steps where there is none yet."""
-        end = time.monotonic() + _DEADLINE
-        while time.monotonic() < end:
-            found = [HookSummary.model_validate(m["summary"]) for m in spool(self.attempt, 0) if m["kind"] == "hook"]
-            if found and found[-1].step >= WARM_UP:
-                return found[-1]
-            self.turn(1)
-        raise self._failed("a rank reported nothing of its hook")
-
-    def kill(self) -> None:
-        """Nothing of a measurement is worth a last checkpoint."""
-        for rank in self._ranks:
-            rank.kill_group()
-            rank.reap()
-        for stream in self._streams:
-            stream.close()
-        self._listener.close()
-
-    def _signal(self, number: signal.Signals) -> None:
-        for rank in self._ranks:
-            os.kill(rank.pid, number)
-
-    def _failed(self, text: str) -> DemoError:
-        return DemoError(f"{text}\n{logs(self.attempt)}")
+def _ratio(ours: Sequence[float], others: Sequence[float] | None) -> str:
+    return "-" if others is None else str(estimate([a / b for a, b in zip(ours, others, strict=True)]))
 
 
-def _spec(hook: Mapping[str, Any], model: Model, turns: Path) -> JobSpec:
-    """Not through ``parse_spec``: it refuses several nodes, for which there is no launcher yet."""
-    arguments = {**vars(model), "turns": turns}
-    return JobSpec.model_validate(
-        {
-            "name": "bench-network",
-            "code": {"path": str(SCRIPTS)},
-            "script": ["network.py", *(str(part) for key, value in arguments.items() for part in (f"--{key}", value))],
-            "world": {"nodes": len(ADDRESSES), "ranks_per_node": 1, "device": "cpu"},
-            "env": {"GLOO_SOCKET_IFNAME": INTERFACE},
-            "hook": dict(hook),
-            "checkpoint": {"every_steps": None},
-        }
-    )
-
-
-def _launch(home: Path, attempt: AttemptPaths, spec: JobSpec, node: int) -> LaunchFile:
-    job = HomePaths(home).job("bench")
-    job.work.mkdir(parents=True, exist_ok=True)
-    return LaunchFile(
-        job_id="bench",
-        epoch=1,
-        node=node,
-        world_size=spec.world.size,
-        ranks=[node],
-        spec=spec,
-        resolved=Resolved(device="cpu", backend="gloo", threads_per_rank=1, python=sys.executable),
-        job_root=str(job.root),
-        attempt_dir=str(attempt.root),
-        code_dir=str(SCRIPTS),
-        workdir=str(job.work),
-        report_token="none",
-        service_file=str(HomePaths(home).service_file),
-    )
-
-
-def _start(link: Link, launch: LaunchFile, node: int, port: int) -> RankProcess:
-    """A rank of the agent's own making, on its host. Rank 0 opens the rendezvous' socket itself: here is another host."""
-    attempt = AttemptPaths(Path(launch.attempt_dir))
-    file = attempt.root / f"launch-{node}.json"
-    attempt.root.mkdir(parents=True, exist_ok=True)
-    file.write_text(launch.model_dump_json())
-    (plan,) = plan_ranks(launch, attempt, store_port=port, store_fd=None, inherited=os.environ)
-    env = {**plan.env, names.LAUNCH_FILE: str(file), names.MASTER_ADDR: ADDRESSES[0]}
-    command: Sequence[str] = [*link.command(node), *plan.command]
-    return ProcessStarter().start(replace(plan, command=command, env=env))
+def _line(title: str, *columns: str) -> str:
+    *wide, sent, wire, limit, share = columns
+    return f"{title:<34} {' '.join(f'{text:<24}' for text in wide)} {sent:>10} {wire:>10} {limit:>10} {share:>13}"
 
 
 if __name__ == "__main__":

@@ -16,96 +16,26 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import (
-    debugging_hooks,
-    default_hooks,
-    post_localSGD_hook,
-    powerSGD_hook,
-)
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.scripts.step import WARM_UP, net, timed
+from benchmarks.scripts.loops import START_ITERATION, WARM_UP, net, timed
+from benchmarks.scripts.stock import ONE_BUCKET, After, mend_batched_powersgd, register
 from ratchet_hooks.build import close_group, managed_ddp
 from ratchet_hooks.registry import HOOKS
 
-After = Callable[[], object]
-"""What a loop does after every optimizer step, while there are gradients: torch averages no parameter without."""
-Stock = Callable[[DistributedDataParallel], After]
-"""Registers torch's own hook."""
-
-LOW_RANK: Final = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}
-PERIOD: Final = 4  # steps between two averagings of parameters
-
-
-def nothing() -> None:
-    """Most hooks leave nothing to do after a step."""
-
-
-def plain(function: Any) -> Stock:
-    """A hook without a state of its own."""
-
-    def register(model: DistributedDataParallel) -> After:
-        model.register_comm_hook(None, function)
-        return nothing
-
-    return register
-
-
-def bf16_compress(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with types, not names
-    """torch's, under another name than the one that DDP refuses without NCCL."""
-    return default_hooks.bf16_compress_hook(state, bucket)
-
-
-def low_rank(function: Any) -> Stock:
-    def register(model: DistributedDataParallel) -> After:
-        model.register_comm_hook(powerSGD_hook.PowerSGDState(None, **LOW_RANK), function)
-        return nothing
-
-    return register
-
-
-def mend_batched_powersgd() -> None:
-    """torch's fails at its first compressed step, where it orthonormalises matrices that are no batch; here as a batch of one."""
-    torchs: Any = powerSGD_hook._orthogonalize
-
-    def orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> None:
-        torchs(matrices if matrices.dim() == 3 else matrices.unsqueeze(0), epsilon)
-
-    powerSGD_hook._orthogonalize = orthogonalize
-
-
-def post_local_sgd(model: DistributedDataParallel) -> After:
-    own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    state = post_localSGD_hook.PostLocalSGDState(None, own, start_localSGD_iter=2)
-    model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-    averager = PeriodicModelAverager(period=PERIOD, warmup_steps=2)
-    return lambda: averager.average_parameters(model.parameters())
-
-
-STOCK: Final[dict[str, tuple[Stock, dict[str, Any]]]] = {
-    "allreduce": (plain(default_hooks.allreduce_hook), {}),
-    "fp16_compress": (plain(default_hooks.fp16_compress_hook), {}),
-    "bf16_compress": (plain(bf16_compress), {}),
-    "powerSGD": (low_rank(powerSGD_hook.powerSGD_hook), LOW_RANK),
-    "batched_powerSGD": (low_rank(powerSGD_hook.batched_powerSGD_hook), LOW_RANK),
-    "post_localSGD": (
-        post_local_sgd,
-        {"start_localSGD_iter": 2, "subgroup_size": 1, "model_averaging_period": PERIOD},
-    ),
-    "noop": (plain(debugging_hooks.noop_hook), {}),
-    "allreduce + fp16_compress_wrapper": (
-        plain(default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
-        {"wrapper": "fp16_compress_wrapper"},
-    ),
-    "powerSGD + fp16_compress_wrapper": (
-        low_rank(default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)),
-        {"wrapper": "fp16_compress_wrapper", **LOW_RANK},
-    ),
+LOW_RANK: Final = {"matrix_approximation_rank": 2, "start_powerSGD_iter": START_ITERATION}
+SPECS: Final[dict[str, dict[str, Any]]] = {
+    "allreduce": {},
+    "fp16_compress": {},
+    "bf16_compress": {},
+    "powerSGD": LOW_RANK,
+    "batched_powerSGD": LOW_RANK,
+    "post_localSGD": {"start_localSGD_iter": 2, "subgroup_size": 1, "model_averaging_period": 4},
+    "noop": {},
+    "allreduce + fp16_compress_wrapper": {"wrapper": "fp16_compress_wrapper"},
+    "powerSGD + fp16_compress_wrapper": {"wrapper": "fp16_compress_wrapper", **LOW_RANK},
 }
-"""By hook, as the registry names it, and wrapper: how torch's own is registered, and what the spec of Ratchet's says.
-
-Not here: quantization, whose hooks fail on gloo (they read the result of an all-gather as NCCL gives it)."""
+"""By hook, as the registry names it, and wrapper: what the spec of Ratchet's says, and how torch's is registered."""
 
 
 def main() -> None:
@@ -113,7 +43,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--world", type=int, required=True)
     parser.add_argument("--store", type=Path, required=True, help="file of the rendezvous")
-    parser.add_argument("--hook", required=True, choices=STOCK)
+    parser.add_argument("--hook", required=True, choices=SPECS)
     for name in ("width", "depth", "batch", "block", "pairs"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True, help="JSON, written by rank 0")
@@ -135,7 +65,7 @@ def main() -> None:
 def managed(hook: str, width: int, depth: int, batch: torch.Tensor) -> Callable[[int], None]:
     """The loop that a user of ``ratchet_hooks`` writes."""
     entry = HOOKS[hook.partition(" + ")[0]]
-    spec: Any = entry.spec(**STOCK[hook][1])
+    spec: Any = entry.spec(**SPECS[hook])
     model, managed_hook = managed_ddp(net(width, depth), spec, ddp={"bucket_cap_mb": cap(hook)})
     return loop(model, managed_hook.average_parameters, batch)
 
@@ -143,12 +73,12 @@ def managed(hook: str, width: int, depth: int, batch: torch.Tensor) -> Callable[
 def stock(hook: str, width: int, depth: int, batch: torch.Tensor) -> Callable[[int], None]:
     """The same written by hand around torch's own."""
     model = DistributedDataParallel(net(width, depth), bucket_cap_mb=cap(hook))
-    return loop(model, STOCK[hook][0](model), batch)
+    return loop(model, register(model, hook.partition(" + ")[0], **SPECS[hook]), batch)
 
 
 def cap(hook: str) -> float | None:
     """One bucket where torch's own hook cannot have more of them on gloo: its all-reduces cross, and the process aborts."""
-    return 1024 if "powerSGD" in hook else None
+    return ONE_BUCKET if "powerSGD" in hook else None
 
 
 def loop(model: nn.Module, after: After, batch: torch.Tensor) -> Callable[[int], None]:

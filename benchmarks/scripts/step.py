@@ -17,48 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from loops import START_ITERATION, WARM_UP, Loop, net, timed
+from stock import register
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ratchet_worker.session import Session
-
-START_ITERATION = 2  # of powerSGD
-WARM_UP = 5  # steps of each loop before anything is timed; past START_ITERATION
-
-
-def net(width: int, depth: int) -> nn.Module:
-    """``depth`` square layers of ``width``."""
-    layers: list[nn.Module] = []
-    for _ in range(depth):
-        layers += [nn.Linear(width, width), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
-
-
-class Loop:
-    """One training step after another on one model, written as anyone writes it."""
-
-    def __init__(self, model: nn.Module, batch: torch.Tensor) -> None:
-        self.model, self.batch = model, batch
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
-
-    def step(self) -> torch.Tensor:
-        loss = nn.functional.mse_loss(self.model(self.batch), self.batch)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
 
 
 def stock_ddp(module: nn.Module, hook: str, bucket_cap_mb: float | None) -> DistributedDataParallel:
     """DDP under torch's own hook; but for the size of buckets at its defaults."""
     model = DistributedDataParallel(module, bucket_cap_mb=bucket_cap_mb)
-    if hook == "powerSGD":
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=START_ITERATION)
-        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    else:
-        model.register_comm_hook(None, getattr(default_hooks, f"{hook}_hook"))
+    low_rank = {"matrix_approximation_rank": 2, "start_powerSGD_iter": START_ITERATION}
+    register(model, hook, **low_rank if hook == "powerSGD" else {})
     return model
 
 
@@ -130,18 +101,6 @@ def pair_order(
     """M P, P M, then P M, M P, and so on: either loop is as often first, and as often behind itself."""
     order = [("managed", ours), ("plain", by_hand)]
     yield from order if pair % 4 in (0, 3) else reversed(order)
-
-
-def timed(loop: Callable[[int], None], block: int) -> tuple[float, float]:
-    """Seconds from a barrier to a barrier, of all ranks together; and CPU seconds of this process meanwhile.
-
-    A step before that is not timed: it finds the caches full of the other loop's numbers."""
-    loop(1)
-    dist.barrier()
-    begin, cpu = time.perf_counter(), time.process_time()
-    loop(block)
-    dist.barrier()
-    return time.perf_counter() - begin, time.process_time() - cpu
 
 
 def thread_seconds() -> dict[str, float]:

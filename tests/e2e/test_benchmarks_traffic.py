@@ -35,14 +35,15 @@ def test_the_paper_counts_what_the_hook_counts(capsys: pytest.CaptureFixture[str
     assert re.search(r"biases and norms +41 +9610 +9610 +at every rank$", out, re.MULTILINE)
 
 
-def test_a_real_rank_trains_over_the_slow_link(capsys: pytest.CaptureFixture[str]) -> None:
+def test_real_ranks_and_torchs_own_train_over_the_slow_link(capsys: pytest.CaptureFixture[str]) -> None:
     namespaces()
-    network.tables({"allreduce": {"name": "allreduce"}}, network.Model(256, 4, 4), {"slow": 50_000_000}, 2)
+    cases = {name: network.CASES[name] for name in (network.ALLREDUCE, "powerSGD rank 1")}
+    network.tables(cases, network.Model(256, 4, 4), {"slow": 50_000_000}, 2)
     out = capsys.readouterr().out
+    ours = r"[\d.]+ \[.*?\]"
+    against = rf"{ours} +{ours} +{ours} +{ours}"  # torch's time, and two ratios to it
     found = re.search(
-        r"^  allreduce +[\d.]+ \[.*\] +1\.000 \[1\.000, 1\.000\] +(\S+) MB +(\S+) MB +(\S+) ms +(\S+)$",
-        out,
-        re.MULTILINE,
+        rf"^  allreduce +{against} +1\.000 \[1\.000, 1\.000\] +(\S+) MB +(\S+) MB +(\S+) ms +(\S+)$", out, re.MULTILINE
     )
     assert found, out
     sent, wire, limit, share = map(float, found.groups())
@@ -50,6 +51,11 @@ def test_a_real_rank_trains_over_the_slow_link(capsys: pytest.CaptureFixture[str
     assert wire >= sent
     assert limit == pytest.approx(168.4, abs=0.1)
     assert share > 0.9, "no step can take less than its bytes take on the link"
+    found = re.search(rf"^  powerSGD rank 1 +{against} +(\S+) \[.*?\] +(\S+) MB ", out, re.MULTILINE)
+    assert found, out
+    ratio, sent = map(float, found.groups())
+    assert ratio < 1
+    assert sent == pytest.approx(4 * 4 * (256 + 256 + 256) / 1e6, abs=0.001)
 
 
 def test_namespaces_go_with_the_process_that_made_them() -> None:
