@@ -6,13 +6,17 @@ Started with torchrun's variables. Settings are those of a job: deterministic al
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import signal
 
 import torch
 import torch.distributed as dist
 from loops import Loop, net, take_turns
 from stock import mend_batched_powersgd, register
 from torch.nn.parallel import DistributedDataParallel
+
+_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
@@ -24,6 +28,7 @@ def main() -> None:
     parser.add_argument("--hook", type=json.loads, help="arguments of stock.register as JSON; without: DDP has no hook")
     parser.add_argument("--bucket-cap-mb", type=float)
     args = parser.parse_args()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # stopped as it may be, it goes with the benchmark
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     torch.use_deterministic_algorithms(True)
