@@ -7,7 +7,10 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,12 +19,15 @@ import pytest
 
 from ratchet_contract import environment as names
 from ratchet_contract.phases import Cause
+from ratchet_worker import procs
+from ratchet_worker.forking import ForkingStarter
 from ratchet_worker.procs import has_variable
+from ratchet_worker.starter import Child, RankPlan, RankProcess
 from tests.support.launch import Attempt, Job
 from tests.support.server import processes_below, rank_pid, wait_for
 
 FACTS = """
-import json, os, random, resource, signal, sys
+import json, os, random, resource, signal, sys, threading
 import numpy, torch
 facts = {
     "variables": dict(os.environ),
@@ -29,7 +35,8 @@ facts = {
     "the agent's": os.getppid() == int(os.environ["RATCHET_AGENT_PID"]),
     "descriptors": sorted(os.readlink(f"/proc/self/fd/{fd}").split(":")[0] for fd in os.listdir("/proc/self/fd")[:-1]),
     "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
-    "handlers": {n: getattr(h := signal.getsignal(n), "__qualname__", str(h)) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)},
+    "handlers": {n: getattr(h := signal.getsignal(n), "__qualname__", str(h)) for n in (2, 15, 17)},
+    "main thread": threading.main_thread().native_id == os.getpid(),
     "threads": sorted(open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")),
     "name": open("/proc/self/comm").read(), "directory": os.getcwd(), "arguments": sys.argv, "path": sys.path,
     "hash": hash("ratchet"), "limits": resource.getrlimit(resource.RLIMIT_NOFILE), "mask": os.umask(0o22),
@@ -38,9 +45,35 @@ facts = {
 }
 print("facts", json.dumps(facts))
 """
-# The site module of an interpreter that an agent's fork server runs in: a thread that an import leaves behind.
-THREAD = f"""
-import os, threading
+# A server that tells of two processes as ranks when it is let, and then ends or stops.
+TELLS = f"""
+import os, signal, sys
+os.read(int(sys.argv[1]), 1)
+os.write(int(os.environ["{names.FORK_REPORT_FD}"]), sys.argv[2].encode())
+os.kill(os.getpid(), signal.SIGCONT if sys.argv[3] == "ends" else signal.SIGSTOP)
+"""
+# A server that may not fork another rank when it has forked one.
+LIMITED = """
+import os
+from ratchet_worker import fork_server
+server, forks, fork = os.getpid(), [], os.fork
+def limited():
+    forks.append(0)
+    if os.getpid() == server and len(forks) == 3:  # the first shows that it can be forked
+        raise BlockingIOError("no more processes")
+    return fork()
+os.fork = limited
+fork_server.serve()
+"""
+# What a site does to every interpreter's variables.
+SITE = """
+import os
+os.environ["SOME"] += ", changed"
+os.environ.pop("OTHER", None)
+"""
+# The same, and in an agent's fork server a thread that an import leaves behind.
+THREAD = f"""{SITE}
+import threading
 if "{names.FORK_PLANS_FD}" in os.environ:
     threading.Thread(target=threading.Event().wait, daemon=True).start()
 """
@@ -62,6 +95,14 @@ def attempt(tmp_path: Path) -> Iterator[Attempt]:
     job = Job(tmp_path / "home", {"task": task, "checkpoint": {"every_steps": None}})
     yield job.launch()
     job.close()
+
+
+def _starting(tmp_path: Path, server: Sequence[str], fds: Sequence[int] = ()) -> list[RankProcess]:
+    """Two ranks of a server that runs ``server``, a program and its arguments, and imports nothing."""
+    env = os.environ | {names.AGENT_PID: str(os.getpid())}
+    command = [sys.executable, "-c", *server]
+    plans = [RankPlan(n, command, tmp_path, env | {names.RANK: str(n)}, tmp_path / f"{n}.log", fds) for n in range(2)]
+    return list(ForkingStarter([]).start(plans))
 
 
 def _server(attempt: Attempt) -> int:
@@ -97,14 +138,14 @@ def _facts(attempt: Attempt) -> list[dict[str, Any]]:
 
 
 def test_a_forked_rank_is_like_one_that_was_started_by_itself(tmp_path: Path, code: Path) -> None:
-    env = {"PYTHONPATH": str(tmp_path / "site"), "OMP_NUM_THREADS": "1", "SOME": "thing"}
+    env = {"PYTHONPATH": str(tmp_path / "site"), "OMP_NUM_THREADS": "1", "SOME": "thing", "OTHER": "thing"}
     spec: dict[str, Any] = {"script": ["facts.py", "--an", "argument"], "code": {"path": str(code)}, "env": env}
     job = Job(tmp_path / "home", spec, code)
     try:
         attempt = job.launch()
         alone = _facts(attempt)
         assert "an import has left 1 threads running" in attempt.paths.log(0).read_text()
-        (tmp_path / "site" / "sitecustomize.py").unlink()
+        (tmp_path / "site" / "sitecustomize.py").write_text(SITE)
         attempt = job.launch()
         forked = _facts(attempt)
         assert "threads running" not in attempt.logs()
@@ -120,7 +161,8 @@ def test_a_forked_rank_is_like_one_that_was_started_by_itself(tmp_path: Path, co
                 facts["variables"].pop(name, None)
         assert forked[rank] == alone[rank]
         assert forked[rank]["leader"] and forked[rank]["the agent's"] and forked[rank]["name"] == f"rank-{rank}\n"
-        assert forked[rank]["variables"]["SOME"] == "thing" and forked[rank]["blocked"] == []
+        variables = forked[rank]["variables"]
+        assert (variables["SOME"], variables.get("OTHER"), forked[rank]["blocked"]) == ("thing, changed", None, [])
 
 
 def test_ranks_share_what_was_imported_and_die_with_their_agent(attempt: Attempt) -> None:
@@ -152,3 +194,59 @@ def test_an_agent_that_is_killed_takes_the_server_with_it(attempt: Attempt) -> N
     os.kill(server, signal.SIGSTOP)  # nothing that it might do itself ends it
     attempt.agent.kill()
     wait_for(lambda: not processes_below(attempt.paths.root), "the server to die", 10)
+
+
+@pytest.mark.parametrize("then", ["ends", "stops"])
+def test_a_server_that_has_told_of_its_ranks_is_neither_mistaken_for_them_nor_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    go, let = os.pipe()
+    children = [subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(2)]
+    told = "".join(f"{rank} {child.pid}\n" for rank, child in enumerate(children))
+    ranks = _starting(tmp_path, [TELLS, str(go), told, then], [go])
+    server, look, codes = ranks[0].pid, Child.exit_code, list[int | None]()
+
+    def late(self: Child) -> int | None:
+        """It tells, and ends or stops, between the look at what it has told and the look at itself."""
+        if self.pid == server:
+            os.write(let, b"\0")
+            os.waitid(os.P_PID, server, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+        return look(self)
+
+    monkeypatch.setattr(Child, "exit_code", late)
+    agent = threading.Thread(target=lambda: codes.extend(rank.exit_code() for rank in ranks), daemon=True)
+    agent.start()
+    agent.join(5)
+    os.kill(server, signal.SIGKILL)
+    try:
+        assert codes == [None, None] and [rank.pid for rank in ranks] == [child.pid for child in children]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+        os.waitpid(server, 0)
+        os.close(go)
+        os.close(let)
+
+
+def test_a_rank_that_cannot_be_forked_has_the_reason_in_its_log(tmp_path: Path) -> None:
+    ranks = _starting(tmp_path, [LIMITED])
+    wait_for(lambda: ranks[1].exit_code() is not None, "the server to end", 10)
+    assert ranks[1].exit_code() == 1 and "no more processes" in (tmp_path / "1.log").read_text()
+    assert (tmp_path / "0.log").read_text() == ""
+    ranks[1].reap()
+
+
+def test_a_rank_that_dies_while_orphans_are_collected_is_left_to_its_supervisor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    monkeypatch.setattr(procs, "pids", lambda: iter([child.pid]))
+
+    def ranks() -> set[int]:  # as they are known before this one is
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        return set()
+
+    procs.reap_orphans(ranks)
+    assert child.wait() == -signal.SIGKILL

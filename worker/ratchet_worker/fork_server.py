@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -37,14 +38,16 @@ def serve() -> None:
     with open(int(os.environ.pop(names.FORK_PLANS_FD)), "rb") as file:
         file.seek(0)  # the agent has written it
         plans, modules = json.load(file)
-    for plan in plans:  # before the imports, some of which set variables
-        plan["own"] = {name: value for name, value in plan["env"].items() if os.environ.get(name) != value}
     forkable = _import(modules) and _is_alone()
     gc.freeze()  # what the collector does not look at, it does not copy
     pids = []
     for plan in plans:
         birth = _Birth()
-        pid = birth.give()
+        try:
+            pid = birth.give()
+        except OSError:
+            _write_to(plan["log"])  # it has told nothing yet: this is what became of it
+            raise
         if pid is None:
             birth.wait()
             _become(plan, plans, report, forkable)
@@ -111,11 +114,14 @@ class _Birth:
         told = os.read(self._told, 32)
         os.waitpid(between, 0)
         if not told:
-            raise OSError("no process could be forked for a rank: see the limits of processes and memory")
+            raise OSError(
+                "no process could be forked for a rank, or it was killed at once: see the limits of processes and memory"
+            )
         return int(told)
 
     def release(self) -> None:
-        os.write(self._release, b"\0")
+        with suppress(BrokenPipeError):  # it has been killed: the agent sees that, and ends the others
+            os.write(self._release, b"\0")
         os.close(self._release)
         os.close(self._told)
 
@@ -130,13 +136,19 @@ class _Birth:
 
 def _become(plan: dict[str, Any], plans: list[dict[str, Any]], report: int, forkable: bool) -> None:
     os.chdir(plan["cwd"])
-    Path(plan["log"]).parent.mkdir(parents=True, exist_ok=True)
-    log = os.open(plan["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
+    _write_to(plan["log"])
     for fd in {report, *(fd for other in plans for fd in other["pass_fds"])} - set(plan["pass_fds"]):
         os.close(fd)
     if not forkable:
         os.execve(plan["command"][0], plan["command"], plan["env"])
-    os.environ.update(plan["own"])
+    # Its own alone: others are as an import, or a start-up file of the interpreter, has left them.
+    os.environ.update({k: v for k, v in plan["env"].items() if any(other["env"].get(k) != v for other in plans)})
+    getattr(threading.main_thread(), "_set_native_id", lambda: None)()  # Python takes it for the server's still
+
+
+def _write_to(path: str) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)

@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from ratchet_contract import environment as names
@@ -73,7 +72,8 @@ class _Server:
         self._look()
 
     def _look(self) -> None:
-        """Read what the server tells. When all are there it has nothing left to do and ends."""
+        """Read what the server tells. When all are there it ends, and is collected as an orphan is: nobody waits for it, whatever
+        may hold it up."""
         if not self._waiting:
             return
         with suppress(BlockingIOError):
@@ -83,12 +83,12 @@ class _Server:
         for line in lines:
             rank, pid = map(int, line.split())
             # A zombie, if it has ended: whoever was reported is this process's child.
-            self._born[rank] = Child(rank, pid, partial(os.waitpid, pid, 0))
+            self._born[rank] = Child(rank, pid)
             self._waiting.discard(rank)
             say(f"rank {rank} is process {pid}")
         if not self._waiting:
             os.close(self._report)
-            self._process.reap()
+            os.close(self._process.fileno())
 
 
 class _Forked:
@@ -109,7 +109,9 @@ class _Forked:
         return self._server.wakes(self._rank)
 
     def exit_code(self) -> int | None:
-        return self._server.stands_for(self._rank).exit_code()
+        code = self._server.stands_for(self._rank).exit_code()
+        # A server that has ended may have told of this rank since it was asked: then that is not the rank's end.
+        return None if code is None else self._server.stands_for(self._rank).exit_code()
 
     def kill_group(self) -> None:
         if not self._server.is_born(self._rank):

@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -112,20 +112,20 @@ def sweep(variable: str, value: str, *, deadline: float = 5.0) -> list[int]:
         for pid in alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        reap_orphans(keep=set())
+        reap_orphans(set)
         if not alive or time.monotonic() > end:
             return sorted(alive)
         time.sleep(0.01)
 
 
-def reap_orphans(keep: set[int]) -> None:
-    """Collect dead children that came here as orphans; children in ``keep`` are left to those who wait for them."""
+def reap_orphans(keep: Callable[[], set[int]]) -> None:
+    """Collect dead children that came here as orphans; those that ``keep`` gives are left to who waits for them. It is asked when
+    the dead are known: a child that came here just now may be somebody's."""
     own = os.getpid()
-    for pid in pids():
-        fields = _stat(pid)
-        if fields and fields[0] == "Z" and int(fields[1]) == own and pid not in keep:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
+    dead = {pid for pid in pids() if (fields := _stat(pid)) and fields[0] == "Z" and int(fields[1]) == own}
+    for pid in dead - keep():
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
 
 
 class OomWatch:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,14 +84,15 @@ def start_process(plan: RankPlan) -> Child:
             start_new_session=True,
             pass_fds=tuple(plan.pass_fds),
         )
-    return Child(plan.rank, process.pid, process.wait)
+    process.returncode = 0  # waiting for it is the Child's affair
+    return Child(plan.rank, process.pid)
 
 
 class Child:
-    """A child of this process; ``collect`` waits for it. Raises ``ProcessLookupError`` when there is none with that pid."""
+    """A child of this process. Raises ``ProcessLookupError`` when there is none with that pid."""
 
-    def __init__(self, rank: int, pid: int, collect: Callable[[], object]) -> None:
-        self._rank, self._pid, self._collect = rank, pid, collect
+    def __init__(self, rank: int, pid: int) -> None:
+        self._rank, self._pid = rank, pid
         self._pidfd = os.pidfd_open(pid)
         self._collected: int | None = None
 
@@ -128,5 +129,5 @@ class Child:
         if self._collected is None:
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
             self._collected = self.exit_code()
-            self._collect()
+            os.waitpid(self.pid, 0)
             os.close(self._pidfd)

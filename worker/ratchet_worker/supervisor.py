@@ -231,7 +231,7 @@ class Supervisor:
         if now - self._housekept < 1.0:
             return
         self._housekept = now
-        procs.reap_orphans(keep={r.process.pid for r in self._ranks.values()})
+        procs.reap_orphans(lambda: {r.process.pid for r in self._ranks.values()})
         self._oom.recently()
         for number, rank in self._ranks.items():
             if not rank.live or not rank.result_path.exists():
