@@ -56,8 +56,8 @@ class Checkpointer:
 
     def save(self, step: int, reason: Reason, finished: bool, content: Callable[[], Content]) -> Outcome:
         """Save ``step`` on every rank; the outcome is the same on all. Raises ``CheckpointError`` for the third failure in a
-        row (``finished``: tried three times), ``UserError`` at once for a hook's state that cannot be stored, and ``PeerTimeout``
-        when rank 0 does not answer."""
+        row (``finished``: tried three times), ``UserError`` at once for a hook's state that cannot be stored and where only
+        some ranks have ``finished``, and ``PeerTimeout`` when rank 0 does not answer."""
         self._counter.stage(Stage.CHECKPOINTING)
         while True:
             outcome = self._attempt(step, reason, finished, content)
@@ -92,7 +92,7 @@ class Checkpointer:
         mine: Content | None = None
         try:
             mine = content()
-            report = self._write(step, mine)
+            report = {**self._write(step, mine), "finished": finished}
         except HookStateError as error:  # comes again with every save: nothing more is trained that cannot be kept
             text = f"the state of the hook cannot be saved at step {step}: {error}"
             raise UserError(text, code="hook-state-unsupported") from error
@@ -107,6 +107,8 @@ class Checkpointer:
         verdict = self._exchange.broadcast(
             f"{name}/verdict", verdict, timeout=2 * self._launch.spec.policy.step_deadline + 60
         )
+        if verdict.get("parted"):
+            raise UserError(verdict["error"])
         if verdict.get("diverged") and mine is not None:
             verdict["error"] = self._name_divergence(name, mine)
         if verdict["error"] is None:
@@ -138,6 +140,10 @@ class Checkpointer:
         errors = [r["error"] for r in reports if r["error"] is not None]
         if errors or mine is None:
             return {"error": "; ".join(errors)}
+        ended = [rank for rank, report in enumerate(reports) if report["finished"]]
+        if ended and len(ended) < len(reports):
+            text = f"rank {ended} ended after step {step}, others go on: leave the loop on all ranks in the same step"
+            return {"error": text, "parted": True}
         if len({r["shared"] for r in reports}) > 1:
             return {"error": "replicas have diverged", "diverged": True}
         try:

@@ -1,0 +1,66 @@
+"""The end of a job is one of all its ranks: one that leaves its loop alone has not ended it for a resume."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from ratchet_contract.errors import UserError
+from ratchet_contract.paths import FINISHED_NAME, JobPaths
+from ratchet_contract.resume import Base
+from ratchet_store.commit import commit, read_manifest
+from ratchet_worker.checkpointer import Checkpointer
+from ratchet_worker.exchange import Exchange
+from ratchet_worker.runtime import Runtime
+from ratchet_worker.snapshot import Snapshot
+from tests.support.checkpoints import manifest_of, write_ranks
+
+SILENT: Any = SimpleNamespace(stage=lambda _: None, tick=lambda: None, hook=lambda *_: None, committed=lambda *_: None)
+
+
+def _launch(root: Path) -> Any:
+    policy = SimpleNamespace(step_deadline=10)
+    return SimpleNamespace(job_root=str(root), job_id="job", epoch=1, spec=SimpleNamespace(policy=policy))
+
+
+def test_a_save_that_is_the_end_for_some_ranks_alone_is_refused_on_all(tmp_path: Path) -> None:
+    store, said = HashStore(), {}
+
+    def save(rank: int) -> None:
+        exchange = Exchange(store, rank, 2, 10)
+        checkpointer = Checkpointer(_launch(tmp_path), exchange, SILENT, SILENT, Base(step=0))
+        content: Any = SimpleNamespace(snapshot=Snapshot(), summary=SimpleNamespace(model_dump_json=lambda: "{}"))
+        with pytest.raises(UserError) as caught:
+            checkpointer.save(3, "schedule", rank == 1, lambda: content)
+        said[rank] = str(caught.value)
+
+    ranks = [threading.Thread(target=save, args=(rank,)) for rank in range(2)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join(30)
+    assert said[0] == said[1] and said[0].startswith("rank [1] ended after step 3, others go on")
+    assert not list(tmp_path.rglob("MANIFEST.json"))
+
+
+def test_the_mark_of_the_end_waits_for_all_ranks(tmp_path: Path) -> None:
+    directory = JobPaths(tmp_path).checkpoint(3, 1)
+    sealed = commit(directory, manifest_of(3, 1, *write_ranks(directory)))
+    marked: list[bool] = []
+    exchange: Any = SimpleNamespace(
+        rank=0, world_size=2, gather=lambda *_, **__: marked.append((directory / FINISHED_NAME).exists())
+    )
+    agreement: Any = SimpleNamespace(begin=lambda _: None, close=lambda: None)
+    chosen: Any = SimpleNamespace(base=Base(step=0), manifest=None)
+    runtime = Runtime(_launch(tmp_path), 0, torch.device("cpu"), exchange, agreement, SILENT, SILENT, chosen)
+    hook = SimpleNamespace(summary=lambda **_: None, warnings=list)
+    runtime.state = SimpleNamespace(hook_or_refuse=lambda: (None, hook))  # type: ignore[assignment]
+    runtime.step, runtime.checkpointer.last, runtime.checkpointer._committed = 3, sealed.base, (sealed, 0.1)
+    runtime.finish()
+    assert marked == [False] and read_manifest(directory).finished
