@@ -227,6 +227,29 @@ def test_a_generator_that_workers_draw_from_is_named() -> None:
     assert loader.exact
 
 
+class Restless(str):
+    """A key that adds to its dict when it is looked at, as a thread of a data set would."""
+
+    def __new__(cls, items: dict[Any, Any]) -> Restless:
+        self = super().__new__(cls, "key")
+        self.items = items
+        return self
+
+    __hash__ = str.__hash__
+
+    def __repr__(self) -> str:
+        self.items["late"] = np.random.default_rng(5)
+        return "'key'"
+
+
+def test_a_container_that_another_thread_fills_meanwhile_ends_no_save() -> None:
+    noise = Noise()
+    noise.words = {"numpy": np.random.default_rng(5)}
+    noise.words[Restless(noise.words)] = np.random.default_rng(5)
+    found = make(collate_fn=noise.collate).own_generators.states()
+    assert set(found) == {"collate_fn.words['numpy']", "collate_fn.words['key']"}
+
+
 def test_bad_arguments_say_what_to_do() -> None:
     with pytest.raises(UserError, match="smaller batch_size"):
         make(batch_size=24)

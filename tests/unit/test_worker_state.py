@@ -20,6 +20,7 @@ from torch import nn
 from ratchet_contract.errors import StateError, UserError
 from ratchet_hooks.errors import HookStateError
 from ratchet_worker import environment_record, optimizer_state, rng
+from ratchet_worker.data.own_generators import OwnGenerators
 from ratchet_worker.evaluation import undisturbed
 from ratchet_worker.group import _free_copy
 from ratchet_worker.loop import refuse_impossible
@@ -235,12 +236,15 @@ def test_an_evaluation_leaves_modes_buffers_gradients_and_generators_as_they_wer
     inner.drop.eval()  # frozen by the user: stays so
     before = _through_a_checkpoint(rng.capture(CPU))
     hook: Any = SimpleNamespace(averaged_parameters=nullcontext)  # of equal replicas
-    with pytest.raises(ZeroDivisionError), undisturbed(outer, hook, CPU, broadcast=False):
+    noise = np.random.default_rng(3)  # of a data set that is trained with and evaluated, too
+    data: Any = SimpleNamespace(own_generators=OwnGenerators({"dataset": SimpleNamespace(noise=noise)}))
+    with pytest.raises(ZeroDivisionError), undisturbed(outer, hook, data, CPU, broadcast=False):
         assert not inner.training and not inner(torch.ones(3, requires_grad=True)).requires_grad
-        _draw()
+        _draw(), noise.random()
         raise ZeroDivisionError
     assert inner.training and not inner.drop.training and inner.calls == 0
     assert torch.equal(rng.capture(CPU)["torch"], before["torch"])
+    assert noise.random() == np.random.default_rng(3).random()
 
 
 def test_the_rendezvous_socket_is_not_left_to_children_of_the_rank() -> None:

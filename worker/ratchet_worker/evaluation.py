@@ -12,7 +12,9 @@ import torch.distributed as dist
 from ratchet_hooks.layout import ManagedDDP
 from ratchet_hooks.managed import ManagedHook
 from ratchet_worker import rng
+from ratchet_worker.data import own_generators
 from ratchet_worker.exchange import Abandoned, Exchange
+from ratchet_worker.task import TrainData
 
 Item = TypeVar("Item")
 
@@ -53,8 +55,11 @@ class Evaluation:
 
 
 @contextmanager
-def undisturbed(ddp: ManagedDDP, hook: ManagedHook, device: torch.device, *, broadcast: bool) -> Iterator[None]:
-    """Eval mode without gradients; afterwards modes, parameters, buffers and generators are as before.
+def undisturbed(
+    ddp: ManagedDDP, hook: ManagedHook, data: TrainData | None, device: torch.device, *, broadcast: bool
+) -> Iterator[None]:
+    """Eval mode without gradients; afterwards modes, parameters, buffers and generators are as before, also those that the
+    training ``data`` hold for themselves.
 
     What is evaluated is one model, not one per rank: where replicas differ, their mean stands in the parameters' place. With
     ``broadcast`` every rank has rank 0's buffers inside, those that DDP would hand out at the next forward. Collectives then.
@@ -68,7 +73,7 @@ def undisturbed(ddp: ManagedDDP, hook: ManagedHook, device: torch.device, *, bro
                 dist.broadcast(buffer, src=0, group=ddp.process_group)
     try:
         ddp.eval()
-        with rng.forked(device), hook.averaged_parameters(), torch.no_grad():
+        with rng.forked(device), own_generators.of(data).kept(), hook.averaged_parameters(), torch.no_grad():
             yield
     finally:
         for module, training in modes:

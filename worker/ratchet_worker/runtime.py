@@ -194,10 +194,10 @@ class Runtime:
         ended = last.epoch == self.launch.epoch or (manifest is not None and manifest.finished)
         if self.step != last.step or not ended:
             self._save("end", finished=True)
-        self.checkpointer.finish()
         self._report_hook()
         # A rank that stopped listening now would leave one that is frozen before its own end waiting for an answer.
         self.exchange.gather("finish", None, timeout=math.inf)
+        self.checkpointer.finish()  # only now: a rank that left its loop alone has not ended the job
         self.finished = self._ended = True
         self.agreement.close()
 
@@ -219,7 +219,7 @@ class Runtime:
             self.exchange, name, self.counter.tick, lambda: cut_short and self.agreement.stop_pending()
         )
         try:
-            with undisturbed(ddp, hook, self.device, broadcast=self.launch.spec.ddp.broadcast_buffers):
+            with undisturbed(ddp, hook, self.state.data, self.device, broadcast=self.launch.spec.ddp.broadcast_buffers):
                 yield evaluation
         except Abandoned:
             note = f"a stop left the evaluation after step {self.step}; it runs again"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, Final
@@ -48,6 +49,15 @@ class OwnGenerators:
 
     def end(self) -> None:
         self._begun = None
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """What is drawn inside leaves no trace, also after an exception."""
+        states = self._now()
+        try:
+            yield
+        finally:
+            self._put(states)
 
     def states(self) -> dict[str, Any]:
         """By path; what ``codec`` takes."""
@@ -99,8 +109,9 @@ def _reachable(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _children(item: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(item, (list, tuple, dict)):
-        pairs = item.items() if isinstance(item, dict) else enumerate(item)
         if len(item) <= _LONGEST:
+            # A copy: a thread of the data set may change the container meanwhile.
+            pairs = list(item.items() if isinstance(item, dict) else enumerate(item))
             yield from ((f"[{key!r}]", child) for key, child in pairs)
     elif isinstance(item, MethodType):
         yield "", item.__self__
@@ -109,7 +120,7 @@ def _children(item: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(item, FunctionType):
         yield from ((f".{name}", child) for name, child in _held(item))
     else:
-        yield from ((f".{name}", child) for name, child in getattr(item, "__dict__", {}).items())
+        yield from ((f".{name}", child) for name, child in list(getattr(item, "__dict__", {}).items()))
 
 
 def _held(function: FunctionType) -> Iterator[tuple[str, Any]]:
