@@ -34,7 +34,8 @@ class OuterProduct:
         """Into ``average``."""
         threads = torch.get_num_threads()
         if threads != self._threads:  # the order of additions may depend on it
-            self._threads, self._blocked = threads, self._choose()
+            self._threads = threads
+            self._blocked = self._choose()
         if self._blocked:
             _in_blocks(self._average, self._p, self._q)
         else:

@@ -40,7 +40,8 @@ class TransposedProduct:
         """Into ``q``."""
         threads = torch.get_num_threads()
         if threads != self._threads:  # the order of additions depends on it
-            self._threads, self._columns = threads, self._choose()
+            self._threads = threads
+            self._columns = self._choose()
         if self._columns is None:
             self._product(self._transposed, self._p, out=self._q)
         else:
@@ -51,6 +52,8 @@ class TransposedProduct:
         one = transposed.dim() == 2 or len(transposed) == 1
         full = transposed.device.type == "cpu" and transposed.dtype in (torch.float32, torch.float64)
         if rank < 2 or not one or not full or not WORTH_IT <= transposed.numel() <= TOO_LARGE:
+            return None
+        if self._threads > 1 and _flushes():
             return None
         columns = _Columns(self._p, self._q)
         places = tuple(place(of) for of in (transposed, self._p, self._q))
@@ -98,6 +101,12 @@ def like(tensor: torch.Tensor) -> torch.Tensor:
     """Other memory, of the same shape and place."""
     begin = place(tensor)
     return tensor.new_empty(begin + tensor.numel())[begin:].view(tensor.shape)
+
+
+def _flushes() -> bool:
+    """Whether this thread takes denormals for zero (``torch.set_flush_denormal``): the others that share in a product do not, and
+    which of them makes an element is another one for a column than for the whole."""
+    return not bool(torch.tensor(1e-310, dtype=torch.float64) * 1.0)
 
 
 class _Columns:

@@ -90,6 +90,46 @@ def test_columns_that_would_change_a_bit_are_not_used(monkeypatch: pytest.Monkey
         assert same_bits(q, torch.mm(matrix.t(), p)), other
 
 
+def test_what_was_found_for_some_threads_says_nothing_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which the small products add up in another order where there is one thread."""
+    before, mv, bmm = torch.get_num_threads(), torch.mv, torch.bmm
+    matrix, p, q, average = torch.randn(256, 512), torch.randn(256, 3), torch.randn(512, 3), torch.empty(1, 256, 512)
+    tried: Tried = {}
+
+    def other_mv(m: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
+        mv(m, v, out=out) if torch.get_num_threads() > 1 else out.copy_((m.double() @ v.double()).float())
+
+    def other_bmm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        backwards = len(a) > 1 and torch.get_num_threads() == 1
+        bmm(a.flip(-1), b.flip(-2), out=out) if backwards else bmm(a, b, out=out)
+
+    monkeypatch.setattr(torch, "mv", other_mv)
+    monkeypatch.setattr(torch, "bmm", other_bmm)
+    try:
+        for threads in (2, 1):  # each time as a plan of another bucket does
+            torch.set_num_threads(threads)
+            TransposedProduct(matrix, p, q, tried).compute()
+            assert same_bits(q, torch.mm(matrix.t(), p)), threads
+            OuterProduct(average, p.unsqueeze(0), q.unsqueeze(0), tried).compute()
+            assert same_bits(average, bmm(p.unsqueeze(0), q.t().unsqueeze(0))), threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_columns_are_not_used_where_only_some_threads_flush_denormals() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        matrix, p, q = torch.randn(512, 512) * 1e-20, torch.randn(512, 2) * 1e-20, torch.empty(512, 2)
+        torch.mm(matrix, matrix)  # the second thread begins, without
+        torch.set_flush_denormal(True)
+        TransposedProduct(matrix, p, q, {}).compute()
+        assert same_bits(q, torch.mm(matrix.t(), p))
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_in_blocks_of_rows_or_not_the_bits_are_those_of_one_product(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
