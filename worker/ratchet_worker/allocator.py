@@ -1,8 +1,9 @@
 """glibc's allocator keeps what a step frees: on the CPU the next one needs as much again.
 
 A step frees all gradients and activations. glibc gives the top of the heap back to the system when more than a threshold is free
-there, at most 64 MiB and at first 128 KiB, and blocks of the larger sizes likewise; every page of it is then faulted in again, a
-third of the time of a step of a small model. Nothing that is computed depends on it.
+there, at most 64 MiB and at first 128 KiB, and blocks of the larger sizes likewise; every page of it is then faulted in again, up
+to a third of the processor time of a step of a small model. Nothing that is computed depends on it. Processes that a rank forks,
+such as DataLoader workers, inherit it.
 """
 
 from __future__ import annotations
