@@ -76,6 +76,7 @@ NOT_TORCHS = {
     "_initial_global_step": "transformers", "_remove_unused_columns": "transformers",
     "_get_output_dir": "transformers", "_load_optimizer_and_scheduler": "transformers", "_optimizers": "accelerate",
     "_exit": "os", "_sysconfigdata": "the standard library", "_fields": "a named tuple",
+    "_inst": "the standard library", "_set_native_id": "the standard library", "_rand": "numpy",
     "_ddp_params_and_buffers_to_ignore": "a module that asks DDP so", "_extra_state": "the end of a state_dict's key",
     "_available": "the end of a name", "_compress_wrapper": "the end of a name", "_compress": "the end of a name",
     "_per_second": "the end of a name",

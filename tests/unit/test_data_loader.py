@@ -14,6 +14,7 @@ import torch
 
 from ratchet_contract.errors import UserError
 from ratchet_worker.data.loader import TrainLoader
+from ratchet_worker.session import Session
 from ratchet_worker.snapshot import Snapshot
 from tests.support.data_sets import Noisy, jitter
 
@@ -189,8 +190,11 @@ class Noise:
 def test_generators_of_a_data_set_and_a_collate_fn_are_saved_with_the_position() -> None:
     def own() -> tuple[TrainLoader, Noise]:
         generator, noise = torch.Generator().manual_seed(5), Noise()
+        session = object.__new__(Session)  # as a script's functions see it: what it holds is saved by itself
+        vars(session)["generator"] = torch.Generator()
 
         def turn(sample: torch.Tensor, _: torch.Generator) -> torch.Tensor:
+            assert session is not None
             return torch.cat([sample, torch.rand(1, generator=generator, dtype=torch.float64)])
 
         return make(augment=turn, collate_fn=partial(noise.collate)), noise

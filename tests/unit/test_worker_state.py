@@ -81,6 +81,7 @@ def test_what_is_drawn_in_a_fork_leaves_no_trace_even_when_it_raises() -> None:
     ("make", "draw"),
     [
         (lambda: np.random.default_rng(3), lambda g: g.standard_normal(5).tolist()),
+        (lambda: np.random.default_rng(3), lambda g: [child.random() for child in g.spawn(2)]),
         (lambda: np.random.Generator(np.random.MT19937(3)), lambda g: g.integers(0, 9, 5).tolist()),
         (lambda: np.random.RandomState(3), lambda g: g.randn(5).tolist()),
         (lambda: torch.Generator().manual_seed(3), lambda g: torch.randn(5, generator=g).tolist()),

@@ -47,6 +47,11 @@ def is_generator(item: object) -> TypeGuard[Generator]:
     return isinstance(item, Generator) and not isinstance(item, random.SystemRandom)
 
 
+def _spawned(generator: np.random.Generator) -> int:
+    """How many children ``spawn`` has given out: the next ones depend on it, and the state does not tell."""
+    return int(getattr(getattr(generator.bit_generator, "seed_seq", None), "n_children_spawned", 0))
+
+
 class GeneratorState:
     """Gives a generator of torch, numpy (``Generator``, ``RandomState``) or ``random`` the ``state_dict`` it lacks."""
 
@@ -60,7 +65,7 @@ class GeneratorState:
             return {"state": self._generator.get_state(legacy=False)}
         if isinstance(self._generator, random.Random):
             return {"state": self._generator.getstate()}
-        return {"state": self._generator.bit_generator.state}
+        return {"state": self._generator.bit_generator.state, "spawned": _spawned(self._generator)}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         if isinstance(self._generator, (torch.Generator, np.random.RandomState)):
@@ -69,3 +74,5 @@ class GeneratorState:
             self._generator.setstate(state["state"])
         else:
             self._generator.bit_generator.state = state["state"]
+            if (more := state.get("spawned", 0) - _spawned(self._generator)) > 0:
+                self._generator.spawn(more)  # numpy cannot count back: what an evaluation has spawned stays counted

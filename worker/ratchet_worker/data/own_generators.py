@@ -21,6 +21,7 @@ from ratchet_worker.rng import GeneratorState, is_generator
 
 _LONGEST: Final = 100  # of a container that is looked into: samples are no place for generators
 _MOST: Final = 10_000  # objects
+_SESSION: Final = "ratchet_worker.session"  # what is behind one, the hook's generator too, is saved by itself
 _PLAIN: Final = (str, bytes, int, float, complex, type, ModuleType, torch.Tensor, np.ndarray)
 
 
@@ -99,7 +100,7 @@ def _reachable(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     waiting = deque(roots.items())
     while waiting and len(seen) < _MOST:
         path, item = waiting.popleft()
-        if item is None or isinstance(item, _PLAIN) or id(item) in seen:
+        if item is None or isinstance(item, _PLAIN) or id(item) in seen or type(item).__module__ == _SESSION:
             continue
         seen[id(item)] = item
         yield path, item
