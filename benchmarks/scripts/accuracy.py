@@ -71,7 +71,7 @@ def train(rank: int, hook: Mapping[str, Any], seed: int, arguments: Mapping[str,
         scheduler.step()
         parts.optimizer.zero_grad()
         managed.average_parameters()
-    with undisturbed(ddp, managed, CPU, broadcast=True):
+    with undisturbed(ddp, managed, parts.train, CPU, broadcast=True):
         counts = torch.zeros(2, dtype=torch.float64)
         for batch in task.evaluation():
             counts += torch.tensor(task.evaluate(ddp.module, batch)["test_accuracy"], dtype=torch.float64)

@@ -30,7 +30,7 @@ CAUSES = {
     "accelerate": ["rank-killed"],
     "trainer": ["api-suspend", "rank-killed"],
 }  # an epoch apart
-EPOCHS = {"lightning": 20, "accelerate": 8, "trainer": 4}
+EPOCHS = {"lightning": 20, "accelerate": 8, "trainer": 16}
 STEPS_PER_EPOCH = 11  # 22 batches, two of them accumulated
 
 pytestmark = pytest.mark.slow
@@ -61,8 +61,10 @@ def live(server: Server, package: str, disturbed: bool, start: Path) -> str:
     spec |= {"start_from": {"path": str(start)}}
     spec["world"]["device"] = "cpu"
     job_id = server.submit(spec)
+    attempt = 0
     for epoch, cause in enumerate(CAUSES[package] if disturbed else [], 1):
-        _, paths = server.wait_step(job_id, epoch * STEPS_PER_EPOCH + 5, deadline=200)
+        step = epoch * STEPS_PER_EPOCH + 5
+        attempt, paths = server.wait_step(job_id, step, after_attempt=attempt, deadline=200)
         if cause == "rank-killed":
             os.kill(rank_pid(paths, 1), signal.SIGKILL)
             continue

@@ -218,7 +218,11 @@ def _hook_is_watched(cli: Cli) -> None:
     command = cli.command("hook", "digits-long", "--watch", "--json")
     with subprocess.Popen(command, env=cli.environment, cwd=cli.cwd, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        first, second = (json.loads(process.stdout.readline()) for _ in range(2))
+        lines = (json.loads(line) for line in process.stdout)
+        first = next(lines)
+        second = next(
+            line for line in lines if line["iteration"] != first["iteration"]
+        )  # a line may be of one rank's change
         process.send_signal(signal.SIGINT)
         process.stdout.read()
         assert process.wait(20) == 130
