@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import socket
 import time
@@ -49,6 +50,16 @@ def timed(loop: Callable[[int], None], block: int) -> tuple[float, float]:
     loop(block)
     dist.barrier()
     return time.perf_counter() - begin, time.process_time() - cpu
+
+
+def turns_parser() -> argparse.ArgumentParser:
+    """What every loop that takes turns is told."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--width", type=int, required=True)
+    parser.add_argument("--depth", type=int, required=True)
+    parser.add_argument("--batch", type=int, required=True, help="samples per rank")
+    parser.add_argument("--turns", required=True, help="Unix socket of the benchmark")
+    return parser
 
 
 def take_turns(turns: str, loop: Callable[[int], None]) -> None:

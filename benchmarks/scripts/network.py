@@ -6,20 +6,14 @@ says which; while it is not their turn the processes are stopped.
 
 from __future__ import annotations
 
-import argparse
-
 import torch
-from loops import Loop, net, take_turns
+from loops import Loop, net, take_turns, turns_parser
 
 from ratchet_worker.session import Session
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--width", type=int, required=True)
-    parser.add_argument("--depth", type=int, required=True)
-    parser.add_argument("--batch", type=int, required=True, help="samples per rank")
-    parser.add_argument("--turns", required=True, help="Unix socket of the benchmark")
+    parser = turns_parser()
     args = parser.parse_args()
     with Session() as session:
         torch.manual_seed(session.rank)

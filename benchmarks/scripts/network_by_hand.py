@@ -5,14 +5,13 @@ Started with torchrun's variables. Settings are those of a job: deterministic al
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
 import signal
 
 import torch
 import torch.distributed as dist
-from loops import Loop, net, take_turns
+from loops import Loop, net, take_turns, turns_parser
 from stock import mend_batched_powersgd, register
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,11 +19,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--width", type=int, required=True)
-    parser.add_argument("--depth", type=int, required=True)
-    parser.add_argument("--batch", type=int, required=True, help="samples per rank")
-    parser.add_argument("--turns", required=True, help="Unix socket of the benchmark")
+    parser = turns_parser()
     parser.add_argument("--hook", type=json.loads, help="arguments of stock.register as JSON; without: DDP has no hook")
     parser.add_argument("--bucket-cap-mb", type=float)
     args = parser.parse_args()
