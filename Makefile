@@ -19,7 +19,7 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@echo "==> running the tests"
-	$(BIN)/python -m pytest -n $(or $(JOBS),3) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(or $(JOBS),4) --dist loadfile --no-loadscope-reorder
 
 check: $(STAMP)
 	@echo "==> ruff, mypy --strict, import rules"
@@ -41,7 +41,7 @@ chaos: $(STAMP)
 teardown: $(STAMP)
 	$(BIN)/python -m tests.e2e.teardown --n $(or $(N),1000)
 
-# ONLY=checkpoint, step, hooks, startup, paper, accuracy or network (needs root); benchmarks/README.md tells how to read them
+# ONLY=checkpoint, step, hooks, startup, launchers (needs root and Slurm), paper, accuracy or network (needs root); benchmarks/README.md tells how to read them
 bench: $(STAMP)
 	@echo "==> benchmarks: ratios against a named alternative in the same run; a machine that does nothing else gives narrow intervals"
 	$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY))

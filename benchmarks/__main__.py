@@ -11,6 +11,7 @@ BENCHMARKS: Final[dict[str, str]] = {
     "step": "benchmarks.step",
     "hooks": "benchmarks.hooks",
     "startup": "benchmarks.startup",
+    "launchers": "benchmarks.launchers",
     "paper": "benchmarks.paper",
     "network": "benchmarks.network",
     "accuracy": "benchmarks.accuracy",

@@ -31,17 +31,17 @@ class Link:
     """Hosts 0 and 1, and what lies between them. A context manager; raises ``NoNamespaces``."""
 
     def __init__(self) -> None:
-        _require()
+        require()
         self._holders: list[subprocess.Popen[bytes]] = []
         try:
             for _ in ADDRESSES:
-                self._holders.append(_holder())
+                self._holders.append(new_namespace())
             peer = str(self._holders[1].pid)
-            _do([*self.command(0), "ip", "link", "add", INTERFACE, "type", "veth", "peer", INTERFACE, "netns", peer])
+            do([*self.command(0), "ip", "link", "add", INTERFACE, "type", "veth", "peer", INTERFACE, "netns", peer])
             for host, address in enumerate(ADDRESSES):
                 for words in (["link", "set", "lo", "up"], ["addr", "add", f"{address}/24", "dev", INTERFACE]):
-                    _do([*self.command(host), "ip", *words])
-                _do([*self.command(host), "ip", "link", "set", INTERFACE, "up"])
+                    do([*self.command(host), "ip", *words])
+                do([*self.command(host), "ip", "link", "set", INTERFACE, "up"])
         except BaseException:
             self.close()
             raise
@@ -55,7 +55,7 @@ class Link:
         burst = max(_LEAST_BURST, int(bits_per_second / 8 * _BURST_SECONDS))
         words = ["rate", f"{bits_per_second}bit", "burst", str(burst), "latency", _QUEUE]
         for host in range(len(ADDRESSES)):
-            _do([*self.command(host), "tc", "qdisc", "replace", "dev", INTERFACE, "root", "tbf", *words])
+            do([*self.command(host), "tc", "qdisc", "replace", "dev", INTERFACE, "root", "tbf", *words])
 
     def sent(self, host: int) -> int:
         """Bytes that ``host`` has sent so far, headers included."""
@@ -77,7 +77,8 @@ class Link:
         self.close()
 
 
-def _require() -> None:
+def require() -> None:
+    """Raises ``NoNamespaces`` where programs or rights are missing."""
     missing = {name: package for name, package in _PROGRAMS.items() if shutil.which(name) is None}
     if missing:
         raise NoNamespaces(f"{', '.join(missing)} not found: install {', '.join(sorted(set(missing.values())))}")
@@ -85,8 +86,8 @@ def _require() -> None:
         raise NoNamespaces("network namespaces and their limits are made by root: run it as root (sudo make bench ...)")
 
 
-def _holder() -> subprocess.Popen[bytes]:
-    """A process in a network namespace of its own, which ends when its standard input does."""
+def new_namespace() -> subprocess.Popen[bytes]:
+    """A process in a network namespace of its own, which ends when its standard input does. Raises ``NoNamespaces``."""
     holder = subprocess.Popen(
         ["unshare", "--net", "sh", "-c", "echo; exec cat"],
         stdin=subprocess.PIPE,
@@ -101,8 +102,9 @@ def _holder() -> subprocess.Popen[bytes]:
     return holder
 
 
-def _do(command: Sequence[str]) -> None:
+def do(command: Sequence[str]) -> None:
+    """Run a command of iproute2. Raises ``NoNamespaces`` when it fails."""
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
-        words = " ".join(command[command.index("--") + 1 :])
+        words = " ".join(command[command.index("--") + 1 if "--" in command else 0 :])
         raise NoNamespaces(f"`{words}` failed: {done.stderr.strip()} (CAP_NET_ADMIN, and veth and tbf in the kernel?)")

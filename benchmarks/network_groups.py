@@ -24,6 +24,7 @@ from ratchet_contract.paths import AttemptPaths, HomePaths
 from ratchet_contract.spec import JobSpec, Resolved
 from ratchet_hooks.summary import HookSummary
 from ratchet_worker.launch_env import plan_ranks
+from ratchet_worker.meeting import Rendezvous
 from ratchet_worker.starter import RankPlan
 
 SCRIPTS: Final = Path(__file__).with_name("scripts")
@@ -147,7 +148,6 @@ def _spec(training: Training, script: Sequence[str]) -> JobSpec:
             "code": {"path": str(SCRIPTS)},
             "script": list(script),
             "world": {"nodes": len(ADDRESSES), "ranks_per_node": 1, "device": "cpu"},
-            "env": {"GLOO_SOCKET_IFNAME": INTERFACE},
             "hook": {"name": "allreduce"} if training.by_hand else dict(training.hook),
             "ddp": {"bucket_cap_mb": training.bucket_cap_mb},
             "checkpoint": {"every_steps": None},
@@ -181,8 +181,8 @@ def _plan(launch: LaunchFile, port: int) -> RankPlan:
     file = attempt.root / f"launch-{launch.node}.json"
     attempt.root.mkdir(parents=True, exist_ok=True)
     file.write_text(launch.model_dump_json())
-    (plan,) = plan_ranks(launch, attempt, store_port=port, store_fd=None, inherited=os.environ)
-    return replace(plan, env={**plan.env, names.LAUNCH_FILE: str(file), names.MASTER_ADDR: ADDRESSES[0]})
+    (plan,) = plan_ranks(launch, attempt, Rendezvous(ADDRESSES[0], port, INTERFACE, None), inherited=os.environ)
+    return replace(plan, env={**plan.env, names.LAUNCH_FILE: str(file)})
 
 
 def _start(plan: RankPlan, prefix: Sequence[str]) -> subprocess.Popen[bytes]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from benchmarks.processes import attempt_paths, ended, logs
 from examples.demo.processes import DemoError, Service, living, spool
@@ -77,8 +77,8 @@ def _free_port() -> int:
         return int(bound.getsockname()[1])
 
 
-def run_ratchet(service: Service, script: str, place: Path) -> Run:
-    """The job of ``script`` under a policy as users get it without saying anything."""
+def run_ratchet(service: Service, script: str, place: Path, **where: Any) -> Run:
+    """The job of ``script`` under a policy as users get it without saying anything. ``where``: keys of the spec that differ."""
     spec = {
         "name": "bench-startup",
         "code": {"path": str(SCRIPTS)},
@@ -87,6 +87,7 @@ def run_ratchet(service: Service, script: str, place: Path) -> Run:
         "resources": {"cpus_per_rank": 1},
         "env": {"BENCH_STAMPS": str(place / "stamps")},
         "checkpoint": {"every_steps": EVERY_STEPS},
+        **where,
     }
     begin = _Instant()
     job = service.client.submit(spec)

@@ -117,10 +117,10 @@ def jobs(service: Service, folder: Path, rounds: int, ways: Sequence[str] = (TOR
             place = Path(tempfile.mkdtemp(dir=folder))
             ours = name in scripts
             runs[name].append(run_ratchet(service, scripts[name], place) if ours else _torchrun(place))
-    _table("start -> first training step of rank 0 (POST, or exec of torchrun)", runs, lambda run: run.first)
-    _table("SIGKILL of rank 1 -> first step of the restarted group", runs, lambda run: run.again)
-    _parts("where the time to the first step goes", runs, lambda run: run.first_parts)
-    _parts("where the time after the kill goes", runs, lambda run: run.again_parts)
+    table("start -> first training step of rank 0 (POST, or exec of torchrun)", runs, lambda run: run.first)
+    table("SIGKILL of rank 1 -> first step of the restarted group", runs, lambda run: run.again)
+    parts_table("where the time to the first step goes", runs, lambda run: run.first_parts)
+    parts_table("where the time after the kill goes", runs, lambda run: run.again_parts)
 
 
 def _torchrun(folder: Path, tries: int = 4) -> Run:
@@ -133,7 +133,7 @@ def _torchrun(folder: Path, tries: int = 4) -> Run:
     return run_torchrun(Path(tempfile.mkdtemp(dir=folder)))
 
 
-def _table(title: str, runs: dict[str, list[Run]], seconds: Callable[[Run], float]) -> None:
+def table(title: str, runs: dict[str, list[Run]], seconds: Callable[[Run], float]) -> None:
     print(f"\n{title}")
     base = [seconds(run) for run in next(iter(runs.values()))]
     for name, found in runs.items():
@@ -142,7 +142,7 @@ def _table(title: str, runs: dict[str, list[Run]], seconds: Callable[[Run], floa
         print(f"  {name:<28} {estimate(values)} s   ratio {estimate(ratios)}")
 
 
-def _parts(title: str, runs: dict[str, list[Run]], parts: Callable[[Run], dict[str, float]]) -> None:
+def parts_table(title: str, runs: dict[str, list[Run]], parts: Callable[[Run], dict[str, float]]) -> None:
     print(f"\n{title} (medians, s)")
     for name, found in runs.items():
         several = [parts(run) for run in found]

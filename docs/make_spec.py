@@ -11,7 +11,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
-from ratchet_contract.spec import JobSpec, _duration
+from ratchet_contract.spec import JobSpec
+from ratchet_contract.spec_base import _duration, _size
+from ratchet_contract.spec_engines import _DNS, _PATH, _SLURM_WORD, LAUNCHER_SPECS
 from ratchet_hooks.registry import HOOKS, HookEntry
 from ratchet_hooks.specs import WRAPPERS
 
@@ -20,13 +22,16 @@ HEAD = """\
 # The job spec
 
 YAML or JSON. Unknown keys are refused with the nearest known one; what is marked as not available yet is refused, never
-ignored. A duration is a number of seconds, or text: a number with `s`, `m`, `h` or `d`. `ratchet submit FILE --dry-run` checks a
-spec against the machine and shows what would run; what it may say, and the cure: [troubleshooting.md](troubleshooting.md).
+ignored. A duration is a number of seconds, or text: a number with `s`, `m`, `h` or `d`. A size is a whole number with `Ki`, `Mi`,
+`Gi` or `Ti`. `ratchet submit FILE --dry-run` checks a spec against the machine, or against what its launcher can do, and shows
+what would run; what it may say, and the cure: [troubleshooting.md](troubleshooting.md).
 
 Made from the models by `python docs/make_spec.py`.
 """
 _LARGE = 1_000_000
 """A bound above is a machine's, and no news to anybody."""
+_THEIRS = (_DNS, _PATH, _SLURM_WORD)
+"""How an engine writes names: no news to those who use it."""
 EXAMPLES = {
     "A job": """\
 name: digits-powersgd
@@ -47,9 +52,10 @@ code: {path: ./my_project}     # relative to the spec file
 script: [train.py, --lr, "0.1"]""",
     "secrets": """\
 secrets:
-  WANDB_API_KEY: {from_env: TEAM_WANDB_API_KEY}""",
-    "world": "world: {ranks_per_node: 4, device: cuda}",
-    "resources": "resources: {cpus_per_rank: 2}",
+  WANDB_API_KEY: {from_env: TEAM_WANDB_API_KEY}
+  HF_TOKEN: {from_secret: {name: hugging-face, key: token}}     # kubernetes only""",
+    "world": "world: {nodes: 2, ranks_per_node: 4, device: cuda, interface: eth0}",
+    "resources": "resources: {cpus_per_rank: 2, memory: 64Gi, gpu: nvidia.com/gpu}",
     "ddp": "ddp: {bucket_cap_mb: 25, gradient_as_bucket_view: true, backend: gloo}",
     "checkpoint": "checkpoint: {every_steps: 200, keep_last: 5}",
     "policy": """\
@@ -58,7 +64,27 @@ policy:
   timeout: 12h
   startup_deadline: 10m      # a model that compiles for long before its first step
   on_hook_mismatch: redistribute""",
-    "launcher": "launcher: {kind: local}",
+    "volumes": """\
+volumes:
+  - {mount_path: /data, claim: datasets}
+  - {mount_path: /scratch, empty_dir: 200Gi, read_only: false}""",
+    "launcher local": "launcher: {kind: local}",
+    "launcher kubernetes": """\
+launcher:
+  kind: kubernetes
+  queue: research
+  node_selector: {gpu: a100}
+  tolerations: [{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}]
+  pod_patch: {spec: {runtimeClassName: nvidia}}""",
+    "launcher slurm": """\
+launcher:
+  kind: slurm
+  partition: gpu
+  account: vision
+  time_limit: 4h
+  setup: [module load cuda]
+  options: {mail-type: FAIL}""",
+    "launcher other": "launcher: {kind: my-engine, options: {pool: night}}",
     "allreduce": "hook: allreduce",
     "fp16_compress": "hook: fp16_compress",
     "bf16_compress": "hook: bf16_compress",
@@ -76,7 +102,10 @@ hook:
     "custom": 'hook: {name: custom, hook: "my_hooks:my_hook", state: "my_hooks:MyState", state_args: {scale: 2.0}}',
 }
 """One per table; a test parses each within a job."""
-SECTIONS = ("task", "code", "secrets", "world", "resources", "ddp", "checkpoint", "policy", "launcher")
+_HOOK_SPECS = {entry.spec for entry in HOOKS.values()}
+SECTIONS = ("task", "code", "secrets", "world", "resources", "ddp", "checkpoint", "policy", "volumes")
+_SEE_BELOW = {*SECTIONS, "hook", "launcher"}
+_MANY = ("secrets", "volumes")
 
 
 def page() -> str:
@@ -84,7 +113,11 @@ def page() -> str:
     for name in SECTIONS:
         model = _model(JobSpec.model_fields[name].annotation)
         assert model is not None
-        parts += [_table(f"`{name}`" if name != "secrets" else "one of `secrets`", model), _example(name)]
+        parts += [_table(f"one of `{name}`" if name in _MANY else f"`{name}`", model), _example(name)]
+    for kind, model in LAUNCHER_SPECS.items():
+        title = "another `launcher`" if kind == "other" else f"`launcher: {{kind: {kind}}}`"
+        about = f"{(model.__doc__ or '').replace('``', '`')} More: [launchers.md](launchers.md).\n"
+        parts += [_table(title, model, about), _example(f"launcher {kind}")]
     ready = [entry for entry in HOOKS.values() if entry.available]
     for entry in ready:
         about = f"{entry.title}. What it computes, keeps and shows: [hooks.md](hooks.md).{_wrappers(entry)}\n"
@@ -104,31 +137,34 @@ def _example(name: str) -> str:
 
 
 def _table(title: str, model: type[BaseModel], about: str = "", *, skip_models: bool = False) -> str:
-    if set(model.model_fields) <= {"name", "wrapper"}:
+    told = {name for name, info in model.model_fields.items() if name == "kind" and not info.is_required()}
+    if set(model.model_fields) <= {"name", "wrapper", *told}:
         return f"## {title}\n\n{about}No parameters.\n"
     rows = [f"## {title}\n", *([about] if about else []), "| key | value | default | meaning |", "|---|---|---|---|"]
     for name, info in model.model_fields.items():
-        if name == "wrapper" or (name == "name" and model is not JobSpec):
+        if name == "wrapper" or name in told or (name == "name" and model in _HOOK_SPECS):
             continue
-        inner = skip_models and name in SECTIONS
-        kind = "see below" if inner or name == "hook" else _kind_of(info)
+        kind = "see below" if skip_models and name in _SEE_BELOW else _kind_of(info)
         meaning = info.description or ""
-        rows.append(f"| `{name}` | {kind} | {_default(info)} | {meaning}{_bounds(info)} |".replace("  ", " "))
+        cells = (f"`{name}`", kind, _default(info), f"{meaning}{_bounds(info)}".strip())
+        rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |".replace("  ", " "))
     return "\n".join(rows) + "\n"
 
 
 def _kind_of(info: FieldInfo) -> str:
-    return "duration" if _is_duration(info.metadata) else _kind(info.annotation)
+    return _special(info.metadata) or _kind(info.annotation)
 
 
-def _is_duration(metadata: Iterable[Any]) -> bool:
-    return any(isinstance(m, BeforeValidator) and m.func is _duration for m in metadata)
+def _special(metadata: Iterable[Any]) -> str | None:
+    """What text with a meaning is called."""
+    names = {_duration: "duration", _size: "size"}
+    return next((names[m.func] for m in metadata if isinstance(m, BeforeValidator) and m.func in names), None)
 
 
 def _kind(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return "duration" if _is_duration(arguments[1:]) else _kind(arguments[0])
+        return _special(arguments[1:]) or _kind(arguments[0])
     if origin is Literal:
         return ", ".join(f"`{a}`" for a in arguments)
     if origin in (Union, UnionType):
@@ -137,6 +173,8 @@ def _kind(annotation: Any) -> str:
         return f"list of {_kind(arguments[0])}"
     if origin is dict:
         return "mapping" if arguments[1] is Any else f"mapping to {_kind(arguments[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"mapping ({', '.join(f'`{name}`' for name in annotation.model_fields)})"
     names = {str: "text", int: "whole number", float: "number", bool: "`true`, `false`"}
     return names.get(annotation, "mapping")
 
@@ -154,7 +192,7 @@ def _bounds(info: FieldInfo) -> str:
     bounds = [(word, getattr(m, key, None)) for key, word in words.items() for m in info.metadata]
     found = [f"{word} {bound:g}" for word, bound in bounds if bound is not None and bound <= _LARGE]
     lengths = [m.min_length for m in info.metadata if getattr(m, "min_length", None)]
-    patterns = [m.pattern for m in info.metadata if getattr(m, "pattern", None)]
+    patterns = [m.pattern for m in info.metadata if getattr(m, "pattern", None) not in (None, *_THEIRS)]
     found += [f"at least {n} long" for n in lengths] + [f"`{p}`" for p in patterns]
     return f" ({', '.join(found)})" if found else ""
 

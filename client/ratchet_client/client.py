@@ -17,6 +17,7 @@ from ratchet_client.following import Following, WhichAttempt
 from ratchet_client.polling import TERMINAL, Series, Snapshot
 from ratchet_client.spec_file import Spec, spec_body
 from ratchet_client.transport import Params, Transport
+from ratchet_client.upload import Note, with_code
 from ratchet_contract import api, api_requests
 
 __all__ = ["TERMINAL", "RatchetClient", "Series", "Snapshot", "WhichAttempt"]
@@ -55,11 +56,16 @@ class RatchetClient(Following):
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
-    def submit(self, spec: Spec, *, idempotency_key: str | None = None) -> api.JobView:
+    def submit(self, spec: Spec, *, idempotency_key: str | None = None, upload: bool | None = None,
+               note: Note | None = None) -> api.JobView:  # fmt: skip
         """Create a job from the path of a YAML file, a mapping or a ``JobSpec``. Raises ``SpecError`` with every wrong field.
 
         Relative paths of the spec start at the file's directory, or at the current one where there is no file. The same
         ``idempotency_key`` with the same spec gives the same job again.
+
+        ``upload``: send the directory ``code.path`` of this machine first; False: it is one of the service's machine; None: it
+        is sent where the service's address is not this machine's, if there is such a directory here. The service is asked
+        first whether it has it already. ``note``: is told in sentences how far that is, if it is much.
 
         >>> task = {"entrypoint": "ratchet_worker.tasks.digits:DigitsTask", "args": {"epochs": 1}}
         >>> job = client.submit({"name": "from-python", "task": task, "world": {"device": "cpu"}}, idempotency_key=key)
@@ -68,15 +74,18 @@ class RatchetClient(Following):
         >>> client.cancel(job.id).desired.value in ("cancel", "run")
         True
         """
-        return self._post("/v1/jobs", api.JobView, json=spec_body(spec), idempotency_key=idempotency_key)
+        body = with_code(self._transport, spec_body(spec), upload, note)
+        return self._post("/v1/jobs", api.JobView, json=body, idempotency_key=idempotency_key)
 
-    def plan(self, spec: Spec) -> api.PlanView:
-        """What ``submit`` would run, with all checks made. Nothing is stored.
+    def plan(self, spec: Spec, *, upload: bool | None = None, note: Note | None = None) -> api.PlanView:
+        """What ``submit`` would run, with all checks made. No job is stored; code is sent as ``submit`` does, and kept by the
+        service for ten minutes.
 
         >>> client.plan("examples/digits-powersgd.yaml").resolved.backend
         'gloo'
         """
-        return self._post("/v1/jobs", api.PlanView, params={"dry_run": "true"}, json=spec_body(spec))
+        body = with_code(self._transport, spec_body(spec), upload, note)
+        return self._post("/v1/jobs", api.PlanView, params={"dry_run": "true"}, json=body)
 
     def jobs(self, *, phase: Collection[str] = (), label: Mapping[str, str] | None = None, name: str | None = None,
              sort: str | None = None, page_size: int = PAGE) -> Iterator[api.JobView]:  # fmt: skip
@@ -93,12 +102,12 @@ class RatchetClient(Following):
         """Save, stop, and stay stopped until ``resume``. Raises ``Conflict`` like all actions, by the phase."""
         return self._act(job_id, "suspend")
 
-    def resume(self, job_id: str, from_step: int | None = None, *, world: int | None = None,
+    def resume(self, job_id: str, from_step: int | None = None, *, world: int | None = None, nodes: int | None = None,
                hook: dict[str, Any] | str | None = None, on_hook_mismatch: str | None = None) -> api.JobView:  # fmt: skip
         """Go on: suspended, failed and cancelled jobs. ``from_step``: from an older checkpoint; ``world``: with another number
-        of ranks (per node); ``hook``: another hook, or changes of this one; the resume report tells of both.
+        of ranks (per node), and with it ``nodes``; ``hook``: another hook, or changes of this one; the report tells of both.
         ``on_hook_mismatch``: the job's policy from now on (fail, reset, redistribute)."""
-        change = None if world is None else api_requests.WorldChange(ranks_per_node=world)
+        change = None if world is None else api_requests.WorldChange(ranks_per_node=world, nodes=nodes)
         given = {"from_step": from_step, "world": change, "hook": hook, "on_hook_mismatch": on_hook_mismatch}
         request = api_requests.ResumeRequest.model_validate({k: v for k, v in given.items() if v is not None})
         return self._act(job_id, "resume", request)
@@ -115,14 +124,19 @@ class RatchetClient(Following):
         """Ask the running attempt for a checkpoint at its next agreed step; returns before it is written."""
         return self._act(job_id, "checkpoint")
 
-    def fork(self, job_id: str, request: api_requests.ForkRequest) -> api.JobView:
-        """A new job from a checkpoint of this one, with a changed spec.
+    def fork(self, job_id: str, request: api_requests.ForkRequest, *, upload: bool | None = None,
+             note: Note | None = None) -> api.JobView:  # fmt: skip
+        """A new job from a checkpoint of this one, with a changed spec. ``upload``, ``note``: as of ``submit``, for a
+        ``code.path`` that the request names.
 
         >>> from ratchet_contract.api_requests import ForkRequest
         >>> fork = client.fork(job_id, ForkRequest(spec={"task": {"args": {"epochs": 3}}}))
         >>> fork.forked_from.startswith(job_id), client.cancel(fork.id).id == fork.id
         (True, True)
         """
+        spec = with_code(self._transport, request.spec, upload, note, within="/spec")
+        if spec is not request.spec:
+            request = request.model_copy(update={"spec": spec})
         return self._act(job_id, "fork", request)
 
     def patch(self, job_id: str, request: api_requests.PatchRequest) -> api.JobView:

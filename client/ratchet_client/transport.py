@@ -1,4 +1,4 @@
-"""Requests with retries. GET is always safe to repeat; a POST carries an Idempotency-Key, so that repeating it is safe too."""
+"""Requests with retries. GET and PUT are always safe to repeat; so is a POST, since it carries an Idempotency-Key."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import random
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -23,10 +24,21 @@ Params = Mapping[str, str | int | float | bool | Sequence[str | int] | None]
 _RETRY_STATUS = frozenset({502, 503, 504})
 _FIRST_DELAY, _LONGEST_DELAY = 0.1, 2.0
 _CONNECT = 10.0
+_TAKEN = 600.0
+"""Seconds that a large body may take to be stored, once it has been sent."""
 
 
 def _clean(params: Params | None) -> dict[str, Any]:
     return {k: v for k, v in (params or {}).items() if v is not None}
+
+
+@dataclass(frozen=True)
+class Body:
+    """A body too large to be held. ``parts`` begins it anew for each try; ``size``: bytes. Its answer may take its time."""
+
+    media_type: str
+    size: int
+    parts: Callable[[], Iterator[bytes]]
 
 
 class TokenInClearWarning(UserWarning):
@@ -50,6 +62,7 @@ class Transport:
     ) -> None:
         self._given = server, home, token
         self._timeout = httpx.Timeout(timeout, connect=min(timeout, _CONNECT))
+        self._patient = httpx.Timeout(timeout, connect=self._timeout.connect, read=max(timeout, _TAKEN))
         self.retry_for = retry_for
         self._reached = False
         self._clients: dict[tuple[bool, bool], httpx.Client] = {}
@@ -74,15 +87,18 @@ class Transport:
         self._clients.clear()
 
     def request(self, method: str, path: str, *, params: Params | None = None, json: Any = None,
-                idempotency_key: str | None = None) -> httpx.Response:  # fmt: skip
-        """The answer, 2xx. Raises the service's problem as an exception of the tree, or ``ServiceUnreachable``."""
+                idempotency_key: str | None = None, body: Body | None = None) -> httpx.Response:  # fmt: skip
+        """The answer, 2xx. ``body``: instead of ``json``. Raises the service's problem as an exception of the tree, or
+        ``ServiceUnreachable``, and what making the body raises."""
         headers = {}
+        if body is not None:
+            headers = {"Content-Type": body.media_type, "Content-Length": str(body.size)}
         if method == "POST":
             headers["Idempotency-Key"] = idempotency_key or str(uuid.uuid4())
         end = time.monotonic() + self.retry_for
         delay = _FIRST_DELAY
         while True:
-            outcome = self._once(method, path, params, json, headers)
+            outcome = self._once(method, path, params, json, headers, body)
             if isinstance(outcome, httpx.Response) and not _worth_repeating(outcome):
                 if outcome.is_success:
                     return outcome
@@ -125,15 +141,19 @@ class Transport:
             )  # fmt: skip
         return self._clients[secure, local]
 
-    def _once(self, method: str, path: str, params: Params | None, json: Any,
-              headers: dict[str, str]) -> httpx.Response | ServiceUnreachable:  # fmt: skip
+    def _once(self, method: str, path: str, params: Params | None, json: Any, headers: dict[str, str],
+              body: Body | None) -> httpx.Response | ServiceUnreachable:  # fmt: skip
         try:
             url = self.target.url()
         except ServiceUnreachable as error:
             return error
         headers = headers | self._authorization(url)
         try:
-            response = self._client(url).request(method, url + path, params=_clean(params), json=json, headers=headers)
+            response = self._client(url).request(
+                method, url + path, params=_clean(params), json=json, headers=headers,
+                content=None if body is None else body.parts(),
+                timeout=self._timeout if body is None else self._patient,
+            )  # fmt: skip
             _refuse_stranger(response)
             self._reached = True
             return response

@@ -104,6 +104,7 @@ class NodeView(View):
     pid: int | None = None
     gpus: list[int] = []
     phase: AttemptPhase
+    address: str | None = Field(None, description="host:port at which the job's other nodes reach it.")
 
 
 class AttemptView(View):
@@ -125,6 +126,7 @@ class AttemptView(View):
     resume_report: ResumeReport | None = None
     nodes: list[NodeView] = []
     created_at: datetime
+    begun_at: datetime | None = Field(None, description="Its first agent began; until then it waited for its engine.")
     training_at: datetime | None = None
     ended_at: datetime | None = None
 

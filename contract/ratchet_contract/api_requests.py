@@ -15,6 +15,7 @@ class WorldChange(View):
     model_config = ConfigDict(extra="forbid")
 
     ranks_per_node: int = Field(ge=1, le=1024)
+    nodes: int | None = Field(None, ge=1, le=1024, description="null: as many as the job has.")
 
 
 class ResumeRequest(View):

@@ -1,10 +1,155 @@
-"""What a snapshot of a user's directory leaves out, besides virtual environments (directories with a ``pyvenv.cfg``)."""
+"""A directory of user code as what it holds: the files and links that count, and their digest, wherever they lie.
+
+The digest is SHA-256 over the sorted relative paths with kind, mode and content. Of a file's mode only whether it can be executed
+counts, so that machines with other umasks, and read-only copies, agree. Left out: version control, caches, virtual environments
+(directories with a ``pyvenv.cfg``), empty directories.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 IGNORED_NAMES: Final = frozenset(
     {".git", ".hg", ".svn", "__pycache__", ".venv", ".ratchet", ".mypy_cache", ".pytest_cache"}
 )
 IGNORED_SUFFIXES: Final = (".pyc", ".pyo")
+MAX_BYTES: Final = 512 * 2**20
+MAX_FILES: Final = 20_000
+MAX_PATH: Final = 1024
+DIGEST: Final = r"^[0-9a-f]{64}$"
+_CHUNK: Final = 1 << 20
+
+
+class TreeError(Exception):
+    """The directory cannot be taken as it is; ``code`` and ``detail`` as in a problem."""
+
+    def __init__(self, code: str, detail: str) -> None:
+        super().__init__(detail)
+        self.code, self.detail = code, detail
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One file or link. ``path``: below the directory, with ``/``; ``link``: the target of a symbolic link."""
+
+    path: str
+    source: Path
+    executable: bool = False
+    link: str | None = None
+    size: int = 0
+
+    @property
+    def mode(self) -> int:
+        """Of a read-only copy."""
+        return 0o777 if self.link is not None else 0o555 if self.executable else 0o444
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one directory may hold."""
+
+    max_bytes: int = MAX_BYTES
+    max_files: int = MAX_FILES
+
+
+UNLIMITED: Final = Limits(max_bytes=2**63, max_files=2**31)
+"""Of a copy, which was within the limits when it was made."""
+
+
+def entries(root: Path, limits: Limits = Limits()) -> list[Entry]:
+    """What counts below ``root``, sorted. Raises ``TreeError`` (``unreadable``, ``special-file``, ``link-outside``, ``too-deep``,
+    ``too-large``)."""
+    out: list[Entry] = []
+    total = 0
+    for entry in _walk(root.resolve()):
+        out.append(entry)
+        total += entry.size
+        if len(os.fsencode(entry.path)) > MAX_PATH:
+            raise TreeError(
+                "too-deep", f"a path below {str(root)!r} is longer than {MAX_PATH} bytes: {entry.path[:60]}..."
+            )
+        if len(out) > limits.max_files or total > limits.max_bytes:
+            raise TreeError(
+                "too-large",
+                f"{str(root)!r} has more than {limits.max_files} files or {limits.max_bytes >> 20} MiB: name the directory "
+                "of the code alone, and keep data and environments elsewhere",
+            )
+    return sorted(out, key=lambda e: e.path)
+
+
+def file_entry(path: Path) -> Entry:
+    """A tree that is one file, under its own name; its mode does not count. Raises ``OSError``."""
+    return Entry(path.name, path, size=path.stat().st_size)
+
+
+def digest(found: Iterable[Entry], content: Callable[[Entry], bytes] | None = None) -> str:
+    """Of sorted entries, in hex. ``content`` gives the SHA-256 of a file's bytes; None: read from its source. Raises ``OSError``,
+    and what ``content`` raises."""
+    out = hashlib.sha256(b"ratchet-code-1\0")
+    for entry in found:
+        kind = "link" if entry.link is not None else "file"
+        mode = 0o777 if entry.link is not None else 0o755 if entry.executable else 0o644
+        out.update(f"{kind}\0{entry.path}\0{mode:o}\0".encode("utf-8", "surrogateescape"))
+        if entry.link is not None:
+            out.update(hashlib.sha256(os.fsencode(entry.link)).digest())
+        else:
+            out.update((content or _content)(entry))
+    return out.hexdigest()
+
+
+def chunks(path: Path) -> Iterator[bytes]:
+    """A file's bytes, by the mebibyte. Raises ``OSError``."""
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            yield chunk
+
+
+def _content(entry: Entry) -> bytes:
+    inner = hashlib.sha256()
+    for chunk in chunks(entry.source):
+        inner.update(chunk)
+    return inner.digest()
+
+
+def _walk(root: Path) -> Iterator[Entry]:
+    folders = [root]
+    while folders:
+        folder = folders.pop()
+        try:
+            with os.scandir(folder) as scan:
+                for child in scan:
+                    if child.name in IGNORED_NAMES or child.name.endswith(IGNORED_SUFFIXES):
+                        continue
+                    if child.is_dir(follow_symlinks=False):
+                        if not Path(child.path, "pyvenv.cfg").is_file():  # else a virtual environment
+                            folders.append(Path(child.path))
+                    else:
+                        yield _entry(child, root)
+        except (OSError, RuntimeError) as error:  # RuntimeError: pathlib's word for links that lead in a circle
+            raise TreeError("unreadable", f"cannot read {str(folder)[:300]!r}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror or "" if isinstance(error, OSError) else "symbolic links in it lead in a circle"
+
+
+def _entry(child: os.DirEntry[str], root: Path) -> Entry:
+    path = Path(child.path)
+    name = path.relative_to(root).as_posix()
+    if child.is_symlink():
+        target = path.readlink()
+        if target.is_absolute() or not (path.parent / target).resolve().is_relative_to(root):
+            raise TreeError(
+                "link-outside",
+                f"the symbolic link {str(path)!r} points outside the directory: the snapshot would not hold it",
+            )
+        return Entry(name, path, link=str(target))
+    if not child.is_file():
+        raise TreeError("special-file", f"{str(path)!r} is neither a file, a directory nor a symbolic link")
+    found = child.stat()
+    return Entry(name, path, bool(found.st_mode & 0o111), size=found.st_size)

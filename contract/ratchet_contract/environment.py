@@ -10,14 +10,20 @@ SERVER: Final = "RATCHET_SERVER"  # base URL; default: from $RATCHET_HOME/servic
 TOKEN: Final = "RATCHET_TOKEN"  # bearer token sent to the service
 CONFIG: Final = "RATCHET_CONFIG"  # the client's configuration file; default: ratchet/config.json below XDG_CONFIG_HOME
 DATABASE_URL: Final = "RATCHET_DATABASE_URL"
+LAUNCHERS: Final = "RATCHET_LAUNCHERS"  # the service's launchers file
 
 # set by the agent for every rank
 LAUNCH_FILE: Final = "RATCHET_LAUNCH_FILE"  # absolute path of launch.json
 JOB_ID: Final = "RATCHET_JOB_ID"
 EPOCH: Final = "RATCHET_EPOCH"
-ATTEMPT_DIR: Final = "RATCHET_ATTEMPT_DIR"
+ATTEMPT_DIR: Final = "RATCHET_ATTEMPT_DIR"  # of all nodes
+NODE_DIR: Final = "RATCHET_NODE_DIR"  # of this node's agent; for node 0 the same directory
+CODE_DIGEST: Final = "RATCHET_CODE_DIGEST"  # of code that lies on the nodes, as it is now
 AGENT_PID: Final = "RATCHET_AGENT_PID"
 STORE_FD: Final = "RATCHET_STORE_FD"  # rank 0 only: inherited fd of the bound listening socket for the TCPStore
+
+# set by a launcher for the agent
+NODE_ADDRESS: Final = "RATCHET_NODE_ADDRESS"  # where the other nodes reach this one, if the launcher knows
 
 # set by the agent for the process that it forks ranks from
 FORK_PLANS_FD: Final = "RATCHET_FORK_PLANS_FD"  # inherited fd of the ranks' plans, JSON

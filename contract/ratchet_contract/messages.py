@@ -43,7 +43,7 @@ class LaunchFile(Message):
     protocol: int = PROTOCOL_VERSION
     job_id: str
     epoch: int
-    node: int = 0
+    node: int = Field(0, description="In launch.json always 0: each agent is told its own (``of_node``).")
     world_size: int
     ranks: list[int] = Field(description="Global ranks of this node, in local order.")
     spec: JobSpec
@@ -57,12 +57,25 @@ class LaunchFile(Message):
     )
     gpus: list[int] = []
     report_token: str
-    service_file: str
+    service_file: str = Field(description="Where the service's address is read, again whenever the connection fails.")
+    service_url: str | None = Field(
+        None, description="The service's address, where it has one for good; then no file is read."
+    )
     lineage: list[Segment] = Field(
         [], description="Which checkpoints on disk may be resumed from; newest valid one wins."
     )
     fork: ForkSource | None = None
     desired: Desired = Desired.RUN
+    save_seconds: float | None = Field(
+        None, description="The longest of the job's last saves, in seconds; null: none yet."
+    )
+
+    def of_node(self, node: int) -> LaunchFile:
+        """The same launch as node ``node`` sees it. Raises ``ValueError`` when there is no such node."""
+        if not 0 <= node < self.spec.world.nodes:
+            raise ValueError(f"there is no node {node} among {self.spec.world.nodes}")
+        per_node = self.spec.world.ranks_per_node
+        return self.model_copy(update={"node": node, "ranks": list(range(node * per_node, (node + 1) * per_node))})
 
 
 class AgentFile(Message):
@@ -81,6 +94,10 @@ class Control(Message):
         None, description="The cause a stop will have: api-suspend, api-cancel, api-preempt, sigterm ..."
     )
     checkpoint_request: int = 0
+    peer_end: str | None = Field(
+        None,
+        description="Another node's agent has ended with a failure, in a sentence: this node's ranks cannot go on.",
+    )
 
 
 # --- rank -> agent (spool lines) ---------------------------------------------------------------------------------------
@@ -229,6 +246,10 @@ class AttemptResult(Message):
     message: str | None = None
     last_step: int
     base: Base | None = None
+    secondary: bool = Field(False, description="This node's ranks were ended because another node's had failed.")
+    began_at: float | None = Field(
+        None, description="Unix seconds of this clock: when what ended the node's ranks began."
+    )
     started_at: str
     ended_at: str
     ranks: list[RankEnd]
@@ -254,6 +275,16 @@ class AgentReport(Message):
     last_step: int = 0
     batches: list[RankBatch] = []
     result: AttemptResult | None = None
+    address: str | None = Field(
+        None, description="host:port of this node; node 0's is where all ranks meet (port 0: nobody listens there)."
+    )
+
+
+class Group(Message):
+    """Which nodes of a group of several are there. Ranks are started once all are."""
+
+    present: list[int]
+    rendezvous: str | None = Field(None, description="host:port that node 0's agent listens on.")
 
 
 class ReportAck(Message):
@@ -262,3 +293,4 @@ class ReportAck(Message):
     protocol: int = PROTOCOL_VERSION
     acked: dict[int, int]
     control: Control
+    group: Group | None = Field(None, description="null for a job of one node.")

@@ -7,10 +7,12 @@
 <home>/jobs/<job id>/quarantine/         damaged checkpoints, moved here whole
 <home>/jobs/<job id>/work/               current directory of the ranks: a writable copy of the code, kept over all attempts
 <home>/jobs/<job id>/attempts/0007/      one launch: files of AttemptPaths
+<home>/jobs/<job id>/attempts/0007/node-00001/   its second node's agent: files of NodePaths
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +53,11 @@ class HomePaths:
     """Paths below the run directory ``home``."""
 
     home: Path
+
+    @property
+    def instance(self) -> str:
+        """Names this run directory among others on the same cluster: 8 hex digits of its path's SHA-256."""
+        return hashlib.sha256(str(self.home).encode()).hexdigest()[:8]
 
     @property
     def service_file(self) -> Path:
@@ -101,15 +108,10 @@ class JobPaths:
 
 
 @dataclass(frozen=True)
-class AttemptPaths:
-    """Files of one launch on one node."""
+class NodePaths:
+    """Files of the agent of one node in one launch."""
 
     root: Path
-
-    @property
-    def launch_file(self) -> Path:
-        """What the agent is to run (``LaunchFile``); written by the launcher, mode 0600."""
-        return self.root / "launch.json"
 
     @property
     def lock_file(self) -> Path:
@@ -131,14 +133,37 @@ class AttemptPaths:
         return self.root / "control.json"
 
     @property
-    def base_file(self) -> Path:
-        """``Base``: the checkpoint this attempt resumed from, written and synced by rank 0 before it trains."""
-        return self.root / "base.json"
-
-    @property
     def result_file(self) -> Path:
         """``AttemptResult``: written once by the agent, last of all."""
         return self.root / "result.json"
+
+    @property
+    def tmp(self) -> Path:
+        return self.root / "tmp"
+
+
+@dataclass(frozen=True)
+class AttemptPaths(NodePaths):
+    """Files of one launch: what all its nodes share, and what node 0's agent has for itself. Other nodes' agents have theirs in
+    ``node-NNNNN``; ranks are numbered over all nodes, so their files lie here."""
+
+    def node(self, node: int) -> NodePaths:
+        return NodePaths(self.root / f"node-{node:05d}") if node else self
+
+    @property
+    def launch_file(self) -> Path:
+        """What the agents are to run (``LaunchFile``); written by the launcher, mode 0600."""
+        return self.root / "launch.json"
+
+    @property
+    def engine_log(self) -> Path:
+        """What the engine itself printed, where it has such a file (Slurm's output)."""
+        return self.root / "engine.log"
+
+    @property
+    def base_file(self) -> Path:
+        """``Base``: the checkpoint this attempt resumed from, written and synced by rank 0 before it trains."""
+        return self.root / "base.json"
 
     def log(self, rank: int) -> Path:
         return self.root / "logs" / f"rank-{rank:05d}.log"
@@ -153,7 +178,3 @@ class AttemptPaths:
     def rank_result(self, rank: int) -> Path:
         """``RankResult``: written by the rank as its last act."""
         return self.root / "results" / f"rank-{rank:05d}.json"
-
-    @property
-    def tmp(self) -> Path:
-        return self.root / "tmp"

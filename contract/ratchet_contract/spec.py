@@ -11,13 +11,14 @@ import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from ratchet_contract.code_tree import DIGEST
 from ratchet_contract.environment import RESERVED_NAMES, RESERVED_PREFIXES
+from ratchet_contract.spec_base import Seconds, Size, SpecModel
+from ratchet_contract.spec_engines import LauncherSpec, LocalLauncherSpec, VolumeSpec
 from ratchet_hooks.specs import AllreduceSpec, HookSpec, normalise_hook
 
-_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", re.ASCII)
 _NAME = r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$"
 _ENTRYPOINT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -30,21 +31,7 @@ def _bytes(text: str) -> int:
     return len(text.encode("utf-8", "surrogatepass"))
 
 
-def _duration(value: Any) -> Any:
-    if isinstance(value, str):
-        match = _DURATION.fullmatch(value)
-        if match is None:
-            raise ValueError("a duration is a number of seconds or a number with s, m, h or d, like 90, '30s' or '2h'")
-        return float(match[1]) * _UNITS[match[2]]
-    return value
-
-
-Seconds = Annotated[float, BeforeValidator(_duration), Field(gt=0, allow_inf_nan=False, le=10 * 365 * 86400)]
 JsonValue = Any
-
-
-class SpecModel(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class TaskSpec(SpecModel):
@@ -68,6 +55,17 @@ class CodeSpec(SpecModel):
     path: str = Field(
         min_length=1, description="A directory on the service's machine, snapshotted by digest at submission."
     )
+    source: Literal["snapshot", "nodes"] = Field(
+        "snapshot",
+        description="nodes: path is a directory that every node has (in the image, or on a volume). It is used where it lies, "
+        "not snapshotted; each attempt takes its digest, and the resume report tells when it has changed.",
+    )
+    digest: str | None = Field(
+        None,
+        pattern=DIGEST,
+        description="Of a directory that was sent to the service, as `ratchet submit FILE --upload` does; path then only tells "
+        "where it came from. Not together with source nodes.",
+    )
 
 
 class StartSpec(SpecModel):
@@ -83,21 +81,42 @@ class StartSpec(SpecModel):
     )
 
 
+class SecretKey(SpecModel):
+    name: str = Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$", description="Of the Secret.")
+    key: str = Field(pattern=r"^[-._A-Za-z0-9]{1,253}$", description="Within it.")
+
+
 class SecretSpec(SpecModel):
-    from_env: str = Field(
+    from_env: str | None = Field(
+        None,
         pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
         description="Variable of the launcher's environment; the value is never stored or shown. Ratchet's own and the "
         "database's credentials cannot be named.",
     )
+    from_secret: SecretKey | None = Field(None, description="Kubernetes: a key of a Secret in the job's namespace.")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> SecretSpec:
+        if (self.from_env is None) == (self.from_secret is None):
+            raise ValueError("give exactly one of from_env and from_secret")
+        return self
 
 
 class WorldSpec(SpecModel):
-    nodes: int = Field(1, ge=1, le=1024, description="Machines. More than one is not available yet.")
+    nodes: int = Field(1, ge=1, le=1024, description="Machines (pods, Slurm nodes); the local launcher has one.")
     ranks_per_node: int = Field(
         1, ge=1, le=1024, description="Training processes. One device per rank: on CUDA each gets a GPU of its own."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="auto: CUDA where the machine has a GPU and torch can use it; decided once per job."
+        "auto",
+        description="auto: CUDA where the machine has a GPU and torch can use it; on an engine, where resources.gpu is given. "
+        "Decided once per job.",
+    )
+    interface: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9_.@-]{1,15}$",
+        description="Network interface over which several nodes meet (rendezvous, gloo, NCCL); null: that of the route to the "
+        "service.",
     )
 
     @property
@@ -109,8 +128,13 @@ class ResourcesSpec(SpecModel):
     cpus_per_rank: int | None = Field(
         None, ge=1, le=1024, description="Threads per rank; part of the result's bits on CPU."
     )
-    memory: str | None = Field(None, description="Not available yet.")
-    gpu: str | None = Field(None, description="Not available yet.")
+    memory: Size | None = Field(None, description="Of each node, like 16Gi; on Kubernetes and Slurm.")
+    gpu: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9]([-A-Za-z0-9_./]{0,251}[A-Za-z0-9])?$",
+        description="Kind of GPU, one per rank. Kubernetes: the resource's name, such as nvidia.com/gpu; Slurm: the gres type, "
+        "such as a100, or gpu for any.",
+    )
 
 
 class DdpSpec(SpecModel):
@@ -166,10 +190,6 @@ class PolicySpec(SpecModel):
     )
 
 
-class LauncherSpec(SpecModel):
-    kind: Literal["local", "kubernetes", "slurm"] = Field("local", description="Only local is available yet.")
-
-
 class JobSpec(SpecModel):
     """A whole job. Exactly one of ``task`` and ``script`` is given."""
 
@@ -204,7 +224,14 @@ class JobSpec(SpecModel):
         description="strict: refuse what cannot be exact; warn: deterministic algorithms, and the resume report tells what is "
         "not exact; off: torch's defaults.",
     )
-    launcher: LauncherSpec = LauncherSpec()
+    launcher: LauncherSpec = LocalLauncherSpec()
+    image: str | None = Field(
+        None,
+        min_length=1,
+        max_length=512,
+        description="Container image of the ranks, on Kubernetes and Slurm; null: the service's.",
+    )
+    volumes: list[VolumeSpec] = Field([], max_length=64, description="Mounted into the ranks' containers.")
     labels: dict[str, str] = Field({}, max_length=64, description="For people and filters; changeable later.")
     priority: int = Field(0, ge=-1000, le=1000, description="Higher starts first; nothing is stopped for it.")
     seed: int = Field(0, ge=0, le=2**63 - 1, description="Of every generator, the order of the data and augmentation.")
@@ -274,6 +301,12 @@ class JobSpec(SpecModel):
         data = self.model_dump(mode="json", exclude=irrelevant)
         if self.start_from is None:  # specs from before there was such a key keep their digest
             del data["start_from"]
+        data["resources"] |= {"memory": None, "gpu": None}  # where it runs, not what is computed
+        del data["world"]["interface"], data["image"], data["volumes"]
+        if self.code is not None and self.code.source == "snapshot":
+            del data["code"]["source"]
+        if self.code is not None and self.code.digest is None:
+            del data["code"]["digest"]
         return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 

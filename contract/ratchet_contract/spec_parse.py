@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from ratchet_contract.errors import FieldProblem, SpecError
 from ratchet_contract.spec import JobSpec
+from ratchet_contract.spec_engines import LAUNCHER_SPECS
 from ratchet_hooks.registry import HOOKS, HookEntry
 from ratchet_hooks.specs import WRAPPERS, PostLocalSGDSpec, canonical_hook_name, canonical_wrapper, normalise_hook
 
@@ -69,18 +70,9 @@ def _sentence(problems: Sequence[FieldProblem]) -> str:
 
 def _later_keys(data: dict[str, Any]) -> list[FieldProblem]:
     """Keys of the design that this version does not honour: refused, never ignored."""
-    found = [
-        FieldProblem(pointer=f"/{key}", code="not-available", detail=f"{key} {_NOT_YET}")
-        for key in ("image", "volumes", "image_pull_secrets", "node_selector")
-        if data.get(key) is not None
-    ]
-    nested = (("resources", "memory"), ("resources", "gpu"), ("checkpoint", "uri"))
-    for outer, inner in nested:
-        if isinstance(data.get(outer), dict) and data[outer].get(inner) is not None:
-            found.append(
-                FieldProblem(pointer=f"/{outer}/{inner}", code="not-available", detail=f"{outer}.{inner} {_NOT_YET}")
-            )
-    return found
+    if not isinstance(data.get("checkpoint"), dict) or data["checkpoint"].get("uri") is None:
+        return []
+    return [FieldProblem(pointer="/checkpoint/uri", code="not-available", detail=f"checkpoint.uri {_NOT_YET}")]
 
 
 def _hook_name(value: Any) -> list[FieldProblem]:
@@ -135,7 +127,7 @@ def pointer_of(loc: Sequence[str | int]) -> str:
 
 
 def _is_tag(loc: Sequence[str | int], i: int) -> bool:
-    return i == 1 and loc[0] == "hook" and loc[1] in HOOKS
+    return i == 1 and ((loc[0] == "hook" and loc[1] in HOOKS) or (loc[0] == "launcher" and loc[1] in LAUNCHER_SPECS))
 
 
 def problem_of(error: Any, model: type[BaseModel]) -> FieldProblem:
@@ -180,7 +172,10 @@ def _description(model: type[BaseModel], loc: Sequence[str | int]) -> str:
     current: type[BaseModel] | None = model
     for part in loc[:-1]:
         field = current.model_fields.get(str(part)) if current else None
-        current = HOOKS[str(part)].spec if part in HOOKS else _model_in(field.annotation) if field else None
+        if part in HOOKS or part in LAUNCHER_SPECS:
+            current = HOOKS[str(part)].spec if part in HOOKS else LAUNCHER_SPECS[str(part)]
+        else:
+            current = _model_in(field.annotation) if field else None
     field = current.model_fields.get(str(loc[-1])) if current else None
     return field.description or "" if field else ""
 
@@ -188,8 +183,8 @@ def _description(model: type[BaseModel], loc: Sequence[str | int]) -> str:
 def _known_keys(model: type[BaseModel], loc: Sequence[str | int]) -> list[str]:
     current: type[BaseModel] | None = model
     for part in loc:
-        if part in HOOKS:
-            current = HOOKS[str(part)].spec
+        if part in HOOKS or part in LAUNCHER_SPECS:
+            current = HOOKS[str(part)].spec if part in HOOKS else LAUNCHER_SPECS[str(part)]
             continue
         field = current.model_fields.get(str(part)) if current else None
         current = _model_in(field.annotation) if field else None
@@ -209,14 +204,6 @@ def cross_check(spec: JobSpec) -> list[FieldProblem]:
     def refuse(pointer: str, code: str, detail: str) -> None:
         out.append(FieldProblem(pointer=pointer, code=code, detail=detail))
 
-    if spec.world.nodes > 1:
-        refuse(
-            "/world/nodes",
-            "not-available",
-            "more than one node is not available yet; use ranks_per_node on one machine",
-        )
-    if spec.launcher.kind != "local":
-        refuse("/launcher/kind", "not-available", f"launcher {spec.launcher.kind} is not available yet; use local")
     if spec.ddp.backend == "nccl" and spec.world.device == "cpu":
         refuse(
             "/ddp/backend", "backend-device", "NCCL moves CUDA tensors only: use backend gloo (or auto) with device cpu"
@@ -232,9 +219,11 @@ def cross_check(spec: JobSpec) -> list[FieldProblem]:
             refuse(f"/hook/{key}", "hook-world", text)
     if spec.script is not None:
         _check_script(spec, refuse)
-    both = sorted(set(spec.env) & set(spec.secrets))
-    for name in both:
-        refuse(f"/secrets/{name}", "duplicate-variable", f"{name} is given in env and in secrets; keep one")
+    if spec.code is not None and spec.code.source == "nodes" and spec.code.digest is not None:
+        text = "with source nodes the nodes' own directory is used, and none that was sent: give only one of the two"
+        refuse("/code/digest", "code-conflict", text)
+    _check_secrets(spec, refuse)
+    _check_volumes(spec, refuse)
     threads = spec.env.get("OMP_NUM_THREADS")
     if threads is not None:
         if not (threads.isascii() and threads.isdigit() and len(threads) <= 4 and 1 <= int(threads) <= _MAX_THREADS):
@@ -249,6 +238,21 @@ def cross_check(spec: JobSpec) -> list[FieldProblem]:
     for name in set(spec.nccl) & set(spec.env):
         refuse(f"/nccl/{name}", "duplicate-variable", f"{name} is given in env and in nccl; keep one")
     return out
+
+
+def _check_secrets(spec: JobSpec, refuse: Any) -> None:
+    for name in sorted(set(spec.env) & set(spec.secrets)):
+        refuse(f"/secrets/{name}", "duplicate-variable", f"{name} is given in env and in secrets; keep one")
+
+
+def _check_volumes(spec: JobSpec, refuse: Any) -> None:
+    seen: set[str] = set()
+    for i, volume in enumerate(spec.volumes):
+        path = volume.mount_path.rstrip("/")
+        if path in seen or not path:
+            text = "two volumes have this mount_path" if path else "the root directory cannot be mounted over"
+            refuse(f"/volumes/{i}/mount_path", "invalid-value", text)
+        seen.add(path)
 
 
 def _check_script(spec: JobSpec, refuse: Any) -> None:

@@ -33,10 +33,12 @@ def wait_for(what: str, happened: Callable[[], Any], seconds: float, where: Path
 
 
 class Service:
-    """``python -m ratchet_service serve`` on SQLite and a free port, with a run directory of its own."""
+    """``python -m ratchet_service serve`` on SQLite and a free port, with a run directory of its own. ``options``: more of its
+    command line."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, *options: str) -> None:
         self.home = home
+        self.options = options
         self.log = home / "service.log"
         self._process: subprocess.Popen[bytes] | None = None
         self.client = RatchetClient(home=home, retry_for=20.0)
@@ -50,7 +52,17 @@ class Service:
         """Start it and return its address once it answers."""
         self.home.mkdir(parents=True, exist_ok=True)
         file = HomePaths(self.home).service_file
-        command = [sys.executable, "-m", "ratchet_service", "serve", "--home", str(self.home), "--port", "0"]
+        command = [
+            sys.executable,
+            "-m",
+            "ratchet_service",
+            "serve",
+            "--home",
+            str(self.home),
+            "--port",
+            "0",
+            *self.options,
+        ]
         with self.log.open("ab") as log:
             # A session of its own: Ctrl-C reaches only the demo, which then ends everything in order.
             self._process = subprocess.Popen(

@@ -24,7 +24,11 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("alembic").setLevel(logging.WARNING)
     from ratchet_service.serve import ServeOptions, StartError, reconcile, serve
 
-    settings = Settings(home=options.home.expanduser().absolute(), database_url=options.database_url)
+    settings = Settings(
+        home=options.home.expanduser().absolute(),
+        database_url=options.database_url,
+        launchers_file=options.launchers.expanduser().absolute() if options.launchers else None,
+    )
     try:
         if options.command == "reconcile":
             reconcile(settings, options.cpu_slots)
@@ -59,6 +63,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     common.add_argument(
         "--cpu-slots", type=_positive, help="CPU slots lent to jobs (default: the cores of this process)"
+    )
+    launchers = os.environ.get(environment.LAUNCHERS)
+    common.add_argument(
+        "--launchers",
+        type=Path,
+        default=Path(launchers) if launchers else None,
+        help="YAML file of the launchers and their settings (default: RATCHET_LAUNCHERS, else local alone)",
     )
     common.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     parser = argparse.ArgumentParser(prog="python -m ratchet_service", description="The control plane of Ratchet.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -32,19 +33,32 @@ class RawBody:
 
 async def read_body(request: Request, limit: int) -> RawBody:
     """All bytes, at most ``limit`` of them are ever held. Raises ``Refused`` (``body-too-large``)."""
+    content = b"".join([part async for part in parts_of(request, limit)])
+    return RawBody(media_type_of(request), content)
+
+
+async def parts_of(request: Request, limit: int) -> AsyncIterator[bytes]:
+    """The body as it comes. Raises ``Refused`` (``body-too-large``), before anything is read where its length says so."""
     too_large = Refused(f"the body is larger than {limit} bytes", code="body-too-large")
-    announced = request.headers.get("content-length", "")
-    if announced.isascii() and announced.isdigit() and int(announced[:20]) > limit:
+    if (announced_by(request) or 0) > limit:
         raise too_large
-    parts: list[bytes] = []
     size = 0
     async for part in request.stream():
         size += len(part)
         if size > limit:
             raise too_large
-        parts.append(part)
-    media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
-    return RawBody(media_type, b"".join(parts))
+        yield part
+
+
+def announced_by(request: Request) -> int | None:
+    """Bytes of the body by its Content-Length."""
+    announced = request.headers.get("content-length", "")
+    return int(announced[:20]) if announced.isascii() and announced.isdigit() else None
+
+
+def media_type_of(request: Request) -> str:
+    """Without parameters, lower case; '' where there is none."""
+    return request.headers.get("content-type", "").split(";")[0].strip().lower()
 
 
 def decode(body: RawBody, *, yaml: bool = False, storable: bool = True) -> Any:

@@ -11,10 +11,11 @@ The rules for an attempt that has ended:
 5. Otherwise the cause's budget decides between another attempt (failures: the first at once, then after a back-off) and the
    end of the job.
    Three attempts in a row that commit no new step end it too. A suspended attempt is a pause that somebody asked for, not
-   a try that came to nothing: it neither adds to that row nor breaks it. An unmanaged one (a script without a Session) breaks
-   it: it ran, and whether it got on is known to the script alone. Its failures count as ever, and since no progress of it is
-   seen, none is forgiven. One that gets a SIGTERM which nobody here sent, again and again, may be sending it itself: its starts
-   are spaced as if it had failed, so that one that ran for longer than that waits for nothing.
+   a try that came to nothing: it neither adds to that row nor breaks it; nor does one that was taken out of its engine's
+   queue. An unmanaged one (a script without a Session) breaks it: it ran, and whether it got on is known to the script alone.
+   Its failures count as ever, and since no progress of it is seen, none is forgiven. One that gets a SIGTERM which nobody here
+   sent, again and again, may be sending it itself: its starts are spaced as if it had failed, so that one that ran for longer
+   than that waits for nothing.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ def _alive(view: JobView, seen: Alive, now: datetime) -> Decision:
         if seen.asked >= seen.killable_after:
             return Decision(Action.KILL, cause=seen.asked_cause, counters=view.counters)
         return Decision(Action.NOTHING, counters=view.counters)
+    if seen.waiting and not seen.seen and view.desired is not Desired.RUN:
+        return Decision(Action.KILL, cause=view.desired_cause or _WANTED[view.desired], counters=view.counters)
     if not seen.seen and seen.age >= seen.launch_deadline:
         return Decision(Action.KILL, cause=Cause.LAUNCHER_ERROR, counters=view.counters)
     if view.desired is not Desired.RUN:
@@ -90,7 +93,7 @@ def _alive(view: JobView, seen: Alive, now: datetime) -> Decision:
             cause = Cause.API_CANCEL if view.desired is Desired.CANCEL else Cause.HANG
             return Decision(Action.STOP, cause=cause, counters=view.counters)
         return Decision(Action.NOTHING, counters=view.counters)
-    if view.limits.timeout is not None and view.running_seconds + seen.age >= view.limits.timeout:
+    if view.limits.timeout is not None and view.running_seconds + seen.running >= view.limits.timeout:
         return Decision(Action.STOP, cause=Cause.TIMEOUT, counters=view.counters)
     return Decision(Action.NOTHING, counters=view.counters)
 
@@ -111,7 +114,7 @@ def _ended(view: JobView, end: AttemptEnd, now: datetime) -> Decision:
         if view.desired is Desired.RUN:
             return _over(view, Event.END_SUCCEEDED, cause, view.counters, None, None)
         cause = view.desired_cause or _WANTED[view.desired]
-    counters = count(view.counters, cause, end.progress, end.unmanaged)
+    counters = count(view.counters, cause, end)
     if view.desired is Desired.CANCEL or cause is Cause.API_CANCEL:
         return _over(view, Event.END_CANCELLED, cause, counters, *_unless(cause, Outcome.CANCELLED, end))
     if cause.budget is Budget.FATAL:
@@ -126,13 +129,14 @@ def _ended(view: JobView, end: AttemptEnd, now: datetime) -> Decision:
     return _requeue(view, cause, counters, end, now)
 
 
-def count(counters: Counters, cause: Cause, progress: bool, unmanaged: bool) -> Counters:
+def count(counters: Counters, cause: Cause, end: AttemptEnd) -> Counters:
     """The counters after an attempt that ended with ``cause``; real progress forgives earlier failures, never preemptions."""
-    if unmanaged:
+    taken = not end.begun and cause.outcome is Outcome.PREEMPTED  # out of its engine's queue
+    if end.unmanaged:
         counters = replace(counters, no_progress=0)
-    elif cause.outcome is not Outcome.SUSPENDED:
-        counters = replace(counters, no_progress=0 if progress else counters.no_progress + 1)
-    if progress:
+    elif cause.outcome is not Outcome.SUSPENDED and not taken:
+        counters = replace(counters, no_progress=0 if end.progress else counters.no_progress + 1)
+    if end.progress:
         counters = replace(counters, failures=0, no_progress=0)
     if cause.budget is Budget.PREEMPTIONS:
         return replace(counters, preemptions=counters.preemptions + 1)

@@ -44,14 +44,15 @@ class Limits:
 class AttemptEnd:
     """How the newest attempt ended, once nothing of it is alive.
 
-    ``base_step`` is where it started (None: it never got that far), ``committed_step`` the newest step it committed,
-    ``finished`` whether that is the job's final checkpoint; ``unmanaged`` whether it was a script without a Session; ``seconds``
-    how long it ran.
+    ``base_step`` is where it started (None: it never got that far), ``committed_step`` the newest step it committed, ``begun``
+    whether any agent began; ``finished`` whether that is the job's final checkpoint; ``unmanaged`` whether it was a script
+    without a Session; ``seconds`` how long it ran.
     """
 
     cause: Cause
     base_step: int | None = None
     committed_step: int | None = None
+    begun: bool = True
     finished: bool = False
     unmanaged: bool = False
     seconds: float = 0.0
@@ -67,12 +68,16 @@ class AttemptEnd:
 class Alive:
     """What is seen of an attempt that has not ended. Times in seconds.
 
-    ``asked`` is how long ago the agent was told to stop by signal (None: it was not); ``killable_after`` how long it then
-    gets; ``launch_deadline`` how long the agent may take to show its first sign of life.
+    ``age`` is how long an attempt without any agent has been out of its engine's queue; ``waiting`` whether it is still in that
+    queue, where nobody hears a wish; ``running`` how long since its first agent began; ``asked`` how long ago the agent was told
+    to stop by signal (None: it was not); ``killable_after`` how long it then gets; ``launch_deadline`` how long the agent may
+    take to show its first sign of life.
     """
 
     age: float
     seen: bool
+    running: float = 0.0
+    waiting: bool = False
     asked: float | None = None
     asked_cause: Cause | None = None
     killable_after: float = 10.0

@@ -6,6 +6,7 @@ crash anywhere before it, and the next reconciler gathers them again and comes t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Final
@@ -18,6 +19,7 @@ from ratchet_contract.counter import finished_step
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.manifest import Manifest
 from ratchet_contract.messages import AttemptResult
+from ratchet_contract.outcome import EndSeen, combine
 from ratchet_contract.paths import AttemptPaths, JobPaths
 from ratchet_contract.phases import AttemptPhase, Cause, Desired, Outcome
 from ratchet_contract.resume import Base, Segment
@@ -26,6 +28,7 @@ from ratchet_service.database import Database, utc_now
 from ratchet_service.decide import decide
 from ratchet_service.decision import AttemptEnd, Decision, Limits
 from ratchet_service.ingest_effects import UNMANAGED, when
+from ratchet_service.launchers.base import AttemptState
 from ratchet_service.launching import view_of
 from ratchet_service.leases import NO_LEASE, Lease, hold
 from ratchet_service.lineage import lineage
@@ -39,20 +42,15 @@ LOG_TAIL: Final = 600
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the reconciler knows beside the files. ``forced`` is the cause it killed or stopped the attempt for."""
+    """The launcher's last look, and what the reconciler knows besides. ``forced`` is the cause it killed or stopped the attempt
+    for; ``killed``: agents that had their time after the first one's result were ended by force; ``logs`` the end of what was
+    printed by agents that never began."""
 
-    seen: bool
-    result: AttemptResult | None
+    state: AttemptState
     forced: Cause | None = None
     message: str | None = None
-
-
-@dataclass(frozen=True)
-class _Cause:
-    cause: Cause
-    rank: int | None = None
-    exit_code: int | None = None
-    message: str | None = None
+    killed: bool = False
+    logs: str = ""
 
 
 def settle(database: Database, job_paths: JobPaths, lease: Lease, limits: Limits, evidence: Evidence) -> Decision:
@@ -70,7 +68,7 @@ def settle(database: Database, job_paths: JobPaths, lease: Lease, limits: Limits
             _adopt(session, job, manifest)
         tidy(session, job, job_paths, _lineage(session, job, lease.epoch, base)[0], lease.epoch)
         facts = _facts(session, job, attempt, evidence, paths)
-        return _end(session, job, attempt, limits, _cause(paths, job, evidence), facts, evidence.result)
+        return _end(session, job, attempt, limits, _cause(job, evidence), facts, evidence.state.results)
 
 
 def _lost_reports(database: Database, job_paths: JobPaths, lease: Lease, base: Base | None) -> list[Manifest]:
@@ -126,17 +124,20 @@ def _adopt(session: Session, job: Job, manifest: Manifest) -> None:
     session.flush()
 
 
-def _cause(paths: AttemptPaths, job: Job, evidence: Evidence) -> _Cause:
-    """The agent's own result is the truth, except for what only the service knows: why it sent the signal."""
-    result = evidence.result
-    if result is not None:
-        return _Cause(_as_wished(result.cause, job, evidence), result.rank, result.exit_code, result.message)
-    if evidence.forced is not None:
-        return _Cause(evidence.forced, message=evidence.message)
-    if not evidence.seen:
-        text = f"the agent ended before it began; {_tail(paths)}"
-        return _Cause(Cause.LAUNCHER_ERROR, message=evidence.message or text)
-    return _Cause(Cause.UNKNOWN, message=evidence.message or "the agent was killed: it left no result.json")
+def _cause(job: Job, evidence: Evidence) -> EndSeen:
+    """The agents' own results are the truth, and the engine's word where they are silent; except for what only the service
+    knows: why it sent the signal."""
+    state = evidence.state
+    engine = [EndSeen(end.cause, end.node, message=end.message) for end in state.ends]
+    if evidence.forced is not None and len(state.results) < len(state.nodes):
+        return EndSeen(evidence.forced, message=evidence.message)
+    found = combine(state.results, len(state.nodes), engine, killed=evidence.killed)
+    if found is not None:
+        return found._replace(cause=_as_wished(found.cause, job, evidence))
+    if not state.seen:
+        said = f"the end of its log: {evidence.logs}" if evidence.logs else "its log is empty"
+        return EndSeen(Cause.LAUNCHER_ERROR, message=evidence.message or f"the agent ended before it began; {said}")
+    return EndSeen(Cause.UNKNOWN, message=evidence.message or "the agent was killed: it left no result.json")
 
 
 def _as_wished(cause: Cause, job: Job, evidence: Evidence) -> Cause:
@@ -181,10 +182,15 @@ def _facts(session: Session, job: Job, attempt: Attempt, evidence: Evidence, pat
     return _Facts(base, newest, max(attempt.last_step, reached, _last_step(evidence, paths)))
 
 
-def _ended_at(attempt: Attempt, result: AttemptResult | None, now: datetime) -> datetime:
-    """When the agent said it ended: a service that was away meanwhile must not count its own absence as running time."""
-    said = now if result is None else when(result.ended_at, now)
-    return max(attempt.created_at, min(said, now))
+def _ended_at(attempt: Attempt, results: Sequence[AttemptResult], now: datetime) -> datetime:
+    """When the last agent said it ended: a service that was away meanwhile must not count its own absence as running time."""
+    said = max((when(result.ended_at, now) for result in results), default=now)
+    return max(attempt.begun_at or attempt.created_at, min(said, now))
+
+
+def _running_seconds(attempt: Attempt, ended_at: datetime) -> float:
+    """Since its first agent began; what came before was a wait in the engine's queue."""
+    return 0.0 if attempt.begun_at is None else (ended_at - attempt.begun_at).total_seconds()
 
 
 def _end(
@@ -192,19 +198,21 @@ def _end(
     job: Job,
     attempt: Attempt,
     limits: Limits,
-    cause: _Cause,
+    cause: EndSeen,
     facts: _Facts,
-    result: AttemptResult | None,
+    results: Sequence[AttemptResult],
 ) -> Decision:
     now, number = utc_now(), attempt.number
-    ended_at = _ended_at(attempt, result, now)
+    ended_at = _ended_at(attempt, results, now)
+    seconds = _running_seconds(attempt, ended_at)
     end = AttemptEnd(
         cause.cause,
         base_step=facts.start,
         committed_step=facts.own(number),
+        begun=attempt.begun_at is not None,
         finished=facts.newest is not None and facts.newest.finished,
         unmanaged=(attempt.resume_report or {}).get("verdict") == UNMANAGED,
-        seconds=(ended_at - attempt.created_at).total_seconds(),
+        seconds=seconds,
         message=cause.message,
     )
     decision = decide(replace(view_of(job, limits), attempt=end), now)
@@ -227,18 +235,18 @@ def _end(
         expected_epoch=number,
         reason=decision.reason,
         message=decision.message,
-        values=_job_values(job, attempt, decision, facts, ended_at),
+        values=_job_values(job, decision, facts, seconds),
     )
     return decision
 
 
-def _job_values(job: Job, attempt: Attempt, decision: Decision, facts: _Facts, ended_at: datetime) -> dict[str, Any]:
+def _job_values(job: Job, decision: Decision, facts: _Facts, seconds: float) -> dict[str, Any]:
     values: dict[str, Any] = {
         "preemptions": decision.counters.preemptions,
         "failures": decision.counters.failures,
         "no_progress": decision.counters.no_progress,
         "not_before": decision.not_before,
-        "running_seconds": job.running_seconds + (ended_at - attempt.created_at).total_seconds(),
+        "running_seconds": job.running_seconds + seconds,
         **NO_LEASE,
     }
     if facts.base is not None:  # it took the explicit wish, if there was one, and moved the job
@@ -257,10 +265,12 @@ def _newest(session: Session, job: Job, epoch: int, base: Base | None) -> Checkp
 
 def _last_step(evidence: Evidence, paths: AttemptPaths) -> int:
     """The last step that any rank finished: the result's, or where there is none the counters', which outlive the ranks."""
-    if evidence.result is not None:
-        return evidence.result.last_step
+    results = evidence.state.results
+    told = max((result.last_step for result in results), default=0)
+    if len(results) == len(evidence.state.nodes):
+        return told
     folder = paths.counter(0).parent
-    return max((finished_step(p) for p in folder.glob("rank-*.bin")), default=0) if folder.is_dir() else 0
+    return max([told, *(finished_step(p) for p in folder.glob("rank-*.bin"))]) if folder.is_dir() else told
 
 
 def _base(paths: AttemptPaths) -> Base | None:
@@ -268,11 +278,3 @@ def _base(paths: AttemptPaths) -> Base | None:
         return Base.model_validate_json(paths.base_file.read_bytes())
     except (OSError, ValidationError):
         return None
-
-
-def _tail(paths: AttemptPaths) -> str:
-    try:
-        text = paths.agent_log.read_text(errors="replace").strip()
-    except OSError:
-        text = ""
-    return f"the end of its log: {text[-LOG_TAIL:]}" if text else "its log is empty"

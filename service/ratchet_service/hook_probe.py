@@ -70,6 +70,6 @@ class Probe:
     def _environment(self) -> dict[str, str]:
         """As the ranks will have it, without a GPU; and nothing is written into the user's directory."""
         env = inherited(self.environ) | self.spec.env
-        secrets = {name: self.environ.get(secret.from_env) for name, secret in self.spec.secrets.items()}
+        secrets = {name: self.environ.get(secret.from_env or "") for name, secret in self.spec.secrets.items()}
         env |= {name: value for name, value in secrets.items() if value is not None}
         return env | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}

@@ -22,6 +22,7 @@ from ratchet_service.idempotency import Call, Idempotency, Reply, make_call
 from ratchet_service.ports import SubmissionPorts
 from ratchet_service.settings import Settings
 from ratchet_service.usecases.export import Exporter
+from ratchet_service.usecases.upload import Uploads
 
 T = TypeVar("T")
 
@@ -35,6 +36,7 @@ class Service:
     ports: SubmissionPorts
     idempotency: Idempotency
     exporter: Exporter
+    uploads: Uploads
 
 
 def get_service(request: Request) -> Service:

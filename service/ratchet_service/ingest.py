@@ -10,12 +10,13 @@ import hashlib
 import hmac
 from collections.abc import Sequence
 
+import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from ratchet_contract.errors import Conflict, NotFound, Refused
-from ratchet_contract.messages import AgentReport, CheckpointCommitted, Control, RankBatch, ReportAck
+from ratchet_contract.messages import AgentReport, CheckpointCommitted, Control, Group, RankBatch, ReportAck
 from ratchet_contract.paths import HomePaths, JobPaths, is_job_id
-from ratchet_contract.phases import AttemptPhase
+from ratchet_contract.phases import AttemptPhase, Cause, Outcome
 from ratchet_contract.version import PROTOCOL_VERSION
 from ratchet_service.database import Database, utc_now
 from ratchet_service.ingest_effects import MAX_NUMBER, Effects, saved_iteration, storable_json
@@ -41,26 +42,26 @@ def ingest(database: Database, report: AgentReport, token: str | None, homes: Ho
             f"this service speaks protocol {PROTOCOL_VERSION}, the agent {report.protocol}: install the same version of Ratchet",
             code="protocol-mismatch",
         )
-    if not is_job_id(report.job_id) or not 0 < report.epoch <= MAX_NUMBER:
-        raise _no_attempt(report)
     with database.read() as session:
-        attempt, job = _authorised(session, report, token)
-        _fence(job, attempt)
+        attempt, job = authorised(session, report.job_id, report.epoch, token)
+        if not 0 <= report.node < int(job.spec["world"]["nodes"]):
+            raise Refused(f"there is no node {report.node} in this job", code="invalid-report")
+        fence(job, attempt)
         node = session.get(AttemptNode, (report.job_id, report.epoch, report.node))
         if node is not None and not _news(report, attempt, node):
-            return _ack(job, node)
+            return _ack(session, job, attempt, node)
     iterations = hook_iterations(report.batches, homes.job(report.job_id))
     with database.write() as session:
         job = lock_job(session, report.job_id)
         held = session.get(Attempt, (report.job_id, report.epoch), populate_existing=True)
         if held is None:
-            raise _no_attempt(report)
-        _fence(job, held)
+            raise _no_attempt(report.job_id, report.epoch)
+        fence(job, held)
         node = _node(session, report)
         ingest_batches(session, job, held, node, report.batches, iterations)
         _advance(session, held, node, report)
         session.flush()
-        return _ack(job, node)
+        return _ack(session, job, held, node)
 
 
 def ingest_batches(
@@ -111,25 +112,27 @@ def hook_iterations(batches: Sequence[RankBatch], job: JobPaths) -> dict[tuple[i
     return out
 
 
-def _authorised(session: Session, report: AgentReport, token: str | None) -> tuple[Attempt, Job]:
+def authorised(session: Session, job_id: str, epoch: int, token: str | None) -> tuple[Attempt, Job]:
+    """The attempt whose token this is, and its job. Raises ``Refused`` (``token-missing``, ``token-wrong``), ``NotFound``."""
     if not token:
-        raise Refused("a report needs the attempt's token: Authorization: Bearer ...", code="token-missing")
-    attempt = session.get(Attempt, (report.job_id, report.epoch))
-    job = session.get(Job, report.job_id)
+        raise Refused("agents give the attempt's token: Authorization: Bearer ...", code="token-missing")
+    if not is_job_id(job_id) or not 0 < epoch <= MAX_NUMBER:
+        raise _no_attempt(job_id, epoch)
+    attempt = session.get(Attempt, (job_id, epoch))
+    job = session.get(Job, job_id)
     if attempt is None or job is None:
-        raise _no_attempt(report)
+        raise _no_attempt(job_id, epoch)
     if not hmac.compare_digest(hash_token(token), attempt.report_token_hash):
         raise Refused("this is not the token of that attempt", code="token-wrong")
-    if not 0 <= report.node < int(job.spec["world"]["nodes"]):
-        raise Refused(f"there is no node {report.node} in this job", code="invalid-report")
     return attempt, job
 
 
-def _no_attempt(report: AgentReport) -> NotFound:
-    return NotFound(f"job {report.job_id} has no attempt {report.epoch}", code="attempt-not-found")
+def _no_attempt(job_id: str, epoch: int) -> NotFound:
+    return NotFound(f"job {job_id} has no attempt {epoch}", code="attempt-not-found")
 
 
-def _fence(job: Job, attempt: Attempt) -> None:
+def fence(job: Job, attempt: Attempt) -> None:
+    """Raises ``Conflict`` (``stale-epoch``) for an attempt that is not the job's newest one, or has ended."""
     if attempt.number != job.epoch or attempt.phase is AttemptPhase.ENDED:
         raise Conflict(
             f"attempt {attempt.number} is over (the newest one is {job.epoch}): end its ranks", code="stale-epoch"
@@ -139,7 +142,7 @@ def _fence(job: Job, attempt: Attempt) -> None:
 def _news(report: AgentReport, attempt: Attempt, node: AttemptNode) -> bool:
     fresh = any(b.from_seq + len(b.messages) - 1 > node.acked.get(str(b.rank), 0) for b in report.batches)
     result = report.result is not None and str(report.node) not in attempt.results
-    return fresh or result or _later(report.phase, node.phase)
+    return fresh or result or _later(report.phase, node.phase) or report.address not in (None, node.address)
 
 
 def _later(new: AttemptPhase, old: AttemptPhase) -> bool:
@@ -161,6 +164,8 @@ def _advance(session: Session, attempt: Attempt, node: AttemptNode, report: Agen
     """Phases only go forward, and only the reconciler ends an attempt."""
     if _later(report.phase, node.phase):
         node.phase = report.phase
+    if report.address is not None:
+        node.address = report.address
     if report.phase is not AttemptPhase.ENDED and _later(report.phase, attempt.phase):
         attempt.phase = report.phase
     attempt.last_step = max(attempt.last_step, min(report.last_step, MAX_NUMBER))
@@ -171,6 +176,32 @@ def _advance(session: Session, attempt: Attempt, node: AttemptNode, report: Agen
         add_event(session, attempt.job_id, "result", f"the agent ended: {cause}", epoch=attempt.number, data=facts)
 
 
-def _ack(job: Job, node: AttemptNode) -> ReportAck:
-    control = Control(desired=job.desired, cause=job.desired_cause, checkpoint_request=job.checkpoint_request)
-    return ReportAck(acked={int(rank): seq for rank, seq in node.acked.items()}, control=control)
+def _ack(session: Session, job: Job, attempt: Attempt, node: AttemptNode) -> ReportAck:
+    several = int(job.spec["world"]["nodes"]) > 1
+    control = Control(
+        desired=job.desired,
+        cause=job.desired_cause,
+        checkpoint_request=job.checkpoint_request,
+        peer_end=_peer_end(attempt, node.node) if several else None,
+    )
+    acked = {int(rank): seq for rank, seq in node.acked.items()}
+    return ReportAck(acked=acked, control=control, group=_group(session, attempt) if several else None)
+
+
+def _peer_end(attempt: Attempt, node: int) -> str | None:
+    """What another node's agent ended with, if it failed or was stopped before it had started any rank: this node's ranks can
+    only wait for those."""
+    for other, result in sorted(attempt.results.items()):
+        failed = Cause(result["cause"]).outcome in (Outcome.FAILED, Outcome.LOST)
+        if int(other) != node and (failed or not result["ranks"]):
+            return f"node {other} has ended with {result['cause']}: {result['message'] or 'no message'}"
+    return None
+
+
+def _group(session: Session, attempt: Attempt) -> Group:
+    """Which nodes have told where they are. Ranks start once all have, so nobody waits for an address that comes late."""
+    query = sa.select(AttemptNode.node, AttemptNode.address).where(
+        AttemptNode.job_id == attempt.job_id, AttemptNode.attempt == attempt.number, AttemptNode.address.is_not(None)
+    )
+    addresses = {node: address for node, address in session.execute(query.order_by(AttemptNode.node))}  # noqa: C416
+    return Group(present=list(addresses), rendezvous=addresses.get(0))

@@ -71,12 +71,13 @@ def lease_values(session: Session, owner: str, seconds: float) -> dict[str, Any]
 NO_LEASE: dict[str, Any] = {"lease_owner": None, "lease_token": None, "lease_expires_at": None}
 
 
-def free_jobs(session: Session, skip: Collection[str]) -> list[Lease]:
-    """Active jobs that nobody looks after: lease missing, expired, or of an owner that is dead; with the token that stands."""
+def free_jobs(session: Session, skip: Collection[str], which: sa.ColumnElement[bool]) -> list[Lease]:
+    """Active jobs that nobody looks after: lease missing, expired, or of an owner that is dead; with the token that
+    stands. ``which``: a condition of the caller's."""
     now = database_now(session)
     query = sa.select(Job.id, Job.epoch, Job.lease_token, Job.lease_owner, Job.lease_expires_at)
     out = []
-    for job_id, epoch, token, owner, expires in session.execute(query.where(Job.phase.in_(ACTIVE))):
+    for job_id, epoch, token, owner, expires in session.execute(query.where(Job.phase.in_(ACTIVE), which)):
         if job_id not in skip and (token is None or expires is None or expires < now or owner_is_dead(owner)):
             out.append(Lease(job_id, epoch, token or ""))
     return out

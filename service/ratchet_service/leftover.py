@@ -21,23 +21,23 @@ BATCH: Final = 500
 _MESSAGE: Final[TypeAdapter[RankMessage]] = TypeAdapter(RankMessage)
 
 
-def ingest_leftover(database: Database, job_paths: JobPaths, lease: Lease, world_size: int) -> int:
+def ingest_leftover(database: Database, job_paths: JobPaths, lease: Lease, nodes: int, ranks_per_node: int) -> int:
     """Store every complete spool line that was not acknowledged; returns their number. Raises ``LeaseLost``.
 
     The ranks must be dead: a line that is still being written has no end yet and would be lost.
     """
     paths = job_paths.attempt(lease.epoch)
     with database.read() as session:
-        node = session.get(AttemptNode, (lease.job_id, lease.epoch, 0))
-        acked = {int(rank): seq for rank, seq in node.acked.items()} if node is not None else {}
+        rows = [session.get(AttemptNode, (lease.job_id, lease.epoch, node)) for node in range(nodes)]
+        acked = {int(rank): seq for row in rows if row is not None for rank, seq in row.acked.items()}
     stored = 0
-    for rank in range(world_size):
+    for rank in range(nodes * ranks_per_node):
         for batch in batches(paths.spool(rank), rank, acked.get(rank, 0)):
             iterations = hook_iterations([batch], job_paths)
             with database.write() as session:
                 job = hold(session, lease)
                 attempt = session.get_one(Attempt, (job.id, lease.epoch))
-                node = session.get_one(AttemptNode, (job.id, lease.epoch, 0))
+                node = session.get_one(AttemptNode, (job.id, lease.epoch, rank // ranks_per_node))
                 stored += ingest_batches(session, job, attempt, node, [batch], iterations)
     return stored
 

@@ -143,6 +143,7 @@ class Attempt(Base):
         default=dict
     )  # {node: AttemptResult}; the reconciler decides on them
     created_at: Mapped[datetime]
+    begun_at: Mapped[datetime | None]  # its first agent was seen; until then it may have waited in an engine's queue
     training_at: Mapped[datetime | None]
     ended_at: Mapped[datetime | None]
 
@@ -166,6 +167,7 @@ class AttemptNode(Base):
     phase: Mapped[AttemptPhase] = mapped_column(default=AttemptPhase.LAUNCHING)
     acked: Mapped[dict[str, int]] = mapped_column(Json, default=dict)
     reported_at: Mapped[datetime | None]  # last report that stored anything
+    address: Mapped[str | None] = mapped_column(sa.String(255))  # host:port at which the other nodes reach it
 
 
 class Checkpoint(Base):

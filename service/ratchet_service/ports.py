@@ -30,6 +30,9 @@ class SubmissionPorts(Protocol):
     def snapshot(self, path: Path) -> str:
         """Copy the user's code below the run directory; returns its digest. Raises ``SpecError``."""
 
+    def uploaded(self, digest: str) -> str:
+        """Keep code that was sent, until a job names it; returns its digest. Raises ``SpecError`` where there is none."""
+
     def snapshot_file(self, path: Path) -> str:
         """Copy the file that a job starts from below the run directory; returns the copy's digest. Raises ``SpecError``."""
 

@@ -9,21 +9,30 @@ from __future__ import annotations
 
 import ast
 import os
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from ratchet_contract.api import Warning_
+from ratchet_contract.code_tree import Limits
 from ratchet_contract.errors import FieldProblem, SpecError
-from ratchet_contract.spec import JobSpec, Resolved, TaskSpec
+from ratchet_contract.spec import JobSpec, Resolved
 from ratchet_contract.spec_parse import nearest
-from ratchet_service import entrypoints, preflight_hook, preflight_start, snapshot, unmanaged
+from ratchet_service import (
+    preflight_hook,
+    preflight_launcher,
+    preflight_python,
+    preflight_start,
+    snapshot,
+    unmanaged,
+)
 from ratchet_service.credentials import withheld
 from ratchet_service.decide import MAX_BACKOFF
 from ratchet_service.hook_probe import HOOK_SECONDS, Probe
-from ratchet_service.interpreters import Findings, Interpreters, interpreter_of, pip_install, python_fault
+from ratchet_service.interpreters import Findings, Interpreters, pip_install
+from ratchet_service.launchers.base import Launcher
 from ratchet_service.machine import Machine
 from ratchet_service.preflight_report import Report
 from ratchet_service.slots import need_of, oversubscribed
@@ -35,21 +44,32 @@ def resolve(
     spec: JobSpec,
     machine: Machine,
     *,
+    launchers: Mapping[str, Launcher] | None = None,
     interpreters: Interpreters | None = None,
     environ: Mapping[str, str] | None = None,
-    limits: snapshot.Limits | None = None,
+    limits: Limits | None = None,
     hook_seconds: float = HOOK_SECONDS,
 ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
     """Every ``auto`` decided for ``machine``, warnings, and the problems that forbid the job (then ignore the rest).
 
+    ``launchers``: those of the service; None: ``machine`` is asked, whatever the spec's launcher is.
     ``environ`` is what the launcher's environment will be (for secrets); ``code_digest`` is left to the snapshot.
     ``hook_seconds``: how long the import of a user's own hook may take.
     """
     report, environ = Report(), os.environ if environ is None else environ
+    if launchers is not None:
+        preflight_launcher.check(spec, launchers, report)
+        machine = preflight_launcher.machine_of(spec, machine, launchers.get(spec.launcher.kind))
     code_ok = _check_code(spec, limits, report)
+    if (
+        spec.code is not None
+        and spec.code.source == "nodes"
+        and not snapshot.exists(Path(spec.code.path), directory=True)
+    ):
+        machine = replace(machine, here=False)  # what this machine does not have, only the ranks can look into
     if machine.here:
         _check_secrets(spec, environ, report)
-        python, findings = _check_python(spec, machine, interpreters or Interpreters(), code_ok, report)
+        python, findings = preflight_python.check(spec, machine, interpreters or Interpreters(), code_ok, report)
     else:
         python, findings = spec.python or machine.python, Findings(torch=True, torch_cuda=machine.torch_cuda)
     if code_ok:
@@ -71,7 +91,11 @@ def resolve(
 
 
 def resize(
-    spec: JobSpec, resolved: Resolved, warnings: Sequence[Warning_], machine: Machine
+    spec: JobSpec,
+    resolved: Resolved,
+    warnings: Sequence[Warning_],
+    machine: Machine,
+    launchers: Mapping[str, Launcher] | None = None,
 ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
     """``spec`` is a job's with another number of ranks; ``resolved`` and ``warnings`` are what the job has so far.
 
@@ -80,6 +104,10 @@ def resize(
     the cores; a number that the spec itself gives stands.
     """
     report = Report([w for w in warnings if w.code not in _OF_WORLD])
+    if launchers is not None:
+        fresh = Report()
+        preflight_launcher.check(spec, launchers, fresh)
+        report.problems += fresh.problems
     ranks, gpus = spec.world.ranks_per_node, len(machine.gpus)
     if resolved.device == "cuda" and ranks > gpus:
         text = f"{ranks} ranks need {ranks} GPUs, this machine has {gpus}: use at most {gpus} ranks"
@@ -94,12 +122,14 @@ def resize(
 
 def code_path(spec: JobSpec) -> list[str]:
     """Directories in which the ranks look first: that of the code, then the spec's own PYTHONPATH."""
-    return [*([spec.code.path] if spec.code is not None else []), *_python_path(spec)]
+    return [*([spec.code.path] if spec.code is not None else []), *preflight_python.python_path(spec)]
 
 
 def _check_secrets(spec: JobSpec, environ: Mapping[str, str], report: Report) -> None:
     kept = withheld(environ)
     for name, secret in spec.secrets.items():
+        if secret.from_env is None:
+            continue
         if secret.from_env in kept:
             detail = f"{secret.from_env} is the service's own and given to no job: put the value under another name"
             report.refuse(f"/secrets/{name}", "secret-withheld", detail)
@@ -108,16 +138,30 @@ def _check_secrets(spec: JobSpec, environ: Mapping[str, str], report: Report) ->
             report.refuse(f"/secrets/{name}", "secret-missing", detail)
 
 
-def _check_code(spec: JobSpec, limits: snapshot.Limits | None, report: Report) -> bool:
-    """Check directory and script; False when the code cannot be looked into."""
+def _check_code(spec: JobSpec, limits: Limits | None, report: Report) -> bool:
+    """Check the directory; False when the code cannot be looked into."""
     if spec.code is None:
         return True
+    if spec.code.source == "nodes":
+        return _check_code_of_nodes(spec.code.path, report)
+    if spec.code.digest is not None and not snapshot.exists(Path(spec.code.path), directory=True):
+        report.problems.append(snapshot.not_uploaded(spec.code.digest))
+        return False
     try:
         snapshot.inspect(spec.code.path, limits)
     except SpecError as error:
         report.problems.extend(error.errors)
         return False
     return True
+
+
+def _check_code_of_nodes(path: str, report: Report) -> bool:
+    """False: what the nodes have there is theirs; only they see it."""
+    if not Path(path).is_absolute():
+        report.refuse(
+            "/code/path", "relative-path", f"{path!r} must be absolute: the nodes' own directory of that name is used"
+        )
+    return False
 
 
 def _check_script(spec: JobSpec, version: tuple[int, ...], report: Report) -> None:
@@ -153,67 +197,6 @@ def _syntax_fault(source: bytes, name: str) -> str | None:
     except (RecursionError, MemoryError):  # nested too deeply to be looked into; the ranks' own compiler may manage
         return None
     return None
-
-
-def _check_python(
-    spec: JobSpec, machine: Machine, interpreters: Interpreters, code_ok: bool, report: Report
-) -> tuple[str, Findings]:
-    """The interpreter for the ranks, and what it says about itself and the entrypoint."""
-    given = spec.python or machine.python
-    path = interpreter_of(given) if Path(given).is_absolute() else None
-    if path is None:
-        report.refuse("/python", "python-not-found", _no_python(given))
-        return given, Findings(error="not found")
-    module = spec.task.entrypoint.partition(":")[0] if spec.task is not None and code_ok else None
-    # Of a script nothing is asked that depends on its directory: an answer that is known already will do.
-    code = spec.code.path if spec.code is not None and module is not None else None
-    found = interpreters.ask(str(path), code=code, module=module, path=_python_path(spec) if module is not None else ())
-    wrong = python_fault(path, found)
-    if wrong is not None:
-        report.refuse("/python", *wrong)
-    elif found.missing is not None:
-        report.refuse("/task/entrypoint", "module-not-found", _no_module(spec, path, found.missing))
-    elif found.syntax is not None:
-        report.refuse("/task/entrypoint", "syntax-error", found.syntax)
-    elif found.origin is not None and spec.task is not None:
-        _check_entrypoint(spec.task, Path(found.origin), report)
-    return str(path), found
-
-
-def _python_path(spec: JobSpec) -> tuple[str, ...]:
-    """Directories that the spec's own PYTHONPATH names; relative ones lie in the ranks' copy of the code."""
-    entries = [entry for entry in spec.env.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    root = Path(spec.code.path) if spec.code is not None else None
-    return tuple(str(root / entry) if root is not None else entry for entry in entries)
-
-
-def _no_python(given: str) -> str:
-    path = Path(given)
-    if not path.is_absolute():
-        found = shutil.which(given)
-        return f"{given!r} is not absolute: give its full path" + (f", {found!r}" if found else "")
-    if snapshot.exists(path, directory=True):
-        return f"{given!r} is a directory without bin/python, so no virtual environment: name one, or its interpreter"
-    return f"there is no interpreter {given!r} on the service's machine: name a python or its environment's directory"
-
-
-def _check_entrypoint(task: TaskSpec, origin: Path, report: Report) -> None:
-    try:
-        source = origin.read_bytes()
-    except OSError:  # the interpreter could read it; the first attempt will tell
-        return
-    problem = entrypoints.check(source, task, package=origin.name == "__init__.py")
-    if problem is not None:
-        report.problems.append(problem)
-
-
-def _no_module(spec: JobSpec, path: Path, missing: str) -> str:
-    if spec.code is None:
-        return f"{path} has no module {missing!r}: set code.path to the directory that holds it"
-    here = snapshot.names_in(spec.code.path)
-    near = nearest(missing, [name.removesuffix(".py") for name in here if name.endswith(".py") or "." not in name])
-    held = ", ".join(here[:20]) or "nothing"
-    return f"no module {missing!r} in {spec.code.path!r} (it holds: {held}) or {path}{near}"
 
 
 def _device_and_backend(

@@ -9,20 +9,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Collection
 from typing import Final
 
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
 from ratchet_contract.paths import HomePaths
-from ratchet_contract.phases import JobPhase
+from ratchet_contract.phases import AttemptPhase, JobPhase
 from ratchet_service import disk, leases
 from ratchet_service.database import Database, utc_now
 from ratchet_service.expiry import Expiry
-from ratchet_service.launchers.base import Launcher
-from ratchet_service.launching import Launching
+from ratchet_service.launchers.base import EngineUnreachable, attempt_name
+from ratchet_service.launchers.table import Launchers
+from ratchet_service.launching import Launching, launched_by
 from ratchet_service.leases import Lease, LeaseLost
-from ratchet_service.models import Job
+from ratchet_service.models import Attempt, Job
 from ratchet_service.slots import Capacity
 from ratchet_service.watching import Timing, Watch, Watcher, Wish, wishes
 
@@ -43,7 +45,7 @@ class Reconciler:
         self,
         database: Database,
         home: HomePaths,
-        launcher: Launcher,
+        launchers: Launchers,
         capacity: Capacity,
         *,
         timing: Timing | None = None,
@@ -53,8 +55,9 @@ class Reconciler:
         self._home = home
         self._owner = leases.new_owner()
         self._lease_seconds = lease_seconds
-        self._launching = Launching(database, home, launcher, capacity, self._owner, lease_seconds)
-        self._watcher = Watcher(database, home, launcher, self._launching, timing or Timing())
+        self._launchers = launchers
+        self._launching = Launching(database, home, launchers, capacity, self._owner, lease_seconds)
+        self._watcher = Watcher(database, home, launchers, self._launching, timing or Timing())
         self._expiry = Expiry(database, home)
         self._watches: dict[str, Watch] = {}
         self._stopping = threading.Event()
@@ -103,6 +106,8 @@ class Reconciler:
         if now - self._expired >= self._expiry.interval:
             self._expired = now
             self._expiry.run()
+            self._launching.tell_the_others()
+            self._sweep()
         pause = self._look_around_at - time.monotonic()
         return max(0.0, min(self._interval(), pause))
 
@@ -121,7 +126,7 @@ class Reconciler:
 
     def _take_over(self) -> None:
         with self._database.read() as session:
-            free = leases.free_jobs(session, self._watches)
+            free = leases.free_jobs(session, self._watches, launched_by(self._launchers))
         for found in free:
             with self._database.write() as session:
                 lease = leases.take(session, found, self._owner, self._lease_seconds)
@@ -168,6 +173,24 @@ class Reconciler:
             log.info("%s: ended with %s: %s", watch.ref.name, decision.cause.value, decision.event.value)
             del self._watches[job_id]
             self._changed.set()  # its slots are free
+
+    def _sweep(self) -> None:
+        """End what engines run under our name and no active attempt knows: left by a crash between two services, or by hand."""
+        for kind, launcher in self._launchers.items():
+            try:
+                ended = launcher.sweep(self._known)
+            except EngineUnreachable as error:
+                log.warning("%s was not swept: %s", kind, error.detail)
+                continue
+            for name in ended:
+                log.warning("%s: %s ran, and no attempt knows it: ended", kind, name)
+
+    def _known(self, names: Collection[str]) -> set[str]:
+        """Which of these names (``AttemptRef.name``) belong to attempts that have not ended."""
+        query = sa.select(Attempt.job_id, Attempt.number).where(Attempt.phase != AttemptPhase.ENDED)
+        with self._database.read() as session:
+            rows = session.execute(query.where(Attempt.job_id.in_({name.rpartition("-a")[0] for name in names})))
+            return {attempt_name(job_id, number) for job_id, number in rows}
 
     def _until_next(self) -> float:
         """Seconds until a queued job's time comes, at most ``IDLE_INTERVAL``: other processes wake nobody here."""

@@ -26,8 +26,8 @@ from ratchet_service import disk, migrate
 from ratchet_service.app import create_app
 from ratchet_service.database import Database, utc_now
 from ratchet_service.interpreters import Interpreters
-from ratchet_service.launchers.base import Launcher
-from ratchet_service.launchers.table import make_launcher
+from ratchet_service.launchers.table import Launchers
+from ratchet_service.launchers.table import load as load_launchers
 from ratchet_service.machine import Machine, probe, write_machine
 from ratchet_service.reconciler import Reconciler
 from ratchet_service.settings import Settings
@@ -35,7 +35,6 @@ from ratchet_service.submission import LocalSubmission
 
 log = logging.getLogger(__name__)
 
-LAUNCHER: Final = "local"
 _GRACE: Final = 3
 """Seconds that open requests (followers of logs and events) get at a clean end."""
 
@@ -46,8 +45,8 @@ class StartError(Exception):
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """``url``: what ``service.json`` tells agents, where the bound address is not how they reach it. ``launcher``: another one
-    than the table's, for tests."""
+    """``url``: what ``service.json`` tells agents, where the bound address is not how they reach it. ``launchers``: others
+    than those of the launchers file, for tests."""
 
     settings: Settings
     host: str = "127.0.0.1"
@@ -56,7 +55,7 @@ class ServeOptions:
     reconcile: bool = True
     allow_remote: bool = False
     url: str | None = None
-    launcher: Launcher | None = None
+    launchers: Launchers | None = None
 
 
 def serve(options: ServeOptions) -> None:
@@ -67,13 +66,13 @@ def serve(options: ServeOptions) -> None:
     with _only_one(settings.paths), _bound_socket(options.host, options.port) as bound:
         database = open_database(settings)
         try:
-            launcher = options.launcher or make_launcher(LAUNCHER, settings.paths)
+            launchers = options.launchers or open_launchers(settings)
             machine = probe(options.cpu_slots)
             reconciler = None
             if options.reconcile:
-                reconciler = Reconciler(database, settings.paths, launcher, machine.capacity)
+                reconciler = Reconciler(database, settings.paths, launchers, machine.capacity)
             ports = LocalSubmission(
-                settings.paths, machine, launcher, reconciler.wake if reconciler else None, here=options.reconcile
+                settings.paths, machine, launchers, reconciler.wake if reconciler else None, here=options.reconcile
             )
             url = options.url or _url(bound)
             _warn_remote(options, url)
@@ -91,16 +90,26 @@ def reconcile(settings: Settings, cpu_slots: int | None) -> None:
     database = open_database(settings)
     try:
         machine = probe(cpu_slots)
-        launcher = make_launcher(LAUNCHER, settings.paths)
-        reconciler = Reconciler(database, settings.paths, launcher, machine.capacity)
+        launchers = open_launchers(settings)
+        reconciler = Reconciler(database, settings.paths, launchers, machine.capacity)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: reconciler.stop())
         write_machine(settings.home, machine, _torch_has_cuda(machine))
-        log.info("reconciling; %d GPUs, %d CPU slots", len(machine.gpus), machine.capacity.cpus)
+        log.info(
+            "reconciling for %s; %d GPUs, %d CPU slots", ", ".join(launchers), len(machine.gpus), machine.capacity.cpus
+        )
         reconciler.run()
     finally:
         database.dispose()
     log.info("ended; agents that were running go on")
+
+
+def open_launchers(settings: Settings) -> Launchers:
+    """Those of the launchers file. Raises ``StartError``."""
+    try:
+        return load_launchers(settings.paths, settings.launchers_file)
+    except ValueError as error:
+        raise StartError(str(error)) from None
 
 
 def open_database(settings: Settings) -> Database:

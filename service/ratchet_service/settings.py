@@ -15,6 +15,7 @@ class Settings:
 
     home: Path
     database_url: str | None = None
+    launchers_file: Path | None = None  # None: the local launcher alone
     max_body: int = 1 << 20
     max_report_body: int = 16 << 20
     idempotency_seconds: float = 24 * 3600.0

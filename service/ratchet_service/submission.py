@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from ratchet_contract.api import Warning_
-from ratchet_contract.errors import FieldProblem
+from ratchet_contract.errors import FieldProblem, SpecError
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Desired
 from ratchet_contract.spec import JobSpec, Resolved
 from ratchet_hooks.memory import needs_shapes
 from ratchet_hooks.specs import CustomSpec
-from ratchet_service import preflight, preflight_hook, snapshot
+from ratchet_service import preflight, preflight_hook, preflight_launcher, snapshot
 from ratchet_service.hook_probe import Probe
 from ratchet_service.interpreters import Interpreters
-from ratchet_service.launchers.base import Launcher
-from ratchet_service.launching import launch_file
+from ratchet_service.launch_files import launch_file
+from ratchet_service.launchers.table import Launchers
 from ratchet_service.machine import Machine, read_machine
 from ratchet_service.turns import Turns
 
@@ -37,7 +37,7 @@ class LocalSubmission:
         self,
         home: HomePaths,
         machine: Machine,
-        launcher: Launcher,
+        launchers: Launchers,
         wake: Callable[[], None] | None = None,
         *,
         here: bool = True,
@@ -46,7 +46,7 @@ class LocalSubmission:
         self._home = home
         self._own = machine
         self._here = here
-        self._launcher = launcher
+        self._launchers = launchers
         self._wake = wake
         self._interpreters = Interpreters()
         self._looks = Turns(LOOKS, "looking at other submissions' code")
@@ -56,23 +56,23 @@ class LocalSubmission:
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
         spec = self._on_snapshot(spec, code_digest)
         with self._look(isinstance(spec.hook, CustomSpec)):
-            return preflight.resolve(spec, self._machine(), interpreters=self._interpreters)
+            return preflight.resolve(spec, self._machine(), launchers=self._launchers, interpreters=self._interpreters)
 
     def resize(
         self, spec: JobSpec, resolved: Resolved, warnings: Sequence[Warning_]
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
-        return preflight.resize(spec, resolved, warnings, self._machine())
+        return preflight.resize(spec, resolved, warnings, self._machine_of(spec), self._launchers)
 
     def rehook(self, spec: JobSpec, resolved: Resolved) -> tuple[list[Warning_], list[FieldProblem]]:
         spec = self._on_snapshot(spec, resolved.code_digest)
         probe = Probe(resolved.python, spec, preflight.code_path(spec), os.environ)
         with self._look(isinstance(spec.hook, CustomSpec)):
-            report = preflight_hook.check_other(spec, resolved, self._machine(), probe)
+            report = preflight_hook.check_other(spec, resolved, self._machine_of(spec), probe)
         return report.warnings, report.problems
 
     def _on_snapshot(self, spec: JobSpec, code_digest: str | None) -> JobSpec:
         """``spec`` with the snapshot, where there is one, in the place of the user's directory."""
-        if spec.code is None or code_digest is None:
+        if spec.code is None or code_digest is None or spec.code.source == "nodes":
             return spec
         code = spec.code.model_copy(update={"path": str(self._home.code / code_digest)})
         return spec.model_copy(update={"code": code})
@@ -80,23 +80,34 @@ class LocalSubmission:
     def snapshot(self, path: Path) -> str:
         return snapshot.snapshot(path, self._home.code)
 
+    def uploaded(self, digest: str) -> str:
+        if not snapshot.keep(digest, self._home.code):
+            problem = snapshot.not_uploaded(digest)
+            raise SpecError(f"{problem.pointer}: {problem.detail}", errors=[problem])
+        return digest
+
     def snapshot_file(self, path: Path) -> str:
         return snapshot.snapshot_file(path, self._home.code)
 
     def plan(self, spec: JobSpec, resolved: Resolved) -> dict[str, Any]:
         """The launch of a first attempt; the job's id and the GPU indices are only known when there is one."""
-        gpus = tuple(self._machine().gpus[: spec.world.ranks_per_node]) if resolved.device == "cuda" else ()
+        gpus = tuple(self._machine_of(spec).gpus[: spec.world.ranks_per_node]) if resolved.device == "cuda" else ()
         launch = launch_file(self._home, _NO_JOB, 1, spec, resolved, gpus, token="", desired=Desired.RUN)
-        return self._launcher.plan(launch).printable()
+        return self._launchers[spec.launcher.kind].plan(launch).printable()
 
     def hook_memory(self, spec: JobSpec, resolved: Resolved) -> int | None:
+        spec = self._on_snapshot(spec, resolved.code_digest)
         probe = Probe(resolved.python, spec, preflight.code_path(spec), os.environ)
         with self._look(needs_shapes(spec.hook)):
-            return preflight_hook.memory(spec, self._machine(), probe)
+            return preflight_hook.memory(spec, self._machine_of(spec), probe)
 
     def _look(self, runs_code: bool) -> AbstractContextManager[None]:
         """A turn, where users' code will run. Raises ``Refused`` (``busy``)."""
         return self._looks.taken() if runs_code else nullcontext()
+
+    def _machine_of(self, spec: JobSpec) -> Machine:
+        """That the job trains on."""
+        return preflight_launcher.machine_of(spec, self._machine(), self._launchers.get(spec.launcher.kind))
 
     def _machine(self) -> Machine:
         """Of a reconciler that has not run yet nothing is known; then this machine stands for its own."""

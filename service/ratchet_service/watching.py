@@ -7,23 +7,34 @@ must know after a crash is an event row written *before* the deed: ``agent-stopp
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Final
 
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from ratchet_contract.paths import HomePaths
-from ratchet_contract.phases import Cause, Desired, JobPhase
+from ratchet_contract.phases import Cause, Desired, JobPhase, Outcome
 from ratchet_contract.spec import JobSpec
 from ratchet_service import models
 from ratchet_service.database import Database, utc_now
 from ratchet_service.decide import decide
 from ratchet_service.decision import Action, Alive, Decision, JobView, Limits
-from ratchet_service.ending import Evidence, settle
-from ratchet_service.launchers.base import AttemptRef, Launcher, LaunchError, LaunchPlan, NodeState
-from ratchet_service.launching import Launching, limits_of, view_of
+from ratchet_service.ending import LOG_TAIL, Evidence, settle
+from ratchet_service.launchers.base import (
+    AttemptRef,
+    AttemptState,
+    EngineEnd,
+    EngineUnreachable,
+    Launcher,
+    LaunchError,
+    LaunchPlan,
+)
+from ratchet_service.launchers.table import Launchers
+from ratchet_service.launching import NO_LAUNCHER, Launching, limits_of, view_of
 from ratchet_service.leases import Lease, hold
 from ratchet_service.leftover import ingest_leftover
 from ratchet_service.models import Attempt, AttemptNode, Job
@@ -33,17 +44,25 @@ log = logging.getLogger(__name__)
 
 STOPPED: Final = "agent-stopped"
 KILLED: Final = "agent-killed"
+UNREACHABLE: Final = "engine-unreachable"
+WAITING: Final = "engine-queue"
+"""Reason of a job that waits in its engine's queue; the message is the engine's."""
+_OVER: Final = (WAITING, NO_LAUNCHER)
+"""Reasons that are taken away once the attempt is looked after and out of the queue."""
 _UNPROVEN_SECONDS: Final = 10.0
+_SUBMIT_AGAIN: Final = timedelta(seconds=2.0)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds. ``launch_deadline``: from the attempt's start until the agent holds its lock; ``kill_after``: from SIGTERM to
-    SIGKILL of an agent; ``linger``: from an agent's result until it must be gone."""
+    """Seconds. ``launch_deadline``: from the attempt's start, or the end of its wait in the engine's queue, until an agent holds
+    its lock; ``kill_after``: from SIGTERM to SIGKILL of an agent; ``linger``: from the last agent's result, or the first failed
+    one, until all of them must be gone; ``lost``: from one agent's death without a result until the other nodes' are killed."""
 
     launch_deadline: float = 60.0
     kill_after: float = 10.0
     linger: float = 20.0
+    lost: float = 5.0
 
 
 @dataclass(frozen=True)
@@ -62,17 +81,25 @@ class Watch:
 
     lease: Lease
     ref: AttemptRef
+    launcher: Launcher
     limits: Limits
-    world_size: int
+    ranks_per_node: int
     view: JobView
-    created_at: datetime
+    waited_until: datetime  # the last look that saw it in the engine's queue, or came after a long time without one
+    looked_at: datetime
+    begun_at: datetime | None = None
     submitted: bool = False
-    recorded: bool = False  # the agent's pid is in the database
+    submit_at: datetime | None = None  # not before; the engine was away
+    recorded: frozenset[int] = frozenset()  # nodes whose agent's pid is in the database
+    said: str | None = None  # why it waits, as the job's row has it
+    unreachable: bool = False
     stopped_at: datetime | None = None
     forced: Cause | None = None
     killing: bool = False
     result_seen_at: datetime | None = None
+    lost_since: datetime | None = None
     ending_since: datetime | None = None
+    ends: tuple[EngineEnd, ...] = ()  # what the engine has said since then
     unproven: bool = False
     message: str | None = field(default=None)
 
@@ -81,11 +108,11 @@ class Watcher:
     """Carries out what ``decide`` says about watched jobs. Raises ``LeaseLost`` when a job is not ours any more."""
 
     def __init__(
-        self, database: Database, home: HomePaths, launcher: Launcher, launching: Launching, timing: Timing
+        self, database: Database, home: HomePaths, launchers: Launchers, launching: Launching, timing: Timing
     ) -> None:
         self._database = database
         self._home = home
-        self._launcher = launcher
+        self._launchers = launchers
         self._launching = launching
         self._timing = timing
 
@@ -96,46 +123,88 @@ class Watcher:
             attempt = session.get_one(Attempt, (lease.job_id, lease.epoch))
             spec = JobSpec.model_validate(job.spec)
             limits = limits_of(spec)
-            ref = AttemptRef(lease.job_id, lease.epoch, self._home.job(lease.job_id).attempt(lease.epoch))
-            watch = Watch(lease, ref, limits, spec.world.size, view_of(job, limits), attempt.created_at)
+            paths = self._home.job(lease.job_id).attempt(lease.epoch)
+            watch = Watch(
+                lease,
+                AttemptRef(lease.job_id, lease.epoch, paths, spec.world.nodes),
+                self._launchers[spec.launcher.kind],
+                limits,
+                spec.world.ranks_per_node,
+                view_of(job, limits),
+                waited_until=attempt.created_at,
+                looked_at=attempt.created_at,
+                begun_at=attempt.begun_at,
+                said=job.message if job.reason in _OVER else None,
+            )
             _remember(session, watch)
         return watch
 
     def submit(self, watch: Watch, plan: LaunchPlan | None = None) -> None:
         """Hand the attempt to the launcher; ``plan`` None: make it again from what is stored."""
+        with suppress(EngineUnreachable):  # a look tries again, and tells of it
+            self._submit(watch, plan)
+
+    def _submit(self, watch: Watch, plan: LaunchPlan | None = None) -> None:
         watch.submitted = True
         try:
-            self._launcher.submit(plan or self._launching.relaunch(watch.lease))
+            watch.launcher.submit(plan or self._launching.relaunch(watch.lease))
+        except EngineUnreachable:
+            watch.submitted, watch.submit_at = False, utc_now() + _SUBMIT_AGAIN
+            raise
         except LaunchError as error:
             watch.forced, watch.message = Cause.LAUNCHER_ERROR, error.detail
 
     def look(self, watch: Watch, wish: Wish) -> Decision | None:
-        """One round. Returns the decision that ended the attempt, or None while it goes on."""
+        """One round. Returns the decision that ended the attempt, or None while it goes on. What the engine does not tell now
+        is told later: nothing is concluded from its silence."""
+        try:
+            decision = self._look(watch, wish)
+        except EngineUnreachable as error:
+            if not watch.unreachable:
+                watch.unreachable = True
+                self._note(watch, UNREACHABLE, None, error.detail)
+            return None
+        watch.unreachable = False
+        return decision
+
+    def _look(self, watch: Watch, wish: Wish) -> Decision | None:
         now = utc_now()
-        state = self._launcher.poll(watch.ref)
-        if state.seen and not watch.recorded:
-            self._record(watch, state)
+        state = watch.launcher.poll(watch.ref)
+        if (now - watch.looked_at).total_seconds() > self._timing.launch_deadline / 2:
+            watch.waited_until = now  # service or engine was away: it may have left the queue just now
+        watch.looked_at = now
+        fresh = {i for i, node in enumerate(state.nodes) if node.seen} - watch.recorded
+        if fresh:
+            self._record(watch, state, fresh, now)
+        self._tell_waiting(watch, state, now)
         if watch.killing:
             return self._finish(watch, state, now)
         if not state.alive:
             if not state.seen and not watch.submitted and wish.desired is Desired.RUN:
-                self.submit(watch)
+                if watch.submit_at is None or now >= watch.submit_at:
+                    self._submit(watch)
                 return None
             if not state.seen and not watch.submitted:
                 watch.forced, watch.message = wish.desired_cause, "ended before an agent was started"
             return self._finish(watch, state, now)
         return self._alive(watch, state, wish, now)
 
-    def _alive(self, watch: Watch, state: NodeState, wish: Wish, now: datetime) -> Decision | None:
-        if state.result is not None:
+    def _alive(self, watch: Watch, state: AttemptState, wish: Wish, now: datetime) -> Decision | None:
+        if _is_over(state):
             watch.result_seen_at = watch.result_seen_at or now
             if (now - watch.result_seen_at).total_seconds() >= self._timing.linger:
+                text = f"agents that had not ended {self._timing.linger:g} s after another's end were killed"
+                self._note(watch, KILLED, None, text)
                 watch.killing = True
+            return None
+        if state.lost and self._end_lost(watch, state, now):
             return None
         asked = None if watch.stopped_at is None else (now - watch.stopped_at).total_seconds()
         alive = Alive(
-            age=(now - watch.created_at).total_seconds(),
+            age=(now - watch.waited_until).total_seconds() if not state.seen else 0.0,
+            running=0.0 if watch.begun_at is None else (now - watch.begun_at).total_seconds(),
             seen=state.seen,
+            waiting=state.waiting is not None,
             asked=asked,
             asked_cause=watch.forced,
             killable_after=self._timing.kill_after,
@@ -153,39 +222,76 @@ class Watcher:
         if decision.action is Action.STOP:
             self._note(watch, STOPPED, decision.cause, "SIGTERM to the agent")
             watch.stopped_at, watch.forced = now, decision.cause
-            self._launcher.stop(watch.ref, self._timing.kill_after)
+            watch.launcher.stop(watch.ref, self._timing.kill_after)
         elif decision.action is Action.KILL:
-            text = _kill_text(decision.cause, state)
+            text = _kill_text(decision.cause, state, watch.launcher.logs(watch.ref, LOG_TAIL))
             self._note(watch, KILLED, decision.cause, text)
             watch.forced, watch.killing, watch.message = decision.cause, True, text
         return None
 
-    def _finish(self, watch: Watch, state: NodeState, now: datetime) -> Decision | None:
+    def _end_lost(self, watch: Watch, state: AttemptState, now: datetime) -> bool:
+        """A node's agent has died without a word. The others mostly see their connections break, and end by themselves."""
+        watch.lost_since = watch.lost_since or now
+        if (now - watch.lost_since).total_seconds() < self._timing.lost:
+            return False
+        end = next((end for end in state.ends if end.node is None or end.node in state.lost), None)
+        text = f"the agent of node {', '.join(map(str, state.lost))} died without a result" + (
+            f" ({end.message})" if end is not None else ""
+        )
+        watch.forced = end.cause if end is not None else Cause.UNKNOWN
+        watch.killing, watch.message = True, text
+        self._note(watch, KILLED, watch.forced, f"{text}: the other nodes' agents were killed")
+        return True
+
+    def _finish(self, watch: Watch, state: AttemptState, now: datetime) -> Decision | None:
         """Prove the attempt dead, take in what it left, settle. Nothing is decided while anything of it is alive."""
+        if watch.ending_since is None or not watch.killing:  # what it says of the kill itself is no news
+            watch.ends = state.ends or watch.ends  # and the kill may take the engine's own record away
         watch.ending_since = watch.ending_since or now
-        left = self._launcher.sweep(watch.ref)
+        left = watch.launcher.kill(watch.ref)
         if left:
             waited = (now - watch.ending_since).total_seconds()
             if waited > _UNPROVEN_SECONDS and not watch.unproven:
                 watch.unproven = True
-                text = f"processes {left} of the attempt do not end; no new attempt starts before they are gone"
+                text = f"{', '.join(left)} of the attempt: not ended; no new attempt starts before they are gone"
                 self._note(watch, "not-proved-dead", None, text)
             return None
-        state = self._launcher.poll(watch.ref)  # the last word may have come between the look and the sweep
+        last = watch.launcher.poll(watch.ref)  # the last word may have come between the look and the end
         job_paths = self._home.job(watch.lease.job_id)
-        ingest_leftover(self._database, job_paths, watch.lease, watch.world_size)
-        evidence = Evidence(state.seen, state.result, watch.forced, watch.message)
+        ingest_leftover(self._database, job_paths, watch.lease, watch.ref.nodes, watch.ranks_per_node)
+        logs = "" if last.seen else watch.launcher.logs(watch.ref, LOG_TAIL)
+        ends = watch.ends if watch.killing else last.ends or watch.ends
+        evidence = Evidence(replace(last, ends=ends), watch.forced, watch.message, watch.killing, logs)
         return settle(self._database, job_paths, watch.lease, watch.limits, evidence)
 
-    def _record(self, watch: Watch, state: NodeState) -> None:
-        """Who the agent is, for people and for the API."""
-        assert state.agent is not None
+    def _record(self, watch: Watch, state: AttemptState, fresh: set[int], now: datetime) -> None:
+        """Who the agents are, for people and for the API, and when the first of them began."""
+        begun = min(_begun_at(watch.ref.paths.node(node).agent_file, now) for node in fresh)
         with self._database.write() as session:
-            hold(session, watch.lease)
-            node = session.get(AttemptNode, (watch.lease.job_id, watch.lease.epoch, 0))
-            if node is not None:
-                node.host, node.pid, node.start_time = state.agent.host, state.agent.pid, state.agent.start_time
-        watch.recorded = True
+            job = hold(session, watch.lease)
+            attempt = session.get_one(Attempt, (job.id, watch.lease.epoch))
+            if attempt.begun_at is None:
+                attempt.begun_at = watch.begun_at = max(begun, attempt.created_at)
+            for number in fresh:
+                agent = state.nodes[number].agent
+                node = session.get(AttemptNode, (job.id, watch.lease.epoch, number))
+                if node is not None and agent is not None:
+                    node.host, node.pid, node.start_time = agent.host, agent.pid, agent.start_time
+        watch.recorded |= fresh
+
+    def _tell_waiting(self, watch: Watch, state: AttemptState, now: datetime) -> None:
+        """Why the engine has not started it, on the job's row; written when it changes, and taken away when it is over."""
+        if state.waiting is not None:
+            watch.waited_until = now
+        if state.waiting == watch.said:
+            return
+        with self._database.write() as session:
+            job = hold(session, watch.lease)
+            if state.waiting is not None:
+                job.reason, job.message = WAITING, state.waiting
+            elif job.reason in _OVER:
+                job.reason = job.message = None
+        watch.said = state.waiting
 
     def _note(self, watch: Watch, type_: str, cause: Cause | None, message: str) -> None:
         log.info("%s: %s: %s", watch.ref.name, type_, message)
@@ -195,13 +301,23 @@ class Watcher:
             add_event(session, job.id, type_, message, epoch=watch.lease.epoch, data=data)
 
 
+def _is_over(state: AttemptState) -> bool:
+    """All agents have had their last word, or one's makes the others end: it failed, or had started no rank. Who ends well on
+    one node leaves the others to their work, as on one node a rank leaves the other ranks."""
+    results = state.results
+    return len(results) == len(state.nodes) or any(
+        not r.secondary and (r.cause.outcome in (Outcome.FAILED, Outcome.LOST) or not r.ranks) for r in results
+    )
+
+
 def _remember(session: Session, watch: Watch) -> None:
     """What an earlier reconciler did to this attempt."""
     query = sa.select(models.Event).where(
         models.Event.job_id == watch.lease.job_id, models.Event.epoch == watch.lease.epoch
     )
     for event in session.scalars(query.where(models.Event.type.in_((STOPPED, KILLED))).order_by(models.Event.id)):
-        watch.forced = Cause(event.data["cause"])
+        if "cause" in event.data:  # else it was killed for what another agent's result tells
+            watch.forced = Cause(event.data["cause"])
         watch.stopped_at = event.at
         if event.type == KILLED:
             watch.killing, watch.message = True, event.message
@@ -215,9 +331,21 @@ def wishes(session: Session, leases: list[Lease]) -> dict[str, Wish]:
     return {row[0]: Wish(*row[2:]) for row in rows if row[1] == tokens[row[0]]}
 
 
-def _kill_text(cause: Cause | None, state: NodeState) -> str:
+def _begun_at(agent_file: Path, now: datetime) -> datetime:
+    """When the agent wrote it; a reconciler that was away looks later than that."""
+    try:
+        return min(now, datetime.fromtimestamp(agent_file.stat().st_mtime, UTC))
+    except OSError:
+        return now
+
+
+def _kill_text(cause: Cause | None, state: AttemptState, logs: str) -> str:
     if cause is Cause.LAUNCHER_ERROR and not state.seen:
-        return "the agent did not start within the launch deadline: it was killed"
+        notes = "; ".join(f"node {i}: {node.note}" for i, node in enumerate(state.nodes) if node.note)
+        said = "; ".join(part for part in (notes, logs) if part)
+        return "no agent started within the launch deadline: it was killed" + (f" ({said})" if said else "")
+    if state.waiting is not None and not state.seen:
+        return "taken out of the engine's queue, before any agent had started"
     if cause is Cause.TIMEOUT:
         return "policy.timeout is reached and the agent did not end after SIGTERM: it was killed"
     return "the agent did not end within policy.stop_grace and after SIGTERM: it was killed"

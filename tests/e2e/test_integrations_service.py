@@ -5,22 +5,26 @@ from __future__ import annotations
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("lightning", reason="the extra `lightning` is not installed")
-pytest.importorskip("accelerate", reason="the extra `accelerate` is not installed")
-pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
-
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 from ratchet_client.spec_file import read_spec
 from ratchet_store.compare import compare
 from tests.e2e.exactness import final_checkpoint
 from tests.support.server import Server, rank_pid
+
+pytestmark = [  # found, not imported: every worker reads this file, and the jobs are processes of their own
+    pytest.mark.slow,
+    *(
+        pytest.mark.skipif(find_spec(extra) is None, reason=f"the extra `{extra}` is not installed")
+        for extra in ("lightning", "accelerate", "transformers")
+    ),
+]
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "integrations"
 PACKAGES = ("lightning", "accelerate", "trainer")
@@ -32,8 +36,6 @@ CAUSES = {
 }  # an epoch apart
 EPOCHS = {"lightning": 20, "accelerate": 8, "trainer": 16}
 STEPS_PER_EPOCH = 11  # 22 batches, two of them accumulated
-
-pytestmark = pytest.mark.slow
 
 
 def weights(file: Path, package: str) -> Path:

@@ -178,6 +178,20 @@ def test_an_abandoned_branch_is_no_place_to_resume_from(api: Api, job: str) -> N
     assert api.client.post(f"/v1/jobs/{job}/resume", json={"from_step": 5}).status_code == 200
 
 
+def test_a_fork_keeps_code_that_was_sent_unless_it_names_another(api: Api) -> None:
+    sent, other = {"path": "/laptop", "digest": "a" * 64}, {"path": "/laptop", "digest": "b" * 64}
+    parent = api.submit(code=sent)
+    api.attempt(parent)
+    api.report(parent, (0, 1, [training_message()]))
+    saved(api, parent, 5)
+    assert api.ports.snapshots == []
+    changes = ({"seed": 1}, {"code": other}, {"code": {"path": "/here"}})
+    forks = [api.client.post(f"/v1/jobs/{parent}/fork", json={"spec": change}).json() for change in changes]
+    assert [fork["spec"]["code"]["digest"] for fork in forks] == ["a" * 64, "b" * 64, None]
+    assert [fork["resolved"]["code_digest"] for fork in forks][:2] == ["a" * 64, "b" * 64]
+    assert [str(path) for path in api.ports.snapshots] == ["/here"]
+
+
 def test_a_fork_is_a_new_job_with_a_changed_spec(api: Api, job: str) -> None:
     saved(api, job, 5)
     (newest,) = saved(api, job, 10, seq=3)
@@ -198,6 +212,24 @@ def test_a_fork_is_a_new_job_with_a_changed_spec(api: Api, job: str) -> None:
     root = str(paths(api, job).root)
     assert source == {"job_root": root, "step": 10, "epoch": 1, "digest": newest.digest}
     assert api.client.get(url(job, newest)).json()["pinned"] is True
+
+
+def test_a_fork_on_another_launcher_takes_none_of_the_parents_keys(api: Api, job: str) -> None:
+    """From laptop to cluster, and from one engine to another."""
+    saved(api, job, 5)
+    with api.database.write() as session:
+        row = session.get_one(Job, job)
+        row.spec = row.spec | {"launcher": {"kind": "kubernetes", "namespace": "a", "queue": "b"}}
+
+    def fork(launcher: dict[str, Any]) -> dict[str, Any]:
+        answer = api.client.post(f"/v1/jobs/{job}/fork", json={"spec": {"launcher": launcher}})
+        assert answer.status_code == 201, answer.text
+        return dict(answer.json()["spec"]["launcher"])
+
+    assert fork({"kind": "slurm", "partition": "gpu"}).items() >= {"kind": "slurm", "partition": "gpu"}.items()
+    same = fork({"kind": "kubernetes", "queue": "c"})
+    assert (same["namespace"], same["queue"]) == ("a", "c"), "of the same kind: the others stay"
+    assert fork({"queue": None}) == {"kind": "kubernetes", "namespace": "a"}
 
 
 def test_a_fork_runs_its_parents_snapshot_unless_it_names_code(api: Api) -> None:

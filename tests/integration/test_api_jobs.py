@@ -233,7 +233,7 @@ def test_secrets_are_named_and_never_shown(api: Api, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("MY_TOKEN", "very-secret-value")
     job_id = api.submit(secrets={"API_KEY": {"from_env": "MY_TOKEN"}})
     assert "very-secret-value" not in api.client.get(f"/v1/jobs/{job_id}").text
-    assert api.job(job_id)["spec"]["secrets"] == {"API_KEY": {"from_env": "MY_TOKEN"}}
+    assert api.job(job_id)["spec"]["secrets"] == {"API_KEY": {"from_env": "MY_TOKEN", "from_secret": None}}
 
 
 def test_desired_is_shown(api: Api) -> None:

@@ -46,7 +46,7 @@ def test_every_operation_describes_its_problems_and_its_body(tmp_path: Path) -> 
             assert operation["summary"], where
             problems = operation["responses"]["4XX"]["content"]
             assert list(problems) == ["application/problem+json"], where
-            assert ("requestBody" in operation) == (method in ("post", "patch")), where
+            assert ("requestBody" in operation) == (method in ("post", "put", "patch")), where
             keys = {p["name"] for p in operation.get("parameters", [])}
             assert ("Idempotency-Key" in keys) == (method == "post" and not path.endswith("/reports")), where
 

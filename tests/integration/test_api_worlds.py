@@ -42,6 +42,20 @@ def test_a_job_goes_on_with_other_ranks_and_back_and_its_history_tells(api: Api)
     assert back["resolved"]["threads_per_rank"] == 2 and back["warnings"] == []
 
 
+def test_more_nodes_are_for_launchers_of_several_machines(api: Api) -> None:
+    job_id = api.submit(hook="allreduce")
+    before = api.job(job_id)
+    refused = resume(api, job_id, {"world": {"ranks_per_node": 1, "nodes": 2}}, 422)
+    assert [(e["pointer"], e["code"]) for e in refused["errors"]] == [("/world/nodes", "too-many-nodes")]
+    assert api.job(job_id) == before
+    with api.database.write() as session:
+        job = session.get_one(Job, job_id)
+        job.spec = job.spec | {"world": job.spec["world"] | {"nodes": 2}}
+    alone = resume(api, job_id, {"world": {"ranks_per_node": 2, "nodes": 1}})
+    assert (alone["spec"]["world"]["nodes"], alone["spec"]["world"]["ranks_per_node"]) == (1, 2)
+    assert "2 -> 1 nodes" in events(api, job_id)[-2]["message"]
+
+
 def test_what_was_decided_for_the_job_stays_but_for_the_threads(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine may have changed since: device, back end, interpreter and code do not."""
     job_id = api.submit(hook="allreduce")
@@ -172,7 +186,7 @@ def test_an_older_checkpoint_counts_with_its_own_number_of_ranks(api: Api) -> No
         ({"world": {"ranks_per_node": "two"}}, "/world/ranks_per_node"),
         ({"world": {}}, "/world/ranks_per_node"),
         ({"world": 3}, "/world"),
-        ({"world": {"ranks_per_node": 2, "nodes": 2}}, "/world/nodes"),
+        ({"world": {"ranks_per_node": 2, "node": 2}}, "/world/node"),
         ({"world_size": 3}, "/world_size"),
         ({"on_hook_mismatch": "keep"}, "/on_hook_mismatch"),
     ],

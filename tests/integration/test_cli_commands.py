@@ -64,6 +64,10 @@ def test_actions_change_the_phase_and_those_that_do_not_fit_are_conflicts(cli: C
     job_id = cli("submit", "spec.yaml", "--json").data["id"]
     cli("suspend", job_id)
     assert cli("wait", job_id, "--until", "suspended", "--json").data["phase"] == "SUSPENDED"
+    several = cli(
+        "resume", job_id, "--world", "1", "--nodes", "2", "--on-hook-mismatch", "redistribute", expect=5
+    ).errors
+    assert "/world/nodes: the launcher local has 1 node" in several
     assert cli("resume", job_id, "--json").data["phase"] == "QUEUED"
     conflict = cli("preempt", job_id, expect=4)
     assert "QUEUED" in conflict.errors
@@ -134,6 +138,7 @@ def test_a_wait_ends_at_its_deadline_and_says_that_the_job_goes_on(cli: Cli) -> 
         (("doctor", "--hook", "powerSGD"), 2, "--exactness"),
         (("submit", "spec.yaml", "--dry-run", "--follow"), 2, "stores nothing"),
         (("submit", "spec.yaml", "--name", ""), 5, "/name"),
+        (("resume", NO_JOB, "--nodes", "2"), 2, "--world"),
         (("submit", "-"), 5, "standard input is empty"),
         (("attempts", NO_JOB), 3, "there is no job"),
         (("checkpoints", "pin", NO_JOB, "step-000000000001.a0001"), 3, "there is no job"),

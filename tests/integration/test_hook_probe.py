@@ -19,7 +19,7 @@ from ratchet_service import children, problems, submission
 from ratchet_service.hook_probe import Probe
 from ratchet_service.interpreters import Interpreters
 from ratchet_service.launchers import processes
-from ratchet_service.launchers.table import make_launcher
+from ratchet_service.launchers.table import load
 from ratchet_service.machine import Machine
 from ratchet_service.preflight import resolve
 from ratchet_service.snapshot import snapshot
@@ -226,7 +226,7 @@ def test_looks_beyond_a_number_are_refused_for_now_and_others_go_on(
     (code / "train.py").write_text("from ratchet_worker.session import Session\n")
     home = HomePaths(tmp_path / "home")
     monkeypatch.setattr(submission, "LOOKS", 2)
-    ports = LocalSubmission(home, Machine((), 8), make_launcher("local", home))
+    ports = LocalSubmission(home, Machine((), 8), load(home, None))
     held = job(code, "held:f").model_copy(update={"script": ["train.py"], "task": None})
     found: list[int] = []
     threads = [threading.Thread(target=lambda: found.append(len(ports.resolve(held)[2]))) for _ in range(2)]
@@ -270,7 +270,7 @@ def test_a_job_that_has_its_snapshot_is_checked_with_that(code: Path, tmp_path: 
     digest = snapshot(live, tmp_path / "home" / "code")
     (live / "mine.py").write_text("")
     home, machine = HomePaths(tmp_path / "home"), Machine((), 8)
-    ports = LocalSubmission(home, machine, make_launcher("local", home))
+    ports = LocalSubmission(home, machine, load(home, None))
     spec = job(live, "mine:f", state="mine:S").model_copy(update={"script": ["train.py"], "task": None})
     spec = spec.model_copy(update={"env": {"PYTHONPATH": str(code / "quick")}})
     seen = [[p.detail for p in ports.resolve(spec, given)[2] if p.pointer == "/hook/hook"] for given in (None, digest)]

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Desired
 from ratchet_contract.spec import JobSpec, Resolved
+from ratchet_service.launch_files import launch_file
 from ratchet_service.launchers import processes
 from ratchet_service.launchers.base import LaunchError
 from ratchet_service.launchers.local import LocalLauncher
-from ratchet_service.launchers.table import make_launcher
-from ratchet_service.launching import launch_file
+from ratchet_service.launchers.table import load
 from ratchet_worker.launch_env import plan_ranks
+from ratchet_worker.meeting import Rendezvous
 from tests.support.server import processes_below, wait_for
 
 # Takes the lock, tells its environment and process ids, and does as argv[2:] says.
@@ -56,18 +57,19 @@ def home(tmp_path: Path) -> Iterator[HomePaths]:
     wait_for(lambda: not processes_below(tmp_path), "the test's processes to go", 10)
 
 
-def launcher(*words: str, **environ: str) -> LocalLauncher:
-    return LocalLauncher((sys.executable, "-c", AGENT, *words), {"PATH": os.environ["PATH"], **environ})
+def launcher(home: HomePaths, *words: str, **environ: str) -> LocalLauncher:
+    return LocalLauncher(home, (sys.executable, "-c", AGENT, *words), {"PATH": os.environ["PATH"], **environ})
 
 
 def launch(home: HomePaths, epoch: int = 1, **more: Any) -> LaunchFile:
     spec = JobSpec.model_validate({"name": "a", "task": {"entrypoint": "m:T"}, "world": {"ranks_per_node": 2}, **more})
     resolved = Resolved(device="cpu", backend="gloo", threads_per_rank=2, python=sys.executable)
-    return launch_file(home, "job-1", epoch, spec, resolved, (), "secret-token", Desired.RUN)
+    return launch_file(home, "job-0123456789ab", epoch, spec, resolved, (), "secret-token", Desired.RUN)
 
 
 def test_an_agent_inherits_what_it_may_and_outlives_its_starter(home: HomePaths) -> None:
     made = launcher(
+        home,
         HOME="/root",
         SOURCE="value",
         RATCHET_HOME="/x",
@@ -81,7 +83,7 @@ def test_an_agent_inherits_what_it_may_and_outlives_its_starter(home: HomePaths)
     made.submit(plan)
     wait_for(lambda: made.poll(plan.ref).seen, "the agent to start", 30)
     env = json.loads((plan.ref.paths.root / "env.json").read_text())
-    agent = made.poll(plan.ref).agent
+    agent = made.poll(plan.ref).nodes[0].agent
     assert agent is not None
     assert env["KEY"] == "value"
     assert env["HOME"] == "/root"
@@ -94,19 +96,19 @@ def test_an_agent_inherits_what_it_may_and_outlives_its_starter(home: HomePaths)
 
 
 def test_a_secret_that_is_not_there_is_an_error_that_says_where_to_set_it(home: HomePaths) -> None:
-    made = launcher()
+    made = launcher(home)
     with pytest.raises(LaunchError, match="SOURCE, which is not set"):
         made.submit(made.plan(launch(home, secrets={"KEY": {"from_env": "SOURCE"}})))
 
 
 def test_the_services_own_credentials_are_given_to_nobody(home: HomePaths) -> None:
-    made = launcher(PGPASSWORD="pw")
+    made = launcher(home, PGPASSWORD="pw")
     with pytest.raises(LaunchError, match="given to no job"):
         made.submit(made.plan(launch(home, secrets={"KEY": {"from_env": "PGPASSWORD"}})))
 
 
 def test_submitting_again_starts_nothing(home: HomePaths) -> None:
-    first, second = launcher(), launcher()
+    first, second = launcher(home), launcher(home)
     plan = first.plan(launch(home))
     first.submit(plan)
     started = processes.with_variable("RATCHET_ATTEMPT_DIR", str(plan.ref.paths.root))
@@ -114,23 +116,24 @@ def test_submitting_again_starts_nothing(home: HomePaths) -> None:
     second.submit(second.plan(launch(home)))
     wait_for(lambda: first.poll(plan.ref).seen, "the agent to start", 30)
     second.submit(second.plan(launch(home)))
-    agent = first.poll(plan.ref).agent
+    agent = first.poll(plan.ref).nodes[0].agent
     assert agent is not None
     assert processes.with_variable("RATCHET_ATTEMPT_DIR", str(plan.ref.paths.root)) == started == [agent.pid]
     assert plan.ref.paths.agent_log.read_text() == ""
 
 
 def test_poll_tells_starting_alive_and_dead_apart(home: HomePaths) -> None:
-    made = launcher("end")
+    made = launcher(home, "end")
     plan = made.plan(launch(home))
     state = made.poll(plan.ref)
-    assert (state.alive, state.seen, state.result) == (False, False, None)
+    assert (state.alive, state.seen, state.results) == (False, False, ())
     made.submit(plan)
     wait_for(lambda: made.poll(plan.ref).seen, "the agent to start", 30)
     wait_for(lambda: not made.poll(plan.ref).alive, "the agent to end", 30)
     state = made.poll(plan.ref)
-    assert state.seen and state.agent is not None
-    pid = state.agent.pid
+    (node,) = state.nodes
+    assert node.seen and node.gone and node.agent is not None
+    pid = node.agent.pid
 
     def collected() -> bool:
         made.poll(plan.ref)
@@ -139,8 +142,8 @@ def test_poll_tells_starting_alive_and_dead_apart(home: HomePaths) -> None:
     wait_for(collected, "the agent to leave no zombie", 30)
 
 
-def test_a_sweep_reaches_grandchildren_in_sessions_of_their_own(home: HomePaths) -> None:
-    made = launcher("family")
+def test_a_kill_reaches_grandchildren_in_sessions_of_their_own(home: HomePaths) -> None:
+    made = launcher(home, "family")
     plan, other = made.plan(launch(home)), made.plan(launch(home, epoch=2))
     for each in (plan, other):
         made.submit(each)
@@ -150,21 +153,21 @@ def test_a_sweep_reaches_grandchildren_in_sessions_of_their_own(home: HomePaths)
 
     wait_for(lambda: len(family(plan.ref.paths.root)) == 3, "agent, child and grandchild", 30)
     wait_for(lambda: len(family(other.ref.paths.root)) == 3, "those of the other attempt", 30)
-    agent = made.poll(plan.ref).agent
+    agent = made.poll(plan.ref).nodes[0].agent
     assert agent is not None
     os.kill(agent.pid, signal.SIGKILL)
     wait_for(lambda: not made.poll(plan.ref).alive, "the agent to die", 30)
-    assert len(made.sweep(plan.ref)) == 2
-    wait_for(lambda: made.sweep(plan.ref) == [], "the rest to die", 30)
+    assert len(made.kill(plan.ref)) == 2
+    wait_for(lambda: made.kill(plan.ref) == [], "the rest to die", 30)
     assert len(family(other.ref.paths.root)) == 3
 
 
-def test_a_stopped_agent_is_alive_until_it_is_swept(home: HomePaths) -> None:
-    made = launcher()
+def test_a_stopped_agent_is_alive_until_it_is_killed(home: HomePaths) -> None:
+    made = launcher(home)
     plan = made.plan(launch(home))
     made.submit(plan)
     wait_for(lambda: made.poll(plan.ref).seen, "the agent to start", 30)
-    agent = made.poll(plan.ref).agent
+    agent = made.poll(plan.ref).nodes[0].agent
     assert agent is not None
     os.kill(agent.pid, signal.SIGSTOP)
     # of two signals that are both pending the smaller is handled first, and SIGTERM is
@@ -172,13 +175,13 @@ def test_a_stopped_agent_is_alive_until_it_is_swept(home: HomePaths) -> None:
     wait_for(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "the agent to stop", 30)
     made.stop(plan.ref, 1.0)
     assert made.poll(plan.ref).alive
-    assert made.sweep(plan.ref) == [agent.pid]
-    wait_for(lambda: made.sweep(plan.ref) == [], "it to die", 30)
+    assert made.kill(plan.ref) == [f"process {agent.pid}"]
+    wait_for(lambda: made.kill(plan.ref) == [], "it to die", 30)
     assert not made.poll(plan.ref).alive
 
 
 def test_a_pid_that_was_used_again_is_not_killed(home: HomePaths) -> None:
-    made = launcher()
+    made = launcher(home)
     plan = made.plan(launch(home))
     plan.ref.paths.root.mkdir(parents=True)
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
@@ -186,7 +189,7 @@ def test_a_pid_that_was_used_again_is_not_killed(home: HomePaths) -> None:
         plan.ref.paths.agent_file.write_text(json.dumps({"pid": bystander.pid, "start_time": 1, "host": "here"}))
         plan.ref.paths.lock_file.touch()
         made.stop(plan.ref, 1.0)
-        assert made.sweep(plan.ref) == []
+        assert made.kill(plan.ref) == []
         time.sleep(0.05)
         assert bystander.poll() is None
     finally:
@@ -196,8 +199,8 @@ def test_a_pid_that_was_used_again_is_not_killed(home: HomePaths) -> None:
 
 def test_the_printed_ranks_are_what_the_agent_will_start(home: HomePaths) -> None:
     made = launch(home, env={"A": "1"})
-    plan = make_launcher("local", home).plan(made)
-    real = plan_ranks(made, plan.ref.paths, store_port=1, store_fd=None, inherited={})
+    plan = load(home, None)["local"].plan(made)
+    real = plan_ranks(made, plan.ref.paths, Rendezvous("127.0.0.1", 1, "lo", None), inherited={})
     assert len(plan.ranks) == len(real) == 2
     for shown, planned in zip(plan.ranks, real, strict=True):
         assert shown["command"] == planned.command
@@ -206,9 +209,49 @@ def test_the_printed_ranks_are_what_the_agent_will_start(home: HomePaths) -> Non
     assert plan.argv[1:4] == ("-P", "-m", "ratchet_worker.agent")
 
 
-def test_an_unknown_launcher_is_refused_by_name(home: HomePaths) -> None:
-    with pytest.raises(ValueError, match="'slurm' is not available"):
-        make_launcher("slurm", home)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("slrum: {}", "no launcher 'slrum'; there is local, kubernetes, slurm"),
+        ("local: {speed: 3}", "local has no settings, but speed is given"),
+        ("local: fast", "the settings of local must be a mapping"),
+        ("[local]", "must be a mapping"),
+        ("local: {", "cannot be read"),
+        ("", "must be a mapping"),
+    ],
+)
+def test_a_launchers_file_that_is_wrong_is_refused_by_its_key(home: HomePaths, text: str, said: str) -> None:
+    file = home.home / "launchers.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=said):
+        load(home, file)
+
+
+def test_processes_that_no_attempt_knows_are_swept(home: HomePaths, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Those of a known attempt, and of another run directory, stay."""
+    elsewhere = HomePaths(tmp_path_factory.mktemp("other"))
+    made, other = launcher(home), launcher(elsewhere)
+    plans = [made.plan(launch(home, epoch)) for epoch in (1, 2)]
+    foreign = other.plan(launch(elsewhere))
+    for plan in plans:
+        made.submit(plan)
+    other.submit(foreign)
+    try:
+        wait_for(lambda: all(made.poll(plan.ref).seen for plan in plans), "the agents to start", 30)
+        wait_for(lambda: other.poll(foreign.ref).seen, "the foreign agent to start", 30)
+        asked: list[set[str]] = []
+        known = plans[0].ref.name
+
+        def rows(names: Collection[str]) -> set[str]:
+            asked.append(set(names))
+            return {known}
+
+        assert made.sweep(rows) == [plans[1].ref.name]
+        assert asked == [{plan.ref.name for plan in plans}]
+        wait_for(lambda: not made.poll(plans[1].ref).alive, "the unknown one to die", 30)
+        assert made.poll(plans[0].ref).alive and other.poll(foreign.ref).alive
+    finally:
+        other.kill(foreign.ref)
 
 
 def test_a_process_is_known_by_its_variable_from_its_first_instant() -> None:

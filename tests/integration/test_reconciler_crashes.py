@@ -73,7 +73,7 @@ def test_a_crash_around_the_submission_neither_loses_nor_doubles_the_attempt(
     jobs = []
     for kind in (DiesBefore, DiesAfterWriting, DiesAfter):
         jobs.append(plane.submit({"steps": 20}))
-        plane.reconcile(trainer_launcher(kind), lease=600)
+        plane.reconcile(trainer_launcher(plane.paths, kind), lease=600)
         wait_for(lambda: len(deaths) == len(jobs), "the reconciler to die", 30)
         assert plane.job(jobs[-1]).phase is JobPhase.STARTING
     assert deaths == [Died] * 3
@@ -146,7 +146,7 @@ def test_what_was_never_reported_is_read_from_the_disk_once(plane: Plane) -> Non
     result = AttemptResult.model_validate_json(plane.attempt_paths(job_id, 2).result_file.read_bytes())
     last = plane.attempts(job_id)[1]
     assert last.ended_at == datetime.fromisoformat(result.ended_at)  # not when the service came to look
-    ran = sum((a.ended_at - a.created_at).total_seconds() for a in plane.attempts(job_id) if a.ended_at)
+    ran = sum((a.ended_at - a.begun_at).total_seconds() for a in plane.attempts(job_id) if a.ended_at and a.begun_at)
     assert plane.job(job_id).running_seconds == pytest.approx(ran)
     for epoch in (1, 2):
         lines = plane.attempt_paths(job_id, epoch).spool(0).read_text().splitlines()
@@ -196,7 +196,7 @@ def insert(database: Database, **columns: object) -> str:
 def test_of_many_who_want_a_free_job_one_gets_it(database: Database) -> None:
     insert(database)
     with database.read() as session:
-        (free,) = leases.free_jobs(session, ())
+        (free,) = leases.free_jobs(session, (), sa.true())
     taken = []
 
     def take() -> None:
@@ -213,18 +213,18 @@ def test_of_many_who_want_a_free_job_one_gets_it(database: Database) -> None:
     assert len(taken) == 1
     with database.write() as session:
         assert leases.hold(session, taken[0]).epoch == 3
-        assert leases.free_jobs(session, ()) == []
+        assert leases.free_jobs(session, (), sa.true()) == []
 
 
 def test_a_lease_that_ran_out_goes_to_another_and_the_first_can_write_nothing(database: Database) -> None:
     job_id = insert(database)
     with database.write() as session:
-        first = leases.take(session, leases.free_jobs(session, ())[0], "elsewhere/1/1", 60)
+        first = leases.take(session, leases.free_jobs(session, (), sa.true())[0], "elsewhere/1/1", 60)
         assert first is not None
     with database.write() as session:
         leases.renew(session, [first], -1.0)
     with database.write() as session:
-        second = leases.take(session, leases.free_jobs(session, ())[0], "elsewhere/2/2", 60)
+        second = leases.take(session, leases.free_jobs(session, (), sa.true())[0], "elsewhere/2/2", 60)
         assert second is not None
     with database.write() as session, pytest.raises(LeaseLost):
         leases.hold(session, first)
@@ -237,7 +237,7 @@ def test_a_lease_that_ran_out_goes_to_another_and_the_first_can_write_nothing(da
 def test_an_attempt_that_is_over_cannot_be_held(database: Database) -> None:
     insert(database)
     with database.write() as session:
-        lease = leases.take(session, leases.free_jobs(session, ())[0], "a/1/1", 60)
+        lease = leases.take(session, leases.free_jobs(session, (), sa.true())[0], "a/1/1", 60)
         assert lease is not None
         session.execute(sa.update(Job).values(epoch=4))
     with database.write() as session, pytest.raises(LeaseLost):
@@ -249,8 +249,8 @@ def test_the_lease_of_a_process_that_is_known_to_be_dead_is_free_at_once(databas
     later = utc_now() + timedelta(hours=1)
     insert(database, lease_owner=leases.new_owner(), lease_token="t", lease_expires_at=later)
     with database.write() as session:
-        assert leases.free_jobs(session, ()) == []
+        assert leases.free_jobs(session, (), sa.true()) == []
         session.execute(sa.update(Job).values(lease_owner=f"elsewhere/{os.getpid()}/1"))
-        assert leases.free_jobs(session, ()) == []
+        assert leases.free_jobs(session, (), sa.true()) == []
         session.execute(sa.update(Job).values(lease_owner=f"{host}/{os.getpid()}/1"))
-        assert len(leases.free_jobs(session, ())) == 1
+        assert len(leases.free_jobs(session, (), sa.true())) == 1

@@ -168,7 +168,7 @@ def test_the_timeout_ends_the_job_and_keeps_its_last_checkpoint(small: Plane) ->
 
 
 def test_an_agent_that_cannot_start_is_told_from_one_that_died(small: Plane) -> None:
-    small.reconcile(LocalLauncher(agent=("/bin/sh", "-c", "echo no such interpreter >&2; exit 3")))
+    small.reconcile(LocalLauncher(small.paths, agent=("/bin/sh", "-c", "echo no such interpreter >&2; exit 3")))
     job_id = small.submit({}, policy={"max_failures": 0})
     job = small.wait(job_id, JobPhase.FAILED)
     (attempt,) = small.attempts(job_id)
@@ -177,7 +177,7 @@ def test_an_agent_that_cannot_start_is_told_from_one_that_died(small: Plane) -> 
 
 
 def test_an_agent_that_never_takes_its_lock_is_given_up(small: Plane) -> None:
-    small.reconcile(LocalLauncher(agent=("/bin/sh", "-c", "sleep 3600")), Timing(launch_deadline=0.5))
+    small.reconcile(LocalLauncher(small.paths, agent=("/bin/sh", "-c", "sleep 3600")), Timing(launch_deadline=0.5))
     job_id = small.submit({}, policy={"max_failures": 0})
     small.wait(job_id, JobPhase.FAILED)
     (attempt,) = small.attempts(job_id)

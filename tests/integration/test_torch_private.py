@@ -67,7 +67,7 @@ IMPORTED = {
     "torch.utils._python_dispatch": {"TorchDispatchMode"},
 }
 NOT_TORCHS = {
-    "_amp_state": "Apex",
+    "_amp_state": "Apex", "_fields_": "ctypes", "_replace": "typing",
     "_batches_that_stepped": "Lightning", "_call_callbacks_load_state_dict": "Lightning",
     "_call_callbacks_state_dict": "Lightning",
     "_combined_loader": "Lightning", "_num_ready_batches_reached": "Lightning", "_optimizer": "Lightning",

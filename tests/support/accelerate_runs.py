@@ -136,7 +136,8 @@ def other_ranks(rank: int, directory: str, redistribute: bool, hook: str = "powe
     for _ in range(4):
         whole.step()
     whole.file.save(directory)
-    groups = [dist.new_group([member]) for member in range(2)]  # a collective; the barrier that the files need
+    dist.barrier()  # each reads the other's file
+    groups = [dist.new_group([member]) for member in range(2)]
     alone = _Bare(groups[rank], 7, redistribute, hook)
     saved = [load_state(f"{directory}/ratchet_hook_{member}.safetensors")["hook"] for member in range(2)]
     with warnings.catch_warnings(record=True) as said:

@@ -1,6 +1,6 @@
 """The real agent with one part exchanged at its seam: the starter runs stand-in ranks, which need no torch.
 
-``python agent_main.py LAUNCH_FILE [TIMING as JSON]``
+``python agent_main.py LAUNCH_FILE TIMING (JSON) NODE``
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class StandInStarter:
 
 
 if __name__ == "__main__":
-    code = run(Path(sys.argv[1]), StandInStarter(), Timing(**json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}")))
+    file, timing, node = sys.argv[1:]
+    code = run(Path(file), StandInStarter(), Timing(**json.loads(timing)), node=int(node))
     assert "torch" not in sys.modules
     sys.exit(code)

@@ -18,11 +18,13 @@ from fastapi import FastAPI
 from ratchet_contract.api import Warning_
 from ratchet_contract.errors import FieldProblem
 from ratchet_contract.messages import AgentReport
+from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import AttemptPhase, Desired, JobPhase
 from ratchet_contract.spec import JobSpec, Resolved
 from ratchet_service.app import create_app
 from ratchet_service.database import Database, utc_now
 from ratchet_service.ingest import hash_token
+from ratchet_service.launchers.table import load
 from ratchet_service.machine import Machine
 from ratchet_service.models import Attempt, AttemptNode, Job
 from ratchet_service.preflight import resize
@@ -48,6 +50,7 @@ class FakePorts:
     snapshots: list[Path] = field(default_factory=list)
     wakes: int = 0
     machine: Machine = field(default_factory=lambda: Machine((), 4))
+    home: HomePaths = field(default_factory=lambda: HomePaths(Path("/nowhere")))
 
     def resolve(
         self, spec: JobSpec, code_digest: str | None = None
@@ -61,7 +64,7 @@ class FakePorts:
     def resize(
         self, spec: JobSpec, resolved: Resolved, warnings: Sequence[Warning_]
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
-        return resize(spec, resolved, warnings, self.machine)
+        return resize(spec, resolved, warnings, self.machine, load(self.home, None))
 
     def rehook(self, spec: JobSpec, resolved: Resolved) -> tuple[list[Warning_], list[FieldProblem]]:
         return [], []
@@ -69,6 +72,9 @@ class FakePorts:
     def snapshot(self, path: Path) -> str:
         self.snapshots.append(path)
         return hashlib.sha256(str(path).encode()).hexdigest()
+
+    def uploaded(self, digest: str) -> str:
+        return digest
 
     def snapshot_file(self, path: Path) -> str:
         return self.snapshot(path)

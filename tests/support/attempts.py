@@ -19,21 +19,36 @@ from ratchet_worker.counter import CounterReader
 from tests.support.report_service import TOKEN, ReportService
 from tests.support.server import processes_below, wait_for
 
+RESOLVED = Resolved(device="cpu", backend="gloo", threads_per_rank=1, python=sys.executable)
 AGENT = Path(__file__).with_name("agent_main.py")
 
 
-class Attempt:
-    """``plans``: what each stand-in rank does (see ``stand_in_rank``); one rank per entry."""
+def environment(pid: int) -> dict[str, str]:
+    """What a process was started with."""
+    pairs = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
-    def __init__(self, home: Path, plans: list[dict[str, Any]], *, spec: dict[str, Any] | None = None, **launch: Any):
+
+class Attempt:
+    """``plans``: what each stand-in rank does (see ``stand_in_rank``); one rank per entry, on ``nodes`` nodes."""
+
+    def __init__(
+        self,
+        home: Path,
+        plans: list[dict[str, Any]],
+        *,
+        spec: dict[str, Any] | None = None,
+        nodes: int = 1,
+        **launch: Any,
+    ):
         self.home = HomePaths(home)
         self.paths = self.home.job("job-1").attempt(1)
-        self.service = ReportService(self.home.service_file)
+        self.service = ReportService(self.home.service_file, nodes)
         env = {"STAND_IN": json.dumps({str(rank): plan for rank, plan in enumerate(plans)})}
         data: dict[str, Any] = {
             "name": "test",
             "task": {"entrypoint": "nothing:Nothing"},
-            "world": {"ranks_per_node": len(plans), "device": "cpu"},
+            "world": {"nodes": nodes, "ranks_per_node": len(plans) // nodes, "device": "cpu"},
             **(spec or {}),
         }
         data["env"] = {**env, **data.get("env", {})}
@@ -41,23 +56,22 @@ class Attempt:
             job_id="job-1",
             epoch=1,
             world_size=len(plans),
-            ranks=list(range(len(plans))),
+            ranks=list(range(len(plans) // nodes)),
             spec=parse_spec(data),
-            resolved=Resolved(device="cpu", backend="gloo", threads_per_rank=1, python=sys.executable),
             job_root=str(self.home.job("job-1").root),
             attempt_dir=str(self.paths.root),
             workdir=str(home),
             report_token=TOKEN,
             service_file=str(self.home.service_file),
-            **launch,
+            **{"resolved": RESOLVED, **launch},
         )
         self.paths.root.mkdir(parents=True)
         self.paths.launch_file.write_text(self.launch.model_dump_json())
         self.agents: list[subprocess.Popen[bytes]] = []
 
-    def start(self, env: dict[str, str] | None = None, **timing: float) -> subprocess.Popen[bytes]:
+    def start(self, env: dict[str, str] | None = None, *, node: int = 0, **timing: float) -> subprocess.Popen[bytes]:
         """Start an agent; every agent's output goes to agent.log."""
-        command = [sys.executable, "-P", str(AGENT), str(self.paths.launch_file), json.dumps(timing)]
+        command = [sys.executable, "-P", str(AGENT), str(self.paths.launch_file), json.dumps(timing), str(node)]
         with self.paths.agent_log.open("ab") as log:
             agent = subprocess.Popen(
                 command, stdout=log, stderr=log, start_new_session=True, env={**os.environ, **(env or {})}
@@ -66,14 +80,15 @@ class Attempt:
         return agent
 
     def wait(self, deadline: float = 30) -> AttemptResult:
-        """The result of the newest agent, after it has exited."""
+        """The result of node 0, after the newest agent has exited."""
         agent = self.agents[-1]
         wait_for(lambda: agent.poll() is not None, "the agent to end", deadline)
-        assert self.paths.result_file.exists(), self.log()
         return self.result()
 
-    def result(self) -> AttemptResult:
-        return AttemptResult.model_validate_json(self.paths.result_file.read_bytes())
+    def result(self, node: int = 0) -> AttemptResult:
+        path = self.paths.node(node).result_file
+        assert path.exists(), self.log()
+        return AttemptResult.model_validate_json(path.read_bytes())
 
     def wait_step(self, rank: int, step: int = 3) -> None:
         def reached() -> bool:

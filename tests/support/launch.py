@@ -27,7 +27,7 @@ RESOLVED = Resolved(device="cpu", backend="gloo", threads_per_rank=1, python=sys
 _MESSAGE: TypeAdapter[RankMessage] = TypeAdapter(RankMessage)
 
 
-def wait_freeze(paths: AttemptPaths, number: int, world_size: int = 2) -> None:
+def wait_freeze(paths: AttemptPaths, number: int, world_size: int = 2, deadline: float = 30) -> None:
     """Every rank has published where it is in freeze round ``number`` (from 0), and begins nothing that was not begun."""
     from torch.distributed import TCPStore  # the fixture is every test's, torch is not
 
@@ -36,7 +36,7 @@ def wait_freeze(paths: AttemptPaths, number: int, world_size: int = 2) -> None:
     store = TCPStore("127.0.0.1", port, is_master=False)
     keys = [f"freeze/{number}/{rank}" for rank in range(world_size)]
     log = paths.log(0)
-    wait_for(lambda: store.check(keys), f"all ranks to be in freeze {number}\n{log.read_text()[-4000:]}", 30)
+    wait_for(lambda: store.check(keys), f"all ranks to be in freeze {number}\n{log.read_text()[-4000:]}", deadline)
 
 
 class Job:

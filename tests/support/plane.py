@@ -17,12 +17,13 @@ import httpx
 import sqlalchemy as sa
 import uvicorn
 
-from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.paths import AttemptPaths, HomePaths
 from ratchet_contract.phases import JobPhase
 from ratchet_service.app import create_app
 from ratchet_service.database import Database
 from ratchet_service.launchers.base import Launcher
 from ratchet_service.launchers.local import LocalLauncher
+from ratchet_service.launchers.table import Launchers
 from ratchet_service.machine import Machine
 from ratchet_service.models import Attempt, Checkpoint, Event, Job
 from ratchet_service.reconciler import Reconciler
@@ -36,8 +37,13 @@ from tests.support.trainer import AGENT
 ROOT = str(Path(__file__).parents[2])
 
 
-def trainer_launcher(kind: type[LocalLauncher] = LocalLauncher) -> LocalLauncher:
-    return kind(agent=AGENT, environ={**os.environ, "PYTHONPATH": ROOT})
+def trainer_launcher(home: HomePaths, kind: type[LocalLauncher] = LocalLauncher) -> LocalLauncher:
+    return kind(home, agent=AGENT, environ={**os.environ, "PYTHONPATH": ROOT})
+
+
+def launchers(launcher: Launcher) -> Launchers:
+    """``launcher`` alone, in the place of the local one or another."""
+    return Launchers({launcher.kind: launcher})
 
 
 def trainer_spec(plan: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
@@ -72,7 +78,7 @@ class Plane:
 
     def serve_api(self) -> None:
         """The API in a thread, found through ``service.json`` as ever."""
-        ports = LocalSubmission(self.paths, self.machine, trainer_launcher(), self.wake)
+        ports = LocalSubmission(self.paths, self.machine, launchers(trainer_launcher(self.paths)), self.wake)
         app = create_app(self.settings, ports, self.database)
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run)
@@ -86,10 +92,14 @@ class Plane:
         self, launcher: Launcher | None = None, timing: Timing | None = None, lease: float = 15.0
     ) -> Reconciler:
         """Another reconciler, in a thread."""
+        return self.reconcile_with(launchers(launcher or trainer_launcher(self.paths)), timing, lease)
+
+    def reconcile_with(self, launchers: Launchers, timing: Timing | None = None, lease: float = 15.0) -> Reconciler:
+        """Likewise, with several launchers."""
         made = Reconciler(
             self.database,
             self.paths,
-            launcher or trainer_launcher(),
+            launchers,
             self.machine.capacity,
             timing=timing,
             lease_seconds=lease,
@@ -196,4 +206,8 @@ if __name__ == "__main__":
 
     logging.basicConfig(level="INFO", stream=sys.stderr)
     settings = Settings(home=Path(sys.argv[1]), database_url=os.environ["RATCHET_DATABASE_URL"])
-    serve(ServeOptions(settings, port=0, cpu_slots=int(sys.argv[2]), launcher=trainer_launcher()))
+    serve(
+        ServeOptions(
+            settings, port=0, cpu_slots=int(sys.argv[2]), launchers=launchers(trainer_launcher(settings.paths))
+        )
+    )

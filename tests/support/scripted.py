@@ -33,11 +33,12 @@ def ok(data: object) -> Reply:
 class Server:
     def __init__(self, script: Script) -> None:
         self.requests: list[tuple[str, str, dict[str, str]]] = []
+        self.bodies: list[bytes] = []
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def _answer(self) -> None:
-                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                outer.bodies.append(self.rfile.read(int(self.headers.get("Content-Length", 0))))
                 outer.requests.append((self.command, self.path, dict(self.headers)))
                 status, kind, body = script(self, len(outer.requests))
                 if status == 0:  # drop the connection without an answer
@@ -49,7 +50,7 @@ class Server:
                 self.end_headers()
                 self.wfile.write(body)
 
-            do_GET = do_POST = do_PATCH = do_DELETE = _answer
+            do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _answer
 
             def end_headers(self) -> None:  # of scripts that write their answer themselves, too
                 self.send_header(PROTOCOL_HEADER, str(PROTOCOL_VERSION))

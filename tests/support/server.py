@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 
-from ratchet_contract.paths import AttemptPaths, HomePaths
+from ratchet_contract.paths import AttemptPaths, HomePaths, NodePaths
 from ratchet_worker.counter import CounterReader, Reading
 
 T = TypeVar("T")
@@ -206,7 +206,7 @@ class Server:
             ) from None
 
 
-def agent_pid(paths: AttemptPaths) -> int:
+def agent_pid(paths: NodePaths) -> int:
     return int(json.loads(paths.agent_file.read_text())["pid"])
 
 

@@ -79,7 +79,7 @@ def grandchild(kind: str) -> None:
 
 def wanted_stop() -> str | None:
     try:
-        wish: dict[str, Any] = json.loads((ROOT / "control.json").read_bytes())
+        wish: dict[str, Any] = json.loads((Path(os.environ["RATCHET_NODE_DIR"]) / "control.json").read_bytes())
     except (OSError, ValueError):
         return None
     return None if wish["desired"] == "run" else str(wish["cause"])

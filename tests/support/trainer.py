@@ -1,9 +1,9 @@
 """A job without torch: the real agent, a rank that really commits checkpoints, resumes along its lineage and obeys stops.
 
-``python trainer.py agent LAUNCH_FILE`` is the agent, ``python trainer.py rank`` the rank it starts. What the rank does is in
-the spec's env, TRAINER (JSON): steps, every (steps between checkpoints), pause (seconds per step); per epoch under "epochs":
-at (step) and do: kill (itself), kill-agent, raise, user-error, mute (checkpoints are committed but not reported), deaf (stops
-are ignored), child (a sleeping process in a session of its own, then kill-agent).
+``python trainer.py agent LAUNCH_FILE [--node K]`` is the agent, ``python trainer.py rank`` the rank it starts. What the rank
+does is in the spec's env, TRAINER (JSON): steps, every (steps between checkpoints), pause (seconds per step), pauses (those of
+single ranks); per epoch under "epochs": at (step) and do: kill (itself), kill-agent, raise, user-error, mute (checkpoints are
+committed but not reported), deaf (stops are ignored), child (a sleeping process in a session of its own, then kill-agent).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Rank:
         self.counter.stage(Stage.TRAINING)
         for step in range(base.step + 1, steps + 1):
             self.counter.start_step(step)
-            time.sleep(self.plan.get("pause", 0.01))
+            time.sleep(self.plan.get("pauses", {}).get(str(self.rank), self.plan.get("pause", 0.01)))
             self.counter.finish_step(step)
             if step % 5 == 0:
                 self.spool.append(Progress(rank=self.rank, at=now(), step=step, total_steps=steps))
@@ -138,6 +138,6 @@ class Rank:
 
 if __name__ == "__main__":
     if sys.argv[1] == "agent":
-        sys.exit(run(Path(sys.argv[2]), TrainerStarter()))
+        sys.exit(run(Path(sys.argv[2]), TrainerStarter(), node=int(sys.argv[4]) if sys.argv[3:] else 0))
     procs.die_with_parent(int(os.environ["RATCHET_AGENT_PID"]))
     Rank().train()

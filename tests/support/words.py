@@ -89,4 +89,16 @@ def reasons() -> set[str]:
         found.add(text(_keyword(call, "reason")))
         if name == "_over" and len(call.args) > 4:
             found.add(text(call.args[4]))
+    for tree, text in _modules("service"):  # ``job.reason, job.message = ...``
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign):
+                found |= {text(value) for target, value in _pairs(node) if getattr(target, "attr", "") == "reason"}
     return {reason for reason in found if reason}
+
+
+def _pairs(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
+    for target in node.targets:
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            yield from zip(target.elts, node.value.elts, strict=True)
+        else:
+            yield target, node.value

@@ -74,6 +74,22 @@ def test_what_the_agent_knows_itself() -> None:
     assert hung[:3] == (Cause.HANG, 1, KILL)
 
 
+def test_what_another_nodes_end_has_made_is_secondary_and_every_failure_tells_when_it_began() -> None:
+    survivors = [end(2, 1, Cause.EXCEPTION, at=7.0), end(3, None)]
+    told = conclude(survivors, Evidence(peer_end="node 0 has ended with oom", killed_at=8.0))
+    assert (told.cause, told.secondary, told.began_at) == (
+        Cause.UNKNOWN,
+        True,
+        8.0,
+    ) and "ended with oom" in told.message
+    alone = conclude(survivors)
+    assert (alone.cause, alone.secondary, alone.began_at) == (Cause.EXCEPTION, False, 7.0)
+    hung = conclude(survivors, Evidence(hung=(3,), hang_message="rank 3 stands", hung_since=2.0, peer_end="node 0"))
+    assert (hung.cause, hung.secondary, hung.began_at) == (Cause.HANG, False, 2.0)
+    stop = Control(desired=Desired.SUSPEND, cause=Cause.API_SUSPEND)
+    assert conclude([end(0, None)], Evidence(stop=stop, overdue=True, killed_at=5.0)).began_at == 5.0
+
+
 @pytest.mark.parametrize(
     ("stop", "moved", "cause"),
     [

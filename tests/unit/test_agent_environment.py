@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ import pytest
 from ratchet_contract.errors import UserError
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import AttemptPaths
-from ratchet_contract.spec import Resolved
-from ratchet_contract.spec_parse import parse_spec
+from ratchet_contract.spec import JobSpec, Resolved
 from ratchet_worker.launch_env import plan_ranks
+from ratchet_worker.meeting import Rendezvous
 from ratchet_worker.starter import RankPlan
 
 INHERITED = {
@@ -29,16 +30,22 @@ INHERITED = {
 
 
 def plans(
-    spec: dict[str, Any], device: str = "cpu", inherited: dict[str, str] = INHERITED, **launch: Any
+    spec: dict[str, Any],
+    device: str = "cpu",
+    inherited: dict[str, str] = INHERITED,
+    *,
+    node: int = 0,
+    host: str = "127.0.0.1",
+    **launch: Any,
 ) -> list[RankPlan]:
     data = {"name": "x", "task": {"entrypoint": "a:B"}, "world": {"ranks_per_node": 2}, **spec}
     resolved = {"device": device, "backend": "nccl" if device == "cuda" else "gloo", "threads_per_rank": 3}
     file = LaunchFile(
         job_id="j",
         epoch=4,
-        world_size=2,
+        world_size=2 * data["world"].get("nodes", 1),
         ranks=[0, 1],
-        spec=parse_spec(data),
+        spec=JobSpec.model_validate(data),
         resolved=Resolved(python=sys.executable, **resolved),
         job_root="/j",
         attempt_dir="/j/a",
@@ -47,7 +54,11 @@ def plans(
         service_file="/s",
         **launch,
     )
-    return plan_ranks(file, AttemptPaths(Path("/j/a")), store_port=4321, store_fd=7, inherited=inherited)
+    with socket.socket() as listener:
+        place = Rendezvous(host, 4321, "eth7" if file.spec.world.nodes > 1 else "lo", listener)
+        found = plan_ranks(file.of_node(node), AttemptPaths(Path("/j/a")), place, inherited=inherited)
+        assert [plan.pass_fds for plan in found] == [(listener.fileno(),) * (plan.rank == 0) for plan in found]
+    return found
 
 
 def test_identity_as_torchrun_gives_it() -> None:
@@ -62,8 +73,45 @@ def test_identity_as_torchrun_gives_it() -> None:
         "RATCHET_LAUNCH_FILE": "/j/a/launch.json", "RATCHET_AGENT_PID": str(os.getpid()),
     }.items():  # fmt: skip
         assert second.env[name] == value, name
-    assert (first.env["RATCHET_STORE_FD"], first.pass_fds) == ("7", (7,))
+    assert first.env["RATCHET_STORE_FD"] == str(first.pass_fds[0])
     assert "RATCHET_STORE_FD" not in second.env and second.pass_fds == ()
+
+
+def test_identity_on_the_second_of_three_nodes() -> None:
+    world = {"world": {"nodes": 3, "ranks_per_node": 2}}
+    third, fourth = plans(world, node=1, host="fd00::1")
+    for name, value in {
+        "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "3", "ROLE_RANK": "3", "ROLE_WORLD_SIZE": "6", "MASTER_ADDR": "fd00::1", "MASTER_PORT": "4321",
+        "RATCHET_ATTEMPT_DIR": "/j/a", "RATCHET_NODE_DIR": "/j/a/node-00001", "RATCHET_LAUNCH_FILE": "/j/a/launch.json",
+    }.items():  # fmt: skip
+        assert fourth.env[name] == value, name
+    assert third.log == Path("/j/a/logs/rank-00002.log") and "RATCHET_STORE_FD" not in third.env
+    assert plans(world)[0].env["RATCHET_NODE_DIR"] == "/j/a"
+
+
+def test_ranks_talk_over_the_interface_on_which_the_nodes_found_each_other() -> None:
+    def chosen(
+        spec: dict[str, Any], inherited: dict[str, str] | None = None, **world: Any
+    ) -> tuple[str | None, str | None]:
+        spec = {"world": {"nodes": 2, "ranks_per_node": 2, **world}, **spec}
+        env = plans(spec, "cuda", inherited or {})[0].env
+        return env["GLOO_SOCKET_IFNAME"], env.get("NCCL_SOCKET_IFNAME")
+
+    assert chosen({}) == ("eth7", "=eth7")
+    site = {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "ib1"}  # of the nodes' own environment
+    assert chosen({}, site) == ("ib1", "ib0")
+    assert chosen({}, site, interface="eth7") == ("eth7", "=eth7")  # asked for by the spec
+    assert chosen({"nccl": {"NCCL_SOCKET_IFNAME": "^docker"}}, site, interface="eth7") == ("eth7", "^docker")
+    assert chosen({"env": {"NCCL_SOCKET_IFNAME": "a", "GLOO_SOCKET_IFNAME": "b"}}, site) == ("b", "a")
+    assert chosen({}, nodes=1) == ("lo", None)
+
+
+def test_gpus_that_an_engine_has_chosen_are_left_as_they_are() -> None:
+    assert plans({}, "cuda", {"CUDA_VISIBLE_DEVICES": "1,3"})[0].env["CUDA_VISIBLE_DEVICES"] == "1,3"
+    assert "CUDA_VISIBLE_DEVICES" not in plans({}, "cuda", {})[0].env
+    assert plans({}, "cuda", {"CUDA_VISIBLE_DEVICES": "1,3"}, gpus=[0])[0].env["CUDA_VISIBLE_DEVICES"] == "0"
+    assert plans({}, "cpu", {"CUDA_VISIBLE_DEVICES": "1,3"})[0].env["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_what_is_inherited_and_what_is_not() -> None:
@@ -95,8 +143,14 @@ def test_spec_beats_defaults_and_secrets_are_resolved() -> None:
     assert "NCCL_NSOCKS_PERTHREAD" not in plans(spec)[0].env  # gloo
     handed_over = {k: v for k, v in INHERITED.items() if k != "SOURCE"} | {"KEY": "from the launcher"}
     assert plans(spec, inherited=handed_over)[0].env["KEY"] == "from the launcher"
+    crossed = {"secrets": {"A": {"from_env": "B"}, "B": {"from_env": "A"}}}  # a launcher has resolved them
+    assert plans(crossed, inherited={"A": "of B", "B": "of A"})[0].env["A"] == "of B"
     with pytest.raises(UserError, match="SOURCE"):
         plans({"secrets": {"KEY": {"from_env": "SOURCE"}}}, inherited={})
+    secret = {"secrets": {"KEY": {"from_secret": {"name": "wandb", "key": "token"}}}}
+    assert plans(secret, inherited={"KEY": "of the engine"})[0].env["KEY"] == "of the engine"
+    with pytest.raises(UserError, match="key token of the Secret wandb"):
+        plans(secret, inherited={})
 
 
 def test_determinism_settings_come_from_the_seed() -> None:

@@ -46,6 +46,52 @@ def test_step_deadline_counts_only_after_every_rank_has_begun() -> None:
     assert found is not None and found.ranks == (0, 1) and "step_deadline" in found.message
 
 
+def test_the_start_up_begins_when_ranks_are_started_not_when_their_nodes_meet() -> None:
+    bench = Bench(2)
+    bench.now = 500.0
+    bench.watch.begin(bench.now)
+    assert bench.run(90) is None
+    found = bench.run(20)
+    assert found is not None and found.ranks == (0, 1) and (found.halted, found.since) == (False, 500.0)
+
+
+def test_who_is_halted_is_told_from_who_waits() -> None:
+    bench = Bench(2)
+    for rank in range(2):
+        bench.set(rank, 2, 1, 1)
+    bench.stopped.add(1)
+    found = bench.run(20)
+    assert found is not None and (found.ranks, found.halted, found.since) == ((1,), True, 1.0)
+
+
+def test_who_waits_for_a_rank_of_another_node_that_gets_on_does_not_hang() -> None:
+    """Rank 0, on another node, evaluates alone; then it is stopped, and nothing of it can be seen to move."""
+    bench = Bench(2)
+    far = Reading(2, 1, 1, Stage.EVALUATING)
+    own = {1: lambda: bench.readings[1]}
+    bench.watch = Watch(own, startup_deadline=100, step_deadline=10, now=0.0, others={0: lambda: far})
+    bench.readings = {1: Reading(2, 1, 1, Stage.TRAINING)}
+    for second in range(60):
+        far = far._replace(ticks=far.ticks + second % 2)
+        assert bench.run(1) is None
+    assert bench.run(9) is None
+    found = bench.run(5)
+    assert found is not None and found.ranks == (1,)
+
+
+def test_who_is_behind_a_rank_of_another_node_hangs_though_that_moves() -> None:
+    bench = Bench(2)
+    own = {1: lambda: bench.readings[1]}
+    ahead = Reading(0, 9, 9, Stage.TRAINING)
+    bench.watch = Watch(own, startup_deadline=100, step_deadline=10, now=0.0, others={0: lambda: ahead})
+    bench.readings = {1: Reading(2, 1, 1, Stage.TRAINING)}
+    for _ in range(10):
+        ahead = ahead._replace(ticks=ahead.ticks + 1)
+        assert bench.run(1) is None
+    ahead = ahead._replace(ticks=ahead.ticks + 1)
+    assert bench.run(2) is not None
+
+
 def test_a_script_without_a_session_has_no_deadline_and_gets_one_with_its_session() -> None:
     bench = Bench(2)
     for rank in range(2):
@@ -118,7 +164,7 @@ def test_ended_ranks_are_not_waited_for() -> None:
 def test_wishes_stronger_ones_win_and_stops_stay() -> None:
     wishes = Wishes()
     assert wishes.merged() == Control()
-    wishes.from_signal()
+    wishes.from_signal(Cause.SIGTERM)
     assert wishes.merged() == Control(desired=Desired.PREEMPT, cause=Cause.SIGTERM)
     wishes.from_service(Control(desired=Desired.PREEMPT, checkpoint_request=1))
     assert wishes.merged() == Control(desired=Desired.PREEMPT, cause=Cause.API_PREEMPT, checkpoint_request=1)
@@ -136,5 +182,12 @@ def test_checkpoint_requests_pass_beside_a_signal() -> None:
     wishes = Wishes()
     wishes.from_service(Control(checkpoint_request=3))
     assert wishes.merged() == Control(checkpoint_request=3)
-    wishes.from_signal()
+    wishes.from_signal(Cause.SIGTERM)
     assert wishes.merged() == Control(desired=Desired.PREEMPT, cause=Cause.SIGTERM, checkpoint_request=3)
+
+
+def test_the_first_signal_names_the_cause() -> None:
+    wishes = Wishes()
+    wishes.from_signal(Cause.TIME_LIMIT)
+    wishes.from_signal(Cause.SIGTERM)
+    assert wishes.merged() == Control(desired=Desired.PREEMPT, cause=Cause.TIME_LIMIT)

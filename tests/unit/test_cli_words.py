@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 from rich.console import Console
 
-from ratchet_client.cli import output
+from ratchet_client.cli import output, submit
 from ratchet_client.cli.config import masked
 from ratchet_client.cli.figures import Snapshot, eta_words, facts, sparkline, speed_words, waiting_words
 from ratchet_client.cli.live import JobLines
 from ratchet_client.cli.streams import moment_of
-from ratchet_contract.api import HookView, JobView
+from ratchet_contract.api import HookView, JobView, PlanView
 from tests.support.scripted import JOB
 
 NOW = datetime(2026, 1, 31, 12, 0, tzinfo=UTC)
@@ -115,3 +116,27 @@ def test_since_refuses_the_rest_and_shows_how(text: str) -> None:
 
 def test_a_short_token_is_masked_whole() -> None:
     assert masked("short") == "********" and masked("a-long-enough-token") == "********oken"
+
+
+def test_a_dry_run_shows_a_batch_script_as_text_and_manifests_as_yaml_documents(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = "#!/bin/bash\n#SBATCH --nodes=2\nsrun --kill-on-bad-exit=0 python -P -m ratchet_worker.agent launch.json\n"
+    manifests = [
+        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "job-a0001"}, "spec": {"clusterIP": "None"}},
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job-a0001"}, "spec": {"completions": 2}},
+    ]
+    request = {"script": script, "manifests": manifests, "queue": "short"}
+    resolved = {"device": "cpu", "backend": "gloo", "threads_per_rank": 1, "python": "python"}
+    launch = {"name": "job-a0001", "agent": {"command": ["python"]}, "request": request}
+    plan = PlanView.model_validate({"spec": {}, "resolved": resolved, "warnings": [], "launch": launch})
+    submit._show_plan(plan, as_json=False)
+    shown = capsys.readouterr().out
+    assert script in shown and "\n# what the engine is asked for: queue\nshort\n" in shown
+    yaml_text = shown.partition("asked for: manifests\n")[2].partition("\n# what")[0]
+    assert list(yaml.safe_load_all(yaml_text)) == manifests and yaml_text.startswith("apiVersion: v1\nkind: Service\n")
+    assert json.loads(shown[shown.index("{") : shown.index("\n\n#")]) == {
+        k: v for k, v in launch.items() if k != "request"
+    }
+    submit._show_plan(plan, as_json=True)
+    assert json.loads(capsys.readouterr().out)["launch"]["request"] == request

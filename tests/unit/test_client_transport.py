@@ -12,7 +12,9 @@ import pytest
 from ratchet_client.client import RatchetClient
 from ratchet_client.errors import ServiceFault, ServiceUnreachable
 from ratchet_client.sse import parse_events
+from ratchet_contract import code_tree
 from ratchet_contract.api_requests import PatchRequest
+from ratchet_contract.code_archive import archive
 from ratchet_contract.errors import Conflict, NotFound, SpecError
 from tests.support.scripted import HOOK, JOB, Reply, ok, problem, serving
 
@@ -37,6 +39,35 @@ def test_a_delete_whose_answer_is_lost_is_not_repeated() -> None:
         with pytest.raises(ServiceUnreachable):
             client.delete("j")
         assert len(server.requests) == 1
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "train.py").write_bytes(b"#" * 3_000_000)
+    return tmp_path / "mine"
+
+
+def test_code_is_sent_again_from_its_beginning_when_the_answer_is_lost(project: Path) -> None:
+    replies = [problem(404, "code-not-found"), (0, "", b""), problem(503, "busy"), (201, "text/plain", b""), ok(JOB)]
+    with serving(lambda _, n: replies[n - 1]) as server, RatchetClient(server.url) as client:
+        client.submit({"name": "n", "script": ["train.py"], "code": {"path": str(project)}}, upload=True)
+    found = code_tree.entries(project)
+    assert [method for method, _, _ in server.requests] == ["GET", "PUT", "PUT", "PUT", "POST"]
+    assert {path for _, path, _ in server.requests[:4]} == {f"/v1/code/{code_tree.digest(found)}"}
+    assert server.bodies[1:4] == [b"".join(archive(found))] * 3
+    assert json.loads(server.bodies[4])["code"] == {"path": str(project), "digest": code_tree.digest(found)}
+
+
+def test_code_that_changes_while_it_is_sent_is_refused(project: Path) -> None:
+    def script(request: BaseHTTPRequestHandler, number: int) -> Reply:
+        (project / "train.py").write_bytes(b"#" * 4_000_000)
+        return problem(404, "code-not-found")
+
+    with serving(script) as server, RatchetClient(server.url) as client, pytest.raises(SpecError) as caught:
+        client.submit({"name": "n", "script": ["train.py"], "code": {"path": str(project)}}, upload=True)
+    assert [(e.pointer, e.code) for e in caught.value.errors] == [("/code/path", "unreadable")]
+    assert "has changed" in caught.value.detail
 
 
 def test_problems_become_exceptions_with_code_and_field_errors() -> None:

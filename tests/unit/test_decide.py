@@ -25,9 +25,10 @@ def end(
     committed: int | None = 20,
     finished: bool = False,
     unmanaged: bool = False,
+    begun: bool = True,
 ) -> Decision:
     base = None if unmanaged else 10
-    attempt = AttemptEnd(cause, base, committed, finished=finished, unmanaged=unmanaged, message="why")
+    attempt = AttemptEnd(cause, base, committed, begun=begun, finished=finished, unmanaged=unmanaged, message="why")
     phase = JobPhase.RUNNING if desired is Desired.RUN else JobPhase.STOPPING
     view = JobView("job-1", phase, desired, epoch=3, counters=counters, limits=limits, attempt=attempt)
     return decide(view, NOW)
@@ -91,6 +92,16 @@ def test_each_cause_counts_against_its_own_budget(cause: Cause, desired: Desired
     assert decision.counters.failures == (0 if progress else 1) + failed
     pause = decision.cause.outcome is Outcome.SUSPENDED
     assert decision.counters.no_progress == (0 if progress else 1 if pause else 2)
+
+
+@pytest.mark.parametrize("cause", Cause)
+def test_who_is_taken_out_of_an_engines_queue_has_not_tried_in_vain(cause: Cause) -> None:
+    decision = end(cause, counters=Counters(no_progress=2), committed=None, begun=False)
+    if cause.outcome is Outcome.PREEMPTED:
+        assert (decision.event, decision.counters.no_progress) == (Event.END_REQUEUE, 2)
+        assert decision.counters.preemptions == 1
+    elif cause.budget is Budget.FAILURES:
+        assert (decision.event, decision.reason) == (Event.END_FAILED, "no-progress")
 
 
 @pytest.mark.parametrize("cause", [c for c in Cause if c.budget is Budget.FAILURES])
@@ -244,8 +255,8 @@ def test_a_stop_that_is_not_obeyed_is_enforced(desired: Desired, cause: Cause) -
 
 def test_the_timeout_counts_all_attempts() -> None:
     limits = Limits(timeout=100.0)
-    assert alive(Alive(age=69.0, seen=True), limits=limits).action is Action.NOTHING
-    decision = alive(Alive(age=70.0, seen=True), limits=limits)
+    assert alive(Alive(age=0.0, running=69.0, seen=True), limits=limits).action is Action.NOTHING
+    decision = alive(Alive(age=0.0, running=70.0, seen=True), limits=limits)
     assert (decision.action, decision.cause) == (Action.STOP, Cause.TIMEOUT)
 
 

@@ -45,7 +45,7 @@ def test_the_page_of_the_job_spec_is_current() -> None:
 
 def test_every_endpoint_stands_on_the_api_page(tmp_path: Path) -> None:
     named: set[str] = set()
-    for row in re.findall(r"^\| (`(?:GET|POST|PATCH|DELETE) .*?) \|", API, re.MULTILINE):
+    for row in re.findall(r"^\| (`(?:GET|POST|PUT|PATCH|DELETE) .*?) \|", API, re.MULTILINE):
         method, whole = "", ""
         for call in re.findall(r"`([^`]+)`", row):
             if " " in call:
@@ -59,7 +59,7 @@ def test_every_endpoint_stands_on_the_api_page(tmp_path: Path) -> None:
 
 def test_every_code_of_an_error_stands_on_the_api_page() -> None:
     source = "".join(path.read_text() for path in (ROOT / "service").rglob("*.py"))
-    whole = re.sub(r"FieldProblem\([^)]*\)", "", source)  # a field's code is another thing
+    whole = re.sub(r"(?:FieldProblem|Warning_)\([^)]*\)", "", source)  # what is said of a field is another thing
     codes = set(re.findall(r'\bcode="([a-z-]+)"', whole)) - _ELSEWHERE | set(problems._BY_CODE)
     codes |= {step.code for row in TRANSITIONS.values() for step in row.values() if step.code}
     assert sorted(code for code in codes if f"`{code}`" not in API) == []
@@ -137,10 +137,10 @@ def _run_directory() -> list[Path]:
     properties = [
         getattr(thing, name)
         for thing in (homes, job, attempt)
-        for name, member in vars(type(thing)).items()
-        if isinstance(member, property)
+        for name in dir(type(thing))
+        if isinstance(getattr(type(thing), name), property)
     ]
-    return [*properties, *per_rank, *files]
+    return [*(p for p in properties if isinstance(p, Path)), *per_rank, *files, attempt.node(1).root]
 
 
 @pytest.mark.parametrize("package", sorted(path.parent.name for path in ROOT.glob("[a-z]*/ratchet_*/py.typed")))

@@ -9,19 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from examples.demo.picture import Interruption, draw
 from examples.demo.story import SPEC
+from ratchet_contract.paths import HomePaths
 from ratchet_contract.spec import CodeSpec
 from ratchet_contract.spec_parse import load_spec_text, parse_spec
 from ratchet_service.interpreters import Findings, Interpreters
+from ratchet_service.launchers.table import load
 from ratchet_service.machine import Machine
 from ratchet_service.preflight import resolve
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-FILES = sorted([*EXAMPLES.glob("*.yaml"), *(EXAMPLES / "hooks").glob("*.yaml")])
+CLUSTER = EXAMPLES / "cluster"
+FILES = sorted([*EXAMPLES.glob("*.yaml"), *(EXAMPLES / "hooks").glob("*.yaml"), *CLUSTER.glob("*.yaml")])
 GPUS = Machine(tuple(range(8)), 32)
 
 
@@ -85,6 +89,28 @@ def test_each_example_of_the_pages_passes_the_checks_of_a_machine_with_gpus_and_
     assert problems == [] and (resolved.device, resolved.backend) == ("cuda", "nccl")
     expected = {"hook-experimental", "hook-caution"} if spec.hook.name != "allreduce" else set()
     assert {w.code for w in warnings} == expected | ({"nccl-tuned"} if name == "nccl" else set())
+
+
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+def test_from_laptop_to_cluster_only_the_launcher_changes_and_the_same_thing_is_computed(kind: str) -> None:
+    laptop, cluster = (load_spec_text((CLUSTER / f"{name}.yaml").read_text()) for name in ("laptop", kind))
+    assert laptop["launcher"] == {"kind": "local"} and cluster["launcher"]["kind"] == kind
+    assert laptop | {"launcher": None} == cluster | {"launcher": None}
+    specs = [parse_spec(data) for data in (laptop, cluster)]
+    assert specs[0].digest() == specs[1].digest()
+
+
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+def test_the_examples_of_two_nodes_are_what_their_launchers_take(kind: str, tmp_path: Path) -> None:
+    settings = {
+        "slurm": {"python": "/opt/ratchet/bin/python"},
+        "kubernetes": {"claim": "home", "url": "http://api:8000", "run_as_user": 10001},
+    }
+    file = tmp_path / "launchers.yaml"
+    file.write_text(yaml.safe_dump({kind: settings[kind]}))
+    launchers = load(HomePaths(tmp_path), file)
+    spec = parse_spec(load_spec_text((CLUSTER / f"{kind}-two-nodes.yaml").read_text()))
+    assert spec.world.nodes == 2 and launchers[kind].check(spec)[1] == []
 
 
 class HasCuda(Interpreters):

@@ -79,12 +79,12 @@ def test_what_is_not_needed_is_named_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("torchrun --nnodes 2 train.py", "--nnodes=2: more than one node is not available yet: use one machine"),
+        ("torchrun --nnodes 2 train.py", "--nnodes=2: leave it out, and give the spec its world.nodes"),
         ("torchrun --nnodes 1:4 train.py", "--nnodes=1:4"),
         ("torchrun --rdzv-backend etcd-v2 train.py", "--rdzv-backend=etcd-v2: .* leave it out"),
         ("torchrun --rdzv-endpoint node0:29500 train.py", "--rdzv-endpoint=node0:29500: .*another machine"),
         ("torchrun --master-addr 10.0.0.1 train.py", "--master-addr=10.0.0.1: .*another machine"),
-        ("torchrun --node-rank 1 train.py", "--node-rank=1: more than one node"),
+        ("torchrun --node-rank 1 train.py", "--node-rank=1: leave it out"),
         ("torchrun -m pkg.train --lr 1", r'run_train.py: `import runpy; runpy.run_module\("pkg.train"'),
         ("python -m pkg.train", r'runpy.run_module\("pkg.train"'),
         ("torchrun --no-python ./train", "--no-python: .*write a .py file"),

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from ratchet_contract.code_tree import Limits
 from ratchet_contract.spec import JobSpec, Resolved, TaskSpec
 from ratchet_hooks.registry import HOOKS
 from ratchet_service import entrypoints
 from ratchet_service.interpreters import Findings, Interpreters
 from ratchet_service.machine import Machine, read_machine, write_machine
 from ratchet_service.preflight import resolve
-from ratchet_service.snapshot import Limits
 
 CPU = Machine((), 8)
 GPUS = Machine((0, 1, 2, 3), 32)

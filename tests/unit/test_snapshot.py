@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ratchet_contract.code_tree import Limits
 from ratchet_contract.errors import SpecError
-from ratchet_service.snapshot import Limits, inspect, remove_unreferenced, snapshot
+from ratchet_service.snapshot import inspect, remove_unreferenced, snapshot
 
 
 @pytest.fixture

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from ratchet_contract.errors import SpecError
+from ratchet_contract.spec import JobSpec
+from ratchet_contract.spec_engines import SlurmLauncherSpec
 from ratchet_contract.spec_parse import load_spec_text, parse_spec
 
 TASK = {"entrypoint": "mine:Task"}
@@ -68,12 +71,27 @@ WRONG = [
     ({"name": "job", "script": ["train.py"]}, "/code", "missing", ""),
     ({"name": "job", "script": ["../t.py"], "code": {"path": "."}}, "/script/0", "invalid-script", ""),
     ({"name": "job", "script": ["/etc/t.py"], "code": {"path": "."}}, "/script/0", "invalid-script", ""),
-    (spec(world={"nodes": 2}), "/world/nodes", "not-available", ""),
-    (spec(launcher={"kind": "slurm"}), "/launcher/kind", "not-available", ""),
-    (spec(image="a/b"), "/image", "not-available", ""),
-    (spec(volumes=[]), "/volumes", "not-available", ""),
-    (spec(resources={"memory": "4G"}), "/resources/memory", "not-available", ""),
-    (spec(checkpoint={"uri": "s3://b"}), "/checkpoint/uri", "not-available", ""),
+    (spec(checkpoint={"uri": "s3://b/c"}), "/checkpoint/uri", "not-available", ""),
+    (spec(resources={"memory": "8G"}), "/resources/memory", "value-error", "16Gi"),
+    (spec(launcher={"kind": "slurm", "partion": "a"}), "/launcher/partion", "unknown-key", "'partition'"),
+    (
+        spec(launcher={"kind": "slurm", "options": {"no-requeue": None}}),
+        "/launcher/options",
+        "value-error",
+        "set by Ratchet",
+    ),
+    (
+        spec(launcher={"kind": "slurm", "options": {"mail-user": "a\n#SBATCH -A x"}}),
+        "/launcher/options",
+        "value-error",
+        "break",
+    ),
+    (spec(launcher={"kind": "slurm", "account": "a b"}), "/launcher/account", "string-pattern-mismatch", ""),
+    (spec(launcher={"kind": "kubernetes", "queue": "A_b"}), "/launcher/queue", "string-pattern-mismatch", ""),
+    (spec(launcher={"kind": "Mine"}), "/launcher/kind", "string-pattern-mismatch", ""),
+    (spec(volumes=[{"mount_path": "/data"}]), "/volumes/0", "value-error", "exactly one"),
+    (spec(volumes=[{"mount_path": "/", "claim": "a"}]), "/volumes/0/mount_path", "invalid-value", "root directory"),
+    (spec(secrets={"A": {}}), "/secrets/A", "value-error", "exactly one"),
     (spec(checkpoint={"keep_last": 1}), "/checkpoint/keep_last", "greater-than-equal", ""),
     (spec(ddp={"backend": "nccl"}, world={"device": "cpu"}), "/ddp/backend", "backend-device", "gloo"),
     (
@@ -137,6 +155,22 @@ def test_wrong_spec_names_field_code_and_cure(data: Any, pointer: str, code: str
     assert word in " ".join([caught.value.detail, *(p.detail for p in caught.value.errors)])
 
 
+def test_what_a_job_leaves_to_its_site_is_left_after_it_was_stored() -> None:
+    site = SlurmLauncherSpec(account="a", exclusive=True, partition="p")
+    for given, held in (
+        ({"kind": "slurm"}, ("p", True)),
+        ({"kind": "slurm", "partition": "q", "exclusive": False}, ("q", False)),
+        ({"kind": "slurm", "partition": None}, (None, True)),
+    ):
+        stored = json.loads(parse_spec(spec(launcher=given)).model_dump_json())
+        assert stored["launcher"] == given
+        launcher = JobSpec.model_validate(stored).launcher
+        assert isinstance(launcher, SlurmLauncherSpec)
+        over = launcher.over(site)
+        assert ((over.partition, over.exclusive), over.account) == (held, "a")
+    assert parse_spec(spec()).model_dump()["launcher"] == {"kind": "local"}
+
+
 def test_every_fault_is_reported_at_once() -> None:
     with pytest.raises(SpecError) as caught:
         parse_spec(spec(sed=1, world={"nods": 1}, determinism="x"))
@@ -193,3 +227,28 @@ def test_the_digest_follows_what_changes_the_result_and_nothing_else() -> None:
     assert parse_spec(spec(labels={"a": "b"}, priority=3, ttl="1d")).digest() == base
     assert parse_spec(spec(seed=1)).digest() != base
     assert parse_spec(spec(hook="fp16_compress")).digest() != base
+
+
+def test_specs_from_before_code_could_be_sent_keep_their_digest() -> None:
+    """Digests that the version before gave."""
+
+    def digest(**code: str) -> str:
+        return parse_spec({"name": "old", "script": ["train.py"], "code": {"path": "/project", **code}}).digest()
+
+    assert digest() == "cb4b5e656af9c558bc9d6ccb7e3938517bf8cba366d37fcef1c83a65aaa90373"
+    assert digest(source="nodes") == "283728611177213f2b6a97d9603eed444d988ff22f9c2dd9a8cdf878e46a371d"
+    assert len({digest(), digest(digest="a" * 64), digest(digest="b" * 64)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("code", "pointer", "word"),
+    [
+        ({"digest": "a" * 63}, "/code/digest", "string-pattern-mismatch"),
+        ({"digest": "../" * 21 + "x"}, "/code/digest", "string-pattern-mismatch"),
+        ({"digest": "a" * 64, "source": "nodes"}, "/code/digest", "code-conflict"),
+    ],
+)
+def test_a_digest_of_code_that_cannot_be_one_is_refused(code: dict[str, str], pointer: str, word: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_spec(spec(code={"path": "/project", **code}))
+    assert [(e.pointer, e.code) for e in caught.value.errors] == [(pointer, word)]

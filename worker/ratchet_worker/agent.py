@@ -1,8 +1,8 @@
 """The agent: one small process per attempt and node that starts the ranks, watches them and tells how they ended.
 
-``python -m ratchet_worker.agent LAUNCH_FILE``. No torch. It outlives the service on purpose, and its ranks never outlive
-it. ``result.json`` is the truth about the end; the exit code (``ratchet_contract.exit_codes``) is for engines that see
-nothing else. 75 also means: this attempt is or was run by somebody else; nothing was done.
+``python -m ratchet_worker.agent LAUNCH_FILE [--node K | --node-from VARIABLE]``. No torch. It outlives the service on purpose,
+and its ranks never outlive it. ``result.json`` is the truth about the end; the exit code (``ratchet_contract.exit_codes``) is
+for engines that see nothing else. 75 also means: this part of the attempt is or was run by somebody else; nothing was done.
 """
 
 from __future__ import annotations
@@ -16,29 +16,32 @@ import socket
 import sys
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 
 from ratchet_contract import environment as names
 from ratchet_contract.errors import UserError
 from ratchet_contract.exit_codes import EXIT_LEASE_LOST, exit_code_of
-from ratchet_contract.messages import AgentFile, AttemptResult, Control, LaunchFile
-from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.messages import AgentFile, AttemptResult, LaunchFile
+from ratchet_contract.paths import AttemptPaths, NodePaths
 from ratchet_contract.phases import Cause
 from ratchet_contract.resume import Base
 from ratchet_contract.version import PROTOCOL_VERSION
-from ratchet_worker import procs, workdir
+from ratchet_worker import code_fetch, procs, workdir
 from ratchet_worker.files import now, release, reserve, say, write_atomic
 from ratchet_worker.forking import ForkingStarter
 from ratchet_worker.launch_env import plan_ranks
-from ratchet_worker.results import Conclusion, Ended, conclude, default_cause
+from ratchet_worker.meeting import Meeting, Rendezvous, alone
+from ratchet_worker.results import Conclusion, Ended, NotStarted, conclude
 from ratchet_worker.starter import ProcessStarter, Starter
 from ratchet_worker.supervisor import STOP_SIGNALS, Supervisor, Timing
 from ratchet_worker.uplink import Uplink
 
+T = TypeVar("T")
 _RANK_MODULE: Final = "ratchet_worker.process"  # torch, and nearly all that a rank imports
 _LOCK_PATIENCE: Final = 1.0  # seconds; who only probes the lock holds it for a moment
 _RESULT_PATIENCE: Final = 10.0  # seconds to find room on a full disk for result.json
@@ -51,13 +54,23 @@ class LaunchRefused(Exception):
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ratchet_worker.agent", description="Run one attempt's ranks.")
     parser.add_argument("launch_file", type=Path, help="launch.json of the attempt")
-    return run(parser.parse_args(argv).launch_file.absolute())
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--node", type=int, default=0, help="number of this node, from 0 (default: %(default)s)")
+    which.add_argument("--node-from", metavar="VARIABLE", help="environment variable that holds it")
+    given = parser.parse_args(argv)
+    node = given.node
+    if given.node_from is not None:
+        told = os.environ.get(given.node_from, "")
+        if not (told.isascii() and told.isdigit()):
+            parser.error(f"--node-from: {given.node_from} is {told!r}, not the number of a node")
+        node = int(told)
+    return run(given.launch_file.absolute(), node=node)
 
 
-def run(launch_file: Path, starter: Starter | None = None, timing: Timing = Timing()) -> int:
-    """Run the attempt to its end; returns the exit code. Call it in the main thread of a process of its own."""
+def run(launch_file: Path, starter: Starter | None = None, timing: Timing = Timing(), *, node: int = 0) -> int:
+    """Run one node's part of the attempt; returns the exit code. Call it in the main thread of a process of its own."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the supervisor listens to them
-    paths = AttemptPaths(launch_file.parent)
+    paths = AttemptPaths(launch_file.parent).node(node)
     lock = _lock(paths)
     if lock is None:
         say(f"{paths.lock_file} is held: another agent runs this attempt")
@@ -70,10 +83,10 @@ def run(launch_file: Path, starter: Starter | None = None, timing: Timing = Timi
     reserve(paths.result_file)
     started_at = now()
     try:
-        launch = load_launch(launch_file)
+        launch = load_launch(launch_file, node)
     except LaunchRefused as error:
         say(str(error))
-        _refuse(paths, launch_file, str(error), started_at)
+        _refuse(paths, launch_file, node, str(error), started_at)
         return exit_code_of(Cause.LAUNCHER_ERROR)
     return _Attempt(launch, starter or _starter(launch), timing, started_at).run()
 
@@ -87,8 +100,9 @@ def _starter(launch: LaunchFile) -> Starter:
     return ForkingStarter([_RANK_MODULE, *(["torch._dynamo"] if launch.spec.determinism != "off" else [])])
 
 
-def load_launch(path: Path) -> LaunchFile:
-    """Read ``launch.json``; the protocol is compared before anything else is understood. Raises ``LaunchRefused``."""
+def load_launch(path: Path, node: int = 0) -> LaunchFile:
+    """Read ``launch.json`` as ``node`` sees it; the protocol is compared before anything else is understood. Raises
+    ``LaunchRefused``."""
     try:
         raw: Any = json.loads(path.read_bytes())
         protocol = raw["protocol"]
@@ -107,7 +121,10 @@ def load_launch(path: Path) -> LaunchFile:
     root = Path(launch.attempt_dir)
     if not root.is_dir() or not root.samefile(path.parent):
         raise LaunchRefused(f"{path} belongs to attempt directory {launch.attempt_dir}, not to the one it lies in")
-    return launch
+    try:
+        return launch.of_node(node)
+    except ValueError as error:
+        raise LaunchRefused(f"{path}: {error}") from None
 
 
 class _Attempt:
@@ -118,23 +135,25 @@ class _Attempt:
         self._timing = timing
         self._started_at = started_at
         self._paths = AttemptPaths(Path(launch.attempt_dir))
+        self._own = self._paths.node(launch.node)
+        self._deadline = time.monotonic() + launch.spec.policy.startup_deadline
         self._supervisor = Supervisor(launch, self._paths, starter, timing)
         spools = {rank: self._paths.spool(rank) for rank in launch.ranks}
-        self._uplink = Uplink(launch, spools, self._supervisor, period=timing.report)
+        self._meeting = Meeting(launch) if launch.spec.world.nodes > 1 else None
+        self._uplink = Uplink(launch, spools, self._supervisor, period=timing.report, meeting=self._meeting)
 
     def run(self) -> int:
         ends: list[Ended] = []
         try:
             procs.become_subreaper()
             self._supervisor.take_signals()
-            stop = self._supervisor.stop_wanted()
-            if stop is not None:
-                conclusion = _not_started(stop)
-            else:
-                self._start()
-                self._uplink.start()
-                ends = self._supervisor.run()
-                conclusion = conclude(ends, self._supervisor.evidence)
+            self._supervisor.insist()
+            self._start()
+            self._uplink.start()
+            ends = self._supervisor.run()
+            conclusion = conclude(ends, self._supervisor.evidence)
+        except NotStarted as over:
+            conclusion = over.conclusion
         except UserError as error:
             conclusion = Conclusion(Cause.USER_ERROR, None, None, error.detail)
         except Exception as error:
@@ -148,17 +167,16 @@ class _Attempt:
         return exit_code_of(result.cause)
 
     def _start(self) -> None:
-        """Bind the rendezvous store's socket, start the ranks, let go of the socket: it lives and dies with rank 0."""
-        code = self._launch.code_dir
-        workdir.prepare(None if code is None else Path(code), Path(self._launch.workdir))
-        with socket.create_server(("127.0.0.1", 0), backlog=max(128, self._launch.world_size)) as listener:
-            plans = plan_ranks(
-                self._launch,
-                self._paths,
-                store_port=listener.getsockname()[1],
-                store_fd=listener.fileno(),
-                inherited=os.environ,
-            )
+        """Meet the other nodes, start the ranks, let go of the rendezvous store's socket: it lives and dies with rank 0."""
+        code, work = self._launch.code_dir, Path(self._launch.workdir)
+        digest = code_fetch.provide(self._launch, self._patience, self._supervisor.insist)
+        if self._launch.node == 0:  # before the others hear of it: where they share its disk, they find it
+            workdir.prepare(None if code is None else Path(code), work)
+        rendezvous = self._meet()
+        with rendezvous.listener or nullcontext():
+            if self._launch.node != 0:
+                workdir.prepare(None if code is None else Path(code), work)
+            plans = plan_ranks(self._launch, self._paths, rendezvous, inherited=os.environ, code_digest=digest)
             try:
                 self._supervisor.start(plans)
             except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
@@ -170,11 +188,20 @@ class _Attempt:
                     f"the interpreter {error.filename} of the spec (python) cannot be run: {error}"
                 ) from None
 
+    def _meet(self) -> Rendezvous:
+        if self._meeting is None:
+            return alone(self._launch.world_size)
+        told = os.environ.get(names.NODE_ADDRESS)
+        return self._meeting.attend(told, self._patience, self._uplink.start)
+
+    def _patience(self, done: Callable[[], T | None]) -> T | None:
+        return self._supervisor.wait_for(done, self._deadline)
+
     def _clean_up(self) -> None:
-        left = procs.sweep(names.ATTEMPT_DIR, str(self._paths.root))
+        left = procs.sweep(names.NODE_DIR, str(self._own.root))
         if left:
             say(f"processes {left} do not die of SIGKILL")
-        procs.remove_tree(self._paths.tmp)
+        procs.remove_tree(self._own.tmp)
 
     def _result(self, conclusion: Conclusion, ends: list[Ended]) -> AttemptResult:
         base = self._base()
@@ -189,6 +216,8 @@ class _Attempt:
             message=conclusion.message,
             last_step=last,
             base=base,
+            secondary=conclusion.secondary,
+            began_at=conclusion.began_at,
             started_at=self._started_at,
             ended_at=now(),
             ranks=[e.end for e in ends],
@@ -203,14 +232,14 @@ class _Attempt:
     def _tell(self, result: AttemptResult) -> None:
         """The disk first; then the service, which reads the disk anyway when it does not hear of it."""
         say(f"ended: {result.cause}: {result.message}")
-        _write_result(self._paths, result)
+        _write_result(self._own, result)
         if self._supervisor.evidence.fenced is None:
             self._uplink.start()
             told = self._uplink.finish(result, self._timing.delivery)
             say("the service has the result" if told else "the service was not reached; the result lies on the disk")
 
 
-def _lock(paths: AttemptPaths) -> int | None:
+def _lock(paths: NodePaths) -> int | None:
     """A descriptor that holds ``agent.lock`` exclusively until this process ends; None when somebody else holds it."""
     paths.root.mkdir(parents=True, exist_ok=True)
     fd = os.open(paths.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -236,13 +265,14 @@ def _agent_file() -> AgentFile:
     return AgentFile(pid=os.getpid(), start_time=procs.start_time(os.getpid()), host=socket.gethostname())
 
 
-def _refuse(paths: AttemptPaths, launch_file: Path, message: str, started_at: str) -> None:
+def _refuse(paths: NodePaths, launch_file: Path, node: int, message: str, started_at: str) -> None:
     """Write a result when the launch file at least says which attempt it is for."""
     try:
         raw: Any = json.loads(launch_file.read_bytes())
         result = AttemptResult(
             job_id=raw["job_id"],
             epoch=raw["epoch"],
+            node=node,
             cause=Cause.LAUNCHER_ERROR,
             message=message,
             last_step=0,
@@ -255,7 +285,7 @@ def _refuse(paths: AttemptPaths, launch_file: Path, message: str, started_at: st
     _write_result(paths, result)
 
 
-def _write_result(paths: AttemptPaths, result: AttemptResult) -> None:
+def _write_result(paths: NodePaths, result: AttemptResult) -> None:
     release(paths.result_file)
     data = result.model_dump_json(indent=1).encode()
     deadline = time.monotonic() + _RESULT_PATIENCE
@@ -268,11 +298,6 @@ def _write_result(paths: AttemptPaths, result: AttemptResult) -> None:
                 say(f"result.json cannot be written ({error}); it was: {data.decode()}")
                 return
             time.sleep(0.5)
-
-
-def _not_started(stop: Control) -> Conclusion:
-    cause = stop.cause or default_cause(stop.desired)
-    return Conclusion(cause, None, None, f"{cause}: stopped before any rank was started")
 
 
 def _crashed(error: Exception, *, any_rank: bool) -> Conclusion:

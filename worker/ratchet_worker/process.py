@@ -85,7 +85,7 @@ class RankProcess:
         launch, identity, spec = self._launch, self._identity, self._launch.spec
         code = Path(launch.code_dir or launch.workdir)
         unmanaged = spec.script is not None and user_code.is_unmanaged(spec.script, code)
-        self._listener.follow(self._paths.control_file, launch.desired)
+        self._listener.follow(self._paths.node(launch.node).control_file, launch.desired)
         determinism.apply(spec.determinism, launch.resolved.threads_per_rank)
         if launch.resolved.device == "cpu":
             allocator.keep_freed()
@@ -99,6 +99,7 @@ class RankProcess:
         )
         self._agreement.start()
         self._counter.tick()
+        self._insist_on_one_code()
         user_code.add_to_path(code)
         if spec.task is not None:
             loop.run_task(self._open(), user_code.make_task(spec.task, code))
@@ -111,6 +112,24 @@ class RankProcess:
             self._run_script(spec.script, code)
         finally:
             self._unmanaged.over()
+
+    def _insist_on_one_code(self) -> None:
+        """Code that lies on the nodes is the same on all of them."""
+        launch, identity = self._launch, self._identity
+        if launch.spec.code is None or launch.spec.code.source != "nodes" or launch.spec.world.nodes == 1:
+            return
+        assert self._clients is not None
+        exchange = Exchange(self._clients.main, identity.rank, identity.world_size, self._timeout)
+        found: dict[str, list[str]] = {}
+        for node, digest in enumerate(exchange.gather("code", launch.resolved.code_digest)[:: len(launch.ranks)]):
+            found.setdefault(digest, []).append(str(node))
+        if len(found) > 1:
+            told = "; ".join(f"node {', '.join(nodes)} has {digest[:16]}" for digest, nodes in found.items())
+            raise UserError(
+                f"code.path: {launch.code_dir} is not the same on all nodes: {told} (code.source is nodes). Put the same files "
+                "on all of them, or leave code.source out, and the service hands out one snapshot",
+                code="code-differs",
+            )
 
     def _open(self) -> Runtime:
         """Join the process group and agree on what to start from: once, on every rank. Tasks do it first of all, a script when

@@ -43,6 +43,9 @@ def main() -> int:
     from ratchet_contract.messages import LaunchFile
 
     launch = LaunchFile.model_validate_json(Path(os.environ[names.LAUNCH_FILE]).read_bytes())
+    launch = launch.of_node(int(os.environ[names.GROUP_RANK]))
+    if found := os.environ.get(names.CODE_DIGEST):  # known only now: the code lies on the nodes
+        launch = launch.model_copy(update={"resolved": launch.resolved.model_copy(update={"code_digest": found})})
     try:
         with uncollected():
             from ratchet_worker.process import RankProcess  # torch

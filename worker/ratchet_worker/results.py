@@ -44,12 +44,17 @@ class Ended:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the agent knows besides. ``overdue``: the stop's grace passed and ranks were killed; ``moved``: some rank made
-    progress meanwhile; ``oom``: ranks that died while the kernel's out-of-memory killer was at work."""
+    """What the agent knows besides. ``hung_since``: when those that hang last moved; ``overdue``: the stop's grace passed and
+    ranks were killed; ``moved``: some rank made progress meanwhile; ``oom``: ranks that died while the kernel's out-of-memory
+    killer was at work; ``peer_end``: ranks were killed because another node had failed; ``killed_at``: when the agent did so, for
+    whatever reason. Times are Unix seconds."""
 
     fenced: str | None = None
     hung: tuple[int, ...] = ()
     hang_message: str = ""
+    hung_since: float | None = None
+    peer_end: str | None = None
+    killed_at: float | None = None
     oom: frozenset[int] = field(default_factory=frozenset)
     stop: Control | None = None
     overdue: bool = False
@@ -57,30 +62,45 @@ class Evidence:
 
 
 class Conclusion(NamedTuple):
+    """``began_at``: when what ended the ranks began (Unix seconds); ``secondary``: that was another node's end."""
+
     cause: Cause
     rank: int | None
     exit_code: int | None
     message: str
+    began_at: float | None = None
+    secondary: bool = False
+
+
+class NotStarted(Exception):
+    """The attempt was over before any rank was started."""
+
+    def __init__(self, conclusion: Conclusion) -> None:
+        super().__init__(conclusion.message)
+        self.conclusion = conclusion
 
 
 def conclude(ends: Sequence[Ended], evidence: Evidence = Evidence()) -> Conclusion:
     """One cause for the attempt, the rank it comes from, that rank's exit code and a sentence.
 
-    What the agent decided itself (fenced, hang) stands. Then the failure that came first; then an overdue stop; then the
-    stops and completions by ``CAUSE_PRECEDENCE``.
+    What the agent decided itself (fenced, hang, another node's end) stands. Then the failure that came first; then an overdue
+    stop; then the stops and completions by ``CAUSE_PRECEDENCE``.
     """
     codes = {e.end.rank: e.end.exit_code for e in ends}
     if evidence.fenced is not None:
         return Conclusion(Cause.LEASE_LOST, None, None, evidence.fenced)
     if evidence.hung:
         first = evidence.hung[0]
-        return Conclusion(Cause.HANG, first, codes.get(first), evidence.hang_message)
+        return Conclusion(Cause.HANG, first, codes.get(first), evidence.hang_message, evidence.hung_since)
+    if evidence.peer_end is not None:
+        return peer_ended(evidence.peer_end, evidence.killed_at)
     causes = [(cause, e) for e in ends if (cause := cause_of(e.end, oom=e.end.rank in evidence.oom)) is not None]
     failures = [(c, e) for c, e in causes if c.outcome in (Outcome.FAILED, Outcome.LOST)]
     if failures:
         return _conclusion(*_root(failures))
     if evidence.overdue and evidence.stop is not None:
-        return _overdue(evidence.stop, evidence.moved, [e.end.rank for e in ends if e.end.result is None])
+        killed = [e.end.rank for e in ends if e.end.result is None]
+        return _overdue(evidence.stop, evidence.moved, killed)._replace(began_at=evidence.killed_at)
     alone = any(
         e.end.result is None for _, e in causes
     )  # ended by SIGTERM early on; the agent killed those that waited for it
@@ -139,6 +159,12 @@ def _overdue(stop: Control, moved: bool, ranks: Sequence[int]) -> Conclusion:
     return Conclusion(cause, None, None, f"{cause}: {text}")
 
 
+def peer_ended(sentence: str, at: float | None) -> Conclusion:
+    """This node's ranks were ended, or not started, because another node had failed."""
+    text = f"ended because another node had failed: {sentence}"
+    return Conclusion(Cause.UNKNOWN, None, None, text[:4000], at, secondary=True)
+
+
 def default_cause(desired: Desired) -> Cause:
     """The cause of a stop whose wish names none."""
     return {
@@ -150,7 +176,7 @@ def default_cause(desired: Desired) -> Cause:
 
 
 def _conclusion(cause: Cause, ended: Ended) -> Conclusion:
-    return Conclusion(cause, ended.end.rank, ended.end.exit_code, _sentence(cause, ended.end))
+    return Conclusion(cause, ended.end.rank, ended.end.exit_code, _sentence(cause, ended.end), ended.at)
 
 
 def _sentence(cause: Cause, end: RankEnd) -> str:

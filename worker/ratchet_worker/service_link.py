@@ -1,4 +1,5 @@
-"""One HTTP connection to the service of this attempt, found through ``service.json``, and what its answers mean."""
+"""One HTTP connection to the service of this attempt, found through ``service.json`` unless it has one address for good, and what
+its answers mean."""
 
 from __future__ import annotations
 
@@ -6,9 +7,11 @@ import http.client
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import ValidationError
 
@@ -35,20 +38,30 @@ class Fenced(Exception):
     """This attempt is not the job's own any more: its ranks must end at once."""
 
 
+class Denied(Exception):
+    """The service has answered, and does not give what was asked for."""
+
+
 class ServiceLink:
-    """Not thread-safe. Reads ``service.json`` again for every new connection."""
+    """Not thread-safe. Looks the address up again for every new connection."""
 
     def __init__(self, launch: LaunchFile) -> None:
         self._launch = launch
         self._file = Path(launch.service_file)
-        self._path = f"/v1/jobs/{launch.job_id}/attempts/{launch.epoch}/reports"
+        self._root = f"/v1/jobs/{launch.job_id}/attempts/{launch.epoch}/"
+        self._path = f"{self._root}reports"
         self._connection: http.client.HTTPConnection | None = None
         self._prefix = ""
         self._denied: list[float] = []
 
     def known(self) -> bool:
         """Whether a service has left its address at all."""
-        return self._file.exists()
+        return self._launch.service_url is not None or self._file.exists()
+
+    def address(self) -> tuple[str, int]:
+        """Host and port of the service. Raises ``Unreachable`` where none is known."""
+        url = self._url()
+        return url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
 
     def post(self, report: AgentReport, timeout: float | None = None) -> ReportAck:
         """Send one report. Raises ``Unreachable``, ``TooLarge`` or ``Fenced``."""
@@ -70,28 +83,59 @@ class ServiceLink:
             raise Unreachable(f"the service speaks protocol {ack.protocol}, this agent {PROTOCOL_VERSION}")
         return ack
 
+    @contextmanager
+    def fetch(self, name: str) -> Iterator[http.client.HTTPResponse]:
+        """The answer to a GET of ``name`` below the attempt's address; what it sends is to be read within the block. Raises
+        ``Unreachable``, ``Denied`` or ``Fenced``."""
+        try:
+            answer = self._request("GET", self._root + name, None, {}, _TIMEOUT)
+            data = b"" if answer.status == 200 else answer.read(_MAX_ANSWER)
+        except (OSError, http.client.HTTPException) as error:
+            self._close()
+            raise Unreachable(f"no answer from the service: {type(error).__name__}: {error}") from error
+        code, detail = _problem(data)
+        if answer.status == 404 and code is not None:
+            raise Denied(f"{detail} (404 {code})")
+        if answer.status != 200:
+            self._refused(answer.status, data)
+        try:
+            yield answer
+        finally:
+            self._close()
+
     def _exchange(self, body: bytes, timeout: float) -> tuple[int, bytes]:
-        connection = self._connection or self._connect()
-        connection.timeout = timeout
-        if connection.sock is not None:
-            connection.sock.settimeout(timeout)
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._launch.report_token}"}
-        connection.request("POST", self._prefix + self._path, body, headers)
-        answer = connection.getresponse()
+        answer = self._request("POST", self._path, body, {"Content-Type": "application/json"}, timeout)
         data = answer.read(_MAX_ANSWER)
         if answer.will_close or not answer.isclosed():
             self._close()
         return answer.status, data
 
+    def _request(
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str], timeout: float
+    ) -> http.client.HTTPResponse:
+        connection = self._connection or self._connect()
+        connection.timeout = timeout
+        if connection.sock is not None:
+            connection.sock.settimeout(timeout)
+        token = {"Authorization": f"Bearer {self._launch.report_token}"}
+        connection.request(method, self._prefix + path, body, {**headers, **token})
+        return connection.getresponse()
+
     def _connect(self) -> http.client.HTTPConnection:
-        service = self._service()
-        url = urlsplit(service.url)
-        if url.scheme not in ("http", "https") or url.hostname is None:
-            raise Unreachable(f"{self._file} names no http address: {service.url!r}")
+        url = self._url()
+        assert url.hostname is not None
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
         self._connection = kind(url.hostname, url.port, timeout=_TIMEOUT)
         self._prefix = url.path.rstrip("/")
         return self._connection
+
+    def _url(self) -> SplitResult:
+        given = self._launch.service_url
+        text = given if given is not None else self._service().url
+        url = urlsplit(text)
+        if url.scheme not in ("http", "https") or url.hostname is None:
+            raise Unreachable(f"{'the launch file' if given else self._file} names no http address: {text!r}")
+        return url
 
     def _service(self) -> ServiceFile:
         try:
@@ -128,6 +172,8 @@ class ServiceLink:
             raise Fenced(f"the service does not know this attempt ({what})")
 
     def _is_ours(self) -> bool:
+        if self._launch.service_url is not None:
+            return True
         service = self._service()
         if urlsplit(service.url).hostname not in _LOOPBACK:
             return True

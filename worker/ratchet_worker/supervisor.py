@@ -8,32 +8,46 @@ import os
 import select
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Final
+from typing import Final, TypeVar
 
 from ratchet_contract.messages import Control, LaunchFile, RankEnd
 from ratchet_contract.paths import AttemptPaths
-from ratchet_contract.phases import AttemptPhase, Desired
+from ratchet_contract.phases import AttemptPhase, Cause, Desired
 from ratchet_contract.scripts import SESSION_PACKAGE
 from ratchet_worker import procs
 from ratchet_worker.control import write_control
 from ratchet_worker.counter import CounterReader
 from ratchet_worker.files import say
-from ratchet_worker.results import Ended, Evidence, is_fine, read_rank_result
+from ratchet_worker.results import (
+    Conclusion,
+    Ended,
+    Evidence,
+    NotStarted,
+    default_cause,
+    is_fine,
+    peer_ended,
+    read_rank_result,
+)
 from ratchet_worker.starter import RankPlan, RankProcess, Starter
 from ratchet_worker.uplink import Status
 from ratchet_worker.watch import Watch
 from ratchet_worker.wishes import Wishes
 
-STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+T = TypeVar("T")
+_STOPS: Final = {signal.SIGTERM: Cause.SIGTERM, signal.SIGINT: Cause.SIGTERM, signal.SIGUSR1: Cause.TIME_LIMIT}
+STOP_SIGNALS: Final = tuple(_STOPS)
 _SCRIPT_HINT: Final = (
     f": a script whose main file mentions {SESSION_PACKAGE} is expected to begin the steps of a Session by then; one that does "
     "not is unmanaged and has no deadline"
 )
 _DEATH_LIMIT: Final = 10.0  # seconds a killed rank may take to die (freeing memory, a stuck disk)
+_PEER_PATIENCE: Final = 5.0
+"""Seconds, in a group of several nodes. Where a rank has stopped, all nodes' ranks stand still from then on: the agent that sees
+its own halted says so first, the others wait for that this long before they take their own ranks for the guilty ones."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +90,17 @@ class Supervisor:
 
     def __init__(self, launch: LaunchFile, paths: AttemptPaths, starter: Starter, timing: Timing) -> None:
         self._paths = paths
+        self._control_file = paths.node(launch.node).control_file
         self._starter = starter
         self._timing = timing
         self._policy = launch.spec.policy
         self._wishes = Wishes(launch.desired)
         self._ranks: dict[int, _Rank] = {}
-        self._signalled = False
+        self._several = launch.spec.world.nodes > 1
+        self._signal: Cause | None = None
         self._fenced: str | None = None
+        self._peer_end: str | None = None
+        self._still_since: float | None = None
         self._evidence = Evidence()
         self._oom = procs.OomWatch()
         self._published: Control | None = None
@@ -95,6 +113,11 @@ class Supervisor:
             step_deadline=self._policy.step_deadline,
             now=time.monotonic(),
             hint=_SCRIPT_HINT if launch.spec.script is not None else "",
+            others={
+                rank: CounterReader(paths.counter(rank)).read
+                for rank in range(launch.world_size)
+                if rank not in launch.ranks
+            },
         )
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
@@ -106,7 +129,8 @@ class Supervisor:
         return Status(AttemptPhase.STOPPING if stopping else running, self.last_step)
 
     def on_control(self, control: Control) -> None:
-        self._wishes.from_service(control)
+        self._peer_end = self._peer_end or control.peer_end
+        self._wishes.from_service(control.model_copy(update={"peer_end": None}))
         self._wake()
 
     def on_fenced(self, reason: str) -> None:
@@ -128,10 +152,10 @@ class Supervisor:
         return replace(self._evidence, fenced=self._fenced, stop=self._published)
 
     def take_signals(self) -> None:
-        """SIGTERM and SIGINT only set a flag. No ``SIG_IGN`` anywhere: ranks would inherit it."""
+        """Those that ask for a stop only set a flag. No ``SIG_IGN`` anywhere: ranks would inherit it."""
 
-        def flag(_number: int, _frame: FrameType | None) -> None:
-            self._signalled = True
+        def flag(number: int, _frame: FrameType | None) -> None:
+            self._signal = self._signal or _STOPS[signal.Signals(number)]
 
         for number in STOP_SIGNALS:
             signal.signal(number, flag)
@@ -139,15 +163,32 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_SETMASK, set())
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
 
-    def stop_wanted(self) -> Control | None:
-        """The stop that is wished now, or None; publishes it to the ranks."""
+    def insist(self) -> None:
+        """Raises ``NotStarted`` when the attempt is over, though no rank has been started: a stop is wished, the attempt is
+        fenced, another node has failed."""
         self._publish()
         wish = self._published
-        return wish if wish is not None and wish.desired is not Desired.RUN else None
+        if self._fenced is not None:
+            raise NotStarted(Conclusion(Cause.LEASE_LOST, None, None, self._fenced))
+        if wish is not None and wish.desired is not Desired.RUN:
+            cause = wish.cause or default_cause(wish.desired)
+            raise NotStarted(Conclusion(cause, None, None, f"{cause}: stopped before any rank was started"))
+        if self._peer_end is not None:
+            raise NotStarted(peer_ended(self._peer_end, time.time()))
+
+    def wait_for(self, done: Callable[[], T | None], deadline: float) -> T | None:
+        """The first value of ``done``; None when it has given none until ``deadline`` (monotonic). Before ranks are started;
+        raises as ``insist`` does."""
+        while (value := done()) is None and time.monotonic() < deadline:
+            self._wait(self._timing.tick)
+            self.insist()
+        self.insist()  # what came with the value, too
+        return value
 
     def start(self, plans: Sequence[RankPlan]) -> None:
         """Start all ranks. Raises ``OSError`` when one cannot be started; those already started are then the caller's to
         ``finish``."""
+        self._watch.begin(time.monotonic())
         for process in self._starter.start(plans):
             self._ranks[process.rank] = _Rank(process, self._paths)
 
@@ -181,6 +222,10 @@ class Supervisor:
         if self._failed_since is not None:
             if now - self._failed_since >= self._timing.moment:
                 self._kill_live()
+        elif self._peer_end is not None and any(rank.live for rank in self._ranks.values()):
+            say(f"another node has failed: {self._peer_end}")
+            self._evidence = replace(self._evidence, peer_end=self._peer_end)
+            self._kill_live()
         elif not self._end_hang(now):
             self._end_overdue_stop(now)
 
@@ -211,15 +256,15 @@ class Supervisor:
 
     def _publish(self) -> None:
         """Hand the merged wish to the ranks; tried again at the next look when the disk refuses."""
-        if self._signalled:
-            self._wishes.from_signal()
+        if self._signal is not None:
+            self._wishes.from_signal(self._signal)
         wish = self._wishes.merged()
         if wish == self._published:
             return
         if self._stop_since is None and wish.desired is not Desired.RUN:
             self._stop_since = time.monotonic()
         try:
-            write_control(self._paths.control_file, wish)
+            write_control(self._control_file, wish)
         except OSError as error:
             say(f"control.json cannot be written: {error}")
             return
@@ -247,9 +292,17 @@ class Supervisor:
         waited_for = [n for n, r in self._ranks.items() if r.live and r.result_seen is None]
         stuck = self._watch.stuck(waited_for, self._is_stopped, now)
         if stuck is None:
+            self._still_since = None
             return False
-        say(f"hang: {stuck.message}")
-        self._evidence = replace(self._evidence, hung=stuck.ranks, hang_message=stuck.message)
+        message = stuck.message
+        if self._several and not stuck.halted:
+            self._still_since = self._still_since or now
+            if now - self._still_since < _PEER_PATIENCE:
+                return False
+            message += "; they may have waited for ranks of another node, whose agent has said nothing"
+        say(f"hang: {message}")
+        since = time.time() - (now - stuck.since)
+        self._evidence = replace(self._evidence, hung=stuck.ranks, hang_message=message, hung_since=since)
         self._write_stacks()
         self._kill_live()
         return True
@@ -275,6 +328,7 @@ class Supervisor:
 
     def _kill_live(self) -> None:
         """SIGKILL the groups of all living ranks and wait until they are dead. One that is dying already died by itself."""
+        self._evidence = replace(self._evidence, killed_at=self._evidence.killed_at or time.time())
         for rank in self._ranks.values():
             if rank.live and not procs.is_exiting(rank.process.pid):
                 rank.killed = True

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple, Protocol
 from ratchet_contract.messages import AgentReport, AttemptResult, Control, LaunchFile, RankBatch
 from ratchet_contract.phases import AttemptPhase
 from ratchet_worker.files import say
+from ratchet_worker.meeting import Meeting
 from ratchet_worker.service_link import Fenced, ServiceLink, TooLarge, Unreachable
 from ratchet_worker.spool import SpoolReader
 
@@ -47,8 +48,18 @@ class Listener(Protocol):
 class Uplink:
     """``start``, and ``finish`` at the end, from one and the same thread."""
 
-    def __init__(self, launch: LaunchFile, spools: Mapping[int, Path], listener: Listener, *, period: float) -> None:
+    def __init__(
+        self,
+        launch: LaunchFile,
+        spools: Mapping[int, Path],
+        listener: Listener,
+        *,
+        period: float,
+        meeting: Meeting | None = None,
+    ) -> None:
+        """``meeting``: of a group of several nodes; it is told what the service says of them."""
         self._launch = launch
+        self._meeting = meeting
         self._readers = {rank: SpoolReader(path, rank) for rank, path in spools.items()}
         self._listener = listener
         self._period = period
@@ -111,6 +122,7 @@ class Uplink:
             last_step=status.last_step,
             batches=batches,
             result=result,
+            address=None if self._meeting is None else self._meeting.address,
         )
         remaining = None if self._end is None else max(0.1, self._end - time.monotonic())
         try:
@@ -126,7 +138,9 @@ class Uplink:
             say("uplink: the service answers again")
         self._failures = 0
         moved = self._acknowledge(ack.acked)
-        self._listener.on_control(ack.control)
+        self._listener.on_control(ack.control)  # first: a group that is complete, but has failed, starts nothing
+        if self._meeting is not None and ack.group is not None:
+            self._meeting.heard(ack.group)
         if result is not None:
             self._result = None
         return 0.0 if moved and more else self._period

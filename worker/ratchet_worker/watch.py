@@ -5,20 +5,26 @@ No deadline holds for a rank in stage ``UNMANAGED``: its script has no Session, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
 from ratchet_worker.counter import Reading, Stage
 
 _NOTHING: Final = Reading(0, 0, 0, Stage.STARTUP)
+_STILL: Final = 5.0  # seconds without progress here, then one looks elsewhere
+_LOOKS: Final = 50.0  # counters per second
 _GAP: Final = 5.0  # seconds; a longer pause between two looks means that this process did not run either
 
 
 class Stuck(NamedTuple):
-    """Ranks that stand still while the others wait for them, and a sentence."""
+    """Ranks that stand still while the others wait for them, and a sentence. ``halted``: a signal has stopped them, so it is they
+    that others wait for, on whatever node; ``since``: when they last moved."""
 
     ranks: tuple[int, ...]
     message: str
+    halted: bool
+    since: float
 
 
 class Watch:
@@ -32,8 +38,13 @@ class Watch:
         step_deadline: float,
         now: float,
         hint: str = "",
+        others: Mapping[int, Callable[[], Reading | None]] | None = None,
     ) -> None:
-        """``hint``: what is added to the sentence about a start-up that takes too long."""
+        """``hint``: what is added to the sentence about a start-up that takes too long. ``others``: ranks of other nodes, as far
+        as their counters can be seen from here: those that move may be waited for, and nothing else is concluded from them."""
+        self._others = dict(others or {})
+        self._elsewhere: dict[int, tuple[Reading, float]] = {}  # and when it moved
+        self._asked = now
         self._readers = readers
         self._startup_deadline = startup_deadline
         self._step_deadline = step_deadline
@@ -43,6 +54,11 @@ class Watch:
         self._readings = dict.fromkeys(readers, _NOTHING)
         self._moved = dict.fromkeys(readers, now)
         self.ready = False
+
+    def begin(self, now: float) -> None:
+        """Ranks are started now: their deadline counts from here."""
+        self._begun = self._looked = now
+        self._moved = dict.fromkeys(self._moved, now)
 
     def look(self, now: float) -> None:
         """Read all counters."""
@@ -58,9 +74,21 @@ class Watch:
                     self.ready, self._begun = False, now  # a Session after all: its start-up begins here
                 self._readings[rank] = reading
                 self._moved[rank] = now
+        self._look_elsewhere(now)
         if not self.ready and all(_is_ready(r) for r in self._readings.values()):
             self.ready = True
             self._moved = dict.fromkeys(self._moved, now)
+
+    def _look_elsewhere(self, now: float) -> None:
+        """Not while all ranks of this node get on, and the more there are, the less often: it may be a disk of many machines."""
+        still = now - min(self._moved.values(), default=now)
+        if still < min(_STILL, self._step_deadline / 2) or now - self._asked < max(1.0, len(self._others) / _LOOKS):
+            return
+        self._asked = now
+        for rank, read in self._others.items():
+            reading, known = read(), self._elsewhere.get(rank)
+            if reading is not None and (known is None or known[0] != reading):
+                self._elsewhere[rank] = reading, -math.inf if known is None else now
 
     def last_step(self, rank: int) -> int:
         """The last step this rank finished in this attempt; 0 before the first."""
@@ -68,7 +96,8 @@ class Watch:
 
     def moved_since(self, when: float) -> bool:
         """Has any rank made progress? Of a script without a Session that cannot be denied."""
-        return any(moved > when or self._unmanaged(rank) for rank, moved in self._moved.items())
+        here = any(moved > when or self._unmanaged(rank) for rank, moved in self._moved.items())
+        return here or any(moved > when for _, moved in self._elsewhere.values())
 
     def _unmanaged(self, rank: int) -> bool:
         return self._readings[rank].stage is Stage.UNMANAGED
@@ -90,14 +119,20 @@ class Watch:
             limit = f"has made no progress within step_deadline ({self._step_deadline:g} s)"
         halted = tuple(r for r in live if stopped(r))
         guilty = halted or self._behind(late)
-        return Stuck(guilty, self._sentence(guilty, halted, limit))
+        since = min(self._moved[rank] for rank in guilty)
+        return Stuck(guilty, self._sentence(guilty, halted, limit), bool(halted), since)
 
     def _overdue(self, live: list[int], now: float) -> list[int]:
         """Ranks that stand still and do not merely wait: a rank that moves and is no further may be what they wait for, such
         as rank 0 when it evaluates alone or writes a manifest."""
         still = [r for r in live if now - self._moved[r] > self._step_deadline]
-        moving = [r for r in live if r not in still]
-        return [r for r in still if not any(self._place(m) <= self._place(r) for m in moving)]
+        moving = [self._place(r) for r in live if r not in still]
+        moving += [
+            (reading.started, reading.finished)
+            for reading, moved in self._elsewhere.values()
+            if now - moved <= self._step_deadline
+        ]
+        return [r for r in still if not any(place <= self._place(r) for place in moving)]
 
     def _place(self, rank: int) -> tuple[int, int]:
         return self._readings[rank].started, self._readings[rank].finished

@@ -13,7 +13,7 @@ _STRENGTH: Final = {Desired.RUN: 0, Desired.PREEMPT: 1, Desired.SUSPEND: 2, Desi
 
 
 class Wishes:
-    """cancel > suspend > preempt of the API > a signal. Thread-safe.
+    """cancel > suspend > preempt of the API > a signal, of which the first counts. Thread-safe.
 
     A stop, once wished, stays: ranks may have agreed on a step already. The API may still exchange one stop for another
     (a suspend that is resumed becomes a preempt), so its newest stop counts, not its strongest.
@@ -22,7 +22,7 @@ class Wishes:
     def __init__(self, first: Desired = Desired.RUN) -> None:
         self._lock = threading.Lock()
         self._api = Control(desired=first, cause=None if first is Desired.RUN else default_cause(first))
-        self._signalled = False
+        self._signal: Cause | None = None
 
     def from_service(self, control: Control) -> None:
         with self._lock:
@@ -33,13 +33,13 @@ class Wishes:
                 control = control.model_copy(update={"cause": default_cause(control.desired)})
             self._api = control.model_copy(update={"checkpoint_request": checkpoints})
 
-    def from_signal(self) -> None:
+    def from_signal(self, cause: Cause) -> None:
         with self._lock:
-            self._signalled = True
+            self._signal = self._signal or cause
 
     def merged(self) -> Control:
         with self._lock:
-            local = Control(desired=Desired.PREEMPT, cause=Cause.SIGTERM) if self._signalled else Control()
+            local = Control(desired=Desired.PREEMPT, cause=self._signal) if self._signal else Control()
             if _STRENGTH[self._api.desired] >= _STRENGTH[local.desired]:
                 return self._api
             return local.model_copy(update={"checkpoint_request": self._api.checkpoint_request})

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 import tempfile
 from pathlib import Path
 from typing import Final
 
+from ratchet_contract import code_tree
 from ratchet_worker import procs
 
 _PREFIX: Final = ".work-"
@@ -22,7 +22,7 @@ def prepare(code: Path | None, work: Path) -> None:
     """Make ``work`` unless it is there: a copy of ``code``, or empty. Raises ``OSError``.
 
     Copied under another name beside it, synced and renamed, so a copy that a crash cut short is never used; the next call
-    removes it. One process at a time (the agent, under its attempt's lock).
+    removes it. One process at a time on each disk: node 0's agent before the others go on, each under its attempt's lock.
     """
     if work.is_dir():
         return
@@ -35,28 +35,30 @@ def prepare(code: Path | None, work: Path) -> None:
             _copy(code, copy)
         _sync(copy)
         copy.rename(work)
-    except BaseException:
+    except BaseException as error:
         procs.remove_tree(copy)
+        if isinstance(error, OSError) and work.is_dir():  # another node's agent was quicker
+            return
         raise
     _sync(work.parent)
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Files and links below ``source``; whoever owns the copy may write all of it."""
-    with os.scandir(source) as scan:
-        for entry in scan:
-            place = target / entry.name
-            if entry.is_symlink():
-                place.symlink_to(Path(entry.path).readlink())
-            elif entry.is_dir():
-                place.mkdir()
-                place.chmod(0o755)
-                _copy(Path(entry.path), place)
-                _sync(place)
-            else:
-                shutil.copyfile(entry.path, place)
-                place.chmod(stat.S_IMODE(entry.stat().st_mode) | stat.S_IRUSR | stat.S_IWUSR)
-                _sync(place)
+    """What a snapshot of ``source`` holds; whoever owns the copy may write all of it."""
+    folders = {target}
+    for entry in code_tree.entries(source, code_tree.UNLIMITED):
+        place = target / entry.path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        folders.update(p for p in place.parents if p.is_relative_to(target))
+        if entry.link is not None:
+            place.symlink_to(entry.link)
+        else:
+            shutil.copyfile(entry.source, place)
+            place.chmod(0o755 if entry.executable else 0o644)
+            _sync(place)
+    for folder in folders:
+        folder.chmod(0o755)
+        _sync(folder)
 
 
 def _sync(path: Path) -> None:

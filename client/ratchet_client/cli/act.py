@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ratchet_client.cli import complete, output
-from ratchet_client.cli.common import RUN, SAVED, STEER, JobId, JsonFlag, known_phases, open_client, pairs
+from ratchet_client.cli.common import RUN, SAVED, STEER, JobId, JsonFlag, UploadOption, known_phases, open_client, pairs
 from ratchet_client.cli.submit import override
 
 if TYPE_CHECKING:
@@ -51,7 +51,12 @@ def resume(
     from_step: Annotated[int | None, typer.Option(min=0, help="Go back to the checkpoint of this step.")] = None,
     world: Annotated[
         int | None,
-        typer.Option(min=1, max=1024, metavar="RANKS", help="Go on with another number of ranks. Not exact."),
+        typer.Option(
+            min=1, max=1024, metavar="RANKS", help="Go on with another number of ranks (per node). Not exact."
+        ),
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="With --world: on another number of nodes.")
     ] = None,
     hook: HookOption = None,
     sets: Annotated[
@@ -67,10 +72,14 @@ def resume(
     changes = _changes(hook, sets)
     if other := sorted(set(changes) - {"hook"}):
         raise typer.BadParameter(f"--set {other[0]}: only the hook can be changed here; `ratchet fork` changes any key")
+    if nodes is not None and world is None:
+        raise typer.BadParameter("--nodes goes with --world, the ranks of each node")
     policy = None if on_hook_mismatch is None else on_hook_mismatch.value
     with open_client(ctx) as client:
-        done = client.resume(job, from_step, world=world, hook=changes.get("hook"), on_hook_mismatch=policy)
-    ranks = "" if world is None else f" with {world} ranks"
+        done = client.resume(
+            job, from_step, world=world, nodes=nodes, hook=changes.get("hook"), on_hook_mismatch=policy
+        )
+    ranks = "" if world is None else f" with {world} ranks" + ("" if nodes is None else f" on each of {nodes} nodes")
     _done(done, f"resumes{ranks}" + (f" under {done.hook}" if changes else ""), as_json)
 
 
@@ -103,6 +112,7 @@ def fork(
     sets: Annotated[
         list[str], typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the spec, like task.args.lr=0.1.")
     ] = [],  # noqa: B006
+    upload: UploadOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Start a new job from a checkpoint of this one, with a changed spec. Standard output gets the new id."""
@@ -110,7 +120,8 @@ def fork(
 
     changes = _changes(hook, sets)
     with open_client(ctx) as client:
-        new = client.fork(job, ForkRequest(checkpoint_id=checkpoint_id, name=name, spec=changes))
+        request = ForkRequest(checkpoint_id=checkpoint_id, name=name, spec=changes)
+        new = client.fork(job, request, upload=upload, note=output.note)
     if as_json:
         output.emit(new)
         return

@@ -62,7 +62,7 @@ def _report(error: RatchetError, job: str | None) -> None:
     lines = [f"ratchet: {error.detail}"]
     if len(error.errors) > 1 or (error.errors and error.errors[0].detail not in error.detail):
         lines += [f"  {e.pointer or '/'}: {e.detail} [{e.code}]" for e in error.errors]
-    following = hint(error.code, error.detail, job)
+    following = hint(error, job)
     lines += [f"  next: {following}"] if following else []
     sys.stderr.write("\n".join(lines) + "\n")
 

@@ -98,6 +98,15 @@ JobId = Annotated[
         autocompletion=complete.jobs,
     ),
 ]
+UploadOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--upload/--no-upload",
+        help="Send the directory code.path of this machine; or it is one of the service's machine. (default: sent to a service "
+        "on another machine, if there is such a directory here)",
+        show_default=False,
+    ),
+]
 Phases = Annotated[
     list[str],
     typer.Option("--phase", help="Only jobs in this phase; may be repeated.", autocompletion=complete.phases),

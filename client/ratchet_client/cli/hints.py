@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from ratchet_contract.errors import RatchetError
 
 _NEXT: Final[dict[str, str]] = {
     "job-not-found": "`ratchet list` shows the jobs",
@@ -26,9 +29,11 @@ _NEXT: Final[dict[str, str]] = {
 }
 
 
-def hint(code: str, detail: str, job: str | None) -> str | None:
+def hint(error: RatchetError, job: str | None) -> str | None:
     """A line for below the error, or None where the error says it already. ``job``: as it was named on the command line."""
-    text = _NEXT.get(code)
+    text, detail = _NEXT.get(error.code), error.detail
+    if any(e.code == "not-a-directory" and e.pointer.endswith("/code/path") for e in error.errors):
+        return "is it a directory of this machine, and the service on another one? `--upload` sends it"
     command = text.split("`")[1].split(" JOB")[0] if text is not None and "`" in text else None
     if text is None or (command is not None and command in detail):
         return None

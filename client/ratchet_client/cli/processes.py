@@ -24,6 +24,13 @@ DatabaseUrl = Annotated[
     typer.Option(envvar=environment.DATABASE_URL, help="SQLAlchemy URL. (default: SQLite in the run directory)"),
 ]
 CpuSlots = Annotated[int | None, typer.Option(min=1, help="CPU cores to give to jobs. (default: all of the machine)")]
+Launchers = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Launchers file: which engines jobs may run on. (default: RATCHET_LAUNCHERS, else local alone)",
+    ),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -40,6 +47,7 @@ def serve(
     ] = 0,
     database_url: DatabaseUrl = None,
     cpu_slots: CpuSlots = None,
+    launchers: Launchers = None,
     no_reconciler: Annotated[
         bool, typer.Option("--no-reconciler", help="Only the API; `ratchet reconcile` runs elsewhere.")
     ] = False,
@@ -52,7 +60,7 @@ def serve(
     ] = False,
 ) -> None:
     """Run the service (API and reconciler) in the foreground. Ctrl-C ends it; running jobs go on and are found again."""
-    arguments = ["serve", *_common(ctx, home, cpu_slots), "--host", host, "--port", str(port)]
+    arguments = ["serve", *_common(ctx, home, cpu_slots, launchers), "--host", host, "--port", str(port)]
     arguments += ["--no-reconciler"] * no_reconciler + ["--allow-remote"] * allow_remote
     if url is not None:
         arguments += ["--url", url]
@@ -60,17 +68,23 @@ def serve(
 
 
 def reconcile(
-    ctx: typer.Context, home: Home = None, database_url: DatabaseUrl = None, cpu_slots: CpuSlots = None
+    ctx: typer.Context,
+    home: Home = None,
+    database_url: DatabaseUrl = None,
+    cpu_slots: CpuSlots = None,
+    launchers: Launchers = None,
 ) -> None:
     """Run a reconciler alone, beside a service with --no-reconciler. Several may share one database."""
-    _become("ratchet_service", "fastapi", "service", ["reconcile", *_common(ctx, home, cpu_slots)], database_url)
+    arguments = ["reconcile", *_common(ctx, home, cpu_slots, launchers)]
+    _become("ratchet_service", "fastapi", "service", arguments, database_url)
 
 
-def _common(ctx: typer.Context, home: Path | None, cpu_slots: int | None) -> list[str]:
+def _common(ctx: typer.Context, home: Path | None, cpu_slots: int | None, launchers: Path | None) -> list[str]:
     from ratchet_client.discovery import home_directory
 
     arguments = ["--home", str(home_directory(home or settings(ctx).home))]
-    return arguments if cpu_slots is None else [*arguments, "--cpu-slots", str(cpu_slots)]
+    arguments += [] if cpu_slots is None else ["--cpu-slots", str(cpu_slots)]
+    return arguments if launchers is None else [*arguments, "--launchers", str(launchers)]
 
 
 def agent(launch_file: Annotated[Path, typer.Argument(help="The attempt's launch.json.", exists=True)]) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ratchet_client.cli import output
-from ratchet_client.cli.common import RUN, JsonFlag, open_client, pairs
+from ratchet_client.cli.common import RUN, JsonFlag, UploadOption, open_client, pairs
 
 _COPY_SECONDS = 3600.0
 """For a submission that copies a model."""
@@ -40,6 +40,7 @@ def submit(
         str | None,
         typer.Option("--idempotency-key", help="The same key and spec give the same job, however often submitted."),
     ] = None,
+    upload: UploadOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Submit a job. Standard output gets the job's id and nothing else: id=$(ratchet submit spec.yaml)."""
@@ -55,9 +56,9 @@ def submit(
         spec["start_from"] = {**(given if isinstance(given, dict) else {}), "path": str(start.expanduser().absolute())}
     with open_client(ctx, timeout=_COPY_SECONDS if spec.get("start_from") else 30.0) as client:
         if dry_run:
-            _show_plan(client.plan(spec), as_json)
+            _show_plan(client.plan(spec, upload=upload, note=output.note), as_json)
             return
-        job = client.submit(spec, idempotency_key=key)
+        job = client.submit(spec, idempotency_key=key, upload=upload, note=output.note)
         for warning in job.warnings:
             output.note(output.broken(f"warning: {warning.pointer or '/'}: {warning.detail} [{warning.code}]"))
         if not as_json:
@@ -105,6 +106,24 @@ def _show_plan(plan: Any, as_json: bool) -> None:
          ("code digest", plan.resolved.code_digest),
          ("hook memory per rank", output.size(plan.hook_memory_bytes))]
     )  # fmt: skip
-    output.line(json.dumps(plan.launch, indent=2, ensure_ascii=False))
+    launch = dict(plan.launch)
+    request = launch.pop("request", None) or {}
+    output.line(json.dumps(launch, indent=2, ensure_ascii=False))
+    for name, asked in request.items():
+        output.line(f"\n# what the engine is asked for: {name}")
+        output.line(as_written(asked))
     for warning in plan.warnings:
         output.note(output.broken(f"warning: {warning.pointer or '/'}: {warning.detail} [{warning.code}]"))
+
+
+def as_written(asked: Any) -> str:
+    """A part of a launcher's request as one would write it oneself: text (a batch script) as it is, a list of mappings
+    (manifests) as YAML documents, anything else as YAML."""
+    import yaml
+
+    if isinstance(asked, str):
+        return asked.rstrip("\n")
+    several = isinstance(asked, list) and all(isinstance(item, dict) for item in asked)
+    documents = asked if several else [asked]
+    text = [yaml.safe_dump(item, sort_keys=False, allow_unicode=True, width=10_000).rstrip("\n") for item in documents]
+    return "\n---\n".join(text)

@@ -69,7 +69,9 @@ def _only(plain: str, why: str, cure: str) -> Rule:
     return lambda value: Drop(why) if value == plain else Refuse(cure)
 
 
-_ONE_MACHINE: Final = "more than one node is not available yet: use one machine and --nproc-per-node"
+_ONE_MACHINE: Final = (
+    "leave it out, and give the spec its world.nodes and a launcher of several machines (docs/cluster.md)"
+)
 _RENDEZVOUS: Final = "the agent binds a free port for the ranks of this machine itself"
 
 

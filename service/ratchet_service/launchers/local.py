@@ -7,146 +7,172 @@ starting agent is known by RATCHET_ATTEMPT_DIR in its environment, which every d
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import sys
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, TypeVar
-
-from pydantic import BaseModel, ValidationError
+from typing import Any, Final
 
 from ratchet_contract import environment as names
-from ratchet_contract.messages import AgentFile, AttemptResult, LaunchFile
-from ratchet_contract.paths import AttemptPaths, HomePaths
-from ratchet_service.credentials import inherited, withheld
-from ratchet_service.launchers import processes
-from ratchet_service.launchers.base import AttemptRef, LaunchError, LaunchPlan, NodeState
+from ratchet_contract.api import Warning_
+from ratchet_contract.errors import FieldProblem
+from ratchet_contract.messages import AgentFile, LaunchFile
+from ratchet_contract.paths import AttemptPaths, HomePaths, is_job_id
+from ratchet_contract.spec import JobSpec
+from ratchet_service.launchers import files, processes
+from ratchet_service.launchers.base import AttemptRef, AttemptState, LaunchError, LaunchPlan
+from ratchet_service.launchers.planning import agent_environment, rank_commands, secret_sources
 
 AGENT: Final = ("-P", "-m", "ratchet_worker.agent")
 """-P: the directory that the service was started in must not be on the agent's import path."""
 
-M = TypeVar("M", bound=BaseModel)
+_ONE_MACHINE: Final = "the local launcher is one machine"
 
 
-def make(_home: HomePaths) -> LocalLauncher:
-    """The factory that the table names."""
-    return LocalLauncher()
+def make(home: HomePaths, settings: Mapping[str, Any]) -> LocalLauncher:
+    """The factory that the table names. Raises ``ValueError`` for settings: there are none."""
+    if settings:
+        raise ValueError(f"the launcher local has no settings, but {', '.join(map(str, settings))} is given")
+    return LocalLauncher(home)
 
 
 class LocalLauncher:
     """See the module. ``agent`` is the command before the launch file; ``environ`` what agents inherit from."""
 
     kind = "local"
+    max_nodes: int | None = 1
+    slots = True
+    same_files = True
 
-    def __init__(self, agent: tuple[str, ...] | None = None, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, home: HomePaths, agent: tuple[str, ...] | None = None, environ: Mapping[str, str] | None = None
+    ) -> None:
+        self._home = home
         self._agent = agent or (sys.executable, *AGENT)
         self._environ = dict(os.environ if environ is None else environ)
-        self._children: dict[str, int] = {}
+        self._children: dict[int, str] = {}
+
+    def check(self, spec: JobSpec) -> tuple[list[Warning_], list[FieldProblem]]:
+        given = {
+            "/resources/memory": spec.resources.memory,
+            "/resources/gpu": spec.resources.gpu,
+            "/image": spec.image,
+            "/volumes": spec.volumes or None,
+        }
+        problems = [
+            FieldProblem(
+                pointer=pointer, code="launcher-cannot", detail=f"{_ONE_MACHINE} without containers: remove it"
+            )
+            for pointer, value in given.items()
+            if value is not None
+        ]
+        for name, secret in spec.secrets.items():
+            if secret.from_secret is not None:
+                text = "the local launcher has no Secrets: name a variable of the service's environment (from_env)"
+                problems.append(FieldProblem(pointer=f"/secrets/{name}", code="launcher-cannot", detail=text))
+        return [], problems
 
     def plan(self, launch: LaunchFile) -> LaunchPlan:
         paths = AttemptPaths(Path(launch.attempt_dir))
+        nodes = launch.spec.world.nodes
         return LaunchPlan(
-            ref=AttemptRef(launch.job_id, launch.epoch, paths),
+            ref=AttemptRef(launch.job_id, launch.epoch, paths, nodes),
             launch=launch,
             argv=(*self._agent, str(paths.launch_file)),
             env={names.ATTEMPT_DIR: launch.attempt_dir},
-            secrets={name: secret.from_env for name, secret in launch.spec.secrets.items()},
-            ranks=tuple(_rank_command(launch, i) for i in range(len(launch.ranks))),
+            secrets=secret_sources(launch.spec),
+            ranks=rank_commands(launch),
         )
 
     def submit(self, plan: LaunchPlan) -> None:
         paths = plan.ref.paths
-        if paths.agent_file.exists() or processes.with_variable(names.ATTEMPT_DIR, str(paths.root)):
+        if paths.agent_file.exists() or self._found(plan.ref):
             return
-        env = self._child_environment(plan)
+        env = agent_environment(self._environ, plan)
         try:
-            _write_private(paths.launch_file, plan.launch)
-            pid = self._children[plan.ref.name] = _spawn(plan.argv, env, paths.agent_log)
+            files.write_launch(paths, plan.launch)
+            pids = [self._start(plan, node, env) for node in range(plan.ref.nodes)]
         except OSError as error:
             raise LaunchError(f"the agent could not be started: {error}") from error
-        processes.wait_until_visible(pid)  # who submits again, here or in another process, must see it
+        for pid in pids:
+            processes.wait_until_visible(pid)  # who submits again, here or in another process, must see it
 
-    def poll(self, ref: AttemptRef) -> NodeState:
+    def poll(self, ref: AttemptRef) -> AttemptState:
         self._reap()
-        agent = _read(ref.paths.agent_file, AgentFile)
-        if agent is None:
-            alive = ref.name in self._children or bool(processes.with_variable(names.ATTEMPT_DIR, str(ref.paths.root)))
-            return NodeState(alive, seen=False)
-        alive = lock_is_held(ref.paths.lock_file)
-        return NodeState(alive, True, agent, _read(ref.paths.result_file, AttemptResult))
+        nodes = files.node_states(ref, gone=lambda node: not files.lock_is_held(ref.paths.node(node).lock_file))
+        locked = any(node.seen and not node.gone for node in nodes)
+        starting = not all(node.seen for node in nodes) and (ref.name in self._children.values() or self._found(ref))
+        return AttemptState(locked or bool(starting), nodes)
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
-        agent = _read(ref.paths.agent_file, AgentFile)
-        if agent is not None and processes.is_alive(agent.pid, agent.start_time):
-            processes.kill(agent.pid, signal.SIGTERM)
+        for agent in self._agents(ref).values():
+            if processes.is_alive(agent.pid, agent.start_time):
+                processes.kill(agent.pid, signal.SIGTERM)
 
-    def sweep(self, ref: AttemptRef) -> list[int]:
-        found = processes.with_variable(names.ATTEMPT_DIR, str(ref.paths.root))
+    def kill(self, ref: AttemptRef) -> list[str]:
+        found = self._found(ref)
         for pid in found:
             processes.kill(pid)
-        agent = _read(ref.paths.agent_file, AgentFile)
-        if agent is not None and agent.pid not in found and lock_is_held(ref.paths.lock_file):
-            if processes.is_alive(agent.pid, agent.start_time):
-                processes.kill(agent.pid)
-            found.append(agent.pid)  # also when it cannot be seen from here: while the lock is held, nothing is proved
+        for node, agent in self._agents(ref).items():
+            if agent.pid not in found and files.lock_is_held(ref.paths.node(node).lock_file):
+                if processes.is_alive(agent.pid, agent.start_time):
+                    processes.kill(agent.pid)
+                found.append(
+                    agent.pid
+                )  # also when it cannot be seen from here: while the lock is held, nothing is proved
         self._reap()
-        return found
+        return [f"process {pid}" for pid in found]
 
-    def _child_environment(self, plan: LaunchPlan) -> dict[str, str]:
-        """This process's environment without Ratchet's own variables and database credentials, plus the named secrets."""
-        kept = withheld(self._environ)
-        env = inherited(self._environ)
-        for name, source in plan.secrets.items():
-            value = self._environ.get(source)
-            if source in kept:
-                raise LaunchError(
-                    f"secret {name} is read from {source}, which is the service's own and given to no job"
-                )
-            if value is None:
-                raise LaunchError(
-                    f"secret {name} is read from {source}, which is not set in the launcher's environment: set it where the "
-                    "service is started"
-                )
-            env[name] = value
-        return env | plan.env
+    def logs(self, ref: AttemptRef, limit: int) -> str:
+        return files.agent_logs(ref, limit)
+
+    def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> list[str]:
+        found: dict[str, list[int]] = {}
+        for pid, folder in processes.values_of(names.ATTEMPT_DIR):
+            ref = self._ref(Path(folder))
+            if ref is not None:
+                found.setdefault(ref.name, []).append(pid)
+        orphans = sorted(set(found) - set(known(list(found)))) if found else []
+        for name in orphans:
+            for pid in found[name]:
+                processes.kill(pid)
+        return orphans
+
+    def _start(self, plan: LaunchPlan, node: int, env: dict[str, str]) -> int:
+        """Start the agent of one node; its pid. Raises ``OSError``."""
+        paths = plan.ref.paths.node(node)
+        paths.root.mkdir(parents=True, exist_ok=True)
+        argv = plan.argv if plan.ref.nodes == 1 else (*plan.argv, "--node", str(node))
+        pid = _spawn(argv, env, paths.agent_log)
+        self._children[pid] = plan.ref.name
+        return pid
+
+    def _found(self, ref: AttemptRef) -> list[int]:
+        return processes.with_variable(names.ATTEMPT_DIR, str(ref.paths.root))
+
+    def _agents(self, ref: AttemptRef) -> dict[int, AgentFile]:
+        agents = {node: state.agent for node, state in enumerate(files.node_states(ref))}
+        return {node: agent for node, agent in agents.items() if agent is not None}
+
+    def _ref(self, folder: Path) -> AttemptRef | None:
+        """Which attempt of this run directory the directory belongs to; None when it is another's."""
+        try:
+            job_id, word, number = folder.relative_to(self._home.jobs).parts
+        except ValueError:
+            return None
+        if word != "attempts" or not is_job_id(job_id) or not number.isdigit():
+            return None
+        return AttemptRef(job_id, int(number), self._home.job(job_id).attempt(int(number)))
 
     def _reap(self) -> None:
         """Collect agents of ours that have ended, so that they leave no zombies."""
-        for name, pid in list(self._children.items()):
+        for pid in list(self._children):
             with suppress(ChildProcessError):
                 if os.waitpid(pid, os.WNOHANG)[0] == 0:
                     continue
-            del self._children[name]
-
-
-def lock_is_held(path: Path) -> bool:
-    """Does a live process hold the lock? The kernel drops it with the last process that has it open."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
-
-
-def _rank_command(launch: LaunchFile, local: int) -> dict[str, Any]:
-    """What the agent will run for its ``local``-th rank, for people to read."""
-    env = {names.RANK: str(launch.ranks[local]), names.LOCAL_RANK: str(local), names.WORLD_SIZE: str(launch.world_size)}
-    env |= {"OMP_NUM_THREADS": str(launch.resolved.threads_per_rank)} | launch.spec.env
-    if launch.resolved.backend == "nccl":
-        env |= launch.spec.nccl
-    if launch.gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(g) for g in launch.gpus)
-    return {"command": [launch.resolved.python, "-P", "-m", "ratchet_worker.rank"], "env": env, "cwd": launch.workdir}
+            del self._children[pid]
 
 
 def _spawn(argv: tuple[str, ...], env: dict[str, str], log: Path) -> int:
@@ -158,23 +184,3 @@ def _spawn(argv: tuple[str, ...], env: dict[str, str], log: Path) -> int:
     ]
     default = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD]
     return os.posix_spawn(argv[0], argv, env, file_actions=actions, setsid=True, setsigmask=[], setsigdef=default)
-
-
-def _write_private(path: Path, message: BaseModel) -> None:
-    """Write by rename, readable by the owner alone (it holds the report token)."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".launch-")  # mode 0600
-    with os.fdopen(fd, "w") as handle:
-        handle.write(message.model_dump_json(indent=1))
-        handle.flush()
-        os.fsync(handle.fileno())
-    Path(temporary).rename(path)
-
-
-def _read(path: Path, model: type[M]) -> M | None:
-    """The message in ``path``, or None. Both files are written by rename, so one that cannot be understood is no message of
-    ours, and counts as none."""
-    try:
-        return model.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError):
-        return None

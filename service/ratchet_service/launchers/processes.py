@@ -33,15 +33,20 @@ def with_variable(name: str, value: str) -> list[int]:
     Children inherit it, so grandchildren that left their group and session are found too. Processes of other users, whose
     environment cannot be read, are not.
     """
-    needle = f"\0{name}={value}\0".encode()
-    found = []
+    return sorted(pid for pid, found in values_of(name) if found == value)
+
+
+def values_of(name: str) -> list[tuple[int, str]]:
+    """Pid and value of live processes, other than this one, that were started with the variable ``name``."""
+    needle = f"\0{name}=".encode()
+    out = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
-        environ = _environ(int(entry.name))
-        if needle in b"\0" + environ and start_time(int(entry.name)) is not None:
-            found.append(int(entry.name))
-    return sorted(found)
+        _, found, rest = (b"\0" + _environ(int(entry.name))).partition(needle)
+        if found and start_time(int(entry.name)) is not None:
+            out.append((int(entry.name), os.fsdecode(rest.partition(b"\0")[0])))
+    return out
 
 
 def wait_until_visible(pid: int) -> None:

@@ -19,6 +19,7 @@ router = APIRouter(tags=["agents"])
 @router.post(
     "/v1/jobs/{job_id}/attempts/{number}/reports",
     openapi_extra=openapi.body(AgentReport, None, required=True),
+    response_model_exclude_none=True,  # an agent of the version before knows fewer keys, and refuses what it does not know
     summary="Report of an agent",
 )
 def report(
@@ -34,10 +35,15 @@ def report(
         raise NotFound(
             f"the report is of attempt {told.epoch} of {told.job_id}, the path of another", code="attempt-not-found"
         )
-    scheme, _, token = (authorization or "").partition(" ")
-    if authorization is not None and scheme.lower() != "bearer":
-        raise Refused("the token goes into Authorization: Bearer ...", code="token-missing")
-    ack = ingest(service.database, told, token.strip() or None, service.settings.paths)
+    ack = ingest(service.database, told, bearer(authorization), service.settings.paths)
     if told.result is not None:
         service.ports.wake()
     return ack
+
+
+def bearer(authorization: str | None) -> str | None:
+    """The token in the header. Raises ``Refused`` (``token-missing``) for a header of another kind."""
+    scheme, _, token = (authorization or "").partition(" ")
+    if authorization is not None and scheme.lower() != "bearer":
+        raise Refused("the token goes into Authorization: Bearer ...", code="token-missing")
+    return token.strip() or None

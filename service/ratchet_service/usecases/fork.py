@@ -15,12 +15,13 @@ from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Event
 from ratchet_contract.spec import JobSpec, StartSpec
 from ratchet_service.database import Database
+from ratchet_service.merge_patch import merge
 from ratchet_service.models import Checkpoint, Job
 from ratchet_service.ports import SubmissionPorts
 from ratchet_service.transitions import add_event, check
 from ratchet_service.usecases import submit, worlds
 from ratchet_service.usecases.checkpoints import set_pin
-from ratchet_service.usecases.patching import merge, whole_hook
+from ratchet_service.usecases.patching import whole_code, whole_hook, whole_launcher
 from ratchet_service.usecases.queries import committed_in_lineage, find_checkpoint, find_job, hold_job
 from ratchet_service.usecases.views import labels_of
 
@@ -45,7 +46,8 @@ def prepare(
         source = _source(session, parent, request.checkpoint_id)
         labels = labels_of(session, [job_id])[job_id]
     base = parent.spec | {"labels": labels, "priority": parent.priority}
-    data = merge(base, whole_hook(parent.spec["hook"], request.spec))
+    change = whole_code(whole_hook(parent.spec["hook"], request.spec))
+    data = merge(base, whole_launcher(parent.spec["launcher"], change))
     if not isinstance(data, dict):
         raise SpecError("/spec: a mapping is merged over the parent's spec", code="invalid-body")
     data["name"] = request.name or request.spec.get("name") or _fork_name(parent.name)

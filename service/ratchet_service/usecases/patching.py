@@ -7,17 +7,18 @@ from typing import Any
 from ratchet_hooks.specs import normalise_hook
 
 
-def merge(target: Any, patch: Any) -> Any:
-    """JSON merge patch (RFC 7386): null removes, mappings merge, all else replaces."""
-    if not isinstance(patch, dict):
+def whole_launcher(parent: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
+    """Likewise with a launcher: one of another kind takes none of the parent's keys."""
+    launcher = patch.get("launcher")
+    if not isinstance(launcher, dict) or launcher.get("kind", parent["kind"]) == parent["kind"]:
         return patch
-    out = dict(target) if isinstance(target, dict) else {}
-    for key, value in patch.items():
-        if value is None:
-            out.pop(key, None)
-        else:
-            out[key] = merge(out.get(key), value)
-    return out
+    return patch | {"launcher": {key: None for key in parent if key not in launcher} | launcher}
+
+
+def whole_code(patch: dict[str, Any]) -> dict[str, Any]:
+    """Likewise with the code: another directory is not what was once sent."""
+    code = patch.get("code")
+    return patch | {"code": {"digest": None} | code} if isinstance(code, dict) else patch
 
 
 def whole_hook(parent: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 from ratchet_contract.api import PlanView, Warning_
 from ratchet_contract.errors import SpecError
 from ratchet_contract.phases import JobPhase
-from ratchet_contract.spec import JobSpec, Resolved
+from ratchet_contract.spec import CodeSpec, JobSpec, Resolved
 from ratchet_contract.spec_parse import parse_spec
 from ratchet_service.database import utc_now
 from ratchet_service.ids import new_job_id
@@ -32,7 +32,7 @@ class Prepared:
 def check(data: Any, ports: SubmissionPorts, code_digest: str | None = None) -> Prepared:
     """Validate and resolve. Raises ``SpecError`` with every problem found."""
     spec = parse_spec(data)
-    resolved, warnings, problems = ports.resolve(spec, code_digest)
+    resolved, warnings, problems = ports.resolve(spec, code_digest or _sent(spec))
     if problems:
         first, more = problems[0], f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise SpecError(f"{first.pointer or '/'}: {first.detail}{more}", errors=problems)
@@ -48,20 +48,30 @@ def prepare(data: Any, ports: SubmissionPorts, *, code_digest: str | None = None
     copies = {}
     if checked.spec.start_from is not None:
         copies["start_digest"] = ports.snapshot_file(Path(checked.spec.start_from.path))
-    if checked.spec.code is not None:
-        copies["code_digest"] = code_digest or ports.snapshot(Path(checked.spec.code.path))
+    if checked.spec.code is not None and checked.spec.code.source == "snapshot":
+        copies["code_digest"] = code_digest or _copied(checked.spec.code, ports)
     return Prepared(checked.spec, checked.resolved.model_copy(update=copies), checked.warnings)
+
+
+def _sent(spec: JobSpec) -> str | None:
+    """The digest of code that a client has sent before the spec."""
+    return spec.code.digest if spec.code is not None else None
+
+
+def _copied(code: CodeSpec, ports: SubmissionPorts) -> str:
+    return ports.snapshot(Path(code.path)) if code.digest is None else ports.uploaded(code.digest)
 
 
 def dry_run(data: Any, ports: SubmissionPorts) -> PlanView:
     """What would be run; nothing is stored, the code not copied."""
     checked = check(data, ports)
+    resolved = checked.resolved.model_copy(update={"code_digest": _sent(checked.spec)})
     return PlanView(
         spec=checked.spec.model_dump(mode="json"),
-        resolved=checked.resolved,
+        resolved=resolved,
         warnings=checked.warnings,
-        launch=ports.plan(checked.spec, checked.resolved),
-        hook_memory_bytes=ports.hook_memory(checked.spec, checked.resolved),
+        launch=ports.plan(checked.spec, resolved),
+        hook_memory_bytes=ports.hook_memory(checked.spec, resolved),
     )
 
 

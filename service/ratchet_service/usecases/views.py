@@ -107,8 +107,11 @@ def attempt_view(attempt: Attempt, nodes: Iterable[AttemptNode]) -> AttemptView:
         steps_lost=attempt.steps_lost,
         committed_step=attempt.committed_step,
         resume_report=None if report is None else ResumeReport.model_validate(report),
-        nodes=[NodeView(node=n.node, host=n.host, pid=n.pid, gpus=n.gpus, phase=n.phase) for n in nodes],
+        nodes=[
+            NodeView(node=n.node, host=n.host, pid=n.pid, gpus=n.gpus, phase=n.phase, address=n.address) for n in nodes
+        ],
         created_at=attempt.created_at,
+        begun_at=attempt.begun_at,
         training_at=attempt.training_at,
         ended_at=attempt.ended_at,
     )

@@ -23,9 +23,10 @@ from ratchet_contract.spec_parse import parse_spec
 from ratchet_hooks.changes import change_of, hook_of
 from ratchet_hooks.registry import is_stateful
 from ratchet_service.ancestry import fork_of
+from ratchet_service.merge_patch import merge
 from ratchet_service.models import Job
 from ratchet_service.ports import SubmissionPorts
-from ratchet_service.usecases.patching import merge, whole_hook
+from ratchet_service.usecases.patching import whole_hook
 from ratchet_service.usecases.queries import committed_in_lineage
 from ratchet_store.commit import read_manifest
 
@@ -45,7 +46,7 @@ def wanted(job: Job, request: ResumeRequest) -> JobSpec | None:
     spec = JobSpec.model_validate(job.spec)
     patch: dict[str, Any] = {}
     if request.world is not None:
-        patch["world"] = {"ranks_per_node": request.world.ranks_per_node}
+        patch["world"] = request.world.model_dump(exclude_none=True)
     if request.on_hook_mismatch is not None:
         patch["policy"] = {"on_hook_mismatch": request.on_hook_mismatch}
     if request.hook is not None:
@@ -98,12 +99,19 @@ def change(job: Job, spec: JobSpec, ports: SubmissionPorts, hook_warnings: Seque
 
 
 def _world_event(old: JobSpec, spec: JobSpec, before: Resolved, resolved: Resolved) -> tuple[str, str, dict[str, Any]]:
+    nodes = (old.world.nodes, spec.world.nodes)
     ranks = (old.world.ranks_per_node, spec.world.ranks_per_node)
     threads = (before.threads_per_rank, resolved.threads_per_rank)
     text = f"{ranks[0]} -> {ranks[1]} ranks per node"
+    if nodes[0] != nodes[1]:
+        text = f"{nodes[0]} -> {nodes[1]} nodes, {text}"
     if threads[0] != threads[1]:
         text += f", {threads[0]} -> {threads[1]} threads per rank"
-    return "world-changed", text, {"ranks_per_node": _pair(*ranks), "threads_per_rank": _pair(*threads)}
+    return (
+        "world-changed",
+        text,
+        {"nodes": _pair(*nodes), "ranks_per_node": _pair(*ranks), "threads_per_rank": _pair(*threads)},
+    )
 
 
 def _pair(old: Any, new: Any) -> dict[str, Any]:

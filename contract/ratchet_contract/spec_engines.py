@@ -1,0 +1,173 @@
+"""Where a job runs: launchers, the container's image and volumes. Keys that mean the same on all engines are the job's own
+(``image``, ``volumes``, ``resources``, ``secrets``); what only one engine knows is under ``launcher``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import (
+    Discriminator,
+    Field,
+    SerializerFunctionWrapHandler,
+    Tag,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from ratchet_contract.spec_base import Seconds, Size, SpecModel
+
+_DNS = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
+_PATH = r"^/[^:\x00\n]*$"
+_SLURM_WORD = r"^[A-Za-z0-9_.:,\[\]@&|*()=-]+$"
+_OPTION = re.compile(r"[a-z][a-z-]*")
+
+
+class VolumeSpec(SpecModel):
+    """Something that the ranks find at ``mount_path``. Exactly one source is given."""
+
+    mount_path: str = Field(pattern=_PATH, description="Where the ranks find it, absolute.")
+    host_path: str | None = Field(None, pattern=_PATH, description="A directory of every node.")
+    claim: str | None = Field(None, pattern=_DNS, description="Kubernetes: a PersistentVolumeClaim.")
+    config_map: str | None = Field(None, pattern=_DNS, description="Kubernetes: a ConfigMap.")
+    secret: str | None = Field(None, pattern=_DNS, description="Kubernetes: a Secret, its keys as files.")
+    empty_dir: Size | None = Field(None, description="Kubernetes: scratch space of this size on the node.")
+    sub_path: str | None = Field(None, description="Kubernetes: a directory within the source.")
+    read_only: bool = Field(True, description="false: the ranks may write there.")
+
+    @property
+    def source(self) -> str:
+        """The name of the one source that is given."""
+        return self._given()[0]
+
+    def _given(self) -> list[str]:
+        kinds = ("host_path", "claim", "config_map", "secret", "empty_dir")
+        return [kind for kind in kinds if getattr(self, kind) is not None]
+
+    @model_validator(mode="after")
+    def _one_source(self) -> VolumeSpec:
+        if len(self._given()) != 1:
+            raise ValueError("give exactly one of host_path, claim, config_map, secret and empty_dir")
+        return self
+
+
+class EngineSpec(SpecModel):
+    """Of a launcher. What a job does not give is not stored either: it is the site's to say, whenever the job is launched."""
+
+    @model_serializer(mode="wrap")
+    def _given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = handler(self)
+        return {key: value for key, value in data.items() if key == "kind" or key in self.model_fields_set}
+
+    def over(self, defaults: Self) -> Self:
+        """The keys that are given here, and those of ``defaults`` for the others."""
+        return type(self).model_validate(defaults.model_dump() | self.model_dump())
+
+
+class LocalLauncherSpec(EngineSpec):
+    """Processes of the service's own machine."""
+
+    kind: Literal["local"] = "local"
+
+
+class KubernetesLauncherSpec(EngineSpec):
+    """One Indexed Job per attempt, a pod per node. What is not given comes from the service's launchers file."""
+
+    kind: Literal["kubernetes"] = "kubernetes"
+    namespace: str | None = Field(None, pattern=_DNS, description="null: the service's.")
+    queue: str | None = Field(
+        None, pattern=_DNS, description="Kueue's LocalQueue; the Job is created suspended, and Kueue starts it."
+    )
+    priority_class: str | None = Field(None, pattern=_DNS, description="Kubernetes may preempt lower ones for it.")
+    service_account: str | None = Field(None, pattern=_DNS, description="Of the pods; null: the namespace's default.")
+    node_selector: dict[str, str] = Field({}, description="Labels that a node must have.")
+    tolerations: list[dict[str, Any]] = Field([], description="As in a pod's spec.")
+    image_pull_secrets: list[str] = Field([], description="Names of Secrets.")
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    shm_size: Size | None = Field(None, description="Of /dev/shm; null: as much as the pod's memory.")
+    run_as_user: int | None = Field(None, ge=1, le=2**31 - 1, description="null: the service's own user.")
+    labels: dict[str, str] = Field({}, description="Of Job and pods, beside Ratchet's own.")
+    annotations: dict[str, str] = Field({}, description="Of the pods.")
+    ttl_seconds_after_finished: int = Field(3600, ge=0, description="Until Kubernetes deletes the ended Job.")
+    pod_patch: dict[str, Any] = Field(
+        {},
+        description="JSON merge patch (RFC 7396) of the pod template, for all that has no key of its own; entries of containers, "
+        "initContainers and volumes are merged by name.",
+    )
+
+
+class SlurmLauncherSpec(EngineSpec):
+    """One batch job per attempt, one agent per node by srun. What is not given comes from the service's launchers file."""
+
+    kind: Literal["slurm"] = "slurm"
+    partition: str | None = Field(None, pattern=_SLURM_WORD)
+    account: str | None = Field(None, pattern=_SLURM_WORD)
+    qos: str | None = Field(None, pattern=_SLURM_WORD)
+    constraint: str | None = Field(None, pattern=_SLURM_WORD)
+    reservation: str | None = Field(None, pattern=_SLURM_WORD)
+    gres: str | None = Field(None, pattern=_SLURM_WORD, description="null: gpu, of resources.gpu's type, one per rank.")
+    time_limit: Seconds | None = Field(
+        None, ge=120, description="Of one attempt. The job saves before it is reached and goes on in the next attempt."
+    )
+    exclusive: bool = Field(False, description="Whole nodes.")
+    container: Literal["apptainer", "pyxis"] = Field("apptainer", description="What runs `image`, where one is given.")
+    setup: list[str] = Field([], description="Shell lines before srun, such as `module load cuda`.")
+    options: dict[str, str | None] = Field({}, description="More options of sbatch, without `--`; null: no value.")
+
+    @field_validator("options")
+    @classmethod
+    def _owned(cls, value: dict[str, str | None]) -> dict[str, str | None]:
+        for name, text in value.items():
+            if not _OPTION.fullmatch(name):
+                raise ValueError(f"{name!r} is not the long name of an option of sbatch")
+            if name in OWNED_OPTIONS:
+                raise ValueError(f"{name} is set by Ratchet and cannot be given")
+            if text is not None and ("\n" in text or "\0" in text):
+                raise ValueError(f"the value of {name} has a line break")
+        return value
+
+    @field_validator("setup")
+    @classmethod
+    def _lines(cls, value: list[str]) -> list[str]:
+        if any("\0" in line for line in value):
+            raise ValueError("a line has a NUL character")
+        return value
+
+
+OWNED_OPTIONS: Final = frozenset(
+    {
+        "job-name", "nodes", "ntasks", "ntasks-per-node", "requeue", "no-requeue", "signal", "array", "output", "error",
+        "open-mode", "export", "export-file", "wrap", "parsable", "wait", "comment", "kill-on-bad-exit", "no-kill",
+    }
+)  # fmt: skip
+
+
+class OtherLauncherSpec(EngineSpec):
+    """A launcher that another package brings (entry point group ``ratchet.launchers``)."""
+
+    kind: str = Field(pattern=r"^[a-z][-a-z0-9]{0,62}$", description="The entry point's name.")
+    options: dict[str, Any] = Field({}, description="As that launcher says.")
+
+
+def _kind(value: Any) -> str:
+    kind = value.get("kind", "local") if isinstance(value, dict) else getattr(value, "kind", "local")
+    return kind if isinstance(kind, str) and kind in LAUNCHER_SPECS and kind != "other" else "other"
+
+
+LAUNCHER_SPECS: Final[dict[str, type[EngineSpec]]] = {
+    "local": LocalLauncherSpec,
+    "kubernetes": KubernetesLauncherSpec,
+    "slurm": SlurmLauncherSpec,
+    "other": OtherLauncherSpec,
+}
+
+
+LauncherSpec = Annotated[
+    Annotated[LocalLauncherSpec, Tag("local")]
+    | Annotated[KubernetesLauncherSpec, Tag("kubernetes")]
+    | Annotated[SlurmLauncherSpec, Tag("slurm")]
+    | Annotated[OtherLauncherSpec, Tag("other")],
+    Discriminator(_kind),
+]

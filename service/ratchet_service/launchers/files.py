@@ -1,0 +1,87 @@
+"""The files of an attempt, as every launcher reads and writes them: ``launch.json`` going in, the agents' own coming out."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from ratchet_contract.messages import AgentFile, AttemptResult, LaunchFile
+from ratchet_contract.paths import AttemptPaths, NodePaths
+from ratchet_service.launchers.base import AttemptRef, NodeState
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def write_launch(paths: AttemptPaths, launch: LaunchFile) -> None:
+    """Write ``launch.json`` by rename, readable by the owner alone (it holds the report token). Raises ``OSError``."""
+    paths.root.mkdir(parents=True, exist_ok=True)
+    fd, temporary = tempfile.mkstemp(dir=paths.root, prefix=".launch-")  # mode 0600
+    with os.fdopen(fd, "w") as handle:
+        handle.write(launch.model_dump_json(indent=1))
+        handle.flush()
+        os.fsync(handle.fileno())
+    Path(temporary).rename(paths.launch_file)
+
+
+def node_states(
+    ref: AttemptRef, *, gone: Callable[[int], bool] = lambda _node: False, notes: Mapping[int, str] | None = None
+) -> tuple[NodeState, ...]:
+    """What the agents' files say, node by node. ``gone(node)``: is an agent that has begun known not to run any more? ``notes``:
+    the engine's word on some of them."""
+    return tuple(_node_state(ref.paths.node(i), i, gone, (notes or {}).get(i)) for i in range(ref.nodes))
+
+
+def _node_state(paths: NodePaths, node: int, gone: Callable[[int], bool], note: str | None) -> NodeState:
+    agent = read_message(paths.agent_file, AgentFile)
+    if agent is None:
+        return NodeState(note=note)
+    ended = gone(node)  # asked first: its last word is there by then
+    return NodeState(True, ended, agent, read_message(paths.result_file, AttemptResult), note)
+
+
+def agent_logs(ref: AttemptRef, limit: int) -> str:
+    """The ends of the agents' logs, ``limit`` characters together; empty when they have printed nothing."""
+    parts = []
+    for node in range(ref.nodes):
+        text = tail(ref.paths.node(node).agent_log, limit // ref.nodes)
+        if text:
+            parts.append(f"node {node}: {text}" if ref.nodes > 1 else text)
+    return "\n".join(parts)[-limit:]
+
+
+def tail(path: Path, limit: int) -> str:
+    """The last ``limit`` characters of a text file, stripped; empty when it cannot be read."""
+    try:
+        return path.read_text(errors="replace").strip()[-limit:]
+    except OSError:
+        return ""
+
+
+def read_message(path: Path, model: type[M]) -> M | None:
+    """The message in ``path``, or None. Such files are written by rename, so one that cannot be understood is no message of
+    ours, and counts as none."""
+    try:
+        return model.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def lock_is_held(path: Path) -> bool:
+    """Does a live process of this machine hold the lock? The kernel drops it with the last process that has it open."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False

@@ -1,0 +1,178 @@
+"""The API server over HTTP: plain JSON, with what the official client knows of finding and proving oneself to a cluster.
+
+Its typed calls are left alone: they would turn every object into models and back, and refuse fields that they do not know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, cast
+from urllib.parse import urlencode
+
+from ratchet_service.launchers.base import EngineUnreachable
+from ratchet_service.launchers.kubernetes.settings import Settings
+
+Json = dict[str, Any]
+
+_CONNECT: Final = 5.0
+_READ: Final = 15.0
+_KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
+"""Seconds, seconds, number: a watch on a connection that is silently gone would wait for its whole time."""
+_IN_CLUSTER: Final = "KUBERNETES_SERVICE_HOST"
+
+
+class Refusal(Exception):
+    """The server's answer is a Status of failure."""
+
+    def __init__(self, code: int, body: bytes) -> None:
+        try:
+            status = json.loads(body)
+        except ValueError:
+            status = {}
+        self.code = code
+        self.reason = str(status.get("reason", ""))
+        self.message = str(status.get("message") or body.decode(errors="replace")[:500] or f"HTTP {code}")
+        super().__init__(self.message)
+
+
+class Api:
+    """Calls on one cluster; connects with the first. Thread-safe. All raise ``EngineUnreachable`` where no server answers, or one
+    that is overloaded or does not know us, and ``Refusal`` for its other answers than success."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._client: Any = None
+        self._lock = threading.Lock()
+
+    def get(self, path: str, **query: str | int) -> Json:
+        return self._json("GET", path, query)
+
+    def text(self, path: str, **query: str | int) -> str:
+        """The body of an answer that is no JSON: a log."""
+        return self._call("GET", path, query).decode(errors="replace")
+
+    def create(self, path: str, body: Json) -> Json:
+        """``fieldValidation=Strict``: a server drops unknown fields in silence otherwise."""
+        return self._json("POST", path, {"fieldValidation": "Strict"}, body)
+
+    def delete(self, path: str, **query: str | int) -> bool:
+        """False: there was no such object."""
+        try:
+            self._call("DELETE", path, query)
+        except Refusal as refusal:
+            if refusal.code == 404:
+                return False
+            raise
+        return True
+
+    @contextlib.contextmanager
+    def stream(self, path: str, seconds: float, **query: str | int) -> Iterator[Stream]:
+        """The lines of an answer that goes on for at most ``seconds``."""
+        response = self._request("GET", path, query, None, read=seconds + _READ)
+        try:
+            if response.status >= 300:
+                raise _refusal(response.status, response.data)
+            yield Stream(response)
+        finally:
+            response.close()
+
+    def _json(self, method: str, path: str, query: Mapping[str, str | int], body: Json | None = None) -> Json:
+        answer: Json = json.loads(self._call(method, path, query, body))
+        return answer
+
+    def _call(self, method: str, path: str, query: Mapping[str, str | int], body: Json | None = None) -> bytes:
+        response = self._request(method, path, query, body, read=_READ)
+        try:
+            data: bytes = response.data
+        except OSError as error:
+            raise EngineUnreachable(f"Kubernetes broke off its answer: {error}") from None
+        if response.status >= 300:
+            raise _refusal(response.status, data)
+        return data
+
+    def _request(self, method: str, path: str, query: Mapping[str, str | int], body: Json | None, read: float) -> Any:
+        import urllib3
+
+        client = self._connected()
+        headers = {"Accept": "application/json, */*", "User-Agent": "ratchet"}
+        for auth in client.configuration.auth_settings().values():  # refreshes a token that expires
+            if auth["in"] == "header" and auth["value"]:
+                headers[auth["key"]] = auth["value"]
+        data = None
+        if body is not None:
+            data, headers["Content-Type"] = json.dumps(body).encode(), "application/json"
+        url = client.configuration.host + path + (f"?{urlencode(query)}" if query else "")
+        timeout = urllib3.Timeout(connect=_CONNECT, read=read)
+        try:
+            return client.rest_client.pool_manager.request(
+                method, url, body=data, headers=headers, timeout=timeout, retries=False, preload_content=False
+            )
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise EngineUnreachable(f"Kubernetes does not answer at {client.configuration.host}: {error}") from None
+
+    def _connected(self) -> Any:
+        with self._lock:
+            if self._client is None:
+                self._client = _connect(self._settings)
+            return self._client
+
+
+class Stream:
+    """A response as it comes in."""
+
+    def __init__(self, response: Any) -> None:
+        self._response = response
+
+    def lines(self) -> Iterator[bytes]:
+        """Raises ``EngineUnreachable`` when the connection breaks."""
+        import urllib3
+
+        buffer = b""
+        try:
+            for chunk in self._response.stream(amt=None):
+                *lines, buffer = (buffer + chunk).split(b"\n")
+                yield from (line for line in lines if line.strip())
+        except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
+            raise EngineUnreachable(f"the watch was cut: {error}") from None
+
+    def shut(self) -> None:
+        """End the wait of another thread in ``lines``."""
+        connection = getattr(self._response, "connection", None)
+        sock = getattr(connection, "sock", None)
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+def _refusal(code: int, body: bytes) -> Exception:
+    refusal = Refusal(code, body)
+    if code in (401, 408, 429) or code >= 500:
+        return EngineUnreachable(f"Kubernetes answers {code}: {refusal.message}")
+    return refusal
+
+
+def _connect(settings: Settings) -> Any:
+    """The official client's access to the cluster: service account, kubeconfig, context, client certificates, plugins."""
+    from kubernetes import client, config
+    from kubernetes.config.config_exception import ConfigException
+
+    configuration, load = client.Configuration(), cast(Any, config)
+    try:
+        if settings.kubeconfig is None and settings.context is None and os.environ.get(_IN_CLUSTER):
+            load.load_incluster_config(configuration)
+        else:
+            load.load_kube_config(settings.kubeconfig, settings.context, configuration, persist_config=False)
+    except (ConfigException, OSError) as error:
+        raise EngineUnreachable(f"no way to a Kubernetes cluster is known: {error}") from None
+    configuration.connection_pool_maxsize = 16
+    configuration.socket_options = [
+        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        *((socket.IPPROTO_TCP, option, value) for option, value in _KEEPALIVE),
+    ]
+    return client.ApiClient(configuration)

@@ -1,0 +1,96 @@
+"""What a pod sees of the run directory, and the job's own volumes.
+
+Of the run directory only the job's own directory, and read-only what it begins with: users' code must not reach other jobs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ratchet_contract.messages import LaunchFile
+from ratchet_contract.paths import JobPaths
+from ratchet_contract.spec_engines import KubernetesLauncherSpec, VolumeSpec
+from ratchet_service.launchers.kubernetes.settings import Site
+
+CODE: Final = "/ratchet/code"
+"""Of the pod alone: the agent fetches the snapshot there."""
+SHM: Final = "/dev/shm"
+TMP: Final = "/tmp"
+
+
+@dataclass(frozen=True)
+class Mounted:
+    """Volumes of the pod and mounts of the agent's container."""
+
+    volumes: list[dict[str, Any]]
+    mounts: list[dict[str, Any]]
+
+
+def code_dir(launch: LaunchFile) -> str | None:
+    """Where the ranks find the code: a snapshot in the pod's own directory, a directory of the nodes where it lies."""
+    return f"{CODE}/{launch.resolved.code_digest}" if _fetched(launch) else launch.code_dir
+
+
+def _fetched(launch: LaunchFile) -> bool:
+    code = launch.spec.code
+    return launch.resolved.code_digest is not None and code is not None and code.source == "snapshot"
+
+
+def mounted(site: Site, launch: LaunchFile, launcher: KubernetesLauncherSpec) -> Mounted:
+    memory: dict[str, Any] = {"medium": "Memory"}
+    if launcher.shm_size is not None:
+        memory["sizeLimit"] = launcher.shm_size
+    volumes: list[dict[str, Any]] = [
+        {"name": "home", "persistentVolumeClaim": {"claimName": site.settings.claim}},
+        {"name": "shm", "emptyDir": memory},
+        {"name": "tmp", "emptyDir": {}},
+    ]
+    mounts = [*_of_home(site, launch), {"name": "shm", "mountPath": SHM}, {"name": "tmp", "mountPath": TMP}]
+    if _fetched(launch):
+        volumes.append({"name": "code", "emptyDir": {}})
+        mounts.append({"name": "code", "mountPath": CODE})
+    for i, volume in enumerate(launch.spec.volumes):
+        name = f"volume-{i}"
+        volumes.append({"name": name, **_source(volume)})
+        mounts.append(_mount(name, volume))
+    return Mounted(volumes, mounts)
+
+
+def _of_home(site: Site, launch: LaunchFile) -> list[dict[str, Any]]:
+    wanted = [(launch.job_root, False)]
+    if launch.fork is not None:
+        wanted.append((str(JobPaths(Path(launch.fork.job_root)).checkpoints), True))
+    if launch.start_file is not None:
+        wanted.append((str(Path(launch.start_file).parent), True))
+    out = []
+    for path, read_only in wanted:
+        within = Path(path).relative_to(site.home.home)
+        mount = {"name": "home", "mountPath": path, "subPath": str(Path(site.settings.sub_path_prefix) / within)}
+        out.append(mount | {"readOnly": True} if read_only else mount)
+    return out
+
+
+def _source(volume: VolumeSpec) -> dict[str, Any]:
+    match volume.source:
+        case "host_path":
+            return {"hostPath": {"path": volume.host_path, "type": "Directory"}}
+        case "claim":
+            return {"persistentVolumeClaim": {"claimName": volume.claim}}
+        case "config_map":
+            return {"configMap": {"name": volume.config_map}}
+        case "secret":
+            return {"secret": {"secretName": volume.secret}}
+        case _:
+            return {"emptyDir": {"sizeLimit": volume.empty_dir}}
+
+
+def _mount(name: str, volume: VolumeSpec) -> dict[str, Any]:
+    mount: dict[str, Any] = {"name": name, "mountPath": volume.mount_path}
+    if volume.sub_path is not None:
+        mount["subPath"] = volume.sub_path
+    scratch = volume.source == "empty_dir" and "read_only" not in volume.model_fields_set
+    if volume.read_only and not scratch:
+        mount["readOnly"] = True
+    return mount

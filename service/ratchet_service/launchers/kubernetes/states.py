@@ -1,0 +1,238 @@
+"""From a Job, its pods and their events to what became of an attempt: pure, on plain JSON.
+
+Kubernetes says the same thing in several places, and takes some away early: a pod goes with its node, a Job's conditions stay. So
+each pod is judged by the first that speaks: the disruption that a controller announced, the reason of the pod's status, how the
+container ended. What was seen last of pods and Jobs that are deleted counts like the rest (``Seen``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+
+from ratchet_contract.exit_codes import CAUSE_OF_EXIT_CODE
+from ratchet_contract.phases import Cause
+from ratchet_service.launchers.base import EngineEnd
+from ratchet_service.launchers.kubernetes.manifests import QUEUE
+from ratchet_service.launchers.kubernetes.pods import (
+    GOES_ON,
+    OVERDUE,
+    Patience,
+    Pod,
+    container_end,
+    disruption,
+    hopeless,
+    status_end,
+    waits_for,
+)
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What watches have brought of an attempt. ``deleted``: the Job was there and is not any more; ``ours``: this service deleted
+    it; ``warnings``: the last warning event, by the name of the Job or pod that it is about."""
+
+    job: Json | None = None
+    deleted: bool = False
+    ours: bool = False
+    pods: tuple[Pod, ...] = ()
+    warnings: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def leaving(self) -> bool:
+        """The Job is deleted, or being deleted."""
+        return self.job is not None and (self.deleted or "deletionTimestamp" in self.job["metadata"])
+
+
+@dataclass(frozen=True)
+class View:
+    """``alive``, ``waiting``, ``ends`` as in ``AttemptState``; ``gone``: nodes whose pod is known not to run any more, or whose
+    machine is lost; ``notes`` by node; ``revoked``: whoever started the Job has taken the start back, and it must not go on."""
+
+    alive: bool
+    waiting: str | None = None
+    ends: tuple[EngineEnd, ...] = ()
+    gone: frozenset[int] = frozenset()
+    notes: Mapping[int, str] = field(default_factory=dict)
+    revoked: bool = False
+
+
+def look(
+    seen: Seen,
+    nodes: int,
+    began: Callable[[], bool],
+    has_result: Callable[[int], bool],
+    now: datetime,
+    patience: Patience,
+) -> View:
+    """``began``: has an agent of the attempt begun at some time? ``has_result``: has this node's agent left its last word?"""
+    live = [pod for pod in seen.pods if not pod.over]
+    revoked = _revoked(seen, began)
+    ends = _ends(seen, has_result, now, patience, revoked)
+    stuck = any(hopeless(pod, now, patience) is not None for pod in live)
+    late = [pod for pod in seen.pods if pod.over and _result_may_come(pod, has_result, now, patience)]
+    may_start = _may_start(seen, nodes) and not revoked
+    alive = not stuck and bool(live or late or may_start)
+    return View(
+        alive=alive,
+        waiting=_waiting(seen, nodes, live) if alive else None,
+        ends=ends,
+        gone=_gone(seen, nodes, late, now, may_start),
+        notes={pod.node: pod.note() for pod in seen.pods},
+        revoked=revoked,
+    )
+
+
+def concludes(seen: Seen, nodes: int) -> bool:
+    """All pods have ended by themselves, so that the controller will say that the Job has ended, and make no more pods."""
+    ended = {pod.node for pod in seen.pods if pod.phase in ("Succeeded", "Failed")}
+    return seen.job is not None and not seen.leaving and len(ended) == nodes and all(pod.over for pod in seen.pods)
+
+
+def finished(seen: Seen) -> bool:
+    """The controller has said so; a Job's last condition never changes back, nor does it come before the end of its pods."""
+    return seen.job is not None and any(_condition(seen.job, kind) for kind in ("Complete", "Failed"))
+
+
+def _may_start(seen: Seen, nodes: int) -> bool:
+    """Will the Job controller make pods? Not once one has failed (``backoffLimit: 0``), nor for indices that have succeeded."""
+    if seen.job is None or seen.leaving:
+        return False
+    if any(_condition(seen.job, kind) for kind in ("Complete", "Failed", "FailureTarget", "SuccessCriteriaMet")):
+        return False
+    if any(pod.phase == "Failed" for pod in seen.pods):
+        return False
+    return len({pod.node for pod in seen.pods if pod.phase == "Succeeded"}) < nodes
+
+
+def _revoked(seen: Seen, began: Callable[[], bool]) -> bool:
+    """The Job was started and is suspended now: it would be started again as the same epoch."""
+    if seen.job is None or not seen.job["spec"].get("suspend"):
+        return False
+    return bool(seen.pods) or began()
+
+
+def _ends(
+    seen: Seen, has_result: Callable[[int], bool], now: datetime, patience: Patience, revoked: bool
+) -> tuple[EngineEnd, ...]:
+    found: list[tuple[str, bool, EngineEnd]] = []
+    for pod in seen.pods:
+        end = _end_of(pod, has_result, now, patience)
+        if end is not None:
+            follows = disruption(pod) is None and end[0] is not Cause.OOM
+            found.append((pod.ended_at, follows, EngineEnd(end[0], f"{pod.name}: {end[1]}", pod.node)))
+    # Times are whole seconds, in which a cause and what follows from it have room.
+    ordered = [end for *_, end in sorted(found, key=lambda item: item[:2])]
+    interference = _interference(seen, revoked)
+    if interference is not None:  # what was done to the Job is why its pods were stopped
+        return (interference, *ordered)
+    conclusion = None if ordered else _conclusion(seen)
+    return tuple(ordered) if conclusion is None else (conclusion,)
+
+
+def _end_of(pod: Pod, has_result: Callable[[int], bool], now: datetime, patience: Patience) -> tuple[Cause, str] | None:
+    announced = disruption(pod)
+    if announced is not None:
+        return announced
+    if pod.over:
+        return status_end(pod) or (None if has_result(pod.node) else container_end(pod))
+    if pod.phase == "Unknown" or (pod.deadline is not None and now > pod.deadline + OVERDUE):
+        return Cause.NODE_LOST, f"its machine {pod.machine or ''} does not answer; {GOES_ON}"
+    return hopeless(pod, now, patience)
+
+
+def _interference(seen: Seen, revoked: bool) -> EngineEnd | None:
+    """What somebody else did to the Job itself."""
+    job = seen.job
+    if job is None:
+        return None
+    if revoked:
+        queue = job["metadata"].get("labels", {}).get(QUEUE)
+        if queue is not None:
+            text = f"Kueue took back what queue {queue} had given{_said(seen, job)}; the job waits in the queue again"
+            return EngineEnd(Cause.HIGHER_PRIORITY, text)
+        text = f"somebody suspended the Job; {GOES_ON}: to keep it stopped suspend it by Ratchet (`ratchet suspend`)"
+        return EngineEnd(Cause.EVICTED, text)
+    if seen.leaving and not seen.ours and not _ended_before(job):
+        text = f"somebody deleted the Job; {GOES_ON}: to end it cancel it by Ratchet (`ratchet cancel`)"
+        return EngineEnd(Cause.EVICTED, text)
+    return None
+
+
+def _ended_before(job: Json) -> bool:
+    """Had the Job ended when it was deleted? Then its time after the end was over, which is nobody's doing."""
+    ended = _condition(job, "Complete") or _condition(job, "Failed")
+    deleted = job["metadata"].get("deletionTimestamp")
+    return ended is not None and (deleted is None or str(ended.get("lastTransitionTime", "")) <= str(deleted))
+
+
+def _conclusion(seen: Seen) -> EngineEnd | None:
+    """The Job's own, where no pod is left to tell."""
+    job = seen.job or {}
+    failed = _condition(job, "Failed") or _condition(job, "FailureTarget")
+    if failed is None:
+        return None
+    text = str(failed.get("message", ""))
+    if failed.get("reason") == "DeadlineExceeded":
+        return EngineEnd(Cause.TIME_LIMIT, f"the Job's own deadline was reached: {text}")
+    if "DisruptionTarget" in text:
+        return EngineEnd(Cause.EVICTED, f"{text}; {GOES_ON}")
+    _, _, after = text.partition("failed with exit code ")
+    code = after.partition(" ")[0]
+    cause = CAUSE_OF_EXIT_CODE.get(int(code), Cause.UNKNOWN) if code.isdigit() else Cause.UNKNOWN
+    return EngineEnd(cause, f"the Job failed ({failed.get('reason')}): {text}")
+
+
+def _result_may_come(pod: Pod, has_result: Callable[[int], bool], now: datetime, patience: Patience) -> bool:
+    """An agent that ended by a code of its own has written its result, which a shared file system may show later."""
+    ended = pod.terminated
+    if ended is None or ended.get("exitCode") not in CAUSE_OF_EXIT_CODE or has_result(pod.node):
+        return False
+    return pod.finished is not None and now < pod.finished + timedelta(seconds=patience.result)
+
+
+def _gone(seen: Seen, nodes: int, late: Sequence[Pod], now: datetime, may_start: bool) -> frozenset[int]:
+    """Nodes that nothing runs on. One whose machine does not answer after its pod's grace is given up with them."""
+    out = set()
+    for node in range(nodes):
+        pods = [pod for pod in seen.pods if pod.node == node]
+        running = [pod for pod in pods if not pod.over and (pod.deadline is None or now <= pod.deadline + OVERDUE)]
+        if running or any(pod.node == node for pod in late) or (not pods and may_start):
+            continue
+        out.add(node)
+    return frozenset(out)
+
+
+def _waiting(seen: Seen, nodes: int, live: Sequence[Pod]) -> str | None:
+    """Why not all containers have started, in the engine's words."""
+    job = seen.job
+    if job is None:
+        return None
+    if job["spec"].get("suspend"):
+        queue = job["metadata"].get("labels", {}).get(QUEUE)
+        if queue is None:
+            return "the Job is suspended, and no queue is named: somebody suspended it (`kubectl get job` tells)"
+        return f"waits in Kueue's queue {queue}{_said(seen, job)}"
+    made = {pod.node for pod in seen.pods}
+    if len(made) < nodes and _may_start(seen, nodes):
+        missing = f"{nodes - len(made)} of {nodes} pods are not made yet"
+        return f"{missing}{_said(seen, job)}"
+    for pod in live:
+        text = waits_for(pod, seen.warnings.get(pod.name))
+        if text is not None:
+            return f"node {pod.node}: {text}" if nodes > 1 else text
+    return None
+
+
+def _said(seen: Seen, job: Json) -> str:
+    text = seen.warnings.get(job["metadata"]["name"])
+    return f": {text}" if text else ""
+
+
+def _condition(job: Json, kind: str) -> Json | None:
+    found = (c for c in job.get("status", {}).get("conditions") or () if c["type"] == kind and c["status"] == "True")
+    return next(found, None)

@@ -1,0 +1,75 @@
+"""The interpreter of a job's ranks, and what it says of itself and of the task's module."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from ratchet_contract.spec import JobSpec, TaskSpec
+from ratchet_contract.spec_parse import nearest
+from ratchet_service import entrypoints, snapshot
+from ratchet_service.interpreters import Findings, Interpreters, interpreter_of, python_fault
+from ratchet_service.machine import Machine
+from ratchet_service.preflight_report import Report
+
+
+def check(
+    spec: JobSpec, machine: Machine, interpreters: Interpreters, code_ok: bool, report: Report
+) -> tuple[str, Findings]:
+    """The interpreter for the ranks, and what it says about itself and the entrypoint."""
+    given = spec.python or machine.python
+    path = interpreter_of(given) if Path(given).is_absolute() else None
+    if path is None:
+        report.refuse("/python", "python-not-found", _no_python(given))
+        return given, Findings(error="not found")
+    module = spec.task.entrypoint.partition(":")[0] if spec.task is not None and code_ok else None
+    # Of a script nothing is asked that depends on its directory: an answer that is known already will do.
+    code = spec.code.path if spec.code is not None and module is not None else None
+    found = interpreters.ask(str(path), code=code, module=module, path=python_path(spec) if module is not None else ())
+    wrong = python_fault(path, found)
+    if wrong is not None:
+        report.refuse("/python", *wrong)
+    elif found.missing is not None:
+        report.refuse("/task/entrypoint", "module-not-found", _no_module(spec, path, found.missing))
+    elif found.syntax is not None:
+        report.refuse("/task/entrypoint", "syntax-error", found.syntax)
+    elif found.origin is not None and spec.task is not None:
+        _check_entrypoint(spec.task, Path(found.origin), report)
+    return str(path), found
+
+
+def python_path(spec: JobSpec) -> tuple[str, ...]:
+    """Directories that the spec's own PYTHONPATH names; relative ones lie in the ranks' copy of the code."""
+    entries = [entry for entry in spec.env.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    root = Path(spec.code.path) if spec.code is not None else None
+    return tuple(str(root / entry) if root is not None else entry for entry in entries)
+
+
+def _no_python(given: str) -> str:
+    path = Path(given)
+    if not path.is_absolute():
+        found = shutil.which(given)
+        return f"{given!r} is not absolute: give its full path" + (f", {found!r}" if found else "")
+    if snapshot.exists(path, directory=True):
+        return f"{given!r} is a directory without bin/python, so no virtual environment: name one, or its interpreter"
+    return f"there is no interpreter {given!r} on the service's machine: name a python or its environment's directory"
+
+
+def _check_entrypoint(task: TaskSpec, origin: Path, report: Report) -> None:
+    try:
+        source = origin.read_bytes()
+    except OSError:  # the interpreter could read it; the first attempt will tell
+        return
+    problem = entrypoints.check(source, task, package=origin.name == "__init__.py")
+    if problem is not None:
+        report.problems.append(problem)
+
+
+def _no_module(spec: JobSpec, path: Path, missing: str) -> str:
+    if spec.code is None:
+        return f"{path} has no module {missing!r}: set code.path to the directory that holds it"
+    here = snapshot.names_in(spec.code.path)
+    near = nearest(missing, [name.removesuffix(".py") for name in here if name.endswith(".py") or "." not in name])
+    held = ", ".join(here[:20]) or "nothing"
+    return f"no module {missing!r} in {spec.code.path!r} (it holds: {held}) or {path}{near}"

@@ -1,0 +1,95 @@
+"""A job of two nodes on Kubernetes, through the real service, ends with the bits of a local run though a pod is evicted in its
+middle. The cluster is modelled (``tests/support/kube``), since none can run here: its API is real HTTP, its pods are processes
+that see only what their volumes show, as the user that their manifest names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet_store.compare import Comparison, compare, render
+from tests.e2e.exactness import final_checkpoint, run_undisturbed
+from tests.support.engines import STRANGER
+from tests.support.exact_cells import Cell
+from tests.support.kube.cluster import Cluster
+from tests.support.relay import Relay
+from tests.support.server import Server
+
+SPEC = Cell("powerSGD+bf16", "many", 2, "digits").spec("pods")
+TOPOLOGY = {"/facts/nodes", "/facts/ranks_per_node"}
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass
+class Run:
+    """What became of the disturbed job, and what was asked of the API server for it."""
+
+    attempts: list[dict[str, Any]]
+    comparison: Comparison
+    plan: dict[str, Any]
+    lists: int
+    watches: int
+    pods_left: int
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    folder = tmp_path_factory.mktemp("kubernetes")
+    home = folder / "home"
+    server = Server(home, "--launchers", str(folder / "launchers.json"))
+    with Relay(lambda: server.url) as relay, Cluster(folder / "cluster", claims={"home": home}) as cluster:
+        settings = {"claim": "home", "url": relay.url, "kubeconfig": str(cluster.kubeconfig), "image": "worker:1"}
+        if os.getuid() == 0:
+            settings |= {"run_as_user": STRANGER, "run_as_group": STRANGER}
+        (folder / "launchers.json").write_text(json.dumps({"local": {}, "kubernetes": settings}))
+        try:
+            reference = run_undisturbed(server.start(), SPEC)
+            yield disturbed(server, cluster, reference)
+        finally:
+            server.stop()
+
+
+def disturbed(server: Server, cluster: Cluster, reference: Path) -> Run:
+    world = {**SPEC["world"], "nodes": 2, "ranks_per_node": 1}
+    spec = {**SPEC, "world": world, "launcher": {"kind": "kubernetes"}}
+    plan = server.call("POST", "/v1/jobs?dry_run=true", json=spec, expect=200).json()
+    job_id = server.submit(spec)
+    server.wait_step(job_id, 12)
+    cluster.evict(cluster.pods(f"{job_id}-a0001")[1])
+    server.wait_phase(job_id, "SUCCEEDED", deadline=180)
+    comparison = compare(reference, final_checkpoint(server, job_id))
+    running = [pod for pod in cluster.pods() if pod["status"]["phase"] == "Running"]
+    api = cluster.api
+    return Run(server.attempts(job_id), comparison, plan, api.count("list"), api.count("watch"), len(running))
+
+
+def test_the_bits_are_those_of_a_local_run(run: Run) -> None:
+    assert run.comparison.tensors and not run.comparison.different, render(run.comparison)
+    assert {state.pointer for state in run.comparison.states} == TOPOLOGY  # nothing else of what a rank remembers
+
+
+def test_an_eviction_is_the_cause_and_costs_no_step(run: Run) -> None:
+    evicted, last = run.attempts
+    assert (evicted["cause"], evicted["outcome"], evicted["steps_lost"]) == ("evicted", "preempted", 0), run.attempts
+    assert "node 1" in evicted["message"] or "-1-" in evicted["message"], evicted["message"]
+    assert (last["cause"], last["resume_report"]["verdict"]) == ("completed", "exact")
+    assert run.pods_left == 0
+
+
+def test_the_plan_shows_the_manifests(run: Run) -> None:
+    kinds = [manifest["kind"] for manifest in run.plan["launch"]["request"]["manifests"]]
+    assert "Job" in kinds and "Service" in kinds
+
+
+def test_the_api_server_is_watched_and_not_polled(run: Run) -> None:
+    """A list and a watch of each of three kinds; two more lists to prove that each attempt is dead, twice at most."""
+    assert run.lists <= 3 + 2 * 2 * len(run.attempts), run.lists
+    assert run.watches <= 3, run.watches

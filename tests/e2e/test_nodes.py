@@ -1,0 +1,102 @@
+"""Two nodes with a rank each end with the bits of one node with two ranks, whatever happens to one of them: through the real
+service, by a launcher that another package brings. First as two agents side by side; then, where network namespaces can be made,
+each on a host of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet_store.compare import Comparison, compare, render
+from tests.e2e.exactness import final_checkpoint, run_undisturbed
+from tests.support import twin
+from tests.support.exact_cells import Cell
+from tests.support.server import Server, agent_pid, rank_pid
+
+CODE = Path(__file__).parents[1] / "support" / "exact_job"
+SPEC = {**Cell("powerSGD+bf16", "many", 2, "digits").spec("nodes"), "code": {"path": str(CODE)}}
+TOPOLOGY = {"/facts/nodes", "/facts/ranks_per_node"}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@dataclass
+class Run:
+    """What became of the disturbed job; ``agent_logs``: of its second attempt; ``no_hosts``: why its nodes had no hosts of their
+    own."""
+
+    attempts: list[dict[str, Any]]
+    comparison: Comparison
+    agent_logs: list[str]
+    hosts: twin.Hosts | None
+    no_hosts: str = ""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    folder = tmp_path_factory.mktemp("nodes")
+    hosts, why = None, ""
+    try:
+        hosts = twin.Hosts()
+    except twin.NoNamespaces as error:
+        why = str(error)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", twin.installed()["PYTHONPATH"])
+        server = Server(folder / "home", "--launchers", str(twin.launchers_file(folder / "side-by-side.yaml")))
+        try:
+            reference = run_undisturbed(server.start(), SPEC)
+            yield disturbed(server, folder, reference, hosts, why)
+        finally:
+            server.stop()
+            if hosts is not None:
+                hosts.close()
+
+
+def disturbed(server: Server, folder: Path, reference: Path, hosts: twin.Hosts | None, why: str) -> Run:
+    job_id = server.submit(twin.spec({**SPEC, "policy": {**SPEC["policy"], "step_deadline": 5.0}}))
+    number, paths = server.wait_step(job_id, 12)
+    server.kill()  # it comes back elsewhere
+    os.kill(agent_pid(paths), signal.SIGKILL)  # of node 0: rank 0 goes with it, and the store that all ranks meet in
+    if hosts is not None:
+        behind = [hosts.command(node) for node in (0, 1)]
+        file = twin.launchers_file(folder / "hosts.yaml", behind, code=str(folder / "own"))
+        server.options = ("--cpu-slots", "8", "--launchers", str(file), "--host", hosts.here, "--allow-remote")
+    server.start()
+    number, paths = server.wait_step(job_id, 30, after_attempt=number)
+    os.kill(agent_pid(paths.node(1)), signal.SIGTERM)
+    number, paths = server.wait_step(job_id, 45, after_attempt=number)
+    os.kill(rank_pid(paths, 1), signal.SIGSTOP)
+    server.wait_phase(job_id, "SUCCEEDED", deadline=180)
+    second = server.paths.job(job_id).attempt(2)
+    logs = [second.node(node).agent_log.read_text() for node in (0, 1)]
+    comparison = compare(reference, final_checkpoint(server, job_id))
+    return Run(server.attempts(job_id), comparison, logs, hosts, why)
+
+
+def test_the_bits_are_those_of_one_node(run: Run) -> None:
+    assert run.comparison.tensors and not run.comparison.different, render(run.comparison)
+    assert {state.pointer for state in run.comparison.states} == TOPOLOGY  # nothing else of what a rank remembers
+
+
+def test_each_end_has_the_cause_of_the_node_that_made_it(run: Run) -> None:
+    assert [a["cause"] for a in run.attempts] == ["unknown", "sigterm", "hang", "completed"], run.attempts
+    assert "node 0" in run.attempts[0]["message"], run.attempts[0]
+    hang = run.attempts[2]["message"]
+    assert "rank 1" in hang and "SIGSTOP" in hang, hang
+    assert run.attempts[1]["steps_lost"] == 0
+    assert [a["resume_report"]["verdict"] for a in run.attempts[1:]] == ["exact"] * 3
+
+
+def test_hosts_fetch_the_code_that_they_lack_and_find_each_other_over_their_own_network(run: Run) -> None:
+    if run.hosts is None:
+        pytest.skip(f"needs network namespaces: {run.no_hosts}")
+    assert "fetched" in "".join(run.agent_logs)  # by one of them or by both: here they share the place
+    for node, log in enumerate(run.agent_logs):
+        assert f"node {node} is at {run.hosts.address(node)}:" in log and f"({run.hosts.interface})" in log, log

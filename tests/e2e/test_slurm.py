@@ -1,0 +1,168 @@
+"""A PowerSGD job of two nodes on a real Slurm, through the real service, ends with the bits of a local run, whatever Slurm does
+to it: an administrator requeues it, its time is over, somebody cancels it, a node is lost.
+
+Each happens while the ranks wait before a step, so that it costs little and always hits the same one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet_contract.paths import AttemptPaths
+from ratchet_store.compare import Comparison, compare, render
+from tests.e2e.exactness import final_checkpoint, run_undisturbed
+from tests.support.exact_cells import Cell
+from tests.support.launch import wait_freeze
+from tests.support.server import Server, wait_for
+from tests.support.slurm import Slurm, missing, slurm_cluster
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),  # its fixture waits for a limit of a minute and for a lost node
+    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+]
+
+GATED = """
+import time
+from pathlib import Path
+
+from ratchet_worker.tasks.digits import DigitsTask
+
+
+class Gated(DigitsTask):
+    def __init__(self, gates, **more):
+        super().__init__(**more)
+        self.gates = Path(gates)
+
+    def before_step(self, model, optimizer, step):
+        while (self.gates / str(step)).exists():
+            time.sleep(0.05)
+"""
+GATES = (12, 33, 53, 73)
+TOPOLOGY = {"/facts/nodes", "/facts/ranks_per_node"}
+
+
+@dataclass
+class Run:
+    """What became of the disturbed job; ``reasons``: why it said to wait while a node was missing."""
+
+    attempts: list[dict[str, Any]]
+    comparison: Comparison
+    plan: dict[str, Any]
+    jobs: list[str]
+    reasons: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Disturber:
+    """Lets the job come to a gate, disturbs it there, and lets it stop."""
+
+    server: Server
+    cluster: Slurm
+    gates: Path
+    job_id: str
+    last: int = 0
+
+    def at(self, step: int, disturb: Callable[[str], None]) -> None:
+        number, paths = self.server.wait_step(self.job_id, step - 1, after_attempt=self.last)
+        self.last = number
+        disturb(self.batch_job(number))
+        self._stopping(paths)
+        (self.gates / str(step)).unlink()
+
+    def batch_job(self, attempt: int) -> str:
+        name = f"{self.job_id}-a{attempt:04d}"
+        return self.cluster.run("squeue", "-h", "--states=all", f"--name={name}", "-o", "%A").strip()
+
+    def _stopping(self, paths: AttemptPaths) -> None:
+        wait_freeze(paths, 0, deadline=100)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    folder = tmp_path_factory.mktemp("slurm")
+    gates, code, launchers = folder / "gates", folder / "code", folder / "launchers.json"
+    gates.mkdir()
+    code.mkdir()
+    (code / "gated.py").write_text(GATED)
+    launchers.write_text(json.dumps({"local": {}, "slurm": {"poll_seconds": 0.3, "file_seconds": 2}}))
+    spec = Cell("powerSGD+bf16", "many", 2, "digits").spec("batch")
+    arguments = {**spec["task"]["args"], "gates": str(gates)}
+    spec |= {"task": {"entrypoint": "gated:Gated", "args": arguments}, "code": {"path": str(code)}}
+    server = Server(folder / "home", "--launchers", str(launchers))
+    with slurm_cluster(node_timeout=10) as cluster, pytest.MonkeyPatch.context() as patch:
+        for name, value in cluster.variables.items():
+            patch.setenv(name, value)
+        try:
+            reference = run_undisturbed(server.start(), spec)
+            yield disturbed(server, cluster, gates, spec, reference)
+        finally:
+            server.stop()
+
+
+def disturbed(server: Server, cluster: Slurm, gates: Path, spec: dict[str, Any], reference: Path) -> Run:
+    for step in GATES:
+        (gates / str(step)).touch()
+    there = {
+        "world": {**spec["world"], "nodes": 2, "ranks_per_node": 1},
+        "launcher": {"kind": "slurm", "time_limit": "10m"},
+        "policy": {**spec["policy"], "stop_grace": 20},
+    }
+    plan = server.call("POST", "/v1/jobs?dry_run=true", json={**spec, **there}, expect=200).json()
+    job_id = server.submit({**spec, **there})
+    disturber = Disturber(server, cluster, gates, job_id)
+
+    def requeue(number: str) -> None:
+        assert "disabled" in cluster.run("scontrol", "requeue", number, check=False)
+        cluster.run("scontrol", "update", f"JobId={number}", "Requeue=1")
+        cluster.run("scontrol", "requeue", number)
+
+    disturber.at(GATES[0], requeue)
+    disturber.at(GATES[1], lambda number: cluster.run("scontrol", "update", f"JobId={number}", "TimeLimit=1") and None)
+    disturber.at(GATES[2], lambda number: cluster.run("scancel", number) and None)
+    disturber.at(GATES[3], lambda number: cluster.kill_daemon("n2"))
+
+    def waits() -> str | None:
+        job = server.job(job_id)
+        return job["message"] if job["reason"] == "engine-queue" else None
+
+    reasons = {wait_for(waits, "the job to wait for a node", 60)}
+    cluster.start_node("n2")
+    server.wait_phase(job_id, "SUCCEEDED", deadline=180)
+    comparison = compare(reference, final_checkpoint(server, job_id))
+    attempts = server.attempts(job_id)
+    return Run(attempts, comparison, plan, [disturber.batch_job(a["number"]) for a in attempts], reasons)
+
+
+def test_the_bits_are_those_of_a_local_run(run: Run) -> None:
+    assert run.comparison.tensors and not run.comparison.different, render(run.comparison)
+    assert {state.pointer for state in run.comparison.states} == TOPOLOGY  # nothing else of what a rank remembers
+
+
+def test_each_attempt_has_slurms_cause_and_loses_no_step(run: Run) -> None:
+    causes = [attempt["cause"] for attempt in run.attempts]
+    assert causes == ["sigterm", "time-limit", "sigterm", "node-lost", "completed"], run.attempts
+    said = [attempt["message"] for attempt in run.attempts]
+    assert "requeued" in said[0] and "cancelled" in said[2] and "n[1-2]" in said[3], said
+    assert [attempt["steps_lost"] for attempt in run.attempts] == [0] * 5
+    assert [a["resume_report"]["verdict"] for a in run.attempts[1:]] == ["exact"] * 4
+    assert [a["base"]["step"] for a in run.attempts[1:]] == list(GATES)
+
+
+def test_an_attempt_is_one_batch_job(run: Run) -> None:
+    assert all(number.isdigit() for number in run.jobs) and len(set(run.jobs)) == 5
+
+
+def test_the_wait_for_a_node_is_told(run: Run) -> None:
+    assert all("Slurm job" in reason for reason in run.reasons)
+
+
+def test_the_plan_shows_the_batch_script(run: Run) -> None:
+    script = run.plan["launch"]["request"]["script"]
+    assert "#SBATCH --nodes=2" in script and "--no-requeue" in script and "ratchet_worker.agent" in script

@@ -1,0 +1,123 @@
+"""From a laptop: ``ratchet submit`` to a service that does not see the directory of the code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ratchet_client.client import RatchetClient
+from ratchet_contract import code_tree
+from ratchet_contract.errors import SpecError
+from ratchet_service.app import create_app
+from ratchet_service.launchers.table import load
+from ratchet_service.machine import Machine
+from ratchet_service.settings import Settings
+from ratchet_service.submission import LocalSubmission
+from tests.support.api import Server
+from tests.support.cli import EXECUTABLE
+from tests.support.projects import make_project
+from tests.support.server import Server as RealServer
+from tests.support.small_disk import on_small_disk
+
+SPEC = """
+name: mine
+task: {entrypoint: "mine:Mine", args: {steps: 6}}
+world: {ranks_per_node: 1, device: cpu}
+resources: {cpus_per_rank: 1}
+code: {path: project}
+"""
+
+
+@pytest.fixture
+def laptop(tmp_path: Path) -> Path:
+    """A directory with a spec and the project that it names."""
+    root = tmp_path / "laptop"
+    make_project(root / "project")
+    (root / "spec.yaml").write_text(SPEC)
+    return root
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a service that checks specs as in earnest, and runs nothing."""
+    settings = Settings(home=tmp_path_factory.mktemp("upload") / "home")
+    ports = LocalSubmission(settings.paths, Machine((), 4), load(settings.paths, None))
+    with Server(create_app(settings, ports)) as url:
+        yield url
+
+
+def puts(url: str) -> int:
+    """How often code was sent and taken."""
+    lines = httpx.get(f"{url}/metrics", trust_env=False).text.splitlines()
+    counted = [line for line in lines if line.startswith("ratchet_http_requests_total") and 'method="PUT"' in line]
+    return int(sum(float(line.split()[-1]) for line in counted if 'status="20' in line))
+
+
+def test_a_job_runs_code_that_only_the_client_sees(server: RealServer, laptop: Path, tmp_path: Path) -> None:
+    """The directory lies in a mount namespace of the client's own."""
+    digest = code_tree.digest(code_tree.entries(laptop / "project"))
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    env = {**os.environ, "RATCHET_HOME": str(server.home), "RATCHET_CONFIG": str(tmp_path / "none.json")}
+    submit = f"cp -r {laptop}/. {disk} && {EXECUTABLE} submit {disk}/spec.yaml"
+    refused = on_small_disk(disk, "4m", submit, timeout=120, env=env)
+    assert refused.returncode == 5 and "is not a directory on the service's machine" in refused.stderr
+    assert (
+        "next: is it a directory of this machine, and the service on another one? `--upload` sends it" in refused.stderr
+    )
+    done = on_small_disk(disk, "4m", f"{submit} --upload", timeout=120, env=env)
+    assert done.returncode == 0, done.stderr
+    assert not any(disk.iterdir())
+    job = server.wait_phase(done.stdout.strip(), "SUCCEEDED")
+    assert job["resolved"]["code_digest"] == job["spec"]["code"]["digest"] == digest
+    assert job["spec"]["code"]["path"] == str(disk / "project")
+
+
+def test_an_unchanged_directory_is_not_sent_twice(service: str, laptop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "*")
+    spec, before = laptop / "spec.yaml", puts(service)
+    with RatchetClient(service.replace("127.0.0.1", "0.0.0.0")) as client:  # not a name of this machine
+        first = client.submit(spec)
+        digest = first.resolved.code_digest
+        assert first.spec["code"] == {"path": str(laptop / "project"), "source": "snapshot", "digest": digest}
+        plan = client.plan(spec)
+        assert plan.resolved.code_digest == digest and str(digest) in str(plan.launch)
+        assert puts(service) == before + 1
+        (laptop / "project" / "more.py").write_text("more = 1\n")
+        other = client.submit(spec)
+        assert other.resolved.code_digest not in (None, digest)
+        assert puts(service) == before + 2
+        unsent = [client.submit(spec, upload=False)]
+    with RatchetClient(service) as client:  # of this machine
+        unsent.append(client.submit(spec))
+        assert [job.spec["code"]["digest"] for job in unsent] == [None, None]
+        assert {job.resolved.code_digest for job in unsent} == {other.resolved.code_digest}
+    assert puts(service) == before + 2
+
+
+def test_a_digest_is_refused_where_the_service_has_no_such_code(service: str, laptop: Path) -> None:
+    spec: dict[str, Any] = {
+        "name": "mine", "task": {"entrypoint": "mine:Mine"}, "world": {"device": "cpu"},
+        "code": {"path": "/on/the/laptop", "digest": "0" * 64},
+    }  # fmt: skip
+    with RatchetClient(service) as client:
+        for call in (client.submit, client.plan):
+            with pytest.raises(SpecError) as caught:
+                call(spec)
+            assert [(e.pointer, e.code) for e in caught.value.errors] == [("/code/digest", "code-not-uploaded")]
+        with pytest.raises(SpecError) as caught:  # the client's own words
+            client.submit({**spec, "code": {"path": str(laptop / "nowhere")}}, upload=True)
+        assert [(e.pointer, e.code) for e in caught.value.errors] == [("/code/path", "unreadable")]
+
+
+def test_who_sends_much_is_told_how_far_it_is(service: str, laptop: Path) -> None:
+    (laptop / "project" / "big.py").write_bytes(b"#" * (17 * 2**20))
+    told: list[str] = []
+    with RatchetClient(service) as client:
+        client.plan(laptop / "spec.yaml", upload=True, note=told.append)
+    assert "17.0 MiB" in told[0] and str(laptop / "project") in told[0]

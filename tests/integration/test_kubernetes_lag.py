@@ -1,0 +1,55 @@
+"""The Kubernetes launcher when what it is told comes late, or is about a Job that has ended.
+
+The server is a model behind real HTTP (``tests/support/kube``). A watch that lags behind another one is made by keeping its
+events back: on a live cluster it comes about when a proxy cuts one of the connections.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ratchet_contract.phases import Cause
+from ratchet_service.launchers.kubernetes.cache import Cache
+from tests.integration.test_kubernetes_watches import HELD, Site, ended, gone, site
+from tests.support.kube.store import JOBS
+from tests.support.server import wait_for
+
+__all__ = ["site"]
+
+
+def test_a_job_that_kueue_has_just_started_is_not_taken_for_one_it_took_back(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing orders two watches: that of the pods may tell of a pod before that of the Jobs tells of the start."""
+    plan = site.plan(**HELD)
+    site.launcher.submit(plan)
+    assert site.launcher.poll(plan.ref).alive
+    apply = Cache.apply
+
+    def without_jobs(self: Cache, kind: str, object_: Any, namespace: str, *, deleted: bool = False) -> None:
+        if kind != "jobs":
+            apply(self, kind, object_, namespace, deleted=deleted)
+
+    with monkeypatch.context() as late:
+        late.setattr(Cache, "apply", without_jobs)
+        site.cluster.admit(plan.ref.name)
+        wait_for(lambda: site.launcher.poll(plan.ref).nodes[0].note, "the pods' watch to tell of the pod", 30)
+        state = site.launcher.poll(plan.ref)
+        assert state.alive and state.ends == ()
+    (job,) = site.cluster.store.select(JOBS)
+    assert "deletionTimestamp" not in job["metadata"] and ("delete", "jobs") not in site.asked()
+    wait_for(lambda: site.running(plan.ref), "the pod to run", 30)
+
+
+def test_a_sweep_leaves_jobs_that_have_ended_to_people(site: Site) -> None:
+    plan = site.plan()
+    site.launcher.submit(plan)
+    wait_for(lambda: site.running(plan.ref), "the pod to run", 30)
+    site.cluster.oom(site.cluster.pods(plan.ref.name)[0])
+    assert [end.cause for end in ended(site, plan.ref).ends] == [Cause.OOM]
+    gone(site, plan.ref)
+    assert site.launcher.sweep(lambda names: []) == []
+    (job,) = site.cluster.store.select(JOBS)
+    assert "deletionTimestamp" not in job["metadata"] and ("delete", "jobs") not in site.asked()

@@ -1,0 +1,109 @@
+"""The modelled cluster against recordings of a real one, and the launcher against both.
+
+A live cluster cannot run here. What can be shown is that the model answers recorded calls as the real server and Job controller
+did, and that the launcher reads their recorded histories rightly. ``pytest -m cluster`` runs the launchers' suite on a real one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+from kubernetes import client, config
+
+from tests.support.kube.cluster import Cluster
+from tests.support.kube.recorded import SCENARIOS, Call, Seen, history, stories
+from tests.support.kube.store import Object
+from tests.support.server import wait_for
+
+
+@pytest.fixture(scope="module")
+def replayed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Every scenario's calls, made at their times, all at once."""
+    with Cluster(tmp_path_factory.mktemp("cluster"), pace=1.0) as cluster:
+        with ThreadPoolExecutor(len(SCENARIOS)) as pool:
+            list(pool.map(partial(_replay, cluster), SCENARIOS))
+        yield cluster
+
+
+def _replay(cluster: Cluster, scenario: str) -> None:
+    entries = history(scenario)
+    first, *later = (i for i, entry in enumerate(entries) if isinstance(entry, Call))
+    with config.new_client_from_config(str(cluster.kubeconfig)) as api:
+        _call(cluster, api, scenario, entries[first])
+        began = time.monotonic()
+        for i in later:
+            time.sleep(max(0.0, began + entries[i].at - time.monotonic()))
+            before = stories([entry for entry in entries[:i] if isinstance(entry, Seen) and entry.kind == "job"])
+            wait_for(lambda b=before: _reached(cluster, scenario, b), f"{scenario} to be where the call was made", 30)
+            _call(cluster, api, scenario, entries[i])
+
+
+def _name(scenario: str) -> str:
+    return f"g-{scenario.replace('_', '-')}"
+
+
+def _reached(cluster: Cluster, scenario: str, recorded: dict[str, list[Any]]) -> bool:
+    modelled = stories(_seen(cluster, _name(scenario)))
+    return all(modelled.get(key, [None])[-1] == story[-1] for key, story in recorded.items())
+
+
+def _call(cluster: Cluster, api: client.ApiClient, scenario: str, call: Call | Seen) -> None:
+    assert isinstance(call, Call)
+    name = _name(scenario)
+    if call.path.endswith("/eviction"):
+        index = int(call.body["metadata"]["name"].split("-")[-2])
+        pod = cluster.pods(name)[index]["metadata"]["name"]
+        client.CoreV1Api(api).create_namespaced_pod_eviction(pod, "default", call.body | {"metadata": {"name": pod}})
+    elif call.method == "POST":
+        client.BatchV1Api(api).create_namespaced_job("default", call.body)
+    elif call.method == "PATCH":
+        client.BatchV1Api(api).patch_namespaced_job(name, "default", call.body)
+    else:
+        client.BatchV1Api(api).delete_namespaced_job(name, "default")
+
+
+def _seen(cluster: Cluster, name: str) -> list[Seen]:
+    found = []
+    for change in cluster.store.history:
+        labels, kind = change.object["metadata"].get("labels", {}), change.resource.kind.lower()
+        if labels.get("job") == name and kind in ("job", "pod"):
+            found.append(Seen(0.0, kind, change.type, change.object))
+    return found
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_model_goes_through_the_recorded_states(replayed: Cluster, scenario: str) -> None:
+    recorded = stories([entry for entry in history(scenario) if isinstance(entry, Seen)])
+    try:
+        wait_for(lambda: _reached(replayed, scenario, recorded), f"{scenario} to end as recorded", 30)
+    finally:
+        assert stories(_seen(replayed, _name(scenario))) == recorded
+
+
+def _nameless(made: Object, kind: str) -> Object:
+    """What of a new object does not depend on chance or time."""
+    text = json.dumps(made)
+    text = re.sub(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "UID", text)
+    text = re.sub(r"(?<=-\d-)[a-z0-9]{5}(?=\")", "*", text)
+    left: Object = json.loads(text)
+    for key in ("resourceVersion", "creationTimestamp", "managedFields"):
+        left["metadata"].pop(key, None)
+    return left
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_model_fills_in_what_the_server_did(replayed: Cluster, scenario: str) -> None:
+    """Defaults, selector and labels of Job and pods, all of their specs."""
+    entries = [entry for entry in history(scenario) if isinstance(entry, Seen)]
+    name = _name(scenario)
+    for kind in ("job", "pod"):
+        theirs = next(e.object for e in entries if e.kind == kind and e.type == "ADDED")
+        ours = next(e.object for e in _seen(replayed, name) if e.kind == kind and e.type == "ADDED")
+        assert _nameless(ours, kind) == _nameless(theirs, kind)

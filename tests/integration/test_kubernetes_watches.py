@@ -1,0 +1,320 @@
+"""The launcher's calls on an API server: what it asks for, how often, and what it makes of answers that fail.
+
+The server is a model behind real HTTP (``tests/support/kube``). A watch that expires (410 Gone), a machine that is lost and a
+server that does not answer are modelled by hand: nobody recorded them, and what a live cluster does then is not proved here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet_contract.paths import HomePaths
+from ratchet_contract.phases import Cause, Desired
+from ratchet_contract.spec import Resolved
+from ratchet_service.launch_files import launch_file
+from ratchet_service.launchers.base import AttemptRef, AttemptState, EngineUnreachable, LaunchError, LaunchPlan
+from ratchet_service.launchers.kubernetes.launcher import KubernetesLauncher
+from ratchet_service.launchers.kubernetes.settings import parse
+from tests.support.kube import operations
+from tests.support.kube.cluster import Cluster
+from tests.support.kube.store import JOBS, PODS, SECRETS, SERVICES
+from tests.support.kube_jobs import JOB_ID, spec_of
+from tests.support.server import wait_for
+
+HELD = {"launcher": {"queue": "vision"}}
+"""A Job that nobody starts: enough where no pod is needed."""
+
+
+@dataclass
+class Site:
+    """A cluster, and a launcher whose pods run ``python``: here a shell that waits to be told to end."""
+
+    cluster: Cluster
+    home: HomePaths
+    launcher: KubernetesLauncher
+
+    def plan(self, epoch: int = 1, **spec: Any) -> LaunchPlan:
+        made = spec_of(**spec)
+        resolved = Resolved(device="cpu", backend="gloo", threads_per_rank=1, python="python")
+        return self.launcher.plan(
+            launch_file(self.home, JOB_ID, epoch, made, resolved, (), token="t", desired=Desired.RUN)
+        )
+
+    def launcher_of(self, environ: dict[str, str] | None = None, **settings: Any) -> KubernetesLauncher:
+        given = {
+            "claim": "home", "url": "http://127.0.0.1:9", "image": "waits", "run_as_user": 10001,
+            "kubeconfig": str(self.cluster.kubeconfig), "result_patience": 0,
+        }  # fmt: skip
+        return KubernetesLauncher(parse(self.home, given | settings), environ or {})
+
+    def running(self, ref: AttemptRef) -> bool:
+        pods = self.cluster.pods(ref.name)
+        return len(pods) == ref.nodes and all(p["status"]["phase"] == "Running" for p in pods)
+
+    def asked(self) -> list[tuple[str, str]]:
+        return [(request.verb, request.resource) for request in self.cluster.api.requests]
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    tmp_path.chmod(0o755)
+    home = HomePaths(tmp_path / "home")
+    home.home.mkdir()
+    program = tmp_path / "bin" / "python"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho waiting\ntrap 'exit 143' TERM\nsleep 1000 &\nwait\n")
+    program.chmod(0o755)
+    with Cluster(tmp_path, claims={"home": home.home}) as cluster:
+        cluster.kubelet.images.first["waits"] = program.parent
+        made = Site(cluster, home, None)  # type: ignore[arg-type]
+        made.launcher = made.launcher_of()
+        yield made
+        made.launcher.close()
+
+
+def gone(site: Site, ref: AttemptRef) -> None:
+    wait_for(lambda: not site.launcher.kill(ref), "the attempt to be proved dead", 30)
+
+
+def settled(site: Site, ref: AttemptRef) -> bool:
+    """The watches are there, and the Job controller has had its look at the new Job."""
+    job = site.cluster.store.get(JOBS, "default", ref.name)
+    return len(site.cluster.api.watches) == 3 and bool(job["status"].get("conditions"))
+
+
+def ended(site: Site, ref: AttemptRef) -> AttemptState:
+    return wait_for(lambda: s if not (s := site.launcher.poll(ref)).alive else None, "the end", 30)
+
+
+def test_polls_cost_no_request_whatever_changes(site: Site) -> None:
+    plan = site.plan(**HELD)
+    site.launcher.submit(plan)
+    assert "queue vision" in (site.launcher.poll(plan.ref).waiting or "")
+    needed = [("create", "jobs"), *((verb, kind) for verb in ("list", "watch") for kind in ("events", "jobs", "pods"))]
+    wait_for(lambda: sorted(site.asked()) == sorted(needed), "one list and one watch of each kind", 30)
+    before = site.asked()
+    site.cluster.admit(plan.ref.name)
+    wait_for(lambda: site.launcher.poll(plan.ref).waiting is None, "the pod to run", 30)
+    for _ in range(200):
+        site.launcher.poll(plan.ref)
+    assert site.asked() == before
+
+
+def test_a_second_submission_changes_nothing(site: Site) -> None:
+    plan = site.plan(world={"nodes": 2}, **HELD)
+    site.launcher.submit(plan)
+    (uid,) = {job["metadata"]["uid"] for job in site.cluster.store.select(JOBS)}
+    other = site.launcher_of()
+    other.submit(plan)
+    assert {job["metadata"]["uid"] for job in site.cluster.store.select(JOBS)} == {uid}
+    assert len(site.cluster.store.select(SERVICES)) == 1
+    assert other.poll(plan.ref).alive
+    other.close()
+
+
+def test_a_job_may_name_another_of_the_namespaces_that_the_site_names(site: Site) -> None:
+    site.launcher = site.launcher_of(namespaces=["other"])
+    plan = site.plan(launcher={"namespace": "other", "queue": "vision"})
+    site.launcher.submit(plan)
+    assert site.launcher.poll(plan.ref).waiting is not None
+    assert [job["metadata"]["namespace"] for job in site.cluster.store.select(JOBS)] == ["other"]
+    gone(site, plan.ref)
+    assert site.cluster.store.select(JOBS) == []
+
+
+def test_a_job_of_somebody_else_by_the_same_name_is_left_alone(site: Site) -> None:
+    plan = site.plan(**HELD)
+    theirs = plan.request["manifests"][0]
+    theirs["metadata"]["labels"]["ratchet.dev/instance"] = "00000000"
+    operations.create(site.cluster.store, JOBS, "default", theirs)
+    with pytest.raises(LaunchError, match="not this service's"):
+        site.launcher.submit(plan)
+    assert len(site.cluster.store.select(JOBS)) == 1 and not site.launcher.poll(plan.ref).alive
+
+
+def test_a_secret_lives_as_long_as_its_attempt_and_is_never_read(site: Site) -> None:
+    site.launcher = site.launcher_of({"KEY": "hidden"})
+    plan = site.plan(secrets={"API_KEY": {"from_env": "KEY"}}, **HELD)
+    site.launcher.submit(plan)
+    (secret,) = site.cluster.store.select(SECRETS)
+    assert secret["stringData"] == {"API_KEY": "hidden"} and secret["metadata"]["name"] == plan.ref.name
+    assert "hidden" not in plan.ref.paths.launch_file.read_text()
+    gone(site, plan.ref)
+    assert site.cluster.store.select(SECRETS) == [] == site.cluster.store.select(JOBS)
+    assert {verb for verb, kind in site.asked() if kind == "secrets"} == {"create", "delete"}
+
+
+def test_what_the_server_refuses_is_told_in_its_words_and_leaves_nothing_behind(site: Site) -> None:
+    site.launcher = site.launcher_of({"KEY": "hidden"})
+    refusal = 'jobs.batch "x" is forbidden: User "a" cannot create resource "jobs"'
+    site.cluster.api.forbidden = lambda verb, on: refusal if (verb, on.resource.plural) == ("create", "jobs") else None
+    plan = site.plan(secrets={"API_KEY": {"from_env": "KEY"}})
+    with pytest.raises(LaunchError, match=r"lacks a right, or a quota is used up.*cannot create"):
+        site.launcher.submit(plan)
+    assert site.cluster.store.select(SECRETS) == []
+
+
+def test_a_quota_that_is_used_up_is_asked_again_and_costs_no_failure(site: Site) -> None:
+    full: list[str] = ['jobs.batch "x" is forbidden: exceeded quota: jobs']
+    site.cluster.api.forbidden = lambda verb, on: (
+        full[0] if full and (verb, on.resource.plural) == ("create", "jobs") else None
+    )
+    plan = site.plan(**HELD)
+    with pytest.raises(EngineUnreachable, match="exceeded quota: jobs"):
+        site.launcher.submit(plan)
+    full.clear()
+    site.launcher.submit(plan)
+    assert site.launcher.poll(plan.ref).alive
+    gone(site, plan.ref)
+
+
+def test_what_may_not_be_deleted_is_not_taken_for_dead(site: Site) -> None:
+    plan = site.plan(**HELD)
+    site.launcher.submit(plan)
+    site.cluster.api.forbidden = lambda verb, on: "no right to delete" if verb == "delete" else None
+    for _ in range(2):
+        with pytest.raises(EngineUnreachable, match="no right to delete"):
+            site.launcher.kill(plan.ref)
+    site.cluster.api.forbidden = lambda verb, on: None
+    gone(site, plan.ref)
+
+
+def test_a_watch_that_has_expired_is_begun_again_by_one_list(site: Site) -> None:
+    """410 Gone, modelled by hand. What vanished meanwhile is missing from the list, and counts as deleted."""
+    plan = site.plan(**HELD)
+    site.launcher.submit(plan)
+    assert site.launcher.poll(plan.ref).alive
+    wait_for(lambda: settled(site, plan.ref), "watches and controllers to have nothing to do", 30)
+    lists = site.asked().count(("list", "jobs"))
+    with site.cluster.store.changed:  # no watch hears of the deletion before it is told that it is too late
+        operations.delete(site.cluster.store, JOBS, "default", plan.ref.name, {})
+        site.cluster.api.expire()
+    state = wait_for(
+        lambda: s if not (s := site.launcher.poll(plan.ref)).alive else None, "the deletion to be seen", 30
+    )
+    assert [end.cause for end in state.ends] == [Cause.EVICTED]
+    assert site.asked().count(("list", "jobs")) == lists + 1
+
+
+def test_a_watch_that_is_cut_goes_on_where_it_was(site: Site) -> None:
+    plan = site.plan(**HELD)
+    site.launcher.submit(plan)
+    assert site.launcher.poll(plan.ref).alive
+    wait_for(lambda: settled(site, plan.ref), "watches and controllers to have nothing to do", 30)
+    lists = [entry for entry in site.asked() if entry[0] == "list"]
+    site.cluster.api.cut_watches()
+    operations.delete(site.cluster.store, JOBS, "default", plan.ref.name, {})
+    wait_for(lambda: not site.launcher.poll(plan.ref).alive, "the deletion to be seen", 30)
+    assert [entry for entry in site.asked() if entry[0] == "list"] == lists
+
+
+def test_of_a_server_that_does_not_answer_nothing_is_concluded_and_little_is_asked(site: Site) -> None:
+    plan, later = site.plan(**HELD), site.plan(2, **HELD)
+    site.launcher.submit(plan)
+    assert site.launcher.poll(plan.ref).alive
+
+    def silent() -> bool:
+        try:
+            site.launcher.poll(plan.ref)
+        except EngineUnreachable:
+            return True
+        return False
+
+    with site.cluster.api.unreachable():
+        wait_for(silent, "the silence to be noticed", 30)
+        for call in (site.launcher.kill, site.launcher.poll, lambda ref: site.launcher.logs(ref, 100)):
+            with pytest.raises(EngineUnreachable):
+                call(plan.ref)
+        with pytest.raises(EngineUnreachable):
+            site.launcher.submit(later)
+    wait_for(lambda: not silent(), "the server to be found again", 30)
+    assert site.launcher.poll(plan.ref).alive
+    assert len([1 for verb, _ in site.asked() if verb == "watch"]) < 15
+    site.launcher.submit(later)
+    assert site.launcher.poll(later.ref).alive
+
+
+def test_stop_gives_the_pods_their_grace_and_what_they_said_last_is_kept(site: Site) -> None:
+    plan = site.plan()
+    site.launcher.submit(plan)
+    wait_for(lambda: site.running(plan.ref), "the pod to run", 30)
+    wait_for(lambda: "waiting" in site.launcher.logs(plan.ref, 1000), "its output", 30)
+    site.launcher.stop(plan.ref, 10)
+    state = ended(site, plan.ref)
+    assert [end.cause for end in state.ends] == [Cause.SIGTERM]  # of itself: nobody else deleted the Job
+    gone(site, plan.ref)
+    assert site.cluster.pods(plan.ref.name) == []
+
+
+def test_a_job_that_ended_by_itself_stays_for_people(site: Site) -> None:
+    plan = site.plan()
+    site.launcher.submit(plan)
+    wait_for(lambda: site.running(plan.ref), "the pod to run", 30)
+    site.cluster.oom(site.cluster.pods(plan.ref.name)[0])
+    state = ended(site, plan.ref)
+    assert [end.cause for end in state.ends] == [Cause.OOM]
+    gone(site, plan.ref)
+    assert [job["metadata"]["name"] for job in site.cluster.store.select(JOBS)] == [plan.ref.name]
+    assert ("delete", "jobs") not in site.asked()
+
+
+def test_a_pod_on_a_lost_machine_is_not_dead_until_it_counts_as_fenced(site: Site) -> None:
+    """A lost machine is modelled by hand."""
+    site.launcher = site.launcher_of(lost_after=1.0)
+    plan = site.plan(world={"nodes": 2})
+    site.launcher.submit(plan)
+    wait_for(lambda: site.running(plan.ref), "the pods to run", 30)
+    lost = site.cluster.pods(plan.ref.name)[1]
+    site.cluster.lose_node(lost["spec"]["nodeName"])
+    state = wait_for(lambda: s if (s := site.launcher.poll(plan.ref)).ends else None, "the loss to be known", 30)
+    assert [(end.cause, end.node) for end in state.ends] == [(Cause.NODE_LOST, 1)] and state.alive
+    left: list[str] = []
+
+    def given_up() -> bool:
+        left[:] = site.launcher.kill(plan.ref)
+        return any("fenced" in name for name in left)
+
+    wait_for(given_up, "the machine to be given up", 60)
+    assert any(lost["metadata"]["name"] in name for name in left)
+    assert [pod["metadata"]["name"] for pod in site.cluster.pods()] == [lost["metadata"]["name"]]
+    gone(site, plan.ref)
+    assert site.cluster.store.select(PODS) == [] == site.cluster.store.select(JOBS)
+
+
+def test_kueue_may_not_start_an_epoch_twice(site: Site) -> None:
+    """Kueue is modelled by hand: it suspends a running Job, and would start it again."""
+    plan = site.plan(**HELD)
+    site.launcher.submit(plan)
+    site.cluster.admit(plan.ref.name)
+    wait_for(lambda: site.running(plan.ref), "the pod to run", 30)
+    site.cluster.store.update(JOBS, "default", plan.ref.name, lambda job: job["spec"].update(suspend=True))
+    state = ended(site, plan.ref)
+    assert state.ends[0].cause is Cause.HIGHER_PRIORITY
+    wait_for(lambda: site.cluster.store.select(JOBS) == [], "the Job to go, before anybody starts it again", 30)
+
+
+def test_a_sweep_ends_what_no_row_knows_and_of_its_own_instance_alone(site: Site) -> None:
+    mine, orphan = site.plan(1, **HELD), site.plan(2, **HELD)
+    for plan in (mine, orphan):
+        site.launcher.submit(plan)
+    theirs = site.plan(3, **HELD).request["manifests"][0]
+    theirs["metadata"]["labels"]["ratchet.dev/instance"] = "00000000"
+    operations.create(site.cluster.store, JOBS, "default", theirs)
+    asked: list[str] = []
+
+    def known(names: Any) -> list[str]:
+        asked.extend(names)
+        return [mine.ref.name]
+
+    wait_for(lambda: site.launcher.sweep(known) == [orphan.ref.name], "the orphan to be found", 30)
+    assert set(asked) == {mine.ref.name, orphan.ref.name}
+    left = {mine.ref.name, theirs["metadata"]["name"]}
+    wait_for(
+        lambda: {job["metadata"]["name"] for job in site.cluster.store.select(JOBS)} == left, "the orphan to go", 30
+    )
+    assert site.launcher.sweep(lambda names: [mine.ref.name]) == []

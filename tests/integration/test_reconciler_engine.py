@@ -1,0 +1,363 @@
+"""The reconciler with an engine that has a queue, may be away, and knows of ends that no agent could tell.
+
+The engine is a stand-in: the local launcher, whose answers are bent. The agents, the rows and the reconciler are real.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet_contract.messages import LaunchFile
+from ratchet_contract.phases import Cause, Desired, JobPhase
+from ratchet_contract.spec import JobSpec, Resolved
+from ratchet_service import launching
+from ratchet_service.database import Database
+from ratchet_service.launch_files import launch_file
+from ratchet_service.launchers.base import AttemptRef, AttemptState, EngineEnd, EngineUnreachable, LaunchPlan
+from ratchet_service.launchers.local import LocalLauncher
+from ratchet_service.launchers.table import Launchers
+from ratchet_service.models import Attempt, AttemptNode, Job
+from ratchet_service.watching import Timing
+from tests.support.plane import Plane, trainer_launcher
+from tests.support.server import processes_below, wait_for
+
+one_database = pytest.mark.parametrize("migrated", ["sqlite"], indirect=True)
+"""What is under test asks the database nothing of its own."""
+
+
+class Engine(LocalLauncher):
+    """``queued``: submitted groups wait; ``starting``: they are out of the queue, without an agent yet; ``away``: it does not
+    answer; ``closed``: it takes no groups now; ``ends``: what it says of an attempt that is over, until a kill; ``held``:
+    it says that the attempt is alive; ``slow``: kills that come to nothing; ``unplannable``: a job's name."""
+
+    slots = False
+    queued = False
+    starting = 0
+    away = False
+    closed = False
+    held = False
+    slow = 0
+    unplannable = ""
+    ends: tuple[EngineEnd, ...] = ()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.waiting: dict[str, LaunchPlan] = {}
+        self.looks = self.submits = 0
+
+    def plan(self, launch: LaunchFile) -> LaunchPlan:
+        if launch.spec.name == self.unplannable:
+            raise ValueError("the launchers file does not allow this namespace any more")
+        return super().plan(launch)
+
+    def submit(self, plan: LaunchPlan) -> None:
+        self._answer()
+        self.submits += 1
+        if self.closed:
+            raise EngineUnreachable("the engine takes no jobs now: 503")
+        if self.queued:
+            self.waiting[plan.ref.name] = plan
+        else:
+            super().submit(plan)
+
+    def poll(self, ref: AttemptRef) -> AttemptState:
+        self._answer()
+        self.looks += 1
+        if ref.name in self.waiting and self.queued:
+            return AttemptState(True, waiting="Pending: 3 jobs of a higher priority")
+        if ref.name in self.waiting and self.starting:
+            self.starting -= 1
+            return AttemptState(True)
+        if ref.name in self.waiting:
+            super().submit(self.waiting.pop(ref.name))
+        state = replace(super().poll(ref), ends=self.ends)
+        return replace(state, alive=True) if self.held else state
+
+    def kill(self, ref: AttemptRef) -> list[str]:
+        self._answer()
+        self.waiting.pop(ref.name, None)
+        if self.slow:
+            self.slow, self.ends = self.slow - 1, ()
+            return ["pod x, which is ending"]
+        return super().kill(ref)
+
+    def _answer(self) -> None:
+        if self.away:
+            raise EngineUnreachable("the engine's controller does not answer: connection refused")
+
+
+@pytest.fixture
+def plane(tmp_path: Path, database: Database) -> Iterator[Plane]:
+    made = Plane(tmp_path, database, cpu_slots=1)
+    made.serve_api()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def engine(plane: Plane) -> Engine:
+    made = trainer_launcher(plane.paths, Engine)
+    assert isinstance(made, Engine)
+    return made
+
+
+def agent_pid(plane: Plane, job_id: str, epoch: int = 1) -> int:
+    def found() -> int | None:
+        with plane.database.read() as session:
+            node = session.get(AttemptNode, (job_id, epoch, 0))
+            return None if node is None else node.pid
+
+    return int(wait_for(found, "the agent to be recorded", 30))
+
+
+def test_time_in_the_engines_queue_is_told_and_counts_against_nothing(plane: Plane, engine: Engine) -> None:
+    """Neither against the launch deadline, nor the job's timeout, nor this machine's slots."""
+    engine.queued = True
+    plane.reconcile(engine, Timing(launch_deadline=4))
+    jobs = [plane.submit({"steps": 20}, policy={"timeout": 20, "stop_grace": 5}) for _ in range(2)]
+    for job_id in jobs:
+        told = plane.wait_job(job_id, lambda job: job.reason == "engine-queue", "told that it waits")
+        assert told.phase is JobPhase.STARTING and told.message == "Pending: 3 jobs of a higher priority"
+    begun, looks = time.monotonic(), engine.looks
+    wait_for(lambda: time.monotonic() - begun > 4.5 and engine.looks > looks + 4, "the launch deadline to pass", 30)
+    released = time.monotonic()
+    engine.queued = False
+    for job_id in jobs:
+        job = plane.wait(job_id, JobPhase.SUCCEEDED)
+        assert (job.reason, job.message, job.epoch) == (None, None, 1)
+        assert 0 < job.running_seconds < time.monotonic() - released
+        (attempt,) = plane.attempts(job_id)
+        assert attempt.begun_at is not None and (attempt.begun_at - attempt.created_at).total_seconds() > 4.0
+
+
+@pytest.mark.parametrize(("wish", "phase"), [("suspend", JobPhase.SUSPENDED), ("cancel", JobPhase.CANCELLED)])
+def test_a_wish_is_heard_in_the_engines_queue(plane: Plane, engine: Engine, wish: str, phase: JobPhase) -> None:
+    """At once, and not when the grace has passed that ranks would have to save."""
+    engine.queued = True
+    plane.reconcile(engine)
+    job_id = plane.submit({"steps": 20}, policy={"stop_grace": 3600})
+    plane.wait_job(job_id, lambda job: job.reason == "engine-queue", "told that it waits")
+    plane.post(f"/v1/jobs/{job_id}/{wish}")
+    plane.wait(job_id, phase)
+    assert engine.waiting == {} and not processes_below(plane.paths.job(job_id).root)
+    assert plane.job(job_id).running_seconds == 0.0 and plane.job(job_id).failures == 0
+    if wish == "suspend":
+        engine.queued = False
+        plane.post(f"/v1/jobs/{job_id}/resume")
+        assert plane.wait(job_id, JobPhase.SUCCEEDED).epoch == 2
+
+
+def test_an_engine_that_is_away_ends_nothing(plane: Plane, engine: Engine) -> None:
+    plane.reconcile(engine)
+    job_id = plane.submit({"steps": 60, "pause": 0.02})
+    pid = agent_pid(plane, job_id)
+    engine.away = True
+    plane.wait_job(job_id, lambda _: any(e.type == "engine-unreachable" for e in plane.events(job_id)), "told")
+    os.kill(pid, signal.SIGKILL)  # nobody can see it now
+    wait_for(lambda: pid not in processes_below(plane.settings.home), "the agent to be gone", 30)
+    other = plane.submit({"steps": 5})  # cannot be submitted now, and is not lost
+    plane.wait_job(other, lambda job: job.phase is JobPhase.STARTING, "made an attempt")
+    plane.wait_job(other, lambda _: any(e.type == "engine-unreachable" for e in plane.events(other)), "told, too")
+    assert plane.attempts(job_id)[0].ended_at is None and plane.attempts(other)[0].ended_at is None
+    engine.away = False
+    assert plane.wait(job_id, JobPhase.SUCCEEDED).epoch == 2
+    assert plane.wait(other, JobPhase.SUCCEEDED).epoch == 1
+    assert [e.type for e in plane.events(job_id)].count("engine-unreachable") == 1, "told once, not in every round"
+
+
+def test_the_engines_word_stands_where_the_agent_fell_silent(plane: Plane, engine: Engine) -> None:
+    plane.reconcile(engine)
+    job_id = plane.submit({"steps": 200, "pause": 0.02}, policy={"max_failures": 0})
+    pid = agent_pid(plane, job_id)
+    engine.ends = (EngineEnd(Cause.NODE_LOST, "node n3 does not answer", 0),)
+    os.kill(pid, signal.SIGKILL)
+    plane.wait_job(job_id, lambda job: job.epoch == 2, "tried again")
+    engine.ends = ()
+    first = plane.attempts(job_id)[0]
+    assert (first.cause, first.message) == (Cause.NODE_LOST, "node n3 does not answer")
+    assert plane.job(job_id).preemptions == 1 and plane.job(job_id).failures == 0
+
+
+def test_the_engine_tells_who_sent_the_signal(plane: Plane, engine: Engine) -> None:
+    plane.reconcile(engine)
+    job_id = plane.submit({"steps": 200, "pause": 0.02})
+    pid = agent_pid(plane, job_id)
+    plane.wait(job_id, JobPhase.RUNNING)
+    engine.ends = (EngineEnd(Cause.HIGHER_PRIORITY, "preempted for job 7"),)
+    os.kill(pid, signal.SIGTERM)
+    plane.wait_job(job_id, lambda job: job.epoch == 2, "tried again")
+    first = plane.attempts(job_id)[0]
+    assert first.cause is Cause.HIGHER_PRIORITY and str(first.message).startswith("preempted for job 7; ")
+    assert first.steps_lost == 0
+
+
+def test_what_no_row_knows_is_ended(plane: Plane, engine: Engine) -> None:
+    job_id = "job-00000000dead"
+    paths = plane.paths.job(job_id)
+    spec = JobSpec.model_validate({"name": "x", "task": {"entrypoint": "m:T"}, "env": {"TRAINER": '{"pause": 60}'}})
+    resolved = Resolved(device="cpu", backend="gloo", threads_per_rank=1, python="python")
+    launch: LaunchFile = launch_file(plane.paths, job_id, 1, spec, resolved, (), "t", Desired.RUN)
+    engine.submit(engine.plan(launch))
+    kept = plane.submit({"steps": 200, "pause": 0.02})
+    wait_for(lambda: paths.attempt(1).agent_file.exists(), "the orphan to run", 30)
+    plane.reconcile(engine)
+    agent_pid(plane, kept)
+    wait_for(lambda: not processes_below(paths.root), "the orphan to be ended", 30)
+    assert plane.wait(kept, JobPhase.SUCCEEDED).epoch == 1
+
+
+def test_a_job_whose_launcher_nobody_has_is_told(plane: Plane, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "FOREIGN_PATIENCE", 0.0)
+    job_id = plane.submit({"steps": 5})
+    with plane.database.write() as session:
+        job = session.get_one(Job, job_id)
+        job.spec = job.spec | {"launcher": {"kind": "slurm"}}
+    plane.reconcile(engine)
+    told = plane.wait_job(job_id, lambda job: job.reason == "no-launcher", "told that nobody has its launcher")
+    assert told.phase is JobPhase.QUEUED and "launchers file" in str(told.message)
+    with plane.database.write() as session:
+        job = session.get_one(Job, job_id)
+        job.spec = job.spec | {"launcher": {"kind": "local"}}
+    assert plane.wait(job_id, JobPhase.SUCCEEDED).reason is None
+
+
+@one_database
+def test_who_leaves_the_queue_while_nobody_looks_has_the_whole_launch_deadline(plane: Plane, engine: Engine) -> None:
+    """The service was away for longer than that; the engine has just started the group when it comes back."""
+    engine.queued = True
+    first = plane.reconcile(engine)
+    job_id = plane.submit({"steps": 5})
+    plane.wait_job(job_id, lambda job: job.reason == "engine-queue", "told that it waits")
+    first.stop()
+    plane.reconcilers[0][1].join(30)
+    with plane.database.write() as session:
+        attempt = session.get_one(Attempt, (job_id, 1))
+        attempt.created_at -= timedelta(hours=1)
+    engine.queued, engine.starting = False, 5
+    plane.reconcile(engine)
+    plane.wait_job(job_id, lambda job: job.reason is None, "told that it does not wait any more")
+    job = plane.wait(job_id, JobPhase.SUCCEEDED)
+    assert (job.epoch, job.failures, [a.cause for a in plane.attempts(job_id)]) == (1, 0, [Cause.COMPLETED])
+
+
+@one_database
+def test_who_leaves_the_queue_while_the_engine_is_away_has_the_whole_launch_deadline(
+    plane: Plane, engine: Engine
+) -> None:
+    engine.queued = True
+    plane.reconcile(engine, Timing(launch_deadline=3))
+    job_id = plane.submit({"steps": 5})
+    plane.wait_job(job_id, lambda job: job.reason == "engine-queue", "told that it waits")
+    engine.away, begun = True, time.monotonic()
+    wait_for(lambda: time.monotonic() - begun > 3.5, "the launch deadline to pass", 30)
+    engine.queued, engine.starting, engine.away = False, 3, False
+    assert plane.wait(job_id, JobPhase.SUCCEEDED).epoch == 1
+
+
+@one_database
+def test_an_engine_that_answers_and_takes_nothing_is_told_of_and_not_stormed(plane: Plane, engine: Engine) -> None:
+    engine.closed = True
+    plane.reconcile(engine)
+    job_id = plane.submit({"steps": 5})
+    plane.wait_job(job_id, lambda _: any(e.type == "engine-unreachable" for e in plane.events(job_id)), "told")
+    looks = engine.looks
+    wait_for(lambda: engine.looks >= looks + 8, "more looks", 30)
+    assert engine.submits <= 3, engine.submits
+    engine.closed = False
+    assert plane.wait(job_id, JobPhase.SUCCEEDED).epoch == 1
+
+
+@one_database
+def test_what_the_engine_said_first_stands_when_the_end_takes_it_away(plane: Plane, engine: Engine) -> None:
+    plane.reconcile(engine)
+    job_id = plane.submit({"steps": 200, "pause": 0.02}, policy={"max_failures": 0})
+    pid = agent_pid(plane, job_id)
+    engine.slow, engine.ends = 2, (EngineEnd(Cause.EVICTED, "the node ran out of disk", 0),)
+    os.kill(pid, signal.SIGKILL)
+    plane.wait_job(job_id, lambda job: job.epoch == 2, "tried again")
+    assert plane.attempts(job_id)[0].cause is Cause.EVICTED
+
+
+@one_database
+def test_the_engines_word_on_the_whole_attempt_holds_for_an_agent_that_died(plane: Plane, engine: Engine) -> None:
+    """The engine takes the others away more slowly than they are waited for."""
+    plane.reconcile(engine, Timing(lost=0.2))
+    job_id = plane.submit({"steps": 200, "pause": 0.02}, policy={"max_failures": 0})
+    pid = agent_pid(plane, job_id)
+    engine.held, engine.ends = True, (EngineEnd(Cause.HIGHER_PRIORITY, "preempted for job 7"),)
+    os.kill(pid, signal.SIGKILL)
+    plane.wait_job(job_id, lambda job: job.epoch == 2, "tried again")
+    engine.held = False
+    assert plane.attempts(job_id)[0].cause is Cause.HIGHER_PRIORITY
+    assert plane.job(job_id).failures == 0
+
+
+@one_database
+def test_a_node_that_ends_well_leaves_the_others_to_their_work(
+    plane: Plane, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a rank does on one node: rank 0 alone may evaluate or write for long after the others have left."""
+    monkeypatch.setattr(LocalLauncher, "max_nodes", 2)
+    plane.reconcile(engine, Timing(linger=0.5))
+    pauses = {"0": 0.3, "1": 0.0}
+    job_id = plane.submit({"steps": 12, "every": 4, "pauses": pauses}, world={"nodes": 2, "device": "cpu"})
+    job = plane.wait(job_id, JobPhase.SUCCEEDED, JobPhase.FAILED)
+    (attempt,) = plane.attempts(job_id)
+    assert sorted(attempt.results) == ["0", "1"] and all(not r["secondary"] for r in attempt.results.values())
+    assert (job.phase, job.step, job.epoch) == (JobPhase.SUCCEEDED, 12, 1)
+
+
+def test_jobs_of_an_engine_wait_for_nobodys_slots_and_a_plan_that_fails_holds_up_nobody(
+    plane: Plane, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "QUEUE_LOOK", 2)
+    engine.kind, engine.unplannable = "other", "broken"
+    taken = plane.submit({"steps": 2000, "pause": 0.1})
+    behind = [plane.submit(priority=5) for _ in range(3)]
+    broken, job_id = plane.submit(name="broken", priority=9), plane.submit({"steps": 5})
+    with plane.database.write() as session:
+        session.get_one(Job, taken).priority = 9
+        for each in (broken, job_id):
+            job = session.get_one(Job, each)
+            job.spec = job.spec | {"launcher": {"kind": "other"}}
+    both = Launchers({"local": trainer_launcher(plane.paths), "other": engine})
+    plane.reconcile_with(both)
+    plane.wait(job_id, JobPhase.SUCCEEDED)
+    assert all(plane.job(each).reason == "no-slot" for each in behind)
+    told = plane.job(broken)
+    assert (told.phase, told.reason) == (JobPhase.QUEUED, "launcher-error") and "namespace" in str(told.message)
+    engine.unplannable = ""
+    assert plane.wait(broken, JobPhase.SUCCEEDED).reason is None
+
+
+def test_what_runs_under_a_launcher_that_nobody_has_any_more_is_told(
+    plane: Plane, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launchers file was edited while it ran; and a job that was tried before waits for the same launcher."""
+    monkeypatch.setattr(launching, "FOREIGN_PATIENCE", 0.0)
+    first = plane.reconcile(engine)
+    job_id, tried = plane.submit({"steps": 40, "pause": 0.05}), plane.submit({"steps": 5})
+    agent_pid(plane, job_id)
+    first.stop()
+    plane.reconcilers[0][1].join(30)
+    wait_for(lambda: not plane.job(tried).phase.active or plane.job(tried).phase is JobPhase.STARTING, "rest", 30)
+    with plane.database.write() as session:
+        job = session.get_one(Job, job_id)
+        kind, job.spec = job.spec, job.spec | {"launcher": {"kind": "slurm"}}
+    second = plane.reconcile(engine)
+    plane.wait_job(job_id, lambda job: job.reason == "no-launcher", "told that nobody looks after it")
+    second.stop()
+    with plane.database.write() as session:
+        session.get_one(Job, job_id).spec = kind
+    plane.reconcile(engine)
+    plane.wait_job(job_id, lambda job: job.reason is None, "told that somebody does")
+    assert plane.wait(job_id, JobPhase.SUCCEEDED).epoch == 1

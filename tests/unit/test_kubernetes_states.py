@@ -1,0 +1,403 @@
+"""What the launcher makes of a Job, its pods and their events.
+
+The histories are modelled by hand after Kubernetes' documentation and source: a Job failed by a disruption, a lost node, an OOM
+kill, an image that cannot be pulled, a pod that fits nowhere and the like were not recorded from a live cluster; what one does
+then is not proved here. Recorded histories are replayed in ``tests/integration/test_kubernetes_replay.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from ratchet_contract.phases import Budget, Cause
+from ratchet_service.launchers.kubernetes.api import Api
+from ratchet_service.launchers.kubernetes.cache import Cache
+from ratchet_service.launchers.kubernetes.pods import Patience, Pod
+from ratchet_service.launchers.kubernetes.states import Seen, View, concludes, finished, look
+from tests.support.kube_jobs import site
+
+NAME = "job-0123456789ab-a0003"
+START = datetime(2026, 11, 22, 12, tzinfo=UTC)
+PATIENCE = Patience(fault=300.0, start=1800.0, result=15.0)
+RUNNING = {"running": {"startedAt": "2026-11-22T12:00:05Z"}}
+
+
+def at(seconds: float) -> str:
+    return (START + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def job(
+    *conditions: tuple[str, str, str],
+    concluded: float = 55,
+    deleted: bool = False,
+    queue: str | None = None,
+    **spec: Any,
+) -> dict[str, Any]:
+    """``conditions``: type, reason, message; all of the second ``concluded``. ``deleted``: in the second 60."""
+    metadata: dict[str, Any] = {"name": NAME, "uid": "j", "labels": {}}
+    if deleted:
+        metadata["deletionTimestamp"] = at(60)
+    if queue is not None:
+        metadata["labels"]["kueue.x-k8s.io/queue-name"] = queue
+    listed = [
+        {"type": t, "status": "True", "reason": r, "message": m, "lastTransitionTime": at(concluded)}
+        for t, r, m in conditions
+    ]
+    return {"metadata": metadata, "spec": {"suspend": False, **spec}, "status": {"conditions": listed}}
+
+
+def pod(
+    node: int = 0,
+    phase: str = "Running",
+    state: Mapping[str, Any] | None = None,
+    *,
+    conditions: tuple[dict[str, Any], ...] = (),
+    scheduled: bool = True,
+    deletion: float | None = None,
+    gone: bool = False,
+    **status: Any,
+) -> Pod:
+    """``deletion``: seconds at which the grace of its deletion ends."""
+    metadata: dict[str, Any] = {
+        "name": f"{NAME}-{node}-x", "uid": f"p{node}", "namespace": "ratchet",
+        "annotations": {"batch.kubernetes.io/job-completion-index": str(node)},
+    }  # fmt: skip
+    if deletion is not None:
+        metadata["deletionTimestamp"] = at(deletion)
+    spec: dict[str, Any] = {
+        "containers": [{"name": "agent", "image": "team/train:2", "resources": {"limits": {"memory": "4Gi"}}}]
+    }
+    own = list(conditions)
+    if scheduled:
+        spec["nodeName"] = f"machine-{node}"
+        own.append({"type": "PodScheduled", "status": "True", "lastTransitionTime": at(0)})
+    if state is None and phase == "Running":
+        state = RUNNING
+    statuses = [] if state is None else [{"name": "agent", "state": state}]
+    told = {"phase": phase, "conditions": own, "containerStatuses": statuses, **status}
+    return Pod({"metadata": metadata, "spec": spec, "status": told}, gone)
+
+
+def ended(code: int, reason: str = "Error", finished_at: float = 50, message: str = "") -> dict[str, Any]:
+    return {"terminated": {"exitCode": code, "reason": reason, "finishedAt": at(finished_at), "message": message}}
+
+
+def disruption(reason: str, message: str = "the engine's words", seconds: float = 40) -> dict[str, Any]:
+    return {
+        "type": "DisruptionTarget", "status": "True", "reason": reason, "message": message, "lastTransitionTime": at(seconds),
+    }  # fmt: skip
+
+
+def waiting(reason: str, message: str = "the engine's words") -> dict[str, Any]:
+    return {"waiting": {"reason": reason, "message": message}}
+
+
+def seen(made: dict[str, Any] | None, *pods: Pod, **more: Any) -> Seen:
+    return Seen(made, pods=pods, **more)
+
+
+def view(
+    what: Seen, *, nodes: int = 1, results: tuple[int, ...] = (), began: bool = True, seconds: float = 100
+) -> View:
+    now = START + timedelta(seconds=seconds)
+    return look(what, nodes, lambda: began, lambda node: node in results, now, PATIENCE)
+
+
+FAILED = (
+    "Failed",
+    "PodFailurePolicy",
+    f"Pod ratchet/{NAME}-0-x has condition DisruptionTarget matching FailJob rule at index 0",
+)
+
+
+# --- ends --------------------------------------------------------------------------------------------------------------
+
+ENDS: dict[str, tuple[Pod, Cause, str]] = {
+    "preempted": (
+        pod(0, "Failed", ended(143), conditions=(disruption("PreemptionByScheduler"),)),
+        Cause.HIGHER_PRIORITY, "launcher.priority_class",
+    ),
+    "drained": (
+        pod(0, "Failed", ended(143), conditions=(disruption("EvictionByEvictionAPI"),)), Cause.EVICTED, "node is drained",
+    ),
+    "node under pressure": (
+        pod(0, "Failed", ended(137), conditions=(disruption("TerminationByKubelet"),), reason="Evicted"),
+        Cause.EVICTED, "resources.memory",
+    ),
+    "evicted, by an old kubelet": (
+        pod(0, "Failed", reason="Evicted", message="The node was low on resource: memory."), Cause.EVICTED, "low on resource",
+    ),
+    "node shut down": (pod(0, "Failed", reason="NodeShutdown", message="imminent node shutdown"), Cause.EVICTED, "shutdown"),
+    "taint": (
+        pod(0, "Running", conditions=(disruption("DeletionByTaintManager"),), deletion=60), Cause.NODE_LOST, "does not answer",
+    ),
+    "node removed": (
+        pod(0, "Failed", conditions=(disruption("DeletionByPodGC"),)), Cause.NODE_LOST, "not there any more",
+    ),
+    "unknown phase": (pod(0, "Unknown"), Cause.NODE_LOST, "machine-0 does not answer"),
+    "node lost": (pod(0, "Failed", reason="NodeLost"), Cause.NODE_LOST, "NodeLost"),
+    "grace is long over": (pod(0, "Running", deletion=60), Cause.NODE_LOST, "machine-0 does not answer"),
+    "a later Kubernetes' word": (
+        pod(0, "Failed", ended(143), conditions=(disruption("EvictionByMoonlight"),)), Cause.EVICTED, "EvictionByMoonlight",
+    ),
+    "out of memory": (pod(0, "Failed", ended(137, "OOMKilled")), Cause.OOM, "(4Gi): raise resources.memory"),
+    "deadline of the pod": (pod(0, "Failed", ended(143), reason="DeadlineExceeded"), Cause.TIME_LIMIT, "DeadlineExceeded"),
+    "restarted machine": (pod(0, "Failed", ended(137, "ContainerStatusUnknown")), Cause.NODE_LOST, "restart"),
+    "no such program": (
+        pod(0, "Failed", ended(128, "StartError", message='exec: "python": not found')), Cause.LAUNCHER_ERROR, "image and python",
+    ),
+    "not admitted": (
+        pod(0, "Failed", reason="UnexpectedAdmissionError", message="Allocate failed"), Cause.LAUNCHER_ERROR, "Allocate failed",
+    ),
+    "user error": (pod(0, "Failed", ended(78, message="no module named x")), Cause.USER_ERROR, "no module named x"),
+    "checkpoint error": (pod(0, "Failed", ended(74)), Cause.CHECKPOINT_ERROR, "code 74"),
+    "hang": (pod(0, "Failed", ended(124)), Cause.HANG, "code 124"),
+    "killed by nobody known": (pod(0, "Failed", ended(137)), Cause.UNKNOWN, "signal 9"),
+    "success without a result": (pod(0, "Succeeded", ended(0, "Completed")), Cause.UNKNOWN, "is the claim"),
+    "removed by force": (pod(0, "Running", gone=True, state={}), Cause.UNKNOWN, "by force"),
+    "bad image name": (pod(0, "Pending", waiting("InvalidImageName")), Cause.LAUNCHER_ERROR, "team/train:2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_every_end_of_a_pod_has_its_cause_and_says_what_to_do(case: str) -> None:
+    """Modelled by hand, but for the eviction and the plain exit codes."""
+    what, cause, words = ENDS[case]
+    (end,) = view(seen(job(), what)).ends
+    assert (end.cause, end.node) == (cause, 0)
+    assert words in end.message and what.name in end.message
+
+
+def test_interruptions_by_the_cluster_cost_no_failure() -> None:
+    budgets = {case: view(seen(job(), what)).ends[0].cause.budget for case, (what, _, _) in ENDS.items()}
+    free = {case for case, budget in budgets.items() if budget is Budget.PREEMPTIONS}
+    assert {"preempted", "drained", "node under pressure", "taint", "node removed", "unknown phase"} <= free
+    assert not free & {"out of memory", "no such program", "user error", "bad image name", "killed by nobody known"}
+
+
+def test_an_agents_own_result_leaves_exit_codes_nothing_to_say_but_evictions_still_count() -> None:
+    """Node 1 was evicted; the Job controller then stopped node 0. Both agents tell of a SIGTERM only."""
+    pods = (
+        pod(0, "Failed", ended(143)),
+        pod(1, "Failed", ended(143), conditions=(disruption("EvictionByEvictionAPI"),)),
+    )
+    ends = view(seen(job(FAILED), *pods), nodes=2, results=(0, 1)).ends
+    assert [(end.cause, end.node) for end in ends] == [(Cause.EVICTED, 1)]
+
+
+def test_ends_stand_in_the_order_in_which_they_happened() -> None:
+    first = pod(1, "Failed", ended(137, "OOMKilled", finished_at=20))
+    second = pod(0, "Failed", ended(1, finished_at=30))
+    assert [end.node for end in view(seen(job(), second, first), nodes=2).ends] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"),
+    [
+        (FAILED[2], Cause.EVICTED),
+        (
+            "Container agent for pod ratchet/x failed with exit code 78 matching FailJob rule at index 1",
+            Cause.USER_ERROR,
+        ),
+        ("Job has reached the specified backoff limit", Cause.UNKNOWN),
+    ],
+)
+def test_where_no_pod_is_left_the_jobs_own_conclusion_speaks(message: str, cause: Cause) -> None:
+    """A Job failed by a disruption is modelled by hand; the other two messages were recorded."""
+    found = view(seen(job(("Failed", "PodFailurePolicy", message))))
+    assert not found.alive and [(end.cause, end.node) for end in found.ends] == [(cause, None)]
+
+
+def test_a_job_that_somebody_deletes_was_evicted_and_one_that_this_service_deletes_was_not() -> None:
+    """It is outside interference that says nothing of the job: the next attempt goes on, and no failure is counted."""
+    running = pod(0, "Running", deletion=200)
+    (end,) = view(seen(job(deleted=True), running)).ends
+    assert end.cause is Cause.EVICTED and "ratchet cancel" in end.message
+    assert view(seen(job(deleted=True), running, ours=True)).ends == ()
+    assert view(seen(job(), deleted=True)).ends[0].cause is Cause.EVICTED
+
+
+def test_an_ended_job_whose_time_is_over_was_not_evicted() -> None:
+    complete = job(("Complete", "CompletionsReached", ""))
+    assert view(seen(complete, deleted=True)).ends == ()
+    over = pod(0, "Failed", ended(78))
+    assert view(seen(job(FAILED), over, deleted=True)).ends[0].cause is Cause.USER_ERROR
+    assert view(seen(job(FAILED, deleted=True), over)).ends[0].cause is Cause.USER_ERROR
+    stopped = view(seen(job(FAILED, concluded=70, deleted=True), over))  # the controller's word came after the deletion
+    assert stopped.ends[0].cause is Cause.EVICTED
+
+
+# --- the queue ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_kueue_holds_waits_and_one_that_it_takes_back_has_ended() -> None:
+    """Modelled by hand: no Kueue was recorded, only ``suspend``."""
+    held = view(seen(job(suspend=True, queue="vision")), began=False)
+    assert held.alive and held.waiting == "waits in Kueue's queue vision" and not held.revoked
+
+    stopping = view(seen(job(suspend=True, queue="vision"), pod(0, "Running", deletion=200)))
+    assert stopping.alive and stopping.revoked
+    taken = view(seen(job(suspend=True, queue="vision"), pod(0, "Failed", ended(143), gone=True)))
+    assert not taken.alive and taken.ends[0].cause is Cause.HIGHER_PRIORITY and "queue vision" in taken.ends[0].message
+    by_hand = view(seen(job(suspend=True), pod(0, "Failed", ended(143), gone=True)))
+    assert by_hand.ends[0].cause is Cause.EVICTED and "ratchet suspend" in by_hand.ends[0].message
+
+
+def test_a_pod_that_fits_nowhere_waits_in_the_schedulers_words() -> None:
+    """Modelled by hand."""
+    condition = {
+        "type": "PodScheduled",
+        "status": "False",
+        "reason": "Unschedulable",
+        "message": "0/3 nodes are available",
+    }
+    found = view(seen(job(), pod(0, "Pending", conditions=(condition,), scheduled=False)), began=False, seconds=90_000)
+    assert found.alive and found.waiting == "waits for a machine: 0/3 nodes are available" and found.ends == ()
+
+
+def test_a_used_up_quota_is_a_wait_in_the_job_controllers_words() -> None:
+    warnings = {NAME: 'FailedCreate: pods "x" is forbidden: exceeded quota: gpus'}
+    found = view(seen(job(), pod(0), warnings=warnings), nodes=2, began=False)
+    assert found.alive and found.ends == ()
+    assert found.waiting == f"1 of 2 pods are not made yet: {warnings[NAME]}"
+
+
+@pytest.mark.parametrize("reason", ["ErrImagePull", "ImagePullBackOff", "CreateContainerConfigError"])
+def test_a_container_that_cannot_be_made_has_time_to_heal_and_then_is_an_error(reason: str) -> None:
+    """Modelled by hand."""
+    what = seen(job(), pod(0, "Pending", waiting(reason, "pull access denied")))
+    early = view(what, began=False, seconds=299)
+    assert early.alive and early.ends == () and "pull access denied" in (early.waiting or "")
+    late = view(what, began=False, seconds=301)
+    assert not late.alive and late.waiting is None
+    assert late.ends[0].cause is Cause.LAUNCHER_ERROR and "pull access denied" in late.ends[0].message
+
+
+def test_a_start_that_hangs_is_an_error_in_the_end_and_tells_the_last_warning_meanwhile() -> None:
+    """Modelled by hand: a volume that cannot be mounted is told by events alone."""
+    stuck = pod(0, "Pending", waiting("ContainerCreating", ""))
+    what = seen(job(), stuck, warnings={stuck.name: 'FailedMount: configmap "train" not found'})
+    assert 'configmap "train" not found' in (view(what, began=False, seconds=1700).waiting or "")
+    found = view(what, began=False, seconds=1801)
+    assert not found.alive and found.ends[0].cause is Cause.LAUNCHER_ERROR
+
+
+def test_a_node_that_cannot_start_ends_the_wait_of_the_others() -> None:
+    """Modelled by hand."""
+    found = view(seen(job(), pod(0), pod(1, "Pending", waiting("InvalidImageName"))), nodes=2)
+    assert not found.alive and [end.node for end in found.ends] == [1]
+
+
+# --- alive, gone, proved -----------------------------------------------------------------------------------------------
+
+
+def test_while_a_pod_runs_or_will_be_made_the_attempt_is_alive() -> None:
+    assert view(seen(job(), pod(0))).alive
+    assert view(seen(job(), pod(0, "Pending"))).alive
+    assert view(seen(job())).alive
+    assert view(seen(job(deleted=True), pod(0, deletion=200))).alive
+    assert view(seen(job(), pod(0, "Succeeded", ended(0)), pod(1)), nodes=2, results=(0,)).alive
+    assert view(
+        seen(job(), pod(0, "Succeeded", ended(0))), nodes=2, results=(0,)
+    ).alive  # the other pod is still to come
+
+
+def test_after_a_failure_or_without_a_job_nothing_more_will_start() -> None:
+    assert not view(seen(job(), pod(0, "Failed", ended(1))), nodes=2, results=(0,)).alive
+    assert not view(seen(job(deleted=True))).alive
+    assert not view(seen(None), began=False).alive
+
+
+def test_an_agent_that_ended_by_a_code_of_its_own_has_its_result_waited_for() -> None:
+    """A shared file system may show it some seconds later; what a kill left behind will not come."""
+    late = seen(job(), pod(0, "Failed", ended(143, finished_at=95)))
+    assert view(late).alive and view(late).gone == frozenset()
+    assert not view(late, seconds=111).alive
+    assert not view(late, results=(0,)).alive
+    assert not view(seen(job(), pod(0, "Failed", ended(137, finished_at=95)))).alive
+
+
+def test_a_node_is_gone_when_its_pod_has_ended_or_its_machine_does_not_answer() -> None:
+    """The machine's silence is modelled by hand."""
+    assert view(seen(job(), pod(0), pod(1)), nodes=2).gone == frozenset()
+    assert view(seen(job(), pod(0), pod(1, "Failed", ended(137))), nodes=2).gone == {1}
+    lost = pod(1, conditions=(disruption("DeletionByTaintManager"),), deletion=60)
+    assert view(seen(job(), pod(0), lost), nodes=2, seconds=65).gone == frozenset()
+    assert view(seen(job(), pod(0), lost), nodes=2, seconds=75).gone == {1}
+    assert view(seen(job(), pod(0)), nodes=2).gone == frozenset()  # the other one is still to be made
+
+
+def test_only_the_controllers_last_word_proves_that_a_job_has_ended_by_itself() -> None:
+    over = pod(0, "Failed", ended(1))
+    assert concludes(seen(job(), over), 1) and not concludes(seen(job(), over), 2)
+    assert not concludes(seen(job(deleted=True), over), 1)
+    assert not concludes(seen(job(), over, pod(1)), 2)
+    assert not finished(seen(job(("FailureTarget", "PodFailurePolicy", "")), over))
+    assert finished(seen(job(FAILED), over))
+
+
+# --- what the watches leave --------------------------------------------------------------------------------------------
+
+
+def listed(version: int, uid: str = "j") -> dict[str, Any]:
+    made = job()
+    made["metadata"] |= {"uid": uid, "resourceVersion": str(version)}
+    return made
+
+
+def test_what_was_just_made_is_there_before_any_watch_tells_of_it_and_no_older_list_takes_it_away() -> None:
+    cache = Cache(Api(site().settings), ("ratchet",), "")
+    cache.add_job(listed(12), "ratchet")
+    assert cache.seen(NAME).job is not None and cache.names() == [NAME]
+    cache.replace("jobs", [], "ratchet", "11")
+    assert not cache.seen(NAME).deleted
+    cache.replace("jobs", [], "other", "13")
+    assert not cache.seen(NAME).deleted
+    cache.replace("jobs", [], "ratchet", "13")
+    assert cache.seen(NAME).deleted and cache.names() == []
+
+
+def test_an_answer_that_comes_after_the_watchs_word_brings_nothing_back() -> None:
+    cache = Cache(Api(site().settings), ("ratchet",), "")
+    cache.apply("jobs", listed(12), "ratchet")
+    cache.apply("jobs", listed(13), "ratchet", deleted=True)
+    cache.add_job(listed(12), "ratchet")
+    assert cache.seen(NAME).deleted
+    cache.add_job(listed(14, uid="another of this name"), "ratchet")
+    assert not cache.seen(NAME).deleted
+
+
+def test_a_deleted_pod_is_remembered_as_it_was_last() -> None:
+    cache = Cache(Api(site().settings), ("ratchet",), "")
+    made = pod(0, "Failed", ended(137, "OOMKilled")).object
+    made["metadata"]["labels"] = {"ratchet.dev/job-id": "job-0123456789ab", "ratchet.dev/epoch": "3"}
+    cache.apply("jobs", listed(12), "ratchet")
+    cache.apply("pods", made, "ratchet", deleted=True)
+    assert [end.cause for end in view(cache.seen(NAME)).ends] == [Cause.OOM]
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    ("cause", "what"),
+    [
+        (Cause.OOM, {"state": ended(137, "OOMKilled")}),
+        (Cause.EVICTED, {"state": ended(137), "conditions": (disruption("EvictionByEvictionAPI", seconds=50),)}),
+    ],
+)
+def test_within_one_second_what_follows_from_an_end_is_not_its_cause(
+    cause: Cause, what: dict[str, Any], last: bool
+) -> None:
+    first, stopped = (1, 0) if last else (0, 1)
+    pods = sorted((pod(first, "Failed", **what), pod(stopped, "Failed", ended(137))), key=lambda p: p.node)
+    end, *_ = view(seen(job(), *pods), nodes=2).ends
+    assert (end.cause, end.node) == (cause, first)
+
+
+def test_a_container_that_has_ended_is_not_one_that_did_not_start() -> None:
+    """Its pod runs on for as long as a sidecar ends, perhaps long after it was begun."""
+    told = view(seen(job(), pod(0, "Running", ended(143, finished_at=4000))), seconds=4001)
+    assert told.alive and told.ends == ()
