@@ -19,7 +19,7 @@ from ratchet_contract.paths import checkpoint_dir_name
 from ratchet_contract.resume import Base
 from ratchet_hooks.summary import HookSummary
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 STATE_METADATA_KEY: Final = "state"
 SHARED_PREFIX: Final = "shared/"
 RANK_PREFIX: Final = "rank/"
@@ -73,7 +73,12 @@ class Manifest(_Model):
     data_digest: str | None = None
     replicas: Literal["equal", "subgroup", "rank"]
     shared_digest: str | None = Field(
-        None, description="XXH3-128 of every shared tensor's bytes; all ranks reported the same."
+        None, description="Format 1: XXH3-128 of every shared tensor's bytes; all ranks reported the same."
+    )
+    shared_digests: list[str] = Field(
+        [],
+        description="Since format 2: XXH3-128 of the shared tensors' bytes in as many parts, cut as plan_slices "
+        "cuts them. Each is the digest of what the rank that writes the part has; others agreed as far as they compared.",
     )
     bucket_layout: list[list[str]] | None = Field(
         None, description="Parameter names per bucket, as DDP hands them to the hook."

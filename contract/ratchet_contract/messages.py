@@ -164,10 +164,25 @@ class CheckpointCommitted(Message):
     digest: str
     size: int
     files: int
-    seconds: float
+    seconds: float = Field(description="From the step boundary to the manifest's sync.")
+    stall: float | None = Field(None, description="Seconds of these that rank 0's training loop stood still.")
     reason: Literal["schedule", "stop", "request", "end"]
     parent: Base
     finished: bool = False
+
+
+class CheckpointUploaded(Message):
+    """From the agent: the checkpoint's copy in the object store is whole, its manifest put."""
+
+    kind: Literal["checkpoint_uploaded"] = "checkpoint_uploaded"
+    rank: int
+    at: str
+    step: int
+    epoch: int
+    digest: str
+    uri: str = Field(description="Of the checkpoint's prefix; no credentials.")
+    seconds: float
+    nbytes: int
 
 
 class CheckpointFailed(Message):

@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from ratchet_contract.code_tree import DIGEST
 from ratchet_contract.environment import RESERVED_NAMES, RESERVED_PREFIXES
 from ratchet_contract.spec_base import Seconds, Size, SpecModel
+from ratchet_contract.spec_checkpoint import CheckpointSpec
 from ratchet_contract.spec_engines import LauncherSpec, LocalLauncherSpec, VolumeSpec
 from ratchet_hooks.specs import AllreduceSpec, HookSpec, normalise_hook
 
@@ -155,14 +156,6 @@ class DdpSpec(SpecModel):
     )
     broadcast_buffers: bool = Field(True, description="Rank 0's buffers go to all ranks before each forward pass.")
     backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: NCCL on CUDA, else gloo.")
-
-
-class CheckpointSpec(SpecModel):
-    every_steps: int | None = Field(
-        100, ge=1, description="Steps between scheduled checkpoints; null: only at stops and the end."
-    )
-    keep_last: int = Field(3, ge=2, le=10_000, description="Newest checkpoints kept; never fewer than two.")
-    uri: str | None = Field(None, description="Not available yet.")
 
 
 class PolicySpec(SpecModel):

@@ -17,7 +17,6 @@ from ratchet_contract.spec_engines import LAUNCHER_SPECS
 from ratchet_hooks.registry import HOOKS, HookEntry
 from ratchet_hooks.specs import WRAPPERS, PostLocalSGDSpec, canonical_hook_name, canonical_wrapper, normalise_hook
 
-_NOT_YET = "is not available yet in this version; remove it"
 _MAX_PROBLEMS = 50
 _MAX_THREADS = 1024
 _SHAPES = {
@@ -36,7 +35,7 @@ def parse_spec(data: Any) -> JobSpec:
     """Validate ``data`` (decoded JSON or YAML). Raises ``SpecError`` with every fault found, the first 50 of them."""
     if not isinstance(data, dict):
         raise SpecError("a job spec is a mapping (JSON object or YAML mapping)", code="invalid-spec")
-    early = _later_keys(data) + _hook_name(data.get("hook"))
+    early = _hook_name(data.get("hook"))
     if early:
         raise SpecError(_sentence(early), errors=early)
     try:
@@ -66,13 +65,6 @@ def _sentence(problems: Sequence[FieldProblem]) -> str:
     first = problems[0]
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return f"{first.pointer or '/'}: {first.detail}{more}"
-
-
-def _later_keys(data: dict[str, Any]) -> list[FieldProblem]:
-    """Keys of the design that this version does not honour: refused, never ignored."""
-    if not isinstance(data.get("checkpoint"), dict) or data["checkpoint"].get("uri") is None:
-        return []
-    return [FieldProblem(pointer="/checkpoint/uri", code="not-available", detail=f"checkpoint.uri {_NOT_YET}")]
 
 
 def _hook_name(value: Any) -> list[FieldProblem]:

@@ -1,0 +1,73 @@
+"""The ``checkpoint`` part of a spec: when to save, what to keep, where else to put it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from ratchet_contract.spec_base import Seconds, SpecModel
+
+SCHEMES = ("s3", "gs", "az")
+
+
+class BestSpec(SpecModel):
+    """Checkpoints with the best values of a metric, kept beside the newest."""
+
+    metric: str = Field(min_length=1, max_length=200, description="Name of a metric that the job logs.")
+    mode: Literal["min", "max"] = Field("min", description="Is the smallest value the best, or the largest?")
+    count: int = Field(1, ge=1, le=1000, description="How many.")
+
+
+class CheckpointSpec(SpecModel):
+    every_steps: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
+        100,
+        description="Steps between scheduled checkpoints. auto: as many as `max_overhead` allows, by what saves and steps are "
+        "measured to take; null: none by steps. With `every_seconds` it is null unless given; with both, whichever comes first.",
+    )
+    every_seconds: Seconds | None = Field(None, description="Time between scheduled checkpoints; null: none by time.")
+    max_overhead: float = Field(
+        0.03, gt=0, le=0.5, description="With every_steps auto: the share of the training time that saves may cost."
+    )
+    staging: Literal["auto", "overlapped", "blocking"] = Field(
+        "auto",
+        description="overlapped: the state is copied while the next step computes, parameters and optimizer before its "
+        "optimizer.step(); blocking: before the next step. auto: overlapped for a task, blocking for a script, whose code may "
+        "change parameters at any time. Writing goes on beside the training in both.",
+    )
+    when_busy: Literal["wait", "skip"] = Field(
+        "wait",
+        description="A checkpoint is due while the one before it is still being written. wait: training waits, so that no more "
+        "than `every_steps` are ever lost; skip: this one is left out, and told.",
+    )
+    keep_last: int = Field(3, ge=2, le=10_000, description="Newest checkpoints kept; never fewer than two.")
+    keep_every: int | None = Field(
+        None, ge=1, description="Checkpoints of steps that are multiples of this are kept for good; null: none."
+    )
+    keep_best: BestSpec | None = Field(None, description="Those with the best values of a metric are kept, too.")
+    uri: str | None = Field(
+        None,
+        max_length=1000,
+        description="s3://BUCKET/PREFIX, gs:// or az://CONTAINER/PREFIX: every checkpoint is copied there in the background, "
+        "and fetched from there where the local disk has none. Credentials come from the environment.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_time_alone(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("every_seconds") is not None and "every_steps" not in data:
+            return {**data, "every_steps": None}
+        return data
+
+    @field_validator("uri")
+    @classmethod
+    def _uri(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        scheme, separator, rest = value.partition("://")
+        parts = rest.rstrip("/").split("/")
+        if not separator or scheme not in SCHEMES or not parts[0] or any(p in ("", ".", "..") for p in parts):
+            raise ValueError(f"a uri is {', '.join(f'{s}://BUCKET/PREFIX' for s in SCHEMES)}, not {value[:80]!r}")
+        if "@" in parts[0] or "?" in rest or "#" in rest or not rest.isprintable():
+            raise ValueError("credentials and options come from the environment, never in a uri")
+        return value.rstrip("/")
