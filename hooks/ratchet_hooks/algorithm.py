@@ -74,8 +74,9 @@ class Algorithm:
     def average(self) -> None:
         """After every optimizer step, on every rank: average parameters, where the hook does that."""
 
-    def capture(self, layout: Layout | None) -> tuple[Tensors, JsonValue]:
-        """Copies of this rank's state by parameter name, and its JSON part; ``layout`` is None before the first iteration."""
+    def capture(self, layout: Layout | None, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
+        """This rank's state by parameter name, and its JSON part; ``layout`` is None before the first iteration. ``copy`` False
+        allows views of live tensors, which the next backward pass changes."""
         return {}, None
 
     def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
@@ -83,9 +84,13 @@ class Algorithm:
         if tensors or state is not None:
             raise HookStateError(min(tensors, default="state"), "recorded, but this hook keeps no state")
 
-    def report(self) -> Report:
-        """For the summary."""
+    def report(self, *, norm: bool = True) -> Report:
+        """For the summary. ``norm`` False leaves out what takes a pass over the residuals."""
         return Report()
+
+    def norm_of(self, tensors: Mapping[str, torch.Tensor]) -> float | None:
+        """``Report.residual_norm`` as it was when ``capture`` gave ``tensors``; in any thread."""
+        return None
 
 
 def promised(tensor: torch.Tensor) -> TensorFuture:

@@ -44,9 +44,9 @@ class BatchedPowerSGD(LowRank):
         self._squares: dict[int, _Square] = {}
         self._spaces: dict[torch.dtype, torch.Tensor] = {}
 
-    def capture(self, layout: Layout | None) -> tuple[Tensors, JsonValue]:
+    def capture(self, layout: Layout | None, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
         """Residuals by parameter name; what belongs to a square as a whole by the bucket's index, with the buckets."""
-        tensors, data = powersgd.capture(self.state, layout, self)
+        tensors, data = powersgd.capture(self.state, layout, self, copy=copy)
         return tensors, {**data, "buckets": None if layout is None else [list[JsonValue](bucket) for bucket in layout]}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:

@@ -88,8 +88,9 @@ class Custom(Algorithm):
             raise CustomHookError("hook", "hook-failed", f"{place} failed in its future: {error}") from error
         return completed(_checked(value, flat, place)), None
 
-    def capture(self, layout: Layout | None) -> tuple[Tensors, JsonValue]:
-        """What the state's class saves. A state may be keyed by bucket index, so the layout belongs to it."""
+    def capture(self, layout: Layout | None, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
+        """What the state's class saves. A state may be keyed by bucket index, so the layout belongs to it. Copies in any case:
+        when code of the user's own changes it is not ours to know."""
         if self._kind is None:
             return {}, None
         tensors, data = self._encoded()
@@ -122,7 +123,7 @@ class Custom(Algorithm):
             text = f"{self.spec.state} does not take what it saved: {last_line(error)}"
             raise HookStateError("state", text) from error
 
-    def report(self) -> Report:
+    def report(self, *, norm: bool = True) -> Report:
         """What is sent is the function's own affair: known only if the state has ``compression_stats()`` as PowerSGD's has."""
         stats = getattr(self.state, "compression_stats", None)
         held = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(self.state)}.values())

@@ -75,7 +75,7 @@ class PostLocalSGD(Algorithm):
         if group is not None:
             average_in_place(list(self.setup.parameters.values()), group)
 
-    def capture(self, layout: Layout | None) -> tuple[Tensors, JsonValue]:
+    def capture(self, layout: Layout | None, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
         """The state of ``PostLocalSGDState`` and of the averager, equal on all ranks; no tensors."""
         averager = self._asked() | self._averager_state()
         return {}, {"slots": get_state(self.state), "averager": averager, "subgroup": self._subgroup()}
@@ -94,7 +94,7 @@ class PostLocalSGD(Algorithm):
         self.averager.step = step
         set_state(self.state, slots)
 
-    def report(self) -> Report:
+    def report(self, *, norm: bool = True) -> Report:
         left = self.state.start_localSGD_iter - self.state.iter
         warm_up = self.averager.warm_up if self.averager.warm_up is not None else self.averager.step + left
         return Report(

@@ -111,9 +111,9 @@ class LowRank(Algorithm):
                 begun.awaited.wait()
         self._begun = []
 
-    def capture(self, layout: Layout | None) -> tuple[Tensors, JsonValue]:
+    def capture(self, layout: Layout | None, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
         """Residuals, P and Q; the rest of ``__getstate__()`` as JSON."""
-        return powersgd.capture(self.state, layout, self)
+        return powersgd.capture(self.state, layout, self, copy=copy)
 
     def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
         """Into torch's state object, through ``__setstate__``."""
@@ -138,7 +138,10 @@ class LowRank(Algorithm):
         """How P and Q are stored."""
         raise NotImplementedError
 
-    def report(self) -> Report:
+    def norm_of(self, tensors: Mapping[str, torch.Tensor]) -> float | None:
+        return powersgd.captured_norm(self.state, tensors)
+
+    def report(self, *, norm: bool = True) -> Report:
         """Statistics of torch's state object."""
         state = self.state
         rate, before, after = state.compression_stats()  # type: ignore[no-untyped-call]
@@ -148,7 +151,7 @@ class LowRank(Algorithm):
             compression_rate=rate if after else 1.0,
             elements_before=before,
             elements_after=after,
-            residual_norm=powersgd.residual_norm(state),
+            residual_norm=powersgd.residual_norm(state) if norm else None,
             memory_bytes=powersgd.memory_bytes(state),
         )
 

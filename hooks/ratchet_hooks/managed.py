@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -49,6 +49,7 @@ class ManagedHook:
         self._seen: Layout = []
         self._buckets = 0  # of the last complete iteration
         self._known: dict[int, _Known] = {}  # by index; filled only once the layout is final
+        self.before_change: Callable[[], None] | None = None  # called when a backward pass is about to change the state
         self._here = 0  # complete iterations of this process
         self.has_run = False  # one of them; no property: a compiled model would be compiled anew for each number
         self._before = 0  # complete iterations of the processes before it
@@ -107,8 +108,9 @@ class ManagedHook:
         """What went wrong without an error: overflow, non-finite averages; one entry per parameter and kind."""
         return self._algorithm.watch.warnings()
 
-    def capture(self) -> tuple[Tensors, JsonValue]:
-        """Copies of this rank's whole state, by parameter name, and its JSON part. Call between steps, on every rank."""
+    def capture(self, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
+        """This rank's whole state, by parameter name, and its JSON part. Call between steps, on every rank. ``copy`` False allows
+        views of live tensors: they hold until the next backward pass calls this hook, which is when ``before_change`` is called."""
         layout = self.layout()
         data: dict[str, JsonValue] = {
             "version": STATE_VERSION,
@@ -117,7 +119,7 @@ class ManagedHook:
             "iteration": self.iteration,
             "layout": None if layout is None else [list[JsonValue](bucket) for bucket in layout],
         }
-        tensors, data["state"] = self._algorithm.capture(layout)
+        tensors, data["state"] = self._algorithm.capture(layout, copy=copy)
         return tensors, data
 
     def restore(self, tensors: Mapping[str, torch.Tensor], data: JsonValue, *, relayout: bool = False) -> None:
@@ -143,9 +145,13 @@ class ManagedHook:
         self._algorithm.restore(tensors, checked["state"], self._fixed if recorded is not None else None)
         self._before = checked["iteration"]
 
-    def summary(self, *, rank: int, step: int) -> HookSummary:
-        """JSON view of this rank's hook after ``step`` steps."""
-        report = self._algorithm.report()
+    def norm_of(self, tensors: Mapping[str, torch.Tensor]) -> float | None:
+        """``residual_norm`` of the summary, from what ``capture`` gave (or copies of it). In any thread."""
+        return self._algorithm.norm_of(tensors)
+
+    def summary(self, *, rank: int, step: int, norm: bool = True) -> HookSummary:
+        """JSON view of this rank's hook after ``step`` steps; ``norm`` False leaves out the norm, a pass over the residuals."""
+        report = self._algorithm.report(norm=norm)
         elements = sum(p.numel() for p in self._parameters.values())
         known = report.compression_rate is not None
         return HookSummary(
@@ -175,6 +181,8 @@ class ManagedHook:
         return state()._on_bucket(bucket)
 
     def _on_bucket(self, bucket: Any) -> TensorFuture:
+        if self.before_change is not None:
+            self.before_change()
         if self._ddp.static_graph and self._here == 0:
             bucket = self._counted(bucket)
         names = self._names(bucket)

@@ -116,9 +116,11 @@ class Shelf(Protocol):
         ...
 
 
-def capture(state: PowerSGDState, layout: Layout | None, shelf: Shelf) -> tuple[Tensors, dict[str, JsonValue]]:
-    """Copies of everything in ``state``. ``layout`` may be None only before the first iteration. Raises ``HookStateError`` where
-    some buckets have what others lack: ``restore`` would refuse that."""
+def capture(
+    state: PowerSGDState, layout: Layout | None, shelf: Shelf, *, copy: bool = True
+) -> tuple[Tensors, dict[str, JsonValue]]:
+    """Everything in ``state``; ``copy`` False: views of its residuals, P and Q. ``layout`` may be None only before the first
+    iteration. Raises ``HookStateError`` where some buckets have what others lack: ``restore`` would refuse that."""
     with _quiet():
         slots: dict[str, Any] = state.__getstate__()  # type: ignore[no-untyped-call]
     errors, ps, qs = (slots.pop(key) for key in _PER_BUCKET)
@@ -133,7 +135,9 @@ def capture(state: PowerSGDState, layout: Layout | None, shelf: Shelf) -> tuple[
     for i, bucket in enumerate(layout or []):
         views = [*shelf.residuals(i, bucket, errors[i])] if errors else []
         views += [*shelf.factors(i, bucket, ps[i], qs[i])] if ps else []
-        tensors |= {key: view.clone(memory_format=torch.contiguous_format) for key, view in views}
+        if copy:
+            views = [(key, view.clone(memory_format=torch.contiguous_format)) for key, view in views]
+        tensors |= dict(views)
     rest, slots_json = encode(slots, where="state")
     tensors |= {f"state/{name}": tensor for name, tensor in rest.items()}
     return tensors, {"slots": slots_json, "residuals": bool(errors), "low_rank": bool(ps)}
@@ -226,6 +230,14 @@ def residual_norm(state: PowerSGDState) -> float | None:
     if not state.use_error_feedback:
         return None
     return float(sum((_squares(e) for e in state.error_dict.values()), 0.0) ** 0.5)
+
+
+def captured_norm(state: PowerSGDState, tensors: Mapping[str, torch.Tensor]) -> float | None:
+    """The same, of what ``capture`` gave. A tensor's own sums are added in another order: the last digit may be another."""
+    if not state.use_error_feedback:
+        return None
+    parts = (_squares(t.reshape(-1)) for name, t in tensors.items() if name.startswith("residual"))
+    return float(sum(parts, 0.0) ** 0.5)
 
 
 def _squares(flat: torch.Tensor) -> float:

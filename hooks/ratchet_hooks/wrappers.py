@@ -50,14 +50,17 @@ class Wrapped(Algorithm):
     def average(self) -> None:
         self._inner.average()
 
-    def capture(self, layout: Layout | None) -> tuple[Tensors, JsonValue]:
-        return self._inner.capture(layout)
+    def capture(self, layout: Layout | None, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
+        return self._inner.capture(layout, copy=copy)
 
     def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
         self._inner.restore(tensors, state, layout)
 
-    def report(self) -> Report:
-        report = self._inner.report()
+    def norm_of(self, tensors: Mapping[str, torch.Tensor]) -> float | None:
+        return self._inner.norm_of(tensors)
+
+    def report(self, *, norm: bool = True) -> Report:
+        report = self._inner.report(norm=norm)
         return replace(report, memory_bytes=report.memory_bytes + sum(copy.nbytes for copy in self._copies.values()))
 
     def _copy(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
