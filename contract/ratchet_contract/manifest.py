@@ -1,9 +1,13 @@
 """The manifest: the last-written file of a checkpoint. No manifest, no checkpoint.
 
 Tensor names are ``shared/<name>`` (equal on all ranks, cut into slices over them) or ``rank/<r>/<name>`` (private).
-A rank file is a safetensors file; its ``__metadata__["state"]`` holds that rank's JSON state. File digests are XXH3-128 over
-all bytes; the manifest's own digest is SHA-256 over its canonical JSON without the ``digest`` field, in every format version:
-so a damaged version number is told from a newer format.
+A rank file is a safetensors file; its ``__metadata__["state"]`` holds that rank's JSON state. Its bytes are cut into blocks, each
+with an XXH3-128 digest, so that a reader verifies what it reads and needs to read no more; the manifest's own digest is SHA-256
+over its canonical JSON without the ``digest`` field, in every format version: so a damaged version number is told from a newer
+format.
+
+Format 1 had one XXH3-128 over all bytes of a file (``FileEntry.xxh3_128``) and one over all shared tensors (``shared_digest``).
+It is still read.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from ratchet_contract.resume import Base
 from ratchet_hooks.summary import HookSummary
 
 FORMAT_VERSION: Final = 2
+MIN_BLOCK: Final = 4096
+"""Bytes. Smaller blocks would be more digests than data."""
 STATE_METADATA_KEY: Final = "state"
 SHARED_PREFIX: Final = "shared/"
 RANK_PREFIX: Final = "rank/"
@@ -30,12 +36,25 @@ class _Model(BaseModel):
 
 
 class FileEntry(_Model):
-    """One rank file: size in bytes, XXH3-128 of all its bytes in hex."""
+    """One rank file: size in bytes, and the digests of its blocks."""
 
     name: str
     rank: int
     size: int = Field(ge=0)
-    xxh3_128: str
+    block_size: int | None = Field(
+        None, ge=MIN_BLOCK, description="Bytes of every block but the last, which may be shorter; since format 2."
+    )
+    blocks: list[str] = Field(
+        [], description="XXH3-128, in hex, of each block; every byte of the file lies in exactly one, its header's too."
+    )
+    xxh3_128: str | None = Field(None, description="Format 1: XXH3-128 of all bytes of the file, in hex.")
+
+    @property
+    def digests(self) -> tuple[int, list[str]]:
+        """Block size in bytes, and a digest per block; a file of format 1 is one block."""
+        if self.block_size is not None:
+            return self.block_size, self.blocks
+        return max(self.size, 1), [self.xxh3_128 or ""]
 
 
 class TensorEntry(_Model):

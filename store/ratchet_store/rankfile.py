@@ -13,16 +13,17 @@ from typing import Any, Final
 import xxhash
 
 from ratchet_contract.errors import CheckpointError, StateError
-from ratchet_contract.manifest import FileEntry, TensorEntry
+from ratchet_contract.manifest import RANK_PREFIX, FileEntry, TensorEntry
 from ratchet_contract.paths import DELETED_MANIFEST_NAME, MANIFEST_NAME, rank_file_name
 from ratchet_store.files import EXISTS, ensure_dir, fsync_dir, not_written, replacing, start_writeback
-from ratchet_store.header import ALIGNMENT, ITEMSIZE, MAX_DIMENSIONS, Stored, build_header, is_whole, tensor_key
+from ratchet_store.header import ITEMSIZE, MAX_DIMENSIONS, Stored, build_header, is_whole, tensor_key
 
 JsonValue = Any
 BytesLike = Any
 """Anything with a contiguous buffer: bytes, bytearray, memoryview, a numpy array of uint8."""
 
-CHUNK: Final = 1 << 20  # hashed, then written while still in the processor's cache
+BLOCK: Final = 16 << 20  # bytes of the file under one digest: what a reader reads at least
+CHUNK: Final = 1 << 20  # hashed, then written while still in the processor's cache; divides a block
 _WRITEBACK: Final = 8 << 20  # bytes after which the disk is told to begin: write + fsync then take about half the time
 _BATCH: Final = 256  # buffers per writev; Linux allows 1024
 _MAX_DEPTH: Final = 64
@@ -55,17 +56,20 @@ def write_rank_file(
     name = rank_file_name(rank, world_size)
     text = encode_state(state)
     buffers = [_buffer(piece) for piece in pieces]
-    # Wide elements first: without gaps between tensors, every one then starts on a multiple of its element size.
-    order = sorted(range(len(pieces)), key=lambda i: -ITEMSIZE[pieces[i].dtype])
+    # Wide elements first: without gaps between tensors, every one then starts on a multiple of its element size. Among those of
+    # a width what all ranks share lies together: it is what other ranks read of this file.
+    order = sorted(
+        range(len(pieces)), key=lambda i: (-ITEMSIZE[pieces[i].dtype], pieces[i].name.startswith(RANK_PREFIX))
+    )
     header, entries = _layout(name, [(pieces[i], len(buffers[i])) for i in order], text)
     path = directory / name
     try:
         ensure_dir(directory)
         _refuse_committed(directory)
-        size, digest = _write(path, [memoryview(header), *(buffers[i] for i in order)])
+        size, digests = _write(path, [memoryview(header), *(buffers[i] for i in order)])
     except OSError as error:
         raise not_written(path, error, len(header) + sum(map(len, buffers))) from error
-    return FileEntry(name=name, rank=rank, size=size, xxh3_128=digest), entries
+    return FileEntry(name=name, rank=rank, size=size, block_size=BLOCK, blocks=digests), entries
 
 
 def encode_state(state: JsonValue) -> str:
@@ -155,35 +159,46 @@ def _refuse_committed(directory: Path) -> None:
             )
 
 
-def _write(path: Path, buffers: list[memoryview]) -> tuple[int, str]:
-    """Size in bytes and XXH3-128 of what was written durably under ``path``."""
+def _write(path: Path, buffers: list[memoryview]) -> tuple[int, list[str]]:
+    """Size in bytes and the digests of the blocks of what was written durably under ``path``."""
     with replacing(path) as fd:
-        size, digest = _stream(fd, buffers)
+        size, digests = _stream(fd, buffers)
     fsync_dir(path.parent)
-    return size, digest
+    return size, digests
 
 
-def _stream(fd: int, buffers: list[memoryview]) -> tuple[int, str]:
-    hasher = xxhash.xxh3_128()
+def _stream(fd: int, buffers: list[memoryview]) -> tuple[int, list[str]]:
+    """Write in chunks of the file, each hashed just before; system calls and hashing of a chunk leave the GIL to others."""
+    hasher, digests = xxhash.xxh3_128(), []
     size, started = 0, 0
     batch: list[memoryview] = []
-    pending = 0
+    pending, room = 0, CHUNK  # bytes in the batch, and still to come in this chunk of the file
     for buffer in buffers:
-        for begin in range(0, len(buffer), CHUNK):
-            chunk = buffer[begin : begin + CHUNK]
-            hasher.update(chunk)
-            batch.append(chunk)
-            pending += len(chunk)
-            if pending < CHUNK and len(batch) < _BATCH:
+        begin, end = 0, len(buffer)
+        while begin < end:
+            part = buffer[begin : begin + room]
+            hasher.update(part)
+            batch.append(part)
+            count = len(part)
+            begin, pending, room = begin + count, pending + count, room - count
+            if room and len(batch) < _BATCH:
                 continue
             _writev_all(fd, batch)
             size, batch, pending = size + pending, [], 0
+            if room:
+                continue
+            room = CHUNK
+            if size % BLOCK == 0:
+                digests.append(hasher.hexdigest())
+                hasher.reset()
             if size - started >= _WRITEBACK:
-                end = size // ALIGNMENT * ALIGNMENT  # a page that is still being filled would be written twice
-                start_writeback(fd, started, end - started)
-                started = end
+                start_writeback(fd, started, size - started)
+                started = size
     _writev_all(fd, batch)
-    return size + pending, hasher.hexdigest()
+    size += pending
+    if size % BLOCK:
+        digests.append(hasher.hexdigest())
+    return size, digests
 
 
 def _writev_all(fd: int, batch: list[memoryview]) -> None:

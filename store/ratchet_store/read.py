@@ -1,37 +1,34 @@
-"""Read a checkpoint back: every byte of every file that is touched goes through XXH3-128 on its way.
+"""Read a checkpoint back: what is wanted of it, every block that is touched verified on its way.
 
 What the header of a file says must be what the manifest says; a file of another checkpoint, a stale or a torn one is found
-by size, header or digest.
+by size, digest or header.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple
-
-import xxhash
+from typing import Any, NamedTuple
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.manifest import FileEntry, Manifest, TensorEntry
+from ratchet_store.blocks import Block, Progress, Region, damaged, every, opened, overlapping
 from ratchet_store.commit import check_files, read_manifest
-from ratchet_store.files import DAMAGED, MISSING, not_read, open_regular
+from ratchet_store.files import DAMAGED, MISSING
 from ratchet_store.header import ITEMSIZE, LENGTH_BYTES, MAX_HEADER, parse_header, parse_json, stored_of, tensor_key
 from ratchet_store.structure import file_order
 
 JsonValue = Any
 Into = Callable[[TensorEntry], memoryview | None]
 
-CHUNK: Final = 1 << 20
-
 
 @dataclass(frozen=True)
 class Loaded:
-    """What ``load`` brought: pieces without a place of their own, and the JSON state of every rank whose file was read."""
+    """What ``load`` brought: pieces without a place of their own, and the JSON state of every rank whose file was touched.
+    ``bytes_read``: of rank files, each byte of it verified."""
 
     pieces: list[tuple[TensorEntry, bytearray]] = field(default_factory=list)
     states: dict[int, JsonValue] = field(default_factory=dict)
@@ -53,12 +50,16 @@ def load(
     into: Into | None = None,
     *,
     ranks: Collection[int] = (),
+    whole: Collection[int] = (),
+    progress: Progress | None = None,
 ) -> Loaded:
-    """Read the wanted pieces, and the states of ``ranks``; each file that holds any of it is read and verified whole, once.
+    """Read the wanted pieces, and the states of ``ranks``. Of each file that holds any of it the blocks with wanted bytes and
+    with the header are read, of ``whole`` ranks all blocks, each once, and verified. A file of format 1 is one block.
 
     ``into(entry)`` names where a wanted piece goes: a writable contiguous memoryview of exactly ``entry.nbytes`` bytes (of live
     memory: elements ``entry.start`` and following), or None for a fresh bytearray, returned in ``Loaded.pieces``. A digest
-    is known only at the file's end: when this raises, what ``into`` gave is partly overwritten and must not be used.
+    is known only at the block's end: when this raises, what ``into`` gave is partly overwritten and must not be used.
+    Files are read in rank order, the first of ``whole`` first: ranks that read at once then do not wait for the same bytes.
     Raises ``CheckpointError``: ``checkpoint-damaged`` or ``checkpoint-unreadable``.
     """
     by_file: dict[str, list[TensorEntry]] = defaultdict(list)
@@ -68,9 +69,7 @@ def load(
     states: dict[int, JsonValue] = {}
     total = 0
 
-    def place(entry: TensorEntry) -> memoryview | None:
-        if not wanted(entry):
-            return None
+    def place(entry: TensorEntry) -> memoryview:
         target = into(entry) if into is not None else None
         if target is None:
             data = bytearray(entry.nbytes)
@@ -80,29 +79,34 @@ def load(
             raise ValueError(f"{entry.name}: need a writable buffer of {entry.nbytes} bytes, got {target.nbytes}")
         return target.cast("B") if target.nbytes else target
 
-    for file in sorted(manifest.files, key=lambda f: f.rank):
-        entries = by_file[file.name]
-        if file.rank in ranks or any(wanted(entry) for entry in entries):
-            states[file.rank] = _read_file(directory, file, entries, place)
-            total += file.size
+    first = min(whole, default=0)
+    for file in sorted(manifest.files, key=lambda f: ((f.rank - first) % manifest.world_size, f.rank)):
+        entries = file_order(by_file[file.name])
+        picked = [entry for entry in entries if wanted(entry)]
+        if picked or file.rank in ranks or file.rank in whole:
+            states[file.rank], count = _read_file(directory, file, entries, picked, place, file.rank in whole, progress)
+            total += count
     return Loaded(pieces, states, total)
 
 
 def read_state(directory: Path, manifest: Manifest, rank: int) -> JsonValue:
-    """The JSON state of one rank, its whole file verified. Raises ``CheckpointError``; ``ValueError`` for an unknown rank."""
+    """The JSON state of one rank, verified. Raises ``CheckpointError``; ``ValueError`` for an unknown rank."""
     if not 0 <= rank < manifest.world_size:
         raise ValueError(f"rank {rank} is not in 0..{manifest.world_size - 1}")
     return load(directory, manifest, lambda _: False, ranks=(rank,)).states[rank]
 
 
-def verify_files(directory: Path, manifest: Manifest) -> int:
-    """Check every byte of every rank file; returns their number. Raises ``CheckpointError``."""
-    return load(directory, manifest, lambda _: False, ranks=range(manifest.world_size)).bytes_read
+def verify_files(
+    directory: Path, manifest: Manifest, *, ranks: Collection[int] | None = None, progress: Progress | None = None
+) -> int:
+    """Check every byte of the rank files (``ranks``: of these only); returns their number. Raises ``CheckpointError``."""
+    ranks = range(manifest.world_size) if ranks is None else ranks
+    return load(directory, manifest, lambda _: False, whole=ranks, progress=progress).bytes_read
 
 
 def verify(directory: Path) -> VerifyOutcome:
     """Check a checkpoint off-line: manifest and every byte of every file. What proves no damage (not committed, newer format,
-    unreadable) is raised as ``CheckpointError``."""
+    unreadable) is raised as ``CheckpointError``. ``ratchet_store.verify`` names all damaged blocks."""
     try:
         return VerifyOutcome(True, None, verify_files(directory, read_manifest(directory)))
     except CheckpointError as error:
@@ -111,88 +115,82 @@ def verify(directory: Path) -> VerifyOutcome:
         return VerifyOutcome(False, error.detail, 0)
 
 
+def damage_of(
+    directory: Path, file: FileEntry, entries: Collection[TensorEntry], progress: Progress | None = None
+) -> list[Block]:
+    """Every damaged block of one file. Raises ``CheckpointError`` for what is wrong with the file as a whole."""
+    order = file_order(list(entries))
+    with opened(directory, file) as fd:
+        header, regions = _regions(file, order, {})
+        found = list(damaged(fd, file, regions, every(file), progress))
+        if not found:
+            _check_header(header, file, order)
+    return found
+
+
 def _read_file(
-    directory: Path, file: FileEntry, entries: list[TensorEntry], place: Callable[[TensorEntry], memoryview | None]
-) -> JsonValue:
-    path = directory / file.name
-    try:
-        fd = open_regular(path)
-    except OSError as error:
-        raise not_read(path, error) from error
-    try:
-        return _read_verified(fd, file, file_order(entries), place)
-    except OSError as error:
-        raise not_read(path, error) from error
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error.detail}", code=error.code) from None
-    finally:
-        os.close(fd)
+    directory: Path,
+    file: FileEntry,
+    entries: list[TensorEntry],
+    picked: list[TensorEntry],
+    place: Callable[[TensorEntry], memoryview],
+    whole: bool,
+    progress: Progress | None,
+) -> tuple[JsonValue, int]:
+    """Returns the rank's state after every digest agreed, and the number of bytes read. ``entries`` in file order."""
+    with opened(directory, file) as fd:
+        targets = {(entry.offset, entry.nbytes): place(entry) for entry in picked}
+        header, regions = _regions(file, entries, targets)
+        ranges = [(0, len(header)), *((entry.offset, entry.offset + entry.nbytes) for entry in picked)]
+        blocks = every(file) if whole else overlapping(file, ranges)
+        for block in damaged(fd, file, regions, blocks, progress):
+            raise CheckpointError(str(block), code=DAMAGED)
+        size, _ = file.digests
+        return _check_header(header, file, entries), sum(min(size, file.size - n * size) for n in blocks)
 
 
-def _read_verified(
-    fd: int, file: FileEntry, entries: list[TensorEntry], place: Callable[[TensorEntry], memoryview | None]
-) -> JsonValue:
-    """Returns the rank's state after the last byte agreed."""
-    size = os.fstat(fd).st_size
-    if size != file.size:
-        raise CheckpointError(f"{size} bytes, the manifest says {file.size}: truncated or replaced")
-    reader = _HashingReader(fd)
-    length = int.from_bytes(reader.take(LENGTH_BYTES), "little")
-    if length > min(MAX_HEADER, size - LENGTH_BYTES):
+def _regions(
+    file: FileEntry, entries: list[TensorEntry], targets: dict[tuple[int, int], memoryview]
+) -> tuple[memoryview, list[Region]]:
+    """Room for the header, and the whole file as regions: the header, then the tensors of ``entries``, of which ``targets`` says
+    by offset and size where they go. Raises ``CheckpointError`` where they do not fill the file."""
+    data_start = entries[0].offset if entries else min(file.size, LENGTH_BYTES + MAX_HEADER)
+    if not LENGTH_BYTES <= data_start <= LENGTH_BYTES + MAX_HEADER:
+        raise CheckpointError("the header's length is impossible")
+    header = memoryview(bytearray(data_start))
+    regions = [Region(0, data_start, header)]
+    position = data_start
+    for entry in entries:
+        if entry.offset != position:
+            raise CheckpointError(f"tensors do not follow one another at {entry.name!r}")
+        position += entry.nbytes
+        target = targets.get((entry.offset, entry.nbytes))
+        last = regions[-1]
+        if target is None and last.target is None:
+            regions[-1] = Region(last.begin, position, None)
+        elif entry.nbytes:
+            regions.append(Region(entry.offset, position, target))
+    if position != file.size and entries:
+        raise CheckpointError(f"{file.size - position} bytes after the last tensor")
+    if position != file.size:
+        regions.append(Region(position, file.size, None))
+    return header, regions
+
+
+def _check_header(header: memoryview, file: FileEntry, entries: list[TensorEntry]) -> JsonValue:
+    """The rank's state. Raises ``CheckpointError`` for a header that is none, or speaks of other tensors."""
+    length = int.from_bytes(header[:LENGTH_BYTES], "little")
+    if length > min(MAX_HEADER, file.size - LENGTH_BYTES):
         raise CheckpointError("the header's length is impossible")
     data_start = LENGTH_BYTES + length
-    stored, text = parse_header(reader.take(length))
+    stored, text = parse_header(bytes(header[LENGTH_BYTES:data_start]))
     if stored != {tensor_key(e): stored_of(e, data_start) for e in entries}:
         raise CheckpointError(
             "the header lists other tensors than the manifest: the file belongs to another checkpoint"
         )
-    position = data_start
-    scratch = memoryview(bytearray(CHUNK))
-    for entry in entries:
-        if entry.offset != position:
-            raise CheckpointError(f"tensors do not follow one another at {entry.name!r}")
-        target = place(entry)
-        if target is None:
-            reader.skip(entry.nbytes, scratch)
-        else:
-            reader.fill(target)
-        position += entry.nbytes
-    if position != size:
-        raise CheckpointError(f"{size - position} bytes after the last tensor")
-    if reader.hexdigest() != file.xxh3_128:
-        raise CheckpointError("the bytes do not match their XXH3-128 digest: the file was altered or torn")
+    if data_start != len(header):
+        raise CheckpointError(f"{file.size - data_start} bytes after the last tensor")
     return parse_json(text)
-
-
-class _HashingReader:
-    """Reads forward from a descriptor; everything that passes is hashed while it is in the processor's cache."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._hasher = xxhash.xxh3_128()
-
-    def fill(self, target: memoryview) -> None:
-        position = 0
-        while position < len(target):
-            count = os.readv(self._fd, [target[position : position + CHUNK]])
-            if count == 0:
-                raise CheckpointError("the file ends early: truncated")
-            self._hasher.update(target[position : position + count])
-            position += count
-
-    def take(self, count: int) -> bytes:
-        data = bytearray(count)
-        self.fill(memoryview(data))
-        return bytes(data)
-
-    def skip(self, count: int, scratch: memoryview) -> None:
-        while count:
-            part = scratch[: min(count, len(scratch))]
-            self.fill(part)
-            count -= len(part)
-
-    def hexdigest(self) -> str:
-        return self._hasher.hexdigest()
 
 
 class StoredTensor(NamedTuple):

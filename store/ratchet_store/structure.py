@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
+from typing import Final
 
 from ratchet_contract.errors import CheckpointError
-from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX, Manifest, TensorEntry
+from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX, FileEntry, Manifest, TensorEntry
 from ratchet_contract.paths import rank_file_name
 from ratchet_store.header import ITEMSIZE, LENGTH_BYTES, MAX_DIMENSIONS
 
+_DIGEST: Final = re.compile("[0-9a-f]{32}")
+
 
 def check_structure(manifest: Manifest) -> None:
-    """Every rank has its one file, every piece lies inside its file, every tensor is there exactly once, private ones whole and
-    in their rank's file. Raises ``CheckpointError``."""
+    """Every rank has its one file with a digest per block, every piece lies inside its file, every tensor is there exactly once,
+    private ones whole and in their rank's file. Raises ``CheckpointError``."""
     ranks = {file.rank: file.name for file in manifest.files}
     if (
         len(manifest.files) != manifest.world_size
@@ -21,6 +25,8 @@ def check_structure(manifest: Manifest) -> None:
         or any(ranks.get(rank) != rank_file_name(rank, manifest.world_size) for rank in range(manifest.world_size))
     ):
         raise CheckpointError(f"the manifest does not list one file for each of {manifest.world_size} ranks")
+    for file in manifest.files:
+        _check_digests(manifest, file)
     sizes = {f.name: f.size for f in manifest.files}
     by_file: dict[str, list[TensorEntry]] = defaultdict(list)
     by_name: dict[str, list[TensorEntry]] = defaultdict(list)
@@ -28,8 +34,8 @@ def check_structure(manifest: Manifest) -> None:
         _check_entry(entry, sizes)
         by_file[entry.file].append(entry)
         by_name[entry.name].append(entry)
-    for file, entries in by_file.items():
-        _check_no_overlap(file, entries)
+    for name, entries in by_file.items():
+        _check_no_overlap(name, entries)
     for name, entries in by_name.items():
         _check_covered(name, entries, manifest.world_size)
 
@@ -37,6 +43,17 @@ def check_structure(manifest: Manifest) -> None:
 def file_order(entries: list[TensorEntry]) -> list[TensorEntry]:
     """By offset; a piece without bytes before the one that starts at the same place."""
     return sorted(entries, key=lambda e: (e.offset, e.nbytes))
+
+
+def _check_digests(manifest: Manifest, file: FileEntry) -> None:
+    """A digest for every byte: one per block; in format 1 one for the file."""
+    size, digests = file.digests
+    if manifest.format_version == 1:
+        sound = file.block_size is None and not file.blocks and file.xxh3_128 is not None
+    else:
+        sound = file.block_size is not None and file.xxh3_128 is None and len(digests) == -(-file.size // size)
+    if not sound or not all(_DIGEST.fullmatch(digest) for digest in digests):
+        raise CheckpointError(f"the digests of {file.name!r} are not one for each of its blocks")
 
 
 def _check_entry(entry: TensorEntry, sizes: dict[str, int]) -> None:

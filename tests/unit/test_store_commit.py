@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.manifest import Manifest, TensorEntry
 from ratchet_contract.paths import MANIFEST_NAME, checkpoint_dir_name
+from ratchet_store import rankfile
 from ratchet_store.commit import commit, mark_finished, read_manifest
-from ratchet_store.files import EXISTS, MISSING
+from ratchet_store.files import DAMAGED, EXISTS, MISSING
 from ratchet_store.read import CheckpointReader, load, read_state, verify
 from tests.support.checkpoints import SHAPES, make_checkpoint, manifest_of, shared_bytes, write_ranks
+
+FORMAT_1 = Path(__file__).parents[1] / "fixtures" / "format-1" / "step-000000000004.a0001"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
@@ -32,6 +37,64 @@ def test_everything_comes_back(tmp_path: Path, world_size: int) -> None:
     with pytest.raises(CheckpointError, match="no tensor 'shared/x'") as caught:
         reader.tensors(["shared/x"])
     assert caught.value.code == MISSING
+
+
+def test_only_blocks_with_wanted_bytes_are_read_and_each_is_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 ranks, 3 blocks in each file: the header's, then what is shared, then what is private (with the tail of the shared)."""
+    monkeypatch.setattr(rankfile, "BLOCK", 4096)
+    monkeypatch.setattr(rankfile, "CHUNK", 4096)
+    manifest = make_checkpoint(tmp_path, 7, seed=1, scale=6)
+    directory, (mine, other) = tmp_path / manifest.id, manifest.files
+    assert [len(file.blocks) for file in manifest.files] == [3, 3]
+    private = next(e for e in manifest.tensors if e.name == "rank/1/rng/torch")
+    assert private.offset // 4096 == 2
+    shared = [e.offset + e.nbytes for e in manifest.tensors if e.file == other.name and e is not private]
+    names = {"shared/model/weight", "rank/0/rng/torch"}
+    seen: list[int] = []
+    loaded = load(directory, manifest, lambda e: e.name in names, whole=(0,), progress=seen.append)
+    assert loaded.bytes_read == sum(seen) == mine.size + (other.size if max(shared) > 8192 else 8192)
+    assert load(directory, manifest, lambda _: False, ranks=(1,)).bytes_read == 4096
+    assert load(directory, manifest, lambda e: e is private).bytes_read == 4096 + other.size - 8192
+
+    path = directory / other.name
+    raw = bytearray(path.read_bytes())
+    raw[5000] ^= 1
+    path.write_bytes(raw)
+    assert read_state(directory, manifest, 1) == {"rank": 1, "seed": 1}  # it does not lie there
+    for wanted, whole in [(names, ()), (set(), (1,))]:
+        with pytest.raises(CheckpointError, match=r"in block 1 \(bytes 4096 to 8191\)") as caught:
+            load(directory, manifest, lambda e, wanted=wanted: e.name in wanted, whole=whole)
+        assert caught.value.code == DAMAGED
+    assert "block 1" in str(verify(directory).error)
+
+
+@pytest.mark.parametrize("change", [{"blocks": []}, {"block_size": 8192}, {"block_size": None}, {"xxh3_128": "0" * 32}])
+def test_digests_that_leave_bytes_out_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    directory = tmp_path / checkpoint_dir_name(4, 2)
+    files, tensors = write_ranks(directory, scale=12)
+    assert files[0].size > 8192
+    files[1] = files[1].model_copy(update=change)
+    with pytest.raises(CheckpointError, match="are not one for each of its blocks"):
+        commit(directory, manifest_of(4, 2, files, tensors))
+
+
+def test_a_checkpoint_of_format_1_is_read_and_its_damage_found(tmp_path: Path) -> None:
+    """Made by the release before block digests."""
+    directory = Path(shutil.copytree(FORMAT_1, tmp_path / FORMAT_1.name))
+    manifest = read_manifest(directory)
+    assert manifest.format_version == 1 and manifest.files[0].block_size is None
+    assert verify(directory) == (True, None, manifest.size)
+    tensors = CheckpointReader(directory).tensors()
+    assert len(tensors) == len({entry.name for entry in manifest.tensors})
+    path = directory / manifest.files[1].name
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    assert "rank-00001" in str(verify(directory).error) and "block 0" in str(verify(directory).error)
+    with pytest.raises(CheckpointError, match="do not match"):
+        read_state(directory, manifest, 1)
 
 
 def test_a_rank_loads_into_live_memory_and_reads_each_needed_file_once(tmp_path: Path) -> None:

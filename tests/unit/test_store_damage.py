@@ -136,8 +136,8 @@ def test_a_damaged_version_number_is_damage_and_not_a_newer_format(tmp_path: Pat
     directory = tmp_path / make_checkpoint(tmp_path, 10).id
     path = directory / MANIFEST_NAME
     raw = path.read_bytes()
-    assert raw.count(b'"format_version": 1,') == 1
-    path.write_bytes(raw.replace(b'"format_version": 1,', b'"format_version": 9,'))
+    assert raw.count(b'"format_version": 2,') == 1
+    path.write_bytes(raw.replace(b'"format_version": 2,', b'"format_version": 9,'))
     assert "does not match its own digest" in str(verify(directory).error)
 
 
@@ -163,7 +163,7 @@ def test_bytes_that_the_system_does_not_give_out_are_not_called_damaged(
     def fail(*_: object) -> int:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(os, "readv", fail)
+    monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(CheckpointError, match="cannot be read: Input/output error") as caught:
         verify(directory)
     assert caught.value.code == UNREADABLE

@@ -28,7 +28,9 @@ def forge(tmp_path: Path, header: bytes, data: bytes = b"", length: int | None =
     files, _ = write_ranks(directory, world_size=1)
     raw = (len(header) if length is None else length).to_bytes(8, "little") + header + data
     (directory / files[0].name).write_bytes(raw)
-    file = files[0].model_copy(update={"size": len(raw), "xxh3_128": xxhash.xxh3_128(raw).hexdigest()})
+    file = files[0].model_copy(
+        update={"size": len(raw), "block_size": 1 << 30, "blocks": [xxhash.xxh3_128(raw).hexdigest()]}
+    )
     (directory / MANIFEST_NAME).write_bytes(seal(manifest_of(1, 1, [file], []))[1])
     return directory
 
@@ -141,7 +143,7 @@ def test_sizes_that_only_the_manifest_claims_are_not_allocated(tmp_path: Path) -
     directory = tmp_path / make_checkpoint(tmp_path, 1, world_size=1).id
 
     def claim(data: Any) -> None:
-        data["files"][0]["size"] = 1 << 50
+        data["files"][0] |= {"size": 1 << 50, "block_size": 1 << 50}
         last = max(data["tensors"], key=lambda t: t["offset"])
         last["nbytes"] = 1 << 49
         last["shape"] = [(1 << 49) // {"F32": 4, "BF16": 2, "U8": 1, "I64": 8}[last["dtype"]]]

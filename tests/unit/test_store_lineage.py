@@ -141,7 +141,7 @@ def test_a_newer_format_stops_instead_of_falling_back(job: JobPaths) -> None:
     assert not job.quarantine.exists()
 
 
-@pytest.mark.parametrize("call", ["readv", "open"])
+@pytest.mark.parametrize("call", ["preadv", "open"])
 def test_an_unreadable_checkpoint_stops_instead_of_falling_back(
     job: JobPaths, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:

@@ -18,9 +18,10 @@ import xxhash
 from safetensors.torch import _TYPES
 
 from ratchet_contract.errors import CheckpointError, StateError
+from ratchet_store import rankfile
 from ratchet_store.files import EXISTS, NOT_WRITTEN
 from ratchet_store.header import ALIGNMENT, ITEMSIZE
-from ratchet_store.rankfile import Piece, encode_state, write_rank_file
+from ratchet_store.rankfile import BLOCK, CHUNK, Piece, encode_state, write_rank_file
 from tests.support.checkpoints import make_checkpoint, names
 
 
@@ -42,7 +43,7 @@ def test_safetensors_reads_whole_tensors_by_name_and_slices_by_start(tmp_path: P
         assert opened.get_tensor("shared/empty").shape == (0, 3)
         assert json.loads(opened.metadata()["state"]) == {"épée": [1, None, "\ud800", True, 0.1]}
     raw = path.read_bytes()
-    assert (file.size, file.xxh3_128) == (len(raw), xxhash.xxh3_128(raw).hexdigest())
+    assert (file.size, file.digests) == (len(raw), (BLOCK, [xxhash.xxh3_128(raw).hexdigest()]))
     assert (8 + int.from_bytes(raw[:8], "little")) % ALIGNMENT == 0
     stored = {entry.name: raw[entry.offset : entry.offset + entry.nbytes] for entry in entries}
     assert stored["shared/w"] == array.array("f", [4, 5, 6]).tobytes()
@@ -63,14 +64,22 @@ def test_every_dtype_of_safetensors_comes_back(tmp_path: Path) -> None:
             assert tensor.view(torch.uint8).numpy().tobytes() == piece.data
 
 
-def test_more_buffers_and_bytes_than_one_write_takes(tmp_path: Path) -> None:
+def blocks_of(raw: bytes, size: int) -> list[str]:
+    """The digests as a reader without this package would make them."""
+    return [xxhash.xxh3_128(raw[begin : begin + size]).hexdigest() for begin in range(0, len(raw), size)]
+
+
+def test_more_buffers_and_bytes_than_one_write_or_one_block_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rankfile, "BLOCK", CHUNK)
     big = np.random.default_rng(0).integers(0, 256, 5 << 20, dtype=np.uint8)
     pieces = [Piece(f"rank/0/{i}", "U8", (3,), 0, bytes([i % 256] * 3)) for i in range(1500)]
     pieces.insert(700, Piece("rank/0/big", "U8", (5 << 20,), 0, big))
     file, entries = write_rank_file(tmp_path, 0, 1, pieces, {})
     raw = (tmp_path / file.name).read_bytes()
     assert [raw[e.offset : e.offset + e.nbytes] for e in entries] == [bytes(memoryview(p.data)) for p in pieces]
-    assert xxhash.xxh3_128(raw).hexdigest() == file.xxh3_128
+    assert file.digests == (CHUNK, blocks_of(raw, CHUNK)) and len(file.blocks) == 6
 
 
 @pytest.mark.parametrize(
@@ -146,4 +155,4 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     pieces = [Piece("rank/0/a", "U8", (50,), 0, bytes(range(50))), Piece("rank/0/b", "U8", (3,), 0, b"xyz")]
     file, _ = write_rank_file(tmp_path, 0, 1, pieces, {})
     raw = (tmp_path / file.name).read_bytes()
-    assert raw.endswith(bytes(range(50)) + b"xyz") and xxhash.xxh3_128(raw).hexdigest() == file.xxh3_128
+    assert raw.endswith(bytes(range(50)) + b"xyz") and file.blocks == blocks_of(raw, BLOCK)

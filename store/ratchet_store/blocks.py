@@ -1,0 +1,148 @@
+"""The bytes of a rank file, read in blocks: each is verified before anything in it counts, and only those wanted are read.
+
+``preadv`` fills memory that is wanted in place, a scratch buffer takes the rest of a block; what came is hashed while it is in
+the processor's cache.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import xxhash
+
+from ratchet_contract.errors import CheckpointError
+from ratchet_contract.manifest import FileEntry
+from ratchet_store.files import DAMAGED, not_read, open_regular
+
+CHUNK: Final = 1 << 20
+_BATCH: Final = 1024  # buffers per preadv, as Linux allows
+Progress = Callable[[int], None]
+"""Called with the number of bytes that have been read and hashed since the last call."""
+
+
+class Region(NamedTuple):
+    """Bytes ``begin <= i < end`` of a file and where they go; None: nowhere, they are only hashed."""
+
+    begin: int
+    end: int
+    target: memoryview | None
+
+
+class Block(NamedTuple):
+    """A block whose bytes are not those that were saved."""
+
+    number: int
+    begin: int
+    end: int
+
+    def __str__(self) -> str:
+        return (
+            f"the bytes do not match their XXH3-128 digest in block {self.number} (bytes {self.begin} to {self.end - 1}): "
+            "the file was altered or torn"
+        )
+
+
+@contextmanager
+def opened(directory: Path, file: FileEntry) -> Iterator[int]:
+    """A descriptor of a rank file that has its size. What fails within names the path: ``CheckpointError`` (``-damaged``,
+    ``-unreadable``)."""
+    path = directory / file.name
+    fd = -1
+    try:
+        fd = open_regular(path)
+        size = os.fstat(fd).st_size
+        if size != file.size:
+            raise CheckpointError(f"{size} bytes, the manifest says {file.size}: truncated or replaced", code=DAMAGED)
+        yield fd
+    except OSError as error:
+        raise not_read(path, error) from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error.detail}", code=error.code) from None
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def overlapping(file: FileEntry, ranges: Iterable[tuple[int, int]]) -> list[int]:
+    """Numbers of the blocks that hold any of the bytes ``begin <= i < end``, ascending."""
+    size, _ = file.digests
+    return sorted({n for begin, end in ranges if begin < end for n in range(begin // size, (end - 1) // size + 1)})
+
+
+def every(file: FileEntry) -> range:
+    """Numbers of all blocks of a file."""
+    return range(len(file.digests[1]))
+
+
+def damaged(
+    fd: int, file: FileEntry, regions: Sequence[Region], blocks: Sequence[int], progress: Progress | None = None
+) -> Iterator[Block]:
+    """Read ``blocks`` into ``regions``, which cover the file from its first byte to its last without gaps; yields the damaged
+    ones, whose bytes have been placed all the same. Raises ``CheckpointError`` for a file that ends early, ``OSError``."""
+    size, digests = file.digests
+    starts = [region.begin for region in regions]
+    scratch = memoryview(bytearray(min(CHUNK, file.size)))
+    _advise(fd, file, blocks)
+    for number in blocks:
+        begin, end = number * size, min((number + 1) * size, file.size)
+        hasher = xxhash.xxh3_128()
+        for first in range(begin, end, CHUNK):
+            last = min(first + CHUNK, end)
+            parts = _targets(regions, starts, first, last, scratch)
+            _fill(fd, first, last, parts)
+            for part in parts:
+                hasher.update(part)
+            if progress is not None:
+                progress(last - first)
+        if hasher.hexdigest() != digests[number]:
+            yield Block(number, begin, end)
+
+
+def _targets(
+    regions: Sequence[Region], starts: Sequence[int], begin: int, end: int, scratch: memoryview
+) -> list[memoryview]:
+    """Where the bytes ``begin <= i < end`` go, in order; at most ``len(scratch)`` bytes."""
+    parts: list[memoryview] = []
+    index, free = bisect_right(starts, begin) - 1, 0
+    while begin < end:
+        region = regions[index]
+        stop = min(region.end, end)
+        if region.target is not None:
+            parts.append(region.target[begin - region.begin : stop - region.begin])
+        else:
+            parts.append(scratch[free : free + stop - begin])
+            free += stop - begin
+        begin, index = stop, index + 1
+    return parts
+
+
+def _fill(fd: int, offset: int, end: int, parts: list[memoryview]) -> None:
+    """Read until every part is full."""
+    at, skip = 0, 0  # the first part that is not full, and how much of it is
+    while offset < end:
+        batch = parts[at : at + _BATCH]
+        if skip:
+            batch[0] = batch[0][skip:]
+        count = os.preadv(fd, batch, offset)
+        if count == 0:
+            raise CheckpointError("the file ends early: truncated", code=DAMAGED)
+        offset += count
+        if offset == end:
+            return
+        count += skip
+        while count and count >= len(parts[at]):
+            count -= len(parts[at])
+            at += 1
+        skip = count
+
+
+def _advise(fd: int, file: FileEntry, blocks: Sequence[int]) -> None:
+    """Where the whole file is read, front to back, the system may read far ahead. A hint."""
+    if len(blocks) == len(file.digests[1]) and hasattr(os, "posix_fadvise"):
+        with suppress(OSError):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
