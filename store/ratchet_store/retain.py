@@ -1,23 +1,27 @@
 """Deleting checkpoints. The manifest goes first, by a durable rename, so that a crash never leaves one that looks whole.
 
-Only the fenced service, or a worker within its own epoch, may call these.
+Only the fenced service, or a worker within its own epoch, may call these. A pin may come at any time: who pins makes the mark,
+durably, and then looks for the manifest; who deletes takes the manifest away, durably, and then looks for the mark. One of
+the two notices the other, so a pin that found a manifest holds, and one that comes too late is told so. A manifest that
+was taken away from beside a mark goes back; where a crash came between, ``sweep`` puts it back.
 """
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Final
 
 from ratchet_contract.errors import CheckpointError
+from ratchet_contract.manifest import open_manifest
 from ratchet_contract.paths import DELETED_MANIFEST_NAME, MANIFEST_NAME, PINNED_NAME, JobPaths
 from ratchet_contract.resume import Segment, holds
-from ratchet_store.commit import check_files, checkpoint_dirs, read_manifest
-from ratchet_store.files import TMP_SUFFIX, UNREADABLE, fsync_dir
-
-MIN_KEEP: Final = 2
+from ratchet_contract.spec_checkpoint import BestSpec
+from ratchet_store.commit import MAX_MANIFEST, check_files, checkpoint_dirs, read_manifest
+from ratchet_store.files import TMP_SUFFIX, UNREADABLE, fsync_dir, open_regular
+from ratchet_store.header import refuse_json_bomb
+from ratchet_store.keeping import Id, Rules
 
 
 def retain(
@@ -25,35 +29,45 @@ def retain(
     *,
     keep_last: int,
     lineage: Sequence[Segment],
+    keep_every: int | None = None,
+    keep_best: BestSpec | None = None,
+    values: Mapping[Id, float] | None = None,
     epoch: int | None = None,
-    pinned: Collection[tuple[int, int]] = (),
-    protected: Collection[tuple[int, int]] = (),
-) -> list[tuple[int, int]]:
-    """Delete the oldest checkpoints of ``lineage`` beyond ``keep_last`` (at least two); returns the deleted ``(step, epoch)``.
+    pinned: Collection[Id] = (),
+    protected: Collection[Id] = (),
+) -> list[Id]:
+    """Delete what the rules of ``keeping`` let go of the ``lineage``, oldest first; returns the deleted ``(step, epoch)``. For
+    when no attempt is alive: one that is deletes for itself, by a ``Keeper``.
 
-    Never deleted, and not counted among the kept: ``pinned``, by name or by the file ``PINNED`` in their directory.
-    Never deleted: ``protected`` (the caller names its base and the newest verified one), what lies outside the lineage, and what
-    does not look whole, which does not count as kept either (``find_base`` deals with it).
-    ``epoch``: a worker names its own attempt. Then only that attempt's checkpoints are deleted, and none at all when a
-    later attempt has left anything on disk: the caller is a zombie, and may be deleting what the later one started from.
+    Never deleted, and not counted among the newest: ``pinned``, by name or by the file ``PINNED`` in their directory.
+    Never deleted: ``protected`` (the newest verified one, what a resume asked for), what lies outside the lineage, and what
+    does not look whole, which does not count as kept either (``find_base`` deals with it). ``values``: of the metric of
+    ``keep_best``. ``epoch``: only this attempt's are deleted, and none at all when a later one has left anything on the disk.
     Raises ``CheckpointError`` (``checkpoint-unreadable``) when the system refuses.
     """
-    found = list(checkpoint_dirs(checkpoints))
-    if epoch is not None and any(other > epoch for _, other, _ in found):
+    there = list(checkpoint_dirs(checkpoints))
+    if epoch is not None and any(other > epoch for _, other, _ in there):
         return []
-    free = [(s, e, d) for s, e, d in found if holds(lineage, s, e) and (s, e) not in pinned and not _is_pinned(d)]
-    whole = [(s, e, d) for s, e, d in free if _looks_whole(d)]
-    surplus = [
-        (step, number, directory)
-        for step, number, directory in whole[max(keep_last, MIN_KEEP) :]
-        if (step, number) not in protected and (epoch is None or number == epoch)
-    ]
-    deleted: list[tuple[int, int]] = []
-    for step, number, directory in reversed(surplus):
-        if not _is_pinned(directory):  # asked again: the service may pin at any time
-            delete(directory)
-            deleted.append((step, number))
-    return deleted
+    found = {(s, e): d for s, e, d in there if holds(lineage, s, e) and _looks_whole(d)}
+    marked = {one for one, directory in found.items() if one in pinned or _is_pinned(directory)}
+    surplus = Rules(keep_last, keep_every, keep_best).surplus(list(found), values or {}, marked)
+    free = [one for one in reversed(surplus) if one not in protected and (epoch is None or one[1] == epoch)]
+    return [one for one in free if delete_unless_pinned(found[one])]
+
+
+def delete_unless_pinned(directory: Path) -> bool:
+    """Delete one checkpoint, unless its directory has the mark ``PINNED``, or gets it before its manifest is gone: False then,
+    and it is whole as before. Raises as ``delete`` does."""
+    if _is_pinned(directory):
+        return False
+    try:
+        if _uncommit(directory) and _is_pinned(directory):
+            _commit_again(directory)
+            return False
+        _remove_tree(directory)
+    except OSError as error:
+        raise _not_deleted(directory, error) from error
+    return True
 
 
 def delete(directory: Path) -> None:
@@ -62,18 +76,34 @@ def delete(directory: Path) -> None:
     Raises ``CheckpointError`` (``checkpoint-unreadable``) when the system refuses; ``sweep`` finishes what was begun.
     """
     try:
-        with suppress(FileNotFoundError):
-            (directory / MANIFEST_NAME).rename(directory / DELETED_MANIFEST_NAME)
-        if directory.is_dir():
-            fsync_dir(directory)
+        _uncommit(directory)
         _remove_tree(directory)
     except OSError as error:
         raise _not_deleted(directory, error) from error
 
 
+def _uncommit(directory: Path) -> bool:
+    """Take the manifest away, durably. False: it was gone already, and some of the files may be."""
+    try:
+        (directory / MANIFEST_NAME).rename(directory / DELETED_MANIFEST_NAME)
+    except FileNotFoundError:
+        if directory.is_dir():
+            fsync_dir(directory)
+        return False
+    fsync_dir(directory)
+    return True
+
+
+def _commit_again(directory: Path) -> None:
+    """Put back the manifest of a checkpoint of which nothing else was removed."""
+    (directory / DELETED_MANIFEST_NAME).rename(directory / MANIFEST_NAME)
+    fsync_dir(directory)
+
+
 def sweep(checkpoints: Path, *, dead_epochs: Collection[int]) -> list[str]:
     """Remove what counts as nothing: half-deleted checkpoints, and of attempts that are proved dead also directories without
-    a manifest and ``.tmp`` files. Returns the removed paths, relative to ``checkpoints``. Raises as ``delete`` does."""
+    a manifest and ``.tmp`` files. What was pinned before its deletion had removed a file is committed again. Returns the
+    removed paths, relative to ``checkpoints``. Raises as ``delete`` does."""
     removed: list[str] = []
     for _, epoch, directory in checkpoint_dirs(checkpoints):
         try:
@@ -82,7 +112,13 @@ def sweep(checkpoints: Path, *, dead_epochs: Collection[int]) -> list[str]:
             continue
         except OSError as error:
             raise _not_deleted(directory, error) from error
-        if MANIFEST_NAME not in names and (DELETED_MANIFEST_NAME in names or epoch in dead_epochs):
+        if (
+            MANIFEST_NAME not in names
+            and {DELETED_MANIFEST_NAME, PINNED_NAME} <= names
+            and _only_uncommitted(directory)
+        ):
+            _commit_again(directory)
+        elif MANIFEST_NAME not in names and (DELETED_MANIFEST_NAME in names or epoch in dead_epochs):
             delete(directory)
             removed.append(directory.name)
         elif epoch in dead_epochs:
@@ -112,6 +148,18 @@ def _is_pinned(directory: Path) -> bool:
     return os.path.lexists(directory / PINNED_NAME)
 
 
+def _only_uncommitted(directory: Path) -> bool:
+    """Is everything there that the manifest speaks of, which was taken away?"""
+    try:
+        with os.fdopen(open_regular(directory / DELETED_MANIFEST_NAME), "rb") as file:
+            raw = file.read(MAX_MANIFEST)
+        refuse_json_bomb(raw)
+        check_files(directory, open_manifest(raw))
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
 def _looks_whole(directory: Path) -> bool:
     try:
         check_files(directory, read_manifest(directory))
@@ -122,7 +170,8 @@ def _looks_whole(directory: Path) -> bool:
 
 def _remove_tree(directory: Path) -> None:
     """Remove a directory and what is in it, links not followed; what another process removes meanwhile is fine. The uncommitted
-    manifest goes last of the files: it is what tells ``sweep`` that the rest may go."""
+    manifest goes last of the files: it is what tells ``sweep`` that the rest may go. Nothing is synced: what comes back after
+    a power loss is not committed."""
     if not directory.is_dir() or directory.is_symlink():
         return
     for entry in sorted(directory.iterdir()):
@@ -133,9 +182,15 @@ def _remove_tree(directory: Path) -> None:
         else:
             entry.unlink(missing_ok=True)
     (directory / DELETED_MANIFEST_NAME).unlink(missing_ok=True)
-    with suppress(FileNotFoundError):
+    try:
         directory.rmdir()
-        fsync_dir(directory.parent)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        (directory / PINNED_NAME).unlink(missing_ok=True)  # it came too late, and who made it will be told so
+        directory.rmdir()
 
 
 def _not_deleted(directory: Path, error: OSError) -> CheckpointError:

@@ -1,0 +1,229 @@
+"""Retention after every save: an attempt deletes what it wrote itself, and what it must not lose stays."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ratchet_contract.manifest import Manifest
+from ratchet_contract.paths import MANIFEST_NAME, PINNED_NAME, checkpoint_dir_name, parse_checkpoint_dir_name
+from ratchet_contract.spec_checkpoint import BestSpec, CheckpointSpec
+from ratchet_store import keeper as keeper_module
+from ratchet_store.keeper import Keeper
+from ratchet_store.keeping import Rules
+from tests.support.checkpoints import make_checkpoint, names
+
+
+def steps(checkpoints: Path) -> list[int]:
+    return [parsed[0] for name in names(checkpoints) if (parsed := parse_checkpoint_dir_name(name))]
+
+
+def keep(checkpoints: Path, epoch: int = 1, **spec: Any) -> Keeper:
+    return Keeper(checkpoints, CheckpointSpec.model_validate(spec), epoch)
+
+
+def save(keeper: Keeper, checkpoints: Path, step: int, epoch: int = 1) -> list[int]:
+    """Save a step; the steps that went for it."""
+    deleted, notes = keeper.committed(make_checkpoint(checkpoints, step, epoch))
+    assert notes == []
+    return [step for step, _ in deleted]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    found=st.sets(st.tuples(st.integers(0, 40), st.integers(1, 3)), max_size=20),
+    values=st.dictionaries(st.integers(0, 40), st.sampled_from([math.nan, -math.inf, -1.0, 0.0, 2.5]), max_size=20),
+    last=st.integers(1, 6),
+    every=st.none() | st.integers(1, 7),
+    best=st.none() | st.builds(BestSpec, metric=st.just("m"), mode=st.sampled_from(["min", "max"]), count=st.integers(1, 4)),
+)  # fmt: skip
+def test_the_rule(
+    found: set[tuple[int, int]], values: dict[int, float], last: int, every: int | None, best: BestSpec | None
+) -> None:
+    newest_first = sorted(found, reverse=True)
+    known = {one: values[one[0]] for one in found if one[0] in values}
+    rules = Rules(last, every, best)
+    gone = rules.surplus(newest_first, known)
+    stay = [one for one in newest_first if one not in gone]
+    assert set(newest_first[: max(last, 2)]) <= set(stay)
+    if every is not None:
+        assert {one for one in found if one[0] % every == 0} <= set(stay)
+    numbers = [one for one in newest_first if not math.isnan(known.get(one, math.nan))]
+    if best is not None:  # newest first and a stable sort: of equal values the newer is the better
+        order = sorted(numbers, key=lambda one: known[one] if best.mode == "min" else -known[one])
+        assert rules.best_of(newest_first, known) == order[: best.count]
+        assert set(order[: best.count]) <= set(stay)
+    for one in stay[max(last, 2) :]:  # and nothing stays without a reason
+        assert (every is not None and one[0] % every == 0) or one in rules.best_of(newest_first, known)
+
+
+def test_the_newest_stay_and_multiples_for_good(tmp_path: Path) -> None:
+    keeper = keep(tmp_path, keep_last=2, keep_every=30)
+    assert [save(keeper, tmp_path, step) for step in range(10, 100, 10)] == [
+        [], [], [10], [20], [], [40], [50], [], [70],
+    ]  # fmt: skip
+    assert steps(tmp_path) == [30, 60, 80, 90]
+
+
+@pytest.mark.parametrize(("mode", "left"), [("min", [40, 60, 70]), ("max", [20, 60, 70])])
+def test_the_best_stays_until_a_better_one_is_there(tmp_path: Path, mode: str, left: list[int]) -> None:
+    keeper = keep(tmp_path, keep_last=2, keep_best={"metric": "eval/loss", "mode": mode})
+    values = {10: 0.5, 20: 0.8, 30: math.nan, 40: 0.4, 60: 0.4 if mode == "max" else 0.6, 70: math.nan}
+    for step in range(10, 80, 10):
+        if step % 20 == 10 and step in values:  # logged within the step, before it is saved
+            keeper.metric(step, {"eval/loss": values[step], "loss": 9.0})
+        keeper.metric(step + 5, {"eval/loss": -100.0 if mode == "min" else 100.0})  # of a step that is not saved
+        save(keeper, tmp_path, step)
+        if step % 20 == 0 and step in values:  # an evaluation after the save
+            keeper.metric(step, {"eval/loss": values[step]})
+    assert steps(tmp_path) == left
+
+
+def test_of_equal_values_the_newer_stays_and_the_last_word_counts(tmp_path: Path) -> None:
+    keeper = keep(tmp_path, keep_last=2, keep_best={"metric": "m", "count": 2})
+    for step in range(1, 7):
+        save(keeper, tmp_path, step)
+        keeper.metric(step, {"m": 0.0 if step == 1 else 1.0})
+    keeper.metric(1, {"m": 2.0})  # evaluated once more
+    save(keeper, tmp_path, 7)
+    assert steps(tmp_path) == [5, 6, 7]
+    keeper.metric(5, {"m": math.inf})
+    save(keeper, tmp_path, 8)
+    assert steps(tmp_path) == [5, 6, 7, 8]  # infinite is the worst, and still one of the two that have a value
+
+
+@pytest.mark.parametrize(
+    ("logged", "told"),
+    [
+        ({}, "no metric of that name has been logged by rank 0"),
+        (
+            {10: {"loss": 1.0, "lr": 0.1}},
+            "no metric of that name has been logged by rank 0; what was logged is loss, lr",
+        ),
+        ({15: {"acc": 1.0}}, "it was logged at step 15, but at no step that was saved. Log it at those steps"),
+        ({10: {"acc": math.nan}}, "its value at step 10 is NaN, which is never the best"),
+    ],
+)
+def test_a_metric_that_never_comes_is_told_once(tmp_path: Path, logged: dict[int, dict[str, float]], told: str) -> None:
+    keeper = keep(tmp_path, keep_last=2, keep_best={"metric": "acc", "mode": "max"})
+    for step, values in logged.items():
+        keeper.metric(step, values)
+    notes = [note for step in (10, 20, 30, 40, 50) for note in keeper.committed(make_checkpoint(tmp_path, step)).notes]
+    assert notes == [
+        ("keep-best-unknown", f"checkpoint.keep_best: no checkpoint is kept as one of the best by 'acc': {told}")
+    ]
+    assert steps(tmp_path) == [40, 50]
+
+
+def test_pins_hold_and_do_not_count(tmp_path: Path) -> None:
+    keeper = keep(tmp_path, keep_last=2)
+    for step in (10, 20, 30):
+        save(keeper, tmp_path, step)
+    (tmp_path / checkpoint_dir_name(20, 1) / PINNED_NAME).touch()
+    (tmp_path / checkpoint_dir_name(30, 1) / PINNED_NAME).touch()
+    assert [save(keeper, tmp_path, step) for step in (40, 50, 60)] == [[], [], [40]]
+    (tmp_path / checkpoint_dir_name(20, 1) / PINNED_NAME).unlink()
+    assert save(keeper, tmp_path, 70) == [20, 50]
+
+
+def test_only_its_own_go_and_none_when_a_later_attempt_is_there(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        make_checkpoint(tmp_path, step, 1)
+    keeper = keep(tmp_path, epoch=2, keep_last=2)
+    for step in (40, 50, 60):
+        save(keeper, tmp_path, step, 2)
+    assert steps(tmp_path) == [10, 20, 30, 50, 60]
+    make_checkpoint(tmp_path, 55, 3)
+    assert save(keeper, tmp_path, 70, 2) == []
+
+
+def test_what_went_or_is_damaged_does_not_count_as_kept(tmp_path: Path) -> None:
+    keeper = keep(tmp_path, keep_last=2)
+    for step in (10, 20):
+        save(keeper, tmp_path, step)
+    next((tmp_path / checkpoint_dir_name(20, 1)).glob("rank-00000*")).unlink()
+    assert save(keeper, tmp_path, 30) == []  # 10 and 30 are the two that are whole
+    (tmp_path / checkpoint_dir_name(30, 1)).rename(tmp_path / "away")
+    assert save(keeper, tmp_path, 40) == []
+    assert save(keeper, tmp_path, 50) == [10]
+
+
+def test_a_refused_deletion_is_told_once_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper = keep(tmp_path, keep_last=2)
+    for step in (10, 20):
+        save(keeper, tmp_path, step)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "rename", fail)
+    first, second = (keeper_says(keeper, tmp_path, monkeypatch, step, fail) for step in (30, 40))
+    assert [kind for kind, _ in first] == ["checkpoint-not-deleted"] and "10.a0001 was not deleted" in first[0][1]
+    assert [kind for kind, _ in second] == ["checkpoint-not-deleted"] and "20.a0001 was not deleted" in second[0][1]
+    monkeypatch.undo()
+    assert save(keeper, tmp_path, 50) == [10, 20, 30]
+
+
+def keeper_says(
+    keeper: Keeper, checkpoints: Path, patch: pytest.MonkeyPatch, step: int, broken: Any
+) -> list[tuple[str, str]]:
+    patch.undo()
+    manifest = make_checkpoint(checkpoints, step)
+    patch.setattr(Path, "rename", broken)
+    return keeper.committed(manifest).notes
+
+
+def test_a_save_at_every_step_costs_a_listing_and_a_few_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many are kept for good: no manifest is read again, no directory but the one that goes is opened."""
+    looks: list[str] = []
+    real, listing = os.lstat, os.scandir
+    monkeypatch.setattr(os, "lstat", lambda path, **k: looks.append(str(path)) or real(path, **k))
+    listed: list[str] = []
+    monkeypatch.setattr(os, "scandir", lambda path: listed.append(str(path)) or listing(path))
+    keeper = keep(tmp_path, keep_last=3, keep_every=2, keep_best={"metric": "m"})
+    made = [make_checkpoint(tmp_path, step) for step in range(1, 25)]
+    counts = []
+    for manifest in made:
+        looks.clear()
+        listed.clear()
+        assert all(path.name != MANIFEST_NAME for path in opened(monkeypatch, keeper, manifest))
+        counts.append(len(looks))
+        assert listed.count(str(tmp_path)) == 1
+    assert max(counts[12:]) == max(counts[18:]) <= 60
+
+
+def opened(monkeypatch: pytest.MonkeyPatch, keeper: Keeper, manifest: Manifest) -> list[Path]:
+    """What ``committed`` opened."""
+    out: list[Path] = []
+    real = os.open
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", lambda path, *a, **k: out.append(Path(path)) or real(path, *a, **k))
+        keeper.metric(manifest.step, {"m": 1.0})
+        keeper.committed(manifest)
+    return out
+
+
+def test_metrics_may_come_from_another_thread_and_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper_module, "_WAITING", 50)
+    keeper = keep(tmp_path, keep_last=2, keep_best={"metric": "m", "mode": "max"})
+    keeper.metric(1, {"m": 100.0})
+    save(keeper, tmp_path, 1)
+
+    def log() -> None:
+        for step in range(2, 5000):
+            keeper.metric(step, {"m": float(step % 7)})
+
+    thread = threading.Thread(target=log)
+    thread.start()
+    for step in range(2, 8):
+        save(keeper, tmp_path, step)
+    thread.join()
+    save(keeper, tmp_path, 5000)
+    assert steps(tmp_path) == [1, 7, 5000]
