@@ -24,6 +24,9 @@ FINISHED_NAME: Final = (
     "FINISHED"  # empty file in a checkpoint's directory: it was the job's last, which showed behind its commit
 )
 PINNED_NAME: Final = "PINNED"  # empty file in a checkpoint's directory, made by the service: retention leaves it alone
+VERIFIED_NAME: Final = (
+    "VERIFIED"  # empty file beside it, made by the service: all bytes were right; the newest such one stays
+)
 _JOB_ID_RE = re.compile(r"job-[0-9a-z]{12}", re.ASCII)
 _CHECKPOINT_RE = re.compile(r"step-(\d{12})\.a(\d{4,})", re.ASCII)
 

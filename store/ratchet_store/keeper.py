@@ -16,7 +16,13 @@ from typing import Final, NamedTuple
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.manifest import Manifest
-from ratchet_contract.paths import MANIFEST_NAME, PINNED_NAME, checkpoint_dir_name, parse_checkpoint_dir_name
+from ratchet_contract.paths import (
+    MANIFEST_NAME,
+    PINNED_NAME,
+    VERIFIED_NAME,
+    checkpoint_dir_name,
+    parse_checkpoint_dir_name,
+)
 from ratchet_contract.spec_checkpoint import CheckpointSpec
 from ratchet_store.files import not_read
 from ratchet_store.keeping import MIN_KEEP, Id, Rules
@@ -136,7 +142,16 @@ class Keeper:
         by_id = {(step, self._epoch): value for step, value in values.items()}
         ids = [(step, self._epoch) for step in steps]
         self._retire(ids[max(self._rules.last, MIN_KEEP) :], self._rules.best_of(ids, by_id))
-        return [one[0] for one in self._rules.surplus(ids, by_id, pinned) if one not in self._protected]
+        found = [one[0] for one in self._rules.surplus(ids, by_id, pinned) if one not in self._protected]
+        return [step for step in found if not self._last_verified(step, steps)]
+
+    def _last_verified(self, step: int, steps: Iterable[int]) -> bool:
+        """Is it the newest of the attempt's whose every byte the service has read and found right?"""
+
+        def verified(one: int) -> bool:
+            return os.path.lexists(self._own[one].directory / VERIFIED_NAME)
+
+        return verified(step) and not any(verified(one) for one in steps if one > step and one in self._own)
 
     def _retire(self, older: list[Id], best: Collection[Id]) -> None:
         """What stays for good by its step needs no more looks, or a job of many steps would look at ever more of them."""

@@ -7,7 +7,7 @@ Only what the attempt's lineage holds counts, and a manifest's parent must lie i
 from __future__ import annotations
 
 import errno
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,8 +36,11 @@ def find_base(
     *,
     expected_job_id: str | None = None,
     root: Base | None = None,
+    check: Callable[[Path, Manifest], object] = verify_files,
 ) -> tuple[Manifest | None, list[Quarantine]]:
     """The newest checkpoint that the lineage holds and whose every byte is right; None: start from scratch (or the fork).
+    ``check``: how that is found out. Whoever reads and verifies it afterwards lets ``check_files`` look at the sizes alone, and
+    calls ``set_aside`` and this function again where that finds damage.
 
     Damaged ones on the way are moved to ``quarantine`` and reported, those without a manifest or outside the lineage passed over.
     ``root`` is what the oldest segment started from (``Base()`` for scratch, or a fork's base); None accepts any parent there.
@@ -50,7 +53,7 @@ def find_base(
             continue
         try:
             manifest = _valid(directory, lineage, expected_job_id, root)
-            verify_files(directory, manifest)
+            check(directory, manifest)
             return manifest, moved
         except CheckpointError as error:
             if error.code == MISSING:
@@ -59,7 +62,7 @@ def find_base(
                 raise
             if not (directory / MANIFEST_NAME).exists():  # deleted while we read it
                 continue
-            moved.append(Quarantine(step, epoch, error.detail, _move(directory, quarantine)))
+            moved.append(Quarantine(step, epoch, error.detail, set_aside(directory, quarantine)))
     return None, moved
 
 
@@ -129,8 +132,9 @@ def _check_parent_digest(directory: Path, sibling: Path, parent: Base) -> None:
         )
 
 
-def _move(directory: Path, quarantine: Path) -> Path:
-    """Move a checkpoint whole, by one rename, to a name that is not taken."""
+def set_aside(directory: Path, quarantine: Path) -> Path:
+    """Move a damaged checkpoint whole to ``quarantine``, by one rename, to a name that is not taken; returns it. Raises
+    ``CheckpointError`` (``checkpoint-unreadable``) when the system refuses."""
     try:
         ensure_dir(quarantine)
         for number in range(1000):

@@ -13,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ratchet_contract.manifest import Manifest
-from ratchet_contract.paths import MANIFEST_NAME, PINNED_NAME, checkpoint_dir_name, parse_checkpoint_dir_name
+from ratchet_contract.paths import (
+    MANIFEST_NAME,
+    PINNED_NAME,
+    VERIFIED_NAME,
+    checkpoint_dir_name,
+    parse_checkpoint_dir_name,
+)
 from ratchet_contract.spec_checkpoint import BestSpec, CheckpointSpec
 from ratchet_store import keeper as keeper_module
 from ratchet_store.keeper import Keeper
@@ -131,6 +137,17 @@ def test_pins_hold_and_do_not_count(tmp_path: Path) -> None:
     assert [save(keeper, tmp_path, step) for step in (40, 50, 60)] == [[], [], [40]]
     (tmp_path / checkpoint_dir_name(20, 1) / PINNED_NAME).unlink()
     assert save(keeper, tmp_path, 70) == [20, 50]
+
+
+def test_the_newest_verified_one_stays(tmp_path: Path) -> None:
+    keeper = keep(tmp_path, keep_last=2)
+    for step in (10, 20, 30):
+        save(keeper, tmp_path, step)
+    (tmp_path / checkpoint_dir_name(20, 1) / VERIFIED_NAME).touch()
+    assert [save(keeper, tmp_path, step) for step in (40, 50)] == [[], [30]]
+    (tmp_path / checkpoint_dir_name(40, 1) / VERIFIED_NAME).touch()
+    assert save(keeper, tmp_path, 60) == [20]
+    assert steps(tmp_path) == [40, 50, 60]
 
 
 def test_only_its_own_go_and_none_when_a_later_attempt_is_there(tmp_path: Path) -> None:
