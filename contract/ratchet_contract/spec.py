@@ -176,6 +176,11 @@ class PolicySpec(SpecModel):
         300.0, description="Without any progress of a rank, then the attempt ends as a hang."
     )
     stop_grace: Seconds = Field(120.0, description="From a stop request until ranks are killed.")
+    preemption_notice: Seconds | None = Field(
+        None,
+        description="From SIGTERM until the machine is gone, where that is less than stop_grace (spot instances: 30 to 120 s). A "
+        "checkpoint that would take longer, by what saves were measured to take, is not begun. null: stop_grace.",
+    )
     backoff: Seconds = Field(
         1.0,
         description="First delay after a failure; doubles, with jitter, up to 5 minutes. The first rank-killed, oom or exception "

@@ -14,6 +14,7 @@ from torch.distributed import HashStore
 from ratchet_contract.errors import UserError
 from ratchet_contract.paths import FINISHED_NAME, JobPaths
 from ratchet_contract.resume import Base
+from ratchet_contract.spec_checkpoint import CheckpointSpec
 from ratchet_store.commit import commit, read_manifest
 from ratchet_worker.checkpointer import Checkpointer
 from ratchet_worker.exchange import Exchange
@@ -21,21 +22,29 @@ from ratchet_worker.runtime import Runtime
 from ratchet_worker.snapshot import Snapshot
 from tests.support.checkpoints import manifest_of, write_ranks
 
-SILENT: Any = SimpleNamespace(stage=lambda _: None, tick=lambda: None, hook=lambda *_: None, committed=lambda *_: None)
+SILENT: Any = SimpleNamespace(
+    stage=lambda _: None, tick=lambda: None, hook=lambda *_: None, committed=lambda *_: None, note=lambda *_, **__: None,
+    checkpoint_failed=lambda *_: None,
+)  # fmt: skip
+NEVER: Any = lambda: pytest.fail("nothing is given up")  # noqa: E731
 
 
 def _launch(root: Path) -> Any:
     policy = SimpleNamespace(step_deadline=10)
-    return SimpleNamespace(job_root=str(root), job_id="job", epoch=1, spec=SimpleNamespace(policy=policy))
+    spec = SimpleNamespace(policy=policy, checkpoint=CheckpointSpec(), task=None)
+    return SimpleNamespace(job_root=str(root), job_id="job", epoch=1, spec=spec, save_seconds=None)
 
 
 def test_a_save_that_is_the_end_for_some_ranks_alone_is_refused_on_all(tmp_path: Path) -> None:
     store, said = HashStore(), {}
 
     def save(rank: int) -> None:
-        exchange = Exchange(store, rank, 2, 10)
-        checkpointer = Checkpointer(_launch(tmp_path), exchange, SILENT, SILENT, Base(step=0))
-        content: Any = SimpleNamespace(snapshot=Snapshot(), summary=SimpleNamespace(model_dump_json=lambda: "{}"))
+        exchange, saving = Exchange(store, rank, 2, 10), Exchange(store, rank, 2, 10)
+        checkpointer = Checkpointer(
+            _launch(tmp_path), exchange, saving, SILENT, SILENT, Base(step=0), torch.device("cpu"), NEVER
+        )
+        summary = SimpleNamespace(model_copy=lambda **_: SimpleNamespace(model_dump_json=lambda: "{}"))
+        content: Any = SimpleNamespace(snapshot=Snapshot(), summary=summary, parts=0, norm_of=lambda _: None)
         with pytest.raises(UserError) as caught:
             checkpointer.save(3, "schedule", rank == 1, lambda: content)
         said[rank] = str(caught.value)
@@ -54,13 +63,14 @@ def test_the_mark_of_the_end_waits_for_all_ranks(tmp_path: Path) -> None:
     sealed = commit(directory, manifest_of(3, 1, *write_ranks(directory)))
     marked: list[bool] = []
     exchange: Any = SimpleNamespace(
-        rank=0, world_size=2, gather=lambda *_, **__: marked.append((directory / FINISHED_NAME).exists())
+        rank=0, world_size=1, gather=lambda *_, **__: marked.append((directory / FINISHED_NAME).exists())
     )
     agreement: Any = SimpleNamespace(begin=lambda _: None, close=lambda: None)
     chosen: Any = SimpleNamespace(base=Base(step=0), manifest=None)
-    runtime = Runtime(_launch(tmp_path), 0, torch.device("cpu"), exchange, agreement, SILENT, SILENT, chosen)
+    runtime = Runtime(_launch(tmp_path), 0, torch.device("cpu"), exchange, exchange, agreement, SILENT, SILENT, chosen)
     hook = SimpleNamespace(summary=lambda **_: None, warnings=list)
     runtime.state = SimpleNamespace(hook_or_refuse=lambda: (None, hook))  # type: ignore[assignment]
-    runtime.step, runtime.checkpointer.last, runtime.checkpointer._committed = 3, sealed.base, (sealed, 0.1)
+    runtime.step, runtime.checkpointer.last = 3, sealed.base
+    runtime.checkpointer._committer._committed = (sealed, 0.1)
     runtime.finish()
     assert marked == [False] and read_manifest(directory).finished

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -98,6 +99,8 @@ class Agreement:
         self._served_requests = 0
         self._closing = False
         self._error: BaseException | None = None
+        self._own: Cause | None = None
+        self._stop_heard: float | None = None
         self._thread: threading.Thread | None = None
         self.wish = Wish()
 
@@ -113,6 +116,14 @@ class Agreement:
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
+
+    def ask(self, cause: Cause) -> None:
+        """Wish a stop of all ranks' own accord. Any thread."""
+        self._own = cause
+
+    def since_stop(self) -> float:
+        """Seconds since this rank first heard of a stop; 0.0 when it has not."""
+        return 0.0 if self._stop_heard is None else time.monotonic() - self._stop_heard
 
     # --- main thread ---------------------------------------------------------------------------------------------------
 
@@ -165,13 +176,20 @@ class Agreement:
     def _run(self) -> None:
         try:
             while not self._closed():
-                self.wish = self._listen(0.05)
+                self.wish = self._heard(self._listen(0.05))
                 if self._idle() and (self._wanted() or self._opened()):
                     self._hold_round()
         except BaseException as error:  # must reach the main thread, which may be waiting in begin()
             with self._changed:
                 self._error = None if self._closing else error
                 self._changed.notify_all()
+
+    def _heard(self, wish: Wish) -> Wish:
+        if self._own is not None:
+            wish = Wish(self._own, wish.requests)
+        if wish.stop is not None and self._stop_heard is None:
+            self._stop_heard = time.monotonic()
+        return wish
 
     def _closed(self) -> bool:
         with self._changed:

@@ -1,36 +1,42 @@
-"""Saving: every rank writes its file, rank 0 commits the manifest. No collective takes part in the exchange.
+"""Saving, as the loop sees it: hand over at a step boundary, go on, wait only where what is not copied yet is about to change.
 
-A rank that dies while a checkpoint is made only fails this checkpoint. What failed is told, and work goes on; the third
-failure in a row ends the attempt, since a job that cannot save will lose what it does.
+Every rank writes its file in a thread of its own, rank 0's commits the manifest; no collective takes part (``saver``,
+``commitment``). A rank that dies or is stuck while a checkpoint is made only fails this checkpoint. What failed is told, and work
+goes on; the third failure in a row ends the attempt, after the same step on all ranks, since a job that cannot save will lose
+what it does.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from ratchet_contract.errors import CheckpointError, RatchetError, UserError
-from ratchet_contract.manifest import FileEntry, Manifest, TensorEntry
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import JobPaths
-from ratchet_contract.resume import Base, Segment
+from ratchet_contract.resume import Base
 from ratchet_hooks.errors import HookStateError
-from ratchet_hooks.specs import CustomSpec
-from ratchet_hooks.summary import HookSummary
-from ratchet_store.commit import commit, mark_finished
-from ratchet_store.rankfile import write_rank_file
-from ratchet_store.retain import retain
+from ratchet_store.slices import plan_slices
+from ratchet_worker.audit import Audit
+from ratchet_worker.commitment import Committer, Order, written
 from ratchet_worker.content import Content
 from ratchet_worker.counter import Stage, StepCounter
-from ratchet_worker.exchange import Exchange, PeerTimeout
+from ratchet_worker.exchange import Exchange
 from ratchet_worker.reporter import Reason, Reporter
-from ratchet_worker.snapshot import digest, digests
+from ratchet_worker.saver import MAX_FAILURES, Save, Saver
+from ratchet_worker.schedule import Schedule, first_due
+from ratchet_worker.snapshot import Snapshot, Until
+from ratchet_worker.staging import Staging, size_of, sources_of
 
-MAX_FAILURES: Final = 3
+_LOOK: Final = 0.25  # seconds between two signs of life while a save is waited for
+_TOLD: Final = 1.0  # seconds of waiting for the save before, from which on it is told
+_PAUSE: Final = 1.0  # seconds between two tries to save a job's end
 
 
 @dataclass(frozen=True)
@@ -41,195 +47,273 @@ class Outcome:
 
 
 class Checkpointer:
-    """Saves of one attempt on one rank. ``last`` is the newest checkpoint of this attempt, or what it started from."""
+    """Saves of one attempt on one rank; all methods are the loop's thread's. ``last``: the newest checkpoint of this attempt, or
+    what it started from. ``give_up``: rank 0's, from the saving thread: too many saves have failed."""
 
     def __init__(
-        self, launch: LaunchFile, exchange: Exchange, counter: StepCounter, reporter: Reporter, base: Base
+        self,
+        launch: LaunchFile,
+        exchange: Exchange,
+        saving: Exchange,
+        counter: StepCounter,
+        reporter: Reporter,
+        base: Base,
+        device: torch.device,
+        give_up: Callable[[], None],
     ) -> None:
-        self._launch, self._exchange, self._counter, self._reporter = launch, exchange, counter, reporter
-        self._job = JobPaths(Path(launch.job_root))
-        self._base = base
-        self._saves = 0
-        self._failures = 0
-        self._committed: tuple[Manifest, float] | None = None  # rank 0: the newest of this attempt, and its seconds
+        self._spec, self._launch = launch.spec.checkpoint, launch
+        self._exchange, self._counter, self._reporter = exchange, counter, reporter
+        self._rank, self._world_size = exchange.rank, exchange.world_size
+        self._staging = Staging(device)
+        self._committer = Committer(launch, saving, reporter, base)
+        self._saver = Saver(launch, saving, reporter, self._committer, self._staging, give_up)
+        self._schedule = Schedule(self._spec, base.step) if self._rank == 0 else None
+        self._due = first_due(self._spec, base.step)
+        staging = self._spec.staging
+        self._overlapped = staging == "overlapped" or (staging == "auto" and launch.spec.task is not None)
+        self._first = True  # no boundary of this attempt yet
+        self._audit: Audit | None = None
+        self._save: Save | None = None
+        self._numbers = self._plans = 0
+        self._skipped = 0
+        self._stall = 0.0  # of the open step
+        self._failure: str | None = None
+        self._given_up = ""
         self.last = base
 
-    def save(self, step: int, reason: Reason, finished: bool, content: Callable[[], Content]) -> Outcome:
-        """Save ``step`` on every rank; the outcome is the same on all. Raises ``CheckpointError`` for the third failure in a
-        row (``finished``: tried three times), ``UserError`` at once for a hook's state that cannot be stored and where only
-        some ranks have ``finished``, and ``PeerTimeout`` when rank 0 does not answer."""
+    # --- the loop's boundaries and gates -------------------------------------------------------------------------------
+
+    def boundary(self, step: int, late: Callable[[], Snapshot], content: Callable[[], Content]) -> None:
+        """After every step but the last: begin a save if one is due. ``late``: the parameters and the optimizer's tensors.
+
+        Raises ``UserError`` for a hook's state that cannot be stored, ``CheckpointError`` where a save is stuck.
+        """
+        self._look()
+        if self._schedule is not None:
+            self._schedule.boundary(self._save is not None, self._stall)
+        self._stall = 0.0
+        if step >= self._due:
+            self._act(step, content)
+        if self._first and self._due != math.inf:
+            self._prepare(late())
+        self._first = False
+
+    def hold(self, until: Until) -> None:
+        """Before this kind of tensor changes: wait for its copy, if one is being made. Any thread of a backward pass, too."""
+        save = self._save
+        if save is not None:
+            self._stall += save.hold(until)
+        if self._audit is not None and until is Until.STEP:
+            self._end_audit(self._audit)
+
+    def resumed(self) -> None:
+        """A step begins; what was between it and the one before is not its time."""
+        if self._schedule is not None:
+            self._schedule.resumed()
+
+    # --- acting together -----------------------------------------------------------------------------------------------
+
+    def begin(self, step: int, reason: Reason, content: Callable[[], Content]) -> None:
+        """Begin to save ``step``, behind the save before; how it goes is told later."""
+        self.drain()
+        self._begin(step, reason, False, content, thorough=False)
+
+    def save(
+        self, step: int, reason: Reason, finished: bool, content: Callable[[], Content], left: float | None = None
+    ) -> Outcome:
+        """Save ``step`` on every rank and wait for it; the outcome is the same on all. ``left``: seconds until the processes are
+        killed; a save that takes longer is not begun. Raises ``CheckpointError`` for the third failure in a row (``finished``:
+        tried three times), ``UserError`` for a hook's state that cannot be stored and where only some ranks have ``finished``."""
         self._counter.stage(Stage.CHECKPOINTING)
+        self.drain()
+        late = self._too_late(left) if reason == "stop" else None
+        if late is not None:
+            return Outcome(late)
         while True:
-            outcome = self._attempt(step, reason, finished, content)
-            self._counter.tick()
-            if outcome.error is None:
-                self._failures = 0
+            self._begin(step, reason, finished, content, thorough=True)
+            failures = self.drain()
+            if failures >= MAX_FAILURES:
+                raise self.too_many_failures
+            if failures == 0 or not finished:
                 break
-            self._failures += 1
-            if self._exchange.rank == 0:
-                self._reporter.checkpoint_failed(step, outcome.error)
-            if self._failures >= MAX_FAILURES:
-                raise CheckpointError(f"{MAX_FAILURES} saves in a row failed, the last at step {step}: {outcome.error}")
-            if not finished:
-                break
-            time.sleep(1.0)
+            time.sleep(_PAUSE)
         self._counter.stage(Stage.TRAINING)
-        return outcome
+        return Outcome(self._failure)
+
+    def drain(self) -> int:
+        """Wait for the save that is under way, if any; returns how many have failed in a row by then."""
+        if self._save is None:
+            return 0
+        self._await(self._save)
+        return self._look()
+
+    @property
+    def too_many_failures(self) -> CheckpointError:
+        return CheckpointError(f"{MAX_FAILURES} saves in a row failed, the last at {self._given_up}")
+
+    def metric(self, step: int, values: dict[str, float]) -> None:
+        """What rank 0 logged at ``step``: the best checkpoints are kept by it."""
+        self._committer.metric(step, values)
 
     def finish(self) -> None:
-        """The newest checkpoint of this attempt was the job's last, which only shows now: a resume from it has nothing left to
-        do. Without effect where that is known. Raises ``CheckpointError``."""
-        if self._committed is None or self._committed[0].finished:
-            return
-        manifest, seconds = self._committed
-        mark_finished(self._job.checkpoint(manifest.step, manifest.epoch))
-        self._committed = manifest.model_copy(update={"finished": True}), seconds
-        self._reporter.committed(*self._committed)
+        """The newest checkpoint of this attempt was the job's last. Raises ``CheckpointError``."""
+        self._committer.finish()
 
-    def _attempt(self, step: int, reason: Reason, finished: bool, content: Callable[[], Content]) -> Outcome:
-        self._saves += 1
-        name, begun = f"save/{self._saves}", time.monotonic()
-        mine: Content | None = None
+    # --- parts ---------------------------------------------------------------------------------------------------------
+
+    def _act(self, step: int, content: Callable[[], Content]) -> None:
+        """Something is due at ``step``: rank 0 decides what, and when to ask again."""
+        plan: dict[str, Any] = {}
+        if self._schedule is not None:
+            plan = self._decide(self._schedule, step)
+        if self._agreed():
+            self._plans += 1
+            plan = self._exchange.broadcast(f"plan/{self._plans}", plan)
+            if plan["step"] != step:
+                raise UserError(
+                    f"rank {self._rank} has done step {step} when rank 0 has done {plan['step']}: all ranks do the same steps"
+                )
+        else:
+            plan = {"save": True, "due": first_due(self._spec, step)}
+        self._due = math.inf if plan["due"] is None else plan["due"]
+        if plan["save"]:
+            begun = time.perf_counter()
+            self.drain()
+            if self._given_up:  # the same on all ranks: the stop that follows from it is being agreed on
+                return
+            self._begin(step, "schedule", False, content, thorough=False)
+            save = self._save
+            if save is not None and not (self._overlapped and not self._first):
+                save.hold(Until.STEP)
+            self._stall += time.perf_counter() - begun
+
+    def _agreed(self) -> bool:
+        """Must rank 0 be asked? Not where what is due follows from the step alone."""
+        by_steps = isinstance(self._spec.every_steps, int) and self._spec.every_seconds is None
+        return not by_steps or self._spec.when_busy == "skip"
+
+    def _decide(self, schedule: Schedule, step: int) -> dict[str, Any]:
+        due = schedule.due(step)
+        busy = self._save is not None
+        if due and busy and self._spec.when_busy == "skip":
+            self._skipped += 1
+            due = False
+        elif due:
+            if busy:
+                self._tell_waiting(step)
+            self._tell_skipped(step)
+            schedule.began(step)
+        following, before = schedule.following(step), schedule.interval
+        if before is not None and self._spec.every_steps == "auto" and due:
+            self._tell_interval(schedule)
+        return {"step": step, "save": due, "due": None if following == math.inf else following}
+
+    def _tell_interval(self, schedule: Schedule) -> None:
+        seconds = schedule.save_seconds() or 0.0
+        text = f"automatic schedule: every {schedule.interval} steps; a save takes {seconds:.3g} s from begin to end"
+        self._reporter.note("checkpoint-interval", text, steps=schedule.interval, seconds=seconds)
+
+    def _tell_waiting(self, step: int) -> None:
+        begun = time.monotonic()
+        self.drain()
+        seconds = time.monotonic() - begun
+        if seconds >= _TOLD:
+            text = (
+                f"training waited {seconds:.1f} s at step {step} for the checkpoint before: saves take longer than the time "
+                "between them. Save less often, or set checkpoint.when_busy to skip"
+            )
+            self._reporter.note("checkpoint-waited", text, step=step, seconds=seconds)
+
+    def _tell_skipped(self, step: int) -> None:
+        if self._skipped:
+            text = f"{self._skipped} due checkpoints before step {step} were left out: the one before was still being written"
+            self._reporter.note("checkpoint-skipped", text, step=step, skipped=self._skipped)
+            self._skipped = 0
+
+    def _too_late(self, left: float | None) -> str | None:
+        """Why a save is not begun; the same on all ranks."""
+        text = None
+        if self._schedule is not None and left is not None:
+            takes = self._schedule.save_seconds() or self._launch.save_seconds
+            if takes is not None and takes > left:
+                text = f"a save takes about {takes:.1f} s, and {max(0.0, left):.1f} s are left"
+                self._reporter.note("checkpoint-late", text, seconds=takes, left=left)
+        self._plans += 1
+        told: str | None = self._exchange.broadcast(f"plan/{self._plans}", text)
+        return told
+
+    def _begin(
+        self, step: int, reason: Reason, finished: bool, content: Callable[[], Content], *, thorough: bool
+    ) -> None:
+        self._numbers += 1
+        order = Order(self._numbers, step, reason, finished, time.monotonic())
+        mine = staged = error = None
         try:
             mine = content()
-            report = {**self._write(step, mine), "finished": finished}
-        except HookStateError as error:  # comes again with every save: nothing more is trained that cannot be kept
-            text = f"the state of the hook cannot be saved at step {step}: {error}"
-            raise UserError(text, code="hook-state-unsupported") from error
-        except (RatchetError, OSError, MemoryError) as error:
-            report = {"error": f"rank {self._exchange.rank}: {error}"}
-        self._counter.tick()
-        self._exchange.post(name, report)
-        verdict: dict[str, Any] = {}
-        if self._exchange.rank == 0:
-            verdict = self._decide(name, step, reason, finished, mine, begun)
-        # Rank 0 may wait for the last report for as long as the deadline says.
-        verdict = self._exchange.broadcast(
-            f"{name}/verdict", verdict, timeout=2 * self._launch.spec.policy.step_deadline + 60
-        )
+            slices = plan_slices(mine.snapshot.sizes(), self._world_size)[self._rank]
+            staged = self._staging.stage(sources_of(mine.snapshot, self._rank, slices))
+        except HookStateError as error_:  # comes again with every save: nothing more is trained that cannot be kept
+            text = f"the state of the hook cannot be saved at step {step}: {error_}"
+            raise UserError(text, code="hook-state-unsupported") from error_
+        except UserError:
+            raise
+        except (RatchetError, OSError, MemoryError) as error_:
+            mine, error = None, f"rank {self._rank}: {error_}"
+        self._save = Save(order, mine, staged, error, thorough)
+        self._saver.submit(self._save)
+
+    def _await(self, save: Save) -> None:
+        """Until the save has ended, with a sign of life as long as it may still get on. Raises ``CheckpointError``."""
+        directory = JobPaths(Path(self._launch.job_root)).checkpoint(save.order.step, self._launch.epoch)
+        limit = 3 * self._launch.spec.policy.step_deadline + 120  # longer than any wait of a saving thread
+        seen, deadline = -1, time.monotonic() + limit
+        while not save.done.wait(_LOOK):
+            self._counter.tick()
+            if (size := written(directory)) != seen:
+                seen, deadline = size, time.monotonic() + limit
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"the save of step {save.order.step} is stuck: nothing was written for {limit:.0f} s"
+                )
+
+    def _look(self) -> int:
+        """Take note of a save that has ended; returns how many have failed in a row by then."""
+        save = self._save
+        if save is None or not save.done.is_set():
+            return 0
+        self._save = None
+        if save.failure is not None:
+            raise save.failure
+        if self._schedule is not None:
+            self._schedule.saved(save.stall, save.seconds)
+        verdict = save.verdict
+        self._failure = verdict["error"]
         if verdict.get("parted"):
             raise UserError(verdict["error"])
-        if verdict.get("diverged") and mine is not None:
-            verdict["error"] = self._name_divergence(name, mine)
         if verdict["error"] is None:
             self.last = Base.model_validate(verdict["base"])
-            self._forget()
-        return Outcome(verdict["error"])
+        failures: int = verdict["failures"]
+        if failures >= MAX_FAILURES:
+            self._given_up = self._given_up or f"step {save.order.step}: {self._failure}"
+        return failures
 
-    def _write(self, step: int, content: Content) -> dict[str, Any]:
-        exchange = self._exchange
-        pieces = content.snapshot.pieces(exchange.rank, exchange.world_size)
-        directory = self._job.checkpoint(step, self._launch.epoch)
-        file, tensors = write_rank_file(directory, exchange.rank, exchange.world_size, pieces, content.snapshot.state)
-        return {
-            "error": None,
-            "file": file.model_dump(),
-            "tensors": [entry.model_dump() for entry in tensors],
-            "shared": digest(content.snapshot.shared.values()),
-            "summary": content.summary.model_dump_json(),
-        }
+    def _prepare(self, late: Snapshot) -> None:
+        """Behind the attempt's first step: pages for the copies, and the trial of what may be copied beside a step."""
+        slices = plan_slices(late.sizes(), self._world_size)[self._rank]
+        sources = sources_of(late, self._rank, slices)
+        if self._save is None:
+            self._saver.reserve(size_of(sources))
+        if self._overlapped:
+            self._audit = Audit(sources)
 
-    def _decide(
-        self, name: str, step: int, reason: Reason, finished: bool, mine: Content | None, begun: float
-    ) -> dict[str, Any]:
-        """Rank 0: all reports in, replicas equal, manifest committed; else what went wrong."""
-        try:
-            reports = self._exchange.collect(name, timeout=self._launch.spec.policy.step_deadline)
-        except PeerTimeout as error:
-            return {"error": str(error)}
-        errors = [r["error"] for r in reports if r["error"] is not None]
-        if errors or mine is None:
-            return {"error": "; ".join(errors)}
-        ended = [rank for rank, report in enumerate(reports) if report["finished"]]
-        if ended and len(ended) < len(reports):
-            text = f"rank {ended} ended after step {step}, others go on: leave the loop on all ranks in the same step"
-            return {"error": text, "parted": True}
-        if len({r["shared"] for r in reports}) > 1:
-            return {"error": "replicas have diverged", "diverged": True}
-        try:
-            manifest = commit(
-                self._job.checkpoint(step, self._launch.epoch), self._manifest(step, reason, finished, mine, reports)
-            )
-        except (RatchetError, OSError) as error:
-            return {"error": str(error)}
-        self._committed = manifest, time.monotonic() - begun
-        self._reporter.committed(*self._committed)
-        self._retain()
-        return {"error": None, "base": manifest.base.model_dump()}
-
-    def _manifest(
-        self, step: int, reason: Reason, finished: bool, mine: Content, reports: list[dict[str, Any]]
-    ) -> Manifest:
-        launch = self._launch
-        return Manifest(
-            job_id=launch.job_id,
-            step=step,
-            epoch=launch.epoch,
-            parent=self.last,
-            world_size=launch.world_size,
-            created=datetime.now(UTC).isoformat().replace("+00:00", "Z"),
-            reason=reason,
-            spec_digest=launch.spec.digest(),
-            code_digest=launch.resolved.code_digest,
-            data_digest=mine.data_digest,
-            total_steps=mine.total_steps,
-            replicas=mine.replicas,
-            shared_digest=reports[0]["shared"] if mine.snapshot.shared else None,
-            bucket_layout=mine.layout,
-            hook=mine.hook,
-            hook_summaries=[HookSummary.model_validate_json(r["summary"]) for r in reports],
-            environment=mine.environment,
-            finished=finished,
-            files=[FileEntry.model_validate(r["file"]) for r in reports],
-            tensors=[TensorEntry.model_validate(t) for r in reports for t in r["tensors"]],
-        )
-
-    def _retain(self) -> None:
-        """Rank 0: delete what is beyond ``keep_last``. A failure to delete costs disk space, not the checkpoint."""
-        launch = self._launch
-        lineage = [*launch.lineage, Segment(epoch=launch.epoch, after_step=self._base.step)]
-        protected = [(self._base.step, self._base.epoch)] if self._base.epoch is not None else []
-        try:
-            for step, epoch in retain(
-                self._job.checkpoints,
-                keep_last=launch.spec.checkpoint.keep_last,
-                lineage=lineage,
-                epoch=launch.epoch,
-                protected=protected,
-            ):
-                self._reporter.deleted(step, epoch)
-        except RatchetError as error:
-            self._reporter.note("checkpoint-not-deleted", str(error))
-
-    def _name_divergence(self, name: str, mine: Content) -> str:
-        """Every rank tells a digest per shared tensor; the first that differs is named, with the ranks."""
-        try:
-            found = self._exchange.gather(f"{name}/digests", digests(mine.snapshot.shared))
-        except PeerTimeout as error:
-            return f"replicas have diverged; {error}"
-        for tensor in found[0]:
-            values = [ranks.get(tensor) for ranks in found]
-            if len(set(values)) > 1:
-                odd = [rank for rank, value in enumerate(values) if value != values[0]]
-                text = f"replicas have diverged: {tensor} of rank {odd} differs from rank 0's; nothing was saved"
-                return text + self._advice()
-        return "replicas have diverged: the ranks hold different sets of tensors; nothing was saved"
-
-    def _advice(self) -> str:
-        hook = self._launch.spec.hook
-        if not isinstance(hook, CustomSpec):
-            return ""
-        return (
-            f". Hook {hook.hook} is to give every rank the same average (hook.replicas: equal): mend it, or set hook.replicas: "
-            "rank if the ranks' parameters are meant to differ"
-        )
-
-    def _forget(self) -> None:
-        """Rank 0 clears the store of a save that all ranks are past: they have reported for the next one since."""
-        if self._exchange.rank == 0 and self._saves > 1:
-            for name in (
-                f"save/{self._saves - 1}",
-                f"save/{self._saves - 1}/verdict",
-                f"save/{self._saves - 1}/digests",
-            ):
-                self._exchange.forget(name)
+    def _end_audit(self, audit: Audit) -> None:
+        self._audit = None
+        name = audit.changed()
+        if name is not None:
+            self._overlapped = False
+            if self._rank == 0:
+                self._reporter.note(
+                    "staging-blocking",
+                    f"{name} was changed between two steps by something else than optimizer.step(): the state is copied before "
+                    "a step begins, not beside it (checkpoint.staging)",
+                )

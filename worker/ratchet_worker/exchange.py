@@ -17,6 +17,7 @@ from ratchet_contract.errors import WorkerError
 
 _FIRST_PAUSE: Final = 0.0005
 _LONGEST_PAUSE: Final = 0.02
+_LOOK: Final = 0.5  # seconds between two looks at the progress of what is waited for
 
 
 class Abandoned(Exception):
@@ -59,20 +60,33 @@ class Exchange:
         self._store.set(self._key(name, self.rank), _dump(value))
 
     def collect(
-        self, name: str, *, abandon: Callable[[], bool] | None = None, timeout: float | None = None
+        self,
+        name: str,
+        *,
+        abandon: Callable[[], bool] | None = None,
+        timeout: float | None = None,
+        progress: Callable[[], object] | None = None,
     ) -> list[Any]:
-        """Every rank's posted value in rank order, waiting for the missing ones."""
+        """Every rank's posted value in rank order, waiting for the missing ones. ``progress``: as long as its value changes, the
+        timeout begins anew."""
         keys = [self._key(name, r) for r in range(self.world_size)]
-        self._wait(name, keys, abandon, timeout)
+        self._wait(name, keys, abandon, timeout, progress)
         return [json.loads(self._store.get(key)) for key in keys]
 
-    def broadcast(self, name: str, value: Any = None, *, timeout: float | None = None) -> Any:
+    def broadcast(
+        self,
+        name: str,
+        value: Any = None,
+        *,
+        timeout: float | None = None,
+        progress: Callable[[], object] | None = None,
+    ) -> Any:
         """Rank 0's ``value`` on every rank; the others' argument is not looked at."""
         key = self._key(name, 0)
         if self.rank == 0:
             self._store.set(key, _dump(value))
         else:
-            self._wait(name, [key], None, timeout)
+            self._wait(name, [key], None, timeout, progress)
         return json.loads(self._store.get(key))
 
     def forget(self, name: str) -> None:
@@ -84,12 +98,23 @@ class Exchange:
     def _key(self, name: str, rank: int) -> str:
         return f"exchange/{name}/{rank}"
 
-    def _wait(self, name: str, keys: list[str], abandon: Callable[[], bool] | None, timeout: float | None) -> None:
+    def _wait(
+        self,
+        name: str,
+        keys: list[str],
+        abandon: Callable[[], bool] | None,
+        timeout: float | None,
+        progress: Callable[[], object] | None = None,
+    ) -> None:
         limit = self._timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
+        look, seen = time.monotonic() + _LOOK, None
         for _ in until_present(self._store, keys):
             if abandon is not None and abandon():
                 raise Abandoned(name)
+            if progress is not None and time.monotonic() > look:
+                look, before, seen = time.monotonic() + _LOOK, seen, progress()
+                deadline = deadline if seen == before else time.monotonic() + limit
             if time.monotonic() > deadline:
                 missing = [int(k.rsplit("/", 1)[1]) for k in keys if not self._store.check([k])]
                 raise PeerTimeout(f"{name}: no answer from rank {missing} within {limit:.0f} s")

@@ -44,10 +44,12 @@ class Identity:
 
 @dataclass(frozen=True)
 class Clients:
-    """One store client per thread that waits: the main thread, the side thread, the process group. Rank 0 has the server."""
+    """One store client per thread that waits: the main thread, the side thread, the saving thread, the process group. Rank 0 has
+    the server."""
 
     main: Store
     side: Store
+    saver: Store
     group: Store
     server: Store | None
 
@@ -84,7 +86,7 @@ def connect(identity: Identity, timeout: float) -> Clients:
     def client() -> Store:
         return TCPStore(identity.host, identity.port, is_master=False, timeout=limit)
 
-    return Clients(client(), client(), client(), server)
+    return Clients(client(), client(), client(), client(), server)
 
 
 def _free_copy(fd: int | None) -> int | None:

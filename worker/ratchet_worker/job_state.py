@@ -15,12 +15,12 @@ from ratchet_contract.errors import StateError, UserError
 from ratchet_contract.resume import ComponentReport, ComponentStatus
 from ratchet_hooks.build import ManagedHook
 from ratchet_hooks.layout import ManagedDDP
-from ratchet_worker import model_state, module_origin, module_state, optimizer_state, rng, state_names
+from ratchet_worker import fingerprint, model_state, module_origin, module_state, optimizer_state, rng, state_names
 from ratchet_worker.data import own_generators
 from ratchet_worker.model_state import MODEL
 from ratchet_worker.module_origin import Origin
 from ratchet_worker.passage import HookState, Passage, batches, restore_hook
-from ratchet_worker.snapshot import Snapshot, Tensors, addresses, digest
+from ratchet_worker.snapshot import Snapshot, Tensors, Until, addresses
 from ratchet_worker.task import Stateful, TrainData
 
 _GENERATORS: Final = "data_generators"
@@ -83,9 +83,10 @@ class JobState:
     # --- capture -------------------------------------------------------------------------------------------------------
 
     def capture(self) -> Snapshot:
-        """This rank's state now. A collective the first time (the hook may let DDP rebuild its buckets)."""
+        """This rank's state now, as views of live tensors; ``Snapshot.until`` says how long they hold. A collective the first
+        time (the hook may let DDP rebuild its buckets)."""
         ddp, hook = self.hook_or_refuse()
-        hook_tensors, hook_data = hook.capture()  # first: no rank may fail before this collective
+        hook_tensors, hook_data = hook.capture(copy=False)  # first: no rank may fail before this collective
         out = Snapshot()
         self._capture_equal(out, hook.replicas == "equal")
         buffers = {name: buffer.detach() for name, buffer in ddp.module.named_buffers()}
@@ -99,6 +100,7 @@ class JobState:
             if states := own_generators.of(self.data).states():
                 out.add(_GENERATORS, states)
         out.add_encoded("hook", hook_tensors, hook_data)
+        out.until |= {f"hook/{name}": Until.BACKWARD for name in hook_tensors}
         out.add("rng", rng.capture(self._device))
         return out
 
@@ -106,20 +108,32 @@ class JobState:
         ddp, _ = self.hook_or_refuse()
         names, replicated = self._names(), model_state.replicated(ddp.module)
         tensors: Tensors = {f"{MODEL}/{name}": p.detach() for name, p in ddp.module.named_parameters()}
+        moved = {
+            id(p) for o in self.optimizers.values() for g in o.param_groups for p in g["params"] if p.requires_grad
+        }
+        out.until |= {f"{MODEL}/{n}": Until.STEP for n, p in ddp.module.named_parameters() if id(p) in moved}
         own = [name for name in tensors if name.removeprefix(f"{MODEL}/") not in replicated]
         for component, optimizer in self.optimizers.items():
             shared, rest = optimizer_state.capture(optimizer, component, names, replicated)
             tensors |= shared
+            out.until |= dict.fromkeys(shared, Until.STEP)
             out.add(component, rest)
         for name, tensor in tensors.items():
             (out.shared if equal and name not in own else out.private)[name] = tensor
         out.state[MODEL] = sorted(own)
 
-    def shared_digest(self) -> str | None:
-        """Digest of what is equal on all ranks, as a checkpoint taken now would have it; None when nothing is."""
+    def capture_late(self) -> Snapshot:
+        """The parameters and the optimizers' tensors alone, as views. No collective."""
         out = Snapshot()
         self._capture_equal(out, self.hook_or_refuse()[1].replicas == "equal")
-        return digest(out.shared.values()) if out.shared else None
+        return out
+
+    def shared_digests(self, parts: int) -> list[str]:
+        """Digests of what is equal on all ranks, cut into ``parts``, as a checkpoint taken now would have them; [] when nothing
+        is."""
+        out = self.capture_late()
+        plan = fingerprint.cut(out.sizes(), parts) if out.shared else []
+        return [fingerprint.part_digest(slices, out.shared) for slices in plan]
 
     # --- restore -------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from torch import nn
 from ratchet_contract.errors import UserError
 from ratchet_hooks.layout import ManagedDDP
 from ratchet_worker.runtime import Runtime
+from ratchet_worker.snapshot import Until
 from ratchet_worker.task import LossResult, Metrics, Parts, Task, TaskContext
 
 
@@ -115,6 +116,7 @@ class Trainer:
 
     def _optimizer_step(self) -> None:
         parts = self._parts
+        self._runtime.checkpointer.hold(Until.STEP)
         if self._before_step is not None:
             if parts.scaler is not None:
                 parts.scaler.unscale_(parts.optimizer)

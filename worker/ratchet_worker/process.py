@@ -27,6 +27,7 @@ from ratchet_contract.phases import Cause
 from ratchet_hooks.build import close_group
 from ratchet_worker import allocator, determinism, loop, rng, user_code
 from ratchet_worker.agreement import Agreement, Decision, Stopped, Wish
+from ratchet_worker.choice import choose
 from ratchet_worker.counter import StepCounter
 from ratchet_worker.endings import EXIT_CODES, cause_of, leave_process, write_result
 from ratchet_worker.exchange import Abandoned, Exchange, until_present
@@ -34,7 +35,6 @@ from ratchet_worker.files import now, reserve
 from ratchet_worker.group import Clients, Identity, connect, device_of, join, named_device
 from ratchet_worker.listener import Listener
 from ratchet_worker.reporter import Reporter
-from ratchet_worker.restore import choose
 from ratchet_worker.runtime import Runtime, current
 from ratchet_worker.spool import Spool
 from ratchet_worker.unmanaged import Unmanaged
@@ -153,8 +153,17 @@ class RankProcess:
         exchange = Exchange(self._clients.main, identity.rank, identity.world_size, self._timeout)
         chosen = choose(launch, exchange, self._reporter)
         self._counter.tick()
+        saving = Exchange(self._clients.saver, identity.rank, identity.world_size, self._timeout)
         self._runtime = Runtime(
-            launch, identity.local_rank, device, exchange, self._agreement, self._counter, self._reporter, chosen
+            launch,
+            identity.local_rank,
+            device,
+            exchange,
+            saving,
+            self._agreement,
+            self._counter,
+            self._reporter,
+            chosen,
         )
         return self._runtime
 

@@ -21,28 +21,34 @@ if TYPE_CHECKING:
     from ratchet_worker.runtime import Runtime
 
 
-def read_own(runtime: Runtime, manifest: Manifest) -> Snapshot | None:
-    """What this rank had saved; None when the number of ranks has changed."""
-    if manifest.world_size != runtime.world_size:
-        return None
-    return disk.read(runtime.chosen, [runtime.rank])[runtime.rank]
-
-
-def restore_state(runtime: Runtime, manifest: Manifest, saved: Snapshot | None) -> list[ComponentReport]:
-    """Put back what ``read_own`` gave, or what the old ranks had together. Raises ``UserError`` for what does not fit or
-    ``policy.on_hook_mismatch`` does not allow, ``StateError`` where the shared tensors are not those that were saved."""
+def restore_state(runtime: Runtime, manifest: Manifest, saved: Snapshot) -> list[ComponentReport]:
+    """Put back ``saved``, this rank's own state, or where the number of ranks has changed one old rank's with what all of them
+    had together. Raises ``UserError`` for what does not fit or ``policy.on_hook_mismatch`` does not allow, ``StateError`` where
+    the shared tensors are not those that were saved."""
     state, how = runtime.state, _passage(runtime, manifest)
-    if saved is not None:
+    if manifest.world_size == runtime.world_size:
         if _needs_mean(manifest, how, resized=False):
             saved, how = _averaged(runtime, manifest, saved, how)
         reports = state.restore(saved, how)
     else:
         _refuse_resize(runtime, manifest)
-        reports = _restore_resized(runtime, manifest, how)
-    _, hook = state.hook_or_refuse()
-    if manifest.replicas == hook.replicas == "equal" and state.shared_digest() != manifest.shared_digest:
-        raise StateError("what was restored is not what was saved: the digest of the shared tensors differs")
+        reports = _restore_resized(runtime, manifest, saved, how)
+    _insist_on_digests(runtime, manifest)
     return [*reports, _layout_report(runtime, manifest)]
+
+
+def _insist_on_digests(runtime: Runtime, manifest: Manifest) -> None:
+    """What lies in the live tensors now is what was saved from them, all the way: a digest of the file knows only of the file."""
+    state = runtime.state
+    if not manifest.replicas == state.hook_or_refuse()[1].replicas == "equal":
+        return
+    one = [] if manifest.shared_digest is None else [manifest.shared_digest]  # format 1
+    recorded = manifest.shared_digests or one
+    found = state.shared_digests(max(len(recorded), 1))
+    if found != recorded:
+        odd = [f"{n + 1}" for n, (a, b) in enumerate(zip(found, recorded, strict=False)) if a != b]
+        where = f" in part {', '.join(odd)} of {len(recorded)}" if odd else ""
+        raise StateError(f"what was restored is not what was saved: the digest of the shared tensors differs{where}")
 
 
 def _passage(runtime: Runtime, manifest: Manifest) -> Passage:
@@ -133,10 +139,8 @@ def _refuse_resize(runtime: Runtime, manifest: Manifest) -> None:
         )
 
 
-def _restore_resized(runtime: Runtime, manifest: Manifest, how: Passage) -> list[ComponentReport]:
+def _restore_resized(runtime: Runtime, manifest: Manifest, mine: Snapshot, how: Passage) -> list[ComponentReport]:
     everyone = disk.read(runtime.chosen, range(manifest.world_size), lambda c: c in ("hook", "data"), shared=False)
-    source = runtime.rank % manifest.world_size
-    mine: Snapshot = disk.read(runtime.chosen, [source])[source]
     if _needs_mean(manifest, how, resized=True):
         mine, how = _averaged(runtime, manifest, mine, how)
     seed = rng.derive_seed(runtime.launch.spec.seed, "resized", manifest.step)

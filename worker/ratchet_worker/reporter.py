@@ -110,11 +110,11 @@ class Reporter:
                 self._warned.add(text)
                 self.note(f"hook-{warning.code}", text, parameter=warning.parameter)
 
-    def committed(self, manifest: Manifest, seconds: float) -> None:
+    def committed(self, manifest: Manifest, seconds: float, stall: float | None = None) -> None:
         self._send(
             m.CheckpointCommitted(
                 rank=self._rank, at=now(), step=manifest.step, epoch=manifest.epoch, digest=manifest.digest,
-                size=manifest.size, files=len(manifest.files), seconds=seconds, reason=manifest.reason,
+                size=manifest.size, files=len(manifest.files), seconds=seconds, stall=stall, reason=manifest.reason,
                 parent=manifest.parent, finished=manifest.finished,
             )
         )  # fmt: skip

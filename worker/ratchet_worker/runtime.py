@@ -18,6 +18,7 @@ from torch import nn
 
 from ratchet_contract.errors import CheckpointError, UserError
 from ratchet_contract.messages import LaunchFile
+from ratchet_contract.phases import Cause
 from ratchet_hooks.layout import ManagedDDP
 from ratchet_worker import environment_record, resume
 from ratchet_worker.agreement import FINISH, NOT_STARTED, STRIDE, Agreement, Decision, Stopped, position
@@ -32,6 +33,7 @@ from ratchet_worker.gather import Gatherer
 from ratchet_worker.job_state import JobState
 from ratchet_worker.reporter import Reason, Reporter, metric
 from ratchet_worker.restore import Chosen
+from ratchet_worker.snapshot import Until
 
 Item = TypeVar("Item")
 current: Final[ContextVar[Callable[[], Runtime]]] = ContextVar("ratchet_runtime")
@@ -47,6 +49,7 @@ class Runtime:
         local_rank: int,
         device: torch.device,
         exchange: Exchange,
+        saving: Exchange,
         agreement: Agreement,
         counter: StepCounter,
         reporter: Reporter,
@@ -58,7 +61,16 @@ class Runtime:
         self.step = chosen.base.step
         self.total: int | None = None
         self.state = JobState(exchange.rank, device)
-        self.checkpointer = Checkpointer(launch, exchange, counter, reporter, chosen.base)
+        self.checkpointer = Checkpointer(
+            launch,
+            exchange,
+            saving,
+            counter,
+            reporter,
+            chosen.base,
+            device,
+            lambda: agreement.ask(Cause.CHECKPOINT_ERROR),
+        )
         self.restored = self.finished = False
         self.data_digest: str | None = None
         self.environment: Record = {}
@@ -111,8 +123,16 @@ class Runtime:
         self.counter.tick()
         resume.restore(self)
         self.restored = True
+        self._set_gates()
         self.counter.stage(Stage.TRAINING)
         self._report_hook()
+
+    def _set_gates(self) -> None:
+        """What changes the state behind a boundary waits for the copy that is made of it."""
+        gate = self.checkpointer.hold
+        self.state.hook_or_refuse()[1].before_change = lambda: gate(Until.BACKWARD)
+        for optimizer in self.state.optimizers.values():
+            optimizer.register_step_pre_hook(lambda *_: gate(Until.STEP))
 
     # --- steps ---------------------------------------------------------------------------------------------------------
 
@@ -126,6 +146,7 @@ class Runtime:
             )
         self._begin(position(self.step + 1))
         self._evaluations = 0
+        self.checkpointer.resumed()
         self._open, self._iteration = True, self.state.hook_or_refuse()[1].iteration
         self.counter.start_step(self.step + 1)
 
@@ -138,17 +159,17 @@ class Runtime:
         """
         if not self._open:
             return
+        self.checkpointer.hold(Until.STEP)  # a scaler may have left the optimizer's step out
         self.state.hook_or_refuse()[1].average_parameters()
         self._open = False
         self.step += 1
         self.counter.finish_step(self.step)
         self._ended = last or self.step == self.total
         self._report_progress(always=self._ended)
-        every = self.launch.spec.checkpoint.every_steps
         if self._ended:
             self._save("end", finished=True)
-        elif every is not None and self.step % every == 0:
-            self._save("schedule")
+        else:
+            self.checkpointer.boundary(self.step, self.state.capture_late, self._content)
 
     def batches(self, data: Iterable[Item]) -> Iterator[Item]:
         """Batches of ``data``, epoch after epoch. Raises ``UserError`` for an epoch without batches, and for a batch that is
@@ -176,7 +197,9 @@ class Runtime:
     def log(self, values: dict[str, float | torch.Tensor]) -> None:
         """Metrics of the open step, or of the one just done; only rank 0's are kept."""
         if self.rank == 0:
-            self.reporter.metrics(self.step + self._open, {k: metric(k, v) for k, v in values.items()})
+            step, found = self.step + self._open, {k: metric(k, v) for k, v in values.items()}
+            self.reporter.metrics(step, found)
+            self.checkpointer.metric(step, found)
 
     def finish(self) -> None:
         """The end of the job: every rank has done its last step. The final checkpoint, if it is not there yet."""
@@ -190,6 +213,7 @@ class Runtime:
                 "earlier checkpoint"
             )
         self._begin(position(self.step, FINISH))
+        self.checkpointer.drain()
         last = self.checkpointer.last
         ended = last.epoch == self.launch.epoch or (manifest is not None and manifest.finished)
         if self.step != last.step or not ended:
@@ -211,6 +235,7 @@ class Runtime:
         does what a script makes of its values (a scheduler that is stepped by them): a stop comes after both.
         """
         ddp, hook = self.state.hook_or_refuse()
+        self.checkpointer.hold(Until.STEP)  # averages may be swapped for the parameters
         cut_short = not self._open
         name = self._begin_evaluation()
         self.abandonable = cut_short
@@ -246,9 +271,10 @@ class Runtime:
         self._unit = unit
 
     def _act(self, decision: Decision) -> None:
+        self.checkpointer.drain()
         if decision.stop is None:
             if self.step > self.checkpointer.last.step:
-                self._save("request")
+                self.checkpointer.begin(self.step, "request", self._content)
             elif self.rank == 0:
                 self.reporter.note(
                     "checkpoint-not-needed", f"step {self.step} is saved already; nothing was done since"
@@ -257,34 +283,43 @@ class Runtime:
             return
         if decision.target == NOT_STARTED:
             threading.Event().wait()  # the side thread is about to end the process
+        if decision.stop is Cause.CHECKPOINT_ERROR:
+            raise self.checkpointer.too_many_failures
         self.counter.stage(Stage.STOPPING)
-        error = self._save_if_new("stop")
+        error = self._save_if_new("stop", self._left(decision.stop))
         self._report_progress(always=True)
         self._report_hook()
         tail = f"; no new checkpoint: {error}; step {self.checkpointer.last.step} counts" if error else ""
         raise Stopped(decision.stop, f"stopped after step {self.step} ({decision.stop}){tail}")
 
-    def _save_if_new(self, reason: Reason) -> str | None:
+    def _left(self, cause: Cause) -> float:
+        """Seconds until the processes of a stop are killed."""
+        policy = self.launch.spec.policy
+        grace = policy.stop_grace
+        if cause in (Cause.SIGTERM, Cause.TIME_LIMIT) and policy.preemption_notice is not None:
+            grace = min(grace, policy.preemption_notice)
+        return grace - self.agreement.since_stop()
+
+    def _save_if_new(self, reason: Reason, left: float | None = None) -> str | None:
         """What went wrong, or None."""
+        self.checkpointer.drain()
         if self.step == self.checkpointer.last.step:
             return None
         try:
-            return self._save(reason)
+            return self._save(reason, left=left)
         except CheckpointError as error:
             if reason != "stop":
                 raise
             return error.detail
 
-    def _save(self, reason: Reason, *, finished: bool = False) -> str | None:
-        self.state.refuse_changed()
-        outcome = self.checkpointer.save(self.step, reason, finished, self._content)
-        self._report_hook()
-        return outcome.error
+    def _save(self, reason: Reason, *, finished: bool = False, left: float | None = None) -> str | None:
+        return self.checkpointer.save(self.step, reason, finished, self._content, left).error
 
     def _content(self) -> Content:
+        self.state.refuse_changed()
         # What is in force now: the code may have changed it since it started, and will not have so when it starts again.
         environment = {**self.environment, **environment_record.switches(self.device)}
-        return content(self.state, self.rank, self.step, self.total, environment, self.data_digest)
+        return content(self.state, self.rank, self.world_size, self.step, self.total, environment, self.data_digest)
 
     # --- telling -------------------------------------------------------------------------------------------------------
 

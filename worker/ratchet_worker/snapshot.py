@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any, Final
 
 import torch
 import xxhash
 
 from ratchet_contract.errors import StateError
-from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX
 from ratchet_hooks.codec import decode, encode
 from ratchet_hooks.errors import HookStateError
-from ratchet_store.rankfile import Piece
-from ratchet_store.slices import plan_slices
 
 DTYPE_NAMES: Final[dict[torch.dtype, str]] = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16", torch.int32: "I32",
@@ -32,13 +30,28 @@ DTYPES: Final = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 Tensors = dict[str, torch.Tensor]
 
 
+class Until(IntEnum):
+    """How long after the boundary a captured tensor stays as it is: the forward pass changes buffers, the backward pass the
+    hook's state, ``optimizer.step()`` parameters and the optimizer's own."""
+
+    BOUNDARY = 0
+    BACKWARD = 1
+    STEP = 2
+
+
 @dataclass
 class Snapshot:
-    """``shared`` and ``private`` by name without prefix (``model/weight``, ``rng/torch``), ``state`` by component."""
+    """``shared`` and ``private`` by name without prefix (``model/weight``, ``rng/torch``), ``state`` by component. ``until``: of
+    those that stay as they are for longer than the boundary, by the same names."""
 
     shared: Tensors = field(default_factory=dict)
     private: Tensors = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
+    until: dict[str, Until] = field(default_factory=dict)
+
+    def sizes(self) -> list[tuple[str, int, int]]:
+        """Name, elements and bytes per element of every shared tensor, in their order."""
+        return [(name, t.numel(), t.element_size()) for name, t in self.shared.items()]
 
     def add(self, component: str, value: object) -> None:
         """Encode ``value`` as this rank's own state of ``component``. Raises ``StateError`` naming what cannot be stored."""
@@ -72,23 +85,6 @@ class Snapshot:
         return {n.removeprefix(prefix): t for n, t in self.private.items() if n.startswith(prefix)}, self.state[
             component
         ]
-
-    def pieces(self, rank: int, world_size: int) -> list[Piece]:
-        """What this rank writes: its slices of the shared tensors and all of its private ones."""
-        sizes = [(name, t.numel(), t.element_size()) for name, t in self.shared.items()]
-        out = [
-            _piece(f"{SHARED_PREFIX}{name}", self.shared[name], start, stop)
-            for name, start, stop in plan_slices(sizes, world_size)[rank]
-        ]
-        prefix = f"{RANK_PREFIX}{rank}/"
-        return out + [_piece(f"{prefix}{name}", t, 0, t.numel()) for name, t in self.private.items()]
-
-
-def _piece(name: str, tensor: torch.Tensor, start: int, stop: int) -> Piece:
-    if tensor.dtype not in DTYPE_NAMES:
-        raise StateError(f"{name}: dtype {tensor.dtype} cannot be stored")
-    flat = tensor.detach().contiguous().reshape(-1)[start:stop]
-    return Piece(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), start, byte_view(flat.cpu()))
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:

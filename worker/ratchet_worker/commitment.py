@@ -1,0 +1,166 @@
+"""Rank 0's part of a save, in the saving thread: all reports in, replicas equal, manifest committed, older ones deleted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ratchet_contract.errors import RatchetError
+from ratchet_contract.manifest import FileEntry, Manifest, TensorEntry
+from ratchet_contract.messages import LaunchFile
+from ratchet_contract.paths import JobPaths
+from ratchet_contract.resume import Base
+from ratchet_hooks.specs import CustomSpec
+from ratchet_hooks.summary import HookSummary
+from ratchet_store.commit import commit, mark_finished
+from ratchet_store.keeper import Keeper
+from ratchet_worker import fingerprint
+from ratchet_worker.content import Content
+from ratchet_worker.exchange import Exchange, PeerTimeout
+from ratchet_worker.reporter import Reason, Reporter
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is saved, as all ranks know it. ``begun``: monotonic seconds."""
+
+    number: int
+    step: int
+    reason: Reason
+    finished: bool
+    begun: float
+
+    @property
+    def name(self) -> str:
+        return f"save/{self.number}"
+
+
+Verdict = dict[str, Any]
+"""``error`` None: committed, ``base`` is the new checkpoint. ``parted``: only some ranks have ended. ``failures``: in a row."""
+
+
+class Committer:
+    """``last``: the newest checkpoint of this attempt, or what it started from."""
+
+    def __init__(self, launch: LaunchFile, exchange: Exchange, reporter: Reporter, base: Base) -> None:
+        self._launch, self._exchange, self._reporter = launch, exchange, reporter
+        self._job = JobPaths(Path(launch.job_root))
+        self.last = base
+        protected = [(base.step, base.epoch)] if base.epoch is not None else []
+        self._keeper = Keeper(self._job.checkpoints, launch.spec.checkpoint, launch.epoch, protected)
+        self._committed: tuple[Manifest, float] | None = None  # the newest of this attempt, and its seconds
+
+    def decide(self, order: Order, mine: Content | None, stall: float) -> Verdict:
+        """Wait for all ranks' reports, as long as something is still being written; commit, or say what went wrong."""
+        directory = self._job.checkpoint(order.step, self._launch.epoch)
+        try:
+            reports = self._exchange.collect(
+                order.name, timeout=self._launch.spec.policy.step_deadline, progress=lambda: written(directory)
+            )
+        except PeerTimeout as error:
+            return {"error": str(error)}
+        errors = [r["error"] for r in reports if r["error"] is not None]
+        if errors or mine is None:
+            return {"error": "; ".join(errors)}
+        ended = [rank for rank, report in enumerate(reports) if report["finished"]]
+        if ended and len(ended) < len(reports):
+            text = f"rank {ended} ended after step {order.step}, others go on: leave the loop on all ranks in the same step"
+            return {"error": text, "parted": True}
+        own = [digest for report in reports for digest in report["parts"]]
+        diverged = self._divergence(mine, own, [r["seen"] for r in reports])
+        if diverged is not None:
+            return {"error": diverged}
+        try:
+            manifest = commit(directory, self._manifest(order, mine, reports, own))
+        except (RatchetError, OSError) as error:
+            return {"error": str(error)}
+        self.last = manifest.base
+        self._committed = manifest, time.monotonic() - order.begun
+        self._reporter.committed(*self._committed, stall)
+        return {"error": None, "base": manifest.base.model_dump()}
+
+    def finish(self) -> None:
+        """The newest checkpoint of this attempt was the job's last, which only shows now: a resume from it has nothing left to
+        do. Without effect where that is known. Raises ``CheckpointError``."""
+        if self._committed is None or self._committed[0].finished:
+            return
+        manifest, seconds = self._committed
+        mark_finished(self._job.checkpoint(manifest.step, manifest.epoch))
+        self._committed = manifest.model_copy(update={"finished": True}), seconds
+        self._reporter.committed(*self._committed)
+
+    def metric(self, step: int, values: Mapping[str, float]) -> None:
+        """What was logged at ``step``. Any thread; waits for no disk."""
+        self._keeper.metric(step, values)
+
+    def retain(self) -> None:
+        """Behind a commit: delete what nothing keeps any more. A failure to delete costs disk space, not the checkpoint."""
+        if self._committed is None:
+            return
+        deleted, notes = self._keeper.committed(self._committed[0])
+        for step, epoch in deleted:
+            self._reporter.deleted(step, epoch)
+        for kind, text in notes:
+            self._reporter.note(kind, text)
+
+    def _manifest(
+        self, order: Order, mine: Content, reports: Sequence[Mapping[str, Any]], digests: list[str]
+    ) -> Manifest:
+        launch = self._launch
+        return Manifest(
+            job_id=launch.job_id,
+            step=order.step,
+            epoch=launch.epoch,
+            parent=self.last,
+            world_size=launch.world_size,
+            created=datetime.now(UTC).isoformat().replace("+00:00", "Z"),
+            reason=order.reason,
+            spec_digest=launch.spec.digest(),
+            code_digest=launch.resolved.code_digest,
+            data_digest=mine.data_digest,
+            total_steps=mine.total_steps,
+            replicas=mine.replicas,
+            shared_digests=digests,
+            bucket_layout=mine.layout,
+            hook=mine.hook,
+            hook_summaries=[HookSummary.model_validate_json(r["summary"]) for r in reports],
+            environment=mine.environment,
+            finished=order.finished,
+            files=[FileEntry.model_validate(r["file"]) for r in reports],
+            tensors=[TensorEntry.model_validate(t) for r in reports for t in r["tensors"]],
+        )
+
+    def _divergence(self, mine: Content, own: Sequence[str], seen: Sequence[Mapping[str, str]]) -> str | None:
+        """The first tensor that differs, with the ranks that do not have what the rank has that was to write it."""
+        if len(own) != mine.parts:
+            return "replicas have diverged: the ranks hold different sets of tensors; nothing was saved"
+        found = fingerprint.differing(own, seen)
+        if not found:
+            return None
+        part, ranks = next(iter(found.items()))
+        names = [s.name for s in fingerprint.cut(mine.snapshot.sizes(), mine.parts)[part]]
+        where = names[0] if len(names) == 1 else f"{names[0]} (or one of the {len(names) - 1} after it)"
+        writer = part * self._exchange.world_size // mine.parts
+        text = f"replicas have diverged: {where} of rank {ranks} differs from rank {writer}'s; nothing was saved"
+        return text + self._advice()
+
+    def _advice(self) -> str:
+        hook = self._launch.spec.hook
+        if not isinstance(hook, CustomSpec):
+            return ""
+        return (
+            f". Hook {hook.hook} is to give every rank the same average (hook.replicas: equal): mend it, or set hook.replicas: "
+            "rank if the ranks' parameters are meant to differ"
+        )
+
+
+def written(directory: Path) -> int:
+    """Bytes in a directory's files now: while a save makes progress, they grow."""
+    try:
+        return sum(entry.stat().st_size for entry in directory.iterdir())
+    except OSError:
+        return 0

@@ -1,0 +1,198 @@
+"""The saving thread of one rank: copies what the loop need not wait for, writes the rank file, tells, waits for the verdict.
+
+One save at a time. The heavy work (memory copies, XXH3, write, fsync) runs without the GIL, so that a process of its own would
+gain nothing. It has a store client of its own: a waiting client blocks every other caller.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Final
+
+from ratchet_contract.errors import RatchetError, StateError
+from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX
+from ratchet_contract.messages import LaunchFile
+from ratchet_contract.paths import JobPaths
+from ratchet_store.rankfile import write_rank_file
+from ratchet_store.slices import Slice
+from ratchet_worker import fingerprint
+from ratchet_worker.commitment import Committer, Order, Verdict, written
+from ratchet_worker.content import Content
+from ratchet_worker.exchange import Exchange
+from ratchet_worker.reporter import Reporter
+from ratchet_worker.snapshot import Until
+from ratchet_worker.staging import Staged, Staging
+
+MAX_FAILURES: Final = 3
+
+
+@dataclass
+class Save:
+    """One save on one rank. ``content`` and ``staged`` None: ``error`` says why there is nothing to write. ``thorough``: the
+    replicas are compared wholly, since nothing is trained meanwhile. ``stall``: seconds that the loop stood still for it."""
+
+    order: Order
+    content: Content | None
+    staged: Staged | None
+    error: str | None
+    thorough: bool
+    stall: float = 0.0
+    hurry: threading.Event = field(default_factory=threading.Event)  # set: the loop waits for the tensors
+    released: threading.Event = field(
+        default_factory=threading.Event
+    )  # set: the live tensors are not looked at any more
+    done: threading.Event = field(default_factory=threading.Event)
+    verdict: Verdict = field(default_factory=dict)
+    failure: BaseException | None = None  # of the exchange: there is no verdict
+    seconds: float = 0.0
+
+    def hold(self, until: Until) -> float:
+        """Before this kind of tensor changes: wait until it is copied, and nobody reads it. Seconds."""
+        if self.staged is None or self.released.is_set():
+            return 0.0
+        begun = time.perf_counter()
+        if until is Until.STEP:
+            self.hurry.set()
+        self.staged.wait(until)
+        if until is Until.STEP:
+            self.staged.wait(Until.BACKWARD)
+            self.released.wait()
+        seconds = time.perf_counter() - begun
+        self.stall += seconds
+        return seconds
+
+
+class Saver:
+    """``plan``: the shared tensors' slices by part. ``give_up`` is called (rank 0, in this thread) behind the third failure in a
+    row."""
+
+    def __init__(
+        self,
+        launch: LaunchFile,
+        exchange: Exchange,
+        reporter: Reporter,
+        committer: Committer,
+        staging: Staging,
+        give_up: Callable[[], None],
+    ) -> None:
+        self._launch, self._exchange, self._reporter, self._committer = launch, exchange, reporter, committer
+        self._staging, self._give_up = staging, give_up
+        self._job = JobPaths(Path(launch.job_root))
+        self._work: SimpleQueue[Save | int] = SimpleQueue()
+        self._failures = 0
+        self._last: Order | None = None
+        self._thread = threading.Thread(target=self._run, name="ratchet-saver", daemon=True)
+        self._thread.start()
+
+    def reserve(self, nbytes: int) -> None:
+        """Have room for the next copies, before they are due."""
+        self._work.put(nbytes)
+
+    def submit(self, save: Save) -> None:
+        self._work.put(save)
+
+    def directory(self, order: Order) -> Path:
+        return self._job.checkpoint(order.step, self._launch.epoch)
+
+    def _run(self) -> None:
+        while True:
+            work = self._work.get()
+            if isinstance(work, int):
+                self._staging.reserve(work)
+                continue
+            try:
+                self._save(work)
+            except BaseException as error:  # must reach the loop
+                work.failure = error
+            finally:
+                work.released.set()
+                work.seconds = time.monotonic() - work.order.begun
+                work.done.set()
+
+    def _save(self, save: Save) -> None:
+        order, rank = save.order, self._exchange.rank
+        try:
+            report = self._report(save)
+        except (RatchetError, OSError, MemoryError) as error:
+            report = {"error": f"rank {rank}: {error}"}
+        save.released.set()
+        self._exchange.post(order.name, report)
+        verdict: Verdict = {}
+        if rank == 0:
+            verdict = self._committer.decide(order, save.content, save.stall)
+            self._failures = 0 if verdict["error"] is None else self._failures + 1
+            verdict["failures"] = self._failures
+            if verdict["error"] is not None:
+                self._reporter.checkpoint_failed(order.step, verdict["error"])
+        # Rank 0 may wait for the last report for as long as the deadline says.
+        save.verdict = self._exchange.broadcast(
+            f"{order.name}/verdict",
+            verdict,
+            timeout=2 * self._launch.spec.policy.step_deadline + 60,
+            progress=lambda: written(self.directory(order)),
+        )
+        if rank == 0:
+            self._settle(save)
+
+    def _settle(self, save: Save) -> None:
+        """Rank 0, when all are told: clear away. All ranks are past the save before this one, since they have reported."""
+        if save.verdict["error"] is None:
+            self._committer.retain()
+            if self._last is not None:
+                for name in (self._last.name, f"{self._last.name}/verdict"):
+                    self._exchange.forget(name)
+            self._last = save.order
+        elif save.verdict["failures"] >= MAX_FAILURES and not save.verdict.get("parted"):
+            self._give_up()
+
+    def _report(self, save: Save) -> dict[str, Any]:
+        """Copy, compare, write: what this rank tells of its part. Raises what fails only this save."""
+        content, staged = save.content, save.staged
+        if content is None or staged is None:
+            return {"error": save.error}
+        staged.copy(Until.BACKWARD)
+        staged.copy(Until.STEP)
+        shared, plan = content.snapshot.shared, fingerprint.cut(content.snapshot.sizes(), content.parts or 1)
+        world = self._exchange.world_size
+        seen = fingerprint.compared(
+            plan, shared, self._exchange.rank, world, save.order.number, lambda: save.hurry.is_set() and not save.thorough
+        ) if content.parts else {}  # fmt: skip
+        save.released.set()
+        if staged.error is not None:
+            raise StateError(staged.error)
+        file, tensors = write_rank_file(
+            self.directory(save.order), self._exchange.rank, world, staged.pieces(), content.snapshot.state
+        )
+        return {
+            "error": None,
+            "finished": save.order.finished,
+            "file": file.model_dump(),
+            "tensors": [entry.model_dump() for entry in tensors],
+            "parts": self._own_parts(content, staged, plan),
+            "seen": seen,
+            "summary": self._summary(content, staged),
+        }
+
+    def _own_parts(self, content: Content, staged: Staged, plan: Sequence[Sequence[Slice]]) -> list[str]:
+        """Digests of the parts that this rank writes, of the copies."""
+        rank, world, parts = self._exchange.rank, self._exchange.world_size, content.parts
+        copies = {
+            s.name.removeprefix(SHARED_PREFIX): (s.start, copy) for s, copy in staged.parts() if _is_shared(s.name)
+        }
+        own = plan[rank * parts // world : (rank + 1) * parts // world]
+        return [fingerprint.copied_digest(slices, copies) for slices in own]
+
+    def _summary(self, content: Content, staged: Staged) -> str:
+        prefix = f"{RANK_PREFIX}{self._exchange.rank}/hook/"
+        copies = {s.name.removeprefix(prefix): copy for s, copy in staged.parts() if s.name.startswith(prefix)}
+        norm = content.norm_of(copies)
+        return content.summary.model_copy(update={"residual_norm": norm}).model_dump_json()
+
+
+def _is_shared(name: str) -> bool:
+    return name.startswith(SHARED_PREFIX)
