@@ -1,4 +1,4 @@
-"""From the disk to a rank: which checkpoint an attempt starts from, and reading it back, every byte verified."""
+"""From the disk to a rank: reading a checkpoint back, every byte verified, and what was recorded against what is now."""
 
 from __future__ import annotations
 
@@ -9,91 +9,31 @@ from typing import Any
 
 import torch
 
-from ratchet_contract.errors import CheckpointError, UserError
 from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX, Manifest, TensorEntry
-from ratchet_contract.messages import ForkSource, LaunchFile
-from ratchet_contract.paths import JobPaths
+from ratchet_contract.messages import LaunchFile
 from ratchet_contract.resume import Base, EnvironmentDifference
 from ratchet_hooks.changes import HookChange, change_of, hook_of
 from ratchet_hooks.specs import HookSpec
-from ratchet_store.commit import read_manifest
-from ratchet_store.lineage import find_base
-from ratchet_store.read import load, verify_files
+from ratchet_store.read import load
 from ratchet_worker.environment_record import Record, compare
-from ratchet_worker.exchange import Exchange
-from ratchet_worker.reporter import Reporter
 from ratchet_worker.snapshot import Snapshot, byte_view, empty
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What this attempt starts from; ``manifest`` None: from scratch. The same on every rank."""
+    """What this attempt starts from; ``manifest`` None: from scratch. The same on every rank, but for ``held``: what this rank
+    has read of it already."""
 
     base: Base = field(default_factory=Base)
     manifest: Manifest | None = None
     directory: Path | None = None
     quarantined: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    held: list[Snapshot] = field(default_factory=list)
 
-
-def choose(launch: LaunchFile, exchange: Exchange, reporter: Reporter) -> Chosen:
-    """Rank 0 finds the newest valid checkpoint of the lineage (or the fork's source); every rank gets the choice.
-
-    Damaged ones are moved to the quarantine and told. Raises ``CheckpointError`` where nothing may silently be passed over.
-    """
-    told = None
-    if exchange.rank == 0:
-        chosen = _find(launch, reporter)
-        told = {
-            "directory": str(chosen.directory) if chosen.directory else None,
-            "digest": chosen.base.digest,
-            "quarantined": chosen.quarantined,
-            "notes": chosen.notes,
-        }
-    told = exchange.broadcast("base", told)
-    if told["directory"] is None:
-        return Chosen(quarantined=told["quarantined"], notes=told["notes"])
-    directory = Path(told["directory"])
-    manifest = read_manifest(directory)
-    if manifest.digest != told["digest"]:
-        raise CheckpointError(f"{directory} changed while the ranks agreed on it")
-    return Chosen(manifest.base, manifest, directory, told["quarantined"], told["notes"])
-
-
-def _find(launch: LaunchFile, reporter: Reporter) -> Chosen:
-    job, fork = JobPaths(Path(launch.job_root)), launch.fork
-    root = Base() if fork is None else Base(step=fork.step, epoch=fork.epoch, digest=fork.digest)
-    manifest, moved = find_base(
-        job.checkpoints, job.quarantine, launch.lineage, expected_job_id=launch.job_id, root=root
-    )
-    for item in moved:
-        reporter.quarantined(item.step, item.epoch, item.error)
-    quarantined = [f"{item.path.name}: {item.error}" for item in moved]
-    if manifest is not None:
-        return Chosen(manifest.base, manifest, job.checkpoint(manifest.step, manifest.epoch), quarantined)
-    notes = []
-    if launch.lineage:
-        valid = "valid " if moved else ""
-        notes = [f"there is no {valid}checkpoint of earlier attempts; the job starts over"]
-    if fork is None:
-        return Chosen(quarantined=quarantined, notes=notes)
-    return _find_fork(fork, quarantined)
-
-
-def _find_fork(fork: ForkSource, quarantined: list[str]) -> Chosen:
-    directory = JobPaths(Path(fork.job_root)).checkpoint(fork.step, fork.epoch)
-    try:
-        manifest = read_manifest(directory)
-        if manifest.digest != fork.digest:
-            raise CheckpointError(f"{directory} is not the checkpoint that the job was forked from")
-        verify_files(directory, manifest)
-    except CheckpointError as error:
-        if error.code in ("checkpoint-missing", "checkpoint-damaged"):
-            raise UserError(
-                f"the source of the fork cannot be used: {error.detail}; fork from another checkpoint"
-            ) from error
-        raise
-    return Chosen(manifest.base, manifest, directory, quarantined, [f"forked from job {manifest.job_id}"])
+    def take(self) -> Snapshot:
+        """What this rank has read; whoever takes it is the only one to hold it. Once."""
+        return self.held.pop()
 
 
 def read(
@@ -102,9 +42,11 @@ def read(
     wanted: Callable[[str], bool] = lambda component: True,
     *,
     shared: bool = True,
+    whole: Collection[int] = (),
 ) -> dict[int, Snapshot]:
     """Snapshots of ``ranks`` as they were saved; ``wanted`` picks private components by name. The shared tensors, if asked
-    for, are in every snapshot returned. Raises ``CheckpointError``."""
+    for, are in every snapshot returned. ``whole``: ranks of whose files every byte is verified, also what is not wanted. Raises
+    ``CheckpointError``."""
     manifest, directory = chosen.manifest, chosen.directory
     assert manifest is not None and directory is not None
     tensors: dict[str, torch.Tensor] = {}
@@ -122,7 +64,7 @@ def read(
         begin = entry.start * tensor.element_size()
         return byte_view(tensor)[begin : begin + entry.nbytes]
 
-    loaded = load(directory, manifest, takes, place, ranks=ranks)
+    loaded = load(directory, manifest, takes, place, ranks=ranks, whole=whole)
     return {rank: _snapshot(rank, tensors, loaded.states[rank]) for rank in ranks}
 
 

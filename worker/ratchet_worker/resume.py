@@ -95,8 +95,8 @@ def restore(runtime: Runtime) -> None:
     differences: list[EnvironmentDifference] = []
     reports: list[ComponentReport] = []
     if chosen.manifest is not None:
-        saved = reload.read_own(runtime, chosen.manifest)
-        own = saved.state.get("facts") if saved is not None else None
+        saved = chosen.take()
+        own = saved.state.get("facts") if chosen.manifest.world_size == runtime.world_size else None
         differences = disk.differences(chosen.manifest, runtime.environment, launch, runtime.data_digest, own)
         if differences and launch.spec.determinism == "strict":
             raise UserError(
