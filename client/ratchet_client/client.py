@@ -199,13 +199,24 @@ class RatchetClient(Following):
         return fetch(self._transport, f"{checkpoint_path(job_id, checkpoint_id)}/export", format, Path(target))
 
     def pin(self, job_id: str, checkpoint_id: str, pinned: bool = True) -> api.CheckpointView:
-        """Keep a checkpoint for good, or let it go again.
+        """Keep a checkpoint whatever retention says, or let it go again.
 
         >>> client.pin(job_id, client.job(job_id).last_checkpoint).pinned
         True
         """
         body = api_requests.PinRequest(pinned=pinned).model_dump(mode="json")
         return self._post(f"{checkpoint_path(job_id, checkpoint_id)}/pin", api.CheckpointView, json=body)
+
+    def prune(self, job_id: str, *, dry_run: bool = False, quarantined: bool = False) -> api.PruneResult:
+        """Remove checkpoints that no attempt will start from: of branches that a resume from an earlier step left behind.
+
+        ``dry_run``: only tell what would go. ``quarantined``: what was damaged and set aside goes, too.
+
+        >>> client.prune(job_id, dry_run=True).checkpoints
+        []
+        """
+        body = api_requests.PruneRequest(dry_run=dry_run, quarantined=quarantined).model_dump(mode="json")
+        return self._post(f"{job_path(job_id)}/checkpoints/prune", api.PruneResult, json=body)
 
     # --- the service --------------------------------------------------------------------------------------------------
 

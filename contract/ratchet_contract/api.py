@@ -150,6 +150,14 @@ class CheckpointView(View):
     verification: Literal["ok", "damaged"] | None = None
     verification_error: str | None = None
     hook_iteration: int | None = Field(None, description="Rank 0's hook iteration, as saved.")
+    lineage: Literal["current", "abandoned"] = Field(
+        "current",
+        description="abandoned: on a branch that a resume from an earlier step left behind. No attempt will start from it.",
+    )
+    metric: float | None = Field(
+        None,
+        description="The value by which `checkpoint.keep_best` judges it; null: none was logged at its step, or NaN.",
+    )
     created_at: datetime
 
 
@@ -254,6 +262,18 @@ class VerifyResult(View):
     error: str | None = None
     bytes_checked: int
     seconds: float
+    state: Literal["committed", "quarantined"] = Field(
+        "committed", description="quarantined: it is damaged, and was set aside, since no attempt can be using it."
+    )
+
+
+class PruneResult(View):
+    """What was removed, or with ``dry_run`` would be."""
+
+    dry_run: bool
+    checkpoints: list[str] = Field(description="Of branches left behind, and remains of attempts that are dead.")
+    quarantined: list[str] = Field(description="Directories of the quarantine; empty unless asked for.")
+    size: int = Field(description="Bytes of their files.")
 
 
 class DeleteResult(View):

@@ -65,3 +65,10 @@ class PinRequest(View):
     model_config = ConfigDict(extra="forbid")
 
     pinned: bool = True
+
+
+class PruneRequest(View):
+    model_config = ConfigDict(extra="forbid")
+
+    dry_run: bool = Field(False, description="Only tell what would go.")
+    quarantined: bool = Field(False, description="Damaged checkpoints that were set aside go, too.")

@@ -28,6 +28,7 @@ FORK: Final[dict[str, Any]] = {
 }
 PATCH: Final[dict[str, Any]] = {"labels": {"team": "speech", "trial": None}, "priority": 10}
 PIN: Final[dict[str, Any]] = {"pinned": True}
+PRUNE: Final[dict[str, Any]] = {"dry_run": True}
 PROBLEM: Final[dict[str, Any]] = {
     "type": "urn:ratchet:problem:invalid-spec",
     "title": "Invalid request",

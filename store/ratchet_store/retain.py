@@ -174,23 +174,24 @@ def _remove_tree(directory: Path) -> None:
     a power loss is not committed."""
     if not directory.is_dir() or directory.is_symlink():
         return
-    for entry in sorted(directory.iterdir()):
-        if entry.name == DELETED_MANIFEST_NAME:
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            _remove_tree(entry)
+    for last in (False, True):
+        for entry in sorted(directory.iterdir()):
+            if entry.name == DELETED_MANIFEST_NAME:
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                _remove_tree(entry)
+            else:
+                entry.unlink(missing_ok=True)
+        (directory / DELETED_MANIFEST_NAME).unlink(missing_ok=True)
+        try:
+            directory.rmdir()
+        except FileNotFoundError:
+            return
+        except OSError as error:  # a mark came meanwhile: too late, as who made it will notice
+            if last or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
         else:
-            entry.unlink(missing_ok=True)
-    (directory / DELETED_MANIFEST_NAME).unlink(missing_ok=True)
-    try:
-        directory.rmdir()
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        (directory / PINNED_NAME).unlink(missing_ok=True)  # it came too late, and who made it will be told so
-        directory.rmdir()
+            return
 
 
 def _not_deleted(directory: Path, error: OSError) -> CheckpointError:

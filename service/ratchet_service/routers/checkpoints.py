@@ -10,14 +10,14 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
-from ratchet_contract.api import AttemptView, CheckpointDetail, CheckpointView, Page, VerifyResult
-from ratchet_contract.api_requests import PinRequest
+from ratchet_contract.api import AttemptView, CheckpointDetail, CheckpointView, Page, PruneResult, VerifyResult
+from ratchet_contract.api_requests import PinRequest, PruneRequest
 from ratchet_service import examples, openapi
 from ratchet_service.bodies import parse
 from ratchet_service.http import Cursor, JsonPost, Limit, ServiceDep, disconnected, reply
 from ratchet_service.routers.actions import Nothing
 from ratchet_service.sending import Sending
-from ratchet_service.usecases import attempts, checkpoints, export
+from ratchet_service.usecases import attempts, checkpoints, export, prune
 
 router = APIRouter(tags=["attempts and checkpoints"])
 _FILE: Final[dict[str, Any]] = {"schema": {"type": "string", "format": "binary"}}
@@ -114,13 +114,16 @@ async def export_checkpoint(
     summary="Read every byte and compare with the digests",
 )
 def verify(service: ServiceDep, post: JsonPost, job_id: str, checkpoint_id: str) -> Response:
-    """Takes as long as reading the files takes. What is found damaged stays where it is; the next resume sets it aside."""
+    """Takes as long as reading the files takes. What is found damaged is set aside (`state: quarantined`), and the job goes on
+    from the one before it. While an attempt may be using it, it stays where it is until that has ended."""
     poster, data = post
     parse(Nothing, data)
     paths = service.settings.paths
     return poster.run(
         lambda: checkpoints.read_all_bytes(service.database, job_id, checkpoint_id, paths),
-        lambda session, found: reply(200, checkpoints.record_verification(session, job_id, checkpoint_id, found)),
+        lambda session, found: reply(
+            200, checkpoints.record_verification(session, job_id, checkpoint_id, found, paths)
+        ),
     )
 
 
@@ -131,7 +134,7 @@ def verify(service: ServiceDep, post: JsonPost, job_id: str, checkpoint_id: str)
     summary="Keep a checkpoint, or let it go",
 )
 def pin(service: ServiceDep, post: JsonPost, job_id: str, checkpoint_id: str) -> Response:
-    """A pinned checkpoint is left alone by `keep_last`; deleting the job deletes it."""
+    """A pinned checkpoint is left alone by retention; deleting the job deletes it."""
     poster, data = post
     request = parse(PinRequest, data)
     paths = service.settings.paths
@@ -139,3 +142,18 @@ def pin(service: ServiceDep, post: JsonPost, job_id: str, checkpoint_id: str) ->
         lambda: None,
         lambda session, _: reply(200, checkpoints.pin(session, job_id, checkpoint_id, request.pinned, paths)),
     )
+
+
+@router.post(
+    "/v1/jobs/{job_id}/checkpoints/prune",
+    response_model=PruneResult,
+    openapi_extra=openapi.body(PruneRequest, examples.PRUNE),
+    summary="Remove what no attempt will start from",
+)
+def prune_checkpoints(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
+    """Branches that a resume from an earlier step left behind (`lineage: abandoned`), checkpoints of attempts that had lost their
+    lease, and remains of saves. What is pinned stays, and so does what an attempt that runs may be writing."""
+    poster, data = post
+    request = parse(PruneRequest, data)
+    paths = service.settings.paths
+    return poster.run(lambda: None, lambda session, _: reply(200, prune.prune(session, job_id, request, paths)))

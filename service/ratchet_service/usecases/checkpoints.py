@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Literal
 
 import sqlalchemy as sa
@@ -12,14 +15,25 @@ from sqlalchemy.orm import Session
 
 from ratchet_contract.api import CheckpointDetail, CheckpointView, Page, VerifyResult
 from ratchet_contract.errors import CheckpointError, Conflict
-from ratchet_contract.paths import PINNED_NAME, HomePaths
+from ratchet_contract.paths import MANIFEST_NAME, PINNED_NAME, VERIFIED_NAME, HomePaths
 from ratchet_service import cursors
+from ratchet_service.ancestry import bases_of
 from ratchet_service.database import Database, utc_now
-from ratchet_service.models import Checkpoint
+from ratchet_service.models import Checkpoint, Job
+from ratchet_service.retention import values_of
+from ratchet_service.tidying import quarantine
 from ratchet_service.transitions import add_event
-from ratchet_service.usecases.queries import find_checkpoint, find_job, hold_job, waiting_forks
+from ratchet_service.usecases.queries import (
+    committed_in_lineage,
+    find_checkpoint,
+    find_job,
+    hold_job,
+    lineage_of,
+    waiting_forks,
+)
 from ratchet_service.usecases.views import checkpoint_view
 from ratchet_store.commit import read_manifest
+from ratchet_store.files import fsync_dir
 from ratchet_store.read import VerifyOutcome, verify
 
 State = Literal["committed", "quarantined", "deleted"]
@@ -30,7 +44,7 @@ def list_checkpoints(
     session: Session, job_id: str, states: tuple[State, ...], limit: int, cursor: str | None
 ) -> Page[CheckpointView]:
     """Newest step first."""
-    find_job(session, job_id)
+    job = find_job(session, job_id)
     wanted = sorted(states or STORED)
     digest = cursors.query_digest(of="checkpoints", job=job_id, states=wanted)
     query = sa.select(Checkpoint).where(Checkpoint.job_id == job_id, Checkpoint.state.in_(wanted))
@@ -40,7 +54,12 @@ def list_checkpoints(
     rows = list(session.scalars(query.order_by(Checkpoint.step.desc(), Checkpoint.epoch.desc()).limit(limit + 1)))
     page = rows[:limit]
     following = cursors.encode(digest, [page[-1].step, page[-1].epoch]) if len(rows) > limit else None
-    return Page[CheckpointView](items=[checkpoint_view(row) for row in page], next_cursor=following)
+    return Page[CheckpointView](items=_views(session, job, page), next_cursor=following)
+
+
+def _views(session: Session, job: Job, rows: Sequence[Checkpoint]) -> list[CheckpointView]:
+    segments, values = lineage_of(session, job), values_of(session, job, rows, bases_of(session, job.id))
+    return [checkpoint_view(row, segments, values.get((row.step, row.epoch))) for row in rows]
 
 
 def detail(session: Session, job_id: str, checkpoint_id: str, homes: HomePaths) -> CheckpointDetail:
@@ -50,7 +69,8 @@ def detail(session: Session, job_id: str, checkpoint_id: str, homes: HomePaths) 
         manifest = json.loads(read_manifest(homes.job(job_id).checkpoint(row.step, row.epoch)).model_dump_json())
     except CheckpointError:
         manifest = None
-    return CheckpointDetail(**checkpoint_view(row).model_dump(), manifest=manifest)
+    (view,) = _views(session, find_job(session, job_id), [row])
+    return CheckpointDetail(**view.model_dump(), manifest=manifest)
 
 
 def read_all_bytes(
@@ -75,14 +95,27 @@ def read_all_bytes(
         raise
     if outcome.ok and read_manifest(directory).digest != row.digest:
         outcome = VerifyOutcome(False, "its manifest is not the one that was recorded", outcome.bytes_checked)
+    _mark_verified(directory, outcome.ok)
+    if not (directory / MANIFEST_NAME).exists():  # whoever deletes begins with it: what is missing is no damage
+        raise Conflict(f"checkpoint {row.name} was deleted while it was read", code="checkpoint-gone")
     return outcome, time.monotonic() - begin
 
 
+def _mark_verified(directory: Path, ok: bool) -> None:
+    """Where the worker's retention looks. A directory that cannot be written to is none that anything is deleted from."""
+    with suppress(OSError):
+        if ok:
+            (directory / VERIFIED_NAME).touch()
+        else:
+            (directory / VERIFIED_NAME).unlink(missing_ok=True)
+
+
 def record_verification(
-    session: Session, job_id: str, checkpoint_id: str, found: tuple[VerifyOutcome, float]
+    session: Session, job_id: str, checkpoint_id: str, found: tuple[VerifyOutcome, float], homes: HomePaths
 ) -> VerifyResult:
-    """Keep what ``read_all_bytes`` found."""
-    hold_job(session, job_id)
+    """Keep what ``read_all_bytes`` found. What is damaged is set aside, unless an attempt may be reading it: then that happens
+    once the attempt has ended, or a resume meets it."""
+    job = hold_job(session, job_id)
     row = find_checkpoint(session, job_id, checkpoint_id)
     outcome, seconds = found
     verdict: Literal["ok", "damaged"] = "ok" if outcome.ok else "damaged"
@@ -90,8 +123,17 @@ def record_verification(
     facts = {"checkpoint": row.name, "verification": verdict, "error": outcome.error}
     add_event(session, job_id, "verified", f"checkpoint {row.name}: {verdict}", epoch=row.epoch, data=facts)
     session.flush()
+    if (
+        not outcome.ok
+        and row.state == "committed"
+        and not job.phase.active
+        and quarantine(session, job, row, homes.job(job_id))
+    ):
+        session.flush()
+        _stand_on_older(session, job, row)
     return VerifyResult(
         id=row.name,
+        state="quarantined" if row.state == "quarantined" else "committed",
         verification=verdict,
         error=outcome.error,
         bytes_checked=outcome.bytes_checked,
@@ -99,10 +141,23 @@ def record_verification(
     )
 
 
+def _stand_on_older(session: Session, job: Job, gone: Checkpoint) -> None:
+    """Where the job's newest checkpoint is ``gone``, an attempt starts from the one before it: the steps since are at risk."""
+    if (job.committed_step, job.committed_epoch) != (gone.step, gone.epoch):
+        return
+    newest = next(iter(committed_in_lineage(session, job)), None)
+    if newest is not None:
+        job.committed_step, job.committed_epoch = newest.step, newest.epoch
+    else:
+        job.committed_step = 0 if job.fork_source is None else job.fork_source["step"]
+        job.committed_epoch = None
+    session.flush()
+
+
 def pin(session: Session, job_id: str, checkpoint_id: str, pinned: bool, homes: HomePaths) -> CheckpointView:
     """Keep a checkpoint whatever retention says, or let it go again. Raises ``Conflict`` (``checkpoint-gone``,
     ``checkpoint-in-use``)."""
-    hold_job(session, job_id)
+    job = hold_job(session, job_id)
     row = find_checkpoint(session, job_id, checkpoint_id)
     if row.state != "committed":
         raise Conflict(f"checkpoint {row.name} is {row.state}: it cannot be pinned", code="checkpoint-gone")
@@ -116,26 +171,39 @@ def pin(session: Session, job_id: str, checkpoint_id: str, pinned: bool, homes: 
             session, job_id, word, f"checkpoint {row.name} {word}", epoch=row.epoch, data={"checkpoint": row.name}
         )
     session.flush()
-    return checkpoint_view(row)
+    return _views(session, job, [row])[0]
 
 
 def set_pin(session: Session, row: Checkpoint, pinned: bool, homes: HomePaths) -> None:
     """The mark lies beside the files, where the worker's retention looks; the row follows.
 
-    First the mark, then a look at the manifest: who deletes uncommits the manifest first and then looks for the mark, so one
-    of the two notices the other. Raises ``Conflict`` (``checkpoint-gone``).
+    First the mark, durably, then a look at the manifest: who deletes takes the manifest away first and then looks for the mark,
+    so one of the two notices the other (``ratchet_store.retain``). Raises ``Conflict`` (``checkpoint-gone``).
     """
     directory = homes.job(row.job_id).checkpoint(row.step, row.epoch)
     mark = directory / PINNED_NAME
-    if pinned:
-        try:
-            os.close(os.open(mark, os.O_CREAT | os.O_WRONLY, 0o644))
-            read_manifest(directory)
-        except (OSError, CheckpointError):
-            mark.unlink(missing_ok=True)
-            raise Conflict(
-                f"checkpoint {row.name} is not on the disk any more, or damaged", code="checkpoint-gone"
-            ) from None
-    else:
+    if not pinned:
         mark.unlink(missing_ok=True)
-    row.pinned = pinned
+        row.pinned = False
+        return
+    made = False
+    try:
+        made = _make(mark)
+        fsync_dir(directory)
+        read_manifest(directory)
+    except (OSError, CheckpointError):
+        if made:  # one that was there before is another pin's
+            mark.unlink(missing_ok=True)
+        raise Conflict(
+            f"checkpoint {row.name} is not on the disk any more, or damaged", code="checkpoint-gone"
+        ) from None
+    row.pinned = True
+
+
+def _make(mark: Path) -> bool:
+    """False: it was there."""
+    try:
+        os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+    except FileExistsError:
+        return False
+    return True

@@ -8,6 +8,7 @@ from sqlalchemy.orm import Session
 from ratchet_contract.errors import NotFound
 from ratchet_contract.paths import checkpoint_dir_name, is_job_id, parse_checkpoint_dir_name
 from ratchet_contract.phases import JobPhase
+from ratchet_contract.resume import Segment
 from ratchet_service.ancestry import bases_of, committed_of, fork_of, within
 from ratchet_service.lineage import lineage
 from ratchet_service.models import Attempt, Checkpoint, Job
@@ -53,8 +54,12 @@ def find_checkpoint(session: Session, job_id: str, checkpoint_id: str) -> Checkp
 
 def committed_in_lineage(session: Session, job: Job) -> list[Checkpoint]:
     """Committed checkpoints that the job's next attempt could start from if nothing else is wished, newest first."""
-    segments = lineage(bases_of(session, job.id), fork=fork_of(job))
-    return within(segments, committed_of(session, job.id))
+    return within(lineage_of(session, job), committed_of(session, job.id))
+
+
+def lineage_of(session: Session, job: Job) -> list[Segment]:
+    """What leads to where the job stands, as its attempts recorded it; what a resume wishes for lies within."""
+    return lineage(bases_of(session, job.id), fork=fork_of(job))
 
 
 def waiting_forks(session: Session, job_id: str, checkpoints: set[str] | None = None) -> list[str]:

@@ -19,7 +19,7 @@ from ratchet_contract.api import (
 )
 from ratchet_contract.paths import checkpoint_dir_name
 from ratchet_contract.phases import JobPhase
-from ratchet_contract.resume import Base, ResumeReport
+from ratchet_contract.resume import Base, ResumeReport, Segment, holds
 from ratchet_contract.spec import Resolved
 from ratchet_service.models import Attempt, AttemptNode, Checkpoint, Event, Job, JobLabel
 
@@ -117,7 +117,8 @@ def attempt_view(attempt: Attempt, nodes: Iterable[AttemptNode]) -> AttemptView:
     )
 
 
-def checkpoint_view(row: Checkpoint) -> CheckpointView:
+def checkpoint_view(row: Checkpoint, segments: Sequence[Segment], metric: float | None = None) -> CheckpointView:
+    """``segments``: the job's lineage. ``metric``: what ``keep_best`` judges it by."""
     return CheckpointView.model_validate(
         {
             "id": row.name,
@@ -138,6 +139,8 @@ def checkpoint_view(row: Checkpoint) -> CheckpointView:
             "verification": row.verification,
             "verification_error": row.verification_error,
             "hook_iteration": row.hook_iteration,
+            "lineage": "current" if holds(segments, row.step, row.epoch) else "abandoned",
+            "metric": metric,
             "created_at": row.created_at,
         }
     )
