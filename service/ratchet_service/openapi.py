@@ -9,14 +9,14 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from ratchet_contract.api_requests import ForkRequest, PatchRequest, PinRequest, ResumeRequest
+from ratchet_contract.api_requests import ForkRequest, PatchRequest, PinRequest, PruneRequest, ResumeRequest
 from ratchet_contract.errors import Problem
 from ratchet_contract.messages import AgentReport
 from ratchet_contract.spec import JobSpec
 from ratchet_service import examples, problems
 
 BODIES: Final[tuple[type[BaseModel], ...]] = (
-    JobSpec, ResumeRequest, ForkRequest, PatchRequest, PinRequest, AgentReport, Problem,
+    JobSpec, ResumeRequest, ForkRequest, PatchRequest, PinRequest, PruneRequest, AgentReport, Problem,
 )  # fmt: skip
 _REF: Final = "#/components/schemas/{model}"
 PROBLEMS: Final[dict[int | str, dict[str, Any]]] = {
