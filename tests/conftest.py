@@ -1,10 +1,12 @@
 """Fixtures for all tests."""
 
+import gc
 import signal
 from collections.abc import Iterator
 
 import pytest
 
+from ratchet_worker.imports import uncollected
 from tests.support.api import api, served
 from tests.support.cli import cli
 from tests.support.databases import database, migrated, postgres_url
@@ -19,6 +21,14 @@ def pytest_configure() -> None:
     """Tests that a script starts in the background ignore SIGINT, and so would every command that they start and interrupt."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported here stays: looking through it again and again took half of the time of every worker's collection."""
+    with uncollected():
+        yield
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("accelerate", reason="the extra `accelerate` is not installed")
+from tests.support.groups import Named, Ranks
 
-from tests.support import accelerate_runs as runs
-from tests.support.groups import Ranks
+pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="the extra `accelerate` is not installed")
+transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="the extra `transformers` is not installed")
+runs = Named("tests.support.accelerate_runs")
 
 
 def test_accelerate_itself_does_not_resume_exactly_under_powersgd(two: Ranks, tmp_path: Path) -> None:
@@ -50,29 +52,29 @@ def test_another_number_of_ranks_is_refused_unless_it_is_asked_for(two: Ranks, t
         assert "whose models differ" in answer["refused"]
 
 
+@transformers
 def test_the_trainer_with_a_stock_hook_does_not_resume_exactly(two: Ranks, tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
     assert min(two.run(runs.trainer_difference, str(tmp_path), "plain", 6)) > 1e-4
 
 
+@transformers
 @pytest.mark.parametrize(("kind", "step"), [("powerSGD", 6), ("powerSGD", 9), ("post_localSGD", 6)])
 def test_the_managed_trainer_does(two: Ranks, tmp_path: Path, kind: str, step: int) -> None:
     """Step 6 ends an epoch, step 9 lies within one."""
-    pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
     assert two.run(runs.trainer_difference, str(tmp_path), kind, step) == [0.0, 0.0]
 
 
+@transformers
 def test_the_trainer_refuses_a_checkpoint_without_hook_state(two: Ranks, tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
     for said in two.run(runs.trainer_refusal, str(tmp_path)):
         assert "without a managed hook" in said
 
 
+@transformers
 @pytest.mark.parametrize("ended", [False, True])
 @pytest.mark.parametrize("recorded_by", ["mine", "parent"])
 def test_an_evaluation_before_the_first_step_ends_no_job_and_a_fork_of_one_that_has_ended_goes_on(
     two: Ranks, tmp_path: Path, recorded_by: str, ended: bool
 ) -> None:
-    pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
     expected = (ended and recorded_by == "mine", 0)
     assert two.run(runs.trainer_in_a_session, str(tmp_path), recorded_by, ended) == [expected] * 2

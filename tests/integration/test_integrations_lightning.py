@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("lightning", reason="the extra `lightning` is not installed")
+from tests.support.groups import Named, Ranks
 
-from tests.support import lightning_runs as runs
-from tests.support.groups import Ranks
+pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="the extra `lightning` is not installed")
+runs = Named("tests.support.lightning_runs")
 
 
 def test_lightning_itself_does_not_resume_exactly_under_powersgd(two: Ranks, tmp_path: Path) -> None:

@@ -5,13 +5,14 @@ A fork server imports torch once; ranks are forked from it. ``Ranks`` keeps one 
     with Ranks(3) as ranks:
         results = ranks.run(function, *args)     # function(rank, *args) in every rank, results in rank order
 
-``function`` must be importable (top level of a module below ``tests``). A rank that raises, dies or outlasts the deadline makes
-``run`` raise ``RankFailure`` with every rank's traceback, and the group is gone. Ranks die with their parent.
+``function`` must be importable (at the top level of a module), or named (``Named``). A rank that raises, dies or outlasts
+the deadline makes ``run`` raise ``RankFailure`` with every rank's traceback, and the group is gone. Ranks die with their parent.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import multiprocessing
 import os
 import signal
@@ -24,11 +25,23 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from ratchet_worker.imports import uncollected
+
 _PR_SET_PDEATHSIG = 1
 
 
 class RankFailure(AssertionError):
     """One or more ranks failed; the message holds what each said last."""
+
+
+class Named:
+    """A module's functions by their names: the ranks that run one import it, and not every process that collects tests."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> str:
+        return f"{self._module}:{name}"
 
 
 class Ranks:
@@ -39,7 +52,7 @@ class Ranks:
         self.deadline = deadline
         self._directory = tempfile.TemporaryDirectory(prefix="ratchet-ranks-")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo"])
+        context.set_forkserver_preload(["tests.support.preload", "torch", "torch._dynamo"])
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world):
@@ -61,7 +74,7 @@ class Ranks:
     def alive(self) -> bool:
         return bool(self._processes) and all(p.is_alive() for p in self._processes)
 
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any] | str, *args: Any) -> list[Any]:
         """``function(rank, *args)`` on every rank at once; the results in rank order."""
         for pipe in self._pipes:
             pipe.send((function, args))
@@ -137,10 +150,19 @@ def _serve(rank: int, world: int, store: str, pipe: Connection, deadline: float)
     while (call := _next(pipe)) is not None:
         function, args = call
         try:
-            pipe.send((True, function(rank, *args)))
+            pipe.send((True, _found(function)(rank, *args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
     close_group()
+
+
+def _found(function: Callable[..., Any] | str) -> Callable[..., Any]:
+    if not isinstance(function, str):
+        return function
+    module, name = function.split(":")
+    with uncollected():
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
 
 
 def _next(pipe: Connection) -> Any:
