@@ -88,7 +88,10 @@ def test_what_cannot_be_kept_ends_the_job_and_replicas_that_part_are_told(
         ),
     ]
     for job, attempt, result, (cause, code_, step, words) in zip(jobs, attempts, results, expected, strict=True):
-        assert (result.cause, result.exit_code, result.last_step) == (cause, code_, step), attempt.logs()
+        assert (result.cause, result.exit_code) == (cause, code_), attempt.logs()
+        # What cannot be saved is found out beside the training: it goes on until all ranks have agreed on the stop.
+        assert result.last_step == step or (result.last_step > step and cause is Cause.CHECKPOINT_ERROR)
+        assert len({end.last_step for end in result.ranks}) == 1
         assert [word for word in words if word not in str(result.message)] == []
         failures = attempt.messages(kind="checkpoint_failed")
         assert job.checkpoints() == [] and len(failures) == (3 if cause is Cause.CHECKPOINT_ERROR else 0)

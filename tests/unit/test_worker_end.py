@@ -24,7 +24,7 @@ from tests.support.checkpoints import manifest_of, write_ranks
 
 SILENT: Any = SimpleNamespace(
     stage=lambda _: None, tick=lambda: None, hook=lambda *_: None, committed=lambda *_: None, note=lambda *_, **__: None,
-    checkpoint_failed=lambda *_: None,
+    checkpoint_failed=lambda *_: None, saved_hook=lambda _: None,
 )  # fmt: skip
 NEVER: Any = lambda: pytest.fail("nothing is given up")  # noqa: E731
 

@@ -2,7 +2,8 @@
 
 Torch counts in-place changes of a tensor, but not those through ``tensor.data``. So behind an attempt's first step the
 parameters' digest is taken, and again when the next step is about to change them. Where the two differ the state is copied
-before a step begins, not beside it. Code that changes them now and then only passes: that is what ``checkpoint.staging: blocking`` is for.
+before a step begins, not beside it. Code that changes them now and then only passes: that is what ``checkpoint.staging:
+blocking`` is for.
 """
 
 from __future__ import annotations

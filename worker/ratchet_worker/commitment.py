@@ -70,12 +70,14 @@ class Committer:
         if ended and len(ended) < len(reports):
             text = f"rank {ended} ended after step {order.step}, others go on: leave the loop on all ranks in the same step"
             return {"error": text, "parted": True}
-        own = [digest for report in reports for digest in report["parts"]]
+        own = [digests for report in reports for digests in report["parts"]]
         diverged = self._divergence(mine, own, [r["seen"] for r in reports])
         if diverged is not None:
             return {"error": diverged}
         try:
-            manifest = commit(directory, self._manifest(order, mine, reports, own))
+            manifest = commit(
+                directory, self._manifest(order, mine, reports, [fingerprint.part_digest(digests) for digests in own])
+            )
         except (RatchetError, OSError) as error:
             return {"error": str(error)}
         self.last = manifest.base
@@ -134,18 +136,20 @@ class Committer:
             tensors=[TensorEntry.model_validate(t) for r in reports for t in r["tensors"]],
         )
 
-    def _divergence(self, mine: Content, own: Sequence[str], seen: Sequence[Mapping[str, str]]) -> str | None:
+    def _divergence(
+        self, mine: Content, own: Sequence[Sequence[str]], seen: Sequence[Mapping[str, Sequence[str]]]
+    ) -> str | None:
         """The first tensor that differs, with the ranks that do not have what the rank has that was to write it."""
         if len(own) != mine.parts:
             return "replicas have diverged: the ranks hold different sets of tensors; nothing was saved"
-        found = fingerprint.differing(own, seen)
-        if not found:
+        plan = fingerprint.cut(mine.snapshot.sizes(), mine.parts or 1)
+        if [len(digests) for digests in own] != [len(slices) for slices in plan][: mine.parts]:
+            return "replicas have diverged: the ranks hold different sets of tensors; nothing was saved"
+        found = fingerprint.first_difference(own, seen)
+        if found is None:
             return None
-        part, ranks = next(iter(found.items()))
-        names = [s.name for s in fingerprint.cut(mine.snapshot.sizes(), mine.parts)[part]]
-        where = names[0] if len(names) == 1 else f"{names[0]} (or one of the {len(names) - 1} after it)"
-        writer = part * self._exchange.world_size // mine.parts
-        text = f"replicas have diverged: {where} of rank {ranks} differs from rank {writer}'s; nothing was saved"
+        name, writer = plan[found.part][found.slice].name, found.part * self._exchange.world_size // mine.parts
+        text = f"replicas have diverged: {name} of rank {found.ranks} differs from rank {writer}'s; nothing was saved"
         return text + self._advice()
 
     def _advice(self) -> str:

@@ -8,7 +8,7 @@ Where there is no time for all of it the parts take turns from save to save; a s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import xxhash
@@ -36,22 +36,27 @@ def cut(sizes: Sizes, parts: int) -> list[list[Slice]]:
     return plan_slices(sizes, parts)
 
 
-def part_digest(slices: Sequence[Slice], tensors: Mapping[str, torch.Tensor]) -> str:
-    """XXH3-128 in hex of a part's bytes, row-major, in the plan's order."""
-    hasher = xxhash.xxh3_128()
-    for name, start, stop in slices:
-        flat = tensors[name].detach().contiguous().reshape(-1)[start:stop]
-        hasher.update(byte_view(flat.cpu()))
-    return hasher.hexdigest()
+def slice_digests(slices: Sequence[Slice], tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """XXH3-128 in hex of the bytes of each slice of a part, row-major."""
+    return [_digest(tensors[name].detach().contiguous().reshape(-1)[start:stop].cpu()) for name, start, stop in slices]
 
 
-def copied_digest(slices: Sequence[Slice], copies: Mapping[str, tuple[int, torch.Tensor]]) -> str:
+def copied_digests(slices: Sequence[Slice], copies: Mapping[str, tuple[int, torch.Tensor]]) -> list[str]:
     """The same of copies: by name the first element that was copied, and the flat copy."""
-    hasher = xxhash.xxh3_128()
+    out = []
     for name, start, stop in slices:
         first, copy = copies[name]
-        hasher.update(byte_view(copy[start - first : stop - first]))
-    return hasher.hexdigest()
+        out.append(_digest(copy[start - first : stop - first]))
+    return out
+
+
+def part_digest(slices: Sequence[str]) -> str:
+    """Of a part, from those of its slices."""
+    return xxhash.xxh3_128_hexdigest("".join(slices).encode())
+
+
+def _digest(flat: torch.Tensor) -> str:
+    return xxhash.xxh3_128_hexdigest(byte_view(flat))
 
 
 def compared(
@@ -61,29 +66,38 @@ def compared(
     world_size: int,
     number: int,
     enough: Callable[[], bool],
-) -> dict[int, str]:
-    """Digests of other ranks' parts, by the part's number: all of them, or from the time when ``enough`` says so no more than the
-    least. ``number``: of the save; where to begin follows from it, the same on all ranks."""
+) -> dict[int, list[str]]:
+    """Slices' digests of other ranks' parts, by the part's number: all of them, or from the time when ``enough`` says so no more
+    than the least. ``number``: of the save; where to begin follows from it."""
     parts = len(plan)
     own = range(rank * parts // world_size, (rank + 1) * parts // world_size)
     others = [part for part in range(parts) if part not in own]
     total = sum((s.stop - s.start) * tensors[s.name].element_size() for part in plan for s in part)
     least = max(-(-parts // _LEAST), -(-_LEAST_BYTES * parts // max(total, 1)))
-    out: dict[int, str] = {}
+    out: dict[int, list[str]] = {}
     for done in range(len(others)):
         if done >= least and enough():
             break
         part = others[(number * least + done) % len(others)]
-        out[part] = part_digest(plan[part], tensors)
+        out[part] = slice_digests(plan[part], tensors)
     return out
 
 
-def differing(own: Sequence[str], seen: Sequence[Mapping[str, str]]) -> dict[int, list[int]]:
-    """Ranks by part, where they do not have what the part's owner has. ``own``: the owners' digests of all parts; ``seen``: what
-    each rank made of others' parts, by the part's number as JSON has it."""
-    out: dict[int, list[int]] = {}
+class Difference(NamedTuple):
+    """The first slice of a part that some ranks have otherwise than the rank that writes it."""
+
+    part: int
+    slice: int
+    ranks: list[int]
+
+
+def first_difference(own: Sequence[Sequence[str]], seen: Sequence[Mapping[str, Sequence[str]]]) -> Difference | None:
+    """``own``: of all parts, by those who write them; ``seen``: what each rank made of others' parts, by the part's number as
+    JSON has it."""
+    odd: dict[tuple[int, int], list[int]] = {}
     for rank, found in enumerate(seen):
-        for part, digest in found.items():
-            if own[int(part)] != digest:
-                out.setdefault(int(part), []).append(rank)
-    return dict(sorted(out.items()))
+        for part, digests in found.items():
+            for number, (digest, right) in enumerate(zip(digests, own[int(part)], strict=True)):
+                if digest != right:
+                    odd.setdefault((int(part), number), []).append(rank)
+    return min((Difference(part, number, ranks) for (part, number), ranks in odd.items()), default=None)

@@ -133,7 +133,7 @@ class JobState:
         is."""
         out = self.capture_late()
         plan = fingerprint.cut(out.sizes(), parts) if out.shared else []
-        return [fingerprint.part_digest(slices, out.shared) for slices in plan]
+        return [fingerprint.part_digest(fingerprint.slice_digests(slices, out.shared)) for slices in plan]
 
     # --- restore -------------------------------------------------------------------------------------------------------
 

@@ -110,6 +110,10 @@ class Reporter:
                 self._warned.add(text)
                 self.note(f"hook-{warning.code}", text, parameter=warning.parameter)
 
+    def saved_hook(self, summary: HookSummary) -> None:
+        """The summary of a step that was saved, from the saving thread; those that go by time are not put off by it."""
+        self._send(m.HookState(rank=self._rank, at=now(), summary=summary))
+
     def committed(self, manifest: Manifest, seconds: float, stall: float | None = None) -> None:
         self._send(
             m.CheckpointCommitted(

@@ -18,6 +18,7 @@ from ratchet_contract.errors import RatchetError, StateError
 from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import JobPaths
+from ratchet_hooks.summary import HookSummary
 from ratchet_store.rankfile import write_rank_file
 from ratchet_store.slices import Slice
 from ratchet_worker import fingerprint
@@ -168,6 +169,8 @@ class Saver:
         file, tensors = write_rank_file(
             self.directory(save.order), self._exchange.rank, world, staged.pieces(), content.snapshot.state
         )
+        summary = self._summary(content, staged)
+        self._reporter.saved_hook(summary)
         return {
             "error": None,
             "finished": save.order.finished,
@@ -175,23 +178,22 @@ class Saver:
             "tensors": [entry.model_dump() for entry in tensors],
             "parts": self._own_parts(content, staged, plan),
             "seen": seen,
-            "summary": self._summary(content, staged),
+            "summary": summary.model_dump_json(),
         }
 
-    def _own_parts(self, content: Content, staged: Staged, plan: Sequence[Sequence[Slice]]) -> list[str]:
-        """Digests of the parts that this rank writes, of the copies."""
+    def _own_parts(self, content: Content, staged: Staged, plan: Sequence[Sequence[Slice]]) -> list[list[str]]:
+        """Digests of the slices of the parts that this rank writes, of the copies."""
         rank, world, parts = self._exchange.rank, self._exchange.world_size, content.parts
         copies = {
             s.name.removeprefix(SHARED_PREFIX): (s.start, copy) for s, copy in staged.parts() if _is_shared(s.name)
         }
         own = plan[rank * parts // world : (rank + 1) * parts // world]
-        return [fingerprint.copied_digest(slices, copies) for slices in own]
+        return [fingerprint.copied_digests(slices, copies) for slices in own]
 
-    def _summary(self, content: Content, staged: Staged) -> str:
+    def _summary(self, content: Content, staged: Staged) -> HookSummary:
         prefix = f"{RANK_PREFIX}{self._exchange.rank}/hook/"
         copies = {s.name.removeprefix(prefix): copy for s, copy in staged.parts() if s.name.startswith(prefix)}
-        norm = content.norm_of(copies)
-        return content.summary.model_copy(update={"residual_norm": norm}).model_dump_json()
+        return content.summary.model_copy(update={"residual_norm": content.norm_of(copies)})
 
 
 def _is_shared(name: str) -> bool:
