@@ -192,6 +192,7 @@ class RatchetClient(Following):
         """Write a checkpoint as files for other programs; ``target`` must not be there yet. Returns what their reader must know.
 
         ``safetensors``: one file, the model alone. ``torch``: a directory with one file per rank, for ``torch.load``.
+        ``dcp``: a directory for ``torch.distributed.checkpoint.load``.
 
         >>> client.export(job_id, client.job(job_id).last_checkpoint, directory / "model.safetensors")
         []

@@ -25,17 +25,20 @@ from ratchet_client.errors import ServiceFault, ServiceUnreachable
 from ratchet_client.transport import Transport
 from ratchet_contract.errors import Refused
 
-ExportFormat = Literal["safetensors", "torch"]
+ExportFormat = Literal["safetensors", "torch", "dcp"]
 _READ_SECONDS: Final = 3600.0
 """Until the first byte: the service reads and writes the whole checkpoint before it answers."""
-_MEMBER: Final = re.compile(r"rank-\d{5}-of-\d{5}\.pt", re.ASCII)
+_MEMBERS: Final = {
+    "torch": re.compile(r"rank-\d{5}-of-\d{5}\.pt", re.ASCII),
+    "dcp": re.compile(r"\.metadata|__\d{1,5}_\d{1,5}\.distcp", re.ASCII),
+}
 _DIGEST: Final = re.compile(r"sha-256=:([A-Za-z0-9+/=]+):", re.ASCII)
 _CHUNK: Final = 1 << 20
 
 
 def fetch(transport: Transport, path: str, form: ExportFormat, target: Path) -> list[str]:
-    """Write the export at ``path`` of the service to ``target``, a file (``safetensors``) or a directory (``torch``), which must
-    not be there yet. Returns what its reader must know.
+    """Write the export at ``path`` of the service to ``target``, a file (``safetensors``) or a directory (``torch``, ``dcp``),
+    which must not be there yet. Returns what its reader must know.
 
     It is written beside ``target`` and gets its name last; what killed exports to ``target`` had left there goes. Raises
     ``Refused`` (``output-exists``, ``output-not-written``), ``ServiceUnreachable`` for an answer that is cut short,
@@ -47,9 +50,9 @@ def fetch(transport: Transport, path: str, form: ExportFormat, target: Path) -> 
         with _beside(target) as temporary, transport.stream(path, {"format": form}, {}, read=_READ_SECONDS) as response:
             body = _Body(response.iter_bytes(_CHUNK))
             made = temporary / "whole"
-            if form == "torch":
+            if form in _MEMBERS:
                 made.mkdir()
-                _unpack(body, made)
+                _unpack(body, made, _MEMBERS[form])
             else:
                 _copy(body, made)
             body.finish(response.headers.get("Repr-Digest", ""))
@@ -147,13 +150,13 @@ def _copy(body: _Body, target: Path) -> None:
         os.fsync(out.fileno())
 
 
-def _unpack(body: Any, folder: Path) -> None:
-    """Plain files of the ranks' names, and nothing else that a tar may hold. Raises ``ServiceFault``."""
+def _unpack(body: Any, folder: Path, names: re.Pattern[str]) -> None:
+    """Plain files of the form's ``names``, and nothing else that a tar may hold. Raises ``ServiceFault``."""
     try:
         with tarfile.open(fileobj=body, mode="r|") as tar:
             for member in tar:
                 source: IO[bytes] | None = tar.extractfile(member) if member.isreg() else None
-                if source is None or not _MEMBER.fullmatch(member.name):
+                if source is None or not names.fullmatch(member.name):
                     raise ServiceFault(
                         f"the service sent {member.name!r}, which belongs to no export: nothing was kept"
                     )

@@ -24,9 +24,11 @@ import pytest
 import safetensors
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from fastapi import FastAPI
 from safetensors.torch import load_model
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.phases import Cause
@@ -173,6 +175,36 @@ def _restored(slots: dict[str, Any]) -> Any:
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("name", ["power", "local"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_dcp_form_is_loaded_by_torchs_own_loader(jobs: dict[str, Job], tmp_path: Path, name: str) -> None:
+    """Every key that ``get_state_dict`` asks for is there, the extra state and the tied parameter too, with the same bits."""
+    data, notes = _export(jobs[name], "dcp")
+    assert any("pickle" in note for note in notes)
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        assert tar.getnames() == ["__0_0.distcp", ".metadata"]
+        tar.extractall(tmp_path, filter="data")
+    torch.manual_seed(5)
+    net = plain_script.Versioned()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.5)
+    model, optim = get_state_dict(net, optimizer)
+    found: dict[str, Any] = {"model": model, "optimizer": optim, "step": 0, "ratchet": ""}
+    dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
+    assert found["step"] == 6 and json.loads(found["ratchet"])["job"] == name
+    set_state_dict(net, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    truth = _saved(jobs[name], 0)
+    if name == "local":  # the mean over the ranks, and rank 0's optimizer
+        data, _ = _export(jobs[name], "safetensors")
+        truth["state_dict"] |= safetensors.torch.load(data)
+        truth["state_dict"]["outer.weight"] = truth["state_dict"]["inner.weight"]
+        assert any("rank 0's: every rank has its own" in note for note in notes)
+    assert _same(dict(net.state_dict()), dict(truth["state_dict"])) and net.outer.weight is net.inner.weight
+    names = [key for key, _ in net.named_parameters()]
+    for index, state in truth["optimizer"]["state"].items():
+        assert _same(found["optimizer"]["state"][names[index]], state)
+    assert optimizer.param_groups[0]["lr"] == truth["optimizer"]["param_groups"][0]["lr"]
+
+
 def test_a_job_that_starts_from_an_export_begins_with_its_bits(jobs: dict[str, Job], tmp_path: Path) -> None:
     data, _ = _export(jobs["power"], "safetensors")
     path, out = tmp_path / "model.safetensors", tmp_path / "begun"
@@ -200,7 +232,7 @@ def test_a_job_that_starts_from_an_export_begins_with_its_bits(jobs: dict[str, J
         assert _same(dict(found), dict(truth)), rank
 
 
-@pytest.mark.parametrize("form", ["safetensors", "torch"])
+@pytest.mark.parametrize("form", ["safetensors", "torch", "dcp"])
 def test_a_damaged_checkpoint_is_not_exported(jobs: dict[str, Job], tmp_path: Path, form: str) -> None:
     copy = copy_checkpoint(jobs["power"].newest(), tmp_path / jobs["power"].newest().name)
     broken = copy / "rank-00000-of-00002.safetensors"
@@ -301,4 +333,4 @@ def test_a_service_that_is_killed_leaves_neither_process_nor_file(jobs: dict[str
 
 def test_a_full_disk_is_told_and_nothing_stays(jobs: dict[str, Job], tmp_path: Path) -> None:
     said = script_on_small_disk(tmp_path, "2m", FULL, str(jobs["power"].newest()), timeout=120)
-    assert said == "safetensors 507 disk-full\ntorch 507 disk-full\nsafetensors 200\n"
+    assert said == "safetensors 507 disk-full\ntorch 507 disk-full\ndcp 507 disk-full\ndcp 200\n"

@@ -133,12 +133,12 @@ with exporting(disk, database_url=f"sqlite:///{checkpoint.parent}/full.db") as a
     except OSError:
         os.truncate(filler, filler.stat().st_size - 8192)
     before = sorted(disk.rglob("*")), shutil.disk_usage(disk).free
-    for form in ("safetensors", "torch"):
+    for form in ("safetensors", "torch", "dcp"):
         answer = api.client.get(url, params={"format": form})
         assert "nothing was exported" in answer.json()["detail"], answer.text
         print(form, answer.status_code, answer.json()["code"])
     assert (sorted(disk.rglob("*")), shutil.disk_usage(disk).free) == before
     filler.unlink()
-    print("safetensors", api.client.get(url).status_code)
+    print("dcp", api.client.get(url, params={"format": "dcp"}).status_code)
 """
 """Exports to a disk that is full, and to the same one when there is room."""

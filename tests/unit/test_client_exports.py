@@ -81,6 +81,8 @@ def test_what_arrives_whole_gets_its_name(tmp_path: Path) -> None:
         (_tar("../escaped.pt"), "torch", None, 0, ServiceFault),
         (_tar("rank-00000-of-00001.pt/../../escaped"), "torch", None, 0, ServiceFault),
         (b"no tar", "torch", None, 0, ServiceFault),
+        (_tar(".metadata", "rank-00000-of-00001.pt"), "dcp", None, 0, ServiceFault),
+        (_tar("__0_0.distcp", ".metadata/../../x"), "dcp", None, 0, ServiceFault),
     ],
 )
 def test_what_does_not_leaves_nothing(

@@ -2,9 +2,9 @@
 
 Standard input: JSON with ``checkpoint`` (directory), ``digest`` (of its manifest), ``format`` and ``fd``, the descriptor of an
 open file without a name, which takes the result: what is half written has no name either. ``safetensors``: the model alone.
-``torch``: a tar of one ``rank-00000-of-00002.pt`` per rank, the only place where Ratchet calls ``torch.save``. ``asker``: the
-parent, with which this process ends. ``answer``: the descriptor of a file that takes JSON, ``{"notes": [...], "digest": ...}``
-(SHA-256 of the result, in hex) or ``{"error": ..., "code": ...}``.
+``torch``: a tar of one ``rank-00000-of-00002.pt`` per rank, the only place where Ratchet calls ``torch.save``. ``dcp``: a tar of
+what ``torch.distributed.checkpoint`` writes. ``asker``: the parent, with which this process ends. ``answer``: the descriptor of a
+file that takes JSON, ``{"notes": [...], "digest": ...}`` (SHA-256 of the result, in hex) or ``{"error": ..., "code": ...}``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def export(request: dict[str, Any]) -> dict[str, Any]:
     check_files(directory, manifest)
     chosen = chosen_of(directory, manifest)
     with os.fdopen(request["fd"], "r+b") as out:
-        notes = _tar(chosen, out) if request["format"] == "torch" else _safetensors(chosen, out)
+        notes = _WRITERS[request["format"]](chosen, out)
         out.seek(0)
         return {"notes": notes, "digest": hashlib.file_digest(out, "sha256").hexdigest()}
 
@@ -98,6 +98,15 @@ def _tar(chosen: Chosen, out: BinaryIO) -> list[str]:
                 file.seek(0)
                 tar.addfile(member, file)
     return notes
+
+
+def _dcp(chosen: Chosen, out: BinaryIO) -> list[str]:
+    from ratchet_worker import dcp_form  # its imports take a second, which the other forms need not wait
+
+    return dcp_form.write(chosen, out)
+
+
+_WRITERS: Final = {"safetensors": _safetensors, "torch": _tar, "dcp": _dcp}
 
 
 def _save(state: Any, file: IO[bytes]) -> None:

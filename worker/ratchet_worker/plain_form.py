@@ -25,7 +25,7 @@ from ratchet_worker.restore import Chosen
 from ratchet_worker.snapshot import Snapshot, Tensors, byte_view, empty
 
 FORMAT: Final = 1
-_OPTIMIZER_PARTS: Final = {"state", "others", "param_groups", "extra"}
+OPTIMIZER_PARTS: Final = {"state", "others", "param_groups", "extra"}
 _OWN: Final = frozenset({"model", "buffers", "modules", "facts", "hook", "rng", state_names.COMPONENT})
 
 
@@ -78,7 +78,7 @@ def model_of(chosen: Chosen) -> Model:
         notes.append(f"DDP does not average these, they are rank 0's: {', '.join(state['model'][:5])}")
     if manifest.world_size > 1 and any(name.startswith("buffers/") for name in stored):
         notes.append("buffers are rank 0's")
-    keys = _keys(stored, state, notes)
+    keys = keys_of(stored, state, notes)
     model = Model({}, notes=notes)
     first: dict[str, str] = {}
     for key, name in keys:
@@ -104,7 +104,7 @@ def rank_of(chosen: Chosen, rank: int) -> dict[str, Any]:
     modules = saved.value("modules")
     notes: list[str] = []
     state_dict: OrderedDict[str, Any] = OrderedDict()
-    for key, name in _keys(tensors, saved.state, notes):
+    for key, name in keys_of(tensors, saved.state, notes):
         module, _, last = key.rpartition(".")
         if name is not None:
             state_dict[key] = tensors[name]
@@ -173,7 +173,7 @@ def _read_model(chosen: Chosen) -> tuple[Tensors, dict[str, Any]]:
     return stored, state
 
 
-def _keys(stored: Tensors, state: dict[str, Any], notes: list[str]) -> list[tuple[str, str | None]]:
+def keys_of(stored: Tensors, state: dict[str, Any], notes: list[str]) -> list[tuple[str, str | None]]:
     """The pairs of ``state_names``; where the model gave none, parameters and buffers under their own names."""
     recorded = state.get(state_names.COMPONENT) or {"keys": None, "error": "none were recorded"}
     if recorded["keys"] is not None:
@@ -188,7 +188,7 @@ def _components(saved: Snapshot, tensors: Tensors) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for component in set(saved.state) - _OWN:
         value = saved.value(component, apart=replicas)
-        if isinstance(value, dict) and set(value) == _OPTIMIZER_PARTS:
+        if isinstance(value, dict) and set(value) == OPTIMIZER_PARTS:
             value = optimizer_state.as_state_dict(component, tensors, value)
         out[component] = plain(value)
     return out

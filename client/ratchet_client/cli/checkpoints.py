@@ -1,4 +1,5 @@
-"""``ratchet checkpoints``: what is stored of a job, one checkpoint of it, its verification, its export and its pin."""
+"""``ratchet checkpoints``: what is stored of a job, one checkpoint of it, its verification, its export and its pin; removing what
+no attempt will start from."""
 
 from __future__ import annotations
 
@@ -10,15 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ratchet_client.cli import complete, output
-from ratchet_client.cli.common import SAVED, JobId, JsonFlag, open_client
+from ratchet_client.cli.common import SAVED, JobId, JobOrPath, JsonFlag, is_path, open_client
 from ratchet_client.cli.exits import Exit
+from ratchet_client.cli.processes import become
 from ratchet_client.cli.signals import interruptible
 
 if TYPE_CHECKING:
     from ratchet_client.client import RatchetClient
     from ratchet_contract import api
 
-ExportFormat = Literal["safetensors", "torch"]
+ExportFormat = Literal["safetensors", "torch", "dcp"]
 _VERIFY_SECONDS = 3600.0
 """For one checkpoint: every byte is read from the disk before the answer comes."""
 
@@ -31,9 +33,9 @@ CheckpointId = Annotated[str, _ID]
 def register(app: typer.Typer) -> None:
     group = typer.Typer(no_args_is_help=True)
     group.command("ls")(list_checkpoints)
-    for command in (show, verify, export, pin, unpin):
+    for command in (show, verify, export, pin, unpin, prune):
         group.command()(command)
-    help_text = "List a job's checkpoints; show, verify, export, pin or unpin one."
+    help_text = "List a job's checkpoints; show, verify, export, pin or unpin one; prune what a resume left behind."
     app.add_typer(group, name="checkpoints", help=help_text, rich_help_panel=SAVED)
 
 
@@ -45,21 +47,25 @@ def list_checkpoints(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) 
         output.emit(found)
         return
     output.table(
-        ["ID", "STEP", "ATTEMPT", "STATE", "REASON", "HOOK ITER", "SIZE", "TOOK", "VERIFIED", "MARKS", "AGE", "DIGEST"],
+        ["ID", "STEP", "ATTEMPT", "STATE", "REASON", "HOOK ITER", "SIZE", "TOOK", "METRIC", "VERIFIED", "MARKS", "AGE", "DIGEST"],
         [_row(c) for c in found],
-        right=["STEP", "ATTEMPT", "HOOK ITER", "SIZE", "TOOK", "AGE"],
-        drop=["DIGEST", "REASON", "TOOK", "STEP", "ATTEMPT", "AGE", "HOOK ITER", "SIZE", "VERIFIED", "MARKS"],
+        right=["STEP", "ATTEMPT", "HOOK ITER", "SIZE", "TOOK", "METRIC", "AGE"],
+        drop=["DIGEST", "REASON", "TOOK", "STEP", "ATTEMPT", "AGE", "HOOK ITER", "SIZE", "VERIFIED", "METRIC", "MARKS"],
         empty=f"no checkpoint; while the job trains, `ratchet checkpoint {job}` saves one",
     )  # fmt: skip
 
 
 def _row(c: api.CheckpointView) -> list[str]:
-    marks = [word for word, there in (("final", c.finished), ("pinned", c.pinned), ("adopted", c.adopted)) if there]
     return [
         c.id, str(c.step), str(c.epoch), c.state, c.reason, output.dash(c.hook_iteration), output.size(c.size),
-        "-" if c.seconds is None else f"{c.seconds:.2g}s", output.dash(c.verification),
-        ",".join(marks) or "-", output.age(c.created_at), c.digest[:16],
+        "-" if c.seconds is None else f"{c.seconds:.2g}s", "-" if c.metric is None else f"{c.metric:.4g}",
+        output.dash(c.verification), ",".join(_marks(c)) or "-", output.age(c.created_at), c.digest[:16],
     ]  # fmt: skip
+
+
+def _marks(c: api.CheckpointView) -> list[str]:
+    marks = {"final": c.finished, "pinned": c.pinned, "adopted": c.adopted, "abandoned": c.lineage == "abandoned"}
+    return [word for word, there in marks.items() if there]
 
 
 def show(ctx: typer.Context, job: JobId, checkpoint: CheckpointId, as_json: JsonFlag = False) -> None:
@@ -70,17 +76,14 @@ def show(ctx: typer.Context, job: JobId, checkpoint: CheckpointId, as_json: Json
         output.emit(found)
         return
     manifest = found.manifest
-    marks = [
-        m for m, there in (("final", found.finished), ("pinned", found.pinned), ("adopted", found.adopted)) if there
-    ]
     output.fields(
         [
             ("id", found.id), ("step", found.step), ("attempt", found.epoch), ("state", found.state),
-            ("reason", found.reason), ("marks", ", ".join(marks)), ("hook iteration", found.hook_iteration),
+            ("reason", found.reason), ("marks", ", ".join(_marks(found))), ("hook iteration", found.hook_iteration),
             ("parent step", found.parent.step if found.parent else None), ("size", output.size(found.size)),
             ("files", found.files), ("digest", found.digest), ("verification", found.verification),
             ("verified", output.moment(found.verified_at)), ("damage", found.verification_error),
-            ("save took", None if found.seconds is None else f"{found.seconds:.3g} s"),
+            ("save took", None if found.seconds is None else f"{found.seconds:.3g} s"), ("metric", found.metric),
             ("created", output.moment(found.created_at)),
         ]
     )  # fmt: skip
@@ -92,11 +95,17 @@ def show(ctx: typer.Context, job: JobId, checkpoint: CheckpointId, as_json: Json
 
 def verify(
     ctx: typer.Context,
-    job: JobId,
+    job: JobOrPath,
     checkpoint: Annotated[str | None, _ID] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Read every byte of a checkpoint, or of all committed ones, and compare it with its digests. Damage is exit code 1."""
+    """Read every byte of a checkpoint, or of all committed ones, and compare it with its digests. Damage is exit code 1.
+
+    PATH: a checkpoint's directory, or one of several, on this machine and without a service; nothing is written or moved then.
+    """
+    if is_path(job):
+        paths = [job] if checkpoint is None else [job, checkpoint]
+        become("ratchet_store.verify", "xxhash", "worker", [*(["--json"] if as_json else []), "--", *paths])
     with open_client(ctx, timeout=_VERIFY_SECONDS) as client:
         if checkpoint is not None:
             results = [client.verify(job, checkpoint)]
@@ -107,7 +116,11 @@ def verify(
         output.emit(results if checkpoint is None else results[0])
     damaged = [result for result in results if result.verification == "damaged"]
     if damaged:
-        output.note(f"{len(damaged)} of {len(results)} damaged. A resume falls back to the newest good one by itself")
+        aside = sum(result.state == "quarantined" for result in damaged)
+        text = f", {aside} of them set aside" if aside else ""
+        output.note(
+            f"{len(damaged)} of {len(results)} damaged{text}. A resume falls back to the newest good one by itself"
+        )
         raise typer.Exit(Exit.JOB_FAILED)
 
 
@@ -150,7 +163,9 @@ def export(
     form: Annotated[
         ExportFormat,
         typer.Option(
-            "--format", help="safetensors: a file, the model alone; torch: a directory, all state, a file per rank."
+            "--format",
+            help="safetensors: a file, the model alone; torch: a directory, all state, a file per rank; dcp: a directory for "
+            "torch.distributed.checkpoint, model and optimizer.",
         ),
     ] = "safetensors",
 ) -> None:
@@ -185,7 +200,7 @@ def _committed(client: RatchetClient, job: str, step: int | None) -> str:
 
 
 def pin(ctx: typer.Context, job: JobId, checkpoint: CheckpointId, as_json: JsonFlag = False) -> None:
-    """Keep a checkpoint for good, whatever `keep_last` says."""
+    """Keep a checkpoint for good, whatever retention says."""
     _set_pin(ctx, job, checkpoint, True, as_json)
 
 
@@ -201,3 +216,24 @@ def _set_pin(ctx: typer.Context, job: str, checkpoint: str, pinned: bool, as_jso
         output.emit(view)
     else:
         output.line(f"{view.id}: {'pinned' if view.pinned else 'not pinned'}")
+
+
+def prune(
+    ctx: typer.Context,
+    job: JobId,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what would go.")] = False,
+    quarantined: Annotated[
+        bool, typer.Option("--quarantined", help="Damaged ones that were set aside go, too.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Remove checkpoints that no attempt will start from: of branches that `resume --from-step` left behind. Pinned ones stay."""
+    with open_client(ctx) as client:
+        found = client.prune(job, dry_run=dry_run, quarantined=quarantined)
+    if as_json:
+        output.emit(found)
+        return
+    for name in [*found.checkpoints, *found.quarantined]:
+        output.line(name)
+    count = len(found.checkpoints) + len(found.quarantined)
+    output.note(f"{count} {'would go' if dry_run else 'removed'}, {output.size(found.size)}")

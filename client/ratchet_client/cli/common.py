@@ -64,6 +64,15 @@ def _job_id(ctx: typer.Context, value: str) -> str:
         raise _many(value, found) if found else _none(client, value)
 
 
+def is_path(value: str) -> bool:
+    """Neither a job's id nor its name has a slash or a dot."""
+    return "/" in value or "." in value
+
+
+def _job_or_path(ctx: typer.Context, value: str) -> str:
+    return value if is_path(value) else _job_id(ctx, value)
+
+
 def _none(client: RatchetClient, value: str) -> Exception:
     from difflib import get_close_matches
     from itertools import islice
@@ -95,6 +104,16 @@ JobId = Annotated[
         help="Job id, or a name that exactly one job has.",
         show_default=False,
         callback=_job_id,
+        autocompletion=complete.jobs,
+    ),
+]
+JobOrPath = Annotated[
+    str,
+    typer.Argument(
+        metavar="JOB|PATH",
+        help="Job id, or a name that exactly one job has; or directories, with a slash or a dot in them.",
+        show_default=False,
+        callback=_job_or_path,
         autocompletion=complete.jobs,
     ),
 ]

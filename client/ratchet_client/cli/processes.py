@@ -64,7 +64,7 @@ def serve(
     arguments += ["--no-reconciler"] * no_reconciler + ["--allow-remote"] * allow_remote
     if url is not None:
         arguments += ["--url", url]
-    _become("ratchet_service", "fastapi", "service", arguments, database_url)
+    become("ratchet_service", "fastapi", "service", arguments, database_url)
 
 
 def reconcile(
@@ -76,7 +76,7 @@ def reconcile(
 ) -> None:
     """Run a reconciler alone, beside a service with --no-reconciler. Several may share one database."""
     arguments = ["reconcile", *_common(ctx, home, cpu_slots, launchers)]
-    _become("ratchet_service", "fastapi", "service", arguments, database_url)
+    become("ratchet_service", "fastapi", "service", arguments, database_url)
 
 
 def _common(ctx: typer.Context, home: Path | None, cpu_slots: int | None, launchers: Path | None) -> list[str]:
@@ -89,10 +89,10 @@ def _common(ctx: typer.Context, home: Path | None, cpu_slots: int | None, launch
 
 def agent(launch_file: Annotated[Path, typer.Argument(help="The attempt's launch.json.", exists=True)]) -> None:
     """Run one attempt's ranks on this machine. Launchers call it; people seldom do."""
-    _become("ratchet_worker.agent", "torch", "worker", [str(launch_file)])
+    become("ratchet_worker.agent", "torch", "worker", [str(launch_file)])
 
 
-def _become(module: str, needs: str, extra: str, arguments: list[str], database_url: str | None = None) -> NoReturn:
+def become(module: str, needs: str, extra: str, arguments: list[str], database_url: str | None = None) -> NoReturn:
     """Replace this process, so that signals and the exit code are the other's own.
 
     -P: a ``secrets.py`` or ``yaml.py`` of the directory that this is called in must not be imported.

@@ -90,7 +90,8 @@ async def export_checkpoint(
         export.Format,
         Query(
             description="safetensors: the model alone. torch: a tar of one file per rank with the rank's whole state, for "
-            "`torch.load(weights_only=True)`."
+            "`torch.load(weights_only=True)`. dcp: a tar of the files that `torch.distributed.checkpoint` reads, model and "
+            "optimizer; they hold pickles."
         ),
     ] = "safetensors",
 ) -> Response:

@@ -12,14 +12,18 @@ from typing import Any, Final, Literal
 
 from ratchet_contract.errors import CheckpointError, Conflict, RatchetError, Refused
 from ratchet_contract.paths import HomePaths
-from ratchet_service import children, disk
+from ratchet_service import children, disk, object_store
 from ratchet_service.credentials import inherited
 from ratchet_service.database import Database
 from ratchet_service.turns import Turns
 from ratchet_service.usecases.queries import find_checkpoint, find_job
 
-Format = Literal["safetensors", "torch"]
-MEDIA_TYPES: Final[dict[Format, str]] = {"safetensors": "application/octet-stream", "torch": "application/x-tar"}
+Format = Literal["safetensors", "torch", "dcp"]
+MEDIA_TYPES: Final[dict[Format, str]] = {
+    "safetensors": "application/octet-stream",
+    "torch": "application/x-tar",
+    "dcp": "application/x-tar",
+}
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class Exporter:
         if row.state != "committed":
             raise Conflict(f"checkpoint {row.name} is {row.state}: there is nothing to export", code="checkpoint-gone")
         directory = self.homes.job(job_id).checkpoint(row.step, row.epoch)
+        object_store.provide(self.homes, job, row)
         request = {"checkpoint": str(directory), "digest": row.digest, "format": form}
         with self.turns.taken():
             file = _unnamed(self.homes.job(job_id).root)
