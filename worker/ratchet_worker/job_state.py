@@ -22,6 +22,7 @@ from ratchet_worker.module_origin import Origin
 from ratchet_worker.passage import HookState, Passage, batches, restore_hook
 from ratchet_worker.snapshot import Snapshot, Tensors, Until, addresses
 from ratchet_worker.task import Stateful, TrainData
+from ratchet_worker.walk import Walk
 
 _GENERATORS: Final = "data_generators"
 _ALWAYS: Final = frozenset({MODEL, "buffers", "modules", "facts", "hook", "rng", _GENERATORS, state_names.COMPONENT})
@@ -88,11 +89,12 @@ class JobState:
         ddp, hook = self.hook_or_refuse()
         hook_tensors, hook_data = hook.capture(copy=False)  # first: no rank may fail before this collective
         out = Snapshot()
-        self._capture_equal(out, hook.replicas == "equal")
-        buffers = {name: buffer.detach() for name, buffer in ddp.module.named_buffers()}
+        walk = Walk(ddp.module)
+        self._capture_equal(out, walk, hook.replicas == "equal")
+        buffers = {name: buffer.detach() for name, buffer in walk.named_buffers()}
         out.add_encoded("buffers", buffers, sorted(buffers))
-        out.add("modules", module_state.capture(ddp.module, self._origin))
-        out.state[state_names.COMPONENT] = state_names.capture(ddp.module)
+        out.add("modules", module_state.capture(walk, self._origin))
+        out.state[state_names.COMPONENT] = state_names.capture(walk)
         for component, item in self.stateful.items():
             out.add(component, item.state_dict())
         if self.data is not None:
@@ -104,15 +106,17 @@ class JobState:
         out.add("rng", rng.capture(self._device))
         return out
 
-    def _capture_equal(self, out: Snapshot, equal: bool) -> None:
-        ddp, _ = self.hook_or_refuse()
-        names, replicated = self._names(), model_state.replicated(ddp.module)
-        tensors: Tensors = {f"{MODEL}/{name}": p.detach() for name, p in ddp.module.named_parameters()}
+    def _capture_equal(self, out: Snapshot, walk: Walk, equal: bool) -> None:
+        names, replicated = (
+            {id(p): name for name, p in walk.named_parameters()},
+            model_state.replicated(walk.module, walk),
+        )
+        tensors: Tensors = {f"{MODEL}/{name}": p.detach() for name, p in walk.named_parameters()}
         moved = {
             id(p) for o in self.optimizers.values() for g in o.param_groups for p in g["params"] if p.requires_grad
         }
-        out.until |= {f"{MODEL}/{n}": Until.STEP for n, p in ddp.module.named_parameters() if id(p) in moved}
-        own = [name for name in tensors if name.removeprefix(f"{MODEL}/") not in replicated]
+        out.until |= {f"{MODEL}/{n}": Until.STEP for n, p in walk.named_parameters() if id(p) in moved}
+        own = {name for name in tensors if name.removeprefix(f"{MODEL}/") not in replicated}
         for component, optimizer in self.optimizers.items():
             shared, rest = optimizer_state.capture(optimizer, component, names, replicated)
             tensors |= shared
@@ -125,7 +129,8 @@ class JobState:
     def capture_late(self) -> Snapshot:
         """The parameters and the optimizers' tensors alone, as views. No collective."""
         out = Snapshot()
-        self._capture_equal(out, self.hook_or_refuse()[1].replicas == "equal")
+        ddp, hook = self.hook_or_refuse()
+        self._capture_equal(out, Walk(ddp.module), hook.replicas == "equal")
         return out
 
     def shared_digests(self, parts: int) -> list[str]:

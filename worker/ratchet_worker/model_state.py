@@ -11,15 +11,16 @@ from torch import nn
 from ratchet_contract.errors import StateError
 from ratchet_worker import module_origin, module_state
 from ratchet_worker.snapshot import Snapshot, Tensors
+from ratchet_worker.walk import Walk
 
 MODEL: Final = "model"
 """The component's name, and the first part of its parameters' names in a snapshot."""
 
 
-def replicated(module: nn.Module) -> Collection[str]:
+def replicated(module: nn.Module, walk: Walk | None = None) -> Collection[str]:
     """Parameters that DDP keeps equal: all but those that the module asks DDP to ignore."""
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    return [name for name, _ in module.named_parameters() if name not in ignored]
+    return {name for name, _ in (walk or module).named_parameters() if name not in ignored}
 
 
 def parameters_of(tensors: Tensors) -> Tensors:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ratchet_contract.errors import StateError, UserError
+from ratchet_worker.walk import Walked
 
 _SCALARS: Final = (int, float, bool, str, type(None))
 _CONTAINERS: Final = (list, tuple, dict, deque)
@@ -63,7 +64,7 @@ def origin(module: nn.Module) -> Origin:
     )
 
 
-def refuse_changed_parameters(module: nn.Module, before: Origin) -> None:
+def refuse_changed_parameters(module: Walked, before: Origin) -> None:
     """Raises ``UserError`` for a parameter that DDP does not know. To freeze one is allowed."""
     now = {name: (id(p), p.requires_grad) for name, p in module.named_parameters()}
     for name in sorted(set(now) | set(before.parameters)):
@@ -85,7 +86,7 @@ def refuse_changed_parameters(module: nn.Module, before: Origin) -> None:
         )
 
 
-def changed_buffers(module: nn.Module, before: Origin) -> dict[str, Any]:
+def changed_buffers(module: Walked, before: Origin) -> dict[str, Any]:
     """What training made of the buffers, by name. ``made``: another tensor than the built one, and whether a state_dict holds
     it; of these ``moved``: the built one of which name it is, ``same``: which other made one it is. ``resized``: the built tensor
     in another shape, dtype or memory, and whether in its own one, which others may look at. ``gone``: there is none any more.
@@ -150,7 +151,7 @@ def _resize(buffer: torch.Tensor, form: torch.Tensor, own: bool) -> None:
         buffer.data = torch.empty_like(form, device=buffer.device)
 
 
-def changed_attributes(module: nn.Module, before: Origin) -> tuple[dict[str, Any], list[str]]:
+def changed_attributes(module: Walked, before: Origin) -> tuple[dict[str, Any], list[str]]:
     """Attributes of the module's parts that training changed and that are neither parameters nor buffers: plain numbers and
     strings with their values; and names of what holds tensors or numbers, cannot be told from a passing result, and is not
     stored (an enumeration's member, a list of losses)."""
@@ -187,7 +188,7 @@ def compiled(module: nn.Module) -> bool:
     )
 
 
-def _owned(module: nn.Module, built: dict[int, str] | None = None) -> dict[int, _Owner]:
+def _owned(module: Walked, built: dict[int, str] | None = None) -> dict[int, _Owner]:
     """By place in memory, the first parameter or buffer that lies there. ``built``: which buffers stood at the origin, by id, and
     their names then; others are not taken for those whose names they have."""
     owned: dict[int, _Owner] = {}
@@ -215,11 +216,11 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
 
-def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _buffers(module: Walked) -> Iterator[tuple[str, torch.Tensor]]:
     return module.named_buffers(remove_duplicate=False)
 
 
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _attributes(module: Walked) -> Iterator[tuple[str, Any]]:
     for path, part in module.named_modules():
         for name, value in vars(part).items():
             if name not in _TORCHS_OWN and isinstance(value, (*_SCALARS, *_CONTAINERS, torch.Tensor)):

@@ -15,9 +15,10 @@ from torch import nn
 from ratchet_contract.errors import StateError
 from ratchet_worker import module_origin
 from ratchet_worker.module_origin import Origin
+from ratchet_worker.walk import Walked
 
 
-def capture(module: nn.Module, before: Origin) -> dict[str, Any]:
+def capture(module: Walked, before: Origin) -> dict[str, Any]:
     """A tree that ``ratchet_hooks.codec`` takes; a gradient of zeros is stored as None. ``before``: of the wrapped module."""
     scalars, unsaved = module_origin.changed_attributes(module, before)
     gradients = {name: p.grad.detach() for name, p in module.named_parameters() if p.grad is not None}
@@ -64,5 +65,5 @@ def _gradient(parameter: nn.Parameter, saved: torch.Tensor | None) -> torch.Tens
     return torch.zeros_like(parameter) if saved is None else saved.to(parameter.device, copy=True)
 
 
-def _with_extra_state(module: nn.Module) -> dict[str, nn.Module]:
+def _with_extra_state(module: Walked) -> dict[str, nn.Module]:
     return {n: m for n, m in module.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state}

@@ -6,7 +6,8 @@ undone here: another order of parameters is noticed, and float32 momenta of bflo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import json
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -17,7 +18,7 @@ from ratchet_hooks.codec import is_dense
 from ratchet_worker.snapshot import Tensors
 
 _SHARED: Final = "ratchet:shared"
-"""Key of the mark that stands for a shared tensor; its value is the list of strides."""
+"""In format 1 the key of the mark that stands for a shared tensor; its value is the list of strides."""
 
 
 def refuse_sharded(name: str, optimizer: Optimizer) -> None:
@@ -35,10 +36,12 @@ def capture(
     optimizer: Optimizer, component: str, names: dict[int, str], replicated: Collection[str]
 ) -> tuple[Tensors, Any]:
     """``(shared tensors, the rest)``. ``names``: parameter name by ``id``; ``replicated``: names of parameters that DDP keeps
-    equal. The rest is a tree that ``ratchet_hooks.codec`` takes."""
+    equal. The rest is a tree that ``ratchet_hooks.codec`` takes. Its ``keys`` are JSON text, not a tree, since there is one for
+    every tensor, and training waits: pairs of a parameter's name and its keys, each with a shared tensor's strides or null."""
     state = optimizer.state_dict()
-    labels = list(_labels(optimizer, names))
+    labels, replicated = list(_labels(optimizer, names)), frozenset(replicated)
     shared: Tensors = {}
+    keys: list[tuple[str, list[tuple[Any, Any]]]] = []
     entries: dict[str, dict[str, Any]] = {}
     others: dict[Any, Any] = {}
     for index, values in state["state"].items():
@@ -49,16 +52,23 @@ def capture(
         if not isinstance(values, dict):
             raise StateError(f"{component}: the state of {label} is a {type(values).__name__}, not a dict")
         rest: dict[str, Any] = {}
+        listed: list[tuple[Any, Any]] = []
+        equal = label in replicated and all(isinstance(key, str) for key in values)
         for key, value in values.items():
-            if label in replicated and _plain(value) and isinstance(key, str):
+            if equal and _plain(value):
                 shared[f"{component}/{label}/{key}"] = value.detach()
-                rest[key] = {_SHARED: list(value.stride())}
+                listed.append((key, value.stride()))
             else:
                 rest[key] = value
-        entries[label] = rest
+                listed.append((key, None))
+        if equal:
+            keys.append((label, listed))
+        if rest or not equal:
+            entries[label] = rest
     groups = [{**group, "params": [labels[i] for i in group["params"]]} for group in state["param_groups"]]
     extra = {k: v for k, v in state.items() if k not in ("state", "param_groups")}
-    return shared, {"state": entries, "others": others, "param_groups": groups, "extra": extra}
+    text = json.dumps(keys, separators=(",", ":"))
+    return shared, {"keys": text, "state": entries, "others": others, "param_groups": groups, "extra": extra}
 
 
 def restore(optimizer: Optimizer, component: str, names: dict[int, str], shared: Tensors, rest: Any) -> None:
@@ -91,17 +101,30 @@ def _numbered(entries: dict[str, dict[str, Any]], rest: Any) -> dict[str, Any]:
 
 
 def _entries(component: str, shared: Tensors, rest: Any) -> dict[str, dict[str, Any]]:
-    return {
-        label: {k: _tensor(shared, f"{component}/{label}/{k}", v) for k, v in values.items()}
-        for label, values in rest["state"].items()
+    own = rest["state"]
+    if "keys" not in rest:  # format 1
+        return {
+            label: {k: _tensor(shared, f"{component}/{label}/{k}", v) for k, v in values.items()}
+            for label, values in own.items()
+        }
+    equal = {
+        label: {
+            key: own[label][key] if stride is None else _strided(shared[f"{component}/{label}/{key}"], stride)
+            for key, stride in keys
+        }
+        for label, keys in json.loads(rest["keys"])
     }
+    return equal | {label: values for label, values in own.items() if label not in equal}
 
 
 def _tensor(shared: Tensors, name: str, value: Any) -> Any:
-    """A shared tensor under its old strides (channels-last stays channels-last), or the value itself."""
     if not isinstance(value, dict) or list(value) != [_SHARED]:
         return value
-    stored, stride = shared[name], value[_SHARED]
+    return _strided(shared[name], value[_SHARED])
+
+
+def _strided(stored: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """A shared tensor under its old strides: channels-last stays channels-last."""
     if not is_dense(torch.empty_strided(stored.shape, stride, device="meta")):
         return stored
     return torch.empty_strided(stored.shape, stride, dtype=stored.dtype).copy_(stored)

@@ -11,6 +11,7 @@ import math
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from ratchet_contract.spec_checkpoint import CheckpointSpec
@@ -42,18 +43,18 @@ def first_due(spec: CheckpointSpec, step: int) -> float:
 class Schedule:
     """Rank 0's. ``interval``: of the automatic schedule, in steps; None before it is known."""
 
-    def __init__(self, spec: CheckpointSpec, step: int) -> None:
-        self._spec = spec
+    def __init__(self, spec: CheckpointSpec, step: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._spec, self._clock = spec, clock
         self._steps: deque[float] = deque(maxlen=_STEPS_KEPT)  # seconds of steps with no save beside them
         self._costs: deque[Cost] = deque(maxlen=_SAVES_KEPT)
-        self._saved_at = self._now = time.monotonic()
+        self._saved_at = self._now = clock()
         self._saved_step = step
         self._beside = 0.0
         self.interval: int | None = None
 
     def boundary(self, saving: bool, stall: float) -> None:
         """After every step; ``saving``: a save was under way; ``stall``: seconds of this step that were its."""
-        before, self._now = self._now, time.monotonic()
+        before, self._now = self._now, self._clock()
         seconds = self._now - before - stall
         if not saving:
             self._steps.append(seconds)
@@ -67,7 +68,7 @@ class Schedule:
 
     def resumed(self) -> None:
         """The step that begins now is timed from here: what came before, an evaluation or a save, is not its."""
-        self._now = time.monotonic()
+        self._now = self._clock()
 
     def save_seconds(self) -> float | None:
         """What a save takes from its begin to its end, by the last ones; None: not known."""
@@ -84,7 +85,7 @@ class Schedule:
 
     def began(self, step: int) -> None:
         """The save of ``step`` begins: intervals count from here."""
-        self._saved_step, self._saved_at = step, time.monotonic()
+        self._saved_step, self._saved_at = step, self._clock()
 
     def following(self, step: int) -> float:
         """The step to ask again at; infinite: never. Tells ``interval`` anew."""
@@ -100,7 +101,7 @@ class Schedule:
         return step + steps
 
     def _left(self) -> float:
-        return self._saved_at + (self._spec.every_seconds or math.inf) - time.monotonic()
+        return self._saved_at + (self._spec.every_seconds or math.inf) - self._clock()
 
     def _steps_left(self) -> int:
         """Half-way to the step before which the time is up, since steps may become slower; at the end that very step."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from torch import nn
-
 from ratchet_hooks.codec import is_dense
+from ratchet_worker.walk import Walked
 
 COMPONENT: Final = "model/keys"  # no registered object has a slash in its name
 
 
-def capture(module: nn.Module) -> dict[str, Any]:
+def capture(module: Walked) -> dict[str, Any]:
     """JSON: ``keys``, pairs of a key and the stored name (``model/<parameter>``, ``buffers/<buffer>``; None: of neither), in
     ``state_dict``'s order; ``strides`` of parameters that do not lie row-major; ``error``: why there are no keys."""
     stored = {id(b): f"buffers/{name}" for name, b in module.named_buffers()}
