@@ -151,6 +151,11 @@ class Checkpointer:
     def too_many_failures(self) -> CheckpointError:
         return CheckpointError(f"{MAX_FAILURES} saves in a row failed, the last at {self._given_up}")
 
+    @property
+    def newest(self) -> int:
+        """Step of the save that is under way, or of the last one that was committed."""
+        return self.last.step if self._save is None else self._save.order.step
+
     def metric(self, step: int, values: dict[str, float]) -> None:
         """What rank 0 logged at ``step``: the best checkpoints are kept by it."""
         self._committer.metric(step, values)

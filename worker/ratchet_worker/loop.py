@@ -134,7 +134,8 @@ class Trainer:
     def log(self) -> None:
         """The step's metrics of rank 0's own batches, each the mean over the accumulated batches."""
         runtime = self._runtime
-        if runtime.rank != 0 or not runtime.reporter.metrics_due(runtime.step, runtime.total):
+        due = runtime.reporter.metrics_due(runtime.step, runtime.total) or runtime.judged
+        if runtime.rank != 0 or not due:
             return
         values: dict[str, list[float]] = {}
         for loss, metrics in self._losses:

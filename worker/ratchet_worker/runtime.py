@@ -99,6 +99,11 @@ class Runtime:
         ended = manifest is not None and manifest.finished and manifest.job_id == self.launch.job_id
         return (ended and self.step == self.chosen.base.step) or (self.total is not None and self.step >= self.total)
 
+    @property
+    def judged(self) -> bool:
+        """Is this step saved, and the checkpoint judged by a metric (``checkpoint.keep_best``)?"""
+        return self.launch.spec.checkpoint.keep_best is not None and self.checkpointer.newest == self.step
+
     # --- before the first step -----------------------------------------------------------------------------------------
 
     def wrap(self, module: nn.Module) -> ManagedDDP:
