@@ -1,0 +1,283 @@
+"""Saves beside the training, with the real threads, store and disk; the ranks are threads, and the time that writing takes is the
+test's: a gate in front of the real function stands for a slow or stuck disk."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from ratchet_contract.errors import CheckpointError, StateError
+from ratchet_contract.manifest import HookRecord
+from ratchet_contract.paths import JobPaths
+from ratchet_contract.resume import Base
+from ratchet_contract.spec_checkpoint import CheckpointSpec
+from ratchet_hooks.summary import HookSummary
+from ratchet_store.read import CheckpointReader
+from ratchet_worker import saver
+from ratchet_worker.checkpointer import Checkpointer
+from ratchet_worker.content import Content
+from ratchet_worker.exchange import Exchange
+from ratchet_worker.fingerprint import number_of_parts
+from ratchet_worker.snapshot import Snapshot, Until
+from tests.support.server import wait_for
+
+RANKS = 2
+
+
+class Gate:
+    """Writing waits while it is closed, for the ranks that it is closed for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.closed: set[int] = set()
+        self.waiting: set[int] = set()
+        self._changed = threading.Condition()
+        real = saver.write_rank_file
+
+        def write(directory: Path, rank: int, *rest: Any) -> Any:
+            with self._changed:
+                self.waiting.add(rank)
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: rank not in self.closed, 30)
+                self.waiting.discard(rank)
+            return real(directory, rank, *rest)
+
+        monkeypatch.setattr(saver, "write_rank_file", write)
+
+    def close(self, *ranks: int) -> None:
+        self.closed = set(ranks)
+
+    def open(self) -> None:
+        with self._changed:
+            self.closed = set()
+            self._changed.notify_all()
+
+    def reached(self, *ranks: int) -> None:
+        wait_for(lambda: self.waiting >= set(ranks), f"ranks {ranks} to write", 10)
+
+
+class Told:
+    """A reporter that remembers."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, Any]] = []
+
+    def __getattr__(self, kind: str) -> Any:
+        def say(*values: Any, **data: Any) -> None:
+            self.said.append((kind, values))
+
+        return say
+
+    def of(self, kind: str) -> list[Any]:
+        return [values for name, values in self.said if name == kind]
+
+    def notes(self) -> list[str]:
+        return [values[0] for values in self.of("note")]
+
+
+class Group:
+    """``RANKS`` checkpointers over one store. ``weight`` is every rank's parameter."""
+
+    def __init__(self, root: Path, deadline: float = 10, **spec: Any) -> None:
+        self.paths, self.told = JobPaths(root), [Told() for _ in range(RANKS)]
+        self.weights = [torch.zeros(4096) for _ in range(RANKS)]
+        self.gave_up: list[bool] = []
+        checkpoint = CheckpointSpec(**{"every_steps": 1, **spec})
+        policy = SimpleNamespace(step_deadline=deadline)
+        job = SimpleNamespace(policy=policy, checkpoint=checkpoint, task="task", hook=None, digest=lambda: "spec")
+        launch: Any = SimpleNamespace(
+            job_root=str(root), job_id="job", epoch=1, spec=job, save_seconds=None, world_size=RANKS,
+            resolved=SimpleNamespace(code_digest=None),
+        )  # fmt: skip
+        store, counter = HashStore(), Told()
+        self.ranks = [
+            Checkpointer(
+                launch, Exchange(store, r, RANKS, deadline), Exchange(store, r, RANKS, deadline), counter, self.told[r],  # type: ignore[arg-type]
+                Base(), torch.device("cpu"), lambda: self.gave_up.append(True),
+            )
+            for r in range(RANKS)
+        ]  # fmt: skip
+
+    def content(self, rank: int, step: int) -> Content:
+        snapshot = Snapshot(
+            shared={"model/w": self.weights[rank]},
+            private={"buffers/seen": torch.tensor([rank, step])},
+            until={"model/w": Until.STEP},
+        )
+        summary = HookSummary(
+            name="allreduce", wrapper=None, parameters={}, rank=rank, step=step, phase="steady", iteration=step,
+            compression_rate=1.0, elements_before=0, elements_after=0, bytes_before=0, bytes_after=0, memory_bytes=0,
+            buckets=1,
+        )  # fmt: skip
+        hook = HookRecord(name="allreduce", parameters={}, state_version=1)
+        parts = number_of_parts(snapshot.sizes(), RANKS)
+        return Content(snapshot, None, hook, "equal", summary, {}, None, None, parts, lambda _: None)
+
+    def together(self, act: Any) -> list[Any]:
+        """``act(rank)`` of all ranks at once; what each returned or raised."""
+        found: dict[int, Any] = {}
+
+        def run(rank: int) -> None:
+            try:
+                found[rank] = act(rank)
+            except Exception as error:
+                found[rank] = error
+
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(RANKS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert len(found) == RANKS, "a rank hangs"
+        return [found[rank] for rank in range(RANKS)]
+
+    def step(self, number: int) -> list[Any]:
+        """The optimizer's step and the boundary behind it, on all ranks."""
+
+        def act(rank: int) -> None:
+            self.ranks[rank].resumed()
+            self.ranks[rank].hold(Until.STEP)
+            self.weights[rank].fill_(number)
+            late = Snapshot(shared={"model/w": self.weights[rank]}, until={"model/w": Until.STEP})
+            self.ranks[rank].boundary(number, lambda: late, lambda: self.content(rank, number))
+
+        return self.together(act)
+
+    def drain(self) -> list[Any]:
+        return self.together(lambda rank: self.ranks[rank].drain())
+
+    def saved(self) -> dict[int, float]:
+        """The weight in each checkpoint, by step."""
+        found = {}
+        for manifest in sorted(self.paths.checkpoints.glob("*/MANIFEST.json")):
+            reader = CheckpointReader(manifest.parent)
+            whole = reader.tensors("shared/model/w")["shared/model/w"]
+            values = torch.frombuffer(whole.data, dtype=torch.float32).unique().tolist()
+            assert len(values) == 1, "of two steps"
+            found[reader.manifest.step] = values[0]
+        return found
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made = Gate(monkeypatch)
+    yield made
+    made.open()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_the_state_of_its_step(
+    tmp_path: Path, gate: Gate
+) -> None:
+    group = Group(tmp_path, every_steps=3)
+    gate.close(0, 1)
+    for number in range(1, 6):  # step 3 is under way while 4 and 5 are done
+        assert group.step(number) == [None, None]
+    gate.reached(0, 1)
+    assert group.saved() == {} and group.ranks[0].last == Base()
+    gate.open()
+    group.drain()
+    assert group.saved() == {3: 3.0}
+    assert [rank.last.step for rank in group.ranks] == [3, 3]
+
+
+def test_a_checkpoint_that_is_due_waits_for_the_one_before(tmp_path: Path, gate: Gate) -> None:
+    group = Group(tmp_path, keep_last=9)
+    group.step(1)
+    gate.close(0)
+    group.step(2)
+    gate.reached(0)
+    behind = threading.Thread(target=lambda: group.step(3), daemon=True)
+    behind.start()
+    behind.join(0.2)
+    assert behind.is_alive()
+    gate.open()
+    behind.join(20)
+    group.drain()
+    assert group.saved() == {1: 1.0, 2: 2.0, 3: 3.0}
+
+
+def test_or_it_is_left_out_on_all_ranks_and_told(tmp_path: Path, gate: Gate) -> None:
+    group = Group(tmp_path, keep_last=9, when_busy="skip")
+    group.step(1)
+    group.drain()
+    gate.close(0)
+    for number in (2, 3, 4):
+        assert group.step(number) == [None, None]
+    gate.reached(0)
+    gate.open()
+    group.drain()
+    group.step(5)
+    group.drain()
+    assert group.saved() == {1: 1.0, 2: 2.0, 5: 5.0}
+    note = next(values for values in group.told[0].of("note") if values[0] == "checkpoint-skipped")
+    assert note[1].startswith("2 due checkpoints before step 5 were left out")
+
+
+def test_a_rank_that_is_stuck_fails_the_one_checkpoint_alone(tmp_path: Path, gate: Gate) -> None:
+    group = Group(tmp_path, deadline=0.6)
+    gate.close(1)
+    group.step(1)
+    gate.reached(1)
+    wait_for(lambda: group.told[0].of("checkpoint_failed"), "rank 0 to give the checkpoint up", 10)
+    ((step, text),) = group.told[0].of("checkpoint_failed")
+    assert step == 1 and "no answer from rank [1]" in text
+    gate.open()
+    assert group.drain() == [1, 1]
+    group.step(2)
+    assert group.drain() == [0, 0]
+    assert group.saved() == {2: 2.0} and not group.gave_up
+
+
+def test_the_third_failure_in_a_row_gives_up_and_nothing_is_begun_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise StateError("the disk is on fire")
+
+    group = Group(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(saver, "write_rank_file", refuse)
+        for number in (1, 2, 3):
+            assert group.step(number) == [None, None]
+        group.drain()
+    assert group.gave_up == [True] and len(group.told[0].of("checkpoint_failed")) == 3
+    group.step(4)  # the disk would take it now, but all ranks are about to stop
+    assert group.drain() == [0, 0] and group.saved() == {}
+    for rank in group.ranks:
+        assert isinstance(rank.too_many_failures, CheckpointError) and "step 3" in str(rank.too_many_failures)
+
+
+def test_a_save_that_would_not_be_done_in_time_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(tmp_path)
+    group.step(1)
+    group.drain()
+    schedule: Any = group.ranks[0]._schedule
+    monkeypatch.setattr(schedule, "save_seconds", lambda: 12.0)
+
+    def stop(rank: int, left: float) -> Any:
+        return group.ranks[rank].save(2, "stop", False, lambda: group.content(rank, 2), left).error
+
+    late = group.together(lambda rank: stop(rank, 5.0))
+    assert late[0] == late[1] and "a save takes about 12.0 s, and 5.0 s are left" in late[0]
+    assert group.told[0].notes() == ["checkpoint-late"] and group.saved() == {1: 1.0}
+    assert group.together(lambda rank: stop(rank, 13.0)) == [None, None]
+    assert 2 in group.saved()
+
+
+def test_replicas_that_parted_are_not_saved_and_the_tensor_is_named(tmp_path: Path) -> None:
+    group = Group(tmp_path)
+
+    def act(rank: int) -> Any:
+        group.weights[rank][4000 if rank else 0] = 1.0
+        return group.ranks[rank].save(1, "request", False, lambda: group.content(rank, 1)).error
+
+    group.ranks[0].last = group.ranks[1].last = Base()
+    errors = group.together(act)
+    assert errors[0] == errors[1] and errors[0].startswith("replicas have diverged: model/w of rank [")
+    assert group.saved() == {}
