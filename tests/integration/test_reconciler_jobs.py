@@ -103,10 +103,15 @@ def test_keep_last_counts_over_all_attempts_and_remains_of_saves_go(small: Plane
     job_id = small.submit({"steps": 90, "pause": 0.02, "epochs": faults}, checkpoint={"keep_last": 2})
     directory = small.paths.job(job_id).checkpoints
     small.wait_job(job_id, lambda job: job.epoch == 1 and (job.committed_step or 0) >= 20, "past a checkpoint")
-    torn = directory / "step-000000000021.a0001"
-    torn.mkdir()
-    (torn / "rank-00000-of-00001.safetensors.tmp").write_bytes(b"half")
+    torn = [directory / f"step-000000000021.a{epoch:04d}" for epoch in (1, 2, 3, 4)]
+    for path in torn:  # of later attempts before they are there: only what a dead one left may go
+        path.mkdir()
+        (path / "rank-00000-of-00001.safetensors.tmp").write_bytes(b"half")
+    small.wait_job(job_id, lambda job: job.epoch == 3, "in its third attempt")
+    assert [path.exists() for path in torn[:2]] == [False, False] and torn[3].exists()
     small.wait(job_id, JobPhase.SUCCEEDED)
+    assert not any(path.exists() for path in torn), "killed, its agent killed, failed, completed"
+    assert not list(small.paths.job(job_id).root.glob("attempts/**/*.reserve"))
     rows = small.checkpoints(job_id)
     kept = [(row.step, row.epoch) for row in rows if row.state == "committed"]
     assert sorted(kept) == [(80, 4), (90, 4)]

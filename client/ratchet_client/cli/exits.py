@@ -28,7 +28,7 @@ MEANINGS: dict[Exit, str] = {
         "the job waited for failed, was cancelled, or ended elsewhere than asked; a checkpoint is damaged; "
         "`doctor --exactness` found other bits"
     ),
-    Exit.USAGE: "wrong command line; a name that several jobs have",
+    Exit.USAGE: "wrong command line; a name that several jobs have; a checkpoint to verify that cannot be read",
     Exit.NOT_FOUND: "no such job, attempt, checkpoint, hook or file",
     Exit.CONFLICT: "the action does not fit the job's phase",
     Exit.REFUSED: "invalid spec or configuration, or a request the service refuses",
