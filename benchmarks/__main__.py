@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Final
 
 BENCHMARKS: Final[dict[str, str]] = {
-    "checkpoint": "benchmarks.checkpoint_store",
+    "checkpoint": "benchmarks.checkpoint",
     "step": "benchmarks.step",
     "hooks": "benchmarks.hooks",
     "startup": "benchmarks.startup",

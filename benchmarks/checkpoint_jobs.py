@@ -1,0 +1,183 @@
+"""Jobs of ``benchmarks.checkpoint``: real ranks under a real service and agent, and what all of them measured together."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from benchmarks.processes import attempt_paths, ended, logs
+from benchmarks.stats import Estimate, estimate
+from examples.demo.processes import DemoError, Service, spool
+from ratchet_contract.phases import Cause
+
+SCRIPTS: Final = Path(__file__).with_name("scripts")
+CYCLE: Final = 2000
+"""Steps between two saves of Ratchet's: more than all other ways take in a round."""
+_DEADLINE: Final = 600.0  # seconds, for one job
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One job. ``ways``: of other packages. ``restores``: rounds of loading what was saved."""
+
+    megabytes: int
+    ranks: int
+    rounds: int
+    staging: str = "overlapped"
+    ways: tuple[str, ...] = ()
+    restores: int = 0
+    batch: int = 16
+
+
+@dataclass(frozen=True)
+class Saves:
+    """One way's saves but the first, each of all ranks together. Seconds.
+
+    ``lost``: what the training lost by the clock, ``stall`` and the extra time of steps beside the save; ``step``: a step without
+    a save, the median; ``told``: what Ratchet reports as its stall.
+    """
+
+    first: float
+    stall: list[float]
+    total: list[float]
+    lost: list[float]
+    told: list[float | None]
+    step: float
+    beside: bool
+    """Did steps run beside the saves?"""
+
+    def interference(self) -> list[float]:
+        """Extra time of the steps that ran beside the save, as a share of the save."""
+        three = zip(self.lost, self.stall, self.total, strict=True)
+        return [(lost - stall) / total for lost, stall, total in three]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """``limits``: seconds of the slowest rank, all at one time. ``loads``: of each way of loading, likewise."""
+
+    setup: Setup
+    nbytes: int
+    tensors: int
+    saves: dict[str, Saves]
+    limits: dict[str, list[float]]
+    loads: dict[str, list[float]]
+
+    def ratio(self, seconds: Sequence[float], limit: str) -> Estimate:
+        return estimate([a / b for a, b in zip(seconds, self.limits[limit], strict=True)])
+
+
+@contextmanager
+def service(folder: Path) -> Iterator[Service]:
+    found = Service(folder / "home")
+    try:
+        found.start()
+        yield found
+    finally:
+        found.stop()
+
+
+def measure(service: Service, setup: Setup, folder: Path) -> Measured:
+    """Run the job of ``setup`` to its end; what it wrote is gone afterwards."""
+    place = Path(tempfile.mkdtemp(dir=folder))
+    told = {
+        "megabytes": setup.megabytes, "batch": setup.batch, "rounds": setup.rounds, "ways": json.dumps(setup.ways),
+        "cycle": CYCLE, "restores": setup.restores, "folder": place,
+    }  # fmt: skip
+    spec = {
+        "name": "bench-checkpoint",
+        "code": {"path": str(SCRIPTS)},
+        "script": ["save_loop.py", *(str(part) for key, value in told.items() for part in (f"--{key}", value))],
+        "world": {"ranks_per_node": setup.ranks, "device": "cpu"},
+        "resources": {"cpus_per_rank": 1},
+        "determinism": "off",  # it would fill every new tensor, which costs the others more than Ratchet
+        "checkpoint": {"every_steps": CYCLE, "staging": setup.staging, "keep_last": 2},
+        "policy": {"backoff": 0.1},
+    }
+    job = service.client.submit(spec)
+    first = attempt_paths(service, job.id, 1)
+    try:
+        _until_ended(service, job.id, last=2 if setup.restores else 1)
+        ranks = _read(place, "save", setup.ranks)
+        stalls = {m["step"]: m for m in spool(first, 0) if m["kind"] == "checkpoint"}
+        return Measured(
+            setup, ranks[0]["nbytes"], ranks[0]["tensors"], _saves([rank["saves"] for rank in ranks], stalls),
+            _slowest([rank["limits"] for rank in ranks]), _loads(place, setup),
+        )  # fmt: skip
+    finally:
+        service.client.cancel(job.id)
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(first.root.parents[1] / "checkpoints", ignore_errors=True)
+
+
+def _until_ended(service: Service, job: str, last: int) -> None:
+    """Every attempt to its end: by a kill of its own making but for the last. Raises ``DemoError`` for any other end."""
+    for number in range(1, last + 1):
+        attempt, wanted = attempt_paths(service, job, number), Cause.COMPLETED if number == last else Cause.RANK_KILLED
+        end = time.monotonic() + _DEADLINE
+        while (result := ended(attempt)) is None and time.monotonic() < end:
+            time.sleep(0.05)
+        if result is None or result.cause is not wanted:
+            told = "did not end" if result is None else f"ended with {result.cause}: {result.message}"
+            raise DemoError(f"attempt {number} {told}\n{logs(attempt)}")
+
+
+def _read(place: Path, name: str, ranks: int) -> list[dict[str, Any]]:
+    return [json.loads((place / f"{name}-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def _slowest(of_ranks: list[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """Of every round but the first, the longest over the ranks."""
+    return {
+        name: [max(found) for found in zip(*(rank[name] for rank in of_ranks), strict=True)][1:] for name in of_ranks[0]
+    }
+
+
+def _loads(place: Path, setup: Setup) -> dict[str, list[float]]:
+    if not setup.restores:
+        return {}
+    ranks = _read(place, "restore", setup.ranks)
+    seconds = [rank["seconds"] for rank in ranks]
+    out = {name: [max(found) for found in zip(*(rank[name] for rank in seconds), strict=True)] for name in seconds[0]}
+    return {**out, "first": [max(rank["first"] for rank in ranks)], "joined": [max(rank["joined"] for rank in ranks)]}
+
+
+def _saves(of_ranks: list[list[dict[str, Any]]], reports: dict[int, dict[str, Any]]) -> dict[str, Saves]:
+    """All ranks saved in the same order; what one rank waited for, all did. ``reports``: Ratchet's own, by step."""
+    quiet: dict[int, list[float]] = {}
+    for save in of_ranks[0]:
+        quiet.setdefault(save["round"], []).extend(save["quiet"])
+    step = {number: statistics.median(seconds) for number, seconds in quiet.items()}
+    found: dict[str, list[_One]] = {}
+    for same in zip(*of_ranks, strict=True):
+        stall = max(save["call"] + save["gate"] for save in same)
+        extra = statistics.fmean(sum(s["busy"]) - len(s["busy"]) * step[s["round"]] for s in same)
+        told = reports[same[0]["step"]]["stall"] if same[0]["step"] is not None else None
+        one = _One(stall, max(save["total"] for save in same), stall + extra, told, bool(same[0]["busy"]))
+        found.setdefault(same[0]["way"], []).append(one)
+    typical = statistics.median(step.values())
+    return {way: _together(saves, typical) for way, saves in found.items()}
+
+
+class _One(NamedTuple):
+    stall: float
+    total: float
+    lost: float
+    told: float | None
+    beside: bool
+
+
+def _together(saves: list[_One], step: float) -> Saves:
+    later = saves[1:]
+    return Saves(
+        saves[0].stall, [s.stall for s in later], [s.total for s in later], [s.lost for s in later],
+        [s.told for s in later], step, any(s.beside for s in later),
+    )  # fmt: skip

@@ -1,0 +1,90 @@
+"""Loading what was saved: Ratchet's way, torch's, and plain reading of as many bytes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from save_state import CHUNK
+from save_ways import World
+
+from ratchet_contract.manifest import TensorEntry
+from ratchet_store.read import load
+from ratchet_worker import reload, restore
+from ratchet_worker.session import Session
+
+
+def measure_restore(session: Session, world: World, rounds: int, folder: Path) -> dict[str, Any]:
+    """Seconds of every way in every round, of this rank; all ranks begin together. The page cache holds everything."""
+    runtime = session._runtime
+    chosen = runtime.chosen
+    manifest, directory = chosen.manifest, chosen.directory
+    assert manifest is not None and directory is not None
+    size = sum(file.size for file in manifest.files)
+    there = torch.ones(size, dtype=torch.uint8)
+    held: dict[tuple[str, int], memoryview] = {}
+
+    def place(entry: TensorEntry) -> memoryview:
+        key = entry.name, entry.start
+        if key not in held:
+            held[key] = memoryview(torch.ones(entry.nbytes, dtype=torch.uint8).numpy())
+        return held[key]
+
+    def verified() -> None:
+        """Every byte, into memory whose pages are there."""
+        load(directory, manifest, lambda entry: True, place, ranks=[session.rank])
+
+    def resumed() -> None:
+        """What a resume does: read and verify before anything is built, then put in place and compare with what was saved."""
+        found = restore.read(chosen, [session.rank], whole=[session.rank])[session.rank]
+        reload.restore_state(runtime, manifest, found)
+
+    def torch_load() -> None:
+        found = torch.load(folder / "torch.save", weights_only=True)
+        world.model.load_state_dict(found["model"])
+        world.optimizer.load_state_dict(found["optimizer"])
+
+    def dcp_load() -> None:
+        dcp.load(world.tensors(), checkpoint_id=folder / "dcp.save", process_group=world.group)
+
+    def raw_read(into: torch.Tensor) -> None:
+        buffer, offset = memoryview(into.numpy()), 0
+        for file in manifest.files:
+            offset = _read(directory / file.name, buffer, offset)
+
+    ways: dict[str, Callable[[], None]] = {
+        "raw read": lambda: raw_read(there),
+        "raw read into fresh memory": lambda: raw_read(torch.empty(size, dtype=torch.uint8)),
+        "Ratchet, load and verify": verified,
+        "Ratchet, a resume's": resumed,
+    }
+    if (folder / "torch.save").exists():
+        ways["torch.load, load_state_dict"] = torch_load
+    if (folder / "dcp.save").exists():
+        ways["dcp.load"] = dcp_load
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):  # the first only fills the page cache
+        for name, way in ways.items():
+            dist.barrier(world.group)
+            begin = time.perf_counter()
+            way()
+            if number:
+                seconds[name].append(time.perf_counter() - begin)
+    return {"seconds": seconds}
+
+
+def _read(path: Path, into: memoryview, offset: int) -> int:
+    """Read all of it to ``offset`` and following; returns where it ends."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        while count := os.readv(fd, [into[offset : offset + CHUNK]]):
+            offset += count
+        return offset
+    finally:
+        os.close(fd)
