@@ -16,12 +16,13 @@ from ratchet_contract.phases import Desired
 from ratchet_contract.spec import JobSpec, Resolved
 from ratchet_hooks.memory import needs_shapes
 from ratchet_hooks.specs import CustomSpec
-from ratchet_service import preflight, preflight_hook, preflight_launcher, snapshot
+from ratchet_service import preflight, preflight_disk, preflight_hook, preflight_launcher, snapshot
 from ratchet_service.hook_probe import Probe
 from ratchet_service.interpreters import Interpreters
 from ratchet_service.launch_files import launch_file
 from ratchet_service.launchers.table import Launchers
 from ratchet_service.machine import Machine, read_machine
+from ratchet_service.preflight_report import Report
 from ratchet_service.turns import Turns
 
 _NO_JOB: Final = "job-id"
@@ -56,7 +57,10 @@ class LocalSubmission:
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
         spec = self._on_snapshot(spec, code_digest)
         with self._look(isinstance(spec.hook, CustomSpec)):
-            return preflight.resolve(spec, self._machine(), launchers=self._launchers, interpreters=self._interpreters)
+            found = preflight.resolve(spec, self._machine(), launchers=self._launchers, interpreters=self._interpreters)
+        resolved, report = found[0], Report(found[1], found[2])
+        preflight_disk.check(self._home.home, report)
+        return resolved, report.warnings, report.problems
 
     def resize(
         self, spec: JobSpec, resolved: Resolved, warnings: Sequence[Warning_]

@@ -21,7 +21,8 @@ from ratchet_contract.messages import ForkSource, LaunchFile
 from ratchet_contract.paths import MANIFEST_NAME, JobPaths
 from ratchet_contract.resume import Base
 from ratchet_store.commit import check_files, read_manifest
-from ratchet_store.files import DAMAGED, MISSING, UNREADABLE
+from ratchet_store.files import DAMAGED, MISSING, UNREADABLE, ensure_dir
+from ratchet_store.filesystem import examine
 from ratchet_store.lineage import find_base, set_aside
 from ratchet_store.read import verify_files
 from ratchet_worker.exchange import Exchange
@@ -115,12 +116,28 @@ class _RankZero:
         try:
             if self._tried is not None:
                 self._settle(*self._tried, problems)
+            else:
+                self._insist_on_disk()
             notes = self._find()
         except RatchetError as error:
             return {**out, "error": _told(error)}
         if self._tried is not None:
             out |= {"directory": str(self._tried[0]), "digest": self._tried[1].digest}
         return {**out, "notes": notes}
+
+    def _insist_on_disk(self) -> None:
+        """Raises ``UserError`` for a file system that cannot keep what a save promises. Trying it also makes an NFS client ask
+        the server what is there, before anything is chosen."""
+        try:
+            ensure_dir(self._job.checkpoints)
+            verdict = examine(self._job.checkpoints)
+        except OSError as error:  # not for its kind: what it means is said where something is to be read or saved
+            self._reporter.note("file-system-not-tried", f"{self._job.checkpoints}: {error.strerror or error}")
+            return
+        if verdict.status == "refused":
+            raise UserError(str(verdict), code="file-system-refused")
+        if verdict.status == "noted":
+            self._reporter.note("file-system", str(verdict))
 
     def _find(self) -> list[str]:
         """Sets what is tried next; notes on it."""

@@ -1,0 +1,222 @@
+"""All ranks read what they start from together: what one of them finds wrong, all of them act on, before anything is built.
+
+Ranks are threads over torch's own in-memory store; the checkpoints and the system calls are real. What only one rank is to meet,
+its thread meets.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from ratchet_contract.errors import CheckpointError, RatchetError, UserError
+from ratchet_contract.manifest import Manifest
+from ratchet_contract.messages import ForkSource
+from ratchet_contract.paths import MANIFEST_NAME, JobPaths
+from ratchet_contract.resume import Segment
+from ratchet_store import filesystem, rankfile
+from ratchet_store.files import UNREADABLE
+from ratchet_store.filesystem import Mount
+from ratchet_worker import choice
+from ratchet_worker.exchange import Exchange
+from ratchet_worker.restore import Chosen
+from ratchet_worker.snapshot import byte_view
+from tests.support.checkpoints import JOB, make_chain, make_checkpoint, names, shared_bytes
+
+LINEAGE = [Segment(epoch=1, after_step=0)]
+BLOCK = 4096
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobPaths:
+    monkeypatch.setattr(rankfile, "BLOCK", BLOCK)
+    monkeypatch.setattr(rankfile, "CHUNK", BLOCK)
+    return JobPaths(tmp_path / "jobs" / JOB)
+
+
+class Told:
+    """What rank 0 reports."""
+
+    def __init__(self) -> None:
+        self.quarantines: list[int] = []
+        self.notes: list[str] = []
+
+    def quarantined(self, step: int, epoch: int, error: str) -> None:
+        self.quarantines.append(step)
+
+    def note(self, type_: str, message: str, **data: Any) -> None:
+        self.notes.append(f"{type_}: {message}")
+
+
+def choose(
+    job: JobPaths, ranks: int = 2, *, fork: ForkSource | None = None, nodes: Sequence[int] = (), lineage: Any = LINEAGE
+) -> tuple[list[Chosen | RatchetError], Told]:
+    """What every rank gets, or the error that ends it. ``nodes``: of each rank."""
+    store, told = HashStore(), Told()
+
+    def rank(number: int) -> Chosen | RatchetError:
+        threading.current_thread().name = f"rank-{number}"
+        launch: Any = SimpleNamespace(
+            job_id=JOB,
+            job_root=str(job.root),
+            attempt_dir=str(job.attempt(2).root),
+            lineage=lineage,
+            fork=fork,
+            node=nodes[number] if nodes else 0,
+        )
+        try:
+            return choice.choose(launch, Exchange(store, number, ranks, 20.0), told)  # type: ignore[arg-type]
+        except RatchetError as error:
+            return error
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(rank, range(ranks))), told
+
+
+def steps(found: Sequence[Chosen | RatchetError]) -> list[int]:
+    assert all(isinstance(item, Chosen) for item in found), found
+    return [item.base.step for item in found if isinstance(item, Chosen)]
+
+
+def errors(found: Sequence[Chosen | RatchetError]) -> list[RatchetError]:
+    assert all(isinstance(item, RatchetError) for item in found), found
+    return [item for item in found if isinstance(item, RatchetError)]
+
+
+def only(monkeypatch: pytest.MonkeyPatch, name: str, number: int, act: Callable[..., Any]) -> None:
+    """``os.<name>`` is ``act(real, ...)`` for rank ``number``."""
+    real = getattr(os, name)
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        if threading.current_thread().name != f"rank-{number}":
+            return real(*arguments, **keywords)
+        return act(real, *arguments, **keywords)
+
+    monkeypatch.setattr(os, name, call)
+
+
+def flip(path: Path, at: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+def test_every_rank_gets_its_part_from_one_pass_over_the_disk(job: JobPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = make_checkpoint(job.checkpoints, 10, scale=24, seed=4)
+    read: list[tuple[str, int]] = []
+    real = os.preadv
+
+    def counted(fd: int, buffers: Any, offset: int) -> int:
+        read.append((threading.current_thread().name, real(fd, buffers, offset)))
+        return read[-1][1]
+
+    monkeypatch.setattr(os, "preadv", counted)
+    found, told = choose(job)
+    assert steps(found) == [10, 10] and told.notes == [] and told.quarantines == []
+    for number, item in enumerate(found):
+        assert isinstance(item, Chosen)
+        snapshot = item.take()
+        assert {f"shared/{n}": bytes(byte_view(t)) for n, t in snapshot.shared.items()} == shared_bytes(4, 24)
+        assert set(snapshot.private) == {"rng/torch"} and snapshot.state == {"rank": number, "seed": 4}
+        assert item.held == []
+        mine = sum(count for name, count in read if name == f"rank-{number}")
+        assert manifest.files[number].size <= mine <= manifest.size
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_no_byte_of_any_file_goes_unverified_whatever_the_number_of_ranks(job: JobPaths, ranks: int) -> None:
+    chain = make_chain(job.checkpoints, 10, 20)
+    for number, file in enumerate(make_checkpoint(job.checkpoints, 30, parent=chain[1].base, world_size=3).files):
+        for block in range(len(file.blocks)):
+            target = make_checkpoint(job.checkpoints, 40 + 10 * number + block, parent=chain[1].base, world_size=3)
+            flip(job.checkpoints / target.id / file.name, min(block * BLOCK + 77, file.size - 1))
+    damaged = len(names(job.checkpoints)) - 3
+    assert damaged >= 6
+    found, told = choose(job, ranks)
+    assert steps(found) == [30] * ranks and len(told.quarantines) == damaged == len(names(job.quarantine))
+    assert all(len(item.quarantined) == damaged for item in found if isinstance(item, Chosen))
+
+
+def _failing(real: Any, *arguments: Any) -> Any:
+    raise OSError(5, "Input/output error")
+
+
+def _lying(real: Any, fd: int, buffers: Any, offset: int) -> Any:
+    count = real(fd, buffers, offset)
+    buffers[0][0] ^= 1
+    return count
+
+
+@pytest.mark.parametrize(
+    ("act", "text"), [(_failing, "rank 1: .*Input/output error"), (_lying, "rank 1 reads other bytes than rank 0")]
+)
+def test_what_one_rank_alone_cannot_read_ends_all_and_moves_nothing(
+    job: JobPaths, monkeypatch: pytest.MonkeyPatch, act: Callable[..., Any], text: str
+) -> None:
+    make_chain(job.checkpoints, 10, 20)
+    only(monkeypatch, "preadv", 1, act)
+    found, told = choose(job, 3)
+    for error in errors(found):
+        assert isinstance(error, CheckpointError) and error.code == UNREADABLE and re.search(text, error.detail)
+    assert told.quarantines == [] and len(names(job.checkpoints)) == 2
+
+
+def test_what_rank_0_cannot_find_out_ends_all_of_them_at_once(job: JobPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_chain(job.checkpoints, 10, 20)
+    only(monkeypatch, "open", 0, lambda real, path, *more, **keywords: _failing(real)
+         if str(path).endswith(MANIFEST_NAME) else real(path, *more, **keywords))  # fmt: skip
+    found, _ = choose(job)
+    assert {error.code for error in errors(found)} == {UNREADABLE} and len(names(job.checkpoints)) == 2
+
+
+def test_another_node_is_given_time_to_see_what_rank_0_sees(job: JobPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(job.checkpoints, 10)
+    left = [3]
+
+    def late(real: Any, path: Any, *more: Any, **keywords: Any) -> Any:
+        if str(path).endswith(MANIFEST_NAME) and left[0] > 0:
+            left[0] -= 1
+            raise FileNotFoundError(2, "No such file or directory")
+        return real(path, *more, **keywords)
+
+    only(monkeypatch, "open", 1, late)
+    found, told = choose(job, nodes=[0, 1])
+    assert steps(found) == [10, 10] and left == [0]
+    monkeypatch.setattr(choice, "_PATIENCE", 0.3)
+    left[0] = 1000
+    found, told = choose(job, nodes=[0, 1])
+    for error in errors(found):
+        assert error.code == UNREADABLE and "this node does not see" in error.detail
+    assert told.quarantines == [] and len(names(job.checkpoints)) == 1
+
+
+def test_a_damaged_source_of_a_fork_ends_the_job_and_stays_where_it_is(job: JobPaths, tmp_path: Path) -> None:
+    other = JobPaths(tmp_path / "jobs" / "job-2")
+    source: Manifest = make_checkpoint(other.checkpoints, 10, job_id="job-2")
+    fork = ForkSource(job_root=str(other.root), step=10, epoch=1, digest=source.digest)
+    found, _ = choose(job, fork=fork, lineage=[])
+    assert steps(found) == [10, 10] and isinstance(found[1], Chosen) and found[1].notes == ["forked from job job-2"]
+    flip(other.checkpoints / source.id / source.files[1].name, source.files[1].size - 1)
+    found, told = choose(job, fork=fork, lineage=[])
+    for error in errors(found):
+        assert isinstance(error, UserError) and "fork from another checkpoint" in error.detail
+    assert names(other.checkpoints) == [source.id] and told.quarantines == []
+
+
+def test_no_step_is_done_on_a_file_system_that_keeps_nothing(job: JobPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filesystem, "mount_of", lambda _: Mount("/mnt", "fuse.s3fs"))
+    for error in errors(choose(job, lineage=[])[0]):
+        assert isinstance(error, UserError) and error.code == "file-system-refused"
+        assert str(job.checkpoints) in error.detail and "fuse.s3fs" in error.detail and "checkpoint.uri" in error.detail
+    monkeypatch.setattr(filesystem, "mount_of", lambda _: Mount("/mnt", "tmpfs"))
+    found, told = choose(job, lineage=[])
+    assert steps(found) == [0, 0] and "gone after a reboot" in told.notes[0]
