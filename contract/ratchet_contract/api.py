@@ -158,6 +158,12 @@ class CheckpointView(View):
         None,
         description="The value by which `checkpoint.keep_best` judges it; null: none was logged at its step, or NaN.",
     )
+    uri: str | None = Field(
+        None, description="Of its copy in the object store of `checkpoint.uri`; null: there is none."
+    )
+    uploaded_at: datetime | None = Field(
+        None, description="When that copy was whole: from then on the checkpoint survives the loss of its machine."
+    )
     created_at: datetime
 
 
@@ -281,3 +287,6 @@ class DeleteResult(View):
 
     id: str
     checkpoints: str | None = Field(None, description="Directory of the kept checkpoints; null: they were deleted.")
+    remote: str | None = Field(
+        None, description="What is left in the object store, and why; null: nothing, or the job had none there."
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -11,6 +11,9 @@ from ratchet_contract.resume import Base, ResumeReport, Segment
 from ratchet_contract.spec import JobSpec, Resolved
 from ratchet_contract.version import PROTOCOL_VERSION
 from ratchet_hooks.summary import HookSummary
+
+AGENT_RANK: Final = -1
+"""As ``rank`` of a message: node 0's agent speaks for itself, in a spool of its own."""
 
 
 class Message(BaseModel):
@@ -63,6 +66,9 @@ class LaunchFile(Message):
     )
     lineage: list[Segment] = Field(
         [], description="Which checkpoints on disk may be resumed from; newest valid one wins."
+    )
+    recorded: Base | None = Field(
+        None, description="The newest checkpoint of the lineage that the service knows to be committed; null: none."
     )
     fork: ForkSource | None = None
     desired: Desired = Desired.RUN
@@ -222,8 +228,8 @@ class Note(Message):
 
 
 RankMessage = Annotated[
-    Started | Training | Resumed | Metrics | Progress | HookState | CheckpointCommitted | CheckpointFailed
-    | CheckpointDeleted | Quarantined | Note,
+    Started | Training | Resumed | Metrics | Progress | HookState | CheckpointCommitted | CheckpointUploaded
+    | CheckpointFailed | CheckpointDeleted | Quarantined | Note,
     Field(discriminator="kind"),
 ]  # fmt: skip
 

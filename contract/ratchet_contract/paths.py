@@ -178,6 +178,16 @@ class AttemptPaths(NodePaths):
         """JSON lines, one ``RankMessage`` each, appended by the rank; line number (from 1) is the sequence number."""
         return self.root / "spool" / f"rank-{rank:05d}.jsonl"
 
+    @property
+    def agent_spool(self) -> Path:
+        """The same of node 0's agent itself (``AGENT_RANK``)."""
+        return self.root / "spool" / "agent.jsonl"
+
+    @property
+    def fetched_file(self) -> Path:
+        """Notes on what node 0's agent fetched from the object store before the ranks started; a JSON list of sentences."""
+        return self.root / "fetched.json"
+
     def rank_result(self, rank: int) -> Path:
         """``RankResult``: written by the rank as its last act."""
         return self.root / "results" / f"rank-{rank:05d}.json"

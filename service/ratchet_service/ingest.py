@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from ratchet_contract.errors import Conflict, NotFound, Refused
-from ratchet_contract.messages import AgentReport, CheckpointCommitted, Control, Group, RankBatch, ReportAck
+from ratchet_contract.messages import AGENT_RANK, AgentReport, CheckpointCommitted, Control, Group, RankBatch, ReportAck
 from ratchet_contract.paths import HomePaths, JobPaths, is_job_id
 from ratchet_contract.phases import AttemptPhase, Cause, Outcome
 from ratchet_contract.version import PROTOCOL_VERSION
@@ -80,9 +80,10 @@ def ingest_batches(
     acked = dict(node.acked)
     effects = Effects(session, job, attempt, hook_iterations or {})
     world = int(job.spec["world"]["nodes"]) * int(job.spec["world"]["ranks_per_node"])
+    agent_speaks = node.node == 0 and job.spec["checkpoint"].get("uri") is not None
     stored = 0
     for batch in batches:
-        if not 0 <= batch.rank < world:
+        if not (0 <= batch.rank < world or (batch.rank == AGENT_RANK and agent_speaks)):
             raise Refused(f"there is no rank {batch.rank} in a group of {world}", code="invalid-report")
         done = acked.get(str(batch.rank), 0)
         if batch.from_seq > done + 1:

@@ -17,6 +17,7 @@ from ratchet_contract.messages import (
     CheckpointCommitted,
     CheckpointDeleted,
     CheckpointFailed,
+    CheckpointUploaded,
     HookState,
     Metrics,
     Note,
@@ -84,6 +85,8 @@ class Effects:
                 self._hook(rank, message)
             case CheckpointCommitted():
                 self._committed(message)
+            case CheckpointUploaded():
+                self._uploaded(message)
             case CheckpointFailed():
                 text = f"the checkpoint of step {message.step} failed: {storable(message.error)}"
                 self._event("checkpoint-failed", text, {"step": message.step})
@@ -215,6 +218,24 @@ class Effects:
         text = "is the job's last" if ended else f"committed ({message.reason})"
         self._event("checkpoint", f"checkpoint {name} {text}", data)
 
+    def _uploaded(self, message: CheckpointUploaded) -> None:
+        """Its copy is whole. One that the row says was deleted, since its disk had lost it, is here again."""
+        name = checkpoint_dir_name(message.step, message.epoch)
+        row = self._session.get(Checkpoint, (self._job.id, message.step, message.epoch))
+        if row is None:
+            return  # its commit has not been reported yet; agents say this once more
+        if row.digest != storable(message.digest)[:64]:
+            text = f"{name} was copied to {storable(message.uri)}, but is recorded with digest {row.digest}"
+            self._event("checkpoint-ignored", text, {"checkpoint": name})
+            return
+        if row.state == "deleted":
+            row.state = "committed"
+        if row.uploaded_at is None:
+            row.uri, row.uploaded_at = storable(message.uri)[:2000], when(message.at, self._now)
+            seconds = message.seconds if math.isfinite(message.seconds) else None
+            data = {"checkpoint": name, "uri": row.uri, "nbytes": message.nbytes, "seconds": seconds}
+            self._event("checkpoint-uploaded", f"checkpoint {name} is copied to {row.uri}", data)
+
     def _quarantined(self, message: Quarantined) -> None:
         self._set_state(message.step, message.epoch, "quarantined")
         name = checkpoint_dir_name(message.step, message.epoch)
@@ -241,7 +262,7 @@ class Effects:
 
 def _numbers(message: RankMessage) -> Iterator[int | None]:
     """Those that end up in 64-bit columns."""
-    for name in ("step", "epoch", "total_steps", "data_epoch", "size", "files"):
+    for name in ("step", "epoch", "total_steps", "data_epoch", "size", "files", "nbytes"):
         yield getattr(message, name, 0)
     if isinstance(message, HookState):
         yield from (message.summary.step, message.summary.iteration)

@@ -10,7 +10,7 @@ from typing import Final
 
 from pydantic import TypeAdapter, ValidationError
 
-from ratchet_contract.messages import Note, RankBatch, RankMessage
+from ratchet_contract.messages import AGENT_RANK, Note, RankBatch, RankMessage
 from ratchet_contract.paths import JobPaths
 from ratchet_service.database import Database
 from ratchet_service.ingest import hook_iterations, ingest_batches
@@ -31,13 +31,15 @@ def ingest_leftover(database: Database, job_paths: JobPaths, lease: Lease, nodes
         rows = [session.get(AttemptNode, (lease.job_id, lease.epoch, node)) for node in range(nodes)]
         acked = {int(rank): seq for row in rows if row is not None for rank, seq in row.acked.items()}
     stored = 0
-    for rank in range(nodes * ranks_per_node):
-        for batch in batches(paths.spool(rank), rank, acked.get(rank, 0)):
+    spools = {rank: paths.spool(rank) for rank in range(nodes * ranks_per_node)}
+    spools[AGENT_RANK] = paths.agent_spool  # last: it speaks of what rank 0 has reported
+    for rank, spool in spools.items():
+        for batch in batches(spool, rank, acked.get(rank, 0)):
             iterations = hook_iterations([batch], job_paths)
             with database.write() as session:
                 job = hold(session, lease)
                 attempt = session.get_one(Attempt, (job.id, lease.epoch))
-                node = session.get_one(AttemptNode, (job.id, lease.epoch, rank // ranks_per_node))
+                node = session.get_one(AttemptNode, (job.id, lease.epoch, max(0, rank) // ranks_per_node))
                 stored += ingest_batches(session, job, attempt, node, [batch], iterations)
     return stored
 

@@ -190,6 +190,8 @@ class Checkpoint(Base):
     verification: Mapped[str | None] = mapped_column(sa.String(16))  # ok, damaged
     verification_error: Mapped[str | None] = mapped_column(sa.Text)
     hook_iteration: Mapped[int | None]
+    uri: Mapped[str | None] = mapped_column(sa.String(2000))  # of its copy in an object store
+    uploaded_at: Mapped[datetime | None]  # when that was whole
     created_at: Mapped[datetime]
 
     @property

@@ -25,6 +25,7 @@ from ratchet_service import (
     preflight_launcher,
     preflight_python,
     preflight_start,
+    preflight_uri,
     snapshot,
     unmanaged,
 )
@@ -85,6 +86,8 @@ def resolve(
     preflight_hook.check(spec, resolved, report)
     _warn_of_world(spec, resolved, machine, report)
     _warn(spec, resolved, report)
+    if not report.problems:  # it waits for others
+        preflight_uri.check(spec, report)
     if not report.problems:  # last: it runs the user's code
         preflight_hook.check_own(spec, machine, Probe(python, spec, code_path(spec), environ, hook_seconds), report)
     return resolved, report.warnings, report.problems

@@ -38,6 +38,7 @@ _BY_CODE: Final[dict[str, int]] = {
     "unknown-parameter": 422,
     "internal-error": 500,
     "busy": 503,
+    "checkpoint-remote": 503,
     "database-unavailable": 503,
     "export-timeout": 504,
     "disk-full": 507,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,13 +27,13 @@ from ratchet_store.commit import checkpoint_dirs, read_manifest
 from ratchet_store.files import (
     DAMAGED,
     MISSING,
-    UNREADABLE,
     ensure_dir,
     fsync_dir,
     not_written,
     replacing,
     write_all,
 )
+from ratchet_store.lineage import set_aside
 from ratchet_store.objects import ObjectStore
 from ratchet_store.read import verify_files
 from ratchet_store.remote import Id, RemoteCheckpoints
@@ -41,6 +42,7 @@ from ratchet_store.retain import delete
 CONNECTIONS: Final = 4
 _RANGE: Final = 8 << 20  # bytes of one request, at least a block
 _PREFIX: Final = ".fetching-"
+_STALE: Final = 7 * 86400.0
 
 
 class Brought(NamedTuple):
@@ -124,11 +126,10 @@ def fetch(
     manifest = remote.parse(folder, raw)
     if marks is None:
         marks = [path.rpartition("/")[2] for path in remote.objects.list(f"{folder}/")]
-    target, temporary = checkpoints / folder, checkpoints / f"{_PREFIX}{folder}"
+    target, temporary = checkpoints / folder, checkpoints / f"{_PREFIX}{folder}.{os.getpid()}.{time.monotonic_ns()}"
     try:
         ensure_dir(checkpoints)
-        for left in checkpoints.glob(f"{_PREFIX}*"):  # of a fetch that was cut short
-            shutil.rmtree(left)
+        _sweep(checkpoints)
         temporary.mkdir()
         _Download(remote.objects, folder, temporary, manifest.files, progress).run()
         for mark in (FINISHED_NAME, PINNED_NAME):
@@ -137,8 +138,9 @@ def fetch(
         with replacing(temporary / MANIFEST_NAME) as fd:
             write_all(fd, memoryview(raw))
         fsync_dir(temporary)
-        _clear(target, quarantine)
-        temporary.rename(target)
+        if not _is_there(target, manifest):
+            _clear(target, quarantine)
+            temporary.rename(target)
         fsync_dir(checkpoints)
     except OSError as error:
         raise not_written(temporary, error) from error
@@ -148,6 +150,23 @@ def fetch(
     return read_manifest(target)
 
 
+def _sweep(checkpoints: Path) -> None:
+    """Fetches that were cut short, so long ago that none of them can still go on."""
+    for left in checkpoints.glob(f"{_PREFIX}*"):
+        if time.time() - left.stat().st_mtime > _STALE:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_there(target: Path, manifest: Manifest) -> bool:
+    """Has somebody else brought it meanwhile?"""
+    try:
+        there = read_manifest(target)
+        verify_files(target, there)
+    except CheckpointError:
+        return False
+    return there.digest == manifest.digest
+
+
 def _clear(target: Path, quarantine: Path) -> None:
     """What has the checkpoint's name here: a damaged one goes to quarantine whole, what never was one is removed."""
     if not os.path.lexists(target):
@@ -155,14 +174,7 @@ def _clear(target: Path, quarantine: Path) -> None:
     if not (target / MANIFEST_NAME).exists():
         delete(target)
         return
-    ensure_dir(quarantine)
-    for number in range(1000):
-        place = quarantine / (target.name + (f".{number}" if number else ""))
-        if not os.path.lexists(place):
-            target.rename(place)
-            fsync_dir(quarantine)
-            return
-    raise CheckpointError(f"{quarantine} holds 1000 copies of {target.name}: empty it", code=UNREADABLE)
+    set_aside(target, quarantine)
 
 
 class _Part(NamedTuple):

@@ -42,6 +42,7 @@ class S3Server:
 
     def __init__(self) -> None:
         self.fault: Fault = lambda _method, _path: None
+        self.unconditional = False  # a store that does not know If-None-Match
         self.requests: list[tuple[str, str]] = []
         self.hung = threading.Event()
         port = free_port()
@@ -66,7 +67,7 @@ class S3Server:
 
     def reset(self) -> None:
         """An empty bucket, no faults."""
-        self.fault = lambda _method, _path: None
+        self.fault, self.unconditional = lambda _method, _path: None, False
         direct = f"http://127.0.0.1:{self._upstream}"
         assert httpx.post(f"{direct}/moto-api/reset").status_code == 200
         assert httpx.put(f"{direct}/{BUCKET}").status_code == 200
@@ -132,7 +133,8 @@ class S3Server:
             return
         upstream = http.client.HTTPConnection("127.0.0.1", self._upstream, timeout=30)
         try:
-            upstream.request(request.command, request.path, body, dict(request.headers.items()))
+            given = {k: v for k, v in request.headers.items() if not (self.unconditional and k == "if-none-match")}
+            upstream.request(request.command, request.path, body, given)
             answer = upstream.getresponse()
             data = answer.read()
             headers = [(k, v) for k, v in answer.getheaders() if k.lower() not in ("connection", "transfer-encoding")]

@@ -71,7 +71,8 @@ WRONG = [
     ({"name": "job", "script": ["train.py"]}, "/code", "missing", ""),
     ({"name": "job", "script": ["../t.py"], "code": {"path": "."}}, "/script/0", "invalid-script", ""),
     ({"name": "job", "script": ["/etc/t.py"], "code": {"path": "."}}, "/script/0", "invalid-script", ""),
-    (spec(checkpoint={"uri": "s3://b/c"}), "/checkpoint/uri", "not-available", ""),
+    (spec(checkpoint={"uri": "file:///tmp/c"}), "/checkpoint/uri", "value-error", "s3://BUCKET/PREFIX"),
+    (spec(checkpoint={"uri": "s3://key:secret@b/c"}), "/checkpoint/uri", "value-error", "come from the environment"),
     (spec(resources={"memory": "8G"}), "/resources/memory", "value-error", "16Gi"),
     (spec(launcher={"kind": "slurm", "partion": "a"}), "/launcher/partion", "unknown-key", "'partition'"),
     (

@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from ratchet_contract.phases import Cause
 from ratchet_contract.resume import Base
 from ratchet_contract.version import PROTOCOL_VERSION
 from ratchet_worker import code_fetch, procs, workdir
+from ratchet_worker.copies import Copies
 from ratchet_worker.files import now, release, reserve, say, write_atomic
 from ratchet_worker.forking import ForkingStarter
 from ratchet_worker.launch_env import plan_ranks
@@ -40,6 +40,7 @@ from ratchet_worker.results import Conclusion, Ended, NotStarted, conclude
 from ratchet_worker.starter import ProcessStarter, Starter
 from ratchet_worker.supervisor import STOP_SIGNALS, Supervisor, Timing
 from ratchet_worker.uplink import Uplink
+from ratchet_worker.upload import leave
 
 T = TypeVar("T")
 _RANK_MODULE: Final = "ratchet_worker.process"  # torch, and nearly all that a rank imports
@@ -138,7 +139,8 @@ class _Attempt:
         self._own = self._paths.node(launch.node)
         self._deadline = time.monotonic() + launch.spec.policy.startup_deadline
         self._supervisor = Supervisor(launch, self._paths, starter, timing)
-        spools = {rank: self._paths.spool(rank) for rank in launch.ranks}
+        self._copies = Copies(launch, self._paths)
+        spools = {rank: self._paths.spool(rank) for rank in launch.ranks} | self._copies.spools()
         self._meeting = Meeting(launch) if launch.spec.world.nodes > 1 else None
         self._uplink = Uplink(launch, spools, self._supervisor, period=timing.report, meeting=self._meeting)
 
@@ -150,6 +152,7 @@ class _Attempt:
             self._supervisor.insist()
             self._start()
             self._uplink.start()
+            self._copies.start()
             ends = self._supervisor.run()
             conclusion = conclude(ends, self._supervisor.evidence)
         except NotStarted as over:
@@ -162,6 +165,8 @@ class _Attempt:
                 ends = self._supervisor.finish()
             conclusion = _crashed(error, any_rank=bool(ends))
         self._clean_up()
+        fenced = self._supervisor.evidence.fenced is not None
+        self._copies.finish(conclusion.cause, fenced, self._supervisor.grace_left)
         result = self._result(conclusion, ends)
         self._tell(result)
         return exit_code_of(result.cause)
@@ -170,6 +175,7 @@ class _Attempt:
         """Meet the other nodes, start the ranks, let go of the rendezvous store's socket: it lives and dies with rank 0."""
         code, work = self._launch.code_dir, Path(self._launch.workdir)
         digest = code_fetch.provide(self._launch, self._patience, self._supervisor.insist)
+        self._deadline += self._copies.fetch(self._uplink, self._supervisor.wait_for)
         if self._launch.node == 0:  # before the others hear of it: where they share its disk, they find it
             workdir.prepare(None if code is None else Path(code), work)
         rendezvous = self._meet()
@@ -306,4 +312,4 @@ def _crashed(error: Exception, *, any_rank: bool) -> Conclusion:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

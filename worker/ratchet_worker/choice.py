@@ -26,6 +26,7 @@ from ratchet_store.filesystem import examine
 from ratchet_store.lineage import find_base, set_aside
 from ratchet_store.read import verify_files
 from ratchet_worker.exchange import Exchange
+from ratchet_worker.fetched import fetched_notes
 from ratchet_worker.reporter import Reporter
 from ratchet_worker.restore import Chosen, read
 from ratchet_worker.snapshot import Snapshot
@@ -123,7 +124,7 @@ class _RankZero:
             return {**out, "error": _told(error)}
         if self._tried is not None:
             out |= {"directory": str(self._tried[0]), "digest": self._tried[1].digest}
-        return {**out, "notes": notes}
+        return {**out, "notes": [*fetched_notes(self._launch), *notes]}
 
     def _insist_on_disk(self) -> None:
         """Raises ``UserError`` for a file system that cannot keep what a save promises. Trying it also makes an NFS client ask

@@ -148,6 +148,12 @@ class Supervisor:
         return max((self._watch.last_step(rank) for rank in self._ranks), default=0)
 
     @property
+    def grace_left(self) -> float:
+        """Seconds of ``policy.stop_grace`` that are left; all of them where no stop was wished."""
+        spent = 0.0 if self._stop_since is None else time.monotonic() - self._stop_since
+        return max(0.0, self._policy.stop_grace - spent)
+
+    @property
     def evidence(self) -> Evidence:
         return replace(self._evidence, fenced=self._fenced, stop=self._published)
 

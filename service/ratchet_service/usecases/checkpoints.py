@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 from ratchet_contract.api import CheckpointDetail, CheckpointView, Page, VerifyResult
 from ratchet_contract.errors import CheckpointError, Conflict
 from ratchet_contract.paths import MANIFEST_NAME, PINNED_NAME, VERIFIED_NAME, HomePaths
-from ratchet_service import cursors
+from ratchet_service import cursors, object_store
 from ratchet_service.ancestry import bases_of
 from ratchet_service.database import Database, utc_now
 from ratchet_service.models import Checkpoint, Job
@@ -82,9 +82,10 @@ def read_all_bytes(
     give the files out.
     """
     with database.read() as session:
-        row = find_checkpoint(session, job_id, checkpoint_id)
+        row, job = find_checkpoint(session, job_id, checkpoint_id), find_job(session, job_id)
     if row.state != "committed":
         raise Conflict(f"checkpoint {row.name} is {row.state}: there is nothing to verify", code="checkpoint-gone")
+    object_store.provide(homes, job, row)
     begin = time.monotonic()
     directory = homes.job(job_id).checkpoint(row.step, row.epoch)
     try:

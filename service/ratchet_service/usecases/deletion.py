@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 from typing import Final
 
@@ -12,7 +13,7 @@ from ratchet_contract.api import DeleteResult
 from ratchet_contract.errors import Conflict
 from ratchet_contract.paths import HomePaths, JobPaths, is_job_id
 from ratchet_contract.phases import Event
-from ratchet_service import disk
+from ratchet_service import disk, object_store
 from ratchet_service.database import Database
 from ratchet_service.models import Job
 from ratchet_service.snapshot import remove_tree
@@ -21,6 +22,8 @@ from ratchet_service.usecases.jobs import require_match
 from ratchet_service.usecases.queries import hold_job, waiting_forks
 from ratchet_store.files import fsync_dir
 from ratchet_store.retain import delete_all
+
+log = logging.getLogger(__name__)
 
 MARK: Final = "DELETING"
 _KEEP: Final = "keep-checkpoints"
@@ -59,11 +62,12 @@ def _delete(
                 "or delete the fork first",
                 code="checkpoint-in-use",
             )
-        _mark(paths, keep_checkpoints)  # on the disk before the rows go: see sweep_deleted
+        uri = job.spec["checkpoint"].get("uri")
+        _mark(paths, keep_checkpoints, uri)  # on the disk before the rows go: see sweep_deleted
         session.delete(job)
-    _remove_files(paths)
+    left = _remove_files(paths)
     kept = keep_checkpoints and paths.checkpoints.is_dir()
-    return DeleteResult(id=job_id, checkpoints=str(paths.checkpoints) if kept else None)
+    return DeleteResult(id=job_id, checkpoints=str(paths.checkpoints) if kept else None, remote=left)
 
 
 def sweep_deleted(database: Database, homes: HomePaths) -> list[str]:
@@ -77,32 +81,39 @@ def sweep_deleted(database: Database, homes: HomePaths) -> list[str]:
         with database.read() as session:
             there = session.get(Job, job_id) is not None
         if not there:
-            _remove_files(homes.job(job_id))
+            left = _remove_files(homes.job(job_id))
+            if left is not None:
+                log.warning("%s: %s", job_id, left)
             done.append(job_id)
     return done
 
 
-def _mark(paths: JobPaths, keep_checkpoints: bool) -> None:
+def _mark(paths: JobPaths, keep_checkpoints: bool, uri: str | None) -> None:
+    """It says what stays, or the uri below which copies are to be deleted."""
+    if uri is not None and not keep_checkpoints:
+        paths.root.mkdir(parents=True, exist_ok=True)
     if not paths.root.is_dir():
         return
     with (paths.root / MARK).open("w") as handle:
-        handle.write(_KEEP if keep_checkpoints else "")
+        handle.write(_KEEP if keep_checkpoints else uri or "")
         handle.flush()
         os.fsync(handle.fileno())
     fsync_dir(paths.root)
 
 
-def _remove_files(paths: JobPaths) -> None:
+def _remove_files(paths: JobPaths) -> str | None:
+    """What is left in the object store, in a sentence; the mark stays with it, so that the next start tries again."""
     mark = paths.root / MARK
     try:
         handle = mark.open()
     except FileNotFoundError:  # there were no files, or somebody else has removed them
-        return
+        return None
     with handle:
         fcntl.flock(handle, fcntl.LOCK_EX)  # the sweep and the request may both be at it
         if not mark.exists():
-            return
-        keep = handle.read() == _KEEP
+            return None
+        told = handle.read()
+        keep = told == _KEEP
         if not keep:
             delete_all(paths)
         for path in sorted(paths.root.iterdir()):
@@ -112,6 +123,10 @@ def _remove_files(paths: JobPaths) -> None:
                 remove_tree(path)
             else:
                 path.unlink()
+        left = object_store.remove(told, paths.root.name) if told and not keep else None
+        if left is not None:
+            return left
         mark.unlink()
         if not any(paths.root.iterdir()):
             paths.root.rmdir()
+    return None

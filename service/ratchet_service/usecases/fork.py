@@ -14,6 +14,7 @@ from ratchet_contract.messages import ForkSource
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Event
 from ratchet_contract.spec import JobSpec, StartSpec
+from ratchet_service import object_store
 from ratchet_service.database import Database
 from ratchet_service.merge_patch import merge
 from ratchet_service.models import Checkpoint, Job
@@ -59,6 +60,7 @@ def prepare(
         raise _in_request(error, named=request.name is not None) from None
     prepared = replace(prepared, spec=prepared.spec.model_copy(update={"start_from": start}))
     checkpoint = homes.job(parent.id).checkpoint(source.step, source.epoch)
+    object_store.provide(homes, parent, source)
     _require_loadable(prepared.spec, checkpoint)
     return PreparedFork(prepared, parent.id, source.name)
 

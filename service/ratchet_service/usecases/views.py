@@ -141,6 +141,8 @@ def checkpoint_view(row: Checkpoint, segments: Sequence[Segment], metric: float 
             "hook_iteration": row.hook_iteration,
             "lineage": "current" if holds(segments, row.step, row.epoch) else "abandoned",
             "metric": metric,
+            "uri": row.uri,
+            "uploaded_at": row.uploaded_at,
             "created_at": row.created_at,
         }
     )

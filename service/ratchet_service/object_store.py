@@ -1,0 +1,42 @@
+"""What the service itself does with copies in an object store: bring one back to this disk, and delete a job's."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ratchet_contract.errors import CheckpointError
+from ratchet_contract.paths import MANIFEST_NAME, HomePaths
+from ratchet_service.models import Checkpoint, Job
+from ratchet_store.fetch import fetch
+from ratchet_store.files import MISSING
+from ratchet_store.objects import BRIEF, Patience
+from ratchet_store.remote import open_job
+
+_PATIENCE: Final = Patience(connect=5.0, request=60.0, retry=10.0)
+
+
+def provide(homes: HomePaths, job: Job, row: Checkpoint) -> None:
+    """A committed checkpoint that only the object store has is fetched, so that it can be verified, exported and forked
+    from. Not within a transaction. Raises ``CheckpointError`` (``checkpoint-remote``, ``-remote-denied``, ``-damaged``,
+    ``-not-written``)."""
+    uri, paths = job.spec["checkpoint"].get("uri"), homes.job(job.id)
+    directory = paths.checkpoint(row.step, row.epoch)
+    if uri is None or row.state != "committed" or row.uploaded_at is None or (directory / MANIFEST_NAME).exists():
+        return
+    try:
+        fetch(open_job(uri, job.id, _PATIENCE), row.name, paths.checkpoints, paths.quarantine)
+    except CheckpointError as error:
+        if error.code == MISSING:  # gone there, too: who asked finds nothing on the disk, and says so
+            return
+        text = f"checkpoint {row.name} is not on this disk any more, and its copy cannot be fetched: {error.detail}"
+        raise CheckpointError(text, code=error.code) from None
+
+
+def remove(uri: str, job_id: str) -> str | None:
+    """Delete all of a job's copies; what is left, and why, in a sentence."""
+    try:
+        remote = open_job(uri, job_id, BRIEF)
+        remote.remove_all()
+    except (CheckpointError, ValueError) as error:
+        return f"{uri}/{job_id} was not deleted: {getattr(error, 'detail', error)}; tried again when the service starts"
+    return None

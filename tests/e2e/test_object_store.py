@@ -1,0 +1,133 @@
+# ruff: noqa: F811  (fixtures)
+"""``checkpoint.uri`` through the real service, on a real S3 server: a job that loses its disk goes on from the store."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ratchet_store.compare import compare, render
+from tests.support.object_stores import BUCKET, S3Server, s3_server  # noqa: F401
+from tests.support.server import Server, wait_for
+
+URI = f"s3://{BUCKET}/team"
+ARGUMENTS = {"steps": 200, "width": 8, "batch_size": 16, "evaluate": False}
+
+
+@pytest.fixture(scope="module")
+def served(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A service that finds the store by its environment, and so do the agents that it starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in s3_server.environ.items():
+            patch.setenv(name, value)
+        server = Server(tmp_path_factory.mktemp("service") / "home")
+        try:
+            yield server.start()
+        finally:
+            server.stop()
+
+
+def spec(uri: str | None = None, **more: Any) -> dict[str, Any]:
+    return {
+        "name": "copied",
+        "task": {"entrypoint": "ratchet_worker.tasks.digits:DigitsTask", "args": ARGUMENTS},
+        "env": {"OMP_NUM_THREADS": "1"},
+        "world": {"ranks_per_node": 1, "device": "cpu"},
+        "hook": {"name": "powerSGD", "matrix_approximation_rank": 1, "start_powerSGD_iter": 5},
+        "checkpoint": {"every_steps": 100, "uri": uri},
+        **more,
+    }
+
+
+def stored(server: Server, job_id: str) -> list[dict[str, Any]]:
+    return list(server.call("GET", f"/v1/jobs/{job_id}/checkpoints").json()["items"])
+
+
+def events(server: Server, job_id: str, kind: str) -> list[dict[str, Any]]:
+    return [event for event in server.events(job_id) if event["type"] == kind]
+
+
+def test_a_job_that_loses_its_disk_goes_on_from_the_store_bit_for_bit(served: Server, s3_server: S3Server) -> None:
+    server = served
+    alone = server.submit(spec())
+    job_id = server.submit(spec(URI))
+    server.wait_step(job_id, 20)
+    server.call("POST", f"/v1/jobs/{job_id}/suspend")
+    server.wait_phase(job_id, "SUSPENDED")
+    newest = stored(server, job_id)[0]
+    assert newest["uploaded_at"] is not None, server.rank_logs(job_id)
+    assert newest["uri"] == f"{URI}/{job_id}/checkpoints/{newest['id']}"
+    assert events(server, job_id, "checkpoint-uploaded")
+    shutil.rmtree(server.paths.job(job_id).checkpoints)
+
+    server.call("POST", f"/v1/jobs/{job_id}/resume")
+    server.wait_phase(job_id, "SUCCEEDED")
+    server.wait_phase(alone, "SUCCEEDED")
+    attempt = server.attempts(job_id)[1]
+    assert attempt["base"]["step"] == newest["step"]
+    assert attempt["resume_report"]["verdict"] == "exact", attempt["resume_report"]
+    assert any(f"fetched from {newest['uri']}" in note for note in attempt["resume_report"]["notes"])
+    assert events(server, job_id, "note.checkpoint-fetched")
+    last = [server.paths.job(one).checkpoints / stored(server, one)[0]["id"] for one in (alone, job_id)]
+    compared = compare(*last)
+    assert compared.identical, render(compared)
+    assert stored(server, job_id)[0]["uploaded_at"] is not None
+
+    _what_only_the_store_has(server, job_id)
+    answer = server.call("DELETE", f"/v1/jobs/{job_id}").json()
+    assert (answer["checkpoints"], answer["remote"]) == (None, None)
+    assert not any(job_id in path for path in names(s3_server))
+
+
+def _what_only_the_store_has(server: Server, job_id: str) -> None:
+    """It is verified, exported and forked from like any other."""
+    row, directory = stored(server, job_id)[0], server.paths.job(job_id).checkpoints
+    shutil.rmtree(directory / row["id"])
+    found = server.call("POST", f"/v1/jobs/{job_id}/checkpoints/{row['id']}/verify").json()
+    assert found["verification"] == "ok"
+    assert (directory / row["id"] / "MANIFEST.json").is_file()
+    shutil.rmtree(directory / row["id"])
+    request = {"checkpoint_id": row["id"], "spec": {"checkpoint": {"uri": None}}}
+    fork = server.call("POST", f"/v1/jobs/{job_id}/fork", json=request).json()["id"]
+    assert (directory / row["id"] / "PINNED").is_file()
+    server.call("POST", f"/v1/jobs/{fork}/cancel")
+    wait_for(lambda: server.job(fork)["phase"] == "CANCELLED", "the fork to end")
+    server.call("DELETE", f"/v1/jobs/{fork}")
+
+
+def names(s3_server: S3Server) -> list[str]:
+    from ratchet_store.objects import open_store
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in s3_server.environ.items():
+            patch.setenv(name, value)
+        return list(open_store(URI).list())
+
+
+def test_a_store_that_cannot_be_used_is_refused_at_submission(served: Server, s3_server: S3Server) -> None:
+    server = served
+
+    def refused(uri: str) -> dict[str, Any]:
+        body = server.call("POST", "/v1/jobs?dry_run=true", json=spec(uri), expect=422).json()
+        (error,) = body["errors"]
+        assert error["pointer"] == "/checkpoint/uri"
+        return dict(error)
+
+    server.call("POST", "/v1/jobs?dry_run=true", json=spec(URI))
+    assert not any("probe" in path for path in names(s3_server))
+    assert refused("s3://nobody-has-this/x")["code"] == "uri-denied"
+    s3_server.fault = lambda _method, _path: "403"
+    denied = refused(URI)
+    assert denied["code"] == "uri-denied"
+    assert "AWS_ACCESS_KEY_ID" in denied["detail"]
+    s3_server.fault = lambda _method, _path: "503"
+    assert refused(URI)["code"] == "uri-not-reached"
+    s3_server.fault = lambda _method, _path: "hang"
+    assert refused(URI)["code"] == "uri-not-reached"
+    s3_server.fault = lambda _method, _path: None
+    s3_server.unconditional = True
+    assert refused(URI)["code"] == "uri-no-put-if-absent"
+    s3_server.unconditional = False
