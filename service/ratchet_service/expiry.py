@@ -40,13 +40,15 @@ class Expiry:
             self._swept = True
         for job_id in self._due():
             try:
-                delete(self._database, job_id, keep_checkpoints=False, if_match=None, homes=self._home)
+                result = delete(self._database, job_id, keep_checkpoints=False, if_match=None, homes=self._home)
             except (NotFound, Conflict) as error:
                 log.info("%s: not deleted at its ttl: %s", job_id, error.detail)
             except OSError as error:  # of its files; the others must go all the same
                 log.error("%s: not deleted at its ttl: %s", job_id, error)
             else:
                 log.info("%s: deleted at its ttl", job_id)
+                if result.remote is not None:
+                    log.warning("%s: %s", job_id, result.remote)
         disk.reserve(self._database)  # again, once there is room after a deletion took it
         for digest in snapshot.remove_unreferenced(self._home.code, self._referenced, self._grace):
             log.info("code snapshot %s removed: no job names it", digest)
