@@ -20,7 +20,7 @@ from ratchet_contract.resume import Base
 from ratchet_contract.spec_checkpoint import CheckpointSpec
 from ratchet_hooks.summary import HookSummary
 from ratchet_store.read import CheckpointReader
-from ratchet_worker import saver
+from ratchet_worker import saver, staging
 from ratchet_worker.checkpointer import Checkpointer
 from ratchet_worker.content import Content
 from ratchet_worker.exchange import Exchange
@@ -184,6 +184,30 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_the_state_o
     group.drain()
     assert group.saved() == {3: 3.0}
     assert [rank.last.step for rank in group.ranks] == [3, 3]
+
+
+def test_the_optimizer_waits_for_a_copy_that_is_not_made_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group, may_copy, real = Group(tmp_path, every_steps=3), threading.Event(), staging._memmove
+
+    def move(target: int, origin: int, nbytes: int) -> None:
+        assert nbytes < 1000 or may_copy.wait(20)  # the parameter's
+        real(target, origin, nbytes)
+
+    for number in (1, 2, 3):
+        if number == 3:
+            monkeypatch.setattr(staging, "_memmove", move)
+        group.step(number)
+    behind = threading.Thread(target=lambda: group.step(4), daemon=True)
+    behind.start()
+    behind.join(0.2)
+    assert behind.is_alive() and group.weights[0].unique().tolist() == [3.0]
+    assert group.together(lambda rank: group.ranks[rank].hold(Until.BOUNDARY)) == [None, None]  # what was copied at once
+    may_copy.set()
+    behind.join(20)
+    group.drain()
+    assert group.saved() == {3: 3.0}
+    ((_, _, stall),) = group.told[0].of("committed")
+    assert stall > 0.1
 
 
 def test_a_checkpoint_that_is_due_waits_for_the_one_before(tmp_path: Path, gate: Gate) -> None:
