@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
+from ratchet_service.database import Database, sqlite_url
+from ratchet_service.usecases.deletion import sweep_deleted
 from ratchet_store.compare import compare, render
+from ratchet_store.objects import open_store
 from tests.support.object_stores import BUCKET, S3Server, s3_server  # noqa: F401
 from tests.support.server import Server, wait_for
 
@@ -17,12 +21,19 @@ URI = f"s3://{BUCKET}/team"
 ARGUMENTS = {"steps": 200, "width": 8, "batch_size": 16, "evaluate": False}
 
 
-@pytest.fixture(scope="module")
-def served(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A service that finds the store by its environment, and so do the agents that it starts."""
+@contextmanager
+def environment(s3_server: S3Server) -> Iterator[None]:
+    """This process's, and that of those it starts, names the store."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in s3_server.environ.items():
             patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="module")
+def served(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A service that finds the store by its environment, and so do the agents that it starts."""
+    with environment(s3_server):
         server = Server(tmp_path_factory.mktemp("service") / "home")
         try:
             yield server.start()
@@ -77,9 +88,16 @@ def test_a_job_that_loses_its_disk_goes_on_from_the_store_bit_for_bit(served: Se
     assert stored(server, job_id)[0]["uploaded_at"] is not None
 
     _what_only_the_store_has(server, job_id)
+    s3_server.fault = lambda method, _path: "403" if method in ("POST", "DELETE") else None
     answer = server.call("DELETE", f"/v1/jobs/{job_id}").json()
-    assert (answer["checkpoints"], answer["remote"]) == (None, None)
+    assert answer["checkpoints"] is None
+    assert f"{URI}/{job_id} was not deleted" in answer["remote"]
+    s3_server.fault = lambda _method, _path: None
+    assert any(job_id in path for path in names(s3_server))
+    with environment(s3_server):  # as a service does when it starts
+        assert sweep_deleted(Database(sqlite_url(server.paths.database)), server.paths) == [job_id]
     assert not any(job_id in path for path in names(s3_server))
+    assert not server.paths.job(job_id).root.exists()
 
 
 def _what_only_the_store_has(server: Server, job_id: str) -> None:
@@ -99,11 +117,7 @@ def _what_only_the_store_has(server: Server, job_id: str) -> None:
 
 
 def names(s3_server: S3Server) -> list[str]:
-    from ratchet_store.objects import open_store
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in s3_server.environ.items():
-            patch.setenv(name, value)
+    with environment(s3_server):
         return list(open_store(URI).list())
 
 
