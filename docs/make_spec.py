@@ -21,8 +21,7 @@ PAGE = Path(__file__).with_name("spec.md")
 HEAD = """\
 # The job spec
 
-YAML or JSON. Unknown keys are refused with the nearest known one; what is marked as not available yet is refused, never
-ignored. A duration is a number of seconds, or text: a number with `s`, `m`, `h` or `d`. A size is a whole number with `Ki`, `Mi`,
+YAML or JSON. Unknown keys are refused with the nearest known one. A duration is a number of seconds, or text: a number with `s`, `m`, `h` or `d`. A size is a whole number with `Ki`, `Mi`,
 `Gi` or `Ti`. `ratchet submit FILE --dry-run` checks a spec against the machine, or against what its launcher can do, and shows
 what would run; what it may say, and the cure: [troubleshooting.md](troubleshooting.md).
 
@@ -57,7 +56,13 @@ secrets:
     "world": "world: {nodes: 2, ranks_per_node: 4, device: cuda, interface: eth0}",
     "resources": "resources: {cpus_per_rank: 2, memory: 64Gi, gpu: nvidia.com/gpu}",
     "ddp": "ddp: {bucket_cap_mb: 25, gradient_as_bucket_view: true, backend: gloo}",
-    "checkpoint": "checkpoint: {every_steps: 200, keep_last: 5}",
+    "checkpoint": """\
+checkpoint:
+  every_steps: auto            # as often as 2 % of the time allows
+  max_overhead: 0.02
+  keep_last: 3
+  keep_every: 10000            # and these for good
+  keep_best: {metric: eval/loss, mode: min, count: 2}""",
     "policy": """\
 policy:
   max_failures: 5

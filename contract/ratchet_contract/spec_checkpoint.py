@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -58,6 +59,18 @@ class CheckpointSpec(SpecModel):
         if isinstance(data, dict) and data.get("every_seconds") is not None and "every_steps" not in data:
             return {**data, "every_steps": None}
         return data
+
+    @field_validator("every_steps", mode="before")
+    @classmethod
+    def _steps(cls, value: Any) -> Any:
+        """One sentence, where a union tells what each of its members makes of the value."""
+        if value is None or value == "auto":
+            return value
+        if not isinstance(value, bool):
+            with suppress(ValueError, TypeError, OverflowError):
+                if (steps := int(value)) == float(value) and steps >= 1:
+                    return steps
+        raise ValueError(f"a whole number of steps from 1 on, auto or null, not {str(value)[:80]!r}")
 
     @field_validator("uri")
     @classmethod

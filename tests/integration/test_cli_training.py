@@ -141,7 +141,14 @@ def _damage_is_found_among_all(cli: Cli, server: Server, job_id: str) -> None:
     assert {r["id"]: r["verification"] for r in found.data} | {older: "damaged", newest: "ok"} == {
         r["id"]: r["verification"] for r in found.data
     }
-    assert older in found.errors and "falls back" in found.errors
+    assert older in found.errors and "1 of them set aside" in found.errors and "falls back" in found.errors
+    folder = server.paths.job(job_id)
+    assert f"{older}: DAMAGED" in cli("checkpoints", "verify", str(folder.quarantine), expect=1).text
+    offline = cli("checkpoints", "verify", str(folder.checkpoints), "--json").text.splitlines()
+    assert {json.loads(line)["status"] for line in offline} == {"ok"} and len(offline) == len(whole) - 1
+    dry = cli("checkpoints", "prune", job_id, "--dry-run", "--quarantined")
+    assert dry.text == f"{older}\n" and dry.errors.startswith("1 would go")
+    assert cli("checkpoints", "prune", job_id, "--quarantined", "--json").data["quarantined"] == [older]
 
 
 def _logs_are_shown_and_followed(cli: Cli, server: Server, job_id: str) -> None:

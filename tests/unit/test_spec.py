@@ -71,6 +71,22 @@ WRONG = [
     ({"name": "job", "script": ["train.py"]}, "/code", "missing", ""),
     ({"name": "job", "script": ["../t.py"], "code": {"path": "."}}, "/script/0", "invalid-script", ""),
     ({"name": "job", "script": ["/etc/t.py"], "code": {"path": "."}}, "/script/0", "invalid-script", ""),
+    (spec(checkpoint={"every_steps": "often"}), "/checkpoint/every_steps", "value-error", "auto or null"),
+    (spec(checkpoint={"every_steps": True}), "/checkpoint/every_steps", "value-error", "from 1 on"),
+    (spec(checkpoint={"every_steps": 0}), "/checkpoint/every_steps", "value-error", "from 1 on"),
+    (spec(checkpoint={"every_seconds": "soon"}), "/checkpoint/every_seconds", "value-error", "30s"),
+    (spec(checkpoint={"max_overhead": 0.9}), "/checkpoint/max_overhead", "less-than-equal", ""),
+    (spec(checkpoint={"staging": "async"}), "/checkpoint/staging", "literal-error", "overlapped"),
+    (spec(checkpoint={"keep_last": 1}), "/checkpoint/keep_last", "greater-than-equal", ""),
+    (spec(checkpoint={"keep_every": 0}), "/checkpoint/keep_every", "greater-than-equal", ""),
+    (spec(checkpoint={"keep_best": {"mode": "max"}}), "/checkpoint/keep_best/metric", "missing", ""),
+    (
+        spec(checkpoint={"keep_best": {"metric": "a", "mod": "max"}}),
+        "/checkpoint/keep_best/mod",
+        "unknown-key",
+        "'mode'",
+    ),
+    (spec(checkpoint={"keep_best": "loss"}), "/checkpoint/keep_best", "model-type", ""),
     (spec(checkpoint={"uri": "file:///tmp/c"}), "/checkpoint/uri", "value-error", "s3://BUCKET/PREFIX"),
     (spec(checkpoint={"uri": "s3://key:secret@b/c"}), "/checkpoint/uri", "value-error", "come from the environment"),
     (spec(resources={"memory": "8G"}), "/resources/memory", "value-error", "16Gi"),
@@ -253,3 +269,13 @@ def test_a_digest_of_code_that_cannot_be_one_is_refused(code: dict[str, str], po
     with pytest.raises(SpecError) as caught:
         parse_spec(spec(code={"path": "/project", **code}))
     assert [(e.pointer, e.code) for e in caught.value.errors] == [(pointer, word)]
+
+
+def test_a_schedule_by_time_alone_has_none_by_steps() -> None:
+    def steps(**checkpoint: Any) -> Any:
+        return parse_spec(spec(checkpoint=checkpoint)).checkpoint.every_steps
+
+    assert [steps(), steps(every_steps="40"), steps(every_steps=40.0)] == [100, 40, 40]
+    assert [steps(every_seconds="10m"), steps(every_seconds=600, every_steps=7)] == [None, 7]
+    whole = parse_spec(spec(checkpoint={"every_seconds": 60}))
+    assert parse_spec(whole.model_dump(mode="json")) == whole
