@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import numpy as np
 from ratchet_contract.exit_codes import EXIT_PREEMPTED, EXIT_USER_ERROR
 from ratchet_contract.messages import ForkSource
 from ratchet_contract.phases import Cause
+from ratchet_contract.resume import Segment
 from ratchet_store.compare import compare, render
 from ratchet_store.read import CheckpointReader
 from tests.support.launch import RESOLVED, Attempt, Job
 
 STEPS, EVERY = 60, 10
+FORMAT_1 = Path(__file__).parents[1] / "fixtures" / "format-1" / "step-000000000004.a0001"
 HOOK = {"name": "powerSGD", "matrix_approximation_rank": 2, "start_powerSGD_iter": 5}
 
 STREAM = """
@@ -242,3 +245,25 @@ def test_replicas_that_differ_become_their_mean_for_other_ranks_and_another_hook
             mean = ((parts[0].astype(np.float64) + parts[1]) / 2).astype(np.float32)
             assert np.array_equal(found[name], mean), name
     assert CheckpointReader(alone.newest()).manifest.replicas == "equal"
+
+
+def test_a_job_goes_on_from_a_checkpoint_of_format_1(tmp_path: Path, jobs: list[Job]) -> None:
+    """Made by the release before block digests, of this very job."""
+    spec = {
+        "task": {"entrypoint": "ratchet_worker.tasks.digits:DigitsTask", "args": {"steps": 12, "width": 4}},
+        "hook": {"name": "powerSGD", "matrix_approximation_rank": 1, "start_powerSGD_iter": 3},
+        "ddp": {"bucket_cap_mb": 0.02},
+        "checkpoint": {"every_steps": 4, "keep_last": 2},
+    }
+    job = Job(tmp_path, spec, job_id="format-1")
+    jobs.append(job)
+    shutil.copytree(FORMAT_1, job.paths.checkpoints / FORMAT_1.name)
+    attempt = job.launch(lineage=[Segment(epoch=1, after_step=0)])
+    assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
+    report = attempt.report()
+    assert (report.base.step, report.base.epoch, report.quarantined) == (4, 1, [])
+    assert {c.status for c in report.components} == {"exact"} and {"model", "optimizer", "hook", "layout", "data"} <= {
+        c.component for c in report.components
+    }
+    newest = CheckpointReader(job.newest())
+    assert (newest.manifest.format_version, newest.manifest.step) == (2, 12) and newest.manifest.files[0].blocks
