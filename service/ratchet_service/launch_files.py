@@ -10,7 +10,9 @@ from sqlalchemy.orm import Session
 
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import AttemptPaths, HomePaths
+from ratchet_contract.resume import Base, Segment
 from ratchet_contract.spec import JobSpec, Resolved
+from ratchet_service.ancestry import committed_of, within
 from ratchet_service.models import Checkpoint
 
 SAVES_LOOK: Final = 20
@@ -61,6 +63,12 @@ def save_seconds(session: Session, job_id: str) -> float | None:
     query = sa.select(Checkpoint.seconds).where(Checkpoint.job_id == job_id, Checkpoint.seconds.is_not(None))
     last = session.scalars(query.order_by(Checkpoint.created_at.desc()).limit(SAVES_LOOK))
     return max((seconds for seconds in last if seconds is not None), default=None)
+
+
+def newest_recorded(session: Session, job_id: str, segments: list[Segment]) -> Base | None:
+    """The newest committed checkpoint of the lineage, as the rows have it."""
+    newest = within(segments, committed_of(session, job_id))[:1]
+    return Base(step=newest[0].step, epoch=newest[0].epoch, digest=newest[0].digest) if newest else None
 
 
 def read_launch_file(paths: AttemptPaths) -> LaunchFile | None:

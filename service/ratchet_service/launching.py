@@ -21,12 +21,12 @@ from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import AttemptPhase, Cause, Event, JobPhase
 from ratchet_contract.resume import Base
 from ratchet_contract.spec import JobSpec, Resolved
-from ratchet_service.ancestry import bases_of, committed_of, fork_of, within
+from ratchet_service.ancestry import bases_of, committed_of, fork_of
 from ratchet_service.database import Database, utc_now
 from ratchet_service.decide import decide
 from ratchet_service.decision import Action, Counters, Decision, JobView, Limits
 from ratchet_service.ingest import hash_token
-from ratchet_service.launch_files import launch_file, read_launch_file, save_seconds
+from ratchet_service.launch_files import launch_file, newest_recorded, read_launch_file, save_seconds
 from ratchet_service.launchers.base import LaunchPlan
 from ratchet_service.launchers.table import Launchers
 from ratchet_service.leases import ACTIVE, Lease, hold, lease_values
@@ -227,13 +227,11 @@ class Launching:
         wish = None if job.resume_from is None else Base(step=job.resume_from["step"], epoch=job.resume_from["epoch"])
         fork = fork_of(job)
         segments = lineage(bases_of(session, job.id), resume_from=wish, fork=fork)
-        rows = committed_of(session, job.id)
-        committed = [(row.step, row.epoch) for row in rows]
-        newest = [Base(step=row.step, epoch=row.epoch, digest=row.digest) for row in within(segments, rows)[:1]]
+        committed = [(row.step, row.epoch) for row in committed_of(session, job.id)]
         return launch_file(self._home, job.id, epoch, spec, resolved, gpus, token, job.desired).model_copy(
             update={
                 "lineage": segments,
-                "recorded": newest[0] if newest else None,
+                "recorded": newest_recorded(session, job.id, segments),
                 "fork": fork_for_launch(fork, segments, committed),
                 "save_seconds": save_seconds(session, job.id),
             }
