@@ -36,6 +36,7 @@ OTHERS: Final = (
     "limit: copy, write in a thread",
 )
 """Of ``scripts/save_ways.py``."""
+OURS: Final = ("Ratchet", "Ratchet, nothing to hide it")
 SHARE: Final = "copy of the share"
 WRITE: Final = "write of the share"
 
@@ -115,10 +116,10 @@ def table(beside: Measured, blocking: Measured) -> None:
     print(
         _line(
             "",
-            "stall, s",
+            "stall, ms",
             "x copy 1/N",
             "% of step",
-            "first, s",
+            "first, ms",
             "durable, s",
             "x write 1/N",
             "extra steps, %",
@@ -137,9 +138,11 @@ def table(beside: Measured, blocking: Measured) -> None:
         _save_row(title, measured, measured.saves[way])
     for name, seconds in beside.limits.items():
         print(f"{name:<40} {estimate(seconds)} s")
-    told = [told for m in (beside, blocking) for s in m.saves.values() for told in s.told if told is not None]
+    ours = [saves for measured in (beside, blocking) for way, saves in measured.saves.items() if way in OURS]
     print(
-        f"a step without a save: {beside.saves['Ratchet'].step:.3f} s; stalls that Ratchet tells itself: {_span(told)} s"
+        f"a step without a save: {beside.saves[OURS[0]].step:.3f} s; handing over at the boundary takes "
+        f"{_milliseconds([s for saves in ours for s in saves.cpu])} ms of CPU; stalls that Ratchet tells itself: "
+        f"{_span([told for saves in ours for told in saves.told if told is not None])} ms"
     )
     if beside.loads:
         loads(beside)
@@ -150,9 +153,9 @@ def _save_row(title: str, measured: Measured, saves: Saves) -> None:
     extra = estimate([100 * share for share in saves.interference()]) if saves.beside else None
     print(
         _line(
-            title, str(estimate(saves.stall)), f"{measured.ratio(saves.stall, SHARE).median:.2f}", _percent(of_step),
-            f"{saves.first:.3f}", str(estimate(saves.total)), _ratio(measured.ratio(saves.total, WRITE)),
-            "-" if extra is None else _percent(extra), f"{statistics.median(saves.lost):.3f}",
+            title, _milliseconds(saves.stall), f"{measured.ratio(saves.stall, SHARE).median:.2f}", _short(of_step),
+            f"{1e3 * saves.first:.1f}", str(estimate(saves.total)), _short(measured.ratio(saves.total, WRITE)),
+            "-" if extra is None else _short(extra), f"{statistics.median(saves.lost):.3f}",
         ),
         flush=True,
     )  # fmt: skip
@@ -165,7 +168,7 @@ def loads(measured: Measured) -> None:
     print(f"{'loading, page cache warm':<40} {'s':<24} x raw read")
     for name, seconds in found.items():
         print(
-            f"{name:<40} {estimate(seconds)!s:<24} {_ratio(estimate([a / b for a, b in zip(seconds, raw, strict=True)]))}"
+            f"{name:<40} {estimate(seconds)!s:<24} {_short(estimate([a / b for a, b in zip(seconds, raw, strict=True)]))}"
         )
     print(
         f"the attempt that resumed: {joined[0]:.3f} s until its Session was there, {first[0]:.3f} s to put the state back",
@@ -174,14 +177,14 @@ def loads(measured: Measured) -> None:
 
 
 def growth_row(measured: Measured) -> None:
-    setup, hidden, bare = measured.setup, measured.saves["Ratchet"], measured.saves["Ratchet, nothing to hide it"]
+    setup, (hidden, bare) = measured.setup, (measured.saves[way] for way in OURS)
     copy, write = (statistics.median(measured.limits[name]) * 1e3 for name in (SHARE, WRITE))
     print(
         _growth_line(
             f"{measured.nbytes / 1e6:.0f} MB", f"{setup.ranks}", f"{statistics.median(hidden.stall) * 1e3:.1f}",
             f"{100 * statistics.median(hidden.stall) / hidden.step:.2f}", f"{statistics.median(bare.stall) * 1e3:.1f}",
-            _ratio(measured.ratio(bare.stall, SHARE)), f"{copy:.1f}", f"{statistics.median(bare.total) * 1e3:.0f}",
-            _ratio(measured.ratio(bare.total, WRITE)), f"{write:.0f}",
+            _short(measured.ratio(bare.stall, SHARE)), f"{copy:.1f}", f"{statistics.median(bare.total) * 1e3:.0f}",
+            _short(measured.ratio(bare.total, WRITE)), f"{write:.0f}",
         ),
         flush=True,
     )  # fmt: skip
@@ -195,16 +198,17 @@ def _rounds(default: int) -> int:
     return int(os.environ.get("RATCHET_BENCH_ROUNDS", default))
 
 
-def _ratio(found: Estimate) -> str:
+def _short(found: Estimate) -> str:
+    """With two decimals."""
     return f"{found.median:.2f} [{found.low:.2f}, {found.high:.2f}]"
 
 
-def _percent(found: Estimate) -> str:
-    return f"{found.median:.2f} [{found.low:.2f}, {found.high:.2f}]"
+def _milliseconds(seconds: Sequence[float]) -> str:
+    return _short(estimate([1e3 * value for value in seconds]))
 
 
 def _span(values: Sequence[float]) -> str:
-    return f"{min(values):.6f} to {max(values):.6f}" if values else "-"
+    return f"{1e3 * min(values):.2f} to {1e3 * max(values):.2f}" if values else "-"
 
 
 def _line(

@@ -42,7 +42,7 @@ class Saves:
     """One way's saves but the first, each of all ranks together. Seconds.
 
     ``lost``: what the training lost by the clock, ``stall`` and the extra time of steps beside the save; ``step``: a step without
-    a save, the median; ``told``: what Ratchet reports as its stall.
+    a save, the median; ``told``: what Ratchet reports as its stall, ``cpu``: what handing over took of the loop's thread.
     """
 
     first: float
@@ -50,6 +50,7 @@ class Saves:
     total: list[float]
     lost: list[float]
     told: list[float | None]
+    cpu: list[float]
     step: float
     beside: bool
     """Did steps run beside the saves?"""
@@ -161,7 +162,8 @@ def _saves(of_ranks: list[list[dict[str, Any]]], reports: dict[int, dict[str, An
         stall = max(save["call"] + save["gate"] for save in same)
         extra = statistics.fmean(sum(s["busy"]) - len(s["busy"]) * step[s["round"]] for s in same)
         told = reports[same[0]["step"]]["stall"] if same[0]["step"] is not None else None
-        one = _One(stall, max(save["total"] for save in same), stall + extra, told, bool(same[0]["busy"]))
+        total, cpu = (max(save[key] for save in same) for key in ("total", "cpu"))
+        one = _One(stall, total, stall + extra, told, cpu, bool(same[0]["busy"]))
         found.setdefault(same[0]["way"], []).append(one)
     typical = statistics.median(step.values())
     return {way: _together(saves, typical) for way, saves in found.items()}
@@ -172,6 +174,7 @@ class _One(NamedTuple):
     total: float
     lost: float
     told: float | None
+    cpu: float
     beside: bool
 
 
@@ -179,5 +182,5 @@ def _together(saves: list[_One], step: float) -> Saves:
     later = saves[1:]
     return Saves(
         saves[0].stall, [s.stall for s in later], [s.total for s in later], [s.lost for s in later],
-        [s.told for s in later], step, any(s.beside for s in later),
+        [s.told for s in later], [s.cpu for s in later], step, any(s.beside for s in later),
     )  # fmt: skip

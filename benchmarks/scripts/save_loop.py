@@ -39,7 +39,8 @@ _LONGEST = 60  # steps that may pass until a save is durable; then the loop wait
 @dataclass
 class Save:
     """Seconds. ``call`` and ``gate``: the loop stood still; ``total``: until all bytes were durable, from outside; ``quiet`` and
-    ``busy``: steps before, and until it was durable, without ``call`` and ``gate``. ``step``: of a save of Ratchet's."""
+    ``busy``: steps before, and until it was durable, without ``call`` and ``gate``. ``step``: of a save of Ratchet's,
+    ``cpu``: what its ``call`` took of the loop's thread."""
 
     way: str
     round: int
@@ -49,6 +50,7 @@ class Save:
     quiet: list[float] = field(default_factory=list)
     busy: list[float] = field(default_factory=list)
     step: int | None = None
+    cpu: float = 0.0
 
 
 class Loop:
@@ -62,7 +64,7 @@ class Loop:
         self._entered = 0.0
         # Behind every hook that Ratchet has put before the parameters change: what passes until here is its waiting.
         world.optimizer.register_step_pre_hook(self._enter)
-        self.gate = self.boundary = 0.0
+        self.gate = self.boundary = self.boundary_cpu = 0.0
 
     def _enter(self, *_: object) -> None:
         self._entered = time.perf_counter()
@@ -93,9 +95,9 @@ class Loop:
 
     def leave(self) -> None:
         """The step boundary."""
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.thread_time()
         next(self._steps)
-        self.boundary = time.perf_counter() - begin
+        self.boundary, self.boundary_cpu = time.perf_counter() - begin, time.thread_time() - cpu
 
     def to_the_last_of_a_cycle(self) -> None:
         """Empty steps, until a save is due at the end of the open one."""
@@ -163,7 +165,7 @@ class Rounds:
         manifest = self._due()
         quiet.append(loop.step()[0])  # the boundary at its end saves
         unix, begin = time.time() - loop.boundary, time.perf_counter() - loop.boundary
-        save = Save(RATCHET, number, loop.boundary, quiet=quiet, step=self._session.step)
+        save = Save(RATCHET, number, loop.boundary, quiet=quiet, step=self._session.step, cpu=loop.boundary_cpu)
         self._beside(save, None, manifest.exists)
         save.total = manifest.stat().st_ctime - unix
         assert time.perf_counter() - begin >= save.total
@@ -176,7 +178,7 @@ class Rounds:
         loop.agree()
         unix = time.time()
         loop.leave()
-        save = Save(BARE, number, loop.boundary, step=self._session.step)
+        save = Save(BARE, number, loop.boundary, step=self._session.step, cpu=loop.boundary_cpu)
         loop.update()
         save.gate = loop.gate
         _wait_for(manifest.exists)
