@@ -21,8 +21,9 @@ PAGE = Path(__file__).with_name("spec.md")
 HEAD = """\
 # The job spec
 
-YAML or JSON. Unknown keys are refused with the nearest known one. A duration is a number of seconds, or text: a number with `s`, `m`, `h` or `d`. A size is a whole number with `Ki`, `Mi`,
-`Gi` or `Ti`. `ratchet submit FILE --dry-run` checks a spec against the machine, or against what its launcher can do, and shows
+YAML or JSON. Unknown keys are refused with the nearest known one. A duration is a number of seconds, or text: a number with `s`,
+`m`, `h` or `d`. A size is a whole number with `Ki`, `Mi`, `Gi` or `Ti`. `ratchet submit FILE --dry-run` checks a spec against the
+machine, or against what its launcher can do, and shows
 what would run; what it may say, and the cure: [troubleshooting.md](troubleshooting.md).
 
 Made from the models by `python docs/make_spec.py`.

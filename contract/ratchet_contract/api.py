@@ -145,7 +145,8 @@ class CheckpointView(View):
     digest: str
     size: int
     files: int
-    seconds: float | None = None
+    seconds: float | None = Field(None, description="From the step boundary to the manifest's sync.")
+    stall: float | None = Field(None, description="Seconds of these that rank 0's training stood still.")
     verified_at: datetime | None = None
     verification: Literal["ok", "damaged"] | None = None
     verification_error: str | None = None

@@ -205,6 +205,9 @@ class Effects:
         ended = row.finished is False and message.finished  # None: a new row
         row.digest, row.size, row.files = storable(message.digest)[:64], message.size, message.files
         row.seconds = message.seconds if math.isfinite(message.seconds) else None
+        stall = message.stall
+        if stall is not None and math.isfinite(stall):  # not told again with what showed behind the commit
+            row.stall = stall
         row.reason, row.finished = message.reason, message.finished
         row.parent = storable_json(message.parent.model_dump(mode="json"))
         row.hook_iteration = self._iterations.get((message.step, message.epoch), row.hook_iteration)

@@ -181,6 +181,7 @@ class Checkpoint(Base):
     size: Mapped[int]
     files: Mapped[int]
     seconds: Mapped[float | None] = mapped_column(sa.Double())
+    stall: Mapped[float | None] = mapped_column(sa.Double())  # seconds of these that rank 0's training stood still
     reason: Mapped[str] = mapped_column(sa.String(16))
     finished: Mapped[bool] = mapped_column(default=False)
     state: Mapped[str] = mapped_column(sa.String(16), default="committed")  # committed, quarantined, deleted

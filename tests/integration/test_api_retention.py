@@ -50,7 +50,12 @@ class Told:
                 self.paths.checkpoints, step, self._epoch, parent=self._parent, job_id=self.id, seed=step
             )
             self._parent = manifest.base
-            facts = {"digest": manifest.digest, "size": manifest.size, "parent": manifest.parent.model_dump()}
+            facts = {
+                "digest": manifest.digest,
+                "stall": step / 1000,
+                "size": manifest.size,
+                "parent": manifest.parent.model_dump(),
+            }
             self.say(checkpoint_message(step, self._epoch) | facts)
             if values:
                 self.say(message("metrics", step=step, values=values))
@@ -109,6 +114,7 @@ def test_the_rules_count_over_all_attempts(api: Api) -> None:
     job.end()
     assert job.there() == ["50.1", "70.2", "80.2"]
     assert {name: view["metric"] for name, view in job.views().items()} == {"50.1": 0.2, "70.2": 0.9, "80.2": 0.9}
+    assert job.views()["80.2"]["stall"] == 0.08
     assert best.id in {view["id"] for view in job.views(state="deleted").values()}
 
 

@@ -47,10 +47,13 @@ def list_checkpoints(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) 
         output.emit(found)
         return
     output.table(
-        ["ID", "STEP", "ATTEMPT", "STATE", "REASON", "HOOK ITER", "SIZE", "TOOK", "METRIC", "VERIFIED", "MARKS", "AGE", "DIGEST"],
+        [
+            "ID", "STEP", "ATTEMPT", "STATE", "REASON", "HOOK ITER", "SIZE", "STALL", "TOOK", "METRIC", "VERIFIED", "MARKS",
+            "AGE", "DIGEST",
+        ],
         [_row(c) for c in found],
-        right=["STEP", "ATTEMPT", "HOOK ITER", "SIZE", "TOOK", "METRIC", "AGE"],
-        drop=["DIGEST", "REASON", "TOOK", "STEP", "ATTEMPT", "AGE", "HOOK ITER", "SIZE", "VERIFIED", "METRIC", "MARKS"],
+        right=["STEP", "ATTEMPT", "HOOK ITER", "SIZE", "STALL", "TOOK", "METRIC", "AGE"],
+        drop=["DIGEST", "REASON", "STALL", "TOOK", "STEP", "ATTEMPT", "AGE", "HOOK ITER", "SIZE", "VERIFIED", "METRIC", "MARKS"],
         empty=f"no checkpoint; while the job trains, `ratchet checkpoint {job}` saves one",
     )  # fmt: skip
 
@@ -58,9 +61,13 @@ def list_checkpoints(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) 
 def _row(c: api.CheckpointView) -> list[str]:
     return [
         c.id, str(c.step), str(c.epoch), c.state, c.reason, output.dash(c.hook_iteration), output.size(c.size),
-        "-" if c.seconds is None else f"{c.seconds:.2g}s", "-" if c.metric is None else f"{c.metric:.4g}",
+        _seconds(c.stall), _seconds(c.seconds), "-" if c.metric is None else f"{c.metric:.4g}",
         output.dash(c.verification), ",".join(_marks(c)) or "-", output.age(c.created_at), c.digest[:16],
     ]  # fmt: skip
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2g}s"
 
 
 def _marks(c: api.CheckpointView) -> list[str]:
@@ -83,6 +90,7 @@ def show(ctx: typer.Context, job: JobId, checkpoint: CheckpointId, as_json: Json
             ("parent step", found.parent.step if found.parent else None), ("size", output.size(found.size)),
             ("files", found.files), ("digest", found.digest), ("verification", found.verification),
             ("verified", output.moment(found.verified_at)), ("damage", found.verification_error),
+            ("training stood", None if found.stall is None else f"{found.stall:.3g} s"),
             ("save took", None if found.seconds is None else f"{found.seconds:.3g} s"), ("metric", found.metric),
             ("created", output.moment(found.created_at)),
         ]

@@ -135,6 +135,7 @@ def checkpoint_view(row: Checkpoint, segments: Sequence[Segment], metric: float 
             "size": row.size,
             "files": row.files,
             "seconds": row.seconds,
+            "stall": row.stall,
             "verified_at": row.verified_at,
             "verification": row.verification,
             "verification_error": row.verification_error,
