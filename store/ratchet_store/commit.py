@@ -18,6 +18,7 @@ from ratchet_store.files import (
     not_read,
     not_written,
     open_regular,
+    refresh,
     replacing,
     write_all,
 )
@@ -114,6 +115,7 @@ def checkpoint_dirs(checkpoints: Path) -> Iterator[tuple[int, int, Path]]:
 
     Raises ``CheckpointError`` (``checkpoint-unreadable``) when the directory cannot be listed; a missing one is empty.
     """
+    refresh(checkpoints)
     try:
         found = [(parse_checkpoint_dir_name(path.name), path) for path in checkpoints.iterdir()]
     except FileNotFoundError:

@@ -141,6 +141,29 @@ def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
     return cast("Callable[[int, int, int, int], int]", call)
 
 
+def refresh(path: Path) -> None:
+    """Have a network file system's client ask its server what ``path`` is now: what it believes of the names in a directory goes
+    with the directory's attributes, and it may believe for a minute that a name is not there (nfs(5): ``acdirmax``).
+
+    Linux's ``statx(AT_STATX_FORCE_SYNC)``. Where the system has no such call, and on errors, nothing happens.
+    """
+    call = _statx()
+    if call is not None:
+        call(
+            -100, os.fsencode(path), 0x2000, 0x7FF, ctypes.create_string_buffer(256)
+        )  # AT_FDCWD, ..., STATX_BASIC_STATS
+
+
+@cache
+def _statx() -> Callable[[int, bytes, int, int, ctypes.Array[ctypes.c_char]], int] | None:
+    try:
+        call = ctypes.CDLL(None).statx
+    except (AttributeError, OSError):
+        return None
+    call.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p)
+    return cast("Callable[[int, bytes, int, int, ctypes.Array[ctypes.c_char]], int]", call)
+
+
 def open_regular(path: Path) -> int:
     """A read descriptor of a plain file; a link, pipe or device is refused (and cannot block the open)."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -16,7 +16,7 @@ from ratchet_contract.manifest import Manifest
 from ratchet_contract.paths import MANIFEST_NAME, checkpoint_dir_name
 from ratchet_contract.resume import Base, Segment, holds
 from ratchet_store.commit import checkpoint_dirs, read_manifest
-from ratchet_store.files import DAMAGED, MISSING, UNREADABLE, ensure_dir, fsync_dir
+from ratchet_store.files import DAMAGED, MISSING, UNREADABLE, ensure_dir, fsync_dir, refresh
 from ratchet_store.read import verify_files
 
 
@@ -92,6 +92,7 @@ def adoptable(
 
 
 def _valid(directory: Path, lineage: Sequence[Segment], job_id: str | None, root: Base | None) -> Manifest:
+    refresh(directory)  # else a manifest that another node has just committed might be believed not to be there
     manifest = read_manifest(directory)
     if job_id is not None and manifest.job_id != job_id:
         raise CheckpointError(f"{directory} belongs to job {manifest.job_id}, not to {job_id}")

@@ -25,11 +25,8 @@ class Unfit(Exception):
 
 
 def probe(directory: Path) -> None:
-    """Do in ``directory`` what a save, a resume and a quarantine do. About ten small files' worth of time; nothing is left.
-
-    To make something in a directory also makes an NFS client forget what it believes is in it. Raises ``Unfit``, and ``OSError``
-    where the trial itself failed for reasons of another kind (no space, no right, input/output error).
-    """
+    """Do in ``directory`` what a save, a resume and a quarantine do; nothing is left. Raises ``Unfit``, and ``OSError`` where the
+    trial itself failed for reasons of another kind (no space, no right, input/output error)."""
     _remove_stale(directory)
     scratch = directory / f"{_PREFIX}{secrets.token_hex(8)}"
     scratch.mkdir()

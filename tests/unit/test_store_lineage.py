@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,9 @@ from ratchet_contract.errors import CheckpointError
 from ratchet_contract.manifest import Manifest
 from ratchet_contract.paths import MANIFEST_NAME, JobPaths, checkpoint_dir_name
 from ratchet_contract.resume import Base, Segment
-from ratchet_store.files import NEWER, UNREADABLE
+from ratchet_store import lineage
+from ratchet_store.commit import read_manifest
+from ratchet_store.files import NEWER, UNREADABLE, refresh
 from ratchet_store.lineage import adoptable, find_base
 from tests.support.checkpoints import JOB, make_chain, make_checkpoint, names, write_ranks
 
@@ -156,6 +159,25 @@ def test_an_unreadable_checkpoint_stops_instead_of_falling_back(
     monkeypatch.undo()
     assert caught.value.code == UNREADABLE
     assert not job.quarantine.exists() and len(names(job.checkpoints)) == 2
+
+
+def test_what_a_client_still_believes_to_be_absent_is_asked_for(job: JobPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an NFS client may, for a minute after another node's commit: the newest would be passed over without a word."""
+    chain = make_chain(job.checkpoints, 10, 20)
+    newest, asked = job.checkpoints / chain[1].id, set[Path]()
+    real = os.open
+
+    def stale(path: Path, *more: Any, **keywords: Any) -> int:
+        if Path(path) == newest / MANIFEST_NAME and newest not in asked:
+            raise FileNotFoundError(2, "No such file or directory")
+        return real(path, *more, **keywords)
+
+    monkeypatch.setattr(os, "open", stale)
+    with pytest.raises(CheckpointError):
+        read_manifest(newest)
+    monkeypatch.setattr(lineage, "refresh", lambda path: (refresh(path), asked.add(path)))
+    assert base_id(job, FIRST) == chain[1].id
+    refresh(job.root / "not there")
 
 
 def test_a_quarantine_that_fails_stops_instead_of_falling_back(job: JobPaths) -> None:

@@ -8,9 +8,7 @@ held until ``restore`` puts it in: one copy of this rank's state, which has to b
 
 from __future__ import annotations
 
-import os
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +19,7 @@ from ratchet_contract.messages import ForkSource, LaunchFile
 from ratchet_contract.paths import MANIFEST_NAME, JobPaths
 from ratchet_contract.resume import Base
 from ratchet_store.commit import check_files, read_manifest
-from ratchet_store.files import DAMAGED, MISSING, UNREADABLE, ensure_dir
+from ratchet_store.files import DAMAGED, MISSING, UNREADABLE, ensure_dir, refresh
 from ratchet_store.filesystem import examine
 from ratchet_store.lineage import find_base, set_aside
 from ratchet_store.read import verify_files
@@ -82,6 +80,8 @@ def _seen(chosen: Chosen, directory: Path, digest: str, patience: float) -> Chos
     again, for ``patience`` seconds. Raises ``CheckpointError``."""
     end = time.monotonic() + patience
     while True:
+        for folder in (directory.parent, directory):
+            refresh(folder)
         try:
             manifest = read_manifest(directory)
             if manifest.digest != digest:
@@ -97,8 +97,6 @@ def _seen(chosen: Chosen, directory: Path, digest: str, patience: float) -> Chos
                     "directory must be the same on all nodes: one shared file system, at the same path",
                     code=UNREADABLE,
                 ) from error
-        with suppress(OSError), os.scandir(directory.parent) as names:  # makes a client ask the server what is there
-            next(names, None)
         time.sleep(0.2)
 
 
@@ -127,8 +125,7 @@ class _RankZero:
         return {**out, "notes": [*fetched_notes(self._launch), *notes]}
 
     def _insist_on_disk(self) -> None:
-        """Raises ``UserError`` for a file system that cannot keep what a save promises. Trying it also makes an NFS client ask
-        the server what is there, before anything is chosen."""
+        """Raises ``UserError`` for a file system that cannot keep what a save promises."""
         try:
             ensure_dir(self._job.checkpoints)
             verdict = examine(self._job.checkpoints)
