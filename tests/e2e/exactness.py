@@ -112,7 +112,7 @@ def run_interrupted(
     job_id = server.submit(spec)
     struck = 0
     for kind, step in kills:
-        number, paths = server.wait_step(job_id, step, after_attempt=struck)
+        number, paths = server.wait_step(job_id, step, after_attempt=struck, saved=True)
         meanwhile()
         strike(server, job_id, kind, number, paths, rng, int(spec["world"]["ranks_per_node"]))
         struck = number

@@ -34,7 +34,7 @@ def test_the_example_comes_back_with_every_ranks_residual(server: Server, tmp_pa
     wrong = cli("submit", spec, "--set", "hook.state=my_hooks:TopK", "--dry-run", expect=5).errors
     assert "/hook/state: my_hooks has no 'TopK'; did you mean 'TopKState'?" in wrong
     whole, cut = (cli("submit", spec, *SMALL).text.strip() for _ in range(2))
-    _, paths = server.wait_step(cut, 7)
+    _, paths = server.wait_step(cut, 7, saved=True)
     os.kill(rank_pid(paths, 1), signal.SIGKILL)
     ended = [server.wait_phase(job, "SUCCEEDED") for job in (whole, cut)]
     assert [job["progress"]["step"] for job in ended] == [14, 14]

@@ -62,7 +62,7 @@ def newest(server: Server, job_id: str) -> Path:
 def test_what_is_saved_and_reloaded_goes_on_bit_for_bit(server: Server, submit: Callable[..., str]) -> None:
     changes = {"script": '["train.py", "--steps", "160"]', "checkpoint.every_steps": "40"}
     whole, cut = (submit("save-reload", changes) for _ in range(2))
-    _, paths = server.wait_step(cut, 45)
+    _, paths = server.wait_step(cut, 45, saved=True)
     os.kill(rank_pid(paths, 1), signal.SIGKILL)
     for job_id in (whole, cut):
         assert server.wait_phase(job_id, "SUCCEEDED")["progress"]["step"] == 160

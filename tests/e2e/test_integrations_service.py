@@ -66,7 +66,7 @@ def live(server: Server, package: str, disturbed: bool, start: Path) -> str:
     attempt = 0
     for epoch, cause in enumerate(CAUSES[package] if disturbed else [], 1):
         step = epoch * STEPS_PER_EPOCH + 5
-        attempt, paths = server.wait_step(job_id, step, after_attempt=attempt, deadline=200)
+        attempt, paths = server.wait_step(job_id, step, after_attempt=attempt, deadline=200, saved=True)
         if cause == "rank-killed":
             os.kill(rank_pid(paths, 1), signal.SIGKILL)
             continue

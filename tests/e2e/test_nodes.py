@@ -61,7 +61,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 def disturbed(server: Server, folder: Path, reference: Path, hosts: twin.Hosts | None, why: str) -> Run:
     job_id = server.submit(twin.spec({**SPEC, "policy": {**SPEC["policy"], "step_deadline": 5.0}}))
-    number, paths = server.wait_step(job_id, 12)
+    number, paths = server.wait_step(job_id, 12, saved=True)
     server.kill()  # it comes back elsewhere
     os.kill(agent_pid(paths), signal.SIGKILL)  # of node 0: rank 0 goes with it, and the store that all ranks meet in
     if hosts is not None:
@@ -69,9 +69,9 @@ def disturbed(server: Server, folder: Path, reference: Path, hosts: twin.Hosts |
         file = twin.launchers_file(folder / "hosts.yaml", behind, code=str(folder / "own"))
         server.options = ("--cpu-slots", "8", "--launchers", str(file), "--host", hosts.here, "--allow-remote")
     server.start()
-    number, paths = server.wait_step(job_id, 30, after_attempt=number)
+    number, paths = server.wait_step(job_id, 30, after_attempt=number, saved=True)
     os.kill(agent_pid(paths.node(1)), signal.SIGTERM)
-    number, paths = server.wait_step(job_id, 45, after_attempt=number)
+    number, paths = server.wait_step(job_id, 45, after_attempt=number, saved=True)
     os.kill(rank_pid(paths, 1), signal.SIGSTOP)
     server.wait_phase(job_id, "SUCCEEDED", deadline=180)
     second = server.paths.job(job_id).attempt(2)

@@ -52,7 +52,7 @@ def test_a_job_goes_on_with_another_number_of_ranks(server: Server, tmp_path: Pa
     arguments = {"gate": str(gate), "epochs": 3, "width": 16, "evaluate": False}
     task = {"entrypoint": "held:Held", "args": arguments}
     job = server.submit({**SPEC, "task": task, "code": {"path": str(tmp_path / "code")}})
-    _, paths = server.wait_step(job, 30)
+    _, paths = server.wait_step(job, 30, saved=True)
     early = server.call("POST", f"/v1/jobs/{job}/resume", json={"world": {"ranks_per_node": 1}}, expect=409)
     assert early.json()["code"] == "world-needs-stop"
     server.call("POST", f"/v1/jobs/{job}/suspend")

@@ -20,6 +20,7 @@ SCRIPT = '''
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -89,6 +90,8 @@ with Session() as s:
             assert torch.equal(module[0].weight, own[s.rank])
         if s.rank == 1 and step == 6 and mark.exists():
             mark.unlink()
+            while not list(Path(os.environ["RATCHET_LAUNCH_FILE"]).parents[2].glob("checkpoints/*6.a*/MANIFEST.json")):
+                time.sleep(0.01)  # what was due is written beside the training; the agent's deadline ends a wait in vain
             os.kill(os.getpid(), signal.SIGKILL)
     with s.evaluation() as ev:
         try:

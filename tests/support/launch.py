@@ -21,7 +21,7 @@ from ratchet_contract.spec import Resolved
 from ratchet_contract.spec_parse import parse_spec
 from ratchet_worker.control import write_control
 from ratchet_worker.counter import CounterReader, Reading
-from tests.support.server import processes_below, rank_pid, wait_for
+from tests.support.server import processes_below, rank_pid, wait_for, wait_saved
 
 RESOLVED = Resolved(device="cpu", backend="gloo", threads_per_rank=1, python=sys.executable)
 _MESSAGE: TypeAdapter[RankMessage] = TypeAdapter(RankMessage)
@@ -55,6 +55,15 @@ class Job:
         attempt = Attempt(self, len(self.attempts) + 1, launch)
         self.attempts.append(attempt)
         return attempt
+
+    def start_agent(self, paths: AttemptPaths) -> subprocess.Popen[bytes]:
+        with paths.agent_log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", "ratchet_worker.agent", str(paths.launch_file)],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
     def lineage(self) -> list[Segment]:
         """What the attempts so far built on one another, newest first; each ends where the next one began."""
@@ -108,13 +117,7 @@ class Attempt:
         )
         self.paths.root.mkdir(parents=True)
         self.paths.launch_file.write_text(self.launch.model_dump_json())
-        with self.paths.agent_log.open("ab") as log:
-            self.agent = subprocess.Popen(
-                [sys.executable, "-P", "-m", "ratchet_worker.agent", str(self.paths.launch_file)],
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        self.agent = job.start_agent(self.paths)
 
     # --- what it does --------------------------------------------------------------------------------------------------
 
@@ -133,6 +136,8 @@ class Attempt:
             return reading is not None and reading.finished >= step
 
         wait_for(reached, f"rank {rank} to finish step {step}", 60, 0.02)
+        if isinstance(self.launch.spec.checkpoint.every_steps, int):
+            wait_saved(self.paths, step)  # what was due by then is written beside the training
 
     def wait_log(self, text: str, rank: int = 0) -> None:
         path = self.paths.log(rank)

@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 
-from ratchet_contract.paths import AttemptPaths, HomePaths, NodePaths
+from ratchet_contract.messages import LaunchFile
+from ratchet_contract.paths import AttemptPaths, HomePaths, JobPaths, NodePaths, parse_checkpoint_dir_name
+from ratchet_contract.resume import Base
 from ratchet_worker.counter import CounterReader, Reading
 
 T = TypeVar("T")
@@ -51,6 +53,21 @@ def processes_below(home: Path) -> list[int]:
         if needle in text and state not in "ZX":
             found.append(int(entry.name))
     return found
+
+
+def wait_saved(paths: AttemptPaths, step: int) -> None:
+    """Until the checkpoint that was due at ``step`` or before it is committed, or a later one."""
+    launch = LaunchFile.model_validate_json(paths.launch_file.read_bytes())
+    every = launch.spec.checkpoint.every_steps
+    assert isinstance(every, int)
+    due, job = step - step % every, JobPaths(Path(launch.job_root))
+
+    def newest() -> int:
+        ids = (parse_checkpoint_dir_name(path.parent.name) for path in job.checkpoints.glob("*/MANIFEST.json"))
+        return max((one[0] for one in ids if one is not None and one[1] == launch.epoch), default=0)
+
+    base = Base.model_validate_json(paths.base_file.read_bytes())
+    wait_for(lambda: max(newest(), base.step) >= due, f"step {due} to be committed", 30, 0.002)
 
 
 class Server:
@@ -184,10 +201,11 @@ class Server:
         return (numbers[-1], self.paths.job(job_id).attempt(numbers[-1])) if numbers else None
 
     def wait_step(
-        self, job_id: str, step: int, *, after_attempt: int = 0, deadline: float = 90
+        self, job_id: str, step: int, *, after_attempt: int = 0, deadline: float = 90, saved: bool = False
     ) -> tuple[int, AttemptPaths]:
         """Wait until rank 0 of an attempt numbered above ``after_attempt`` has finished ``step``: read from the step counter,
-        so that a test can act within milliseconds of it; looked at as often only from the first step on."""
+        so that a test can act within milliseconds of it; looked at as often only from the first step on. ``saved``: and until
+        what was due by then is committed, which goes on beside the training."""
         what = f"step {step} of an attempt after {after_attempt}"
 
         def seen(enough: Callable[[Reading], bool]) -> tuple[int, AttemptPaths] | None:
@@ -199,7 +217,10 @@ class Server:
 
         try:
             wait_for(lambda: seen(lambda reading: reading.started > 0), what, deadline)
-            return wait_for(lambda: seen(lambda reading: reading.finished >= step), what, deadline, 0.002)
+            found = wait_for(lambda: seen(lambda reading: reading.finished >= step), what, deadline, 0.002)
+            if saved:
+                wait_saved(found[1], step)
+            return found
         except AssertionError as error:
             raise AssertionError(
                 f"{error}\n{self.job(job_id)}\n{self.rank_logs(job_id)}\n{self.log()[-4000:]}"
