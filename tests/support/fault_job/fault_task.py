@@ -1,0 +1,37 @@
+"""A net whose state takes half a megabyte, and whose steps take a millisecond: most of a run is saving."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from ratchet_worker.data.loader import TrainLoader
+from ratchet_worker.task import Parts, TaskContext
+
+
+class Faulty:
+    """``held``: before these steps every rank makes the file ``at.STEP.RANK`` in ``gate`` and waits for ``go.STEP``."""
+
+    def __init__(self, steps: int = 60, gate: str = "", held: Sequence[int] = ()) -> None:
+        self.steps, self.gate, self.held = steps, Path(gate), set(held)
+
+    def build(self, ctx: TaskContext) -> Parts:
+        self.rank = ctx.rank
+        x = torch.randn(400, 64, generator=torch.Generator().manual_seed(1))
+        model = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.Dropout(0.1), nn.Linear(256, 64))
+        data = TrainLoader(TensorDataset(x), batch_size=4, seed=ctx.seed, rank=ctx.rank, world_size=ctx.world_size)
+        return Parts(model, torch.optim.AdamW(model.parameters(), lr=0.01), data, total_steps=self.steps)
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        return nn.functional.mse_loss(model(batch[0]), batch[0])
+
+    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step in self.held:
+            (self.gate / f"at.{step}.{self.rank}").touch()
+            while not (self.gate / f"go.{step}").exists():
+                time.sleep(0.005)
