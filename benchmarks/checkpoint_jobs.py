@@ -108,9 +108,9 @@ def measure(service: Service, setup: Setup, folder: Path) -> Measured:
     try:
         _until_ended(service, job.id, last=2 if setup.restores else 1)
         ranks = _read(place, "save", setup.ranks)
-        stalls = {m["step"]: m for m in spool(first, 0) if m["kind"] == "checkpoint"}
+        reports = {m["step"]: m for m in spool(first, 0) if m["kind"] == "checkpoint" and m["stall"] is not None}
         return Measured(
-            setup, ranks[0]["nbytes"], ranks[0]["tensors"], _saves([rank["saves"] for rank in ranks], stalls),
+            setup, ranks[0]["nbytes"], ranks[0]["tensors"], _saves([rank["saves"] for rank in ranks], reports),
             _slowest([rank["limits"] for rank in ranks]), _loads(place, setup),
         )  # fmt: skip
     finally:
@@ -161,9 +161,10 @@ def _saves(of_ranks: list[list[dict[str, Any]]], reports: dict[int, dict[str, An
     for same in zip(*of_ranks, strict=True):
         stall = max(save["call"] + save["gate"] for save in same)
         extra = statistics.fmean(sum(s["busy"]) - len(s["busy"]) * step[s["round"]] for s in same)
-        told = reports[same[0]["step"]]["stall"] if same[0]["step"] is not None else None
+        report = reports.get(same[0]["step"], {"stall": None, "seconds": 0.0})
         total, cpu = (max(save[key] for save in same) for key in ("total", "cpu"))
-        one = _One(stall, total, stall + extra, told, cpu, bool(same[0]["busy"]))
+        total = max(total, report["seconds"])  # seen from outside: the manifest's name, before its directory is synced
+        one = _One(stall, total, stall + extra, report["stall"], cpu, bool(same[0]["busy"]))
         found.setdefault(same[0]["way"], []).append(one)
     typical = statistics.median(step.values())
     return {way: _together(saves, typical) for way, saves in found.items()}
