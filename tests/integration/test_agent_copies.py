@@ -59,12 +59,8 @@ class Attempts:
         paths.root.mkdir(parents=True)
         paths.launch_file.write_text(launch.model_dump_json())
         with paths.agent_log.open("ab") as log:
-            self.processes.append(
-                subprocess.Popen(
-                    [*AGENT, str(paths.launch_file)], stdout=log, stderr=log, start_new_session=True,
-                    env=os.environ | {"PYTHONPATH": str(ROOT)},
-                )  # fmt: skip
-            )
+            command, env = [*AGENT, str(paths.launch_file)], os.environ | {"PYTHONPATH": str(ROOT)}
+            self.processes.append(subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=env))
         return paths
 
     def end(self, paths: AttemptPaths) -> AttemptResult:
