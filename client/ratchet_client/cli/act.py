@@ -171,6 +171,8 @@ def delete(
     else:
         kept = f"; its checkpoints stay in {result.checkpoints}" if result.checkpoints else ", with its checkpoints"
         output.line(f"{job} is deleted{kept}")
+        if result.remote is not None:
+            output.line(result.remote)
 
 
 def wait(

@@ -72,6 +72,7 @@ def _seconds(value: float | None) -> str:
 
 def _marks(c: api.CheckpointView) -> list[str]:
     marks = {"final": c.finished, "pinned": c.pinned, "adopted": c.adopted, "abandoned": c.lineage == "abandoned"}
+    marks["copied"] = c.uploaded_at is not None
     return [word for word, there in marks.items() if there]
 
 
