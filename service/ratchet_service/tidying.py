@@ -71,12 +71,13 @@ def tidy(session: Session, job: Job, paths: JobPaths, segments: list[Segment], e
 
 
 def quarantine(session: Session, job: Job, row: Checkpoint, paths: JobPaths) -> bool:
-    """Set aside a checkpoint that was found damaged, with an event; the job's row is held and no attempt of it is alive. False: a
-    fork that has not begun yet is to meet the damage itself, or the system refuses, which is an event too."""
-    if waiting_forks(session, job.id, {row.name}):
+    """Set aside a checkpoint that was found damaged, with an event; the job's row is held and no attempt of it is alive. False: it
+    is not here any more, a fork that has not begun yet is to meet the damage itself, or the system refuses, which is an event."""
+    directory = paths.checkpoint(row.step, row.epoch)
+    if not directory.is_dir() or waiting_forks(session, job.id, {row.name}):
         return False
     try:
-        set_aside(paths.checkpoint(row.step, row.epoch), paths.quarantine)
+        set_aside(directory, paths.quarantine)
     except CheckpointError as error:
         add_event(session, job.id, "checkpoint-not-quarantined", error.detail, epoch=row.epoch)
         return False
