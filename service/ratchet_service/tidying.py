@@ -71,8 +71,8 @@ def tidy(session: Session, job: Job, paths: JobPaths, segments: list[Segment], e
 
 
 def quarantine(session: Session, job: Job, row: Checkpoint, paths: JobPaths) -> bool:
-    """Set aside a checkpoint that was found damaged, with an event; the job's row is held and no attempt of it is alive. False: it
-    is not here any more, a fork that has not begun yet is to meet the damage itself, or the system refuses, which is an event."""
+    """Set aside a checkpoint that was found damaged, with an event; the job's row is held and no attempt of it is alive. False:
+    it is not here any more, a fork that has not begun yet is to meet the damage, or the system refuses, which is an event."""
     directory = paths.checkpoint(row.step, row.epoch)
     if not directory.is_dir() or waiting_forks(session, job.id, {row.name}):
         return False
