@@ -44,9 +44,9 @@ def _numel(name: str, scale: int) -> int:
 
 
 def write_ranks(
-    directory: Path, *, world_size: int = 2, seed: int = 0, scale: int = 1, state: Any = None
+    directory: Path, *, world_size: int = 2, seed: int = 0, scale: int = 1, state: Any = None, private: int = 24
 ) -> tuple[list[FileEntry], list[TensorEntry]]:
-    """The rank files of one checkpoint, not committed."""
+    """The rank files of one checkpoint, not committed. ``private``: bytes of each rank's own tensor."""
     shared = shared_bytes(seed, scale)
     plan = plan_slices([(name, _numel(name, scale), SHAPES[name][2]) for name in SHAPES], world_size)
     files: list[FileEntry] = []
@@ -57,8 +57,8 @@ def write_ranks(
             for name, start, stop in plan[rank]
             for k in [SHAPES[name][2]]
         ]
-        private = random.Random(f"{seed}/{rank}").randbytes(24)
-        pieces.append(Piece(f"rank/{rank}/rng/torch", "U8", (24,), 0, private))
+        own = random.Random(f"{seed}/{rank}").randbytes(private)
+        pieces.append(Piece(f"rank/{rank}/rng/torch", "U8", (private,), 0, own))
         file, entries = write_rank_file(directory, rank, world_size, pieces, state or {"rank": rank, "seed": seed})
         files.append(file)
         tensors += entries
@@ -97,11 +97,12 @@ def make_checkpoint(
     state: Any = None,
     hook: dict[str, Any] | None = None,
     summaries: Sequence[dict[str, Any]] = (),
+    private: int = 24,
 ) -> Manifest:
     """A committed checkpoint; its bytes are a function of the seed (default: step and epoch)."""
     directory = checkpoints / checkpoint_dir_name(step, epoch)
     seed = step * 1000 + epoch if seed is None else seed
-    files, tensors = write_ranks(directory, world_size=world_size, seed=seed, scale=scale, state=state)
+    files, tensors = write_ranks(directory, world_size=world_size, seed=seed, scale=scale, state=state, private=private)
     manifest = manifest_of(step, epoch, files, tensors, parent=parent, job_id=job_id, hook=hook)
     told = [HookSummary.model_validate(summary) for summary in summaries]
     return commit(directory, manifest.model_copy(update={"hook_summaries": told}))

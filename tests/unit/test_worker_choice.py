@@ -134,15 +134,17 @@ def test_every_rank_gets_its_part_from_one_pass_over_the_disk(job: JobPaths, mon
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_no_byte_of_any_file_goes_unverified_whatever_the_number_of_ranks(job: JobPaths, ranks: int) -> None:
-    chain = make_chain(job.checkpoints, 10, 20)
-    for number, file in enumerate(make_checkpoint(job.checkpoints, 30, parent=chain[1].base, world_size=3).files):
+    good = make_checkpoint(job.checkpoints, 10, world_size=3, private=2 * BLOCK)
+    for number, file in enumerate(good.files):
         for block in range(len(file.blocks)):
-            target = make_checkpoint(job.checkpoints, 40 + 10 * number + block, parent=chain[1].base, world_size=3)
+            target = make_checkpoint(
+                job.checkpoints, 20 + 10 * number + block, parent=good.base, world_size=3, private=2 * BLOCK
+            )
             flip(job.checkpoints / target.id / file.name, min(block * BLOCK + 77, file.size - 1))
-    damaged = len(names(job.checkpoints)) - 3
-    assert damaged >= 6
+    damaged = len(names(job.checkpoints)) - 1
+    assert damaged == 12  # of four blocks in each file one is private alone
     found, told = choose(job, ranks)
-    assert steps(found) == [30] * ranks and len(told.quarantines) == damaged == len(names(job.quarantine))
+    assert steps(found) == [10] * ranks and len(told.quarantines) == damaged == len(names(job.quarantine))
     assert all(len(item.quarantined) == damaged for item in found if isinstance(item, Chosen))
 
 
