@@ -7,13 +7,14 @@ session and life. What differs from a job's: no interpreter is started, for the 
         job = WarmJob(warm, home, spec, code)      # see tests.support.launch
 
 ``slow``: as long as this file exists, every ``os.fsync`` of what is forked waits: a disk that does not answer.
-``disk``: a directory that is a small tmpfs for all that is forked, in a mount namespace of their own; what they see there is found
-at ``warm.seen(path)``.
+``disk``: a directory that is a small tmpfs for all that is forked, in a mount namespace of their own; what they see there is
+found at ``warm.seen(path)``.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import select
@@ -188,7 +189,7 @@ def _slow_down(while_there: Path) -> None:
     real = os.fsync
 
     def fsync(fd: int) -> None:
-        while "/step-" in os.readlink(f"/proc/self/fd/{fd}") and while_there.exists():
+        while "/step-" in str(Path(f"/proc/self/fd/{fd}").readlink()) and while_there.exists():
             time.sleep(0.005)
         real(fd)
 
@@ -197,10 +198,8 @@ def _slow_down(while_there: Path) -> None:
 
 def main() -> None:
     with uncollected():
-        import torch._dynamo
-
-        import ratchet_worker.agent
-        import ratchet_worker.process  # noqa: F401
+        for module in ("torch._dynamo", "ratchet_worker.agent", "ratchet_worker.process"):
+            importlib.import_module(module)
     gc.freeze()
     if sys.argv[1:]:
         _slow_down(Path(sys.argv[1]))

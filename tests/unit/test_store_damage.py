@@ -12,9 +12,11 @@ import pytest
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import MANIFEST_NAME, checkpoint_dir_name
+from ratchet_contract.resume import Segment
 from ratchet_store.files import DAMAGED, UNREADABLE
+from ratchet_store.lineage import find_base
 from ratchet_store.read import CheckpointReader, load, verify
-from tests.support.checkpoints import copy_checkpoint, make_checkpoint
+from tests.support.checkpoints import copy_checkpoint, make_chain, make_checkpoint
 
 TRIALS = int(os.environ.get("RATCHET_TEST_TRIALS", "50"))
 PAGE = 4096
@@ -112,16 +114,21 @@ KINDS: list[Callable[[Path, random.Random], None]] = [
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_damage_is_found_every_time(tmp_path: Path, kind: Callable[[Path, random.Random], None]) -> None:
-    good = tmp_path / "good" / make_checkpoint(tmp_path / "good", 10, seed=3).id
-    found = 0
+def test_damage_is_found_and_recovered_from_every_time(
+    tmp_path: Path, kind: Callable[[Path, random.Random], None]
+) -> None:
+    """The older one is taken, and the damaged one told and kept whole."""
+    older, newer = make_chain(tmp_path / "good", 9, 10)
+    root, quarantine, found = tmp_path / "checkpoints", tmp_path / "quarantine", 0
+    copy_checkpoint(tmp_path / "good" / older.id, root / older.id)
     for trial in range(TRIALS):
-        directory = copy_checkpoint(good, tmp_path / good.name)
+        directory = copy_checkpoint(tmp_path / "good" / newer.id, root / newer.id)
         kind(directory, random.Random(f"{kind.__name__}/{trial}"))
-        outcome = verify(directory)
-        assert outcome.error if not outcome.ok else True
-        found += not outcome.ok
-    assert (found, verify(good).ok) == (TRIALS, True)
+        base, moved = find_base(root, quarantine, [Segment(epoch=1, after_step=0)])
+        assert [(m.step, m.path.parent, bool(m.error)) for m in moved] == [(10, quarantine, True)], (trial, moved)
+        found += base == older and not directory.exists()
+        shutil.rmtree(quarantine)
+    assert (found, verify(tmp_path / "good" / newer.id).ok) == (TRIALS, True)
 
 
 def test_a_checkpoint_under_a_wrong_name_is_found(tmp_path: Path) -> None:
