@@ -136,7 +136,19 @@ def seal(manifest: Manifest) -> tuple[Manifest, bytes]:
     data = json.loads(manifest.model_dump_json())  # not ``model_dump``: it would keep NaN, which is no JSON
     digest = hashlib.sha256(_canonical(data)).hexdigest()
     data["digest"] = digest
-    return manifest.model_copy(update={"digest": digest}), json.dumps(data, indent=1, allow_nan=False).encode()
+    return manifest.model_copy(update={"digest": digest}), _lines(data)
+
+
+def _lines(data: dict[str, Any]) -> bytes:
+    """A line per key, and per entry of the long lists: for readers, without the slow encoder that indents everything."""
+    lines = []
+    for key, value in data.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            text = "[\n  " + ",\n  ".join(json.dumps(item, allow_nan=False) for item in value) + "\n ]"
+        else:
+            text = json.dumps(value, allow_nan=False)
+        lines.append(f" {json.dumps(key)}: {text}")
+    return ("{\n" + ",\n".join(lines) + "\n}").encode()
 
 
 def open_manifest(raw: bytes) -> Manifest:

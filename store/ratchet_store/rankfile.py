@@ -16,7 +16,7 @@ from ratchet_contract.errors import CheckpointError, StateError
 from ratchet_contract.manifest import RANK_PREFIX, FileEntry, TensorEntry
 from ratchet_contract.paths import DELETED_MANIFEST_NAME, MANIFEST_NAME, rank_file_name
 from ratchet_store.files import EXISTS, ensure_dir, fsync_dir, not_written, replacing, start_writeback
-from ratchet_store.header import ITEMSIZE, MAX_DIMENSIONS, Stored, build_header, is_whole, tensor_key
+from ratchet_store.header import ITEMSIZE, MAX_DIMENSIONS, Stored, build_header, is_whole
 
 JsonValue = Any
 BytesLike = Any
@@ -132,23 +132,24 @@ def _buffer(piece: Piece) -> memoryview:
 def _layout(file: str, pieces: list[tuple[Piece, int]], text: str) -> tuple[bytes, list[TensorEntry]]:
     """The header and the manifest's entries; ``pieces`` with their sizes in bytes, in file order."""
     stored: dict[str, Stored] = {}
-    drafts: list[TensorEntry] = []
     position = 0
     for piece, nbytes in pieces:
-        entry = TensorEntry(
-            name=piece.name, file=file, offset=position, nbytes=nbytes, shape=list(piece.shape), dtype=piece.dtype,
-            start=piece.start,
-        )  # fmt: skip
-        key = tensor_key(entry)
+        whole = is_whole(piece.shape, piece.dtype, piece.start, nbytes)
+        key = piece.name if whole else f"{piece.name}#{piece.start}"
         if key in stored or key == "__metadata__":
             raise StateError(f"tensor name {key!r} occurs twice in a rank file, or is reserved: rename it")
-        whole = is_whole(piece.shape, piece.dtype, piece.start, nbytes)
         shape = piece.shape if whole else (nbytes // ITEMSIZE[piece.dtype],)
         stored[key] = Stored(piece.dtype, shape, position, position + nbytes)
-        drafts.append(entry)
         position += nbytes
     header = build_header(stored, text)
-    return header, [e.model_copy(update={"offset": e.offset + len(header)}) for e in drafts]
+    entries = [
+        TensorEntry(
+            name=piece.name, file=file, offset=len(header) + place.begin, nbytes=nbytes, shape=list(piece.shape),
+            dtype=piece.dtype, start=piece.start,
+        )
+        for (piece, nbytes), place in zip(pieces, stored.values(), strict=True)
+    ]  # fmt: skip
+    return header, entries
 
 
 def _refuse_committed(directory: Path) -> None:

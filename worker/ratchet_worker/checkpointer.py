@@ -22,12 +22,12 @@ from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import JobPaths
 from ratchet_contract.resume import Base
 from ratchet_hooks.errors import HookStateError
-from ratchet_store.slices import plan_slices
 from ratchet_worker.audit import Audit
 from ratchet_worker.commitment import Committer, Order, written
 from ratchet_worker.content import Content
 from ratchet_worker.counter import Stage, StepCounter
 from ratchet_worker.exchange import Exchange
+from ratchet_worker.fingerprint import Cuts
 from ratchet_worker.reporter import Reason, Reporter
 from ratchet_worker.saver import MAX_FAILURES, Save, Saver
 from ratchet_worker.schedule import Schedule, first_due
@@ -64,7 +64,7 @@ class Checkpointer:
         self._spec, self._launch = launch.spec.checkpoint, launch
         self._exchange, self._counter, self._reporter = exchange, counter, reporter
         self._rank, self._world_size = exchange.rank, exchange.world_size
-        self._staging = Staging(device)
+        self._staging, self._cuts = Staging(device), Cuts()
         self._committer = Committer(launch, saving, reporter, base)
         self._saver = Saver(launch, saving, reporter, self._committer, self._staging, give_up)
         self._schedule = Schedule(self._spec, base.step) if self._rank == 0 else None
@@ -255,7 +255,7 @@ class Checkpointer:
         mine = staged = error = None
         try:
             mine = content()
-            slices = plan_slices(mine.snapshot.sizes(), self._world_size)[self._rank]
+            slices = self._cuts.of(mine.snapshot.sizes(), self._world_size)[self._rank]
             staged = self._staging.stage(sources_of(mine.snapshot, self._rank, slices))
         except HookStateError as error_:  # comes again with every save: nothing more is trained that cannot be kept
             text = f"the state of the hook cannot be saved at step {step}: {error_}"
@@ -304,7 +304,7 @@ class Checkpointer:
 
     def _prepare(self, late: Snapshot) -> None:
         """Behind the attempt's first step: pages for the copies, and the trial of what may be copied beside a step."""
-        slices = plan_slices(late.sizes(), self._world_size)[self._rank]
+        slices = self._cuts.of(late.sizes(), self._world_size)[self._rank]
         sources = sources_of(late, self._rank, slices)
         if self._save is None:
             self._saver.reserve(size_of(sources))

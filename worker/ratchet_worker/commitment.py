@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+from pydantic import TypeAdapter
 
 from ratchet_contract.errors import RatchetError
 from ratchet_contract.manifest import FileEntry, Manifest, TensorEntry
@@ -39,6 +41,7 @@ class Order:
         return f"save/{self.number}"
 
 
+_ENTRIES: Final = TypeAdapter(list[TensorEntry])
 Verdict = dict[str, Any]
 """``error`` None: committed, ``base`` is the new checkpoint. ``parted``: only some ranks have ended. ``failures``: in a row."""
 
@@ -49,7 +52,7 @@ class Committer:
     def __init__(self, launch: LaunchFile, exchange: Exchange, reporter: Reporter, base: Base) -> None:
         self._launch, self._exchange, self._reporter = launch, exchange, reporter
         self._job = JobPaths(Path(launch.job_root))
-        self.last = base
+        self.last, self._cuts = base, fingerprint.Cuts()
         protected = [(base.step, base.epoch)] if base.epoch is not None else []
         self._keeper = Keeper(self._job.checkpoints, launch.spec.checkpoint, launch.epoch, protected)
         self._committed: tuple[Manifest, float] | None = None  # the newest of this attempt, and its seconds
@@ -133,7 +136,7 @@ class Committer:
             environment=mine.environment,
             finished=order.finished,
             files=[FileEntry.model_validate(r["file"]) for r in reports],
-            tensors=[TensorEntry.model_validate(t) for r in reports for t in r["tensors"]],
+            tensors=[entry for r in reports for entry in _ENTRIES.validate_json(r["tensors"])],
         )
 
     def _divergence(
@@ -142,7 +145,7 @@ class Committer:
         """The first tensor that differs, with the ranks that do not have what the rank has that was to write it."""
         if len(own) != mine.parts:
             return "replicas have diverged: the ranks hold different sets of tensors; nothing was saved"
-        plan = fingerprint.cut(mine.snapshot.sizes(), mine.parts or 1)
+        plan = self._cuts.of(mine.snapshot.sizes(), mine.parts or 1)
         if [len(digests) for digests in own] != [len(slices) for slices in plan][: mine.parts]:
             return "replicas have diverged: the ranks hold different sets of tensors; nothing was saved"
         found = fingerprint.first_difference(own, seen)

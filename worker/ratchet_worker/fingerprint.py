@@ -36,6 +36,22 @@ def cut(sizes: Sizes, parts: int) -> list[list[Slice]]:
     return plan_slices(sizes, parts)
 
 
+class Cuts:
+    """The plans of the sizes that were asked for last: from save to save they are the same."""
+
+    def __init__(self) -> None:
+        self._sizes: Sizes | None = None
+        self._plans: dict[int, list[list[Slice]]] = {}
+
+    def of(self, sizes: Sizes, parts: int) -> list[list[Slice]]:
+        """As ``cut`` gives it."""
+        if sizes != self._sizes:
+            self._sizes, self._plans = sizes, {}
+        if parts not in self._plans:
+            self._plans[parts] = cut(sizes, parts)
+        return self._plans[parts]
+
+
 def slice_digests(slices: Sequence[Slice], tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """XXH3-128 in hex of the bytes of each slice of a part, row-major."""
     return [_digest(tensors[name].detach().contiguous().reshape(-1)[start:stop].cpu()) for name, start, stop in slices]

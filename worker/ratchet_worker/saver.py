@@ -14,8 +14,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
 
+from pydantic import TypeAdapter
+
 from ratchet_contract.errors import RatchetError, StateError
-from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX
+from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX, TensorEntry
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import JobPaths
 from ratchet_hooks.summary import HookSummary
@@ -30,6 +32,7 @@ from ratchet_worker.snapshot import Until
 from ratchet_worker.staging import Staged, Staging
 
 MAX_FAILURES: Final = 3
+_ENTRIES: Final = TypeAdapter(list[TensorEntry])
 
 
 @dataclass
@@ -83,6 +86,7 @@ class Saver:
     ) -> None:
         self._launch, self._exchange, self._reporter, self._committer = launch, exchange, reporter, committer
         self._staging, self._give_up = staging, give_up
+        self._cuts = fingerprint.Cuts()
         self._job = JobPaths(Path(launch.job_root))
         self._work: SimpleQueue[Save | int] = SimpleQueue()
         self._failures = 0
@@ -158,11 +162,14 @@ class Saver:
             return {"error": save.error}
         staged.copy(Until.BACKWARD)
         staged.copy(Until.STEP)
-        shared, plan = content.snapshot.shared, fingerprint.cut(content.snapshot.sizes(), content.parts or 1)
+        shared, plan = content.snapshot.shared, self._cuts.of(content.snapshot.sizes(), content.parts or 1)
         world = self._exchange.world_size
-        seen = fingerprint.compared(
-            plan, shared, self._exchange.rank, world, save.order.number, lambda: save.hurry.is_set() and not save.thorough
-        ) if content.parts else {}  # fmt: skip
+        seen: dict[int, list[str]] = {}
+        if content.parts:
+            with self._staging.beside():
+                seen = fingerprint.compared(
+                    plan, shared, self._exchange.rank, world, save.order.number, lambda: self._enough(save)
+                )
         save.released.set()
         if staged.error is not None:
             raise StateError(staged.error)
@@ -175,11 +182,15 @@ class Saver:
             "error": None,
             "finished": save.order.finished,
             "file": file.model_dump(),
-            "tensors": [entry.model_dump() for entry in tensors],
+            "tensors": _ENTRIES.dump_json(tensors).decode(),
             "parts": self._own_parts(content, staged, plan),
             "seen": seen,
             "summary": summary.model_dump_json(),
         }
+
+    @staticmethod
+    def _enough(save: Save) -> bool:
+        return save.hurry.is_set() and not save.thorough
 
     def _own_parts(self, content: Content, staged: Staged, plan: Sequence[Sequence[Slice]]) -> list[list[str]]:
         """Digests of the slices of the parts that this rank writes, of the copies."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -77,7 +77,12 @@ class Staging:
         self.reserve(end)
         staged = Staged(sources, offsets, self._buffer, self._stream)
         staged.copy(Until.BOUNDARY)
+        staged.wait(Until.BOUNDARY)
         return staged
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """Where live tensors are read while training goes on: on CUDA the copies' own stream."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
 def size_of(sources: Sequence[Source]) -> int:
