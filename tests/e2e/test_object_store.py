@@ -15,7 +15,7 @@ from ratchet_service.usecases.deletion import sweep_deleted
 from ratchet_store.compare import compare, render
 from ratchet_store.objects import open_store
 from tests.support.object_stores import BUCKET, S3Server, s3_server  # noqa: F401
-from tests.support.server import Server, wait_for
+from tests.support.server import Server
 
 URI = f"s3://{BUCKET}/team"
 ARGUMENTS = {"steps": 200, "width": 8, "batch_size": 16, "evaluate": False}
@@ -101,19 +101,17 @@ def test_a_job_that_loses_its_disk_goes_on_from_the_store_bit_for_bit(served: Se
 
 
 def _what_only_the_store_has(server: Server, job_id: str) -> None:
-    """It is verified, exported and forked from like any other."""
+    """It is verified and forked from like any other; here with a number of ranks that its manifest forbids."""
     row, directory = stored(server, job_id)[0], server.paths.job(job_id).checkpoints
     shutil.rmtree(directory / row["id"])
     found = server.call("POST", f"/v1/jobs/{job_id}/checkpoints/{row['id']}/verify").json()
     assert found["verification"] == "ok"
     assert (directory / row["id"] / "MANIFEST.json").is_file()
     shutil.rmtree(directory / row["id"])
-    request = {"checkpoint_id": row["id"], "spec": {"checkpoint": {"uri": None}}}
-    fork = server.call("POST", f"/v1/jobs/{job_id}/fork", json=request).json()["id"]
-    assert (directory / row["id"] / "PINNED").is_file()
-    server.call("POST", f"/v1/jobs/{fork}/cancel")
-    wait_for(lambda: server.job(fork)["phase"] == "CANCELLED", "the fork to end")
-    server.call("DELETE", f"/v1/jobs/{fork}")
+    request = {"checkpoint_id": row["id"], "spec": {"world": {"ranks_per_node": 2}}}
+    answer = server.call("POST", f"/v1/jobs/{job_id}/fork", json=request, expect=422).json()
+    assert [e["code"] for e in answer["errors"]] == ["world-size-mismatch"], "its manifest was not read"
+    assert (directory / row["id"] / "MANIFEST.json").is_file()
 
 
 def names(s3_server: S3Server) -> list[str]:
