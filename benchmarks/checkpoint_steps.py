@@ -24,10 +24,11 @@ _DEADLINE: Final = 300.0  # seconds, for one job
 
 @dataclass(frozen=True)
 class Job:
-    """``steps``: seconds of each; ``saves``: those that Ratchet reports, from the boundary to the commit; ``nbytes``: of the last
-    checkpoint."""
+    """``steps``: seconds of each; ``cpu``: processor seconds of rank 0; ``saves``: those that Ratchet reports, from
+    the boundary to the commit; ``nbytes``: of the last checkpoint."""
 
     steps: list[float]
+    cpu: float
     saves: list[float]
     nbytes: int
 
@@ -41,7 +42,8 @@ def table(service: Service, folder: Path, pairs: int, title: str = "bytelm", **a
     both = list(zip(jobs[1], jobs[None], strict=True))
     ratios = [sum(with_saves.steps) / sum(without.steps) for with_saves, without in both]
     medians = [statistics.median(with_saves.steps) / statistics.median(without.steps) for with_saves, without in both]
-    print(_line("", "all steps, ratio", "median step, ratio", "ms", "without", "save, ms", "MB"))
+    cpu = [with_saves.cpu / without.cpu for with_saves, without in both]
+    print(_line("", "all steps, ratio", "median step, ratio", "of CPU time", "ms", "without", "save, ms", "MB"))
     saving, without, seconds = (
         f"{1e3 * statistics.median(values):.1f}"
         for values in (
@@ -50,12 +52,12 @@ def table(service: Service, folder: Path, pairs: int, title: str = "bytelm", **a
             [s for job in jobs[1] for s in job.saves],
         )
     )
-    megabytes = f"{jobs[1][0].nbytes / 1e6:.1f}"
-    print(_line(title, f"{estimate(ratios)}", f"{estimate(medians)}", saving, without, seconds, megabytes), flush=True)
+    found = (str(estimate(values)) for values in (ratios, medians, cpu))
+    print(_line(title, *found, saving, without, seconds, f"{jobs[1][0].nbytes / 1e6:.1f}"), flush=True)
 
 
-def _line(title: str, ratio: str, median: str, saving: str, without: str, seconds: str, megabytes: str) -> str:
-    return f"{title:<24} {ratio:<22} {median:<22} {saving:>7} {without:>8} {seconds:>9} {megabytes:>6}"
+def _line(title: str, ratio: str, median: str, cpu: str, saving: str, without: str, seconds: str, size: str) -> str:
+    return f"{title:<24} {ratio:<22} {median:<22} {cpu:<22} {saving:>7} {without:>8} {seconds:>9} {size:>6}"
 
 
 def _run(service: Service, folder: Path, every: int | None, arguments: dict[str, Any]) -> Job:
@@ -74,10 +76,11 @@ def _run(service: Service, folder: Path, every: int | None, arguments: dict[str,
     try:
         until("the last step", out.exists, _DEADLINE, attempt)
         until("the job to end", lambda: ended(attempt), _DEADLINE, attempt)
-        times = json.loads(out.read_text())[_SKIPPED:]
+        times, cpu = zip(*json.loads(out.read_text())[_SKIPPED:], strict=True)
         saves = [message for message in spool(attempt, 0) if message["kind"] == "checkpoint"]
         due = [save["seconds"] for save in saves if save["reason"] == "schedule"]
-        return Job([later - earlier for earlier, later in itertools.pairwise(times)], due, saves[-1]["size"])
+        steps = [later - earlier for earlier, later in itertools.pairwise(times)]
+        return Job(steps, cpu[-1] - cpu[0], due, saves[-1]["size"])
     finally:
         service.client.cancel(job.id)
         shutil.rmtree(place, ignore_errors=True)
