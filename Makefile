@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check serve bench exactness chaos teardown clean
+.PHONY: demo test check serve bench exactness chaos faults teardown clean
 
 $(STAMP): pyproject.toml
 	@echo "==> creating $(VENV) and installing Ratchet with its development tools (first time: a few minutes)"
@@ -37,6 +37,12 @@ exactness: $(STAMP)
 
 chaos: $(STAMP)
 	$(BIN)/python -m tests.e2e.chaos --n $(or $(N),20)
+
+# N kills of a saving process, of torch.save in place (the control) and of real ranks, N corruptions of each kind; the disk's faults
+faults: $(STAMP)
+	RATCHET_TEST_KILLS=$(or $(N),1000) RATCHET_TEST_RANK_KILLS=$(or $(N),1000) RATCHET_TEST_TRIALS=$(or $(N),1000) $(BIN)/python -m pytest -s --timeout=7200 \
+	  tests/integration/test_store_kill.py tests/integration/test_checkpoint_kill.py tests/unit/test_store_damage.py \
+	  tests/integration/test_store_crash_points.py tests/integration/test_checkpoint_disks.py tests/unit/test_store_hostile.py
 
 # groups of two ranks that are started and stopped: no rank may abort at its end
 teardown: $(STAMP)

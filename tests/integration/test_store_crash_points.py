@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from ratchet_contract.manifest import Manifest
-from ratchet_contract.paths import checkpoint_dir_name
+from ratchet_contract.paths import PINNED_NAME, checkpoint_dir_name
 from ratchet_contract.resume import Segment
+from ratchet_contract.spec_checkpoint import CheckpointSpec
 from ratchet_store.commit import checkpoint_dirs
+from ratchet_store.files import fsync_dir
+from ratchet_store.keeper import Keeper
 from ratchet_store.lineage import Quarantine, find_base
 from ratchet_store.read import verify
 from ratchet_store.retain import retain, sweep
@@ -28,11 +31,11 @@ def recorder(tmp_path: Path) -> Recorder:
     return Recorder(tmp_path / "disk")
 
 
-def outcomes(recorder: Recorder, tmp_path: Path) -> Iterator[tuple[int, str, Path]]:
+def outcomes(recorder: Recorder, tmp_path: Path, seeds: int = 3) -> Iterator[tuple[int, str, Path]]:
     """Every outcome of a power loss after every operation, laid out on a real disk."""
     target = tmp_path / "after"
     for count in range(len(recorder.ops) + 1):
-        for name in disk_states(recorder.ops, count, target):
+        for name in disk_states(recorder.ops, count, target, seeds):
             yield count, name, target
             shutil.rmtree(target)
 
@@ -82,6 +85,45 @@ def test_every_crash_point_of_a_deletion_keeps_what_is_to_stay(recorder: Recorde
         whole = {d for d in left if d not in swept}
         assert set(kept) <= whole and set(names(root / "checkpoints")) == whole, name
     assert names(checkpoints) == kept
+
+
+def test_every_crash_point_of_what_the_saving_thread_does(recorder: Recorder, tmp_path: Path) -> None:
+    """Commit, acknowledge, delete, commit the next: with a pin, a multiple and the base of the attempt among what stays."""
+    checkpoints = recorder.root / "checkpoints"
+    spec = CheckpointSpec(keep_last=2, keep_every=15)
+    saved: list[Manifest] = []
+    deleted: list[tuple[int, str]] = []  # (number of operations before, name)
+    with recorder.recording():
+        first = make_checkpoint(checkpoints, 5)
+        saved.append(first)
+        recorder.mark(1)
+        keeper = Keeper(checkpoints, spec, 1, [(5, 1)])
+        for step in (10, 15, 20, 25, 30):
+            saved.append(make_checkpoint(checkpoints, step, parent=saved[-1].base))
+            recorder.mark(len(saved))
+            if step == 10:
+                mark = os.open(checkpoints / saved[-1].id / PINNED_NAME, os.O_CREAT | os.O_WRONLY)
+                os.fsync(mark)
+                os.close(mark)
+                fsync_dir(checkpoints / saved[-1].id)
+                pinned_at = len(recorder.ops)
+            before = len(recorder.ops)
+            deleted += [(before, checkpoint_dir_name(*one)) for one in keeper.committed(saved[-1]).deleted]
+    assert [name for _, name in deleted] == [checkpoint_dir_name(20, 1)]
+    points = 0
+    for count, name, root in outcomes(recorder, tmp_path, seeds=1):
+        points += 1
+        acknowledged = max((n for at, n in recorder.marks if at <= count), default=0)
+        manifest, moved = base(root)
+        assert moved == [], name
+        assert (saved.index(manifest) + 1 if manifest else 0) in (acknowledged, acknowledged + 1), name
+        kept = {m.id for m in saved[:acknowledged]} - {old for at, old in deleted if at < count}
+        there = {d.name for _, _, d in checkpoint_dirs(root / "checkpoints") if (d / "MANIFEST.json").exists()}
+        assert kept <= there, name
+        if count >= deleted[0][0]:
+            assert all(verify(root / "checkpoints" / one).ok for one in there), name
+        assert count < pinned_at or (root / "checkpoints" / saved[1].id / PINNED_NAME).exists(), name
+    print(f"{points} states of a disk after a loss of power at every one of {len(recorder.ops)} system calls")
 
 
 def test_every_crash_point_of_a_quarantine_still_finds_the_older_one(recorder: Recorder, tmp_path: Path) -> None:
