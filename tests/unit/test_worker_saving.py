@@ -145,7 +145,7 @@ class Group:
             self.ranks[rank].hold(Until.STEP)
             self.weights[rank].fill_(number)
             late = Snapshot(shared={"model/w": self.weights[rank]}, until={"model/w": Until.STEP})
-            self.ranks[rank].boundary(number, lambda: late, lambda: self.content(rank, number))
+            self.ranks[rank].boundary(number, lambda: (late, 0), lambda: self.content(rank, number))
 
         return self.together(act)
 
@@ -201,7 +201,10 @@ def test_the_optimizer_waits_for_a_copy_that_is_not_made_yet(tmp_path: Path, mon
     behind.start()
     behind.join(0.2)
     assert behind.is_alive() and group.weights[0].unique().tolist() == [3.0]
-    assert group.together(lambda rank: group.ranks[rank].hold(Until.BOUNDARY)) == [None, None]  # what was copied at once
+    assert group.together(lambda rank: group.ranks[rank].hold(Until.BOUNDARY)) == [
+        None,
+        None,
+    ]  # what was copied at once
     may_copy.set()
     behind.join(20)
     group.drain()

@@ -8,6 +8,7 @@ what it does.
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable
@@ -83,8 +84,9 @@ class Checkpointer:
 
     # --- the loop's boundaries and gates -------------------------------------------------------------------------------
 
-    def boundary(self, step: int, late: Callable[[], Snapshot], content: Callable[[], Content]) -> None:
-        """After every step but the last: begin a save if one is due. ``late``: the parameters and the optimizer's tensors.
+    def boundary(self, step: int, late: Callable[[], tuple[Snapshot, int]], content: Callable[[], Content]) -> None:
+        """After every step but the last: begin a save if one is due. ``late``: the parameters and the optimizer's tensors, and
+        about how many bytes a rank saves beside them.
 
         Raises ``UserError`` for a hook's state that cannot be stored, ``CheckpointError`` where a save is stuck.
         """
@@ -95,7 +97,7 @@ class Checkpointer:
         if step >= self._due:
             self._act(step, content)
         if self._first and self._due != math.inf:
-            self._prepare(late())
+            self._prepare(*late())
         self._first = False
 
     def hold(self, until: Until) -> None:
@@ -126,6 +128,8 @@ class Checkpointer:
         tried three times), ``UserError`` for a hook's state that cannot be stored and where only some ranks have ``finished``."""
         self._counter.stage(Stage.CHECKPOINTING)
         self.drain()
+        if self._given_up:
+            raise self.too_many_failures
         late = self._too_late(left) if reason == "stop" else None
         if late is not None:
             return Outcome(late)
@@ -251,10 +255,10 @@ class Checkpointer:
         self, step: int, reason: Reason, finished: bool, content: Callable[[], Content], *, thorough: bool
     ) -> None:
         self._numbers += 1
-        order = Order(self._numbers, step, reason, finished, time.monotonic())
+        order, begun = Order(self._numbers, step, reason, finished, time.monotonic()), time.perf_counter()
         mine = staged = error = None
         try:
-            mine = content()
+            mine = _undisturbed(content)
             slices = self._cuts.of(mine.snapshot.sizes(), self._world_size)[self._rank]
             staged = self._staging.stage(sources_of(mine.snapshot, self._rank, slices))
         except HookStateError as error_:  # comes again with every save: nothing more is trained that cannot be kept
@@ -264,7 +268,7 @@ class Checkpointer:
             raise
         except (RatchetError, OSError, MemoryError) as error_:
             mine, error = None, f"rank {self._rank}: {error_}"
-        self._save = Save(order, mine, staged, error, thorough)
+        self._save = Save(order, mine, staged, error, thorough, stall=time.perf_counter() - begun)
         self._saver.submit(self._save)
 
     def _await(self, save: Save) -> None:
@@ -302,12 +306,12 @@ class Checkpointer:
             self._given_up = self._given_up or f"step {save.order.step}: {self._failure}"
         return failures
 
-    def _prepare(self, late: Snapshot) -> None:
+    def _prepare(self, late: Snapshot, private: int) -> None:
         """Behind the attempt's first step: pages for the copies, and the trial of what may be copied beside a step."""
         slices = self._cuts.of(late.sizes(), self._world_size)[self._rank]
         sources = sources_of(late, self._rank, slices)
         if self._save is None:
-            self._saver.reserve(size_of(sources))
+            self._saver.reserve(size_of(sources) + private)
         if self._overlapped:
             self._audit = Audit(sources)
 
@@ -322,3 +326,15 @@ class Checkpointer:
                     f"{name} was changed between two steps by something else than optimizer.step(): the state is copied before "
                     "a step begins, not beside it (checkpoint.staging)",
                 )
+
+
+def _undisturbed(content: Callable[[], Content]) -> Content:
+    """``content()`` without a pass of the garbage collector in it, which the many small objects would bring about: training waits,
+    and the passes come soon enough."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return content()
+    finally:
+        if enabled:
+            gc.enable()

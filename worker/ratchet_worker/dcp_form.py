@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from ratchet_worker import optimizer_state
 from ratchet_worker import restore as disk
-from ratchet_worker.plain_form import OPTIMIZER_PARTS, keys_of, model_of, origin, plain
+from ratchet_worker.plain_form import keys_of, model_of, origin, plain
 from ratchet_worker.restore import Chosen
 from ratchet_worker.snapshot import Snapshot
 
@@ -91,7 +91,7 @@ def _optimizers(saved: Snapshot, tensors: dict[str, Any]) -> dict[str, Any]:
         if component != "optimizer" and not component.startswith("user:"):
             continue
         value = saved.value(component, apart=replicas)
-        if not isinstance(value, dict) or set(value) != OPTIMIZER_PARTS:
+        if not optimizer_state.is_captured(value):
             continue
         labels = [label for group in value["param_groups"] for label in group["params"]]
         numbered = optimizer_state.as_state_dict(component, tensors, value)

@@ -15,6 +15,7 @@ from ratchet_contract.errors import StateError, UserError
 from ratchet_contract.resume import ComponentReport, ComponentStatus
 from ratchet_hooks.build import ManagedHook
 from ratchet_hooks.layout import ManagedDDP
+from ratchet_hooks.specs import BatchedPowerSGDSpec, PowerSGDSpec
 from ratchet_worker import fingerprint, model_state, module_origin, module_state, optimizer_state, rng, state_names
 from ratchet_worker.data import own_generators
 from ratchet_worker.model_state import MODEL
@@ -132,6 +133,14 @@ class JobState:
         ddp, hook = self.hook_or_refuse()
         self._capture_equal(out, Walk(ddp.module), hook.replicas == "equal")
         return out
+
+    def late(self) -> tuple[Snapshot, int]:
+        """``capture_late``, and about how many bytes a rank's own state has."""
+        ddp, hook = self.hook_or_refuse()
+        parameters = sum(p.nbytes for p in ddp.module.parameters() if p.requires_grad)
+        residuals = isinstance(hook.spec, PowerSGDSpec | BatchedPowerSGDSpec) and hook.spec.use_error_feedback
+        buffers = sum(b.nbytes for b in ddp.module.buffers())
+        return self.capture_late(), buffers + int(residuals) * parameters * 5 // 4 + (1 << 20)
 
     def shared_digests(self, parts: int) -> list[str]:
         """Digests of what is equal on all ranks, cut into ``parts``, as a checkpoint taken now would have them; [] when nothing

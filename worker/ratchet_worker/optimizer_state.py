@@ -71,6 +71,11 @@ def capture(
     return shared, {"keys": text, "state": entries, "others": others, "param_groups": groups, "extra": extra}
 
 
+def is_captured(rest: Any) -> bool:
+    """Is that what ``capture`` makes, in this format or the one before, rather than some object's own state?"""
+    return isinstance(rest, dict) and set(rest) - {"keys"} == {"state", "others", "param_groups", "extra"}
+
+
 def restore(optimizer: Optimizer, component: str, names: dict[int, str], shared: Tensors, rest: Any) -> None:
     """Inverse of ``capture``. Raises ``StateError`` when the optimizer has other parameters or groups than the recorded one."""
     labels = list(_labels(optimizer, names))

@@ -25,7 +25,6 @@ from ratchet_worker.restore import Chosen
 from ratchet_worker.snapshot import Snapshot, Tensors, byte_view, empty
 
 FORMAT: Final = 1
-OPTIMIZER_PARTS: Final = {"state", "others", "param_groups", "extra"}
 _OWN: Final = frozenset({"model", "buffers", "modules", "facts", "hook", "rng", state_names.COMPONENT})
 
 
@@ -188,7 +187,7 @@ def _components(saved: Snapshot, tensors: Tensors) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for component in set(saved.state) - _OWN:
         value = saved.value(component, apart=replicas)
-        if isinstance(value, dict) and set(value) == OPTIMIZER_PARTS:
+        if optimizer_state.is_captured(value):
             value = optimizer_state.as_state_dict(component, tensors, value)
         out[component] = plain(value)
     return out

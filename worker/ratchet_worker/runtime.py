@@ -174,7 +174,7 @@ class Runtime:
         if self._ended:
             self._save("end", finished=True)
         else:
-            self.checkpointer.boundary(self.step, self.state.capture_late, self._content)
+            self.checkpointer.boundary(self.step, self.state.late, self._content)
 
     def batches(self, data: Iterable[Item]) -> Iterator[Item]:
         """Batches of ``data``, epoch after epoch. Raises ``UserError`` for an epoch without batches, and for a batch that is
