@@ -11,7 +11,8 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -258,9 +259,10 @@ class Checkpointer:
         order, begun = Order(self._numbers, step, reason, finished, time.monotonic()), time.perf_counter()
         mine = staged = error = None
         try:
-            mine = _undisturbed(content)
-            slices = self._cuts.of(mine.snapshot.sizes(), self._world_size)[self._rank]
-            staged = self._staging.stage(sources_of(mine.snapshot, self._rank, slices))
+            with _without_collector():
+                mine = content()
+                slices = self._cuts.of(mine.snapshot.sizes(), self._world_size)[self._rank]
+                staged = self._staging.stage(sources_of(mine.snapshot, self._rank, slices))
         except HookStateError as error_:  # comes again with every save: nothing more is trained that cannot be kept
             text = f"the state of the hook cannot be saved at step {step}: {error_}"
             raise UserError(text, code="hook-state-unsupported") from error_
@@ -328,13 +330,14 @@ class Checkpointer:
                 )
 
 
-def _undisturbed(content: Callable[[], Content]) -> Content:
-    """``content()`` without a pass of the garbage collector in it, which the many small objects would bring about: training waits,
-    and the passes come soon enough."""
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """No pass of the garbage collector inside, which so many small objects would bring about: training waits, and the passes come
+    soon enough."""
     enabled = gc.isenabled()
     gc.disable()
     try:
-        return content()
+        yield
     finally:
         if enabled:
             gc.enable()
