@@ -7,9 +7,7 @@ before it is written; the manifest comes last, then one rename. So what has a ch
 from __future__ import annotations
 
 import os
-import shutil
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -33,6 +31,7 @@ from ratchet_store.files import (
     replacing,
     write_all,
 )
+from ratchet_store.filling import done, filling
 from ratchet_store.lineage import set_aside
 from ratchet_store.objects import ObjectStore
 from ratchet_store.read import verify_files
@@ -41,8 +40,6 @@ from ratchet_store.retain import delete
 
 CONNECTIONS: Final = 4
 _RANGE: Final = 8 << 20  # bytes of one request, at least a block
-_PREFIX: Final = ".fetching-"
-_STALE: Final = 7 * 86400.0
 
 
 class Brought(NamedTuple):
@@ -60,15 +57,20 @@ class Progress:
     nbytes: int = 0
     stop: threading.Event = field(default_factory=threading.Event)
 
+    def add(self, nbytes: int) -> None:
+        self.nbytes += nbytes
 
-def newest_local(checkpoints: Path, lineage: Sequence[Segment]) -> Id | None:
+
+def newest_local(checkpoints: Path, lineage: Sequence[Segment], progress: Progress | None = None) -> Id | None:
     """The newest checkpoint of the lineage on this disk whose every byte is right. Raises ``CheckpointError`` for one that cannot
-    be judged (unreadable, of a newer format): those who start from here say so with all they know."""
+    be judged (unreadable, of a newer format): those who start from here say so with all they know. ``progress`` counts what was
+    read, too: it is no silence."""
+    progress = progress or Progress()
     for step, epoch, directory in checkpoint_dirs(checkpoints):
         if not holds(lineage, step, epoch):
             continue
         try:
-            verify_files(directory, read_manifest(directory))
+            verify_files(directory, read_manifest(directory), progress=progress.add)
         except CheckpointError as error:
             if error.code not in (MISSING, DAMAGED):
                 raise
@@ -126,35 +128,25 @@ def fetch(
     manifest = remote.parse(folder, raw)
     if marks is None:
         marks = [path.rpartition("/")[2] for path in remote.objects.list(f"{folder}/")]
-    target, temporary = checkpoints / folder, checkpoints / f"{_PREFIX}{folder}.{os.getpid()}.{time.monotonic_ns()}"
+    target = checkpoints / folder
     try:
         ensure_dir(checkpoints)
-        _sweep(checkpoints)
-        temporary.mkdir()
-        _Download(remote.objects, folder, temporary, manifest.files, progress).run()
-        for mark in (FINISHED_NAME, PINNED_NAME):
-            if mark in marks:
-                (temporary / mark).touch()
-        with replacing(temporary / MANIFEST_NAME) as fd:
-            write_all(fd, memoryview(raw))
-        fsync_dir(temporary)
-        if not _is_there(target, manifest):
-            _clear(target, quarantine)
-            temporary.rename(target)
-        fsync_dir(checkpoints)
+        with filling(checkpoints, folder) as place:
+            _Download(remote.objects, folder, place, manifest.files, progress).run()
+            for mark in (FINISHED_NAME, PINNED_NAME):
+                if mark in marks:
+                    (place / mark).touch()
+            with replacing(place / MANIFEST_NAME) as fd:
+                write_all(fd, memoryview(raw))
+            done(place)
+            fsync_dir(place)
+            if not _is_there(target, manifest):
+                _clear(target, quarantine)
+                place.rename(target)
+            fsync_dir(checkpoints)
     except OSError as error:
-        raise not_written(temporary, error) from error
-    finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
+        raise not_written(target, error) from error
     return read_manifest(target)
-
-
-def _sweep(checkpoints: Path) -> None:
-    """Fetches that were cut short, so long ago that none of them can still go on."""
-    for left in checkpoints.glob(f"{_PREFIX}*"):
-        if time.time() - left.stat().st_mtime > _STALE:
-            shutil.rmtree(left, ignore_errors=True)
 
 
 def _is_there(target: Path, manifest: Manifest) -> bool:
@@ -252,10 +244,11 @@ class _Download:
                 fault, hasher = _hash(data, position, block, part.entry.size, digests, hasher)
                 if fault:
                     return fault
-                os.pwrite(fd, data, position)
-                position += len(data)
+                end_of_data = position + len(data)
+                while position < end_of_data:  # a disk that is nearly full takes a part, and refuses only the rest
+                    position += os.pwrite(fd, data[position - end_of_data :], position)
                 with self._lock:
-                    self._progress.nbytes += len(data)
+                    self._progress.add(len(data))
         finally:
             os.close(fd)
         return ""

@@ -153,10 +153,11 @@ class Mirror:
         if MANIFEST_NAME in names and is_whole(manifest, names):
             self._remote.commit(folder, raw, manifest.digest)  # compares
             return 0
+        doubted = QUARANTINED_MANIFEST in names  # their bytes were wrong, whatever size and digest they tell
         for entry in manifest.files:
             interrupted()
             path, digest = f"{folder}/{entry.name}", digest_of(entry)
-            if names.get(entry.name) == entry.size and objects.head(path).digest == digest:
+            if not doubted and names.get(entry.name) == entry.size and objects.head(path).digest == digest:
                 continue
             objects.put(path, _verified(directory / entry.name, entry, interrupted), entry.size, digest)
             names[entry.name] = entry.size
@@ -167,6 +168,9 @@ class Mirror:
                 names[mark] = 0
         self._remote.commit(folder, raw, manifest.digest)
         names[MANIFEST_NAME] = len(raw)
+        if doubted:
+            objects.delete([f"{folder}/{QUARANTINED_MANIFEST}"])
+            del names[QUARANTINED_MANIFEST]
         return nbytes + len(raw)
 
     def _give_up(self, one: Id) -> None:
@@ -204,18 +208,24 @@ class Mirror:
         there = self._known()
         whole = [one for one, names in there.items() if MANIFEST_NAME in names and not _is_orphan(names)]
         newest = max(whole, default=None)
-        removed = []
+        removed: list[Id] = []
         for one in gone:
             names = there.get(one, {})
             if one == newest or self._record.pinned(one) or PINNED_NAME in names:
                 continue
             folder = checkpoint_dir_name(*one)
-            if names:
-                self._remote.remove(folder, list(names))
-                removed.append(one)
-            there.pop(one, None)
+            try:
+                if names:
+                    self._remote.remove(folder, list(names))
+                    there.pop(one)
+                self._record.drop(folder)
+            except CheckpointError:
+                if not removed:
+                    raise
+                self._there = None
+                break  # what is gone is told now; the next call meets the failure
             self._copied.pop(one, None)
-            self._record.drop(folder)
+            removed.append(one)
         return removed
 
     def _is_gone(self, one: Id) -> bool:

@@ -87,7 +87,7 @@ class _Work(threading.Thread):
 
     def run(self) -> None:
         try:
-            local = newest_local(self._job.checkpoints, self._launch.lineage)
+            local = newest_local(self._job.checkpoints, self._launch.lineage, self.progress)
             while not self.progress.stop.is_set() and not self._done(local):
                 self.progress.stop.wait(_PAUSE)
         except CheckpointError as error:

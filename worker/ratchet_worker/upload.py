@@ -157,6 +157,11 @@ class Uploader:
         if step.failed is not None:
             self._telling.note("upload-failed", f"{step.failed.folder}: {step.failed.error}")
         for number, epoch in step.removed:
+            self._once_more = [
+                (at, done)
+                for at, done in self._once_more
+                if (done.manifest.step, done.manifest.epoch) != (number, epoch)
+            ]  # it would be taken for one that is here again
             self._telling.deleted(number, epoch)
 
     def _repeat(self, now: float) -> None:

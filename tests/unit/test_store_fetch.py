@@ -1,0 +1,108 @@
+"""Fetching from a store that is in memory: what a disk, a store and a killed fetch may do to it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from obstore.store import MemoryStore
+
+from ratchet_contract.errors import CheckpointError
+from ratchet_contract.resume import Segment
+from ratchet_store.fetch import bring, fetch, newest_local
+from ratchet_store.mirror import Mirror
+from ratchet_store.objects import ObjectStore
+from ratchet_store.remote import RemoteCheckpoints
+from tests.support.checkpoints import JOB, make_chain, names
+
+ALL = [Segment(epoch=1, after_step=0)]
+NEWEST = "step-000000000020.a0001"
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> RemoteCheckpoints:
+    """Holds two checkpoints."""
+    remote = RemoteCheckpoints(ObjectStore(MemoryStore(), "memory://x"), JOB)
+    make_chain(tmp_path / "there", 10, 20)
+    mirror = Mirror(remote, tmp_path / "there", tmp_path / "there-aside", ALL, 1)
+    while not mirror.step().idle:
+        pass
+    return remote
+
+
+def test_a_disk_that_takes_a_part_of_a_write_gets_the_rest(
+    remote: RemoteCheckpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[: max(1, len(data) // 3)], at))
+    fetch(remote, NEWEST, tmp_path / "here", tmp_path / "aside")
+    assert newest_local(tmp_path / "here", ALL) == (20, 1)
+
+
+def test_a_store_that_gives_more_than_was_asked_for_is_damage(
+    remote: RemoteCheckpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = remote.objects.get_range
+
+    def more(name: str, begin: int, end: int) -> Any:
+        data = bytes(real(name, begin, end))
+        return memoryview(data + b"more" if NEWEST in name and name.endswith("safetensors") else data)
+
+    monkeypatch.setattr(remote.objects, "get_range", more)
+    found = bring(remote, tmp_path / "here", tmp_path / "aside", ALL, None)
+    assert found.fetched is not None and found.fetched.step == 10
+    assert "set aside" in found.notes[0]
+
+
+def test_a_fetch_that_was_killed_makes_room_for_the_next(remote: RemoteCheckpoints, tmp_path: Path) -> None:
+    """A large one would fill the disk otherwise, one leftover per attempt. What another one still fills stays."""
+    here = tmp_path / "here"
+    dead, alive = here / f".fetching-{NEWEST}.1.1", here / f".fetching-{NEWEST}.1.2"
+    for path in (dead, alive):
+        path.mkdir(parents=True)
+        (path / "rank-00000-of-00002.safetensors").write_bytes(b"half")
+        (path / ".lock").touch()
+        os.utime(path, (time.time() - 600,) * 2)
+    fd = os.open(alive / ".lock", os.O_RDWR)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        fetch(remote, NEWEST, here, tmp_path / "aside")
+    finally:
+        os.close(fd)
+    assert names(here) == [alive.name, NEWEST]
+
+
+def test_a_full_disk_leaves_nothing_behind(
+    remote: RemoteCheckpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(CheckpointError, match="the disk is full") as caught:
+        bring(remote, tmp_path / "here", tmp_path / "aside", ALL, None)
+    assert caught.value.code == "checkpoint-not-written"
+    assert names(tmp_path / "here") == []
+    assert sorted(remote.listing()) == [(10, 1), (20, 1)]
+    assert "MANIFEST.json" in remote.listing()[20, 1]
+
+
+def test_a_copy_that_was_set_aside_is_sent_anew_in_full(remote: RemoteCheckpoints, tmp_path: Path) -> None:
+    """Its objects have the right sizes, and say that they have the right digests."""
+    name = f"{NEWEST}/rank-00000-of-00002.safetensors"
+    found = remote.objects.head(name)
+    wrong = bytearray(remote.objects.get(name, 1 << 20))
+    wrong[-3] ^= 1
+    assert found.digest is not None
+    remote.objects.put(name, [bytes(wrong)], found.size, found.digest)
+    assert bring(remote, tmp_path / "here", tmp_path / "aside", ALL, (10, 1)).fetched is None
+    mirror = Mirror(remote, tmp_path / "there", tmp_path / "there-aside", ALL, 2)
+    while not mirror.step().idle:
+        pass
+    found_now = bring(remote, tmp_path / "here", tmp_path / "aside", ALL, (10, 1))
+    assert found_now.fetched is not None and found_now.fetched.step == 20
+    assert "MANIFEST.json.quarantined" not in remote.listing()[20, 1]
