@@ -222,7 +222,8 @@ class Effects:
         self._event("checkpoint", f"checkpoint {name} {text}", data)
 
     def _uploaded(self, message: CheckpointUploaded) -> None:
-        """Its copy is whole. One that the row says was deleted, since its disk had lost it, is here again."""
+        """Its copy is whole. One that the row says was deleted or set aside is here again: fetched, since its disk had lost or
+        damaged it."""
         name = checkpoint_dir_name(message.step, message.epoch)
         row = self._session.get(Checkpoint, (self._job.id, message.step, message.epoch))
         if row is None:
@@ -231,8 +232,9 @@ class Effects:
             text = f"{name} was copied to {storable(message.uri)}, but is recorded with digest {row.digest}"
             self._event("checkpoint-ignored", text, {"checkpoint": name})
             return
-        if row.state == "deleted":
-            row.state = "committed"
+        if row.state == "quarantined":  # what was found was found in what lay here before
+            row.verified_at = row.verification = row.verification_error = None
+        row.state = "committed"
         if row.uploaded_at is None:
             row.uri, row.uploaded_at = storable(message.uri)[:2000], when(message.at, self._now)
             seconds = message.seconds if math.isfinite(message.seconds) else None

@@ -43,29 +43,27 @@ def tidy(session: Session, job: Job, paths: JobPaths, segments: list[Segment], e
         protected.add((job.resume_from["step"], job.resume_from["epoch"]))
     values = values_of(session, job, committed, bases_of(session, job.id))
 
-    gone: set[tuple[int, int]] = set()
+    def is_here(row: Checkpoint) -> bool:
+        return (paths.checkpoint(row.step, row.epoch) / MANIFEST_NAME).exists()
 
     def delete() -> None:
-        gone.update(
-            retain(
-                paths.checkpoints,
-                keep_last=rules.keep_last,
-                keep_every=rules.keep_every,
-                keep_best=rules.keep_best,
-                values=values,
-                lineage=segments,
-                protected=protected,
-            )
+        retain(
+            paths.checkpoints,
+            keep_last=rules.keep_last,
+            keep_every=rules.keep_every,
+            keep_best=rules.keep_best,
+            values=values,
+            lineage=segments,
+            protected=protected,
         )
 
+    lost = {row.name for row in committed if not is_here(row)}
     _told(session, job, epoch, delete)
     _told(session, job, epoch, lambda: sweep(paths.checkpoints, dead_epochs=range(1, epoch + 1)))
     _reserves(paths, epoch)
     for row in committed:
-        if (paths.checkpoint(row.step, row.epoch) / MANIFEST_NAME).exists():
-            continue
         # Gone by a rule, or lost with its disk: then its copy still counts, and the next attempt fetches it.
-        if row.uploaded_at is None or (row.step, row.epoch) in gone:
+        if not is_here(row) and (row.uploaded_at is None or row.name not in lost):
             row.state = "deleted"
     session.flush()
 

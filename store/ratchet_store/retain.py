@@ -32,7 +32,6 @@ def retain(
     keep_every: int | None = None,
     keep_best: BestSpec | None = None,
     values: Mapping[Id, float] | None = None,
-    epoch: int | None = None,
     pinned: Collection[Id] = (),
     protected: Collection[Id] = (),
 ) -> list[Id]:
@@ -42,17 +41,21 @@ def retain(
     Never deleted, and not counted among the newest: ``pinned``, by name or by the file ``PINNED`` in their directory.
     Never deleted: ``protected`` (the newest verified one, what a resume asked for), what lies outside the lineage, and what
     does not look whole, which does not count as kept either (``find_base`` deals with it). ``values``: of the metric of
-    ``keep_best``. ``epoch``: only this attempt's are deleted, and none at all when a later one has left anything on the disk.
-    Raises ``CheckpointError`` (``checkpoint-unreadable``) when the system refuses.
+    ``keep_best``. Raises ``CheckpointError`` (``checkpoint-unreadable``) where the system refuses one, after the others are gone.
     """
-    there = list(checkpoint_dirs(checkpoints))
-    if epoch is not None and any(other > epoch for _, other, _ in there):
-        return []
-    found = {(s, e): d for s, e, d in there if holds(lineage, s, e) and _looks_whole(d)}
+    found = {(s, e): d for s, e, d in checkpoint_dirs(checkpoints) if holds(lineage, s, e) and _looks_whole(d)}
     marked = {one for one, directory in found.items() if one in pinned or _is_pinned(directory)}
     surplus = Rules(keep_last, keep_every, keep_best).surplus(list(found), values or {}, marked)
-    free = [one for one in reversed(surplus) if one not in protected and (epoch is None or one[1] == epoch)]
-    return [one for one in free if delete_unless_pinned(found[one])]
+    deleted, refused = list[Id](), list[CheckpointError]()
+    for one in reversed(surplus):
+        try:
+            if one not in protected and delete_unless_pinned(found[one]):
+                deleted.append(one)
+        except CheckpointError as error:
+            refused.append(error)
+    if refused:
+        raise refused[0]
+    return deleted
 
 
 def delete_unless_pinned(directory: Path) -> bool:

@@ -129,14 +129,14 @@ def test_what_is_gone_is_neither_verified_nor_pinned(api: Api, job: str) -> None
     assert not (paths(api, job).checkpoint(5, 1) / PINNED_NAME).exists()
 
 
-def test_a_pin_holds_against_the_workers_retention(api: Api, job: str) -> None:
+def test_a_pin_holds_against_retention(api: Api, job: str) -> None:
     first, *_ = saved(api, job, 5, 10, 15, 20)
     assert api.client.post(url(job, first, "/pin")).json()["pinned"] is True
     lineage = [Segment(epoch=1, after_step=0)]
-    assert retain(paths(api, job).checkpoints, keep_last=2, lineage=lineage, epoch=1) == [(10, 1)]
+    assert retain(paths(api, job).checkpoints, keep_last=2, lineage=lineage) == [(10, 1)]
     assert api.client.post(url(job, first, "/verify")).json()["verification"] == "ok"
     assert api.client.post(url(job, first, "/pin"), json={"pinned": False}).json()["pinned"] is False
-    assert retain(paths(api, job).checkpoints, keep_last=2, lineage=lineage, epoch=1) == [(5, 1)]
+    assert retain(paths(api, job).checkpoints, keep_last=2, lineage=lineage) == [(5, 1)]
 
 
 def test_the_hooks_iteration_in_the_checkpoint_comes_from_its_manifest(api: Api, job: str) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import JobPaths
 from ratchet_contract.resume import Segment
 from ratchet_service.launch_files import newest_recorded
 from ratchet_service.models import Checkpoint, Job
 from ratchet_service.tidying import tidy
+from ratchet_store import retain as retain_module
 from tests.support.api import Api, checkpoint_message, message, training_message
 from tests.support.checkpoints import make_checkpoint
 
@@ -82,6 +85,44 @@ def test_what_a_lost_disk_had_stays_recorded_only_where_it_has_a_copy(api: Api, 
     api.report(job, (-1, 4, [uploaded(20)]))  # fetched: it is here again
     with api.database.read() as session:
         assert states(session, job)[20] == "committed"
+
+
+def test_what_was_deleted_before_a_deletion_failed_is_recorded_so(
+    api: Api, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = (5, 10, 15, 20, 25)
+    api.report(
+        job,
+        (0, 1, [training_message(), *(checkpoint_message(step) for step in steps)]),
+        (-1, 1, [uploaded(step) for step in steps]),
+    )
+    paths: JobPaths = api.settings.paths.job(job)
+    for step in steps:
+        make_checkpoint(paths.checkpoints, step, job_id=job)
+    real = retain_module.delete_unless_pinned
+
+    def refuses(directory: Path) -> bool:
+        if directory == paths.checkpoint(10, 1):
+            raise CheckpointError("immutable", code="checkpoint-unreadable")
+        return real(directory)
+
+    monkeypatch.setattr(retain_module, "delete_unless_pinned", refuses)
+    with api.database.write() as session:
+        tidy(session, session.get_one(Job, job), paths, [Segment(epoch=1, after_step=0)], 1)
+        found = states(session, job)
+    assert found == {5: "deleted", 10: "committed", 15: "deleted", 20: "committed", 25: "committed"}
+
+
+def test_what_was_set_aside_here_and_fetched_again_is_committed(api: Api, job: str) -> None:
+    manifest = make_checkpoint(api.settings.paths.job(job).checkpoints, 5, job_id=job)
+    told = uploaded(5, digest=manifest.digest)
+    api.report(job, (0, 1, [training_message(), checkpoint_message(5, digest=manifest.digest)]), (-1, 1, [told]))
+    with api.database.write() as session:
+        row = session.get_one(Checkpoint, (job, 5, 1))
+        row.state, row.verification, row.verification_error = "quarantined", "damaged", "block 0"
+    api.report(job, (-1, 2, [told]))
+    (row_view,) = api.client.get(f"/v1/jobs/{job}/checkpoints").json()["items"]
+    assert (row_view["state"], row_view["verification"], row_view["verification_error"]) == ("committed", None, None)
 
 
 def states(session: Any, job_id: str) -> dict[int, str]:

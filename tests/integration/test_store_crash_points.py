@@ -176,7 +176,7 @@ def test_a_process_that_dies_at_any_system_call_leaves_the_old_or_the_new(tmp_pa
 
         def save_and_delete(root: Path = root, parent: Manifest = chain[2]) -> None:
             make_checkpoint(root / "checkpoints", 40, parent=parent.base)
-            retain(root / "checkpoints", keep_last=2, lineage=LINEAGE, epoch=1)
+            retain(root / "checkpoints", keep_last=2, lineage=LINEAGE)
 
         died = _kill_at(k, save_and_delete)
         killed += died

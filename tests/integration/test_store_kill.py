@@ -20,8 +20,10 @@ import numpy as np
 import torch
 
 from ratchet_contract.resume import Base, Segment
+from ratchet_contract.spec_checkpoint import CheckpointSpec
+from ratchet_store.keeper import Keeper
 from ratchet_store.lineage import find_base
-from ratchet_store.retain import retain, sweep
+from ratchet_store.retain import sweep
 from tests.support.checkpoints import make_checkpoint, names
 
 KILLS = int(os.environ.get("RATCHET_TEST_KILLS", "25"))
@@ -31,10 +33,12 @@ DEADLINE = 60.0
 
 def _save_for_ever(checkpoints: Path, epoch: int, parent: Base, acknowledge: int) -> None:
     """Save, acknowledge, retain, as a worker of attempt ``epoch`` does; one byte per committed step."""
+    keeper = Keeper(checkpoints, CheckpointSpec(keep_last=2), epoch)
     while True:
-        parent = make_checkpoint(checkpoints, parent.step + 1, epoch, parent=parent, scale=SCALE).base
+        manifest = make_checkpoint(checkpoints, parent.step + 1, epoch, parent=parent, scale=SCALE)
+        parent = manifest.base
         os.write(acknowledge, b".")
-        retain(checkpoints, keep_last=2, lineage=[Segment(epoch=epoch, after_step=0)], epoch=epoch)
+        keeper.committed(manifest)
 
 
 def _save_in_place(path: Path, acknowledge: int) -> None:

@@ -48,7 +48,6 @@ OWN = [one for one in ALL if one != (30, 1)]
 @settings(max_examples=40, deadline=None)
 @given(
     keep_last=st.integers(-1, 9),
-    epoch=st.sampled_from([None, 1, 2, 3]),
     pinned=st.sets(st.sampled_from(ALL)),
     protected=st.sets(st.sampled_from(ALL)),
     broken=st.sets(st.sampled_from(ALL), max_size=3),
@@ -56,7 +55,6 @@ OWN = [one for one in ALL if one != (30, 1)]
 def test_the_rules_of_retention(
     disk: Path,
     keep_last: int,
-    epoch: int | None,
     pinned: set[tuple[int, int]],
     protected: set[tuple[int, int]],
     broken: set[tuple[int, int]],
@@ -65,19 +63,13 @@ def test_the_rules_of_retention(
         checkpoints = copy_checkpoint(disk, Path(folder) / "checkpoints")
         for step, number in broken:
             next((checkpoints / checkpoint_dir_name(step, number)).glob("rank-00000*")).unlink()
-        deleted = retain(
-            checkpoints, keep_last=keep_last, lineage=LINEAGE, epoch=epoch, pinned=pinned, protected=protected
-        )  # fmt: skip
+        deleted = retain(checkpoints, keep_last=keep_last, lineage=LINEAGE, pinned=pinned, protected=protected)
         assert ids(checkpoints) == set(ALL) - set(deleted)
         assert not set(deleted) & (pinned | protected | broken | {(30, 1)})
         countable = [one for one in OWN if one not in pinned | broken]
         newest = countable[-max(keep_last, 2) :]
         assert not set(deleted) & set(newest)
-        if epoch == 1:
-            assert deleted == []  # attempt 2 has left checkpoints: the caller is a zombie
-        else:
-            mine = [one for one in countable if epoch in (None, one[1])]
-            assert deleted == [one for one in mine if one not in newest and one not in protected]
+        assert deleted == [one for one in countable if one not in newest and one not in protected]
         assert all((checkpoints / checkpoint_dir_name(*one) / MANIFEST_NAME).exists() for one in ids(checkpoints))
 
 
@@ -92,10 +84,10 @@ def test_the_base_survives_until_the_new_attempt_has_two_of_its_own(tmp_path: Pa
     parent = base.base
     for step in (30, 40, 50):
         parent = make_checkpoint(tmp_path, step, 2, parent=parent).base
-        retain(tmp_path, keep_last=2, lineage=lineage, epoch=2, protected=[(20, 1)])
+        retain(tmp_path, keep_last=2, lineage=lineage, protected=[(20, 1)])
         assert (20, 1) in ids(tmp_path)
-    assert ids(tmp_path) == {(10, 1), (20, 1), (40, 2), (50, 2)}
-    assert retain(tmp_path, keep_last=2, lineage=lineage) == [(10, 1), (20, 1)]
+    assert ids(tmp_path) == {(20, 1), (40, 2), (50, 2)}
+    assert retain(tmp_path, keep_last=2, lineage=lineage) == [(20, 1)]
 
 
 def test_a_file_named_pinned_pins(tmp_path: Path) -> None:
