@@ -37,6 +37,10 @@ CONCURRENCY: Final = 2
 """Requests of one upload at a time: training has the network first."""
 _TAG: Final = "ratchet-digest"
 _SECRET: Final = re.compile(r"(KEY|SECRET|TOKEN|PASSWORD|SIGNATURE|CREDENTIAL|SAS)", re.ASCII)
+_USER: Final = re.compile(r"//[^/\s@]+@", re.ASCII)
+"""Of an endpoint that was given with a password in it."""
+_PANICS: Final = "pyo3_runtime"
+"""Module of what the client raises where it trips over itself, which is no ``Exception``."""
 _PROVIDERS: Final = ("AWS_", "GOOGLE_", "AZURE_")
 _LONGEST: Final = 600  # characters of what a store said
 
@@ -173,6 +177,11 @@ class ObjectStore:
             if "NoSuchBucket" in text or "ContainerNotFound" in text:
                 raise CheckpointError(f"{what}: there is no such bucket: {_said(error)}", code=DENIED) from None
             raise CheckpointError(f"{what}: {_said(error)}", code=REMOTE) from None
+        except BaseException as error:
+            if type(error).__module__ != _PANICS:
+                raise
+            text = f"{what}: the client gave up: {_said(error)}: look at the endpoint (AWS_ENDPOINT_URL)"
+            raise CheckpointError(text, code=REMOTE) from None
 
 
 CREDENTIALS: Final = (
@@ -238,4 +247,4 @@ def _said(error: BaseException) -> str:
     for name, value in os.environ.items():
         if name.startswith(_PROVIDERS) and _SECRET.search(name) and len(value) >= 4:
             text = text.replace(value, "***")
-    return text[:_LONGEST]
+    return _USER.sub("//***@", text)[:_LONGEST]

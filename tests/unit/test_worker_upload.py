@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from obstore.store import MemoryStore
@@ -19,13 +20,16 @@ from ratchet_contract.resume import Segment
 from ratchet_contract.spec_parse import parse_spec
 from ratchet_store import fetch
 from ratchet_store.mirror import Mirror, Step, Uploaded
-from ratchet_store.objects import ObjectStore
+from ratchet_store.objects import ObjectStore, Patience, open_store
 from ratchet_store.remote import RemoteCheckpoints
 from ratchet_store.retain import delete
 from ratchet_worker import remote_base
+from ratchet_worker.results import NotStarted
 from ratchet_worker.upload import Uploader
 from tests.support.checkpoints import JOB, make_chain
 from tests.support.launch import RESOLVED
+
+T = TypeVar("T")
 
 
 class Told:
@@ -58,6 +62,15 @@ def launch_in(root: Path, **more: object) -> LaunchFile:
         job_root=str(home.job(JOB).root), attempt_dir=str(home.job(JOB).attempt(1).root),
         workdir=str(home.job(JOB).work), report_token="none", service_file=str(home.service_file), **more,
     )  # fmt: skip
+
+
+def soon(done: Callable[[], T | None], deadline: float) -> T | None:
+    """As the supervisor's, without an end of the attempt."""
+    while time.monotonic() < deadline:
+        if (value := done()) is not None:
+            return value
+        time.sleep(0.005)
+    return None
 
 
 def test_a_copy_that_was_taken_away_is_not_told_once_more(tmp_path: Path) -> None:
@@ -127,11 +140,34 @@ def test_reading_the_local_checkpoint_is_no_silence_of_the_store(
 
     monkeypatch.setattr(fetch, "verify_files", slow)
 
-    def wait_for(done, deadline):  # type: ignore[no-untyped-def]
-        while time.monotonic() < deadline:
-            if (value := done()) is not None:
-                return value
-            time.sleep(0.005)
-        return None
+    remote_base.provide(launch, HomePaths(tmp_path).job(JOB).attempt(1), soon, Told())  # type: ignore[arg-type]
 
-    remote_base.provide(launch, HomePaths(tmp_path).job(JOB).attempt(1), wait_for, Told())  # type: ignore[arg-type]
+
+def test_whatever_ends_the_asking_no_attempt_starts_over_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Panic(BaseException):
+        """As a client in Rust has it."""
+
+    def panics(*_: object) -> RemoteCheckpoints:
+        raise Panic("in a thread")
+
+    monkeypatch.setattr(remote_base, "open_job", panics)
+    launch = launch_in(tmp_path, lineage=[Segment(epoch=1, after_step=0)])
+    with pytest.raises(NotStarted) as caught:
+        remote_base.provide(launch, HomePaths(tmp_path).job(JOB).attempt(1), soon, Told())  # type: ignore[arg-type]
+    assert caught.value.conclusion.cause == "checkpoint-error"
+    assert "Panic: in a thread" in str(caught.value.conclusion.message)
+
+
+@pytest.mark.parametrize("url", ["http://user:its-password@127.0.0.1:9", "http://user:its-password@127.0.0.1:9:no"])
+def test_an_endpoint_tells_no_password_and_ends_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "some-credential")
+    store = open_store("s3://bucket/x", patience=Patience(0.2, 0.2, 0.1))
+    for ask in (store.list, lambda: store.put_if_absent("x", b"")):
+        with pytest.raises(CheckpointError) as caught:
+            ask()
+        assert caught.value.code == "checkpoint-remote"
+        assert "its-password" not in caught.value.detail

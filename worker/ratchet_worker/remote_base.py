@@ -94,7 +94,7 @@ class _Work(threading.Thread):
             say(
                 f"nothing is fetched: {error.detail}"
             )  # of this disk: the ranks meet it, and say so with all its context
-        except Exception as error:
+        except BaseException as error:  # whatever ends this thread, an attempt must not start over for it
             self.failure = f"fetching from the object store failed: {type(error).__name__}: {error}"
 
     def _done(self, local: tuple[int, int] | None) -> bool:
