@@ -96,8 +96,9 @@ class Manifest(_Model):
     )
     shared_digests: list[str] = Field(
         [],
-        description="Since format 2: XXH3-128 of the shared tensors' bytes in as many parts, cut as plan_slices "
-        "cuts them. Each is the digest of what the rank that writes the part has; others agreed as far as they compared.",
+        description="Since format 2: the shared tensors' bytes in as many parts, cut as plan_slices cuts them. Of each part the "
+        "XXH3-128, in hex, of the text that the XXH3-128 in hex of its slices make one after the other, of what the rank that "
+        "writes the part has; other ranks agreed as far as they compared.",
     )
     bucket_layout: list[list[str]] | None = Field(
         None, description="Parameter names per bucket, as DDP hands them to the hook."

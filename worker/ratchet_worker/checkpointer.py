@@ -75,8 +75,11 @@ class Checkpointer:
         self._overlapped = staging == "overlapped" or (staging == "auto" and launch.spec.task is not None)
         self._first = True  # no boundary of this attempt yet
         self._audit: Audit | None = None
+        self._tried = False  # in full, what may be copied beside a step
         self._save: Save | None = None
         self._numbers = self._plans = 0
+        self._plans_read = 0  # by all ranks, once the present save has succeeded
+        self._plans_gone = 0  # from the store
         self._skipped = 0
         self._stall = 0.0  # of the open step
         self._failure: str | None = None
@@ -101,16 +104,18 @@ class Checkpointer:
             self._prepare(*late())
         self._first = False
 
-    def hold(self, until: Until) -> None:
-        """Before this kind of tensor changes: wait for its copy, if one is being made. Any thread of a backward pass, too."""
+    def hold(self, until: Until, *, trial: bool = True) -> None:
+        """Before this kind of tensor changes: wait for its copy, if one is being made. Any thread of a backward pass, too.
+        ``trial`` False: what changes comes back as it was, so that the trial of the step goes on behind it."""
         save = self._save
         if save is not None:
             self._stall += save.hold(until)
-        if self._audit is not None and until is Until.STEP:
+        if trial and self._audit is not None and until is Until.STEP:
             self._end_audit(self._audit)
 
     def resumed(self) -> None:
         """A step begins; what was between it and the one before is not its time."""
+        self._stall = 0.0
         if self._schedule is not None:
             self._schedule.resumed()
 
@@ -119,7 +124,7 @@ class Checkpointer:
     def begin(self, step: int, reason: Reason, content: Callable[[], Content]) -> None:
         """Begin to save ``step``, behind the save before; how it goes is told later."""
         self.drain()
-        self._begin(step, reason, False, content, thorough=False)
+        self._hand_over(step, reason, content)
 
     def save(
         self, step: int, reason: Reason, finished: bool, content: Callable[[], Content], left: float | None = None
@@ -177,8 +182,7 @@ class Checkpointer:
         if self._schedule is not None:
             plan = self._decide(self._schedule, step)
         if self._agreed():
-            self._plans += 1
-            plan = self._exchange.broadcast(f"plan/{self._plans}", plan)
+            plan = self._exchange.broadcast(self._next_plan(), plan)
             if plan["step"] != step:
                 raise UserError(
                     f"rank {self._rank} has done step {step} when rank 0 has done {plan['step']}: all ranks do the same steps"
@@ -187,15 +191,26 @@ class Checkpointer:
             plan = {"save": True, "due": first_due(self._spec, step)}
         self._due = math.inf if plan["due"] is None else plan["due"]
         if plan["save"]:
-            begun = time.perf_counter()
             self.drain()
-            if self._given_up:  # the same on all ranks: the stop that follows from it is being agreed on
-                return
-            self._begin(step, "schedule", False, content, thorough=False)
-            save = self._save
-            if save is not None and not (self._overlapped and not self._first):
-                save.hold(Until.STEP)
-            self._stall += time.perf_counter() - begun
+            self._hand_over(step, "schedule", content)
+
+    def _hand_over(self, step: int, reason: Reason, content: Callable[[], Content]) -> None:
+        """Begin a save that nobody waits for. It is copied before the next step where that is asked for, or no trial was made."""
+        if self._given_up:  # the same on all ranks: the stop that follows from it is being agreed on
+            return
+        self._begin(step, reason, False, content, thorough=False)
+        if self._save is not None and not (self._overlapped and self._tried):
+            self._save.hold(Until.STEP)
+
+    def _next_plan(self) -> str:
+        self._plans += 1
+        return f"plan/{self._plans}"
+
+    def _forget_plans(self) -> None:
+        """Rank 0, when all ranks have told of a save: they have read what was decided until then."""
+        while self._rank == 0 and self._plans_gone < self._plans_read:
+            self._plans_gone += 1
+            self._exchange.forget_broadcast(f"plan/{self._plans_gone}")
 
     def _agreed(self) -> bool:
         """Must rank 0 be asked? Not where what is due follows from the step alone."""
@@ -207,6 +222,7 @@ class Checkpointer:
         busy = self._save is not None
         if due and busy and self._spec.when_busy == "skip":
             self._skipped += 1
+            schedule.left_out(step)
             due = False
         elif due:
             if busy:
@@ -248,14 +264,13 @@ class Checkpointer:
             if takes is not None and takes > left:
                 text = f"a save takes about {takes:.1f} s, and {max(0.0, left):.1f} s are left"
                 self._reporter.note("checkpoint-late", text, seconds=takes, left=left)
-        self._plans += 1
-        told: str | None = self._exchange.broadcast(f"plan/{self._plans}", text)
+        told: str | None = self._exchange.broadcast(self._next_plan(), text)
         return told
 
     def _begin(
         self, step: int, reason: Reason, finished: bool, content: Callable[[], Content], *, thorough: bool
     ) -> None:
-        self._numbers += 1
+        self._numbers, self._plans_read = self._numbers + 1, self._plans
         order, begun = Order(self._numbers, step, reason, finished, time.monotonic()), time.perf_counter()
         mine = staged = error = None
         try:
@@ -295,14 +310,15 @@ class Checkpointer:
         self._save = None
         if save.failure is not None:
             raise save.failure
-        if self._schedule is not None:
-            self._schedule.saved(save.stall, save.seconds)
         verdict = save.verdict
         self._failure = verdict["error"]
+        if self._schedule is not None:
+            self._schedule.saved(save.stall, save.seconds, well=self._failure is None)
         if verdict.get("parted"):
             raise UserError(verdict["error"])
         if verdict["error"] is None:
             self.last = Base.model_validate(verdict["base"])
+            self._forget_plans()
         failures: int = verdict["failures"]
         if failures >= MAX_FAILURES:
             self._given_up = self._given_up or f"step {save.order.step}: {self._failure}"
@@ -318,7 +334,7 @@ class Checkpointer:
             self._audit = Audit(sources)
 
     def _end_audit(self, audit: Audit) -> None:
-        self._audit = None
+        self._audit, self._tried = None, True
         name = audit.changed()
         if name is not None:
             self._overlapped = False

@@ -148,6 +148,8 @@ class Committer:
         plan = self._cuts.of(mine.snapshot.sizes(), mine.parts or 1)
         if [len(digests) for digests in own] != [len(slices) for slices in plan][: mine.parts]:
             return "replicas have diverged: the ranks hold different sets of tensors; nothing was saved"
+        if any(len(digests) != len(own[int(part)]) for one in seen for part, digests in one.items()):
+            return "replicas have diverged: the ranks hold different sets of tensors; nothing was saved"
         found = fingerprint.first_difference(own, seen)
         if found is None:
             return None

@@ -95,6 +95,10 @@ class Exchange:
         for rank in range(self.world_size):
             self._store.delete_key(self._key(name, rank))
 
+    def forget_broadcast(self, name: str) -> None:
+        """The same of a value that was broadcast."""
+        self._store.delete_key(self._key(name, 0))
+
     def _key(self, name: str, rank: int) -> str:
         return f"exchange/{name}/{rank}"
 

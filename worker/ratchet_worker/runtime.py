@@ -240,9 +240,9 @@ class Runtime:
         does what a script makes of its values (a scheduler that is stepped by them): a stop comes after both.
         """
         ddp, hook = self.state.hook_or_refuse()
-        self.checkpointer.hold(Until.STEP)  # averages may be swapped for the parameters
         cut_short = not self._open
-        name = self._begin_evaluation()
+        name = self._begin_evaluation()  # which may begin a save
+        self.checkpointer.hold(Until.STEP, trial=False)  # averages may be swapped for the parameters, and back
         self.abandonable = cut_short
         self.counter.stage(Stage.EVALUATING)
         evaluation = Evaluation(

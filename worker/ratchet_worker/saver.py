@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -16,11 +17,12 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter
 
-from ratchet_contract.errors import RatchetError, StateError
+from ratchet_contract.errors import CheckpointError, RatchetError, StateError
 from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX, TensorEntry
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import JobPaths
 from ratchet_hooks.summary import HookSummary
+from ratchet_store.files import NOT_WRITTEN
 from ratchet_store.rankfile import write_rank_file
 from ratchet_store.slices import Slice
 from ratchet_worker import fingerprint
@@ -56,8 +58,9 @@ class Save:
     seconds: float = 0.0
 
     def hold(self, until: Until) -> float:
-        """Before this kind of tensor changes: wait until it is copied, and nobody reads it. Seconds."""
-        if self.staged is None or self.released.is_set():
+        """Before this kind of tensor changes: wait until it is copied, and nobody reads it. Seconds. On CUDA a save that is
+        released is copied by the host's account only: until it is done the present stream waits, too."""
+        if self.staged is None or self.done.is_set():
             return 0.0
         begun = time.perf_counter()
         if until is Until.STEP:
@@ -69,6 +72,12 @@ class Save:
         seconds = time.perf_counter() - begun
         self.stall += seconds
         return seconds
+
+    def release(self) -> None:
+        """The live tensors are not looked at any more, be they copied or not."""
+        if self.staged is not None:
+            self.staged.abandon()
+        self.released.set()
 
 
 class Saver:
@@ -88,9 +97,10 @@ class Saver:
         self._staging, self._give_up = staging, give_up
         self._cuts = fingerprint.Cuts()
         self._job = JobPaths(Path(launch.job_root))
+        self._disk = Disk(self._job.checkpoints)
         self._work: SimpleQueue[Save | int] = SimpleQueue()
         self._failures = 0
-        self._last: Order | None = None
+        self._told: list[str] = []  # saves whose verdicts are in the store
         self._thread = threading.Thread(target=self._run, name="ratchet-saver", daemon=True)
         self._thread.start()
 
@@ -108,16 +118,18 @@ class Saver:
         while True:
             work = self._work.get()
             if isinstance(work, int):
-                self._staging.reserve(work)
+                with suppress(MemoryError):  # told by the first save
+                    self._staging.reserve(work)
                 continue
             try:
                 self._save(work)
             except BaseException as error:  # must reach the loop
                 work.failure = error
             finally:
-                work.released.set()
+                work.release()
                 work.seconds = time.monotonic() - work.order.begun
                 work.done.set()
+            del work  # and with it what it holds of the state, which is not to lie here until the next
 
     def _save(self, save: Save) -> None:
         order, rank = save.order, self._exchange.rank
@@ -125,7 +137,7 @@ class Saver:
             report = self._report(save)
         except (RatchetError, OSError, MemoryError) as error:
             report = {"error": f"rank {rank}: {error}"}
-        save.released.set()
+        save.release()
         self._exchange.post(order.name, report)
         verdict: Verdict = {}
         if rank == 0:
@@ -146,12 +158,13 @@ class Saver:
 
     def _settle(self, save: Save) -> None:
         """Rank 0, when all are told: clear away. All ranks are past the save before this one, since they have reported."""
+        self._told.append(save.order.name)
         if save.verdict["error"] is None:
             self._committer.retain()
-            if self._last is not None:
-                for name in (self._last.name, f"{self._last.name}/verdict"):
-                    self._exchange.forget(name)
-            self._last = save.order
+            for name in self._told[:-1]:
+                self._exchange.forget(name)
+                self._exchange.forget_broadcast(f"{name}/verdict")
+            self._told = self._told[-1:]
         elif save.verdict["failures"] >= MAX_FAILURES and not save.verdict.get("parted"):
             self._give_up()
 
@@ -173,9 +186,11 @@ class Saver:
         save.released.set()
         if staged.error is not None:
             raise StateError(staged.error)
+        self._disk.insist()
         file, tensors = write_rank_file(
             self.directory(save.order), self._exchange.rank, world, staged.pieces(), content.snapshot.state
         )
+        self._disk.insist()
         summary = self._summary(content, staged)
         self._reporter.saved_hook(summary)
         return {
@@ -205,6 +220,40 @@ class Saver:
         prefix = f"{RANK_PREFIX}{self._exchange.rank}/hook/"
         copies = {s.name.removeprefix(prefix): copy for s, copy in staged.parts() if s.name.startswith(prefix)}
         return content.summary.model_copy(update={"residual_norm": content.norm_of(copies)})
+
+
+class Disk:
+    """The file system that a directory lay on when this was made. Unmounted beneath a training (``umount -l``) it leaves the
+    directory below the mount point, which would take all that is written, on another disk, where no resume looks."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._seen: int | None = None
+        with suppress(OSError):  # it is asked again
+            self._seen = file_system(directory)
+
+    def insist(self) -> None:
+        """Raises ``CheckpointError`` where another one is there now, ``OSError`` where nobody can tell."""
+        found = file_system(self._directory)
+        if self._seen is None:
+            self._seen = found
+        elif found != self._seen:
+            raise CheckpointError(
+                f"{self._directory} lies on another file system than when the attempt began: that was unmounted, or "
+                "another was mounted over it. Mount it again, and start the job again; older checkpoints are on it",
+                code=NOT_WRITTEN,
+            )
+
+
+def file_system(path: Path) -> int:
+    """The device that ``path`` lies on, or what is there of the way to it. Raises ``OSError``."""
+    while True:
+        try:
+            return path.stat().st_dev
+        except (FileNotFoundError, NotADirectoryError):
+            if path == path.parent:
+                raise
+            path = path.parent
 
 
 def _is_shared(name: str) -> bool:

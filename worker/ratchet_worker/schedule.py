@@ -61,9 +61,10 @@ class Schedule:
         elif self._steps:
             self._beside += max(0.0, seconds - self._step_seconds())
 
-    def saved(self, stall: float, total: float) -> None:
-        """A save has ended, well or not."""
-        self._costs.append(Cost(stall, self._beside, total))
+    def saved(self, stall: float, total: float, *, well: bool = True) -> None:
+        """A save has ended. What one took that did not end ``well`` (a deadline, no time at all) says nothing of others."""
+        if well:
+            self._costs.append(Cost(stall, self._beside, total))
         self._beside = 0.0
 
     def resumed(self) -> None:
@@ -86,6 +87,10 @@ class Schedule:
     def began(self, step: int) -> None:
         """The save of ``step`` begins: intervals count from here."""
         self._saved_step, self._saved_at = step, self._clock()
+
+    def left_out(self, step: int) -> None:
+        """``step`` was due, and is not saved: the next is due an interval later."""
+        self.began(step)
 
     def following(self, step: int) -> float:
         """The step to ask again at; infinite: never. Tells ``interval`` anew."""

@@ -58,12 +58,18 @@ class Staging:
         self._pinned = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if self._pinned else None  # type: ignore[no-untyped-call]
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._lock = threading.Lock()  # the saving thread may still make room when the first save is begun
 
-    def reserve(self, nbytes: int) -> None:
-        """Have at least ``nbytes``, and have touched them. Not while a copy in it is in use."""
-        if self._buffer.numel() < nbytes:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned).fill_(0)
+    def reserve(self, nbytes: int) -> torch.Tensor:
+        """Have at least ``nbytes``, and have touched them. Not while a copy in it is in use. Raises ``MemoryError``."""
+        with self._lock:
+            if self._buffer.numel() < nbytes:
+                self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first
+                try:
+                    self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned).fill_(0)
+                except RuntimeError as error:  # so torch says it
+                    raise MemoryError(f"no memory for a copy of {nbytes} bytes: {error}") from error
+            return self._buffer
 
     def stage(self, sources: Sequence[Source]) -> Staged:
         """Lay out the copies of ``sources``, and make those that cannot wait. Raises ``StateError`` for a dtype that cannot be
@@ -74,8 +80,7 @@ class Staging:
                 raise StateError(f"{source.name}: dtype {source.tensor.dtype} cannot be stored")
             offsets.append(end)
             end += -(-_bytes(source) // _ALIGNMENT) * _ALIGNMENT
-        self.reserve(end)
-        staged = Staged(sources, offsets, self._buffer, self._stream)
+        staged = Staged(sources, offsets, self.reserve(end), self._stream)
         staged.copy(Until.BOUNDARY)
         staged.wait(Until.BOUNDARY)
         return staged
@@ -118,6 +123,11 @@ class Staged:
                     self._marks[until] = self._stream.record_event()
         finally:
             self._copied[until].set()
+
+    def abandon(self) -> None:
+        """Nothing more is copied: who waits for a copy waits in vain."""
+        for copied in self._copied.values():
+            copied.set()
 
     def wait(self, until: Until) -> None:
         """Until this kind may change. On CUDA the present stream waits, not the host."""

@@ -1,0 +1,262 @@
+"""What goes wrong in a save beside the training fails that save alone: it tears nothing, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ratchet_contract.errors import StateError
+from ratchet_store.rankfile import write_rank_file
+from ratchet_worker import runtime as runtime_module
+from ratchet_worker import saver, staging
+from ratchet_worker.commitment import Committer, Order
+from ratchet_worker.runtime import Runtime
+from ratchet_worker.saver import Save
+from ratchet_worker.snapshot import Until
+from ratchet_worker.staging import Source, Staged, Staging
+from tests.unit.test_worker_saving import RANKS, Gate, Group
+
+Act = Callable[[], Any]
+
+
+def slow_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Copies of parameters wait for the event."""
+    may_copy, real = threading.Event(), staging._memmove
+
+    def move(target: int, origin: int, nbytes: int) -> None:
+        assert nbytes < 1000 or may_copy.wait(20)
+        real(target, origin, nbytes)
+
+    monkeypatch.setattr(staging, "_memmove", move)
+    return may_copy
+
+
+def begun(act: Act) -> threading.Thread:
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(0.2)
+    return thread
+
+
+@pytest.mark.parametrize("spec", [
+    {"every_steps": 100, "staging": "blocking"},
+    {"every_steps": None, "staging": "overlapped"},  # nothing was tried where nothing was due
+], ids=["blocking", "not tried"])  # fmt: skip
+def test_a_save_on_request_is_copied_before_the_next_step_where_a_due_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: Any
+) -> None:
+    group = Group(tmp_path, **spec)
+    group.step(1)
+    group.step(2)
+    may_copy = slow_copies(monkeypatch)
+
+    def ask(rank: int) -> None:
+        group.ranks[rank].begin(2, "request", lambda: group.content(rank, 2))
+
+    asked = begun(lambda: group.together(ask))
+    assert asked.is_alive()
+    may_copy.set()
+    asked.join(20)
+    for weight in group.weights:
+        weight.data.fill_(7)  # which torch does not count
+    group.drain()
+    assert group.saved() == {2: 2.0}
+
+
+def test_an_evaluation_waits_for_the_copies_of_a_save_that_is_begun_at_its_own_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Averages are swapped for the parameters in it."""
+    told: list[str] = []
+
+    def undisturbed(*_: Any, **__: Any) -> Any:
+        told.append("averages")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runtime_module, "undisturbed", undisturbed)
+    run: Any = Runtime.__new__(Runtime)
+    run.state = SimpleNamespace(hook_or_refuse=lambda: (None, None), data=None)
+    run.checkpointer = SimpleNamespace(hold=lambda *_, **__: told.append("hold"))
+    run.counter = SimpleNamespace(stage=lambda _: None, tick=None)
+    run.launch = SimpleNamespace(spec=SimpleNamespace(ddp=SimpleNamespace(broadcast_buffers=True)))
+    run.exchange = run.device = run.agreement = None
+    run._open = False
+    run._begin_evaluation = lambda: str(told.append("request"))  # type: ignore[func-returns-value]
+    with pytest.raises(KeyboardInterrupt), run.evaluating():
+        pass
+    assert told[-2:] == ["hold", "averages"]
+
+
+def test_what_a_device_still_copies_is_waited_for_though_the_host_is_done() -> None:
+    """On CUDA the host is done when copies are queued: with nothing to compare (one rank, replicas apart) long before they are
+    made."""
+    waited: list[Until] = []
+    order = Order(1, 1, "schedule", False, 0.0)
+    save = Save(order, None, SimpleNamespace(wait=waited.append), None, False)  # type: ignore[arg-type]
+    save.released.set()
+    save.hold(Until.STEP)
+    assert Until.STEP in waited
+    save.hold(Until.BACKWARD)
+    assert waited[-1] is Until.BACKWARD
+
+
+def test_a_copy_that_fails_lets_the_loop_go_on_to_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group, real = Group(tmp_path, every_steps=2), Staged.copy
+
+    def copy(self: Staged, until: Until) -> None:
+        if until is Until.BACKWARD:
+            save = next(rank._save for rank in group.ranks if rank._save is not None and rank._save.staged is self)
+            assert save.hurry.wait(20)
+            raise RuntimeError("no memory for a copy")
+        real(self, until)
+
+    group.step(1)
+    monkeypatch.setattr(Staged, "copy", copy)
+    group.step(2)
+    found = [*group.step(3), *group.drain()]
+    assert any(isinstance(one, RuntimeError) and "no memory" in str(one) for one in found)
+
+
+def test_room_that_cannot_be_had_beforehand_ends_no_saving_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, real = Group(tmp_path, every_steps=2), Staging.reserve
+
+    def reserve(self: Staging, nbytes: int) -> Any:
+        if threading.current_thread().name == "ratchet-saver":
+            raise MemoryError("can't allocate memory")
+        return real(self, nbytes)
+
+    monkeypatch.setattr(Staging, "reserve", reserve)
+    group.step(1)
+    group.step(2)
+    assert all(save is not None and save.done.wait(10) for save in (rank._save for rank in group.ranks))
+    group.drain()
+    assert group.saved() == {2: 2.0}
+
+
+def test_room_that_cannot_be_had_fails_the_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group, real = Group(tmp_path, every_steps=2), torch.empty
+
+    def empty(*size: Any, **options: Any) -> Any:
+        if options.get("dtype") is torch.uint8 and size[0] and threading.current_thread().name != "ratchet-saver":
+            raise RuntimeError("can't allocate memory")
+        return real(*size, **options)
+
+    monkeypatch.setattr(saver.Saver, "reserve", lambda *_: None)
+    group.step(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", empty)
+        assert group.step(2) == [None, None]
+    assert group.drain() == [1, 1]
+    assert "memory" in group.told[0].of("checkpoint_failed")[0][1]
+
+
+def test_room_that_another_thread_makes_meanwhile_is_not_what_is_copied_to() -> None:
+    class Meddled(Staging):
+        def reserve(self, nbytes: int) -> torch.Tensor:
+            mine = super().reserve(nbytes)
+            self._buffer = torch.empty(0, dtype=torch.uint8)
+            return mine
+
+    weight = torch.arange(1000.0)
+    staged = Meddled(torch.device("cpu")).stage([Source("shared/model/w", weight, 0, 1000, Until.STEP)])
+    staged.copy(Until.STEP)
+    assert torch.equal(torch.frombuffer(staged.pieces()[0].data, dtype=torch.float32), weight)
+
+
+def test_a_file_system_that_was_unmounted_fails_the_save_in_clear_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``umount -l`` shows the directory below the mount point, which takes every write."""
+    group = Group(tmp_path)
+    group.step(1)
+    group.drain()
+    monkeypatch.setattr(saver, "file_system", lambda _: 4711)
+    group.step(2)
+    assert group.drain() == [1, 1]
+    ((step, text),) = group.told[0].of("checkpoint_failed")
+    assert step == 2 and "was unmounted" in text and str(group.paths.checkpoints) in text
+    assert group.saved() == {1: 1.0} and not (group.paths.checkpoint(2, 1)).exists()
+
+
+def test_what_a_save_took_between_two_steps_is_not_taken_off_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group(tmp_path, every_steps=2, staging="blocking")
+    group.step(1)
+    may_copy = slow_copies(monkeypatch)
+    saving = begun(lambda: group.step(2))
+    assert saving.is_alive()
+    may_copy.set()
+    saving.join(20)
+    group.drain()
+    group.step(3)
+    schedule: Any = group.ranks[0]._schedule
+    assert all(seconds >= 0 for seconds in schedule._steps)
+
+
+def test_one_due_checkpoint_is_left_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, group = Gate(monkeypatch), Group(tmp_path, every_steps="auto", when_busy="skip")
+    gate.close(0)
+    for number in range(1, 26):  # step 10 is under way when 20 is due
+        group.step(number)
+    gate.open()
+    group.drain()
+    for number in range(26, 31):
+        group.step(number)
+    group.drain()
+    assert group.saved() == {10: 10.0, 30: 30.0}
+    note = next(values for values in group.told[0].of("note") if values[0] == "checkpoint-skipped")
+    assert note[1].startswith("1 due")
+
+
+def test_the_store_holds_no_more_after_many_saves_than_after_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group(tmp_path, when_busy="skip")
+    store: Any = group.ranks[0]._exchange._store
+    real, found = write_rank_file, []
+
+    def every_other(directory: Path, *rest: Any) -> Any:
+        if "1.a" in directory.name or "3.a" in directory.name or "5.a" in directory.name:
+            raise StateError("no")
+        return real(directory, *rest)
+
+    monkeypatch.setattr(saver, "write_rank_file", every_other)
+    for number in range(1, 9):
+        group.step(number)
+        group.drain()
+        found.append(store.num_keys())
+    assert found[7] == found[3]
+    group.step(9)
+
+
+def test_how_long_a_failed_save_took_says_nothing_of_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(tmp_path)
+
+    def refuse(*_: Any) -> None:
+        raise StateError("the disk is on fire")
+
+    monkeypatch.setattr(saver, "write_rank_file", refuse)
+    group.step(1)
+    group.drain()
+    schedule: Any = group.ranks[0]._schedule
+    assert schedule.save_seconds() is None
+
+
+def test_ranks_with_different_tensors_are_said_to_have_them(tmp_path: Path) -> None:
+    group = Group(tmp_path)
+    committer: Committer = group.ranks[0]._committer
+    mine = group.content(0, 1)
+    plan = committer._cuts.of(mine.snapshot.sizes(), mine.parts)
+    own = [["x"] * len(slices) for slices in plan]
+    text = committer._divergence(mine, own, [{}, {"0": ["x"] * (len(plan[0]) + 1)}])
+    assert text is not None and "different sets of tensors" in text
+    assert RANKS == 2
