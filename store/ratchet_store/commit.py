@@ -81,11 +81,11 @@ def read_manifest(directory: Path) -> Manifest:
         raise not_read(path, error) from error
     with os.fdopen(fd, "rb") as file:
         try:
-            raw = file.read(MAX_MANIFEST + 1)
+            if os.fstat(file.fileno()).st_size > MAX_MANIFEST:
+                raise CheckpointError(f"{path} is larger than {MAX_MANIFEST} bytes")
+            raw = file.read(MAX_MANIFEST)
         except OSError as error:
             raise not_read(path, error) from error
-    if len(raw) > MAX_MANIFEST:
-        raise CheckpointError(f"{path} is larger than {MAX_MANIFEST} bytes")
     try:
         refuse_json_bomb(raw)
         manifest = open_manifest(raw)

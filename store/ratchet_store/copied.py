@@ -12,6 +12,7 @@ from ratchet_contract.paths import checkpoint_dir_name, parse_checkpoint_dir_nam
 from ratchet_store.files import MISSING, not_read, not_written, open_regular, replacing, write_all
 
 RECORD_NAME: Final = "UPLOADED.json"
+_MOST: Final = 64 << 20  # bytes; hundreds of thousands of checkpoints
 Id = tuple[int, int]
 
 
@@ -22,7 +23,7 @@ class Record:
         self._path, self._where = path, where
         self._rows: dict[str, dict[str, object]] = {}
         try:
-            data = json.loads(read_bytes(path))
+            data = json.loads(read_bytes(path, _MOST))
             if data["where"] == where:
                 self._rows = {str(k): dict(v) for k, v in data["checkpoints"].items() if parse_checkpoint_dir_name(k)}
         except (CheckpointError, ValueError, KeyError, TypeError, AttributeError):
@@ -52,12 +53,15 @@ class Record:
         self._rows = rows
 
 
-def read_bytes(path: Path) -> bytes:
-    """A plain file, whole. Raises ``CheckpointError`` (``checkpoint-missing``, ``-damaged``, ``-unreadable``)."""
+def read_bytes(path: Path, limit: int) -> bytes:
+    """A plain file of at most ``limit`` bytes, whole. Raises ``CheckpointError`` (``checkpoint-missing``, ``-damaged``,
+    ``-unreadable``)."""
     try:
         fd = open_regular(path)
         with os.fdopen(fd, "rb") as file:
-            return file.read()
+            if os.fstat(file.fileno()).st_size > limit:
+                raise CheckpointError(f"{path} is larger than {limit} bytes")
+            return file.read(limit)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is not there", code=MISSING) from None
     except OSError as error:

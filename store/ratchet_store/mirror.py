@@ -20,7 +20,7 @@ from ratchet_contract.errors import CheckpointError
 from ratchet_contract.manifest import FileEntry, Manifest
 from ratchet_contract.paths import FINISHED_NAME, MANIFEST_NAME, PINNED_NAME, checkpoint_dir_name
 from ratchet_contract.resume import Segment, holds
-from ratchet_store.commit import checkpoint_dirs
+from ratchet_store.commit import MAX_MANIFEST, checkpoint_dirs
 from ratchet_store.copied import RECORD_NAME, Record, read_bytes
 from ratchet_store.files import DAMAGED, not_read, open_regular
 from ratchet_store.objects import DENIED, REMOTE
@@ -129,7 +129,7 @@ class Mirror:
     def _copy(self, one: Id, directory: Path, interrupted: Callable[[], None]) -> Step:
         begin, folder = time.monotonic(), directory.name
         try:
-            raw = read_bytes(directory / MANIFEST_NAME)
+            raw = read_bytes(directory / MANIFEST_NAME, MAX_MANIFEST)
             manifest = self._remote.parse(folder, raw)
             nbytes = self._send(one, directory, manifest, raw, interrupted)
         except CheckpointError as error:

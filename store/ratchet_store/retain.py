@@ -155,6 +155,8 @@ def _only_uncommitted(directory: Path) -> bool:
     """Is everything there that the manifest speaks of, which was taken away?"""
     try:
         with os.fdopen(open_regular(directory / DELETED_MANIFEST_NAME), "rb") as file:
+            if os.fstat(file.fileno()).st_size > MAX_MANIFEST:
+                return False
             raw = file.read(MAX_MANIFEST)
         refuse_json_bomb(raw)
         check_files(directory, open_manifest(raw))

@@ -5,7 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import resource
+import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +18,13 @@ import xxhash
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.manifest import seal
-from ratchet_contract.paths import MANIFEST_NAME, checkpoint_dir_name
+from ratchet_contract.paths import DELETED_MANIFEST_NAME, MANIFEST_NAME, checkpoint_dir_name
+from ratchet_contract.resume import Segment
 from ratchet_store.files import DAMAGED
+from ratchet_store.lineage import find_base
 from ratchet_store.read import CheckpointReader, verify
-from tests.support.checkpoints import make_checkpoint, manifest_of, write_ranks
+from ratchet_store.retain import sweep
+from tests.support.checkpoints import make_chain, make_checkpoint, manifest_of, write_ranks
 
 STATE = {"__metadata__": {"state": "{}"}}
 
@@ -178,4 +185,88 @@ def test_a_file_that_is_no_plain_file_neither_blocks_nor_is_followed(tmp_path: P
     else:
         path.mkdir()
     outcome = verify(directory)
+    assert not outcome.ok and "not a plain file" in str(outcome.error)
+
+
+class Runs:
+    """A pickle of it makes a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_pickles_that_lie_about_are_not_loaded(tmp_path: Path) -> None:
+    manifest = make_checkpoint(tmp_path / "checkpoints", 1)
+    directory = tmp_path / "checkpoints" / manifest.id
+    bomb = pickle.dumps(Runs(tmp_path / "ran"))
+    for name in (
+        "optimizer.pt",
+        ".metadata",
+        "__0_0.distcp",
+        "data.pkl",
+        "rank-00000-of-00002.pt",
+        "PINNED",
+        "FINISHED",
+    ):
+        (directory / name).write_bytes(bomb)
+        (directory.parent / name).write_bytes(bomb)
+    assert verify(directory).ok
+    lineage = [Segment(epoch=1, after_step=0)]
+    found, moved = find_base(directory.parent, tmp_path / "aside", lineage)
+    assert found is not None and (found.digest, moved) == (manifest.digest, [])
+    reader = CheckpointReader(directory)
+    assert reader.tensors() and reader.state(0) is not None
+    assert sweep(directory.parent, dead_epochs={1}) == [] and not (tmp_path / "ran").exists()
+    pickle.loads(bomb)  # noqa: S301  (the control)
+    assert (tmp_path / "ran").exists()
+
+
+_BOUNDED = """
+import resource, sys
+from pathlib import Path
+from ratchet_contract.errors import CheckpointError
+from ratchet_contract.resume import Segment
+from ratchet_store.copied import Record
+from ratchet_store.lineage import find_base
+from ratchet_store.read import verify
+from ratchet_store.retain import retain, sweep
+size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + (512 << 20),) * 2)
+checkpoints, lineage = Path(sys.argv[1]), [Segment(epoch=1, after_step=0)]
+print([verify(path).ok for path in sorted(checkpoints.glob("step-*"))])
+print(sweep(checkpoints, dead_epochs={1}), retain(checkpoints, keep_last=2, lineage=lineage))
+print(Record(checkpoints / "UPLOADED.json", "x").ids())
+print(find_base(checkpoints, checkpoints.parent / "aside", lineage)[0].step)
+"""
+
+
+def test_files_of_a_tebibyte_that_hold_nothing_take_no_memory(tmp_path: Path) -> None:
+    """Sparse ones, in every place where something is read. The process may have half a GiB more than it begins with."""
+    checkpoints = tmp_path / "checkpoints"
+    manifests = make_chain(checkpoints, 1, 2, 3)
+    places = [checkpoints / manifests[2].id / MANIFEST_NAME, checkpoints / "UPLOADED.json"]
+    places += [checkpoints / manifests[1].id / "rank-00000-of-00002.safetensors"]
+    places += [checkpoints / manifests[0].id / name for name in ("extra.safetensors", DELETED_MANIFEST_NAME)]
+    for path in places:
+        with path.open("ab") as file:
+            file.truncate(1 << 40)
+    command = [sys.executable, "-c", _BOUNDED, str(checkpoints)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:4] == ["[True, False, False]", "[] []", "[]", "1"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes devices")
+@pytest.mark.parametrize("name", [MANIFEST_NAME, "rank-00000-of-00002.safetensors"])
+def test_a_device_is_not_read(tmp_path: Path, name: str) -> None:
+    path = tmp_path / make_checkpoint(tmp_path, 1).id / name
+    path.unlink()
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero, which has no end
+    except PermissionError:
+        pytest.skip("no devices here")
+    outcome = verify(path.parent)
     assert not outcome.ok and "not a plain file" in str(outcome.error)
