@@ -109,8 +109,11 @@ class Mirror:
         return {
             (step, epoch): directory
             for step, epoch, directory in checkpoint_dirs(self._checkpoints)
-            if (epoch == self._epoch or holds(self._lineage, step, epoch)) and (directory / MANIFEST_NAME).is_file()
+            if self._is_ours((step, epoch)) and (directory / MANIFEST_NAME).is_file()
         }
+
+    def _is_ours(self, one: Id) -> bool:
+        return one[1] == self._epoch or holds(self._lineage, *one)
 
     def _known(self) -> dict[Id, dict[str, int]]:
         """What is there. Asked once, and then remains of attempts that are over are swept."""
@@ -201,12 +204,16 @@ class Mirror:
     # --- and what is not ---
 
     def _remove_gone(self) -> list[Id]:
-        """Copies of what retention has deleted here: not the newest whole one there, not what was pinned."""
+        """Copies of what retention has deleted here: not the newest whole one of the lineage there, not what was pinned."""
         gone = [one for one in self._record.ids() if self._is_gone(one)]
         if not gone:
             return []
         there = self._known()
-        whole = [one for one, names in there.items() if MANIFEST_NAME in names and not _is_orphan(names)]
+        whole = [
+            one
+            for one, names in there.items()
+            if self._is_ours(one) and MANIFEST_NAME in names and not _is_orphan(names)
+        ]
         newest = max(whole, default=None)
         removed: list[Id] = []
         for one in gone:

@@ -17,6 +17,7 @@ from ratchet_store.fetch import bring, fetch, newest_local
 from ratchet_store.mirror import Mirror
 from ratchet_store.objects import ObjectStore
 from ratchet_store.remote import RemoteCheckpoints
+from ratchet_store.retain import delete
 from tests.support.checkpoints import JOB, make_chain, names
 
 ALL = [Segment(epoch=1, after_step=0)]
@@ -28,10 +29,13 @@ def remote(tmp_path: Path) -> RemoteCheckpoints:
     """Holds two checkpoints."""
     remote = RemoteCheckpoints(ObjectStore(MemoryStore(), "memory://x"), JOB)
     make_chain(tmp_path / "there", 10, 20)
-    mirror = Mirror(remote, tmp_path / "there", tmp_path / "there-aside", ALL, 1)
+    run(Mirror(remote, tmp_path / "there", tmp_path / "there-aside", ALL, 1))
+    return remote
+
+
+def run(mirror: Mirror) -> None:
     while not mirror.step().idle:
         pass
-    return remote
 
 
 def test_a_disk_that_takes_a_part_of_a_write_gets_the_rest(
@@ -100,9 +104,27 @@ def test_a_copy_that_was_set_aside_is_sent_anew_in_full(remote: RemoteCheckpoint
     assert found.digest is not None
     remote.objects.put(name, [bytes(wrong)], found.size, found.digest)
     assert bring(remote, tmp_path / "here", tmp_path / "aside", ALL, (10, 1)).fetched is None
-    mirror = Mirror(remote, tmp_path / "there", tmp_path / "there-aside", ALL, 2)
-    while not mirror.step().idle:
-        pass
+    run(Mirror(remote, tmp_path / "there", tmp_path / "there-aside", ALL, 2))
     found_now = bring(remote, tmp_path / "here", tmp_path / "aside", ALL, (10, 1))
     assert found_now.fetched is not None and found_now.fetched.step == 20
     assert "MANIFEST.json.quarantined" not in remote.listing()[20, 1]
+
+
+def test_the_newest_copy_of_the_lineage_stays_whatever_an_abandoned_branch_has(tmp_path: Path) -> None:
+    """What is newer here is damaged, so it has no copy; what is newer there was left behind by a resume, and pruned."""
+    remote = RemoteCheckpoints(ObjectStore(MemoryStore(), "memory://x"), JOB)
+    here = tmp_path / "here"
+    first = make_chain(here, 50, 100)
+    run(Mirror(remote, here, tmp_path / "aside", ALL, 1))
+    lineage = [Segment(epoch=2, after_step=50), Segment(epoch=1, after_step=0, until_step=50)]
+    own = make_chain(here, 60, epoch=2, parent=first[0].base)
+    mirror = Mirror(remote, here, tmp_path / "aside", lineage, 2)
+    run(mirror)
+    (damaged,) = make_chain(here, 70, epoch=2, parent=own[0].base)
+    file = here / damaged.id / damaged.files[0].name
+    file.write_bytes(file.read_bytes()[:-1])
+    delete(here / first[1].id)
+    delete(here / own[0].id)
+    run(mirror)
+    whole = sorted(one for one, held in remote.listing().items() if "MANIFEST.json" in held)
+    assert whole == [(50, 1), (60, 2)]
