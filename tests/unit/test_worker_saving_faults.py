@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from ratchet_contract.errors import StateError
+from ratchet_contract.errors import StateError, UserError
 from ratchet_store.rankfile import write_rank_file
 from ratchet_worker import runtime as runtime_module
 from ratchet_worker import saver, staging
 from ratchet_worker.commitment import Committer, Order
 from ratchet_worker.runtime import Runtime
 from ratchet_worker.saver import Save
-from ratchet_worker.snapshot import Until
+from ratchet_worker.snapshot import Snapshot, Until
 from ratchet_worker.staging import Source, Staged, Staging
 from tests.unit.test_worker_saving import RANKS, Gate, Group
 
@@ -260,3 +260,30 @@ def test_ranks_with_different_tensors_are_said_to_have_them(tmp_path: Path) -> N
     text = committer._divergence(mine, own, [{}, {"0": ["x"] * (len(plan[0]) + 1)}])
     assert text is not None and "different sets of tensors" in text
     assert RANKS == 2
+
+
+def test_a_rank_tries_also_the_parameters_that_others_write_since_it_compares_them(tmp_path: Path) -> None:
+    """Else it would call the replicas diverged that a forward pass of its own has changed (an embedding's ``max_norm``)."""
+    group = Group(tmp_path, every_steps=100)
+    group.step(1)
+    group.weights[1].data[0] = 5.0  # rank 0 writes this half
+    group.step(2)
+    assert [rank._overlapped for rank in group.ranks] == [True, False]
+    assert group.told[1].notes() == ["staging-blocking"]
+
+
+def test_ranks_that_save_other_steps_are_told_so(tmp_path: Path) -> None:
+    group = Group(tmp_path)
+    found = group.together(
+        lambda rank: group.ranks[rank].save(4 + rank, "request", False, lambda: group.content(rank, 4 + rank))
+    )
+    assert all(isinstance(one, UserError) and "[4, 5]" in str(one) for one in found) and group.saved() == {}
+
+
+def test_a_forward_pass_that_changes_a_parameter_that_no_optimizer_has_is_seen_by_the_trial(tmp_path: Path) -> None:
+    """A codebook: copied at the boundary, but compared beside the step."""
+    one, book = Group(tmp_path).ranks[1], torch.zeros(8)
+    one._prepare(Snapshot(shared={"model/book": book, "model/w": torch.zeros(4096)}, until={"model/w": Until.STEP}), 0)
+    book += 1
+    one.hold(Until.STEP)
+    assert not one._overlapped

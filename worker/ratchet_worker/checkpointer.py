@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 
 from ratchet_contract.errors import CheckpointError, RatchetError, UserError
+from ratchet_contract.manifest import SHARED_PREFIX
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import JobPaths
 from ratchet_contract.resume import Base
@@ -30,6 +31,7 @@ from ratchet_worker.content import Content
 from ratchet_worker.counter import Stage, StepCounter
 from ratchet_worker.exchange import Exchange
 from ratchet_worker.fingerprint import Cuts
+from ratchet_worker.model_state import MODEL
 from ratchet_worker.reporter import Reason, Reporter
 from ratchet_worker.saver import MAX_FAILURES, Save, Saver
 from ratchet_worker.schedule import Schedule, first_due
@@ -331,19 +333,22 @@ class Checkpointer:
         if self._save is None:
             self._saver.reserve(size_of(sources) + private)
         if self._overlapped:
-            self._audit = Audit(sources)
+            whole = sources_of(late, self._rank, self._cuts.of(late.sizes(), 1)[0])
+            parameters = {
+                s.name: s for s in whole if s.name.startswith(f"{SHARED_PREFIX}{MODEL}/")
+            }  # which it compares, too
+            self._audit = Audit([*parameters.values(), *(s for s in sources if s.name not in parameters)])
 
     def _end_audit(self, audit: Audit) -> None:
         self._audit, self._tried = None, True
         name = audit.changed()
         if name is not None:
             self._overlapped = False
-            if self._rank == 0:
-                self._reporter.note(
-                    "staging-blocking",
-                    f"{name} was changed between two steps by something else than optimizer.step(): the state is copied before "
-                    "a step begins, not beside it (checkpoint.staging)",
-                )
+            self._reporter.note(
+                "staging-blocking",
+                f"{name} of rank {self._rank} was changed between two steps by something else than optimizer.step(): its state is "
+                "copied before a step begins, not beside it (checkpoint.staging)",
+            )
 
 
 @contextmanager

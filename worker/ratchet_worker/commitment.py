@@ -73,6 +73,9 @@ class Committer:
         if ended and len(ended) < len(reports):
             text = f"rank {ended} ended after step {order.step}, others go on: leave the loop on all ranks in the same step"
             return {"error": text, "parted": True}
+        if len(set(steps := [report["step"] for report in reports])) > 1:
+            text = f"the ranks save other steps, {steps} in rank order: all ranks do the same steps, and ask for the same saves"
+            return {"error": text, "parted": True}
         own = [digests for report in reports for digests in report["parts"]]
         diverged = self._divergence(mine, own, [r["seen"] for r in reports])
         if diverged is not None:

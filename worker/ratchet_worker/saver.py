@@ -195,6 +195,7 @@ class Saver:
         self._reporter.saved_hook(summary)
         return {
             "error": None,
+            "step": save.order.step,
             "finished": save.order.finished,
             "file": file.model_dump(),
             "tensors": _ENTRIES.dump_json(tensors).decode(),
