@@ -334,9 +334,8 @@ class Checkpointer:
             self._saver.reserve(size_of(sources) + private)
         if self._overlapped:
             whole = sources_of(late, self._rank, self._cuts.of(late.sizes(), 1)[0])
-            parameters = {
-                s.name: s for s in whole if s.name.startswith(f"{SHARED_PREFIX}{MODEL}/")
-            }  # which it compares, too
+            model = f"{SHARED_PREFIX}{MODEL}/"  # of which it compares all beside a step, whatever it copies there
+            parameters = {s.name: s._replace(until=Until.STEP) for s in whole if s.name.startswith(model)}
             self._audit = Audit([*parameters.values(), *(s for s in sources if s.name not in parameters)])
 
     def _end_audit(self, audit: Audit) -> None:
@@ -346,8 +345,8 @@ class Checkpointer:
             self._overlapped = False
             self._reporter.note(
                 "staging-blocking",
-                f"{name} of rank {self._rank} was changed between two steps by something else than optimizer.step(): its state is "
-                "copied before a step begins, not beside it (checkpoint.staging)",
+                f"{name} of rank {self._rank} was changed between two steps by something else than optimizer.step(): its state "
+                "is copied before a step begins, not beside it (checkpoint.staging)",
             )
 
 
