@@ -287,3 +287,16 @@ def test_a_forward_pass_that_changes_a_parameter_that_no_optimizer_has_is_seen_b
     book += 1
     one.hold(Until.STEP)
     assert not one._overlapped
+
+
+@pytest.mark.parametrize(("staging", "gates"), [("blocking", 0), ("overlapped", 1)])
+def test_where_all_is_copied_before_a_step_nothing_hangs_on_the_users_optimizer(
+    tmp_path: Path, staging: str, gates: int
+) -> None:
+    """A hook would be traced with a compiled ``optimizer.step``, and break its graph."""
+    run: Any = Runtime.__new__(Runtime)
+    optimizer, hook = torch.optim.SGD([torch.zeros(1, requires_grad=True)]), SimpleNamespace(before_change=None)
+    run.checkpointer = Group(tmp_path, staging=staging).ranks[0]
+    run.state = SimpleNamespace(hook_or_refuse=lambda: (None, hook), optimizers={"optimizer": optimizer})
+    run._set_gates()
+    assert len(optimizer._optimizer_step_pre_hooks) == gates and (hook.before_change is not None) == bool(gates)

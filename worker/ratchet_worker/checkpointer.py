@@ -164,6 +164,11 @@ class Checkpointer:
         return CheckpointError(f"{MAX_FAILURES} saves in a row failed, the last at {self._given_up}")
 
     @property
+    def overlapped(self) -> bool:
+        """May something be copied beside a step? Else no save is begun without being copied."""
+        return self._overlapped
+
+    @property
     def newest(self) -> int:
         """Step of the save that is under way, or of the last one that was committed."""
         return self.last.step if self._save is None else self._save.order.step

@@ -134,6 +134,8 @@ class Runtime:
 
     def _set_gates(self) -> None:
         """What changes the state behind a boundary waits for the copy that is made of it."""
+        if not self.checkpointer.overlapped:  # and a hook would be traced with a compiled optimizer.step()
+            return
         gate = self.checkpointer.hold
         self.state.hook_or_refuse()[1].before_change = lambda: gate(Until.BACKWARD)
         for optimizer in self.state.optimizers.values():
