@@ -38,8 +38,8 @@ class CheckpointSpec(SpecModel):
     )
     when_busy: Literal["wait", "skip"] = Field(
         "wait",
-        description="A checkpoint is due while the one before it is still being written. wait: training waits, so that no more "
-        "than `every_steps` are ever lost; skip: this one is left out, and told.",
+        description="A checkpoint is due while the one before it is still being written. wait: training waits, so that none "
+        "is left out; skip: this one is left out, and told.",
     )
     keep_last: int = Field(3, ge=2, le=10_000, description="Newest checkpoints kept; never fewer than two.")
     keep_every: int | None = Field(

@@ -174,7 +174,7 @@ SLIPS: list[tuple[str, str, int, str]] = [
     ("both.yaml", "name: a\ntask: {entrypoint: 'a:b'}\nscript: [a.py]\n", 5, "both are given: remove one"),
     ("bare.yaml", "name: a\ntask: a:b\n", 5, 'task: {entrypoint: "my_module:MyTask"'),
     ("line.yaml", "name: a\nscript: train.py\ncode: {path: .}\n", 5, 'script: ["train.py"'),
-    ("zero.yaml", "name: a\ntask: {entrypoint: 'a:b'}\ncheckpoint: {every_steps: 0}\n", 5, "null: only at stops"),
+    ("zero.yaml", "name: a\ntask: {entrypoint: 'a:b'}\ncheckpoint: {every_steps: 0}\n", 5, "auto or null"),
     ("hook.yaml", "name: a\ntask: {entrypoint: 'a:b'}\nhook: powersdg\n", 5, "did you mean 'powerSGD'?"),
 ]
 
