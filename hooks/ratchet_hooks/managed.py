@@ -110,7 +110,8 @@ class ManagedHook:
 
     def capture(self, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
         """This rank's whole state, by parameter name, and its JSON part. Call between steps, on every rank. ``copy`` False allows
-        views of live tensors: they hold until the next backward pass calls this hook, which is when ``before_change`` is called."""
+        views of live tensors: they hold until the next backward pass calls this hook, just before which it calls
+        ``before_change``."""
         layout = self.layout()
         data: dict[str, JsonValue] = {
             "version": STATE_VERSION,
