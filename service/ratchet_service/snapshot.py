@@ -31,6 +31,7 @@ from ratchet_contract.code_tree import (
 )
 from ratchet_contract.errors import FieldProblem, SpecError
 from ratchet_service import disk
+from ratchet_store.files import fsync_dir
 
 GRACE: Final = 600.0
 
@@ -84,7 +85,7 @@ def _snapshot(found: list[Entry], code_root: Path) -> str:
                 temporary.chmod(0o755)  # a directory must be writable to be renamed
                 temporary.rename(target)
                 target.chmod(0o555)
-                _fsync(code_root)
+                fsync_dir(code_root)
             os.utime(target)  # remove_unreferenced goes by this
             return made
         finally:
@@ -201,7 +202,7 @@ def _copy(found: list[Entry], target: Path) -> str:
             place_of(entry).symlink_to(entry.link)
     made = digest(found, lambda entry: _copy_file(entry, place_of(entry)))
     for folder in sorted(folders, reverse=True):
-        _fsync(folder)
+        fsync_dir(folder)
         folder.chmod(0o555)
     return made
 
@@ -219,14 +220,6 @@ def _copy_file(entry: Entry, place: Path) -> bytes:
         raise _refuse("unreadable", f"cannot read {str(entry.source)!r}: {error.strerror}") from None
     place.chmod(entry.mode)
     return inner.digest()
-
-
-def _fsync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def remove_tree(folder: Path) -> None:

@@ -8,11 +8,9 @@ what it does.
 
 from __future__ import annotations
 
-import gc
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -31,6 +29,7 @@ from ratchet_worker.content import Content
 from ratchet_worker.counter import Stage, StepCounter
 from ratchet_worker.exchange import Exchange
 from ratchet_worker.fingerprint import Cuts
+from ratchet_worker.imports import uncollected
 from ratchet_worker.model_state import MODEL
 from ratchet_worker.reporter import Reason, Reporter
 from ratchet_worker.saver import MAX_FAILURES, Save, Saver
@@ -281,7 +280,7 @@ class Checkpointer:
         order, begun = Order(self._numbers, step, reason, finished, time.monotonic()), time.perf_counter()
         mine = staged = error = None
         try:
-            with _without_collector():
+            with uncollected():  # so many small objects would bring a pass about, and training waits
                 mine = content()
                 slices = self._cuts.of(mine.snapshot.sizes(), self._world_size)[self._rank]
                 staged = self._staging.stage(sources_of(mine.snapshot, self._rank, slices))
@@ -353,16 +352,3 @@ class Checkpointer:
                 f"{name} of rank {self._rank} was changed between two steps by something else than optimizer.step(): its state "
                 "is copied before a step begins, not beside it (checkpoint.staging)",
             )
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """No pass of the garbage collector inside, which so many small objects would bring about: training waits, and the passes come
-    soon enough."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

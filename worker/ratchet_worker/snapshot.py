@@ -110,11 +110,6 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     return hasher.hexdigest()
 
 
-def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """One digest per tensor, to name the one that differs."""
-    return {name: digest([tensor]) for name, tensor in tensors.items()}
-
-
 def empty(dtype: str, shape: Iterable[int]) -> torch.Tensor:
     """An uninitialised CPU tensor of a stored dtype. Raises ``StateError`` for one that this torch does not know."""
     if dtype not in DTYPES:
