@@ -12,37 +12,85 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from kubernetes import client, config
 
 from tests.support.kube.cluster import Cluster
-from tests.support.kube.recorded import SCENARIOS, Call, Seen, history, stories
-from tests.support.kube.store import Object
+from tests.support.kube.jobs import ENDED
+from tests.support.kube.recorded import SCENARIOS, Call, Seen, history, keys, own_ends, stories
+from tests.support.kube.store import JOBS, PODS, Object
 from tests.support.server import wait_for
+
+DEADLINE = 60.0
+IMAGE = "local/worker:dev"  # the recorded pods'
+SLEEP = """#!/bin/sh
+until [ -e "$0.$FAKE_POD_UID" ]; do /bin/sleep 0.1; done
+"""
 
 
 @pytest.fixture(scope="module")
 def replayed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Every scenario's calls, made at their times, all at once."""
+    image = tmp_path_factory.mktemp("image")
+    (image / "sleep").write_text(SLEEP)
+    (image / "sleep").chmod(0o755)
     with Cluster(tmp_path_factory.mktemp("cluster"), pace=1.0) as cluster:
+        cluster.kubelet.images.first[IMAGE] = image
         with ThreadPoolExecutor(len(SCENARIOS)) as pool:
-            list(pool.map(partial(_replay, cluster), SCENARIOS))
+            list(pool.map(partial(_replay, cluster, image), SCENARIOS))
         yield cluster
 
 
-def _replay(cluster: Cluster, scenario: str) -> None:
+def _replay(cluster: Cluster, image: Path, scenario: str) -> None:
+    """Calls are made, and pods let out of their ``sleep``, in the order of the recording and not before its times: were they to
+    sleep so many seconds, a busy machine would come too late with what is to happen to them meanwhile."""
     entries = history(scenario)
-    first, *later = (i for i, entry in enumerate(entries) if isinstance(entry, Call))
+    ends = own_ends(entries)
+    first, *later = (i for i, entry in enumerate(entries) if isinstance(entry, Call) or i in ends)
     with config.new_client_from_config(str(cluster.kubeconfig)) as api:
+        if "sleep" not in json.dumps(entries[first].body):  # its pods end at once
+            cluster.jobs.hold(_name(scenario))
         _call(cluster, api, scenario, entries[first])
         began = time.monotonic()
         for i in later:
             time.sleep(max(0.0, began + entries[i].at - time.monotonic()))
-            before = stories([entry for entry in entries[:i] if isinstance(entry, Seen) and entry.kind == "job"])
-            wait_for(lambda b=before: _reached(cluster, scenario, b), f"{scenario} to be where the call was made", 30)
-            _call(cluster, api, scenario, entries[i])
+            before = stories([e for e in entries[:i] if isinstance(e, Seen)])
+            if i in ends:
+                _end(cluster, image, scenario, ends[i], before)
+            else:
+                job = {"job": before["job"]}
+                wait_for(
+                    lambda b=job: _reached(cluster, scenario, b), f"{scenario} to be where the call was made", DEADLINE
+                )
+                _call(cluster, api, scenario, entries[i])
+
+
+def _end(cluster: Cluster, image: Path, scenario: str, ends: list[str], before: dict[str, list[Any]]) -> None:
+    """These pods end, and the controller finds all of them ended when it looks next, as it did."""
+    name = _name(scenario)
+    there = {key: story for key, story in before.items() if key != "job"}
+    sleeps = "sleep" in json.dumps(cluster.store.get(JOBS, "default", name)["spec"])
+    if sleeps:
+        wait_for(
+            lambda: _reached(cluster, scenario, there), f"the pods of {scenario} to be where {ends} ended", DEADLINE
+        )
+    cluster.jobs.hold(name)
+    for pod, key in keys(_seen(cluster, name)).items():
+        if key in ends:
+            (image / f"sleep.{cluster.store.get(PODS, 'default', pod)['metadata']['uid']}").touch()
+    wait_for(lambda: _ended(cluster, name) >= set(ends), f"{ends} of {scenario} to end", DEADLINE)
+    cluster.jobs.let_go(name)
+
+
+def _ended(cluster: Cluster, name: str) -> set[str]:
+    seen = _seen(cluster, name)
+    names = keys(seen)
+    return {
+        names[e.object["metadata"]["name"]] for e in seen if e.kind == "pod" and e.object["status"]["phase"] in ENDED
+    }
 
 
 def _name(scenario: str) -> str:
@@ -82,7 +130,7 @@ def _seen(cluster: Cluster, name: str) -> list[Seen]:
 def test_the_model_goes_through_the_recorded_states(replayed: Cluster, scenario: str) -> None:
     recorded = stories([entry for entry in history(scenario) if isinstance(entry, Seen)])
     try:
-        wait_for(lambda: _reached(replayed, scenario, recorded), f"{scenario} to end as recorded", 30)
+        wait_for(lambda: _reached(replayed, scenario, recorded), f"{scenario} to end as recorded", DEADLINE)
     finally:
         assert stories(_seen(replayed, _name(scenario))) == recorded
 

@@ -6,6 +6,7 @@ source, and is unproven against a live one. Only ``podReplacementPolicy: Failed`
 
 from __future__ import annotations
 
+import threading
 import time
 from calendar import timegm
 from contextlib import suppress
@@ -26,11 +27,28 @@ class JobController:
         self._store, self.batch, self._backoff = store, batch, backoff
         self.quota: int | None = None
         self._due: dict[tuple[str, str], float] = {}
+        self._wanted: set[tuple[str, str]] = set()  # of those that are due: whose spec changed
+        self._held: set[str] = set()
+        self._looking = threading.Lock()
         self._failed_at: dict[str, float] = {}  # uid of a Job: when a pod of it failed last
         self._generations: dict[str, int] = {}
 
     def next_due(self) -> float | None:
-        return min(self._due.values(), default=None)
+        with self._looking:
+            return min((due for key, due in self._due.items() if not self._waits(key)), default=None)
+
+    def hold(self, name: str) -> None:
+        """Until ``let_go`` the Job of that name is looked at for changes of its spec alone: what its pods do meanwhile is one
+        batch, however long they take."""
+        with self._looking:
+            self._held.add(name)
+
+    def let_go(self, name: str) -> None:
+        with self._looking:
+            self._held.discard(name)
+
+    def _waits(self, key: tuple[str, str]) -> bool:
+        return key[1] in self._held and key not in self._wanted
 
     def job_changed(self, job: Object) -> None:
         """A change of the spec is looked at immediately, one of the status with the next batch."""
@@ -48,11 +66,13 @@ class JobController:
         self._enqueue(job, self.batch)
 
     def run_due(self) -> None:
-        for key in [k for k, due in self._due.items() if due <= time.monotonic()]:
-            del self._due[key]
-            job = self._store.find(JOBS, *key)
-            if job is not None:
-                self._sync(job)
+        with self._looking:
+            for key in [k for k, due in self._due.items() if due <= time.monotonic() and not self._waits(k)]:
+                del self._due[key]
+                self._wanted.discard(key)
+                job = self._store.find(JOBS, *key)
+                if job is not None:
+                    self._sync(job)
 
     def _job_of(self, pod: Object) -> Object | None:
         uid = owner(pod)
@@ -62,6 +82,8 @@ class JobController:
     def _enqueue(self, job: Object, delay: float) -> None:
         key, due = (job["metadata"]["namespace"], job["metadata"]["name"]), time.monotonic() + delay
         self._due[key] = min(due, self._due.get(key, due))
+        if delay == 0.0:
+            self._wanted.add(key)
 
     # --- one look at one Job -------------------------------------------------------------------------------------------
 

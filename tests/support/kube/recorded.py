@@ -60,21 +60,43 @@ def _entry(entry: dict[str, Any], at: float) -> Call | Seen:
 # --- what of an object does not depend on chance -----------------------------------------------------------------------
 
 
-def stories(seen: list[Seen]) -> dict[str, list[Any]]:
-    """The states that each object went through, without repetitions, by name: ``job``, and the index of a pod with how many
-    that index had before. Names, uids, times, versions, nodes and addresses are left out; so is how many pods run, but of a
-    Job's last state: it depends on how quickly processes come and go."""
-    names: dict[str, str] = {}
-    out: dict[str, list[Any]] = {}
+def keys(seen: list[Seen]) -> dict[str, str]:
+    """By the names of pods: their index, with how many that index had before."""
+    found: dict[str, str] = {}
     for event in seen:
         name = event.object["metadata"]["name"]
-        if event.kind == "job":
-            key = "job"
-        elif name not in names:
+        if event.kind == "pod" and name not in found:
             index = event.object["metadata"]["labels"]["batch.kubernetes.io/job-completion-index"]
-            key = names[name] = f"{index}.{sum(n.startswith(f'{index}.') for n in names.values())}"
-        else:
-            key = names[name]
+            found[name] = f"{index}.{sum(n.startswith(f'{index}.') for n in found.values())}"
+    return found
+
+
+def own_ends(entries: list[Call | Seen]) -> dict[int, list[str]]:
+    """The pods that ended with nobody's deleting them, by their keys; those between which nothing was told of the Job together,
+    at the first one's place among the entries."""
+    names, known = keys([entry for entry in entries if isinstance(entry, Seen)]), set[str]()
+    found: dict[int, list[str]] = {}
+    first: int | None = None
+    for i, entry in enumerate(entries):
+        if isinstance(entry, Call) or entry.kind == "job":
+            first = None
+            continue
+        key, ended = names[entry.object["metadata"]["name"]], entry.object["status"]["phase"] in ("Succeeded", "Failed")
+        if ended and key not in known and "deletionTimestamp" not in entry.object["metadata"]:
+            known.add(key)
+            first = i if first is None else first
+            found.setdefault(first, []).append(key)
+    return found
+
+
+def stories(seen: list[Seen]) -> dict[str, list[Any]]:
+    """The states that each object went through, without repetitions: ``job``, and pods by their ``keys``. Names, uids, times,
+    versions, nodes and addresses are left out; so is how many pods run, but of a Job's last state: it depends on how quickly
+    processes come and go."""
+    names = keys(seen)
+    out: dict[str, list[Any]] = {}
+    for event in seen:
+        key = "job" if event.kind == "job" else names[event.object["metadata"]["name"]]
         if event.kind == "pod" and event.type == "DELETED":
             continue
         state = [event.type == "DELETED", *(_job(event.object) if event.kind == "job" else _pod(event.object))]
