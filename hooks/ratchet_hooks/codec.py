@@ -19,6 +19,7 @@ import math
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from pydantic import JsonValue
 from ratchet_hooks.decoder import BIT_GENERATORS, decode
 from ratchet_hooks.errors import HookStateError
 
-__all__ = ["Tensors", "decode", "encode", "is_dense"]
+__all__ = ["Encoded", "Tensors", "decode", "encode", "is_dense"]
 
 Tensors = dict[str, torch.Tensor]
 
@@ -36,6 +37,13 @@ _MAX_DEPTH = 100
 _SAFE_INT = 2**53  # beyond it, readers that hold JSON numbers as doubles would lose digits
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Stands for the value, without tensors, of which ``encode`` has made this JSON before."""
+
+    data: JsonValue
 
 
 def encode(value: object, *, where: str) -> tuple[Tensors, JsonValue]:
@@ -90,6 +98,8 @@ class _Encoder:
             return self._text(value, path)
         if isinstance(value, torch.Tensor):
             return {"tensor": self._tensor(value, path)}
+        if type(value) is Encoded:
+            return value.data
         leaf = self._leaf(value)
         if leaf is not None:
             return leaf

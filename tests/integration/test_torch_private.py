@@ -41,6 +41,7 @@ ON_CLASSES: dict[str, object] = {
     "_compiled_call_impl": torch.nn.Module,
     "_cdata": torch.UntypedStorage,
     "_version": torch.Tensor,
+    "_save_to_state_dict": torch.nn.Module,
     "_opname": torch.ops.aten.add.Tensor,
     "_should_compress": power_sgd,
     "_report_compression_stats": power_sgd,
@@ -56,7 +57,9 @@ ON_A_DDP = {
     "find_unused_parameters", "logger", "mixed_precision", "parameters_to_ignore", "process_group", "reducer",
     "require_backward_grad_sync", "static_graph",
 }  # fmt: skip
-ELSEWHERE = {"_non_persistent_buffers_set", "_timeout"}  # looked at beside a DDP, too
+ON_A_MODULE = {"_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks"}
+ON_AN_OPTIMIZER = {"_optimizer_state_dict_post_hooks", "_optimizer_state_dict_pre_hooks"}
+ELSEWHERE = {*ON_A_MODULE, *ON_AN_OPTIMIZER, "_timeout"}  # looked at beside a DDP, too
 IMPORTED = {
     "torch._C._distributed_c10d": {
         "GradBucket",
@@ -136,6 +139,16 @@ def test_every_private_module_of_torch_that_is_imported_stands_here() -> None:
 @pytest.mark.parametrize("name", ON_CLASSES)
 def test_it_is_there(name: str) -> None:
     assert hasattr(ON_CLASSES[name], name)
+
+
+def test_a_module_and_an_optimizer_have_what_tells_that_they_are_as_they_were() -> None:
+    module = torch.nn.BatchNorm1d(2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    assert {*ON_A_MODULE, "_parameters", "_buffers", "_modules"} <= vars(module).keys() and vars(
+        optimizer
+    ).keys() >= ON_AN_OPTIMIZER
+    assert [type(vars(module)[name]) for name in ("_parameters", "_buffers", "_modules")] == [dict] * 3
+    assert not any(vars(module)[name] for name in ON_A_MODULE) and not any(vars(optimizer)[n] for n in ON_AN_OPTIMIZER)
 
 
 def test_what_is_overridden_or_called_takes_what_it_took() -> None:

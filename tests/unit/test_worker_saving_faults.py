@@ -19,7 +19,8 @@ from ratchet_worker.commitment import Committer, Order
 from ratchet_worker.runtime import Runtime
 from ratchet_worker.saver import Save
 from ratchet_worker.snapshot import Snapshot, Until
-from ratchet_worker.staging import Source, Staged, Staging
+from ratchet_worker.sources import Source, Sources
+from ratchet_worker.staging import Staged, Staging
 from tests.unit.test_worker_saving import RANKS, Gate, Group
 
 Act = Callable[[], Any]
@@ -166,7 +167,7 @@ def test_room_that_another_thread_makes_meanwhile_is_not_what_is_copied_to() -> 
             return mine
 
     weight = torch.arange(1000.0)
-    staged = Meddled(torch.device("cpu")).stage([Source("shared/model/w", weight, 0, 1000, Until.STEP)])
+    staged = Meddled(torch.device("cpu")).stage(Sources([Source("shared/model/w", weight, 0, 1000, Until.STEP)]))
     staged.copy(Until.STEP)
     assert torch.equal(torch.frombuffer(staged.pieces()[0].data, dtype=torch.float32), weight)
 

@@ -12,13 +12,14 @@ from ratchet_store.slices import plan_slices
 from ratchet_worker import fingerprint
 from ratchet_worker.audit import Audit
 from ratchet_worker.snapshot import Snapshot, Until, byte_view
-from ratchet_worker.staging import Source, Staged, Staging, sources_of
+from ratchet_worker.sources import Lister, Source, Sources
+from ratchet_worker.staging import Staged, Staging
 
 CPU = torch.device("cpu")
 
 
 def staged(*sources: Source) -> Staged:
-    return Staging(CPU).stage(sources)
+    return Staging(CPU).stage(Sources(sources))
 
 
 def source(tensor: torch.Tensor, until: Until = Until.STEP, start: int = 0, stop: int | None = None) -> Source:
@@ -95,7 +96,7 @@ def test_ranks_together_stage_every_element_once() -> None:
     snapshot.private["rng/torch"] = torch.arange(5)
     found: dict[str, list[tuple[int, int]]] = {}
     for rank in range(3):
-        for one in sources_of(snapshot, rank, plan_slices(snapshot.sizes(), 3)[rank]):
+        for one in Lister(rank).of(snapshot, plan_slices(snapshot.sizes(), 3)[rank]).each:
             found.setdefault(one.name, []).append((one.start, one.stop))
     for name, tensor in snapshot.shared.items():
         covered = sorted(i for start, stop in found[f"shared/{name}"] for i in range(start, stop))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import xxhash
 
 from ratchet_worker.snapshot import Until, byte_view
-from ratchet_worker.staging import Source
+from ratchet_worker.sources import Source
 
 
 class Audit:

@@ -35,7 +35,8 @@ from ratchet_worker.reporter import Reason, Reporter
 from ratchet_worker.saver import MAX_FAILURES, Save, Saver
 from ratchet_worker.schedule import Schedule, first_due
 from ratchet_worker.snapshot import Snapshot, Until
-from ratchet_worker.staging import Staging, size_of, sources_of
+from ratchet_worker.sources import Lister
+from ratchet_worker.staging import Staging, size_of
 
 _LOOK: Final = 0.25  # seconds between two signs of life while a save is waited for
 _TOLD: Final = 1.0  # seconds of waiting for the save before, from which on it is told
@@ -67,7 +68,7 @@ class Checkpointer:
         self._spec, self._launch = launch.spec.checkpoint, launch
         self._exchange, self._counter, self._reporter = exchange, counter, reporter
         self._rank, self._world_size = exchange.rank, exchange.world_size
-        self._staging, self._cuts = Staging(device), Cuts()
+        self._staging, self._cuts, self._lister = Staging(device), Cuts(), Lister(exchange.rank)
         self._committer = Committer(launch, saving, reporter, base)
         self._saver = Saver(launch, saving, reporter, self._committer, self._staging, give_up)
         self._schedule = Schedule(self._spec, base.step) if self._rank == 0 else None
@@ -283,7 +284,7 @@ class Checkpointer:
             with uncollected():  # so many small objects would bring a pass about, and training waits
                 mine = content()
                 slices = self._cuts.of(mine.snapshot.sizes(), self._world_size)[self._rank]
-                staged = self._staging.stage(sources_of(mine.snapshot, self._rank, slices))
+                staged = self._staging.stage(self._lister.of(mine.snapshot, slices))
         except HookStateError as error_:  # comes again with every save: nothing more is trained that cannot be kept
             text = f"the state of the hook cannot be saved at step {step}: {error_}"
             raise UserError(text, code="hook-state-unsupported") from error_
@@ -333,14 +334,14 @@ class Checkpointer:
     def _prepare(self, late: Snapshot, private: int) -> None:
         """Behind the attempt's first step: pages for the copies, and the trial of what may be copied beside a step."""
         slices = self._cuts.of(late.sizes(), self._world_size)[self._rank]
-        sources = sources_of(late, self._rank, slices)
+        sources = self._lister.of(late, slices)
         if self._save is None:
             self._saver.reserve(size_of(sources) + private)
         if self._overlapped:
-            whole = sources_of(late, self._rank, self._cuts.of(late.sizes(), 1)[0])
+            whole = Lister(self._rank).of(late, self._cuts.of(late.sizes(), 1)[0])
             model = f"{SHARED_PREFIX}{MODEL}/"  # of which it compares all beside a step, whatever it copies there
-            parameters = {s.name: s._replace(until=Until.STEP) for s in whole if s.name.startswith(model)}
-            self._audit = Audit([*parameters.values(), *(s for s in sources if s.name not in parameters)])
+            parameters = {s.name: s._replace(until=Until.STEP) for s in whole.each if s.name.startswith(model)}
+            self._audit = Audit([*parameters.values(), *(s for s in sources.each if s.name not in parameters)])
 
     def _end_audit(self, audit: Audit) -> None:
         self._audit, self._tried = None, True

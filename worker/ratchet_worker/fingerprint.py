@@ -14,15 +14,13 @@ import torch
 import xxhash
 
 from ratchet_store.slices import Slice, plan_slices
-from ratchet_worker.snapshot import byte_view
+from ratchet_worker.snapshot import Sizes, memory_view
 
 _PARTS: Final = 64
 _PART_BYTES: Final = 16 << 20
 _LEAST: Final = 64
 """One part of so many is compared in every save, whatever time there is."""
 _LEAST_BYTES: Final = 4 << 20
-
-Sizes = Sequence[tuple[str, int, int]]
 
 
 def number_of_parts(sizes: Sizes, world_size: int) -> int:
@@ -45,7 +43,7 @@ class Cuts:
 
     def of(self, sizes: Sizes, parts: int) -> list[list[Slice]]:
         """As ``cut`` gives it."""
-        if sizes != self._sizes:
+        if sizes is not self._sizes and sizes != self._sizes:
             self._sizes, self._plans = sizes, {}
         if parts not in self._plans:
             self._plans[parts] = cut(sizes, parts)
@@ -54,25 +52,36 @@ class Cuts:
 
 def slice_digests(slices: Sequence[Slice], tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """XXH3-128 in hex of the bytes of each slice of a part, row-major."""
-    return [_digest(tensors[name].detach().contiguous().reshape(-1)[start:stop].cpu()) for name, start, stop in slices]
-
-
-def copied_digests(slices: Sequence[Slice], copies: Mapping[str, tuple[int, torch.Tensor]]) -> list[str]:
-    """The same of copies: by name the first element that was copied, and the flat copy."""
     out = []
     for name, start, stop in slices:
-        first, copy = copies[name]
-        out.append(_digest(copy[start - first : stop - first]))
+        tensor = tensors[name]
+        if not (tensor.is_cpu and tensor.is_contiguous()):
+            tensor, start, stop = tensor.detach().contiguous().reshape(-1)[start:stop].cpu(), 0, stop - start
+        size = tensor.element_size()
+        out.append(xxhash.xxh3_128_hexdigest(memory_view(tensor.data_ptr() + start * size, (stop - start) * size)))
+    return out
+
+
+class Copy(NamedTuple):
+    """Bytes of consecutive elements of a tensor, from element ``start`` on."""
+
+    start: int
+    itemsize: int
+    data: memoryview
+
+
+def copied_digests(slices: Sequence[Slice], copies: Mapping[str, Copy]) -> list[str]:
+    """The same of copies, by name."""
+    out = []
+    for name, start, stop in slices:
+        first, size, data = copies[name]
+        out.append(xxhash.xxh3_128_hexdigest(data[(start - first) * size : (stop - first) * size]))
     return out
 
 
 def part_digest(slices: Sequence[str]) -> str:
     """Of a part, from those of its slices."""
     return xxhash.xxh3_128_hexdigest("".join(slices).encode())
-
-
-def _digest(flat: torch.Tensor) -> str:
-    return xxhash.xxh3_128_hexdigest(byte_view(flat))
 
 
 def compared(

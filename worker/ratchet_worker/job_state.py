@@ -18,10 +18,11 @@ from ratchet_hooks.layout import ManagedDDP
 from ratchet_hooks.specs import BatchedPowerSGDSpec, PowerSGDSpec
 from ratchet_worker import fingerprint, model_state, module_origin, module_state, optimizer_state, rng, state_names
 from ratchet_worker.data import own_generators
+from ratchet_worker.equal_state import EqualState
 from ratchet_worker.model_state import MODEL
 from ratchet_worker.module_origin import Origin
 from ratchet_worker.passage import HookState, Passage, batches, restore_hook
-from ratchet_worker.snapshot import Snapshot, Tensors, Until, addresses
+from ratchet_worker.snapshot import Snapshot, Until, addresses
 from ratchet_worker.task import Stateful, TrainData
 from ratchet_worker.walk import Walk
 
@@ -37,6 +38,8 @@ class JobState:
         self.ddp: ManagedDDP | None = None
         self.hook: ManagedHook | None = None
         self._origin = Origin({}, {}, {})
+        self._walk: Walk | None = None  # of the module, as the last save found it
+        self._equal = EqualState()
         self.optimizers: dict[str, Optimizer] = {}
         self.stateful: dict[str, Stateful] = {}
         self.data: TrainData | None = None
@@ -44,6 +47,7 @@ class JobState:
     def wrapped(self, ddp: ManagedDDP, hook: ManagedHook) -> None:
         """The model is wrapped: what it becomes from now on differs from how the next attempt will build it."""
         self.ddp, self.hook, self._origin = ddp, hook, module_origin.origin(ddp.module)
+        self._walk = None
 
     def register(self, component: str, item: Any) -> None:
         """Add one object under a component's name. Raises ``UserError`` for what has no state that can be put back."""
@@ -68,7 +72,7 @@ class JobState:
 
     def refuse_changed(self) -> None:
         """Raises ``UserError`` for a parameter that the model has and DDP does not know. The same on every rank."""
-        module_origin.refuse_changed_parameters(self.hook_or_refuse()[0].module, self._origin)
+        module_origin.refuse_changed_parameters(self._walked(self.hook_or_refuse()[0].module), self._origin)
 
     def refuse_uncovered(self) -> None:
         """Raises ``UserError`` for a parameter of an optimizer that nobody saves: neither the model nor a registered object."""
@@ -90,8 +94,8 @@ class JobState:
         ddp, hook = self.hook_or_refuse()
         hook_tensors, hook_data = hook.capture(copy=False)  # first: no rank may fail before this collective
         out = Snapshot()
-        walk = Walk(ddp.module)
-        self._capture_equal(out, walk, hook.replicas == "equal")
+        walk = self._walked(ddp.module)
+        self._equal.capture(out, walk, self.optimizers, hook.replicas == "equal")
         buffers = {name: buffer.detach() for name, buffer in walk.named_buffers()}
         out.add_encoded("buffers", buffers, sorted(buffers))
         out.add("modules", module_state.capture(walk, self._origin))
@@ -107,31 +111,15 @@ class JobState:
         out.add("rng", rng.capture(self._device))
         return out
 
-    def _capture_equal(self, out: Snapshot, walk: Walk, equal: bool) -> None:
-        names, replicated = (
-            {id(p): name for name, p in walk.named_parameters()},
-            model_state.replicated(walk.module, walk),
-        )
-        tensors: Tensors = {f"{MODEL}/{name}": p.detach() for name, p in walk.named_parameters()}
-        moved = {
-            id(p) for o in self.optimizers.values() for g in o.param_groups for p in g["params"] if p.requires_grad
-        }
-        out.until |= {f"{MODEL}/{n}": Until.STEP for n, p in walk.named_parameters() if id(p) in moved}
-        own = {name for name in tensors if name.removeprefix(f"{MODEL}/") not in replicated}
-        for component, optimizer in self.optimizers.items():
-            shared, rest = optimizer_state.capture(optimizer, component, names, replicated)
-            tensors |= shared
-            out.until |= dict.fromkeys(shared, Until.STEP)
-            out.add(component, rest)
-        for name, tensor in tensors.items():
-            (out.shared if equal and name not in own else out.private)[name] = tensor
-        out.state[MODEL] = sorted(own)
+    def _walked(self, module: nn.Module) -> Walk:
+        self._walk = (self._walk or Walk(module)).again()
+        return self._walk
 
     def capture_late(self) -> Snapshot:
         """The parameters and the optimizers' tensors alone, as views. No collective."""
         out = Snapshot()
         ddp, hook = self.hook_or_refuse()
-        self._capture_equal(out, Walk(ddp.module), hook.replicas == "equal")
+        self._equal.capture(out, self._walked(ddp.module), self.optimizers, hook.replicas == "equal")
         return out
 
     def late(self) -> tuple[Snapshot, int]:

@@ -17,10 +17,13 @@ MODEL: Final = "model"
 """The component's name, and the first part of its parameters' names in a snapshot."""
 
 
-def replicated(module: nn.Module, walk: Walk | None = None) -> Collection[str]:
+def replicated(walk: Walk) -> Collection[str]:
     """Parameters that DDP keeps equal: all but those that the module asks DDP to ignore."""
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    return {name for name, _ in (walk or module).named_parameters() if name not in ignored}
+    ignored = frozenset(getattr(walk.module, "_ddp_params_and_buffers_to_ignore", ()))
+    known = walk.derived("replicated", dict[frozenset[str], Collection[str]])
+    if ignored not in known:
+        known[ignored] = frozenset(name for name, _ in walk.named_parameters() if name not in ignored)
+    return known[ignored]
 
 
 def parameters_of(tensors: Tensors) -> Tensors:

@@ -8,32 +8,18 @@ from step to step.
 from __future__ import annotations
 
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
 
 from ratchet_contract.errors import StateError, UserError
-from ratchet_worker.walk import Walked
-
-_SCALARS: Final = (int, float, bool, str, type(None))
-_CONTAINERS: Final = (list, tuple, dict, deque)
-_TORCHS_OWN: Final = frozenset(vars(nn.Module()))
-_DEPTH: Final = 4
-_ITEMS: Final = 256  # of a container that are looked at
-
-_Owner: TypeAlias = tuple[str | None, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Mark:
-    """An attribute's value at one time. ``seen`` is compared; ``kept`` keeps tensors alive, so that no other gets their ids."""
-
-    seen: Any
-    kept: Any
+from ratchet_worker.module_attributes import Mark, marks
+from ratchet_worker.walk import Walked, walk_of
 
 
 @dataclass(frozen=True)
@@ -53,19 +39,30 @@ class Origin:
     buffers: dict[str, Built]
     attributes: dict[str, Mark]
 
+    @cached_property
+    def ids(self) -> list[tuple[str, int]]:
+        return [(name, number) for name, (number, _) in self.parameters.items()]
+
+    @cached_property
+    def trained(self) -> list[bool]:
+        return [trained for _, trained in self.parameters.values()]
+
 
 def origin(module: nn.Module) -> Origin:
     """To be taken when the module is wrapped."""
-    owned = _owned(module)
     return Origin(
         {name: (id(p), p.requires_grad) for name, p in module.named_parameters()},
         {name: Built(weakref.ref(b), (b.shape, b.dtype), _storage(b)) for name, b in _buffers(module)},
-        {name: Mark(_seen(value, owned), value) for name, value in _attributes(module)},
+        marks(module),
     )
 
 
 def refuse_changed_parameters(module: Walked, before: Origin) -> None:
     """Raises ``UserError`` for a parameter that DDP does not know. To freeze one is allowed."""
+    walk = walk_of(module)
+    ids = walk.derived("parameters", lambda: [(name, id(p)) for name, p in walk.named_parameters()])
+    if ids == before.ids and [p.requires_grad for p in walk.parameters()] == before.trained:
+        return
     now = {name: (id(p), p.requires_grad) for name, p in module.named_parameters()}
     for name in sorted(set(now) | set(before.parameters)):
         if name not in before.parameters:
@@ -92,7 +89,7 @@ def changed_buffers(module: Walked, before: Origin) -> dict[str, Any]:
     in another shape, dtype or memory, and whether in its own one, which others may look at. ``gone``: there is none any more.
     ``parted``: names of those whose new memory is also another tensor's of the model, which it will not be again."""
     now = dict(_buffers(module))
-    built = _built(before)
+    built: dict[int, str] | None = None  # asked for only where a buffer is another
     made: dict[str, bool] = {}
     moved, same, resized, first = {}, {}, {}, dict[int, str]()
     for name, buffer in now.items():
@@ -104,16 +101,22 @@ def changed_buffers(module: Walked, before: Origin) -> dict[str, Any]:
             continue
         owner, _, attribute = name.rpartition(".")
         made[name] = attribute not in module.get_submodule(owner)._non_persistent_buffers_set
+        built = built_names(before) if built is None else built
         if id(buffer) in built:
             moved[name] = built[id(buffer)]
         elif first.setdefault(id(buffer), name) != name:
             same[name] = first[id(buffer)]
     gone = sorted(set(before.buffers) - set(now))
-    tensors = {id(t): t for t in (*module.parameters(), *now.values())}
-    sharers = Counter(_storage(t) for t in tensors.values() if t.layout is torch.strided and t.numel())
     new = [name for name in made if name not in moved] + [name for name, own in resized.items() if not own]
-    parted = sorted(name for name in new if sharers[_storage(now[name])] > 1)
+    parted = sorted(_sharing(module, now, new)) if new else []
     return {"made": made, "moved": moved, "same": same, "resized": resized, "gone": gone, "parted": parted}
+
+
+def _sharing(module: Walked, buffers: dict[str, torch.Tensor], names: list[str]) -> Iterator[str]:
+    """Those of ``names`` whose memory is also another tensor's of the model."""
+    tensors = {id(t): t for t in (*module.parameters(), *buffers.values())}
+    sharers = Counter(_storage(t) for t in tensors.values() if t.layout is torch.strided and t.numel())
+    return (name for name in names if sharers[_storage(buffers[name])] > 1)
 
 
 def make_buffers(module: nn.Module, changed: dict[str, Any], saved: dict[str, torch.Tensor]) -> None:
@@ -151,35 +154,6 @@ def _resize(buffer: torch.Tensor, form: torch.Tensor, own: bool) -> None:
         buffer.data = torch.empty_like(form, device=buffer.device)
 
 
-def changed_attributes(module: Walked, before: Origin) -> tuple[dict[str, Any], list[str]]:
-    """Attributes of the module's parts that training changed and that are neither parameters nor buffers: plain numbers and
-    strings with their values; and names of what holds tensors or numbers, cannot be told from a passing result, and is not
-    stored (an enumeration's member, a list of losses)."""
-    owned = _owned(module, _built(before))
-    scalars: dict[str, Any] = {}
-    others: list[str] = []
-    for name, value in _attributes(module):
-        mark = before.attributes.get(name)
-        if mark is not None and mark.seen == _seen(value, owned):
-            continue
-        if type(value) in _SCALARS:
-            scalars[name] = value
-        elif _seen(value, owned) is not None:
-            others.append(name)
-    return scalars, sorted(others)
-
-
-def set_attributes(module: nn.Module, scalars: dict[str, Any]) -> None:
-    """Put them back. Raises ``StateError`` for a part that the model has no longer."""
-    for name, value in scalars.items():
-        owner, _, attribute = name.rpartition(".")
-        try:
-            holder = module.get_submodule(owner)
-        except AttributeError:
-            raise StateError(f"attribute {name!r}, whose place the model has no longer") from None
-        vars(holder)[attribute] = value  # where it was found: a class may have a property of that name
-
-
 def compiled(module: nn.Module) -> bool:
     """Does torch.compile stand between any part's call and its code?"""
     # By name: importing torch._dynamo takes a second.
@@ -188,21 +162,7 @@ def compiled(module: nn.Module) -> bool:
     )
 
 
-def _owned(module: Walked, built: dict[int, str] | None = None) -> dict[int, _Owner]:
-    """By place in memory, the first parameter or buffer that lies there. ``built``: which buffers stood at the origin, by id, and
-    their names then; others are not taken for those whose names they have."""
-    owned: dict[int, _Owner] = {}
-    for name, parameter in module.named_parameters():
-        if parameter.layout is torch.strided:
-            owned.setdefault(parameter.untyped_storage().data_ptr(), (name, parameter))
-    for name, tensor in _buffers(module):
-        if tensor.layout is torch.strided:
-            was = name if built is None else built.get(id(tensor))
-            owned.setdefault(tensor.untyped_storage().data_ptr(), (was, tensor))
-    return owned
-
-
-def _built(before: Origin) -> dict[int, str]:
+def built_names(before: Origin) -> dict[int, str]:
     """The names that buffers had at the origin, by the id of those that are still there."""
     found = dict[int, str]()
     for name, one in before.buffers.items():
@@ -218,33 +178,3 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _buffers(module: Walked) -> Iterator[tuple[str, torch.Tensor]]:
     return module.named_buffers(remove_duplicate=False)
-
-
-def _attributes(module: Walked) -> Iterator[tuple[str, Any]]:
-    for path, part in module.named_modules():
-        for name, value in vars(part).items():
-            if name not in _TORCHS_OWN and isinstance(value, (*_SCALARS, *_CONTAINERS, torch.Tensor)):
-                yield (f"{path}.{name}" if path else name), value
-
-
-def _seen(value: Any, owned: dict[int, _Owner], depth: int = 0) -> Any:
-    """What two looks at a value are compared by; None: it carries nothing over. What lies in a parameter's or buffer's memory is
-    saved with it, and only which part of which it is can be lost."""
-    if isinstance(value, _SCALARS):
-        return (type(value), value)
-    if isinstance(value, torch.Tensor):
-        # With a graph it belongs to the step that made it.
-        lone = value.grad_fn is None and not isinstance(value, nn.Parameter) and value.layout is torch.strided
-        if not lone:
-            return None
-        owner = owned.get(value.untyped_storage().data_ptr())
-        if owner is None:
-            return (id(value), value._version)
-        name, whole = owner
-        part = None if value is whole else (value.dtype, value.storage_offset(), value.shape, value.stride())
-        return (name, part)
-    if not isinstance(value, _CONTAINERS) or depth == _DEPTH:
-        return None
-    items = [*value.items()] if isinstance(value, dict) else [*value]
-    parts = [_seen(item, owned, depth + 1) for item in items[-_ITEMS:]]
-    return (type(value), len(items), tuple(parts)) if any(part is not None for part in parts) else None

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from ratchet_contract.errors import StateError
-from ratchet_worker import module_origin
+from ratchet_worker import module_attributes, module_origin
 from ratchet_worker.module_origin import Origin
-from ratchet_worker.walk import Walked
+from ratchet_worker.walk import Walk, Walked, walk_of
 
 
 def capture(module: Walked, before: Origin) -> dict[str, Any]:
     """A tree that ``ratchet_hooks.codec`` takes; a gradient of zeros is stored as None. ``before``: of the wrapped module."""
-    scalars, unsaved = module_origin.changed_attributes(module, before)
+    scalars, unsaved = module_attributes.changed(module, before.attributes, lambda: module_origin.built_names(before))
     gradients = {name: p.grad.detach() for name, p in module.named_parameters() if p.grad is not None}
     return {
         **module_origin.changed_buffers(module, before),
@@ -53,7 +53,7 @@ def restore(module: nn.Module, state: dict[str, Any], *, frozen: bool = True) ->
         if frozen and parameter.requires_grad is (name in state["frozen"]):
             parameter.requires_grad_(name not in state["frozen"])
         parameter.grad = _gradient(parameter, state["gradients"][name]) if name in state["gradients"] else None
-    module_origin.set_attributes(module, state.get("attributes", {}))
+    module_attributes.put_back(module, state.get("attributes", {}))
 
 
 def _blank(gradient: torch.Tensor) -> bool:
@@ -66,4 +66,9 @@ def _gradient(parameter: nn.Parameter, saved: torch.Tensor | None) -> torch.Tens
 
 
 def _with_extra_state(module: Walked) -> dict[str, nn.Module]:
+    walk = walk_of(module)
+    return walk.derived("extra", lambda: _own_extra_state(walk))
+
+
+def _own_extra_state(module: Walk) -> dict[str, nn.Module]:
     return {n: m for n, m in module.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state}

@@ -7,14 +7,15 @@ undone here: another order of parameters is noticed, and float32 momenta of bflo
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from ratchet_contract.errors import StateError, UserError
-from ratchet_hooks.codec import is_dense
+from ratchet_hooks.codec import Encoded, encode, is_dense
+from ratchet_worker.same import CONSTANTS, Same
 from ratchet_worker.snapshot import Tensors
 
 _SHARED: Final = "ratchet:shared"
@@ -32,9 +33,106 @@ def refuse_sharded(name: str, optimizer: Optimizer) -> None:
         )
 
 
+class Captured(NamedTuple):
+    """``shared``: tensors that are equal on all ranks, by name. ``rest``: a tree that ``ratchet_hooks.codec`` takes. ``form``:
+    the same object as long as the names in ``shared``, their order, shapes and dtypes are the same."""
+
+    shared: Tensors
+    rest: dict[str, Any]
+    form: object
+
+
+class Capture:
+    """The state of one optimizer, from save to save: where it holds the very same tensors under the same names, these names are
+    not made anew while training waits."""
+
+    def __init__(self, optimizer: Optimizer, component: str) -> None:
+        self.optimizer, self._component = optimizer, component
+        self._plain = type(optimizer).state_dict is Optimizer.state_dict and "state_dict" not in vars(optimizer)
+        self._known: _Known | None = None
+
+    def of(self, names: Mapping[int, str], replicated: Collection[str]) -> Captured:
+        """``names``: parameter name by ``id``; ``replicated``: names of parameters that DDP keeps equal; both the same objects
+        as before where they have the same contents."""
+        optimizer, known = self.optimizer, self._known
+        hooked = optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks
+        found = _look(optimizer) if self._plain and not hooked else None
+        if known is not None and found is not None and known.names is names and known.replicated is replicated:
+            tensors = known.tensors(found)
+            if tensors is not None:
+                rest = {**known.rest, "param_groups": known.groups(optimizer)}
+                return Captured(dict(zip(known.shared, tensors, strict=True)), rest, known)
+        shared, rest = capture(optimizer, self._component, names, replicated)
+        constant = not any(rest[part] for part in ("others", "extra")) and all(
+            isinstance(value, CONSTANTS) for values in rest["state"].values() for value in values.values()
+        )
+        self._known = _Known(names, replicated, shared, rest, found) if found is not None and constant else None
+        return Captured(shared, rest, self._known or object())
+
+
+class _Known:
+    """What ``capture`` found. Tensors are held weakly: an optimizer that replaces them lets the old ones go."""
+
+    def __init__(
+        self,
+        names: Mapping[int, str],
+        replicated: Collection[str],
+        shared: Tensors,
+        rest: dict[str, Any],
+        found: _Found,
+    ) -> None:
+        self.names, self.replicated = names, replicated
+        self.rest, self.shared = {**rest, "param_groups": None}, [*shared]
+        self._labels = [Encoded(encode(group["params"], where="params")[1]) for group in rest["param_groups"]]
+        self._keys, self._objects = found.keys, Same(found.objects)
+        place = {id(one): number for number, one in enumerate(found.objects)}
+        self._places = [place[id(tensor)] for tensor in shared.values()]
+        self._forms = _forms(shared.values())
+
+    def tensors(self, found: _Found) -> list[torch.Tensor] | None:
+        """The shared ones, if all is as it was."""
+        if found.keys != self._keys or not self._objects.holds(found.objects):
+            return None
+        tensors = [found.objects[place] for place in self._places]
+        return tensors if _forms(tensors) == self._forms else None
+
+    def groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+        """With what is in force now, in the order that ``Optimizer.state_dict`` gives it."""
+        groups = zip(optimizer.param_groups, self._labels, strict=True)
+        return [{**{k: v for k, v in group.items() if k != "params"}, "params": labels} for group, labels in groups]
+
+
+class _Found(NamedTuple):
+    """Every group's parameters, then the parameters that have a state, each before its values; and the keys of these."""
+
+    objects: list[Any]
+    keys: list[Any]
+
+
+def _look(optimizer: Optimizer) -> _Found | None:
+    """None: something there is not known by what it is."""
+    objects: list[Any] = []
+    keys: list[Any] = []
+    for group in optimizer.param_groups:
+        objects += group["params"]
+        keys.append(len(objects))
+    for parameter, values in optimizer.state.items():
+        if type(values) is not dict:
+            return None
+        objects.append(parameter)
+        objects += values.values()
+        keys += values
+        keys.append(len(objects))
+    return _Found(objects, keys)
+
+
+def _forms(tensors: Iterable[torch.Tensor]) -> list[tuple[Any, ...]]:
+    return [(t.dtype, t.shape, t.stride()) for t in tensors]
+
+
 def capture(
-    optimizer: Optimizer, component: str, names: dict[int, str], replicated: Collection[str]
-) -> tuple[Tensors, Any]:
+    optimizer: Optimizer, component: str, names: Mapping[int, str], replicated: Collection[str]
+) -> tuple[Tensors, dict[str, Any]]:
     """``(shared tensors, the rest)``. ``names``: parameter name by ``id``; ``replicated``: names of parameters that DDP keeps
     equal. The rest is a tree that ``ratchet_hooks.codec`` takes. Its ``keys`` are JSON text, not a tree, since there is one for
     every tensor, and training waits: pairs of a parameter's name and its keys, each with a shared tensor's strides or null."""
@@ -56,7 +154,7 @@ def capture(
         equal = label in replicated and all(isinstance(key, str) for key in values)
         for key, value in values.items():
             if equal and _plain(value):
-                shared[f"{component}/{label}/{key}"] = value.detach()
+                shared[f"{component}/{label}/{key}"] = value
                 listed.append((key, value.stride()))
             else:
                 rest[key] = value
@@ -155,7 +253,7 @@ def _as_recorded(value: Any, there: Any) -> Any:
     return there
 
 
-def _labels(optimizer: Optimizer, names: dict[int, str]) -> Iterator[str]:
+def _labels(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[str]:
     """One label per parameter in the order that ``state_dict`` numbers them; those outside the model by number."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     for number, parameter in enumerate(parameters):

@@ -13,12 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 from pydantic import TypeAdapter
 
 from ratchet_contract.errors import CheckpointError, RatchetError, StateError
-from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX, TensorEntry
+from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX, FileEntry, TensorEntry
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import JobPaths
 from ratchet_hooks.summary import HookSummary
@@ -32,6 +32,8 @@ from ratchet_worker.exchange import Exchange
 from ratchet_worker.reporter import Reporter
 from ratchet_worker.snapshot import Until
 from ratchet_worker.staging import Staged, Staging
+
+T = TypeVar("T")
 
 MAX_FAILURES: Final = 3
 _ENTRIES: Final = TypeAdapter(list[TensorEntry])
@@ -175,23 +177,18 @@ class Saver:
             return {"error": save.error}
         staged.copy(Until.BACKWARD)
         staged.copy(Until.STEP)
-        shared, plan = content.snapshot.shared, self._cuts.of(content.snapshot.sizes(), content.parts or 1)
-        world = self._exchange.world_size
-        seen: dict[int, list[str]] = {}
-        if content.parts:
-            with self._staging.beside():
-                seen = fingerprint.compared(
-                    plan, shared, self._exchange.rank, world, save.order.number, lambda: self._enough(save)
-                )
-        save.released.set()
         if staged.error is not None:
             raise StateError(staged.error)
         self._disk.insist()
-        file, tensors = write_rank_file(
-            self.directory(save.order), self._exchange.rank, world, staged.pieces(), content.snapshot.state
-        )
-        self._disk.insist()
-        summary = self._summary(content, staged)
+        writing = _Beside(lambda: self._write(save.order, content, staged))
+        try:
+            plan = self._cuts.of(content.snapshot.sizes(), content.parts or 1)
+            seen = self._compared(save, content, plan)
+            save.released.set()
+            parts = self._own_parts(content, staged, plan)
+            summary = self._summary(content, staged)
+        finally:
+            file, tensors = writing.result()
         self._reporter.saved_hook(summary)
         return {
             "error": None,
@@ -199,28 +196,64 @@ class Saver:
             "finished": save.order.finished,
             "file": file.model_dump(),
             "tensors": _ENTRIES.dump_json(tensors).decode(),
-            "parts": self._own_parts(content, staged, plan),
+            "parts": parts,
             "seen": seen,
             "summary": summary.model_dump_json(),
         }
 
-    @staticmethod
-    def _enough(save: Save) -> bool:
-        return save.hurry.is_set() and not save.thorough
+    def _write(self, order: Order, content: Content, staged: Staged) -> tuple[FileEntry, list[TensorEntry]]:
+        rank, world = self._exchange.rank, self._exchange.world_size
+        written = write_rank_file(self.directory(order), rank, world, staged.pieces(), content.snapshot.state)
+        self._disk.insist()
+        return written
+
+    def _compared(self, save: Save, content: Content, plan: Sequence[Sequence[Slice]]) -> dict[int, list[str]]:
+        """Digests of what others write, of the live tensors, for as long as these stay as they are."""
+        if not content.parts:
+            return {}
+        rank, world = self._exchange.rank, self._exchange.world_size
+        with self._staging.beside():
+            return fingerprint.compared(
+                plan,
+                content.snapshot.shared,
+                rank,
+                world,
+                save.order.number,
+                lambda: save.hurry.is_set() and not save.thorough,
+            )
 
     def _own_parts(self, content: Content, staged: Staged, plan: Sequence[Sequence[Slice]]) -> list[list[str]]:
         """Digests of the slices of the parts that this rank writes, of the copies."""
         rank, world, parts = self._exchange.rank, self._exchange.world_size, content.parts
-        copies = {
-            s.name.removeprefix(SHARED_PREFIX): (s.start, copy) for s, copy in staged.parts() if _is_shared(s.name)
-        }
+        copies = staged.copies(SHARED_PREFIX)
         own = plan[rank * parts // world : (rank + 1) * parts // world]
         return [fingerprint.copied_digests(slices, copies) for slices in own]
 
     def _summary(self, content: Content, staged: Staged) -> HookSummary:
-        prefix = f"{RANK_PREFIX}{self._exchange.rank}/hook/"
-        copies = {s.name.removeprefix(prefix): copy for s, copy in staged.parts() if s.name.startswith(prefix)}
+        copies = staged.tensors(f"{RANK_PREFIX}{self._exchange.rank}/hook/")
         return content.summary.model_copy(update={"residual_norm": content.norm_of(copies)})
+
+
+class _Beside(threading.Thread, Generic[T]):
+    """One call in a thread of its own, which nobody waits for where the process ends."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        super().__init__(name="ratchet-writer", daemon=True)
+        self._work, self._result = work, list[T]()
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._result.append(self._work())
+        except BaseException as error:  # raised where the result is asked for
+            self._error = error
+
+    def result(self) -> T:
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return self._result[0]
 
 
 class Disk:
@@ -255,7 +288,3 @@ def file_system(path: Path) -> int:
             if path == path.parent:
                 raise
             path = path.parent
-
-
-def _is_shared(name: str) -> bool:
-    return name.startswith(SHARED_PREFIX)

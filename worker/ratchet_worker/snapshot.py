@@ -7,7 +7,8 @@ one entry per component, as ``ratchet_hooks.codec`` writes it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import ctypes
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Final
@@ -28,6 +29,8 @@ DTYPE_NAMES: Final[dict[torch.dtype, str]] = {
 DTYPES: Final = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 Tensors = dict[str, torch.Tensor]
+Sizes = Sequence[tuple[str, int, int]]
+"""Name, elements and bytes per element of tensors."""
 
 
 class Until(IntEnum):
@@ -48,10 +51,14 @@ class Snapshot:
     private: Tensors = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
     until: dict[str, Until] = field(default_factory=dict)
+    known_sizes: Sizes | None = None
 
-    def sizes(self) -> list[tuple[str, int, int]]:
-        """Name, elements and bytes per element of every shared tensor, in their order."""
-        return [(name, t.numel(), t.element_size()) for name, t in self.shared.items()]
+    def sizes(self) -> Sizes:
+        """Of every shared tensor, in their order. The same object as of an older snapshot: the same names, shapes and ``until``,
+        too."""
+        if self.known_sizes is None:
+            self.known_sizes = [(name, t.numel(), t.element_size()) for name, t in self.shared.items()]
+        return self.known_sizes
 
     def add(self, component: str, value: object) -> None:
         """Encode ``value`` as this rank's own state of ``component``. Raises ``StateError`` naming what cannot be stored."""
@@ -91,6 +98,17 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
     flat = tensor.detach().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(bytearray())
+
+
+_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_view.argtypes, _view.restype = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int), ctypes.py_object
+_READ: Final = 0x100  # PyBUF_READ
+
+
+def memory_view(address: int, nbytes: int) -> memoryview:
+    """The bytes there, read-only. They must stay as long as the view is used."""
+    view: memoryview = _view(address, nbytes, _READ) if nbytes else memoryview(b"")
+    return view
 
 
 def addresses(state: Any) -> Iterator[int]:

@@ -15,40 +15,17 @@ import ctypes
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
 from ratchet_contract.errors import StateError
-from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX
 from ratchet_store.rankfile import Piece
-from ratchet_store.slices import Slice
-from ratchet_worker.snapshot import DTYPE_NAMES, Snapshot, Until, byte_view
+from ratchet_worker.fingerprint import Copy
+from ratchet_worker.snapshot import DTYPE_NAMES, Until, byte_view
+from ratchet_worker.sources import Source, Sources
 
 _ALIGNMENT: Final = 64  # bytes: a cache line
-
-
-class Source(NamedTuple):
-    """Elements ``start <= i < stop`` (row-major) of a live tensor. ``name``: with its prefix, as it is stored."""
-
-    name: str
-    tensor: torch.Tensor
-    start: int
-    stop: int
-    until: Until
-
-
-def sources_of(snapshot: Snapshot, rank: int, slices: Sequence[Slice]) -> list[Source]:
-    """What this rank writes: its ``slices`` of the shared tensors, and all of its private ones."""
-    until, prefix = snapshot.until, f"{RANK_PREFIX}{rank}/"
-    shared = [
-        Source(f"{SHARED_PREFIX}{s.name}", snapshot.shared[s.name], s.start, s.stop, until.get(s.name, Until.BOUNDARY))
-        for s in slices
-    ]
-    return shared + [
-        Source(f"{prefix}{name}", t, 0, t.numel(), until.get(name, Until.BOUNDARY))
-        for name, t in snapshot.private.items()
-    ]
 
 
 class Staging:
@@ -58,6 +35,8 @@ class Staging:
         self._pinned = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if self._pinned else None  # type: ignore[no-untyped-call]
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._form: object = None  # of the layout
+        self._layout = _Layout([])
         self._lock = threading.Lock()  # the saving thread may still make room when the first save is begun
 
     def reserve(self, nbytes: int) -> torch.Tensor:
@@ -71,16 +50,13 @@ class Staging:
                     raise MemoryError(f"no memory for a copy of {nbytes} bytes: {error}") from error
             return self._buffer
 
-    def stage(self, sources: Sequence[Source]) -> Staged:
+    def stage(self, sources: Sources) -> Staged:
         """Lay out the copies of ``sources``, and make those that cannot wait. Raises ``StateError`` for a dtype that cannot be
         stored."""
-        offsets, end = [], 0
-        for source in sources:
-            if source.tensor.dtype not in DTYPE_NAMES:
-                raise StateError(f"{source.name}: dtype {source.tensor.dtype} cannot be stored")
-            offsets.append(end)
-            end += -(-_bytes(source) // _ALIGNMENT) * _ALIGNMENT
-        staged = Staged(sources, offsets, self.reserve(end), self._stream)
+        if sources.form is None or sources.form is not self._form:
+            self._form, self._layout = None, _Layout(sources.each)
+            self._form = sources.form
+        staged = Staged(sources.each, self._layout, self.reserve(self._layout.end), self._stream)
         staged.copy(Until.BOUNDARY)
         staged.wait(Until.BOUNDARY)
         return staged
@@ -90,23 +66,64 @@ class Staging:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
-def size_of(sources: Sequence[Source]) -> int:
-    """Bytes that staging these takes, at most."""
-    return sum(_bytes(s) + _ALIGNMENT for s in sources)
+def size_of(sources: Sources) -> int:
+    """Bytes that staging these takes."""
+    return _Layout(sources.each).end
+
+
+class _Layout:
+    """Where in the buffer the copies of such sources lie; what follows from their shapes and dtypes alone."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.offsets: list[int] = []
+        self.sizes = [source.nbytes for source in sources]
+        self.end = 0
+        for source, nbytes in zip(sources, self.sizes, strict=True):
+            if source.tensor.dtype not in DTYPE_NAMES:
+                raise StateError(f"{source.name}: dtype {source.tensor.dtype} cannot be stored")
+            self.offsets.append(self.end)
+            self.end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        self.kinds: dict[Until, list[int]] = {until: [] for until in Until}
+        for number, source in enumerate(sources):
+            self.kinds[source.until].append(number)
+        self.skipped = [source.start * source.tensor.element_size() for source in sources]  # bytes of the tensor
+        self._pieces: list[Piece] = []
+        self._buffer: torch.Tensor | None = None  # theirs
+
+    def pieces(self, sources: Sequence[Source], buffer: torch.Tensor) -> list[Piece]:
+        """The same list for the same buffer: what has changed is in the bytes alone."""
+        if self._buffer is not buffer:
+            whole = byte_view(buffer)
+            self._pieces = [
+                Piece(
+                    s.name, DTYPE_NAMES[s.tensor.dtype], tuple(s.tensor.shape), s.start, whole[offset : offset + size]
+                )
+                for s, offset, size in zip(sources, self.offsets, self.sizes, strict=True)
+            ]
+            self._buffer = buffer
+        return self._pieces
 
 
 class Staged:
     """Copies that are made kind by kind: ``copy`` makes one kind's, in any thread; ``wait`` waits for it, in any other."""
 
-    def __init__(self, sources: Sequence[Source], offsets: Sequence[int], buffer: torch.Tensor, stream: Any) -> None:
-        self._sources, self._offsets, self._buffer, self._stream = sources, offsets, buffer, stream
+    def __init__(self, sources: Sequence[Source], layout: _Layout, buffer: torch.Tensor, stream: Any) -> None:
+        self._sources, self._layout, self._buffer, self._stream = sources, layout, buffer, stream
         self._copied = {until: threading.Event() for until in Until}
         self._marks: dict[Until, Any] = {}
-        self._moves: dict[Until, list[_Move]] = {until: [] for until in Until}
-        start = buffer.data_ptr()
-        for number, (source, offset) in enumerate(zip(sources, offsets, strict=True)):
-            self._moves[source.until].append(_move(number, source, start + offset))
+        self._moves = {until: self._moves_of(until) for until in Until}
         self.error: str | None = None
+
+    def _moves_of(self, until: Until) -> list[_Move]:
+        start, layout, counts = self._buffer.data_ptr(), self._layout, until is not Until.BOUNDARY
+        moves: list[_Move] = []
+        for number in layout.kinds[until]:
+            tensor = self._sources[number].tensor
+            plain = tensor.is_cpu and tensor.is_contiguous()
+            version = tensor._version if counts and not tensor.is_inference() else None
+            origin = tensor.data_ptr() + layout.skipped[number] if plain else 0
+            moves.append((number, version, start + layout.offsets[number], origin, layout.sizes[number]))
+        return moves
 
     def copy(self, until: Until) -> None:
         """Copy every source of this kind; ``error`` says what had changed before it was copied."""
@@ -141,26 +158,30 @@ class Staged:
         """What is written, when all kinds are copied. The host waits for the device."""
         for mark in self._marks.values():
             mark.synchronize()
-        whole = byte_view(self._buffer)
-        return [
-            Piece(
-                s.name, DTYPE_NAMES[s.tensor.dtype], tuple(s.tensor.shape), s.start, whole[offset : offset + _bytes(s)]
-            )
-            for s, offset in zip(self._sources, self._offsets, strict=True)
-        ]
+        return self._layout.pieces(self._sources, self._buffer)
 
-    def parts(self) -> Iterator[tuple[Source, torch.Tensor]]:
-        """Every source with its copy, flat and of its dtype."""
-        for source, offset in zip(self._sources, self._offsets, strict=True):
-            yield source, self._part(source, offset)
+    def copies(self, prefix: str) -> dict[str, Copy]:
+        """Of the sources whose names begin so, by the rest of the name."""
+        found = zip(self._sources, self.pieces(), strict=True)
+        return {
+            s.name.removeprefix(prefix): Copy(s.start, s.tensor.element_size(), piece.data)
+            for s, piece in found
+            if s.name.startswith(prefix)
+        }
 
-    def _part(self, source: Source, offset: int) -> torch.Tensor:
-        return self._buffer[offset : offset + _bytes(source)].view(source.tensor.dtype)
+    def tensors(self, prefix: str) -> dict[str, torch.Tensor]:
+        """The same, flat and of their dtypes."""
+        found = enumerate(self._sources)
+        return {s.name.removeprefix(prefix): self._part(number) for number, s in found if s.name.startswith(prefix)}
+
+    def _part(self, number: int) -> torch.Tensor:
+        offset = self._layout.offsets[number]
+        return self._buffer[offset : offset + self._layout.sizes[number]].view(self._sources[number].tensor.dtype)
 
     def _copy(self, number: int) -> None:
-        source, tensor = self._sources[number], self._sources[number].tensor
+        source, tensor = self._sources[number], self._sources[number].tensor.detach()
         flat = (tensor if tensor.is_contiguous() else tensor.contiguous()).view(-1)[source.start : source.stop]
-        self._part(source, self._offsets[number]).copy_(flat, non_blocking=True)
+        self._part(number).copy_(flat, non_blocking=True)
 
     @contextmanager
     def _queue(self, until: Until) -> Iterator[None]:
@@ -174,30 +195,11 @@ class Staged:
             yield
 
 
-class _Move(NamedTuple):
-    """One copy. ``version``: torch's count when it was asked for; None: it is made at once. Addresses of contiguous memory of the
-    host; ``origin`` 0: torch makes the copy."""
-
-    number: int
-    version: int | None
-    target: int
-    origin: int
-    nbytes: int
-
+_Move = tuple[int, int | None, int, int, int]
+"""One copy: the source's number; torch's count of changes when it was asked for, or None where it is made at once; addresses to
+and from in contiguous memory of the host (from 0: torch makes the copy); bytes."""
 
 _memmove = ctypes.memmove
-
-
-def _move(number: int, source: Source, target: int) -> _Move:
-    tensor = source.tensor
-    counted = source.until is not Until.BOUNDARY and not tensor.is_inference()
-    plain = tensor.device.type == "cpu" and tensor.is_contiguous()
-    origin = tensor.data_ptr() + source.start * tensor.element_size() if plain else 0
-    return _Move(number, tensor._version if counted else None, target, origin, _bytes(source))
-
-
-def _bytes(source: Source) -> int:
-    return (source.stop - source.start) * source.tensor.element_size()
 
 
 def _changed(source: Source) -> str:

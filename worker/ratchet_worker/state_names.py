@@ -9,14 +9,36 @@ from __future__ import annotations
 from typing import Any, Final
 
 from ratchet_hooks.codec import is_dense
-from ratchet_worker.walk import Walked
+from ratchet_worker.walk import Walk, Walked, walk_of
 
 COMPONENT: Final = "model/keys"  # no registered object has a slash in its name
+_METHODS: Final = frozenset(("state_dict", "_save_to_state_dict", "get_extra_state"))
 
 
 def capture(module: Walked) -> dict[str, Any]:
     """JSON: ``keys``, pairs of a key and the stored name (``model/<parameter>``, ``buffers/<buffer>``; None: of neither), in
     ``state_dict``'s order; ``strides`` of parameters that do not lie row-major; ``error``: why there are no keys."""
+    walk = walk_of(module)
+    if not _follows(walk):
+        return _capture(walk)
+    known = walk.derived("state names", dict[Any, dict[str, Any]])
+    strides = tuple(None if p.is_contiguous() else p.stride() for p in walk.parameters())
+    if strides not in known:
+        known.clear()
+        known[strides] = _capture(walk)
+    return known[strides]
+
+
+def _follows(walk: Walk) -> bool:
+    """Do the keys follow from the names of parts, parameters and buffers alone? Not from hooks or methods of the user's."""
+    own = walk.derived("own state_dict", lambda: walk.overrides(_METHODS, parts=True))
+    return not own and not any(
+        part._state_dict_hooks or part._state_dict_pre_hooks or not _METHODS.isdisjoint(vars(part))
+        for _, part in walk.named_modules()
+    )
+
+
+def _capture(module: Walk) -> dict[str, Any]:
     stored = {id(b): f"buffers/{name}" for name, b in module.named_buffers()}
     stored |= {id(p): f"model/{name}" for name, p in module.named_parameters()}
     strides = {n: list(p.stride()) for n, p in module.named_parameters() if not p.is_contiguous() and is_dense(p)}

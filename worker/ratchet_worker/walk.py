@@ -1,17 +1,24 @@
 """A module's parts, parameters and buffers, found once: torch walks through the whole module for each of its own lists of them,
-and a save asks for some twenty while training waits.
+a save asks for some twenty while training waits, and from save to save they are mostly the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
 
-T = TypeVar("T", bound=torch.Tensor)
+from ratchet_worker.same import Same
+
+T = TypeVar("T")
+
+_HELD: Final = ("_parameters", "_buffers", "_modules")
+_LISTS: Final = ("named_modules", "named_parameters", "named_buffers")
+_Vars = dict[str, Any]
 
 
 class Walk:
@@ -19,6 +26,35 @@ class Walk:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self._stand: _Stand | None = None
+        self._derived: dict[str, Any] = {}
+
+    def again(self) -> Walk:
+        """This one, where the module still has the very same parts, parameters and buffers under the same names; else a new one.
+        A tensor may have other memory, shape or dtype all the same."""
+        if self._stand is not None and self._stand.holds():
+            return self
+        new = Walk(self.module)
+        parts = [vars(part) for _, part in new.named_modules()]
+        plain = not self.overrides(_LISTS) and all(type(one.get(name)) is dict for one in parts for name in _HELD)
+        new._stand = _Stand(parts) if plain else None
+        return new
+
+    def derived(self, name: str, make: Callable[[], T]) -> T:
+        """What ``make`` gave for this walk the first time. It must follow from names, types and places alone."""
+        if name not in self._derived:
+            self._derived[name] = make()
+        found: T = self._derived[name]
+        return found
+
+    def overrides(self, methods: Iterable[str], *, parts: bool = False) -> bool:
+        """Has the module (``parts``: or one of its parts) a method of its own in place of one of these of ``nn.Module``?"""
+        asked = [part for _, part in self.named_modules()] if parts else [self.module]
+        return any(
+            name in vars(one) or getattr(type(one), name) is not getattr(nn.Module, name)
+            for one in asked
+            for name in methods
+        )
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         return iter(self._parts)
@@ -30,7 +66,10 @@ class Walk:
         return (parameter for _, parameter in self._parameters)
 
     def named_buffers(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self._buffers if remove_duplicate else self._all_buffers)
+        if self._stand is None:
+            return self.module.named_buffers(remove_duplicate=remove_duplicate)
+        places = self._buffers if remove_duplicate else self._all_buffers
+        return ((name, held[key]) for name, held, key in places)
 
     def get_submodule(self, path: str) -> nn.Module:
         return self.module.get_submodule(path)
@@ -44,33 +83,62 @@ class Walk:
 
     @cached_property
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        if type(self.module).named_parameters is not nn.Module.named_parameters:
-            return list(self.module.named_parameters())
-        found = (
-            (f"{path}.{name}" if path else name, p) for path, m in self._parts for name, p in m._parameters.items()
-        )
-        return list(_once((name, p) for name, p in found if p is not None))
+        return list(self.module.named_parameters())
 
     @cached_property
-    def _buffers(self) -> list[tuple[str, torch.Tensor]]:
-        if type(self.module).named_buffers is not nn.Module.named_buffers:
-            return list(self.module.named_buffers())
-        found = ((f"{path}.{name}" if path else name, b) for path, m in self._parts for name, b in m._buffers.items())
-        return list(_once((name, b) for name, b in found if b is not None))
+    def _buffers(self) -> list[tuple[str, _Vars, str]]:
+        """Name, and where the buffer is, not which: one that is replaced is not kept alive here."""
+        found = dict[int, tuple[str, _Vars, str]]()
+        for name, held, key in _buffers(self._parts):
+            found.setdefault(id(held[key]), (name, held, key))
+        return list(found.values())
 
     @cached_property
-    def _all_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        return list(self.module.named_buffers(remove_duplicate=False))
+    def _all_buffers(self) -> list[tuple[str, _Vars, str]]:
+        return _buffers(self.module.named_modules(remove_duplicate=False))
 
 
-def _once(items: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-    """Each tensor under the first of its names."""
-    seen: set[int] = set()
-    for name, tensor in items:
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, tensor
+class _Stand:
+    """What every part held at one time: the same dictionaries, in them the same names and the very same objects. These are held
+    weakly, so that what the module has let go of goes; an object's number alone might be another's by now."""
+
+    def __init__(self, parts: list[_Vars]) -> None:
+        self._parts = parts
+        self._held = self._dictionaries()  # held: so that no other gets the number of one
+        self._ids = [*map(id, self._held)]
+        self._empty = [one for one in self._held if not one]
+        self._full = [one for one in self._held if one]
+        self._lengths = [*map(len, self._full)]
+        self._names = [*chain.from_iterable(self._full)]
+        self._objects = Same(_values(self._full))
+        self._passing = [(one, frozenset(one)) for one in self._non_persistent()]
+
+    def holds(self) -> bool:
+        if any(self._empty) or [*map(len, self._full)] != self._lengths:
+            return False
+        if [*map(id, self._dictionaries())] != self._ids or [*chain.from_iterable(self._full)] != self._names:
+            return False
+        return self._objects.holds([*_values(self._full)]) and all(one == before for one, before in self._passing)
+
+    def _dictionaries(self) -> list[_Vars]:
+        return [one[name] for one in self._parts for name in _HELD]
+
+    def _non_persistent(self) -> Iterator[set[str]]:
+        return (one["_non_persistent_buffers_set"] for one in self._parts if one["_buffers"])
+
+
+def _values(dictionaries: Iterable[_Vars]) -> Iterator[Any]:
+    return chain.from_iterable(map(dict.values, dictionaries))
+
+
+def _buffers(parts: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, _Vars, str]]:
+    held = ((path, part._buffers) for path, part in parts)
+    return [(f"{path}.{k}" if path else k, one, k) for path, one in held for k, b in one.items() if b is not None]
 
 
 Walked = nn.Module | Walk
 """What may be asked for its parts."""
+
+
+def walk_of(module: Walked) -> Walk:
+    return module if isinstance(module, Walk) else Walk(module)

@@ -1,0 +1,242 @@
+"""A save keeps names and places from the one before: whatever a training changes, it must give what a first save gives."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ratchet_store.slices import plan_slices
+from ratchet_worker.fingerprint import Cuts
+from ratchet_worker.job_state import JobState
+from ratchet_worker.snapshot import Snapshot, Until, byte_view
+from ratchet_worker.sources import Lister, Source
+from ratchet_worker.staging import Staging
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.last = nn.Sequential(nn.ReLU(), nn.Linear(6, 4, bias=False))
+        self.register_buffer("seen", torch.zeros(3), persistent=False)
+        self.register_buffer("later", None)
+        self.count, self.rate, self.shape, self.names = 1, 0.5, (2, (3, None)), ["a"]
+        self.held = torch.zeros(2)
+        self.act = torch.relu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.norm(self.first(x)))
+        return out
+
+
+class Job:
+    """A rank that has saved twice, so that all is kept that can be."""
+
+    def __init__(self, replicas: str = "equal") -> None:
+        torch.manual_seed(0)
+        self.net = Net()
+        parameters = [*self.net.parameters()]
+        groups: list[dict[str, Any]] = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.1}]
+        self.adam = torch.optim.AdamW(groups, lr=0.01)
+        self.sgd = torch.optim.SGD([self.net.first.weight], lr=0.1, momentum=0.9)
+        self._wrapped = (SimpleNamespace(module=self.net), SimpleNamespace(replicas=replicas, capture=self._hook))
+        self.kept = self._rank()
+        self.step()
+        self.kept.capture(), self.kept.capture()
+        self.lister, self.staging, self.cuts = Lister(1), Staging(CPU), Cuts()
+        self.copied(self.kept.capture(), self.lister, self.staging, self.cuts)
+
+    def _rank(self) -> JobState:
+        state = JobState(1, CPU)
+        state.wrapped(*self._wrapped)  # type: ignore[arg-type]
+        state.register("optimizer", self.adam), state.register("other", self.sgd)
+        return state
+
+    def first(self) -> JobState:
+        """Of a rank that has never saved."""
+        state = self._rank()
+        state._origin = self.kept._origin
+        return state
+
+    @staticmethod
+    def _hook(*, copy: bool) -> tuple[dict[str, torch.Tensor], Any]:
+        assert not copy
+        return {"error": torch.ones(2)}, {"iteration": 1}
+
+    def step(self) -> None:
+        self.net(torch.randn(5, 4)).sum().backward()
+        for optimizer in (self.adam, self.sgd):
+            optimizer.step()
+        for optimizer in (self.adam, self.sgd):
+            optimizer.zero_grad()
+
+    @staticmethod
+    def copied(snapshot: Snapshot, lister: Lister, staging: Staging, cuts: Cuts) -> list[tuple[Any, ...]]:
+        """What is written of a snapshot."""
+        staged = staging.stage(lister.of(snapshot, cuts.of(snapshot.sizes(), 2)[1]))
+        for until in Until:
+            staged.copy(until)
+        assert staged.error is None
+        return [(p.name, p.dtype, p.shape, p.start, bytes(p.data)) for p in staged.pieces()]
+
+
+def facts(snapshot: Snapshot) -> list[Any]:
+    """All that a save takes from a snapshot, orders too."""
+    tensors = [
+        [(name, t.dtype, tuple(t.shape), bytes(byte_view(t.contiguous()))) for name, t in group.items()]
+        for group in (snapshot.shared, snapshot.private)
+    ]
+    until = {name: snapshot.until.get(name, Until.BOUNDARY) for name in (*snapshot.shared, *snapshot.private)}
+    return [*tensors, snapshot.state, until, [*snapshot.sizes()]]
+
+
+def _data(make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Job], None]:
+    def change(job: Job) -> None:
+        job.net.first.weight.data = make(job.net.first.weight.data)
+
+    return change
+
+
+def _state(change: Callable[[dict[str, Any]], Any]) -> Callable[[Job], None]:
+    return lambda job: change(job.adam.state[job.net.first.weight])
+
+
+def _tie(job: Job) -> None:
+    job.net.last[1].tied = job.net.first.bias
+
+
+def _rename(job: Job) -> None:
+    del job.net.norm._buffers["running_var"]
+    job.net.norm.register_buffer("running_other", torch.ones(6))
+
+
+def _swap_places(job: Job) -> None:
+    """The same names and the same tensors in each part, in another order."""
+    weight = job.net.first._parameters.pop("weight")
+    job.net.first._parameters["weight"] = weight
+
+
+def _to_a_buffer(job: Job) -> None:
+    """The same name and the same object, as a buffer where it was a parameter."""
+    bias = job.net.first._parameters.pop("bias")
+    job.net.first._buffers["bias"] = bias
+
+
+def _reorder_state(job: Job) -> None:
+    first = next(iter(job.adam.state))
+    job.adam.state[first] = job.adam.state.pop(first)
+
+
+def _exchange_values(state: dict[str, Any]) -> None:
+    state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"]
+
+
+def _swap_attributes(job: Job) -> None:
+    """As many as before, and none of them under the name that it had."""
+    del job.net.count
+    job.net.counted = None
+
+
+CHANGES: dict[str, Callable[[Job], Any]] = {
+    "nothing": lambda job: None,
+    "a step": lambda job: job.step(),
+    "other memory": _data(torch.clone),
+    "another shape": _data(lambda t: t[:, :2].clone()),
+    "another dtype": _data(lambda t: t.double()),
+    "other strides": _data(lambda t: t.t().contiguous().t()),
+    "frozen": lambda job: job.net.first.weight.requires_grad_(False),
+    "a gradient left": lambda job: job.net(torch.randn(5, 4)).sum().backward(),
+    "evaluating": lambda job: job.net.norm.eval(),
+    "a buffer replaced": lambda job: setattr(job.net, "seen", torch.ones(3)),
+    "a buffer grown": lambda job: job.net.seen.resize_(5).fill_(2),
+    "a buffer come": lambda job: setattr(job.net, "later", torch.ones(1)),
+    "a buffer gone": lambda job: setattr(job.net, "seen", None),
+    "a buffer under another name": _rename,
+    "a buffer that is stored now": lambda job: job.net._non_persistent_buffers_set.clear(),
+    "a parameter tied": _tie,
+    "a parameter that is a buffer": _to_a_buffer,
+    "parameters in another order": _swap_places,
+    "a part replaced": lambda job: setattr(job.net.last, "0", nn.Tanh()),
+    "a part come": lambda job: job.net.add_module("more", nn.BatchNorm1d(2, affine=False)),
+    "a part under another name": lambda job: job.net.last.add_module("9", job.net.last._modules.pop("1")),
+    "ignored by DDP": lambda job: setattr(job.net, "_ddp_params_and_buffers_to_ignore", ["first.weight"]),
+    "keys through a hook": lambda job: job.net.norm.register_state_dict_post_hook(lambda *a: a[1].clear()),
+    "keys through a method": lambda job: setattr(job.net, "state_dict", lambda **_: {"x": job.net.first.bias}),
+    "a number changed": lambda job: setattr(job.net, "count", 2),
+    "a number that is equal and another": lambda job: setattr(job.net, "count", True),
+    "a number of another part": lambda job: setattr(job.net.norm, "momentum", 0.25),
+    "attributes swapped": _swap_attributes,
+    "an attribute come": lambda job: setattr(job.net.first, "extra", "x"),
+    "a tuple changed": lambda job: setattr(job.net, "shape", (2, (4, None))),
+    "a list that grew": lambda job: job.net.names.append("b"),
+    "a tensor in an attribute": lambda job: job.net.held.add_(1),
+    "a function that is a number now": lambda job: setattr(job.net, "act", 3),
+    "the rate": lambda job: job.adam.param_groups[1].update(lr=0.3),
+    "the rate as a tensor": lambda job: job.adam.param_groups[0].update(lr=torch.tensor(0.3)),
+    "an option come": lambda job: job.adam.param_groups[0].update(extra=(1, 2)),
+    "groups of other parameters": lambda job: job.adam.param_groups[1]["params"].reverse(),
+    "a group come": lambda job: job.adam.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
+    "a state replaced": _state(lambda s: s.update(exp_avg=torch.ones(6, 4))),
+    "a state of another shape": _state(lambda s: s["exp_avg"].resize_(3)),
+    "a state transposed": _state(lambda s: s["exp_avg"].t_()),
+    "a state of other memory": _state(lambda s: setattr(s["exp_avg"], "data", torch.ones(6, 4))),
+    "a state of another dtype": _state(lambda s: setattr(s["exp_avg"], "data", torch.ones(6, 4).double())),
+    "a state come": _state(lambda s: s.update(more=torch.ones(3))),
+    "a number in a state": _state(lambda s: s.update(more=7)),
+    "a list in a state": _state(lambda s: s.update(more=[torch.ones(1)])),
+    "a state gone": _state(lambda s: s.pop("step")),
+    "all state gone": lambda job: job.adam.state.clear(),
+    "states exchanged": _state(_exchange_values),
+    "states in another order": _reorder_state,
+    "state that is no parameter's": lambda job: job.adam.state.update({"total": 3}),
+    "a state_dict through a hook": lambda job: job.adam.register_state_dict_post_hook(lambda o, s: {**s, "n": 1}),
+}
+
+
+@pytest.mark.parametrize("replicas", ["equal", "rank"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_whatever_changed_a_later_save_is_what_a_first_one_is(name: str, replicas: str) -> None:
+    job = Job(replicas)
+    CHANGES[name](job)
+    for _ in range(2):  # what the changed one has made is kept, too
+        kept, first = job.kept.capture(), job.first().capture()
+        assert facts(kept) == facts(first)
+        written = job.copied(kept, job.lister, job.staging, job.cuts)
+        assert written == job.copied(first, Lister(1), Staging(CPU), Cuts())
+    if name in ("nothing", "a step"):
+        assert kept.sizes() is job.kept.capture().sizes()  # else nothing was kept, and this test would prove nothing
+
+
+def test_what_the_training_has_let_go_of_is_not_kept_alive() -> None:
+    """An optimizer that makes new tensors in every step must not need the memory of two states."""
+    job = Job()
+    old = [weakref.ref(job.net.seen), weakref.ref(job.adam.state[job.net.first.weight]["exp_avg"])]
+    job.net.seen = torch.ones(3)
+    job.adam.state[job.net.first.weight]["exp_avg"] = torch.ones(6, 4)
+    gc.collect()
+    assert [one() for one in old] == [None, None]
+
+
+def test_one_rank_has_the_same_list_as_long_as_nothing_changes() -> None:
+    lister, tensors = Lister(0), {"model/a": torch.ones(4), "model/b": torch.ones(3)}
+    slices = plan_slices([(name, t.numel(), 4) for name, t in tensors.items()], 2)[0]
+    one = Snapshot(shared=tensors, private={"rng/torch": torch.zeros(2)})
+    found = lister.of(one, slices)
+    other = Snapshot(shared={n: t + 1 for n, t in tensors.items()}, private={"rng/torch": torch.ones(2)})
+    other.known_sizes = one.sizes()
+    again = lister.of(other, slices)
+    assert again.form is found.form and again.each[-1] == Source(
+        "rank/0/rng/torch", other.private["rng/torch"], 0, 2, Until.BOUNDARY
+    )
+    other.private["rng/torch"] = torch.ones(3)
+    assert lister.of(other, slices).form is not found.form
