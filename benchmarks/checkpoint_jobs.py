@@ -8,7 +8,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -21,39 +21,49 @@ from ratchet_contract.phases import Cause
 SCRIPTS: Final = Path(__file__).with_name("scripts")
 CYCLE: Final = 2000
 """Steps between two saves of Ratchet's: more than all other ways take in a round."""
-_DEADLINE: Final = 600.0  # seconds, for one job
+SHARE: Final = "copy of the share"
+WRITE: Final = "write of the share"
+_SLOTS: Final = 4  # ranks that run at a time, on however many cores
+_PATIENCE: Final = 180.0  # seconds in which a job gets on by a round
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One job. ``ways``: of other packages. ``restores``: rounds of loading what was saved."""
+    """One job. ``ways``: of other packages, in the first ``way_rounds`` of its ``rounds``. ``restores``: rounds of loading what
+    was saved. ``batch``: samples per rank, by which a step takes longer."""
 
     megabytes: int
     ranks: int
     rounds: int
     staging: str = "overlapped"
     ways: tuple[str, ...] = ()
+    way_rounds: int = 0
     restores: int = 0
     batch: int = 16
+
+    def __str__(self) -> str:
+        others = f", {len(self.ways)} other ways" if self.ways else ""
+        return f"{self.megabytes} MB, {self.ranks} rank{'s' * (self.ranks > 1)}, {self.staging}{others}"
 
 
 @dataclass(frozen=True)
 class Saves:
     """One way's saves but the first, each of all ranks together. Seconds.
 
-    ``lost``: what the training lost by the clock, ``stall`` and the extra time of steps beside the save; ``step``: a step without
-    a save, the median; ``told``: what Ratchet reports as its stall, ``cpu``: what handing over took of the loop's thread.
+    ``lost``: what the training lost by the clock, ``stall`` and the extra time of steps beside the save; ``cpu``: processor time
+    of all ranks beside that of the steps; ``step``: a step without a save, the median; ``told``: what Ratchet reports as its
+    stall, ``handing_over``: processor time of the boundary in the loop's thread; ``beside``: did steps run beside the saves?
     """
 
     first: float
     stall: list[float]
     total: list[float]
     lost: list[float]
-    told: list[float | None]
     cpu: list[float]
+    told: list[float | None]
+    handing_over: list[float]
     step: float
     beside: bool
-    """Did steps run beside the saves?"""
 
     def interference(self) -> list[float]:
         """Extra time of the steps that ran beside the save, as a share of the save."""
@@ -63,7 +73,8 @@ class Saves:
 
 @dataclass(frozen=True)
 class Measured:
-    """``limits``: seconds of the slowest rank, all at one time. ``loads``: of each way of loading, likewise."""
+    """``limits``: seconds of the slowest rank, all at one time. ``loads``: of each way of loading, likewise. ``trial``: seconds
+    that the loop stood still once, in the attempt's first step, until it was known what may be copied beside a step."""
 
     setup: Setup
     nbytes: int
@@ -71,14 +82,16 @@ class Measured:
     saves: dict[str, Saves]
     limits: dict[str, list[float]]
     loads: dict[str, list[float]]
+    trial: float
 
     def ratio(self, seconds: Sequence[float], limit: str) -> Estimate:
-        return estimate([a / b for a, b in zip(seconds, self.limits[limit], strict=True)])
+        """Of each save to the limit as it was in the same round."""
+        return estimate([a / b for a, b in zip(seconds, self.limits[limit][: len(seconds)], strict=True)])
 
 
 @contextmanager
 def service(folder: Path) -> Iterator[Service]:
-    found = Service(folder / "home")
+    found = Service(folder / "home", "--cpu-slots", str(_SLOTS))
     try:
         found.start()
         yield found
@@ -91,7 +104,7 @@ def measure(service: Service, setup: Setup, folder: Path) -> Measured:
     place = Path(tempfile.mkdtemp(dir=folder))
     told = {
         "megabytes": setup.megabytes, "batch": setup.batch, "rounds": setup.rounds, "ways": json.dumps(setup.ways),
-        "cycle": CYCLE, "restores": setup.restores, "folder": place,
+        "way_rounds": setup.way_rounds, "cycle": CYCLE, "restores": setup.restores, "folder": place,
     }  # fmt: skip
     spec = {
         "name": "bench-checkpoint",
@@ -103,31 +116,42 @@ def measure(service: Service, setup: Setup, folder: Path) -> Measured:
         "checkpoint": {"every_steps": CYCLE, "staging": setup.staging, "keep_last": 2},
         "policy": {"backoff": 0.1},
     }
+    begin = time.monotonic()
     job = service.client.submit(spec)
     first = attempt_paths(service, job.id, 1)
     try:
-        _until_ended(service, job.id, last=2 if setup.restores else 1)
+        _until_ended(service, job.id, place / "progress.json", last=2 if setup.restores else 1)
         ranks = _read(place, "save", setup.ranks)
         reports = {m["step"]: m for m in spool(first, 0) if m["kind"] == "checkpoint" and m["stall"] is not None}
+        print(f"  ran {setup}: {time.monotonic() - begin:.0f} s", flush=True)
         return Measured(
             setup, ranks[0]["nbytes"], ranks[0]["tensors"], _saves([rank["saves"] for rank in ranks], reports),
-            _slowest([rank["limits"] for rank in ranks]), _loads(place, setup),
+            _slowest([rank["limits"] for rank in ranks]), _loads(place, setup), max(rank["trial"] for rank in ranks),
         )  # fmt: skip
     finally:
-        service.client.cancel(job.id)
-        shutil.rmtree(place, ignore_errors=True)
-        shutil.rmtree(first.root.parents[1] / "checkpoints", ignore_errors=True)
+        forget(service, job.id, place)
 
 
-def _until_ended(service: Service, job: str, last: int) -> None:
-    """Every attempt to its end: by a kill of its own making but for the last. Raises ``DemoError`` for any other end."""
+def forget(service: Service, job: str, place: Path) -> None:
+    """Remove the job's checkpoints, and ``place``. A job that runs is told to end; who ends the service ends it for certain."""
+    with suppress(Exception):  # of a service that has not lived to see it; what the caller raises says more
+        service.client.cancel(job)
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.rmtree(attempt_paths(service, job).root.parents[1] / "checkpoints", ignore_errors=True)
+
+
+def _until_ended(service: Service, job: str, progress: Path, last: int) -> None:
+    """Every attempt to its end: by a kill of its own making but for the last. Raises ``DemoError`` for any other end, and where
+    nothing gets on."""
     for number in range(1, last + 1):
         attempt, wanted = attempt_paths(service, job, number), Cause.COMPLETED if number == last else Cause.RANK_KILLED
-        end = time.monotonic() + _DEADLINE
+        seen, end = "", time.monotonic() + _PATIENCE
         while (result := ended(attempt)) is None and time.monotonic() < end:
-            time.sleep(0.05)
+            time.sleep(0.1)
+            if progress.exists() and (now := progress.read_text()) != seen:
+                seen, end = now, time.monotonic() + _PATIENCE
         if result is None or result.cause is not wanted:
-            told = "did not end" if result is None else f"ended with {result.cause}: {result.message}"
+            told = "did not get on" if result is None else f"ended with {result.cause}: {result.message}"
             raise DemoError(f"attempt {number} {told}\n{logs(attempt)}")
 
 
@@ -154,19 +178,27 @@ def _loads(place: Path, setup: Setup) -> dict[str, list[float]]:
 def _saves(of_ranks: list[list[dict[str, Any]]], reports: dict[int, dict[str, Any]]) -> dict[str, Saves]:
     """All ranks saved in the same order; what one rank waited for, all did. ``reports``: Ratchet's own, by step."""
     quiet: dict[int, list[float]] = {}
-    for save in of_ranks[0]:
-        quiet.setdefault(save["round"], []).extend(save["quiet"])
-    step = {number: statistics.median(seconds) for number, seconds in quiet.items()}
+    cpus: list[dict[int, list[float]]] = [{} for _ in of_ranks]
+    for same in zip(*of_ranks, strict=True):
+        quiet.setdefault(same[0]["round"], []).extend(same[0]["quiet"])
+        for save, cpu in zip(same, cpus, strict=True):
+            cpu.setdefault(save["round"], []).extend(save["quiet_cpu"])
+    step = {number: statistics.median(seconds) for number, seconds in quiet.items() if seconds}
     found: dict[str, list[_One]] = {}
     for same in zip(*of_ranks, strict=True):
-        stall = max(save["call"] + save["gate"] for save in same)
-        extra = statistics.fmean(sum(s["busy"]) - len(s["busy"]) * step[s["round"]] for s in same)
+        number = same[0]["round"]
+        stall = max(save["call"] + save["held"] for save in same)
+        extra = statistics.fmean(sum(s["busy"]) - len(s["busy"]) * step.get(number, 0.0) for s in same)
+        cpu = sum(
+            save["cpu"] - (len(save["busy"]) * statistics.median(of[number]) if save["busy"] else 0.0)
+            for save, of in zip(same, cpus, strict=True)
+        )
         report = reports.get(same[0]["step"], {"stall": None, "seconds": 0.0})
-        total, cpu = (max(save[key] for save in same) for key in ("total", "cpu"))
+        total, handing = (max(save[key] for save in same) for key in ("total", "handing_over"))
         total = max(total, report["seconds"])  # seen from outside: the manifest's name, before its directory is synced
-        one = _One(stall, total, stall + extra, report["stall"], cpu, bool(same[0]["busy"]))
+        one = _One(stall, total, stall + extra, cpu, report["stall"], handing, bool(same[0]["busy"]))
         found.setdefault(same[0]["way"], []).append(one)
-    typical = statistics.median(step.values())
+    typical = statistics.median(step.values()) if step else 0.0
     return {way: _together(saves, typical) for way, saves in found.items()}
 
 
@@ -174,8 +206,9 @@ class _One(NamedTuple):
     stall: float
     total: float
     lost: float
-    told: float | None
     cpu: float
+    told: float | None
+    handing_over: float
     beside: bool
 
 
@@ -183,5 +216,6 @@ def _together(saves: list[_One], step: float) -> Saves:
     later = saves[1:]
     return Saves(
         saves[0].stall, [s.stall for s in later], [s.total for s in later], [s.lost for s in later],
-        [s.told for s in later], [s.cpu for s in later], step, any(s.beside for s in later),
+        [s.cpu for s in later], [s.told for s in later], [s.handing_over for s in later], step,
+        any(s.beside for s in later),
     )  # fmt: skip

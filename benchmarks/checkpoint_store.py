@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.checkpoint_tables import aim
 from benchmarks.stats import Estimate, estimate, machine
 from ratchet_contract.manifest import FileEntry, HookRecord, Manifest, TensorEntry
 from ratchet_contract.paths import checkpoint_dir_name
@@ -25,6 +26,8 @@ from ratchet_store.read import load
 
 CHUNK = 4 << 20
 TENSORS = 396
+WRITE, SAVE = "raw write + fsync", "Ratchet save (XXH3, fsync, manifest)"
+READ, LOAD = "raw read", "Ratchet load + verify"
 
 
 def main() -> None:
@@ -37,6 +40,11 @@ def main() -> None:
             for name, operation in bench.operations.items():
                 times[name].append(operation())
         _print(bench, {name: estimate(found) for name, found in times.items()}, rounds)
+        for what, limit, ours, plain in (
+            ("store alone: save, x write + fsync", 1.15, SAVE, WRITE),
+            ("store alone: load and verify, x raw read", 1.40, LOAD, READ),
+        ):
+            aim(what, limit, estimate([a / b for a, b in zip(times[ours], times[plain], strict=True)]))
 
 
 class _Bench:
@@ -52,11 +60,11 @@ class _Bench:
         self.manifest: Manifest | None = None
         self.operations: dict[str, Callable[[], float]] = {
             "memory copy": self.copy,
-            "raw write + fsync": self.raw_write,
-            "Ratchet save (XXH3, fsync, manifest)": self.save,
+            WRITE: self.raw_write,
+            SAVE: self.save,
             **self._safetensors(),
-            "raw read": self.raw_read,
-            "Ratchet load + verify": self.load,
+            READ: self.raw_read,
+            LOAD: self.load,
         }
 
     def copy(self) -> float:
@@ -154,7 +162,7 @@ def _print(bench: _Bench, found: dict[str, Estimate], rounds: int) -> None:
     print(f"{bench.nbytes / 1e6:.0f} MB in {len(bench.numbers)} tensors, medians [95 %] of {rounds} interleaved rounds")
     print(f"{'operation':<38} {'s':<24} {'GB/s':>6} {'x copy':>7} {'x raw':>6}")
     for name, seconds in found.items():
-        raw = "raw read" if "read" in name or "load" in name else "raw write + fsync"
+        raw = READ if name in (READ, LOAD) else WRITE
         against = "" if name == "memory copy" else f"{seconds.median / found[raw].median:6.2f}"
         rate, copies = bench.nbytes / seconds.median / 1e9, seconds.median / found["memory copy"].median
         print(f"{name:<38} {seconds!s:<24} {rate:6.2f} {copies:7.2f} {against:>6}")

@@ -1,10 +1,10 @@
-"""The built-in task ``bytelm``, which tells when each of its optimizer's steps began."""
+"""The built-in task ``bytelm`` in blocks of steps, each when ``benchmarks.checkpoint_steps`` says so, which times them."""
 
 from __future__ import annotations
 
 import json
+import socket
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,13 +14,17 @@ from ratchet_worker.task import Parts, TaskContext
 from ratchet_worker.tasks.bytelm import ByteLMTask
 
 
-class Timed(ByteLMTask):
-    """``out``: a JSON list with a time for each step, and the processor time that rank 0 had used by then, written by it in the
-    last. Other arguments: the task's."""
+class Blocks(ByteLMTask):
+    """``turns``: a Unix socket. Behind ``before`` steps that are not counted come ``count`` that are; seconds and processor time
+    of this rank are told then, and the next block begins with an answer. After ``blocks`` of them one step is left. Other
+    arguments: the task's."""
 
-    def __init__(self, out: str, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self._out, self._rank, self._times = Path(out), 0, list[tuple[float, float]]()
+    def __init__(self, turns: str, before: int, count: int, blocks: int, **arguments: Any) -> None:
+        super().__init__(steps=blocks * (before + count) + 1, **arguments)
+        self._before, self._block = before, before + count
+        self._channel = socket.socket(socket.AF_UNIX)
+        self._channel.settimeout(300.0)
+        self._turns, self._rank, self._begin = turns, 0, (0.0, 0.0)
 
     def build(self, ctx: TaskContext) -> Parts:
         self._rank = ctx.rank
@@ -28,6 +32,20 @@ class Timed(ByteLMTask):
 
     def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
         super().before_step(model, optimizer, step)
-        self._times.append((time.monotonic(), time.process_time()))
-        if step == self.steps and self._rank == 0:
-            self._out.write_text(json.dumps(self._times))
+        done = (step - 1) % self._block
+        now = time.perf_counter(), time.process_time()
+        if done == 0:
+            self._take_turns(step, now)
+        if done == self._before:
+            self._begin = now
+
+    def _take_turns(self, step: int, now: tuple[float, float]) -> None:
+        """The rank that waits here holds the others up, too: within a step they wait for each other."""
+        if step == 1:
+            self._channel.connect(self._turns)
+            told = [0.0, 0.0]
+        else:
+            told = [later - earlier for later, earlier in zip(now, self._begin, strict=True)]
+        self._channel.sendall(json.dumps([self._rank, *told]).encode() + b"\n")
+        if not self._channel.recv(1):
+            raise ConnectionError("the benchmark has ended")

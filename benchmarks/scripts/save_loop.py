@@ -1,8 +1,9 @@
 """One rank of ``make bench ONLY=checkpoint``: a Session trains, and its state is saved in one way after the other, by turns.
 
 A save of Ratchet's comes by its schedule: at the end of every ``--cycle``-th step. Those between are used up by steps without a
-body once all other ways have had their turn. A round has two cycles: in the first the saves happen beside steps as a training has
-them, in the second there is nothing to hide them: ``optimizer.step()`` follows at once, then the loop waits.
+body once all other ways have had their turn. Where it copies beside the steps a round has two cycles: in the first the save
+happens beside steps as a training has them, in the second there is nothing to hide it: ``optimizer.step()`` follows at once, then
+the loop waits. Where it copies before them only the second is made, and no ``optimizer.step()`` follows.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import os
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -18,170 +20,145 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from restore_ways import measure_restore
 from save_state import Copy, buffer_for, net, width_of
-from save_ways import WAYS, Pending, Way, World, end_checkpoint_process, remove, write_synced
+from save_steps import Loop, Step, cpu_seconds
+from save_ways import WAYS, Pending, Way, World, end_checkpoint_process, remove, sync, write_synced
 
 from ratchet_contract import environment
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import MANIFEST_NAME, JobPaths
 from ratchet_worker.session import Session
 
-RATCHET = "Ratchet"
+BESIDE = "Ratchet"
 BARE = "Ratchet, nothing to hide it"
-FRESH_PROCESS = "dcp.async_save, process"
 KEPT = ("torch.save", "dcp.save")  # what they saved last is loaded in the next attempt
-_QUIET = 3  # steps without a save before each way
 _LONGEST = 60  # steps that may pass until a save is durable; then the loop waits
 
 
 @dataclass
 class Save:
-    """Seconds. ``call`` and ``gate``: the loop stood still; ``total``: until all bytes were durable, from outside; ``quiet`` and
-    ``busy``: steps before, and until it was durable, without ``call`` and ``gate``. ``step``: of a save of Ratchet's,
-    ``cpu``: what its ``call`` took of the loop's thread."""
+    """Seconds. ``call`` and ``held``: the loop stood still; ``total``: until all bytes were durable, from outside; ``quiet`` and
+    ``busy``: steps before, and until it was durable, without what they were held; ``quiet_cpu``: processor time of those before,
+    ``cpu``: of all that was done from the call until the last of ``busy``. ``step`` and ``handing_over``: of a save of Ratchet's,
+    and what its ``call`` took of the loop's thread."""
 
     way: str
     round: int
     call: float
-    gate: float = 0.0
+    held: float = 0.0
     total: float = 0.0
     quiet: list[float] = field(default_factory=list)
+    quiet_cpu: list[float] = field(default_factory=list)
     busy: list[float] = field(default_factory=list)
-    step: int | None = None
     cpu: float = 0.0
+    step: int | None = None
+    handing_over: float = 0.0
 
-
-class Loop:
-    """Steps of a Session. All ranks end a step together."""
-
-    def __init__(self, session: Session, world: World, batch: torch.Tensor, cycle: int) -> None:
-        self._session, self._world, self._batch, self._cycle = session, world, batch, cycle
-        self._agreed = torch.ones(1, dtype=torch.int64)
-        self._steps = session.steps()
-        next(self._steps)
-        self._entered = 0.0
-        # Behind every hook that Ratchet has put before the parameters change: what passes until here is its waiting.
-        world.optimizer.register_step_pre_hook(self._enter)
-        self.gate = self.boundary = self.boundary_cpu = 0.0
-
-    def _enter(self, *_: object) -> None:
-        self._entered = time.perf_counter()
-
-    def step(self, pending: Pending | None = None, *, done: bool = True) -> tuple[float, bool]:
-        """One training step: its seconds but for ``gate`` and ``boundary``, and whether all ranks were ``done`` with it."""
-        begin = time.perf_counter()
-        torch.nn.functional.mse_loss(self._world.ddp(self._batch), self._batch).backward()
-        self.update(pending)
-        self._world.optimizer.zero_grad()
-        all_done = self.agree(done)
-        seconds = time.perf_counter() - begin - self.gate
-        self.leave()
-        return seconds, all_done
-
-    def update(self, pending: Pending | None = None) -> None:
-        begin = time.perf_counter()
-        if pending is not None:
-            pending.gate()
-        self._world.optimizer.step()
-        self.gate = self._entered - begin
-
-    def agree(self, done: bool = True) -> bool:
-        """All ranks come here; are all of them done?"""
-        self._agreed.fill_(int(done))
-        dist.all_reduce(self._agreed, op=dist.ReduceOp.MIN)
-        return bool(self._agreed.item())
-
-    def leave(self) -> None:
-        """The step boundary."""
-        begin, cpu = time.perf_counter(), time.thread_time()
-        next(self._steps)
-        self.boundary, self.boundary_cpu = time.perf_counter() - begin, time.thread_time() - cpu
-
-    def to_the_last_of_a_cycle(self) -> None:
-        """Empty steps, until a save is due at the end of the open one."""
-        while (self._session.step + 1) % self._cycle:
-            self.leave()
-        self.agree()
+    def before(self, step: Step) -> None:
+        self.quiet.append(step.seconds)
+        self.quiet_cpu.append(step.cpu)
 
 
 class Rounds:
-    """All saves of one job, on one rank."""
+    """All saves of one job, on one rank. ``names``: of ``WAYS``, which have their turn until round ``last`` inclusive."""
 
-    def __init__(self, session: Session, loop: Loop, world: World, names: list[str], folder: Path) -> None:
-        tensors = list(world.tensors().values())
-        buffer = buffer_for(tensors)
-        self._session, self._loop, self._world, self._folder = session, loop, world, folder
-        self.all, self.share = Copy(tensors, buffer), Copy(tensors, buffer, world.rank, world.ranks)
-        self._ways: dict[str, Way] = {name: WAYS[name](world, self.share) for name in names}
+    def __init__(self, session: Session, loop: Loop, world: World, names: list[str], last: int, folder: Path) -> None:
+        self._tensors = list(world.tensors().values())
+        self._session, self._loop, self._world, self._folder, self._last = session, loop, world, folder, last
+        self.nbytes, self.tensors = sum(tensor.nbytes for tensor in self._tensors), len(self._tensors)
+        self._share = Copy(self._tensors, buffer_for(self.nbytes // world.ranks + 1), world.rank, world.ranks)
+        self._ways: dict[str, Way] = {name: WAYS[name](world, self._share) for name in names}
         launch = LaunchFile.model_validate_json(Path(os.environ[environment.LAUNCH_FILE]).read_bytes())
+        self._overlapped = launch.spec.checkpoint.staging == "overlapped"
         self._checkpoint = lambda step: JobPaths(Path(launch.job_root)).checkpoint(step, launch.epoch)
         self.saves: list[Save] = []
-        self.limits: dict[str, list[float]] = {"copy of all": [], "copy of the share": [], "write of the share": []}
+        self._copies: list[float] = []  # of this round
+        self.limits: dict[str, list[float]] = {"copy of the share": [], "write of the share": []}
 
-    def run(self, number: int, last: bool) -> None:
-        names = list(self._ways)
-        turned = names[number % len(names) :] + names[: number % len(names)] if names else []
-        for name in turned:
-            self._turn(name, number, keep=last and name in KEPT)
-            if number == 0 and name == FRESH_PROCESS:
-                end_checkpoint_process()  # so that the other way with a process has a first save, too
-        self._scheduled(number)
+    def run(self, number: int) -> None:
+        names = list(self._ways) if number <= self._last else []
+        shift = number % len(names) if names else 0
+        for name in names[shift:] + names[:shift]:
+            self._turn(name, number)
+        if self._overlapped:
+            self._beside_steps(number)
         self._bare(number)
         self._limits()
 
-    def _turn(self, name: str, number: int, *, keep: bool) -> None:
+    def _turn(self, name: str, number: int) -> None:
         loop, place = self._loop, self._folder / name.replace(" ", "-").replace(",", "")
         if self._world.rank == 0:
             remove(place)
-        quiet = [loop.step()[0] for _ in range(_QUIET)]
-        begin = time.perf_counter()
+        before = loop.step()
+        self._settle()
+        begin, cpu = time.perf_counter(), cpu_seconds()
         pending = self._ways[name].save(place)
-        save = Save(name, number, time.perf_counter() - begin, quiet=quiet)
+        save = Save(name, number, time.perf_counter() - begin)
+        save.before(before)
         if not loop.agree(pending.done()):  # else nothing runs beside it
-            self._beside(save, pending, pending.done)
+            self._until(save, pending, pending.done)
+        save.cpu = cpu_seconds() - cpu
         assert pending.durable is not None
         save.total = pending.durable - begin
         self.saves.append(save)
         loop.agree()
-        if self._world.rank == 0 and not keep:
+        if self._world.rank == 0 and not (number == self._last and name in KEPT):
             for path in self._folder.glob(f"{place.name}*"):
                 remove(path)
 
-    def _beside(self, save: Save, pending: Pending | None, done: Callable[[], bool]) -> None:
+    def _settle(self) -> None:
+        """All begin together, and no journal holds what was removed before: the next fsync would have to write it."""
+        if self._world.rank == 0:
+            sync(self._folder)
+        self._loop.agree()
+
+    def _until(self, save: Save, pending: Pending | None, done: Callable[[], bool]) -> None:
         """Train until the save is durable on all ranks, a step at least."""
         all_done = False
         while not all_done and len(save.busy) < _LONGEST:
-            seconds, all_done = self._loop.step(pending, done=done())
-            save.busy.append(seconds)
-            save.gate += self._loop.gate
+            step = self._loop.step(pending, done=done())
+            all_done = step.done
+            save.busy.append(step.seconds)
+            save.held += self._loop.held
         _wait_for(done)
 
-    def _scheduled(self, number: int) -> None:
+    def _beside_steps(self, number: int) -> None:
         loop = self._loop
-        quiet = [loop.step()[0] for _ in range(_QUIET)]
+        quiet = [self._step_and_copy()]
         loop.to_the_last_of_a_cycle()
         manifest = self._due()
-        quiet.append(loop.step()[0])  # the boundary at its end saves
+        self._settle()
+        quiet.append(loop.step())  # the boundary at its end saves
         unix, begin = time.time() - loop.boundary, time.perf_counter() - loop.boundary
-        save = Save(RATCHET, number, loop.boundary, quiet=quiet, step=self._session.step, cpu=loop.boundary_cpu)
-        self._beside(save, None, manifest.exists)
+        cpu = cpu_seconds() - loop.boundary_cpu
+        save = Save(BESIDE, number, loop.boundary, step=self._session.step, handing_over=loop.boundary_cpu)
+        for step in quiet:
+            save.before(step)
+        self._until(save, None, manifest.exists)
+        save.cpu = cpu_seconds() - cpu
         save.total = manifest.stat().st_ctime - unix
         assert time.perf_counter() - begin >= save.total
         self.saves.append(save)
 
     def _bare(self, number: int) -> None:
         loop = self._loop
+        for _ in range(1 if self._overlapped else 2):  # so that a round has two copies
+            self._step_and_copy()
+        loop.step()  # so that the caches hold what they hold behind a step
         loop.to_the_last_of_a_cycle()
         manifest = self._due()
-        loop.agree()
-        unix = time.time()
+        self._settle()
+        unix, cpu = time.time(), cpu_seconds()
         loop.leave()
-        save = Save(BARE, number, loop.boundary, step=self._session.step, cpu=loop.boundary_cpu)
-        loop.update()
-        save.gate = loop.gate
+        save = Save(BARE, number, loop.boundary, step=self._session.step, handing_over=loop.boundary_cpu)
+        if self._overlapped:
+            own = time.thread_time()
+            loop.update()
+            cpu += time.thread_time() - own  # the optimizer's
+            save.held = loop.held
         _wait_for(manifest.exists)
+        save.cpu = cpu_seconds() - cpu
         save.total = manifest.stat().st_ctime - unix
         self.saves.append(save)
         loop.agree()
@@ -193,15 +170,23 @@ class Rounds:
     def _limits(self) -> None:
         raw = self._folder / f"raw-{self._world.rank}"
         raw.unlink(missing_ok=True)
-        for name, work in (
-            ("copy of all", self.all),
-            ("copy of the share", self.share),
-            ("write of the share", lambda: write_synced(raw, self.share.bytes)),
-        ):
-            self._loop.agree()
-            begin = time.perf_counter()
-            work()
-            self.limits[name].append(time.perf_counter() - begin)
+        self._settle()
+        self.limits["copy of the share"].append(statistics.median(self._copies))
+        self._copies.clear()
+        self.limits["write of the share"].append(self._timed(lambda: write_synced(raw, self._share.bytes)))
+
+    def _step_and_copy(self) -> Step:
+        """A step, and behind it a plain copy, which finds the caches as a save does."""
+        step = self._loop.step()
+        self._settle()
+        self._copies.append(self._timed(self._share))
+        return step
+
+    def _timed(self, work: Callable[[], None]) -> float:
+        self._loop.agree()
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
 
 
 def _wait_for(done: Callable[[], bool]) -> None:
@@ -213,8 +198,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--megabytes", type=int, required=True, help="parameters and both averages of AdamW")
     parser.add_argument("--batch", type=int, required=True, help="samples per rank")
-    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--rounds", type=int, required=True, help="behind the first, which is apart")
     parser.add_argument("--ways", required=True, help="JSON list, of WAYS")
+    parser.add_argument("--way_rounds", type=int, required=True, help="in how many of the rounds they have their turn")
     parser.add_argument("--cycle", type=int, required=True, help="the spec's checkpoint.every_steps")
     parser.add_argument("--restores", type=int, required=True, help="rounds of loading, by a second attempt; 0: none")
     parser.add_argument("--folder", type=Path, required=True, help="for what others save, and for the results")
@@ -237,23 +223,26 @@ def main() -> None:
             _write(out, {**result, "joined": joined, "first": restored})
             return
         loop = Loop(session, world, torch.randn(args.batch, width), args.cycle)
-        for _ in range(2):
-            loop.step()
-        rounds = Rounds(session, loop, world, json.loads(args.ways), args.folder)
+        loop.step()
+        trial = loop.boundary  # behind the first step, and before the parameters change in the second
+        loop.step()
+        trial += loop.held
+        rounds = Rounds(session, loop, world, json.loads(args.ways), args.way_rounds, args.folder)
         for number in range(args.rounds + 1):
-            rounds.run(number, last=number == args.rounds)
+            rounds.run(number)
             if session.rank == 0:
-                print(f"round {number} of {args.rounds}", flush=True)
+                _write(args.folder / "progress.json", {"rounds": number + 1})
         _write(
             out,
             {
                 "saves": [asdict(save) for save in rounds.saves],
                 "limits": rounds.limits,
-                "nbytes": rounds.all.nbytes,
-                "share": rounds.share.nbytes,
-                "tensors": len(world.tensors()),
+                "nbytes": rounds.nbytes,
+                "tensors": rounds.tensors,
+                "trial": trial,
             },
         )
+        end_checkpoint_process()
         loop.agree()
         if args.restores and session.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)  # the next attempt goes on from the last checkpoint

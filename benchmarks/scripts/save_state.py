@@ -68,6 +68,6 @@ class Copy:
             target.copy_(source)
 
 
-def buffer_for(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """As many bytes as all of them have, touched."""
-    return torch.ones(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
+def buffer_for(nbytes: int) -> torch.Tensor:
+    """So many bytes, touched."""
+    return torch.ones(nbytes, dtype=torch.uint8)

@@ -8,14 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import checkpoint, startup, step
-from benchmarks.checkpoint_jobs import Setup, measure
+from benchmarks import startup, step
 from benchmarks.stats import estimate, machine
 from examples.demo.processes import Service, living
 
 FIGURE = r"(\d+\.\d{3}) \[(\d+\.\d{3}), (\d+\.\d{3})\]"
-
-SHORT = r"\d+\.\d{2} \[\d+\.\d{2}, \d+\.\d{2}\]"
 
 
 @pytest.fixture(scope="module")
@@ -48,22 +45,6 @@ def test_step_prints_a_ratio_with_its_interval(
     figures = re.findall(FIGURE, line)
     assert len(figures) == 3, "a ratio, of CPU time too, and its control"
     assert all(0 < float(low) <= float(median) <= float(high) for median, low, high in figures)
-
-
-@pytest.mark.slow
-def test_checkpoint_prints_each_way_to_save_beside_the_plain_copy_and_write(
-    service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = measure(service, Setup(1, 1, rounds=1, ways=("torch.save", "limit: copy, write in a thread")), tmp_path)
-    checkpoint.table(found, found)
-    lines = capsys.readouterr().out.splitlines()
-    for way in ("Ratchet, overlapped", "Ratchet, blocking", "torch.save", "limit: copy"):
-        line = next(text for text in lines if text.startswith(way))
-        assert re.search(rf"{way}[a-z, ]* {SHORT} .* {FIGURE}", line), line
-    assert found.nbytes >= 1_000_000 and found.tensors == 528
-    assert list(tmp_path.glob("tmp*")) == [], "what was saved is gone"
-    told = found.saves["Ratchet"].told
-    assert told and all(stall is not None and stall <= found.saves["Ratchet"].total[0] for stall in told)
 
 
 @pytest.mark.slow

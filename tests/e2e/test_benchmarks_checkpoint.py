@@ -1,0 +1,134 @@
+"""``make bench ONLY=checkpoint`` prints what its readers look for, refuses where there is no room, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks import checkpoint_steps, checkpoint_tables
+from benchmarks.checkpoint_jobs import CYCLE, Setup, measure, service
+from benchmarks.checkpoint_room import available, insist
+from examples.demo.processes import Service, living
+
+_ROOT = Path(__file__).resolve().parents[2]
+_PATIENCE = 90.0  # seconds
+SHORT = r"-?\d+\.\d{2} \[-?\d+\.\d{2}, -?\d+\.\d{2}\]"
+FIGURE = r"\d+\.\d{3} \[\d+\.\d{3}, \d+\.\d{3}\]"
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("home")
+    with service(folder) as found:
+        yield found
+    assert not living(found.home)
+
+
+@pytest.mark.slow
+def test_each_way_to_save_is_printed_beside_the_plain_copy_and_write_and_each_aim_with_its_verdict(
+    running: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ways = ("torch.save", checkpoint_tables.LIMIT)
+    beside = measure(running, Setup(1, 1, rounds=2, ways=ways, way_rounds=1, restores=1), tmp_path)
+    blocking = measure(running, Setup(1, 1, rounds=1, staging="blocking"), tmp_path)
+    checkpoint_tables.stalls(beside, blocking)
+    lines = capsys.readouterr().out.splitlines()
+    for way, rounds in (
+        ("Ratchet, overlapped", 2),
+        ("Ratchet, blocking, no steps", 1),
+        ("torch.save", 1),
+        ("limit: copy", 1),
+    ):
+        line = next(text for text in lines if text.startswith(way))
+        assert re.search(rf"{way}\D* {rounds} .*{SHORT} .*{SHORT}", line), line
+    aims = [text for text in lines if re.search(rf"\d\.\d\d +{SHORT}: (met|not met)", text)]
+    assert len(aims) == 7 and any("a plain copy and write in a thread" in text for text in aims)
+    assert [text for text in lines if text.startswith("  ran 1 MB, 1 rank")], "who waits sees each job"
+    assert beside.nbytes >= 1_000_000 and beside.tensors == 528
+    assert list(tmp_path.glob("tmp*")) == [], "what was saved is gone"
+    assert not list(running.home.glob("jobs/*/checkpoints/*")), "and Ratchet's checkpoints are"
+
+
+@pytest.mark.slow
+def test_what_the_loop_waits_for_is_seen_from_outside_and_not_less_than_ratchet_says(
+    running: Service, tmp_path: Path
+) -> None:
+    """The boundary, the hooks of the buckets and ``optimizer.step()``: a wait that is left out would flatter."""
+    found = measure(running, Setup(40, 2, rounds=2), tmp_path)
+    for way in (checkpoint_tables.BESIDE, checkpoint_tables.BARE):
+        saves = found.saves[way]
+        for stall, told in zip(saves.stall, saves.told, strict=True):
+            assert told is not None and told <= stall + 1e-3, (way, stall, told)
+        assert all(cpu > 0 for cpu in saves.cpu) or way == checkpoint_tables.BESIDE  # there it is a difference
+
+
+@pytest.mark.slow
+def test_a_checkpoint_at_every_step_is_compared_with_none_in_blocks_by_turns(
+    running: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = {"width": 16, "layers": 1, "train_bytes": 20_000}
+    checkpoint_steps.table(running, tmp_path, {"tiny": checkpoint_steps.Size(before=1, count=2, pairs=3, task=task)})
+    line = next(text for text in capsys.readouterr().out.splitlines() if text.startswith("tiny"))
+    assert re.search(rf"tiny +{FIGURE} +{FIGURE} .* (met|not met)", line), line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_without_room_is_refused_by_name_before_anything_begins(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 4000000 kB\nMemAvailable: 2000000 kB\n")
+    assert available(meminfo) == 2_048_000_000
+    insist([Setup(50, 1, 1)], tmp_path, memory=meminfo)
+    with pytest.raises(
+        SystemExit, match=r"1000 MB, 4 ranks, overlapped: needs about .* GB memory, and 2.0 GB are free"
+    ):
+        insist([Setup(50, 1, 1), Setup(1000, 4, 1)], tmp_path, memory=meminfo)
+    meminfo.write_text(f"MemAvailable: {1 << 50} kB\n")
+    with pytest.raises(SystemExit, match="on the disk of"):
+        insist([Setup(10**9, 1, 1)], tmp_path, memory=meminfo)
+    staged = Setup(50, 1, 1, ways=("dcp.async_save, process, shared stager",))
+    with pytest.raises(SystemExit, match=r"in .*/none"):
+        insist([staged], tmp_path, memory=meminfo, shared=tmp_path / "none")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_an_interrupted_run_leaves_no_process_and_no_directory(tmp_path: Path, number: signal.Signals) -> None:
+    sizes = {"PARTS": "stalls", "MB": "5", "ROUNDS": "50", "RANKS": "2", "DIR": str(tmp_path)}
+    variables = {**os.environ, **{f"RATCHET_BENCH_{name}": value for name, value in sizes.items()}}
+    command = [sys.executable, "-m", "benchmarks", "--only", "checkpoint"]
+    process = subprocess.Popen(command, cwd=_ROOT, env=variables, start_new_session=True)
+    try:
+        end = time.monotonic() + _PATIENCE
+        while not list(tmp_path.glob(f"*/home/jobs/*/checkpoints/step-*{CYCLE}.*")):
+            assert process.poll() is None and time.monotonic() < end, "no rank has saved"
+            time.sleep(0.05)
+        (folder,) = tmp_path.iterdir()
+        process.send_signal(number)
+        assert process.wait(_PATIENCE) != 0
+    finally:
+        process.kill()
+        process.wait()
+    assert list(tmp_path.iterdir()) == []
+    assert not _naming(folder)
+
+
+def _naming(folder: Path) -> list[str]:
+    """Processes whose command line or environment names it, the test's own apart."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                text = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if os.fsencode(folder) in text:
+                found.append(entry.name)
+    return found
