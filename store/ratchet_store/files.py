@@ -74,15 +74,16 @@ def not_written(path: Path, error: OSError, needed: int | None = None) -> Checkp
 
 
 def _room(path: Path, error: OSError, needed: int | None) -> str:
-    """What is free on the disk, beside what this file takes, where that is the question."""
+    """What is free on the disk, beside what this file takes, where that is the question. What a quota leaves is not known: not
+    every file system counts it as all that is free."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
+    told = [f"{needed / 2**20:.1f} MiB needed for this file alone"] if needed is not None else []
     nearest = next((folder for folder in path.parents if folder.is_dir()), None)
-    if nearest is None:
-        return ""
-    found = os.statvfs(nearest)
-    wanted = f", {needed / 2**20:.1f} MiB needed for this file alone" if needed is not None else ""
-    return f" ({found.f_bavail * found.f_frsize / 2**20:.1f} MiB free{wanted})"
+    if error.errno == errno.ENOSPC and nearest is not None:
+        found = os.statvfs(nearest)
+        told.insert(0, f"{found.f_bavail * found.f_frsize / 2**20:.1f} MiB free")
+    return f" ({', '.join(told)})" if told else ""
 
 
 def not_read(path: Path, error: OSError) -> CheckpointError:

@@ -90,14 +90,18 @@ class Warm:
         self._process.wait(30)
         self._process.stdout.close()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def seen(self, path: Path) -> Path:
         """``path`` as the forked processes see it."""
         return Path(f"/proc/{self._process.pid}/root{path}")
 
-    def mount(self, *arguments: str) -> None:
-        """``mount`` or ``umount``, where the forked processes live."""
+    def mount(self, *arguments: str) -> str:
+        """``mount``, ``umount`` or the like, where the forked processes live; returns what it prints."""
         enter = ["nsenter", "--mount", f"--target={self._process.pid}"]
-        subprocess.run([*enter, *arguments], check=True, capture_output=True)
+        return subprocess.run([*enter, *arguments], check=True, capture_output=True, text=True).stdout
 
     def start(self, launch_file: Path, log: Path, limits: dict[int, int]) -> Agent:
         assert self._process.stdin is not None

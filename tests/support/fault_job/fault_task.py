@@ -17,13 +17,14 @@ from ratchet_worker.task import Parts, TaskContext
 class Faulty:
     """``held``: before these steps every rank makes the file ``at.STEP.RANK`` in ``gate`` and waits for ``go.STEP``."""
 
-    def __init__(self, steps: int = 60, gate: str = "", held: Sequence[int] = ()) -> None:
-        self.steps, self.gate, self.held = steps, Path(gate), set(held)
+    def __init__(self, steps: int = 60, gate: str = "", held: Sequence[int] = (), width: int = 256) -> None:
+        self.steps, self.gate, self.held, self.width = steps, Path(gate), set(held), width
 
     def build(self, ctx: TaskContext) -> Parts:
         self.rank = ctx.rank
         x = torch.randn(400, 64, generator=torch.Generator().manual_seed(1))
-        model = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.Dropout(0.1), nn.Linear(256, 64))
+        wide = self.width
+        model = nn.Sequential(nn.Linear(64, wide), nn.BatchNorm1d(wide), nn.Dropout(0.1), nn.Linear(wide, 64))
         data = TrainLoader(TensorDataset(x), batch_size=4, seed=ctx.seed, rank=ctx.rank, world_size=ctx.world_size)
         return Parts(model, torch.optim.AdamW(model.parameters(), lr=0.01), data, total_steps=self.steps)
 
