@@ -18,7 +18,7 @@ def capture(device: torch.device) -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
         "numpy": np.random.get_state(legacy=False),
-        "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
+        "python": (version, torch.from_numpy(np.array(words, dtype=np.int64)), gauss),
     }
 
 

@@ -117,7 +117,12 @@ def test_replicas_that_differ_in_one_bit_are_found_and_named(world_size: int) ->
         cuts = [range(r * len(plan) // world_size, (r + 1) * len(plan) // world_size) for r in range(world_size)]
         own = [fingerprint.slice_digests(plan[p], replicas[r]) for r in range(world_size) for p in cuts[r]]
         seen = [
-            {str(p): d for p, d in fingerprint.compared(plan, replicas[r], r, world_size, 1, lambda: False).items()}
+            {
+                str(p): d
+                for p, d in fingerprint.compared(
+                    plan, replicas[r], r, world_size, 1, fingerprint.nbytes_of(sizes), lambda: False
+                ).items()
+            }
             for r in range(world_size)
         ]
         found = fingerprint.first_difference(own, seen)
@@ -133,7 +138,7 @@ def test_with_no_time_at_all_every_part_has_its_turn() -> None:
     parts = fingerprint.number_of_parts(sizes, 2)
     plan, looked = fingerprint.cut(sizes, parts), set[int]()
     for number in range(1, parts):
-        looked |= fingerprint.compared(plan, replica, 0, 2, number, lambda: True).keys()
+        looked |= fingerprint.compared(plan, replica, 0, 2, number, 64 << 20, lambda: True).keys()
         if looked == set(range(parts // 2, parts)):
             assert number >= 4  # never so much at a time that it would be felt
             return

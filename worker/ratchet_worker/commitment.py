@@ -7,18 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
-
-from pydantic import TypeAdapter
+from typing import Any
 
 from ratchet_contract.errors import RatchetError
-from ratchet_contract.manifest import FileEntry, Manifest, TensorEntry
+from ratchet_contract.manifest import FileEntry, Manifest, TensorEntry, parse_entries
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import JobPaths
 from ratchet_contract.resume import Base
 from ratchet_hooks.specs import CustomSpec
 from ratchet_hooks.summary import HookSummary
-from ratchet_store.commit import commit, mark_finished
+from ratchet_store.commit import ManifestWriter, mark_finished
 from ratchet_store.keeper import Keeper
 from ratchet_worker import fingerprint
 from ratchet_worker.content import Content
@@ -41,7 +39,6 @@ class Order:
         return f"save/{self.number}"
 
 
-_ENTRIES: Final = TypeAdapter(list[TensorEntry])
 Verdict = dict[str, Any]
 """``error`` None: committed, ``base`` is the new checkpoint. ``parted``: only some ranks have ended. ``failures``: in a row."""
 
@@ -52,7 +49,9 @@ class Committer:
     def __init__(self, launch: LaunchFile, exchange: Exchange, reporter: Reporter, base: Base) -> None:
         self._launch, self._exchange, self._reporter = launch, exchange, reporter
         self._job = JobPaths(Path(launch.job_root))
+        self._spec_digest = launch.spec.digest()
         self.last, self._cuts = base, fingerprint.Cuts()
+        self._listings, self._writer = _Listings(), ManifestWriter()
         protected = [(base.step, base.epoch)] if base.epoch is not None else []
         self._keeper = Keeper(self._job.checkpoints, launch.spec.checkpoint, launch.epoch, protected)
         self._committed: tuple[Manifest, float] | None = None  # the newest of this attempt, and its seconds
@@ -61,11 +60,12 @@ class Committer:
         """Wait for all ranks' reports, as long as something is still being written; commit, or say what went wrong."""
         directory = self._job.checkpoint(order.step, self._launch.epoch)
         try:
-            reports = self._exchange.collect(
+            told = self._exchange.collect_beside(
                 order.name, timeout=self._launch.spec.policy.step_deadline, progress=lambda: written(directory)
             )
         except PeerTimeout as error:
             return {"error": str(error)}
+        reports = [report for report, _ in told]
         errors = [r["error"] for r in reports if r["error"] is not None]
         if errors or mine is None:
             return {"error": "; ".join(errors)}
@@ -81,9 +81,9 @@ class Committer:
         if diverged is not None:
             return {"error": diverged}
         try:
-            manifest = commit(
-                directory, self._manifest(order, mine, reports, [fingerprint.part_digest(digests) for digests in own])
-            )
+            tensors = self._listings.of([listing or r["tensors"].encode() for r, listing in told])
+            digests = [fingerprint.part_digest(slices) for slices in own]
+            manifest = self._writer.commit(directory, self._manifest(order, mine, reports, digests, tensors))
         except (RatchetError, OSError) as error:
             return {"error": str(error)}
         self.last = manifest.base
@@ -116,7 +116,12 @@ class Committer:
             self._reporter.note(kind, text)
 
     def _manifest(
-        self, order: Order, mine: Content, reports: Sequence[Mapping[str, Any]], digests: list[str]
+        self,
+        order: Order,
+        mine: Content,
+        reports: Sequence[Mapping[str, Any]],
+        digests: list[str],
+        tensors: list[TensorEntry],
     ) -> Manifest:
         launch = self._launch
         return Manifest(
@@ -127,7 +132,7 @@ class Committer:
             world_size=launch.world_size,
             created=datetime.now(UTC).isoformat().replace("+00:00", "Z"),
             reason=order.reason,
-            spec_digest=launch.spec.digest(),
+            spec_digest=self._spec_digest,
             code_digest=launch.resolved.code_digest,
             data_digest=mine.data_digest,
             total_steps=mine.total_steps,
@@ -139,7 +144,7 @@ class Committer:
             environment=mine.environment,
             finished=order.finished,
             files=[FileEntry.model_validate(r["file"]) for r in reports],
-            tensors=[entry for r in reports for entry in _ENTRIES.validate_json(r["tensors"])],
+            tensors=tensors,
         )
 
     def _divergence(
@@ -168,6 +173,20 @@ class Committer:
             f". Hook {hook.hook} is to give every rank the same average (hook.replicas: equal): mend it, or set hook.replicas: "
             "rank if the ranks' parameters are meant to differ"
         )
+
+
+class _Listings:
+    """The lists of tensors that the ranks tell. Each is parsed when it is another than in the rank's last report."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[bytes, list[TensorEntry]]] = {}
+
+    def of(self, texts: Sequence[bytes]) -> list[TensorEntry]:
+        """All of them in rank order; what has not changed is the very objects of the last time."""
+        for rank, text in enumerate(texts):
+            if rank not in self._known or self._known[rank][0] != text:
+                self._known[rank] = text, parse_entries(text)
+        return [entry for rank in range(len(texts)) for entry in self._known[rank][1]]
 
 
 def written(directory: Path) -> int:

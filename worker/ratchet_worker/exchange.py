@@ -43,7 +43,10 @@ def until_present(store: Store, keys: list[str]) -> Iterator[None]:
 
 
 class Exchange:
-    """Gather and broadcast of JSON values among all ranks, by name; a name is used once. Values are a few megabytes at most."""
+    """Gather and broadcast of JSON values among all ranks, by name; a name is used once. Values are a few megabytes at most.
+
+    A value may have a text ``beside`` it, which is handed over as it is: no reader parses it unless it wants to.
+    """
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
         self._store, self.rank, self.world_size, self._timeout = store, rank, world_size, timeout
@@ -55,9 +58,9 @@ class Exchange:
         self.post(name, value)
         return self.collect(name, abandon=abandon, timeout=timeout)
 
-    def post(self, name: str, value: Any) -> None:
+    def post(self, name: str, value: Any, beside: str = "") -> None:
         """Publish this rank's value; returns at once."""
-        self._store.set(self._key(name, self.rank), _dump(value))
+        self._store.set(self._key(name, self.rank), f"{_dump(value)}\n{beside}" if beside else _dump(value))
 
     def collect(
         self,
@@ -69,9 +72,22 @@ class Exchange:
     ) -> list[Any]:
         """Every rank's posted value in rank order, waiting for the missing ones. ``progress``: as long as its value changes, the
         timeout begins anew."""
+        found = self.collect_beside(name, abandon=abandon, timeout=timeout, progress=progress)
+        return [value for value, _ in found]
+
+    def collect_beside(
+        self,
+        name: str,
+        *,
+        abandon: Callable[[], bool] | None = None,
+        timeout: float | None = None,
+        progress: Callable[[], object] | None = None,
+    ) -> list[tuple[Any, bytes]]:
+        """The same, and the text beside each value: empty where there is none."""
         keys = [self._key(name, r) for r in range(self.world_size)]
         self._wait(name, keys, abandon, timeout, progress)
-        return [json.loads(self._store.get(key)) for key in keys]
+        values = [raw.partition(b"\n") for raw in self._store.multi_get(keys)]
+        return [(json.loads(value), beside) for value, _, beside in values]
 
     def broadcast(
         self,
@@ -84,9 +100,10 @@ class Exchange:
         """Rank 0's ``value`` on every rank; the others' argument is not looked at."""
         key = self._key(name, 0)
         if self.rank == 0:
-            self._store.set(key, _dump(value))
-        else:
-            self._wait(name, [key], None, timeout, progress)
+            text = _dump(value)
+            self._store.set(key, text)
+            return json.loads(text)
+        self._wait(name, [key], None, timeout, progress)
         return json.loads(self._store.get(key))
 
     def forget(self, name: str) -> None:

@@ -17,6 +17,7 @@ from ratchet_store.slices import Slice, plan_slices
 from ratchet_worker.snapshot import Sizes, memory_view
 
 _PARTS: Final = 64
+_SMALL_PART: Final = 256 << 10  # bytes; in smaller parts the digests cost more than what they are made of
 _PART_BYTES: Final = 16 << 20
 _LEAST: Final = 64
 """One part of so many is compared in every save, whatever time there is."""
@@ -25,8 +26,13 @@ _LEAST_BYTES: Final = 4 << 20
 
 def number_of_parts(sizes: Sizes, world_size: int) -> int:
     """A multiple of ``world_size``, so that the cuts between ranks are cuts between parts, too."""
-    total = sum(numel * itemsize for _, numel, itemsize in sizes)
-    return world_size * -(-max(_PARTS, -(-total // _PART_BYTES)) // world_size)
+    total = nbytes_of(sizes)
+    parts = max(min(_PARTS, -(-total // _SMALL_PART)), -(-total // _PART_BYTES), 1)
+    return world_size * -(-parts // world_size)
+
+
+def nbytes_of(sizes: Sizes) -> int:
+    return sum(numel * itemsize for _, numel, itemsize in sizes)
 
 
 def cut(sizes: Sizes, parts: int) -> list[list[Slice]]:
@@ -90,14 +96,14 @@ def compared(
     rank: int,
     world_size: int,
     number: int,
+    total: int,
     enough: Callable[[], bool],
 ) -> dict[int, list[str]]:
     """Slices' digests of other ranks' parts, by the part's number: all of them, or from the time when ``enough`` says so no more
-    than the least. ``number``: of the save; where to begin follows from it."""
+    than the least. ``number``: of the save; where to begin follows from it. ``total``: bytes of all parts."""
     parts = len(plan)
     own = range(rank * parts // world_size, (rank + 1) * parts // world_size)
     others = [part for part in range(parts) if part not in own]
-    total = sum((s.stop - s.start) * tensors[s.name].element_size() for part in plan for s in part)
     least = max(-(-parts // _LEAST), -(-_LEAST_BYTES * parts // max(total, 1)))
     out: dict[int, list[str]] = {}
     for done in range(len(others)):

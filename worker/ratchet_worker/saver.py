@@ -219,6 +219,7 @@ class Saver:
                 rank,
                 world,
                 save.order.number,
+                fingerprint.nbytes_of(content.snapshot.sizes()),
                 lambda: save.hurry.is_set() and not save.thorough,
             )
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
@@ -88,6 +88,7 @@ class _Layout:
             self.kinds[source.until].append(number)
         self.skipped = [source.start * source.tensor.element_size() for source in sources]  # bytes of the tensor
         self._pieces: list[Piece] = []
+        self._copies: dict[str, dict[str, Copy]] = {}
         self._buffer: torch.Tensor | None = None  # theirs
 
     def pieces(self, sources: Sequence[Source], buffer: torch.Tensor) -> list[Piece]:
@@ -100,8 +101,17 @@ class _Layout:
                 )
                 for s, offset, size in zip(sources, self.offsets, self.sizes, strict=True)
             ]
-            self._buffer = buffer
+            self._buffer, self._copies = buffer, {}
         return self._pieces
+
+    def copies(self, sources: Sequence[Source], pieces: Sequence[Piece], prefix: str) -> Mapping[str, Copy]:
+        if prefix not in self._copies:
+            self._copies[prefix] = {
+                s.name.removeprefix(prefix): Copy(s.start, s.tensor.element_size(), piece.data)
+                for s, piece in zip(sources, pieces, strict=True)
+                if s.name.startswith(prefix)
+            }
+        return self._copies[prefix]
 
 
 class Staged:
@@ -160,14 +170,9 @@ class Staged:
             mark.synchronize()
         return self._layout.pieces(self._sources, self._buffer)
 
-    def copies(self, prefix: str) -> dict[str, Copy]:
+    def copies(self, prefix: str) -> Mapping[str, Copy]:
         """Of the sources whose names begin so, by the rest of the name."""
-        found = zip(self._sources, self.pieces(), strict=True)
-        return {
-            s.name.removeprefix(prefix): Copy(s.start, s.tensor.element_size(), piece.data)
-            for s, piece in found
-            if s.name.startswith(prefix)
-        }
+        return self._layout.copies(self._sources, self.pieces(), prefix)
 
     def tensors(self, prefix: str) -> dict[str, torch.Tensor]:
         """The same, flat and of their dtypes."""
