@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -27,19 +27,18 @@ from ratchet_worker.audit import Audit
 from ratchet_worker.commitment import Committer, Order, written
 from ratchet_worker.content import Content
 from ratchet_worker.counter import Stage, StepCounter
+from ratchet_worker.due import Due
 from ratchet_worker.exchange import Exchange
 from ratchet_worker.fingerprint import Cuts
 from ratchet_worker.imports import uncollected
 from ratchet_worker.model_state import MODEL
 from ratchet_worker.reporter import Reason, Reporter
 from ratchet_worker.saver import MAX_FAILURES, Save, Saver
-from ratchet_worker.schedule import Schedule, first_due
 from ratchet_worker.snapshot import Snapshot, Until
 from ratchet_worker.sources import Lister
 from ratchet_worker.staging import Staging, size_of
 
 _LOOK: Final = 0.25  # seconds between two signs of life while a save is waited for
-_TOLD: Final = 1.0  # seconds of waiting for the save before, from which on it is told
 _PAUSE: Final = 1.0  # seconds between two tries to save a job's end
 
 
@@ -71,18 +70,15 @@ class Checkpointer:
         self._staging, self._cuts, self._lister = Staging(device), Cuts(), Lister(exchange.rank)
         self._committer = Committer(launch, saving, reporter, base)
         self._saver = Saver(launch, saving, reporter, self._committer, self._staging, give_up)
-        self._schedule = Schedule(self._spec, base.step) if self._rank == 0 else None
-        self._due = first_due(self._spec, base.step)
+        self._due = Due(self._spec, exchange, reporter, base.step)
+        self._schedule = self._due.schedule
         staging = self._spec.staging
         self._overlapped = staging == "overlapped" or (staging == "auto" and launch.spec.task is not None)
         self._first = True  # no boundary of this attempt yet
         self._audit: Audit | None = None
         self._tried = False  # in full, what may be copied beside a step
         self._save: Save | None = None
-        self._numbers = self._plans = 0
-        self._plans_read = 0  # by all ranks, once the present save has succeeded
-        self._plans_gone = 0  # from the store
-        self._skipped = 0
+        self._numbers = 0
         self._stall = 0.0  # of the open step
         self._failure: str | None = None
         self._given_up = ""
@@ -100,9 +96,9 @@ class Checkpointer:
         if self._schedule is not None:
             self._schedule.boundary(self._save is not None, self._stall)
         self._stall = 0.0
-        if step >= self._due:
-            self._act(step, content)
-        if self._first and self._due != math.inf:
+        if step >= self._due.next and self._due.at(step, self._save is not None, self.drain):
+            self.begin(step, "schedule", content)
+        if self._first and self._due.next != math.inf:
             self._prepare(*late())
         self._first = False
 
@@ -124,9 +120,14 @@ class Checkpointer:
     # --- acting together -----------------------------------------------------------------------------------------------
 
     def begin(self, step: int, reason: Reason, content: Callable[[], Content]) -> None:
-        """Begin to save ``step``, behind the save before; how it goes is told later."""
+        """Begin to save ``step``, behind the save before; how it goes is told later, and nobody waits for it. It is copied before
+        the next step where that is asked for, or no trial was made."""
         self.drain()
-        self._hand_over(step, reason, content)
+        if self._given_up:  # the same on all ranks: the stop that follows from it is being agreed on
+            return
+        self._begin(step, reason, False, content, thorough=False)
+        if self._save is not None and not (self._overlapped and self._tried):
+            self._save.hold(Until.STEP)
 
     def save(
         self, step: int, reason: Reason, finished: bool, content: Callable[[], Content], left: float | None = None
@@ -183,86 +184,6 @@ class Checkpointer:
 
     # --- parts ---------------------------------------------------------------------------------------------------------
 
-    def _act(self, step: int, content: Callable[[], Content]) -> None:
-        """Something is due at ``step``: rank 0 decides what, and when to ask again."""
-        plan: dict[str, Any] = {}
-        if self._schedule is not None:
-            plan = self._decide(self._schedule, step)
-        if self._agreed():
-            plan = self._exchange.broadcast(self._next_plan(), plan)
-            if plan["step"] != step:
-                raise UserError(
-                    f"rank {self._rank} has done step {step} when rank 0 has done {plan['step']}: all ranks do the same steps"
-                )
-        else:
-            plan = {"save": True, "due": first_due(self._spec, step)}
-        self._due = math.inf if plan["due"] is None else plan["due"]
-        if plan["save"]:
-            self.drain()
-            self._hand_over(step, "schedule", content)
-
-    def _hand_over(self, step: int, reason: Reason, content: Callable[[], Content]) -> None:
-        """Begin a save that nobody waits for. It is copied before the next step where that is asked for, or no trial was made."""
-        if self._given_up:  # the same on all ranks: the stop that follows from it is being agreed on
-            return
-        self._begin(step, reason, False, content, thorough=False)
-        if self._save is not None and not (self._overlapped and self._tried):
-            self._save.hold(Until.STEP)
-
-    def _next_plan(self) -> str:
-        self._plans += 1
-        return f"plan/{self._plans}"
-
-    def _forget_plans(self) -> None:
-        """Rank 0, when all ranks have told of a save: they have read what was decided until then."""
-        while self._rank == 0 and self._plans_gone < self._plans_read:
-            self._plans_gone += 1
-            self._exchange.forget_broadcast(f"plan/{self._plans_gone}")
-
-    def _agreed(self) -> bool:
-        """Must rank 0 be asked? Not where what is due follows from the step alone."""
-        by_steps = isinstance(self._spec.every_steps, int) and self._spec.every_seconds is None
-        return not by_steps or self._spec.when_busy == "skip"
-
-    def _decide(self, schedule: Schedule, step: int) -> dict[str, Any]:
-        due = schedule.due(step)
-        busy = self._save is not None
-        if due and busy and self._spec.when_busy == "skip":
-            self._skipped += 1
-            schedule.left_out(step)
-            due = False
-        elif due:
-            if busy:
-                self._tell_waiting(step)
-            self._tell_skipped(step)
-            schedule.began(step)
-        following, before = schedule.following(step), schedule.interval
-        if before is not None and self._spec.every_steps == "auto" and due:
-            self._tell_interval(schedule)
-        return {"step": step, "save": due, "due": None if following == math.inf else following}
-
-    def _tell_interval(self, schedule: Schedule) -> None:
-        seconds = schedule.save_seconds() or 0.0
-        text = f"automatic schedule: every {schedule.interval} steps; a save takes {seconds:.3g} s from begin to end"
-        self._reporter.note("checkpoint-interval", text, steps=schedule.interval, seconds=seconds)
-
-    def _tell_waiting(self, step: int) -> None:
-        begun = time.monotonic()
-        self.drain()
-        seconds = time.monotonic() - begun
-        if seconds >= _TOLD:
-            text = (
-                f"training waited {seconds:.1f} s at step {step} for the checkpoint before: saves take longer than the time "
-                "between them. Save less often, or set checkpoint.when_busy to skip"
-            )
-            self._reporter.note("checkpoint-waited", text, step=step, seconds=seconds)
-
-    def _tell_skipped(self, step: int) -> None:
-        if self._skipped:
-            text = f"{self._skipped} due checkpoints before step {step} were left out: the one before was still being written"
-            self._reporter.note("checkpoint-skipped", text, step=step, skipped=self._skipped)
-            self._skipped = 0
-
     def _too_late(self, left: float | None) -> str | None:
         """Why a save is not begun; the same on all ranks."""
         text = None
@@ -271,13 +192,14 @@ class Checkpointer:
             if takes is not None and takes > left:
                 text = f"a save takes about {takes:.1f} s, and {max(0.0, left):.1f} s are left"
                 self._reporter.note("checkpoint-late", text, seconds=takes, left=left)
-        told: str | None = self._exchange.broadcast(self._next_plan(), text)
+        told: str | None = self._due.told(text)
         return told
 
     def _begin(
         self, step: int, reason: Reason, finished: bool, content: Callable[[], Content], *, thorough: bool
     ) -> None:
-        self._numbers, self._plans_read = self._numbers + 1, self._plans
+        self._numbers += 1
+        self._due.save_begins()
         order, begun = Order(self._numbers, step, reason, finished, time.monotonic()), time.perf_counter()
         mine = staged = error = None
         try:
@@ -325,7 +247,7 @@ class Checkpointer:
             raise UserError(verdict["error"])
         if verdict["error"] is None:
             self.last = Base.model_validate(verdict["base"])
-            self._forget_plans()
+            self._due.save_succeeded()
         failures: int = verdict["failures"]
         if failures >= MAX_FAILURES:
             self._given_up = self._given_up or f"step {save.order.step}: {self._failure}"
