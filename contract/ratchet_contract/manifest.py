@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Final, Literal
+from collections.abc import Mapping, Sequence
+from operator import is_
+from typing import Any, Final, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import checkpoint_dir_name
@@ -127,29 +129,90 @@ class Manifest(_Model):
         return sum(f.size for f in self.files)
 
 
-def _canonical(data: dict[str, Any]) -> bytes:
-    body = {k: v for k, v in data.items() if k != "digest"}
-    return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+_ENTRIES: Final = TypeAdapter(list[TensorEntry])
+
+
+def dump_entries(entries: Sequence[TensorEntry]) -> str:
+    """JSON text of a list of tensors."""
+    return _ENTRIES.dump_json(list(entries)).decode()
+
+
+def parse_entries(text: bytes | str) -> list[TensorEntry]:
+    """Inverse of ``dump_entries``. Raises ``ValidationError``."""
+    return _ENTRIES.validate_json(text)
+
+
+def same_entries(one: Sequence[TensorEntry], other: Sequence[TensorEntry]) -> bool:
+    """Are these the very objects? Entries do not change, so that what was found of one list holds of the other."""
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+class _Rendered(NamedTuple):
+    """The value of a key in the text that the digest is of, and in the file."""
+
+    canonical: bytes
+    lines: bytes
 
 
 def seal(manifest: Manifest) -> tuple[Manifest, bytes]:
     """The manifest with its digest, and the bytes to write."""
-    data = json.loads(manifest.model_dump_json())  # not ``model_dump``: it would keep NaN, which is no JSON
-    digest = hashlib.sha256(_canonical(data)).hexdigest()
-    data["digest"] = digest
-    return manifest.model_copy(update={"digest": digest}), _lines(data)
+    return Sealer().seal(manifest)
 
 
-def _lines(data: dict[str, Any]) -> bytes:
+class Sealer:
+    """Seals one manifest after the other. The list of tensors is most of a manifest, and from save to save it is the same: it is
+    rendered when it is new."""
+
+    def __init__(self) -> None:
+        self._tensors: tuple[TensorEntry, ...] = ()
+        self._rendered = _Rendered(b"[]", b"[]")
+
+    def seal(self, manifest: Manifest) -> tuple[Manifest, bytes]:
+        """As ``seal``."""
+        if not same_entries(manifest.tensors, self._tensors):
+            value = json.loads(_ENTRIES.dump_json(manifest.tensors))
+            self._rendered = _Rendered(_canonical_text(value), _lines_text(value))
+            self._tensors = tuple(manifest.tensors)
+        # Not ``model_dump``: it would keep NaN, which is no JSON. It has the keys in the order of the fields.
+        rest = json.loads(manifest.model_dump_json(exclude={"tensors"}))
+        data = {key: rest.get(key) for key in type(manifest).model_fields}
+        data["digest"] = digest = _digest(data, {"tensors": self._rendered})
+        return manifest.model_copy(update={"digest": digest}), _lines(data, {"tensors": self._rendered})
+
+
+_NOTHING: Final[Mapping[str, _Rendered]] = {}
+
+
+def _digest(data: dict[str, Any], rendered: Mapping[str, _Rendered] = _NOTHING) -> str:
+    """SHA-256 in hex of the canonical JSON, with sorted keys and no spaces, of all but the digest."""
+    hasher, comma = hashlib.sha256(b"{"), b""
+    for key in sorted(data):
+        if key != "digest":
+            hasher.update(comma + _canonical_text(key) + b":")
+            hasher.update(rendered[key].canonical if key in rendered else _canonical_text(data[key]))
+            comma = b","
+    hasher.update(b"}")
+    return hasher.hexdigest()
+
+
+def _canonical_text(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def _lines(data: dict[str, Any], rendered: Mapping[str, _Rendered]) -> bytes:
     """A line per key, and per entry of the long lists: for readers, without the slow encoder that indents everything."""
-    lines = []
+    parts, comma = [b"{\n"], b""
     for key, value in data.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            text = "[\n  " + ",\n  ".join(json.dumps(item, allow_nan=False) for item in value) + "\n ]"
-        else:
-            text = json.dumps(value, allow_nan=False)
-        lines.append(f" {json.dumps(key)}: {text}")
-    return ("{\n" + ",\n".join(lines) + "\n}").encode()
+        parts.append(comma + b" " + json.dumps(key).encode() + b": ")
+        parts.append(rendered[key].lines if key in rendered else _lines_text(value))
+        comma = b",\n"
+    return b"".join([*parts, b"\n}"])
+
+
+def _lines_text(value: Any) -> bytes:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return ("[\n  " + ",\n  ".join(json.dumps(item, allow_nan=False) for item in value) + "\n ]").encode()
+    return json.dumps(value, allow_nan=False).encode()
 
 
 def open_manifest(raw: bytes) -> Manifest:
@@ -161,7 +224,7 @@ def open_manifest(raw: bytes) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"manifest is not valid JSON: {error}") from None
     try:
-        digest = hashlib.sha256(_canonical(data)).hexdigest()
+        digest = _digest(data)
     except (ValueError, RecursionError) as error:  # NaN, lone surrogates, depth: json.loads lets them pass
         raise CheckpointError(f"manifest is not valid JSON: {error}") from None
     if digest != data.get("digest"):

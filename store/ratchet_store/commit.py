@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from ratchet_contract.errors import CheckpointError
-from ratchet_contract.manifest import Manifest, open_manifest, seal
+from ratchet_contract.manifest import Manifest, Sealer, open_manifest
 from ratchet_contract.paths import DELETED_MANIFEST_NAME, FINISHED_NAME, MANIFEST_NAME, parse_checkpoint_dir_name
 from ratchet_store.files import (
     DAMAGED,
     EXISTS,
     MISSING,
+    NOT_WRITTEN,
     fsync_dir,
     not_read,
     not_written,
@@ -23,34 +25,50 @@ from ratchet_store.files import (
     write_all,
 )
 from ratchet_store.header import refuse_json_bomb
-from ratchet_store.structure import check_structure
+from ratchet_store.structure import StructureCheck, check_structure
 
 MAX_MANIFEST: Final = 256 << 20  # bytes; about a million tensors
 
 
 def commit(directory: Path, manifest: Manifest) -> Manifest:
-    """Make the checkpoint in ``directory`` count; returns the sealed manifest.
+    """A single commit by a ``ManifestWriter``: the sealed manifest."""
+    return ManifestWriter().commit(directory, manifest)
 
-    All rank files must be there with their sizes. ``MANIFEST.json.tmp`` -> fsync -> rename -> fsync of the directory, of
-    ``checkpoints`` and of the job's folder. Committing the same manifest again is fine. Raises ``CheckpointError``: incomplete
-    or inconsistent (``checkpoint-damaged``), another manifest is there (``checkpoint-exists``), the system refuses
-    (``checkpoint-not-written``).
-    """
-    _check_name(directory, manifest)
-    check_structure(manifest)
-    sealed, raw = seal(manifest)
-    path = directory / MANIFEST_NAME
-    check_files(directory, sealed)
-    try:
-        if (directory / DELETED_MANIFEST_NAME).exists():
-            raise CheckpointError(f"{directory} is being deleted: save the step again under a new attempt", code=EXISTS)
-        if not _already(directory, sealed):
-            _write_by_rename(path, raw)
-        for folder in (directory, *directory.parents[:2]):  # others made the job's folder, perhaps without a sync
-            fsync_dir(folder)
-    except OSError as error:
-        raise not_written(path, error) from error
-    return sealed
+
+class ManifestWriter:
+    """Commits one checkpoint after the other, and does not check and render a list of tensors again that is as in the last."""
+
+    def __init__(self) -> None:
+        self._structure, self._sealer = StructureCheck(), Sealer()
+
+    def commit(self, directory: Path, manifest: Manifest) -> Manifest:
+        """Make the checkpoint in ``directory`` count; returns the sealed manifest.
+
+        All rank files must be there with their sizes. ``MANIFEST.json.tmp`` -> fsync -> rename -> fsync of the directory, of
+        ``checkpoints`` and of the job's folder. Committing the same manifest again is fine. Raises ``CheckpointError``:
+        incomplete or inconsistent (``checkpoint-damaged``), another manifest is there (``checkpoint-exists``), the system refuses
+        (``checkpoint-not-written``): the manifest is taken away again then, where it had got its name, so that the step may be
+        saved again.
+        """
+        _check_name(directory, manifest)
+        self._structure.check(manifest)
+        sealed, raw = self._sealer.seal(manifest)
+        path = directory / MANIFEST_NAME
+        check_files(directory, sealed)
+        new = False
+        try:
+            if (directory / DELETED_MANIFEST_NAME).exists():
+                raise CheckpointError(
+                    f"{directory} is being deleted: save the step again under a new attempt", code=EXISTS
+                )
+            new = not _already(directory, sealed)
+            if new:
+                _write_by_rename(path, raw)
+            for folder in (directory, *directory.parents[:2]):  # others made the job's folder, perhaps without a sync
+                fsync_dir(folder)
+        except OSError as error:
+            raise (_taken_back(path, error) if new else not_written(path, error)) from error
+        return sealed
 
 
 def mark_finished(directory: Path) -> None:
@@ -141,6 +159,24 @@ def _already(directory: Path, sealed: Manifest) -> bool:
             f"{directory} is already committed with digest {there.digest}: it is not replaced", code=EXISTS
         )
     return True
+
+
+def _taken_back(path: Path, error: OSError) -> CheckpointError:
+    """What to raise where a new manifest may have its name, but ``error`` came before that was known to last. It must not be
+    counted on, and a second sync would prove nothing, since the system tells such an error once; so the name goes again. A
+    loss of power may bring it back, with all that it speaks of: what it was before its report."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as refused:
+        reason = (
+            f"checkpoint file {path} has its name, but the system would not say that this outlasts a loss of power "
+            f"({error.strerror or error}), nor take it away again ({refused.strerror or refused}): it does not count as saved, "
+            "though a resume takes it where it finds it whole. Older checkpoints are untouched."
+        )
+        return CheckpointError(reason, code=NOT_WRITTEN)
+    with suppress(OSError):  # whoever removes the rest syncs first
+        fsync_dir(path.parent)
+    return not_written(path, error)
 
 
 def _write_by_rename(path: Path, raw: bytes) -> None:

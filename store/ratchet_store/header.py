@@ -56,34 +56,55 @@ def stored_of(entry: TensorEntry, data_start: int) -> Stored:
     return Stored(entry.dtype, shape, begin, begin + entry.nbytes)
 
 
-def build_header(stored: dict[str, Stored], state_text: str) -> bytes:
-    """Length field and JSON, padded so that the data starts on a multiple of ``ALIGNMENT``. Raises ``StateError``."""
-    text = _text(stored, {STATE_METADATA_KEY: state_text})
-    length = -(-(LENGTH_BYTES + len(text)) // ALIGNMENT) * ALIGNMENT - LENGTH_BYTES
-    if length > MAX_HEADER or _values(text) > MAX_JSON_VALUES:
+def members_of(stored: dict[str, Stored]) -> bytes:
+    """What of a header follows from the tensors alone: their entries as JSON, without the braces around them."""
+    body = {
+        key: {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        for key, (dtype, shape, begin, end) in stored.items()
+    }
+    return _dump(body)[1:-1]
+
+
+def build_header(members: bytes, state_text: str) -> tuple[bytes, bytes, bytes]:
+    """Length field and JSON, padded so that the data starts on a multiple of ``ALIGNMENT``, in pieces, since ``members`` (of
+    ``members_of``) may be long. Raises ``StateError``."""
+    parts = _joined({STATE_METADATA_KEY: state_text}, members)
+    size = sum(map(len, parts))
+    length = -(-(LENGTH_BYTES + size) // ALIGNMENT) * ALIGNMENT - LENGTH_BYTES
+    # A value has a byte at least.
+    if length > MAX_HEADER or (size > MAX_JSON_VALUES and sum(map(_values, parts)) > MAX_JSON_VALUES):
         raise StateError(
             f"a rank's JSON state and tensor list need {length} bytes, more than a checkpoint file can hold ({MAX_HEADER}): "
             "keep large values in tensors"
         )
-    return length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length)
+    return _framed(parts, size, length)
 
 
 def model_header(stored: dict[str, Stored], metadata: dict[str, str]) -> bytes:
     """The same for a file that other programs read, with whole tensors and metadata of one's own. Raises ``StateError``."""
-    text = _text(stored, metadata)
-    length = -(-len(text) // 8) * 8
+    parts = _joined(metadata, members_of(stored))
+    size = sum(map(len, parts))
+    length = -(-size // 8) * 8
     if length > MAX_HEADER:
         raise StateError(
             f"the list of tensors needs {length} bytes, more than a safetensors file can hold ({MAX_HEADER})"
         )
-    return length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length)
+    return b"".join(_framed(parts, size, length))
 
 
-def _text(stored: dict[str, Stored], metadata: dict[str, str]) -> bytes:
-    body: dict[str, Any] = {"__metadata__": metadata}
-    for key, (dtype, shape, begin, end) in stored.items():
-        body[key] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    return json.dumps(body, separators=(",", ":"), ensure_ascii=True).encode()
+def _joined(metadata: dict[str, str], members: bytes) -> tuple[bytes, bytes, bytes]:
+    """The JSON, in pieces."""
+    return b'{"__metadata__":' + _dump(metadata) + (b"," if members else b""), members, b"}"
+
+
+def _framed(parts: tuple[bytes, bytes, bytes], size: int, length: int) -> tuple[bytes, bytes, bytes]:
+    """``size`` bytes of JSON behind the field that says ``length``, padded to it."""
+    first, members, last = parts
+    return length.to_bytes(LENGTH_BYTES, "little") + first, members, last.ljust(len(last) + length - size)
+
+
+def _dump(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=True).encode()
 
 
 def parse_header(raw: bytes) -> tuple[dict[str, Stored], str]:

@@ -45,17 +45,28 @@ class Retained(NamedTuple):
 
 @dataclass(frozen=True)
 class _Own:
-    """One of the attempt's checkpoints as it was committed."""
+    """One of the attempt's checkpoints as it was committed. ``files``: paths and sizes. Paths are plain text, since to put one
+    together costs more than to look at what is there."""
 
     directory: Path
     manifest: tuple[int, int, int]
     files: tuple[tuple[str, int], ...]
 
+    @classmethod
+    def of(cls, directory: Path, manifest: Manifest) -> _Own:
+        """As it is on the disk now. Raises ``OSError``."""
+        files = tuple((f"{directory}/{entry.name}", entry.size) for entry in manifest.files)
+        return cls(directory, _identity(f"{directory}/{MANIFEST_NAME}"), files)
+
+    def has(self, name: str) -> bool:
+        """Is a file of that name there?"""
+        return os.path.lexists(f"{self.directory}/{name}")
+
     def whole(self) -> bool:
         """Are its files still there with their sizes, under the same manifest?"""
         try:
-            return _identity(self.directory / MANIFEST_NAME) == self.manifest and all(
-                os.lstat(self.directory / name).st_size == size for name, size in self.files
+            return _identity(f"{self.directory}/{MANIFEST_NAME}") == self.manifest and all(
+                os.lstat(path).st_size == size for path, size in self.files
             )
         except OSError:
             return False
@@ -89,11 +100,7 @@ class Keeper:
         """
         directory = self._checkpoints / checkpoint_dir_name(manifest.step, manifest.epoch)
         try:
-            seen = _Own(
-                directory,
-                _identity(directory / MANIFEST_NAME),
-                tuple((entry.name, entry.size) for entry in manifest.files),
-            )
+            seen = _Own.of(directory, manifest)
             there = self._there()
         except OSError as error:
             return Retained([], self._notes([("checkpoint-not-deleted", str(not_read(directory, error)))]))
@@ -133,7 +140,7 @@ class Keeper:
         pinned: set[Id] = set()
         free = 0
         for step in steps:
-            if os.path.lexists(self._own[step].directory / PINNED_NAME):
+            if self._own[step].has(PINNED_NAME):
                 pinned.add((step, self._epoch))
                 continue
             free += 1
@@ -149,7 +156,7 @@ class Keeper:
         """Is it the newest of the attempt's whose every byte the service has read and found right?"""
 
         def verified(one: int) -> bool:
-            return os.path.lexists(self._own[one].directory / VERIFIED_NAME)
+            return self._own[one].has(VERIFIED_NAME)
 
         return verified(step) and not any(verified(one) for one in steps if one > step and one in self._own)
 
@@ -223,6 +230,6 @@ class _Values:
             return f"{begin}: it was logged at step {step}, but at no step that was saved. Log it at those steps"
 
 
-def _identity(path: Path) -> tuple[int, int, int]:
+def _identity(path: str) -> tuple[int, int, int]:
     found = os.lstat(path)
     return found.st_ino, found.st_size, found.st_mtime_ns

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import xxhash
 
 from ratchet_contract.errors import CheckpointError, StateError
-from ratchet_contract.manifest import RANK_PREFIX, FileEntry, TensorEntry
+from ratchet_contract.manifest import RANK_PREFIX, FileEntry, TensorEntry, dump_entries
 from ratchet_contract.paths import DELETED_MANIFEST_NAME, MANIFEST_NAME, rank_file_name
 from ratchet_store.files import EXISTS, ensure_dir, fsync_dir, not_written, replacing, start_writeback
-from ratchet_store.header import ITEMSIZE, MAX_DIMENSIONS, Stored, build_header, is_whole
+from ratchet_store.header import ITEMSIZE, MAX_DIMENSIONS, Stored, build_header, is_whole, members_of
 
 JsonValue = Any
 BytesLike = Any
@@ -26,11 +25,14 @@ BLOCK: Final = 16 << 20  # bytes of the file under one digest: what a reader rea
 CHUNK: Final = 1 << 20  # hashed, then written while still in the processor's cache; divides a block
 _WRITEBACK: Final = 8 << 20  # bytes after which the disk is told to begin: write + fsync then take about half the time
 _BATCH: Final = 256  # buffers per writev; Linux allows 1024
+_SMALL: Final = 4096  # bytes: below, a copy costs less than what Python does for a buffer of its own
+_EMPTY: Final = memoryview(b"")
 _MAX_DEPTH: Final = 64
+_KEYS: Final = frozenset({str})
+_ATOMS: Final = frozenset({str, int, bool, type(None)})
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A tensor, or consecutive elements of one.
 
     ``shape`` is the whole tensor's, ``start`` the first element (row-major) in ``data``, ``dtype`` safetensors' name ("F32",
@@ -44,42 +46,147 @@ class Piece:
     data: BytesLike
 
 
+class Written(NamedTuple):
+    """The manifest's entries of a file that was written, those of the tensors in file order. ``listing``: the same as JSON text.
+    Where they are those of the writer's last file, they are the same objects."""
+
+    file: FileEntry
+    tensors: tuple[TensorEntry, ...]
+    listing: str
+
+
 def write_rank_file(
     directory: Path, rank: int, world_size: int, pieces: Sequence[Piece], state: JsonValue
 ) -> tuple[FileEntry, list[TensorEntry]]:
-    """Write ``rank-<rank>-of-<world_size>.safetensors`` durably; returns the manifest's entries for it, in file order.
+    """A single file by a ``RankWriter``: the manifest's entries for it, in file order."""
+    written = RankWriter(rank, world_size).write(directory, pieces, state)
+    return written.file, list(written.tensors)
 
-    ``.tmp``, hashed while written, fsync, rename, fsync of the directory (created when missing). Nothing of it counts before
-    ``commit``. Raises ``StateError`` for what cannot be stored (names the tensor or key) and ``CheckpointError`` when the system
-    refuses (``checkpoint-not-written``; the ``.tmp`` is removed) or the directory holds a committed checkpoint.
-    """
-    name = rank_file_name(rank, world_size)
-    text = encode_state(state)
-    buffers = [_buffer(piece) for piece in pieces]
-    # Wide elements first: without gaps between tensors, every one then starts on a multiple of its element size. Among those of
-    # a width what all ranks share lies together: it is what other ranks read of this file.
-    order = sorted(
-        range(len(pieces)), key=lambda i: (-ITEMSIZE[pieces[i].dtype], pieces[i].name.startswith(RANK_PREFIX))
-    )
-    header, entries = _layout(name, [(pieces[i], len(buffers[i])) for i in order], text)
-    path = directory / name
-    try:
-        ensure_dir(directory)
-        _refuse_committed(directory)
-        size, digests = _write(path, [memoryview(header), *(buffers[i] for i in order)])
-    except OSError as error:
-        raise not_written(path, error, len(header) + sum(map(len, buffers))) from error
-    return FileEntry(name=name, rank=rank, size=size, block_size=BLOCK, blocks=digests), entries
+
+class RankWriter:
+    """Writes the files of one rank, save after save, for one thread. From save to save the tensors have other bytes, seldom
+    other names or shapes: what follows from these is checked and made when they are new, and kept."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._name = rank, rank_file_name(rank, world_size)
+        self._layout: _Layout | None = None
+
+    def write(self, directory: Path, pieces: Sequence[Piece], state: JsonValue) -> Written:
+        """Write ``rank-<rank>-of-<world_size>.safetensors`` durably.
+
+        ``.tmp``, hashed while written, fsync, rename, fsync of the directory (created when missing). Nothing of it counts before
+        ``commit``. Raises ``StateError`` for what cannot be stored (names the tensor or key) and ``CheckpointError`` when the
+        system refuses (``checkpoint-not-written``; the ``.tmp`` is removed) or the directory holds a committed checkpoint.
+        """
+        text = encode_state(state)
+        layout, buffers = self._laid_out(pieces)
+        header = build_header(layout.members, text)
+        data_start = sum(map(len, header))
+        tensors, listing = layout.entries(data_start)
+        path = directory / self._name
+        try:
+            ensure_dir(directory)
+            _refuse_committed(directory)
+            size, digests = _write(path, [*(memoryview(part) for part in header), *(buffers[i] for i in layout.order)])
+        except OSError as error:
+            raise not_written(path, error, data_start + sum(layout.sizes)) from error
+        file = FileEntry(name=self._name, rank=self._rank, size=size, block_size=BLOCK, blocks=digests)
+        return Written(file, tensors, listing)
+
+    def _laid_out(self, pieces: Sequence[Piece]) -> tuple[_Layout, list[memoryview]]:
+        """The pieces' bytes, flat, and where they go; checked against the descriptions, unless these are as they were."""
+        *told, data = zip(*pieces, strict=True) if pieces else ((), ())
+        if self._layout is not None and self._layout.told == told:
+            try:
+                buffers = [view.cast("B") if view.nbytes else _EMPTY for view in (memoryview(one) for one in data)]
+            except TypeError:
+                pass  # said below, with the name
+            else:
+                if self._layout.sizes == list(map(len, buffers)):
+                    return self._layout, buffers
+        buffers = [_buffer(piece) for piece in pieces]
+        self._layout = _Layout(self._name, told, buffers)
+        return self._layout, buffers
+
+
+class _Layout:
+    """What follows from names, dtypes, shapes and starts, which ``told`` has one after the other, and from the sizes of pieces
+    that were found right. ``sizes`` (bytes) are in their order, ``order`` has their numbers in that of the file. Raises
+    ``StateError``."""
+
+    def __init__(self, file: str, told: list[tuple[Any, ...]], buffers: Sequence[memoryview]) -> None:
+        self._file, self.told, self.sizes = file, told, list(map(len, buffers))
+        self._pieces: list[tuple[str, str, tuple[int, ...], int]] = list(zip(*told, strict=True))
+        # Wide elements first: without gaps between tensors, every one then starts on a multiple of its element size. Among those
+        # of a width what all ranks share lies together: it is what other ranks read of this file.
+        self.order = sorted(
+            range(len(buffers)), key=lambda i: (-ITEMSIZE[told[1][i]], told[0][i].startswith(RANK_PREFIX))
+        )
+        self._stored = self._place()
+        self.members = members_of(self._stored)
+        self._entries: tuple[int, tuple[TensorEntry, ...], str] | None = None
+
+    def entries(self, data_start: int) -> tuple[tuple[TensorEntry, ...], str]:
+        """The manifest's entries and their JSON text, in file order. A header grows by pages: ``data_start`` seldom changes."""
+        if self._entries is None or self._entries[0] != data_start:
+            made = tuple(
+                TensorEntry(
+                    name=name, file=self._file, offset=data_start + place.begin, nbytes=place.end - place.begin,
+                    shape=list(shape), dtype=dtype, start=start,
+                )
+                for (name, dtype, shape, start), place in zip(
+                    (self._pieces[i] for i in self.order), self._stored.values(), strict=True
+                )
+            )  # fmt: skip
+            self._entries = data_start, made, dump_entries(made)
+        return self._entries[1:]
+
+    def _place(self) -> dict[str, Stored]:
+        """The header's entries, in file order."""
+        stored: dict[str, Stored] = {}
+        position = 0
+        for i in self.order:
+            (name, dtype, shape, start), nbytes = self._pieces[i], self.sizes[i]
+            whole = is_whole(shape, dtype, start, nbytes)
+            key = name if whole else f"{name}#{start}"
+            if key in stored or key == "__metadata__":
+                raise StateError(f"tensor name {key!r} occurs twice in a rank file, or is reserved: rename it")
+            there = shape if whole else (nbytes // ITEMSIZE[dtype],)
+            stored[key] = Stored(dtype, there, position, position + nbytes)
+            position += nbytes
+        return stored
 
 
 def encode_state(state: JsonValue) -> str:
     """JSON text from which exactly ``state`` comes back. Raises ``StateError`` with the key for anything that would change:
     keys that are not strings, tuples, NaN and infinities, other types."""
-    _check_json(state, "", 0)
+    if not _is_json([state], 0):
+        _refuse_json(state, "", 0)
     return json.dumps(state, separators=(",", ":"), allow_nan=False)
 
 
-def _check_json(value: JsonValue, pointer: str, depth: int) -> None:
+def _is_json(values: Iterable[JsonValue], depth: int) -> bool:
+    """Would JSON give back all of ``values``, which lie at this depth?"""
+    if depth > _MAX_DEPTH:
+        return False
+    for value in values:
+        kind = type(value)
+        if kind is list:
+            if not _is_json(value, depth + 1):
+                return False
+        elif kind is dict:
+            if not (set(map(type, value)) <= _KEYS and _is_json(value.values(), depth + 1)):
+                return False
+        elif kind is float:
+            if not math.isfinite(value):
+                return False
+        elif kind not in _ATOMS:
+            return False
+    return True
+
+
+def _refuse_json(value: JsonValue, pointer: str, depth: int) -> None:
+    """Raise ``StateError`` for what is wrong with a state, and where."""
     if depth > _MAX_DEPTH:
         raise StateError(f"state at {pointer or '/'} is nested deeper than {_MAX_DEPTH} levels")
     if type(value) is dict:
@@ -88,16 +195,16 @@ def _check_json(value: JsonValue, pointer: str, depth: int) -> None:
                 raise StateError(
                     f"state at {pointer or '/'} has the key {key!r}, which is not a string: JSON would change it"
                 )
-            _check_json(item, f"{pointer}/{key}", depth + 1)
+            _refuse_json(item, f"{pointer}/{key}", depth + 1)
     elif type(value) is list:
         for index, item in enumerate(value):
-            _check_json(item, f"{pointer}/{index}", depth + 1)
+            _refuse_json(item, f"{pointer}/{index}", depth + 1)
     elif type(value) is float:
         if not math.isfinite(value):
             raise StateError(
                 f"state at {pointer or '/'} is {value!r}, which JSON has no word for: encode it as a string"
             )
-    elif value is not None and type(value) not in (str, int, bool):
+    elif type(value) not in _ATOMS:
         raise StateError(
             f"state at {pointer or '/'} is a {type(value).__name__}: JSON would not give it back unchanged"
         )
@@ -113,7 +220,7 @@ def _buffer(piece: Piece) -> memoryview:
     try:
         piece.name.encode()
         view = memoryview(piece.data)
-        flat = memoryview(b"") if view.nbytes == 0 else view.cast("B")
+        flat = view.cast("B") if view.nbytes else _EMPTY
     except (TypeError, UnicodeEncodeError) as error:
         raise StateError(f"{where} has no usable name or contiguous bytes ({error}): hand over a uint8 view") from None
     numel = math.prod(piece.shape)
@@ -127,29 +234,6 @@ def _buffer(piece: Piece) -> memoryview:
     if count == 0 and numel:
         raise StateError(f"{where}: a piece without elements of a tensor that has some")
     return flat
-
-
-def _layout(file: str, pieces: list[tuple[Piece, int]], text: str) -> tuple[bytes, list[TensorEntry]]:
-    """The header and the manifest's entries; ``pieces`` with their sizes in bytes, in file order."""
-    stored: dict[str, Stored] = {}
-    position = 0
-    for piece, nbytes in pieces:
-        whole = is_whole(piece.shape, piece.dtype, piece.start, nbytes)
-        key = piece.name if whole else f"{piece.name}#{piece.start}"
-        if key in stored or key == "__metadata__":
-            raise StateError(f"tensor name {key!r} occurs twice in a rank file, or is reserved: rename it")
-        shape = piece.shape if whole else (nbytes // ITEMSIZE[piece.dtype],)
-        stored[key] = Stored(piece.dtype, shape, position, position + nbytes)
-        position += nbytes
-    header = build_header(stored, text)
-    entries = [
-        TensorEntry(
-            name=piece.name, file=file, offset=len(header) + place.begin, nbytes=nbytes, shape=list(piece.shape),
-            dtype=piece.dtype, start=piece.start,
-        )
-        for (piece, nbytes), place in zip(pieces, stored.values(), strict=True)
-    ]  # fmt: skip
-    return header, entries
 
 
 def _refuse_committed(directory: Path) -> None:
@@ -171,21 +255,25 @@ def _write(path: Path, buffers: list[memoryview]) -> tuple[int, list[str]]:
 def _stream(fd: int, buffers: list[memoryview]) -> tuple[int, list[str]]:
     """Write in chunks of the file, each hashed just before; system calls and hashing of a chunk leave the GIL to others."""
     hasher, digests = xxhash.xxh3_128(), []
-    size, started = 0, 0
-    batch: list[memoryview] = []
-    pending, room = 0, CHUNK  # bytes in the batch, and still to come in this chunk of the file
+    size, started, room = 0, 0, CHUNK  # bytes written, told to the disk, and still to come in this chunk of the file
+    batch: list[memoryview | bytes] = []
+    small: list[memoryview] = []
     for buffer in buffers:
         begin, end = 0, len(buffer)
+        if end < _SMALL and end < room:
+            small.append(buffer)
+            room -= end
+            continue
         while begin < end:
+            if small:
+                batch.append(b"".join(small))
+                small = []
             part = buffer[begin : begin + room]
-            hasher.update(part)
             batch.append(part)
-            count = len(part)
-            begin, pending, room = begin + count, pending + count, room - count
+            begin, room = begin + len(part), room - len(part)
             if room and len(batch) < _BATCH:
                 continue
-            _writev_all(fd, batch)
-            size, batch, pending = size + pending, [], 0
+            size, batch = size + _writev_all(fd, batch, hasher), []
             if room:
                 continue
             room = CHUNK
@@ -195,17 +283,22 @@ def _stream(fd: int, buffers: list[memoryview]) -> tuple[int, list[str]]:
             if size - started >= _WRITEBACK:
                 start_writeback(fd, started, size - started)
                 started = size
-    _writev_all(fd, batch)
-    size += pending
+    size += _writev_all(fd, [*batch, b"".join(small)], hasher)
     if size % BLOCK:
         digests.append(hasher.hexdigest())
     return size, digests
 
 
-def _writev_all(fd: int, batch: list[memoryview]) -> None:
-    while batch:
+def _writev_all(fd: int, batch: list[memoryview | bytes], hasher: xxhash.xxh3_128) -> int:
+    """Hash and write; bytes."""
+    for buffer in batch:
+        hasher.update(buffer)
+    count = left = sum(map(len, batch))
+    while left:
         written = os.writev(fd, batch)
+        left -= written
         while batch and written >= len(batch[0]):
             written -= len(batch.pop(0))
         if batch:
             batch[0] = batch[0][written:]
+    return count

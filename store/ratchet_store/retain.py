@@ -180,13 +180,15 @@ def _remove_tree(directory: Path) -> None:
     if not directory.is_dir() or directory.is_symlink():
         return
     for last in (False, True):
-        for entry in sorted(directory.iterdir()):
-            if entry.name == DELETED_MANIFEST_NAME:
+        with os.scandir(directory) as found:
+            entries = sorted((entry.name, entry.is_dir(follow_symlinks=False)) for entry in found)
+        for name, is_dir in entries:
+            if name == DELETED_MANIFEST_NAME:
                 continue
-            if entry.is_dir() and not entry.is_symlink():
-                _remove_tree(entry)
+            if is_dir:
+                _remove_tree(directory / name)
             else:
-                entry.unlink(missing_ok=True)
+                (directory / name).unlink(missing_ok=True)
         (directory / DELETED_MANIFEST_NAME).unlink(missing_ok=True)
         try:
             directory.rmdir()

@@ -8,7 +8,7 @@ from collections import defaultdict
 from typing import Final
 
 from ratchet_contract.errors import CheckpointError
-from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX, FileEntry, Manifest, TensorEntry
+from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX, FileEntry, Manifest, TensorEntry, same_entries
 from ratchet_contract.paths import rank_file_name
 from ratchet_store.header import ITEMSIZE, LENGTH_BYTES, MAX_DIMENSIONS
 
@@ -18,6 +18,33 @@ _DIGEST: Final = re.compile("[0-9a-f]{32}")
 def check_structure(manifest: Manifest) -> None:
     """Every rank has its one file with a digest per block, every piece lies inside its file, every tensor is there exactly once,
     private ones whole and in their rank's file. Raises ``CheckpointError``."""
+    StructureCheck().check(manifest)
+
+
+class StructureCheck:
+    """Checks one manifest after the other. The list of tensors is seldom another than the last: of one that was found right only
+    what other files would change is asked again."""
+
+    def __init__(self) -> None:
+        self._tensors: tuple[TensorEntry, ...] = ()
+        self._ends: dict[str, int] = {}  # by file, bytes: behind the last tensor in it
+
+    def check(self, manifest: Manifest) -> None:
+        """As ``check_structure``."""
+        _check_list_of_files(manifest)
+        sizes = {file.name: file.size for file in manifest.files}
+        if not self._found_right(manifest, sizes):
+            self._ends = _check_tensors(manifest, sizes)
+            self._tensors = tuple(manifest.tensors)
+
+    def _found_right(self, manifest: Manifest, sizes: dict[str, int]) -> bool:
+        """The same tensors, in files that reach as far. The names of these say of how many ranks they are."""
+        return same_entries(manifest.tensors, self._tensors) and all(
+            end <= sizes.get(file, -1) for file, end in self._ends.items()
+        )
+
+
+def _check_list_of_files(manifest: Manifest) -> None:
     ranks = {file.rank: file.name for file in manifest.files}
     if (
         len(manifest.files) != manifest.world_size
@@ -27,7 +54,10 @@ def check_structure(manifest: Manifest) -> None:
         raise CheckpointError(f"the manifest does not list one file for each of {manifest.world_size} ranks")
     for file in manifest.files:
         _check_digests(manifest, file)
-    sizes = {f.name: f.size for f in manifest.files}
+
+
+def _check_tensors(manifest: Manifest, sizes: dict[str, int]) -> dict[str, int]:
+    """Where in each file the last tensor ends, once all are found right."""
     by_file: dict[str, list[TensorEntry]] = defaultdict(list)
     by_name: dict[str, list[TensorEntry]] = defaultdict(list)
     for entry in manifest.tensors:
@@ -38,6 +68,7 @@ def check_structure(manifest: Manifest) -> None:
         _check_no_overlap(name, entries)
     for name, entries in by_name.items():
         _check_covered(name, entries, manifest.world_size)
+    return {file: max(entry.offset + entry.nbytes for entry in entries) for file, entries in by_file.items()}
 
 
 def file_order(entries: list[TensorEntry]) -> list[TensorEntry]:
