@@ -31,7 +31,7 @@ NEVER: Any = lambda: pytest.fail("nothing is given up")  # noqa: E731
 
 def _launch(root: Path) -> Any:
     policy = SimpleNamespace(step_deadline=10)
-    spec = SimpleNamespace(policy=policy, checkpoint=CheckpointSpec(), task=None)
+    spec = SimpleNamespace(policy=policy, checkpoint=CheckpointSpec(), task=None, digest=lambda: "spec")
     return SimpleNamespace(job_root=str(root), job_id="job", epoch=1, spec=spec, save_seconds=None)
 
 

@@ -1,0 +1,133 @@
+"""Rank 0's commits, one after the other, with the real store of messages, files and manifests. What it remembers of the ranks'
+lists of tensors is never that of another save."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from ratchet_contract.manifest import HookRecord, parse_entries
+from ratchet_contract.paths import JobPaths
+from ratchet_contract.resume import Base
+from ratchet_contract.spec_checkpoint import CheckpointSpec
+from ratchet_hooks.summary import HookSummary
+from ratchet_store import commit as store_commit
+from ratchet_store.commit import read_manifest
+from ratchet_store.rankfile import Piece, RankWriter
+from ratchet_store.read import CheckpointReader, verify
+from ratchet_worker.commitment import Committer, Order, Verdict
+from ratchet_worker.content import Content
+from ratchet_worker.exchange import Exchange
+from ratchet_worker.fingerprint import cut, number_of_parts, slice_digests
+from ratchet_worker.snapshot import Snapshot
+
+RANKS = 2
+SILENT: Any = SimpleNamespace(committed=lambda *_: None, deleted=lambda *_: None, note=lambda *_: None)
+
+
+class Saves:
+    """Two ranks that share one tensor; each has ``size`` bytes of its own, by rank."""
+
+    def __init__(self, root: Path) -> None:
+        self.paths = JobPaths(root)
+        store = HashStore()
+        self.exchanges = [Exchange(store, rank, RANKS, 10) for rank in range(RANKS)]
+        policy = SimpleNamespace(step_deadline=10)
+        spec = SimpleNamespace(policy=policy, checkpoint=CheckpointSpec(), hook=None, digest=lambda: "spec")
+        launch: Any = SimpleNamespace(
+            job_root=str(root), job_id="job", epoch=1, spec=spec, world_size=RANKS,
+            resolved=SimpleNamespace(code_digest=None),
+        )  # fmt: skip
+        self.committer = Committer(launch, self.exchanges[0], SILENT, Base())
+        self.writers = [RankWriter(rank, RANKS) for rank in range(RANKS)]
+        self.listings: list[str] = []
+        self.number = 0
+
+    def save(self, step: int, sizes: list[int]) -> Verdict:
+        self.number += 1
+        order = Order(self.number, step, "schedule", False, time.monotonic())
+        weight = torch.full((6,), float(step))
+        snapshot = Snapshot(shared={"w": weight})
+        parts = number_of_parts(snapshot.sizes(), RANKS)
+        digests = [slice_digests(slices, snapshot.shared) for slices in cut(snapshot.sizes(), parts)]
+        summaries = [
+            HookSummary(
+                name="n", rank=rank, step=step, phase="steady", iteration=step, compression_rate=1.0, elements_before=0,
+                elements_after=0, bytes_before=0, bytes_after=0,
+            )
+            for rank in range(RANKS)
+        ]  # fmt: skip
+        self.listings = []
+        for rank, exchange in enumerate(self.exchanges):
+            pieces = [
+                Piece("shared/w", "F32", (6,), 3 * rank, weight[3 * rank :][:3].numpy().tobytes()),
+                Piece(f"rank/{rank}/own", "U8", (sizes[rank],), 0, bytes([step]) * sizes[rank]),
+            ]
+            written = self.writers[rank].write(self.paths.checkpoint(step, 1), pieces, {"step": step})
+            mine = slice(rank * parts // RANKS, (rank + 1) * parts // RANKS)
+            report = {
+                "error": None, "step": step, "finished": False, "file": written.file.model_dump(), "parts": digests[mine],
+                "seen": {}, "summary": summaries[rank].model_dump_json(),
+            }  # fmt: skip
+            exchange.post(order.name, report, written.listing)
+            self.listings.append(written.listing)
+        content = Content(
+            snapshot, None, HookRecord(name="n", parameters={}, state_version=1), "equal", summaries[0], {}, None, None,
+            parts, lambda _: None,
+        )  # fmt: skip
+        return self.committer.decide(order, content, 0.0)
+
+    def check(self, step: int, sizes: list[int]) -> None:
+        """What is on the disk is what was saved, by the lists that were told."""
+        directory = self.paths.checkpoint(step, 1)
+        assert verify(directory).ok
+        manifest = read_manifest(directory)
+        assert manifest.tensors == [entry for text in self.listings for entry in parse_entries(text)]
+        reader = CheckpointReader(directory)
+        for rank, size in enumerate(sizes):
+            own = f"rank/{rank}/own"
+            assert bytes(reader.tensors([own])[own].data) == bytes([step]) * size
+        whole = reader.tensors("shared/")["shared/w"].data
+        assert torch.frombuffer(whole, dtype=torch.float32).tolist() == [float(step)] * 6
+
+
+def test_each_commit_has_the_tensors_that_the_ranks_told_for_it(tmp_path: Path) -> None:
+    saves = Saves(tmp_path)
+    for step, sizes in enumerate([[5, 5], [5, 5], [5, 9], [5, 9], [7, 5], [5, 5], [5, 5000], [5, 5]], 1):
+        assert saves.save(step, sizes)["error"] is None
+        saves.check(step, sizes)
+
+
+def test_a_list_told_with_a_save_that_failed_is_not_taken_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves = Saves(tmp_path)
+    assert saves.save(1, [5, 5])["error"] is None
+
+    def refuse(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store_commit, "_write_by_rename", refuse)
+        assert "Input/output error" in saves.save(2, [9, 9])["error"]
+    for step, sizes in ((3, [9, 5]), (4, [5, 5])):
+        assert saves.save(step, sizes)["error"] is None
+        saves.check(step, sizes)
+        assert read_manifest(saves.paths.checkpoint(step, 1)).parent.step == (1 if step == 3 else 3)
+
+
+def test_a_text_beside_a_value_arrives_as_it_was(tmp_path: Path) -> None:
+    store = HashStore()
+    ranks = [Exchange(store, rank, 3, 10) for rank in range(3)]
+    texts = ["", '[{"a": "é\\n"}]', "line\nline\n"]
+    for rank, text in zip(ranks, texts, strict=True):
+        rank.post("a", {"text": "x\ny"}, text)
+    found = ranks[0].collect_beside("a")
+    assert found == [({"text": "x\ny"}, text.encode()) for text in texts]
+    assert ranks[1].collect("a") == [{"text": "x\ny"}] * 3
