@@ -26,7 +26,7 @@ from examples.demo.processes import Service
 MEGABYTES: Final = 401  # what is meant by "at least 400 MB" when a manifest's header is not counted
 RANKS: Final = (1, 2, 4)
 ROUNDS: Final = {1: 5, 2: 5, 4: 3}  # by ranks: steps of four on two cores take long
-WAY_ROUNDS: Final = {1: 3, 2: 3, 4: 2}  # of these the others have
+WAY_ROUNDS: Final = {1: 3, 2: 3, 4: 3}  # of these the others have
 RESTORES: Final = {1: 3, 2: 3, 4: 0}
 BATCH: Final = 48  # samples per rank, for which a step of one rank takes about 0.3 s
 SIZES: Final = (50, 200, 1000)  # and what ``stalls`` has measured

@@ -42,7 +42,7 @@ class Setup:
     batch: int = 16
 
     def __str__(self) -> str:
-        others = f", {len(self.ways)} other ways" if self.ways else ""
+        others = f", beside {', '.join(self.ways)}" if self.ways else ""
         return f"{self.megabytes} MB, {self.ranks} rank{'s' * (self.ranks > 1)}, {self.staging}{others}"
 
 
