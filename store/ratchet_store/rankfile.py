@@ -68,7 +68,7 @@ class RankWriter:
     other names or shapes: what follows from these is checked and made when they are new, and kept."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self._rank, self._name = rank, rank_file_name(rank, world_size)
+        self.rank, self._name = rank, rank_file_name(rank, world_size)
         self._layout: _Layout | None = None
 
     def write(self, directory: Path, pieces: Sequence[Piece], state: JsonValue) -> Written:
@@ -90,7 +90,7 @@ class RankWriter:
             size, digests = _write(path, [*(memoryview(part) for part in header), *(buffers[i] for i in layout.order)])
         except OSError as error:
             raise not_written(path, error, data_start + sum(layout.sizes)) from error
-        file = FileEntry(name=self._name, rank=self._rank, size=size, block_size=BLOCK, blocks=digests)
+        file = FileEntry(name=self._name, rank=self.rank, size=size, block_size=BLOCK, blocks=digests)
         return Written(file, tensors, listing)
 
     def _laid_out(self, pieces: Sequence[Piece]) -> tuple[_Layout, list[memoryview]]:
