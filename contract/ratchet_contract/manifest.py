@@ -181,6 +181,8 @@ class Sealer:
 
 
 _NOTHING: Final[Mapping[str, _Rendered]] = {}
+_CANONICAL: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+_LINES: Final = json.JSONEncoder(allow_nan=False)
 
 
 def _digest(data: dict[str, Any], rendered: Mapping[str, _Rendered] = _NOTHING) -> str:
@@ -196,14 +198,14 @@ def _digest(data: dict[str, Any], rendered: Mapping[str, _Rendered] = _NOTHING) 
 
 
 def _canonical_text(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    return _CANONICAL.encode(value).encode()
 
 
 def _lines(data: dict[str, Any], rendered: Mapping[str, _Rendered]) -> bytes:
     """A line per key, and per entry of the long lists: for readers, without the slow encoder that indents everything."""
     parts, comma = [b"{\n"], b""
     for key, value in data.items():
-        parts.append(comma + b" " + json.dumps(key).encode() + b": ")
+        parts.append(comma + b" " + _LINES.encode(key).encode() + b": ")
         parts.append(rendered[key].lines if key in rendered else _lines_text(value))
         comma = b",\n"
     return b"".join([*parts, b"\n}"])
@@ -211,8 +213,8 @@ def _lines(data: dict[str, Any], rendered: Mapping[str, _Rendered]) -> bytes:
 
 def _lines_text(value: Any) -> bytes:
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        return ("[\n  " + ",\n  ".join(json.dumps(item, allow_nan=False) for item in value) + "\n ]").encode()
-    return json.dumps(value, allow_nan=False).encode()
+        return ("[\n  " + ",\n  ".join(_LINES.encode(item) for item in value) + "\n ]").encode()
+    return _LINES.encode(value).encode()
 
 
 def open_manifest(raw: bytes) -> Manifest:
