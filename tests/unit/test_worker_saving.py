@@ -19,8 +19,9 @@ from ratchet_contract.paths import JobPaths
 from ratchet_contract.resume import Base
 from ratchet_contract.spec_checkpoint import CheckpointSpec
 from ratchet_hooks.summary import HookSummary
+from ratchet_store.rankfile import RankWriter
 from ratchet_store.read import CheckpointReader
-from ratchet_worker import saver, staging
+from ratchet_worker import staging
 from ratchet_worker.checkpointer import Checkpointer
 from ratchet_worker.content import Content
 from ratchet_worker.exchange import Exchange
@@ -38,17 +39,18 @@ class Gate:
         self.closed: set[int] = set()
         self.waiting: set[int] = set()
         self._changed = threading.Condition()
-        real = saver.write_rank_file
+        real = RankWriter.write
 
-        def write(directory: Path, rank: int, *rest: Any) -> Any:
+        def write(self_: RankWriter, *rest: Any) -> Any:
+            rank = self_.rank
             with self._changed:
                 self.waiting.add(rank)
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: rank not in self.closed, 30)
                 self.waiting.discard(rank)
-            return real(directory, rank, *rest)
+            return real(self_, *rest)
 
-        monkeypatch.setattr(saver, "write_rank_file", write)
+        monkeypatch.setattr(RankWriter, "write", write)
 
     def close(self, *ranks: int) -> None:
         self.closed = set(ranks)
@@ -269,7 +271,7 @@ def test_the_third_failure_in_a_row_gives_up_and_nothing_is_begun_behind_it(
 
     group = Group(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(saver, "write_rank_file", refuse)
+        patched.setattr(RankWriter, "write", refuse)
         for number in (1, 2, 3):
             assert group.step(number) == [None, None]
         group.drain()

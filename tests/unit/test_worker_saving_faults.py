@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ratchet_contract.errors import StateError, UserError
-from ratchet_store.rankfile import write_rank_file
+from ratchet_store.rankfile import RankWriter
 from ratchet_worker import runtime as runtime_module
 from ratchet_worker import saver, staging
 from ratchet_worker.commitment import Committer, Order
@@ -223,14 +223,14 @@ def test_the_store_holds_no_more_after_many_saves_than_after_few(
 ) -> None:
     group = Group(tmp_path, when_busy="skip")
     store: Any = group.ranks[0]._exchange._store
-    real, found = write_rank_file, []
+    real, found = RankWriter.write, []
 
-    def every_other(directory: Path, *rest: Any) -> Any:
+    def every_other(self: RankWriter, directory: Path, *rest: Any) -> Any:
         if "1.a" in directory.name or "3.a" in directory.name or "5.a" in directory.name:
             raise StateError("no")
-        return real(directory, *rest)
+        return real(self, directory, *rest)
 
-    monkeypatch.setattr(saver, "write_rank_file", every_other)
+    monkeypatch.setattr(RankWriter, "write", every_other)
     for number in range(1, 9):
         group.step(number)
         group.drain()
@@ -245,7 +245,7 @@ def test_how_long_a_failed_save_took_says_nothing_of_the_next(tmp_path: Path, mo
     def refuse(*_: Any) -> None:
         raise StateError("the disk is on fire")
 
-    monkeypatch.setattr(saver, "write_rank_file", refuse)
+    monkeypatch.setattr(RankWriter, "write", refuse)
     group.step(1)
     group.drain()
     schedule: Any = group.ranks[0]._schedule

@@ -81,7 +81,7 @@ class Committer:
         if diverged is not None:
             return {"error": diverged}
         try:
-            tensors = self._listings.of([listing or r["tensors"].encode() for r, listing in told])
+            tensors = self._listings.of([listing for _, listing in told])
             digests = [fingerprint.part_digest(slices) for slices in own]
             manifest = self._writer.commit(directory, self._manifest(order, mine, reports, digests, tensors))
         except (RatchetError, OSError) as error:

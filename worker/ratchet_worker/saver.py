@@ -15,15 +15,13 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final, Generic, TypeVar
 
-from pydantic import TypeAdapter
-
 from ratchet_contract.errors import CheckpointError, RatchetError, StateError
-from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX, FileEntry, TensorEntry
+from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import JobPaths
 from ratchet_hooks.summary import HookSummary
 from ratchet_store.files import NOT_WRITTEN
-from ratchet_store.rankfile import write_rank_file
+from ratchet_store.rankfile import RankWriter, Written
 from ratchet_store.slices import Slice
 from ratchet_worker import fingerprint
 from ratchet_worker.commitment import Committer, Order, Verdict, written
@@ -36,7 +34,6 @@ from ratchet_worker.staging import Staged, Staging
 T = TypeVar("T")
 
 MAX_FAILURES: Final = 3
-_ENTRIES: Final = TypeAdapter(list[TensorEntry])
 
 
 @dataclass
@@ -97,6 +94,7 @@ class Saver:
     ) -> None:
         self._launch, self._exchange, self._reporter, self._committer = launch, exchange, reporter, committer
         self._staging, self._give_up = staging, give_up
+        self._writer = RankWriter(exchange.rank, exchange.world_size)
         self._cuts = fingerprint.Cuts()
         self._job = JobPaths(Path(launch.job_root))
         self._disk = Disk(self._job.checkpoints)
@@ -136,11 +134,11 @@ class Saver:
     def _save(self, save: Save) -> None:
         order, rank = save.order, self._exchange.rank
         try:
-            report = self._report(save)
+            report, listing = self._report(save)
         except (RatchetError, OSError, MemoryError) as error:
-            report = {"error": f"rank {rank}: {error}"}
+            report, listing = {"error": f"rank {rank}: {error}"}, ""
         save.release()
-        self._exchange.post(order.name, report)
+        self._exchange.post(order.name, report, listing)
         verdict: Verdict = {}
         if rank == 0:
             verdict = self._committer.decide(order, save.content, save.stall)
@@ -170,40 +168,49 @@ class Saver:
         elif save.verdict["failures"] >= MAX_FAILURES and not save.verdict.get("parted"):
             self._give_up()
 
-    def _report(self, save: Save) -> dict[str, Any]:
-        """Copy, compare, write: what this rank tells of its part. Raises what fails only this save."""
+    def _report(self, save: Save) -> tuple[dict[str, Any], str]:
+        """Copy, compare, write: what this rank tells of its part, and its list of tensors as JSON. Raises what fails only this
+        save."""
         content, staged = save.content, save.staged
         if content is None or staged is None:
-            return {"error": save.error}
+            return {"error": save.error}, ""
         staged.copy(Until.BACKWARD)
         staged.copy(Until.STEP)
         if staged.error is not None:
             raise StateError(staged.error)
         self._disk.insist()
-        writing = _Beside(lambda: self._write(save.order, content, staged))
+        plan = self._cuts.of(content.snapshot.sizes(), content.parts or 1)
+        hurried = _hurried(save)
+        writing = (
+            None if hurried else self._writing(save.order, content, staged)
+        )  # else its Python would be waited for, too
         try:
-            plan = self._cuts.of(content.snapshot.sizes(), content.parts or 1)
             seen = self._compared(save, content, plan)
             save.released.set()
+            writing = writing or self._writing(save.order, content, staged)
             parts = self._own_parts(content, staged, plan)
             summary = self._summary(content, staged)
         finally:
-            file, tensors = writing.result()
+            if writing is not None:
+                writing.join()
+        written = writing.result()
         self._reporter.saved_hook(summary)
-        return {
+        report = {
             "error": None,
             "step": save.order.step,
             "finished": save.order.finished,
-            "file": file.model_dump(),
-            "tensors": _ENTRIES.dump_json(tensors).decode(),
+            "file": written.file.model_dump(),
             "parts": parts,
             "seen": seen,
             "summary": summary.model_dump_json(),
         }
+        return report, written.listing
 
-    def _write(self, order: Order, content: Content, staged: Staged) -> tuple[FileEntry, list[TensorEntry]]:
-        rank, world = self._exchange.rank, self._exchange.world_size
-        written = write_rank_file(self.directory(order), rank, world, staged.pieces(), content.snapshot.state)
+    def _writing(self, order: Order, content: Content, staged: Staged) -> _Beside[Written]:
+        return _Beside(lambda: self._write(order, content, staged))
+
+    def _write(self, order: Order, content: Content, staged: Staged) -> Written:
+        written = self._writer.write(self.directory(order), staged.pieces(), content.snapshot.state)
         self._disk.insist()
         return written
 
@@ -220,7 +227,7 @@ class Saver:
                 world,
                 save.order.number,
                 fingerprint.nbytes_of(content.snapshot.sizes()),
-                lambda: save.hurry.is_set() and not save.thorough,
+                lambda: _hurried(save),
             )
 
     def _own_parts(self, content: Content, staged: Staged, plan: Sequence[Sequence[Slice]]) -> list[list[str]]:
@@ -233,6 +240,11 @@ class Saver:
     def _summary(self, content: Content, staged: Staged) -> HookSummary:
         copies = staged.tensors(f"{RANK_PREFIX}{self._exchange.rank}/hook/")
         return content.summary.model_copy(update={"residual_norm": content.norm_of(copies)})
+
+
+def _hurried(save: Save) -> bool:
+    """Does the loop wait for the live tensors?"""
+    return save.hurry.is_set() and not save.thorough
 
 
 class _Beside(threading.Thread, Generic[T]):
