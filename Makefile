@@ -38,10 +38,13 @@ exactness: $(STAMP)
 chaos: $(STAMP)
 	$(BIN)/python -m tests.e2e.chaos --n $(or $(N),20)
 
-# N kills of a saving process, of torch.save in place (the control) and of real ranks, N corruptions of each kind; the disk's faults
+# N kills of a saving process and of real ranks, with torch.save in place as their control; N corruptions of each of 13 kinds;
+# power lost at every system call; full, slow and failing disks. With N=1000 about half an hour on two cores
 faults: $(STAMP)
-	RATCHET_TEST_KILLS=$(or $(N),1000) RATCHET_TEST_RANK_KILLS=$(or $(N),1000) RATCHET_TEST_TRIALS=$(or $(N),1000) $(BIN)/python -m pytest -s --timeout=7200 \
-	  tests/integration/test_store_kill.py tests/integration/test_checkpoint_kill.py tests/unit/test_store_damage.py \
+	@echo "==> faults of processes, disks and power beneath saves; each test prints what it counted"
+	RATCHET_TEST_KILLS=$(or $(N),1000) RATCHET_TEST_RANK_KILLS=$(or $(N),1000) RATCHET_TEST_TRIALS=$(or $(N),1000) \
+	  $(BIN)/python -m pytest -v -s --timeout=7200 \
+	  tests/integration/test_checkpoint_kill.py tests/integration/test_store_kill.py tests/unit/test_store_damage.py \
 	  tests/integration/test_store_crash_points.py tests/integration/test_checkpoint_disks.py tests/unit/test_store_hostile.py
 
 # groups of two ranks that are started and stopped: no rank may abort at its end
