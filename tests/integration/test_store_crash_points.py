@@ -1,25 +1,34 @@
-"""Power lost, or the process killed, at every single system call of a save, a deletion and a quarantine."""
+"""Power lost, or the process killed, at every single system call of a save, of marks, of a deletion and of a quarantine.
+
+Each test prints how many states of a disk it has looked at.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from ratchet_contract.errors import Conflict
 from ratchet_contract.manifest import Manifest
-from ratchet_contract.paths import PINNED_NAME, checkpoint_dir_name
+from ratchet_contract.paths import PINNED_NAME, HomePaths, checkpoint_dir_name
 from ratchet_contract.resume import Segment
 from ratchet_contract.spec_checkpoint import CheckpointSpec
-from ratchet_store.commit import checkpoint_dirs
+from ratchet_service.models import Checkpoint
+from ratchet_service.usecases.checkpoints import _mark_verified as mark_verified
+from ratchet_service.usecases.checkpoints import set_pin
+from ratchet_store.commit import checkpoint_dirs, mark_finished
 from ratchet_store.files import fsync_dir
 from ratchet_store.keeper import Keeper
 from ratchet_store.lineage import Quarantine, find_base
 from ratchet_store.read import verify
-from ratchet_store.retain import retain, sweep
-from tests.support.checkpoints import make_chain, make_checkpoint, names
+from ratchet_store.retain import delete_unless_pinned, retain, sweep
+from tests.support.checkpoints import JOB, make_chain, make_checkpoint, names
 from tests.support.power_loss import Recorder, disk_states
 
 LINEAGE = [Segment(epoch=1, after_step=0)]
@@ -31,13 +40,15 @@ def recorder(tmp_path: Path) -> Recorder:
     return Recorder(tmp_path / "disk")
 
 
-def outcomes(recorder: Recorder, tmp_path: Path, seeds: int = 3) -> Iterator[tuple[int, str, Path]]:
-    """Every outcome of a power loss after every operation, laid out on a real disk."""
-    target = tmp_path / "after"
-    for count in range(len(recorder.ops) + 1):
+def outcomes(recorder: Recorder, tmp_path: Path, seeds: int = 3, first: int = 0) -> Iterator[tuple[int, str, Path]]:
+    """Every outcome of a power loss after every operation from the ``first`` on, laid out on a real disk."""
+    target, states = tmp_path / "after", 0
+    for count in range(first, len(recorder.ops) + 1):
         for name in disk_states(recorder.ops, count, target, seeds):
+            states += 1
             yield count, name, target
             shutil.rmtree(target)
+    print(f"{states} states of a disk after a loss of power at every one of {len(recorder.ops) - first} system calls")
 
 
 def base(root: Path) -> tuple[Manifest | None, list[Quarantine]]:
@@ -73,9 +84,7 @@ def test_every_crash_point_of_a_deletion_keeps_what_is_to_stay(recorder: Recorde
         start = len(recorder.ops)
         assert retain(checkpoints, keep_last=2, lineage=LINEAGE) == [(10, 1), (20, 1)]
     kept = [manifest.id for manifest in chain[2:]]
-    for count, name, root in outcomes(recorder, tmp_path):
-        if count < start:
-            continue
+    for _, name, root in outcomes(recorder, tmp_path, first=start):
         left = {directory.name: directory for _, _, directory in checkpoint_dirs(root / "checkpoints")}
         for directory in left.values():
             if (directory / "MANIFEST.json").exists():
@@ -110,9 +119,7 @@ def test_every_crash_point_of_what_the_saving_thread_does(recorder: Recorder, tm
             before = len(recorder.ops)
             deleted += [(before, checkpoint_dir_name(*one)) for one in keeper.committed(saved[-1]).deleted]
     assert [name for _, name in deleted] == [checkpoint_dir_name(20, 1)]
-    points = 0
     for count, name, root in outcomes(recorder, tmp_path, seeds=1):
-        points += 1
         acknowledged = max((n for at, n in recorder.marks if at <= count), default=0)
         manifest, moved = base(root)
         assert moved == [], name
@@ -123,25 +130,136 @@ def test_every_crash_point_of_what_the_saving_thread_does(recorder: Recorder, tm
         if count >= deleted[0][0]:
             assert all(verify(root / "checkpoints" / one).ok for one in there), name
         assert count < pinned_at or (root / "checkpoints" / saved[1].id / PINNED_NAME).exists(), name
-    print(f"{points} states of a disk after a loss of power at every one of {len(recorder.ops)} system calls")
 
 
-def test_every_crash_point_of_a_quarantine_still_finds_the_older_one(recorder: Recorder, tmp_path: Path) -> None:
+def set_pinned(homes: HomePaths, step: int, pinned: bool = True) -> bool:
+    """As the API does it: was it answered?"""
+    try:
+        set_pin(None, Checkpoint(job_id=JOB, step=step, epoch=1, pinned=not pinned), pinned, homes)  # type: ignore[arg-type]
+    except Conflict:
+        return False
+    return True
+
+
+def test_every_crash_point_of_marks_keeps_what_was_answered(recorder: Recorder, tmp_path: Path) -> None:
+    """Pins, one of them taken back and made again, the marks of what was verified, and the one that a job has ended."""
+    homes = HomePaths(recorder.root)
+    job = homes.job(JOB)
     with recorder.recording():
-        chain = make_chain(recorder.root / "checkpoints", 10, 20)
-        name = chain[1].files[0].name
-        fd = os.open(recorder.root / "checkpoints" / chain[1].id / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.write(fd, b"damage")
-        os.fsync(fd)
-        os.close(fd)
+        chain = make_chain(job.checkpoints, 10, 20, 30, 40, 50)
         start = len(recorder.ops)
-        assert base(recorder.root)[0] == chain[0]
-    for count, outcome, root in outcomes(recorder, tmp_path):
-        if count < start:
-            continue
-        manifest, _ = base(root)
-        assert manifest == chain[0], outcome
-        assert names(root / "quarantine") == [chain[1].id], outcome
+        for step, pinned in ((10, True), (20, True), (10, False), (10, True), (20, False)):
+            mark_verified(job.checkpoint(step, 1), pinned)
+            recorder.mark((step, False))  # from its being asked for on, nobody relies on the one before
+            assert set_pinned(homes, step, pinned)
+            recorder.mark((step, pinned))
+        mark_finished(job.checkpoint(50, 1))
+        recorder.mark((50, True))
+        assert retain(job.checkpoints, keep_last=2, lineage=LINEAGE) == [(20, 1), (30, 1)]
+    for count, name, root in outcomes(recorder, tmp_path, seeds=2, first=start):
+        found = HomePaths(root).job(JOB)
+        answered = dict(mark for at, mark in recorder.marks if at <= count)
+        manifest, moved = find_base(found.checkpoints, found.quarantine, LINEAGE)
+        assert manifest is not None and (manifest.digest, moved) == (chain[4].digest, []), name
+        assert manifest.finished or not answered.get(50), name
+        for _ in range(2):  # as it was left, and when the next attempt has cleared up
+            for step in (10, 20):
+                marked = (found.checkpoint(step, 1) / PINNED_NAME).exists()
+                assert marked or not answered.get(step), name
+                assert not answered.get(step) or verify(found.checkpoint(step, 1)).ok, name
+            sweep(found.checkpoints, dead_epochs={1})
+            retain(found.checkpoints, keep_last=2, lineage=LINEAGE)
+        assert all(verify(directory).ok for _, _, directory in checkpoint_dirs(found.checkpoints)), name
+
+
+@contextmanager
+def before_call(number: int, act: Callable[[], object]) -> Iterator[list[str]]:
+    """``act`` right before the ``number``-th system call that looks at or changes a directory; their names are gathered."""
+    calls: list[str] = []
+
+    def wrapped(name: str, real: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **keywords: object) -> object:
+            calls.append(name)
+            if len(calls) == number:
+                act()
+            return real(*arguments, **keywords)
+
+        return call
+
+    names = ("open", "fsync", "rename", "unlink", "rmdir", "listdir", "lstat")
+    with mock.patch.multiple(os, **{name: wrapped(name, getattr(os, name)) for name in names}):
+        yield calls
+
+
+@pytest.mark.parametrize("outer", ["deletion", "pin"])
+def test_every_crash_point_of_a_deletion_that_meets_a_pin(tmp_path: Path, outer: str) -> None:
+    """The one comes before each system call of the other in turn. What is answered no loss of power takes, nor a byte of it."""
+    number, kept, refused = 0, 0, 0
+    while True:
+        number += 1
+        recorder = Recorder(tmp_path / "disk")
+        recorder.root.mkdir()
+        directory = HomePaths(recorder.root).job(JOB).checkpoint(10, 1)
+        answers, deletions = list[bool](), list[bool]()
+
+        def pin(recorder: Recorder = recorder, answers: list[bool] = answers) -> None:
+            answers.append(set_pinned(HomePaths(recorder.root), 10))
+            recorder.mark("answered")
+
+        def delete(directory: Path = directory, deletions: list[bool] = deletions) -> None:
+            deletions.append(delete_unless_pinned(directory))
+
+        with recorder.recording():
+            newest = make_chain(directory.parent, 10, 20)[1]
+            start = len(recorder.ops)
+            act, other = (delete, pin) if outer == "deletion" else (pin, delete)
+            with before_call(number, other):
+                act()
+        if not answers or not deletions:
+            break
+        assert deletions != answers
+        kept, refused = kept + answers[0], refused + (not answers[0])
+        for count, name, root in outcomes(recorder, tmp_path, seeds=1, first=start):
+            found = HomePaths(root).job(JOB)
+            assert find_base(found.checkpoints, found.quarantine, LINEAGE) == (newest, []), name
+            sweep(found.checkpoints, dead_epochs={1})
+            there = found.checkpoint(10, 1)
+            assert not there.exists() or verify(there).ok, name
+            if answers[0] and count >= recorder.marks[0][0]:
+                assert (there / PINNED_NAME).exists(), f"call {number} of the {outer}: {name}"
+        shutil.rmtree(recorder.root)
+    print(
+        f"before each of {kept + refused} system calls of the {outer}: {kept} pins answered and kept, {refused} refused"
+    )
+    assert kept and refused
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_every_crash_point_of_a_quarantine_still_finds_the_older_one(
+    recorder: Recorder, tmp_path: Path, pinned: bool
+) -> None:
+    """Of two damaged ones, whose bytes are kept to be looked at; a pin goes with what it is of."""
+    homes = HomePaths(recorder.root)
+    job = homes.job(JOB)
+    with recorder.recording():
+        chain = make_chain(job.checkpoints, 10, 20, 30)
+        if pinned:
+            assert set_pinned(homes, 20)
+        for manifest in chain[1:]:
+            fd = os.open(job.checkpoints / manifest.id / manifest.files[0].name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.write(fd, b"damage")
+            os.fsync(fd)
+            os.close(fd)
+        start = len(recorder.ops)
+        base, moved = find_base(job.checkpoints, job.quarantine, LINEAGE)
+        assert base == chain[0] and [one.step for one in moved] == [30, 20]
+    for _, name, root in outcomes(recorder, tmp_path, first=start):
+        found = HomePaths(root).job(JOB)
+        assert find_base(found.checkpoints, found.quarantine, LINEAGE)[0] == chain[0], name
+        assert names(found.quarantine) == [manifest.id for manifest in chain[1:]], name
+        for manifest in chain[1:]:
+            assert (found.quarantine / manifest.id / manifest.files[0].name).read_bytes() == b"damage", name
+        assert (found.quarantine / chain[1].id / PINNED_NAME).exists() == pinned, name
 
 
 def _kill_at(k: int, act: Callable[[], object]) -> bool:
