@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from itertools import repeat
-from operator import call, is_
+from collections.abc import Iterable
 from typing import Any, Final
 
 CONSTANTS: Final = (int, float, bool, str, type(None))
@@ -14,32 +11,16 @@ CONSTANTS: Final = (int, float, bool, str, type(None))
 
 
 class Same:
-    """Others than ``CONSTANTS`` are held weakly: what nobody else needs any more goes, and by its number alone an object could be
-    taken for one that came after it."""
+    """Told by the objects' numbers. Others than ``CONSTANTS`` are held weakly: what nobody else needs any more goes, and once one
+    is gone its number says nothing."""
 
     def __init__(self, objects: Iterable[Any]) -> None:
         listed = [*objects]
-        self._kept = [_reference(one) for one in listed]
-        self._nones = _nones(listed)
+        self._ids = [*map(id, listed)]
+        self._constants = [one for one in listed if isinstance(one, CONSTANTS)]
+        self._gone: list[object] = []
+        self._others = [weakref.ref(one, self._gone.append) for one in listed if not isinstance(one, CONSTANTS)]
 
-    def holds(self, objects: list[Any]) -> bool:
+    def holds(self, objects: Iterable[Any]) -> bool:
         """The same ones in the same order, as many as before."""
-        # What has gone reads as None, too, and is no None that was there before.
-        same = len(objects) == len(self._kept) and all(map(is_, objects, map(call, self._kept)))
-        return same and _nones(objects) == self._nones
-
-
-@dataclass(frozen=True)
-class _Constant:
-    value: Any
-
-    def get(self) -> Any:
-        return self.value
-
-
-def _reference(item: Any) -> Callable[[], Any]:
-    return _Constant(item).get if isinstance(item, CONSTANTS) else weakref.ref(item)
-
-
-def _nones(objects: list[Any]) -> int:
-    return sum(map(is_, objects, repeat(None)))
+        return not self._gone and [*map(id, objects)] == self._ids

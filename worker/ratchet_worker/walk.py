@@ -118,7 +118,7 @@ class _Stand:
             return False
         if [*map(id, self._dictionaries())] != self._ids or [*chain.from_iterable(self._full)] != self._names:
             return False
-        return self._objects.holds([*_values(self._full)]) and all(one == before for one, before in self._passing)
+        return self._objects.holds(_values(self._full)) and all(one == before for one, before in self._passing)
 
     def _dictionaries(self) -> list[_Vars]:
         return [one[name] for one in self._parts for name in _HELD]
