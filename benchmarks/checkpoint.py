@@ -25,8 +25,8 @@ from examples.demo.processes import Service
 
 MEGABYTES: Final = 401  # what is meant by "at least 400 MB" when a manifest's header is not counted
 RANKS: Final = (1, 2, 4)
-ROUNDS: Final = {1: 5, 2: 5, 4: 3}  # by ranks: steps of four on two cores take long
-WAY_ROUNDS: Final = {1: 3, 2: 3, 4: 3}  # of these the others have
+ROUNDS: Final = {1: 7, 2: 5, 4: 3}  # by ranks: steps of four on two cores take long
+WAY_ROUNDS: Final = 3  # of these other packages have
 RESTORES: Final = {1: 3, 2: 3, 4: 0}
 BATCH: Final = 48  # samples per rank, for which a step of one rank takes about 0.3 s
 SIZES: Final = (50, 200, 1000)  # and what ``stalls`` has measured
@@ -90,7 +90,7 @@ def stalls_of(ranks: int) -> tuple[Setup, Setup]:
     megabytes = int(os.environ.get("RATCHET_BENCH_MB", MEGABYTES))
     batch = int(os.environ.get("RATCHET_BENCH_BATCH", BATCH))
     rounds = _rounds(ROUNDS.get(ranks, 3))
-    ways, way_rounds = WAYS.get(ranks, FEW), min(rounds, WAY_ROUNDS.get(ranks, 2))
+    ways, way_rounds = WAYS.get(ranks, FEW), min(rounds, WAY_ROUNDS)
     restores = min(rounds, RESTORES.get(ranks, 0))
     return (
         Setup(megabytes, ranks, rounds, "overlapped", ways, way_rounds, restores, batch),

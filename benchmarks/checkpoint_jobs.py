@@ -29,8 +29,8 @@ _PATIENCE: Final = 180.0  # seconds in which a job gets on by a round
 
 @dataclass(frozen=True)
 class Setup:
-    """One job. ``ways``: of other packages, in the first ``way_rounds`` of its ``rounds``. ``restores``: rounds of loading what
-    was saved. ``batch``: samples per rank, by which a step takes longer."""
+    """One job. ``ways``: of other packages, in the first ``way_rounds`` of its ``rounds``, and the limit, in all. ``restores``:
+    rounds of loading what was saved. ``batch``: samples per rank, by which a step takes longer."""
 
     megabytes: int
     ranks: int
@@ -42,7 +42,7 @@ class Setup:
     batch: int = 16
 
     def __str__(self) -> str:
-        others = f", beside {', '.join(self.ways)}" if self.ways else ""
+        others = f" and {len(self.ways)} other{'s' * (len(self.ways) > 1)}" if self.ways else ""
         return f"{self.megabytes} MB, {self.ranks} rank{'s' * (self.ranks > 1)}, {self.staging}{others}"
 
 

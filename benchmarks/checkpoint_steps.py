@@ -39,7 +39,7 @@ class Size:
 
 SIZES: Final = {
     "its defaults": Size(before=4, count=12, pairs=10, task={}),
-    "width 256, 4 layers": Size(before=1, count=3, pairs=5, task={"width": 256, "layers": 4}),
+    "width 256, 4 layers": Size(before=1, count=3, pairs=7, task={"width": 256, "layers": 4}),
 }
 
 

@@ -84,10 +84,11 @@ def aims(beside: Measured, blocking: Measured) -> None:
     aim("stall, overlapped, % of a step", 1.0, _of_step(hidden, beside))
     first = 100 * hidden.first / hidden.step
     aim("stall of the attempt's first save, overlapped, % of a step", 1.0, Estimate(first, first, first, 1))
-    limit = (
+    plain = (
         f"; a plain copy and write in a thread {_short(_extra(beside.saves[LIMIT]))}" if LIMIT in beside.saves else ""
     )
-    aim("extra time of steps beside it, % of the save", 5.0, _extra(hidden), limit)
+    cpu = f"; without steps a save takes {_short(estimate(bare.cpu))} s of CPU"
+    aim("extra time of steps beside it, % of the save", 5.0, _extra(hidden), plain + cpu)
     aim("durable, no steps beside it, x write + fsync of 1/N", 1.15, blocking.ratio(copied.total, WRITE))
     if beside.loads:
         aim(

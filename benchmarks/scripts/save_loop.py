@@ -23,7 +23,7 @@ import torch
 from restore_ways import measure_restore
 from save_state import Copy, buffer_for, net, width_of
 from save_steps import Loop, Step, cpu_seconds
-from save_ways import WAYS, Pending, Way, World, end_checkpoint_process, remove, sync, write_synced
+from save_ways import LIMIT, WAYS, Pending, Way, World, end_checkpoint_process, remove, sync, write_synced
 
 from ratchet_contract import environment
 from ratchet_contract.messages import LaunchFile
@@ -61,7 +61,8 @@ class Save:
 
 
 class Rounds:
-    """All saves of one job, on one rank. ``names``: of ``WAYS``, which have their turn until round ``last`` inclusive."""
+    """All saves of one job, on one rank. ``names``: of ``WAYS``, which have their turn until round ``last`` inclusive, the limit
+    in all."""
 
     def __init__(self, session: Session, loop: Loop, world: World, names: list[str], last: int, folder: Path) -> None:
         self._tensors = list(world.tensors().values())
@@ -77,7 +78,7 @@ class Rounds:
         self.limits: dict[str, list[float]] = {"copy of the share": [], "write of the share": []}
 
     def run(self, number: int) -> None:
-        names = list(self._ways) if number <= self._last else []
+        names = [name for name in self._ways if number <= self._last or name == LIMIT]
         shift = number % len(names) if names else 0
         for name in names[shift:] + names[:shift]:
             self._turn(name, number)

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 THREAD: Final = AsyncCheckpointerType.THREAD
 PROCESS: Final = AsyncCheckpointerType.PROCESS
+LIMIT: Final = "limit: copy, write in a thread"
 
 
 class Pending:
@@ -231,6 +232,6 @@ WAYS: Final[dict[str, Callable[[World, Copy], Way]]] = {
     "dcp.async_save, thread, staged beside": lambda world, share: DcpAsync(world, THREAD, _stager(in_background=True)),
     "dcp.async_save, process, shared stager": lambda world, share: DcpAsync(world, PROCESS, _stager(shared=True)),
     "Lightning AsyncCheckpointIO": lambda world, share: Lightning(world),
-    "limit: copy, write in a thread": lambda world, share: Limit(share),
+    LIMIT: lambda world, share: Limit(share),
 }
 """Rows of the table, in the order of a round."""
