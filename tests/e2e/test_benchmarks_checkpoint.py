@@ -45,7 +45,7 @@ def test_each_way_to_save_is_printed_beside_the_plain_copy_and_write_and_each_ai
         ("Ratchet, overlapped", 2),
         ("Ratchet, blocking, no steps", 1),
         ("torch.save", 1),
-        ("limit: copy", 1),
+        ("limit: copy", 2),
     ):
         line = next(text for text in lines if text.startswith(way))
         assert re.search(rf"{way}\D* {rounds} .*{SHORT} .*{SHORT}", line), line
