@@ -13,7 +13,7 @@ import torch
 from torch.distributed import HashStore
 
 from ratchet_contract.manifest import HookRecord, parse_entries
-from ratchet_contract.paths import JobPaths
+from ratchet_contract.paths import MANIFEST_NAME, JobPaths
 from ratchet_contract.resume import Base
 from ratchet_contract.spec_checkpoint import CheckpointSpec
 from ratchet_hooks.summary import HookSummary
@@ -28,7 +28,6 @@ from ratchet_worker.fingerprint import cut, number_of_parts, slice_digests
 from ratchet_worker.snapshot import Snapshot
 
 RANKS = 2
-SILENT: Any = SimpleNamespace(committed=lambda *_: None, deleted=lambda *_: None, note=lambda *_: None)
 
 
 class Saves:
@@ -44,7 +43,9 @@ class Saves:
             job_root=str(root), job_id="job", epoch=1, spec=spec, world_size=RANKS,
             resolved=SimpleNamespace(code_digest=None),
         )  # fmt: skip
-        self.committer = Committer(launch, self.exchanges[0], SILENT, Base())
+        self.told: list[int] = []  # steps that were reported as committed
+        reporter: Any = SimpleNamespace(committed=lambda manifest, *_: self.told.append(manifest.step))
+        self.committer = Committer(launch, self.exchanges[0], reporter, Base())
         self.writers = [RankWriter(rank, RANKS) for rank in range(RANKS)]
         self.listings: list[str] = []
         self.number = 0
@@ -104,9 +105,11 @@ def test_each_commit_has_the_tensors_that_the_ranks_told_for_it(tmp_path: Path) 
         saves.check(step, sizes)
 
 
-def test_a_list_told_with_a_save_that_failed_is_not_taken_for_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("call", ["_write_by_rename", "fsync_dir"])
+def test_a_commit_that_the_disk_refuses_is_told_as_none_and_leaves_nothing_behind_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
+    """Also where the manifest had its name already: then it has it no more."""
     saves = Saves(tmp_path)
     assert saves.save(1, [5, 5])["error"] is None
 
@@ -114,12 +117,14 @@ def test_a_list_told_with_a_save_that_failed_is_not_taken_for_the_next(
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patched:
-        patched.setattr(store_commit, "_write_by_rename", refuse)
+        patched.setattr(store_commit, call, refuse)
         assert "Input/output error" in saves.save(2, [9, 9])["error"]
-    for step, sizes in ((3, [9, 5]), (4, [5, 5])):
+    assert saves.told == [1] and not (saves.paths.checkpoint(2, 1) / MANIFEST_NAME).exists()
+    for step, sizes in ((2, [9, 5]), (3, [5, 5])):  # the same step once more, with a list that is half of each
         assert saves.save(step, sizes)["error"] is None
         saves.check(step, sizes)
-        assert read_manifest(saves.paths.checkpoint(step, 1)).parent.step == (1 if step == 3 else 3)
+        assert read_manifest(saves.paths.checkpoint(step, 1)).parent.step == step - 1
+    assert saves.told == [1, 2, 3]
 
 
 def test_a_text_beside_a_value_arrives_as_it_was(tmp_path: Path) -> None:
