@@ -70,7 +70,10 @@ def _renamed_directory(scratch: Path) -> None:
     if one.exists() or (two / "inside").read_bytes() != b"one":
         raise Unfit("rename moved a directory in parts")
     one.mkdir()
-    _refused("rename put a directory onto one that held something", lambda: one.rename(two))
+    with suppress(OSError):  # by whatever word: sshfs says EPERM, mergerfs EXDEV
+        one.rename(two)
+    if not one.is_dir() or (two / "inside").read_bytes() != b"one":
+        raise Unfit("rename put a directory onto one that held something")
 
 
 class _supported:
