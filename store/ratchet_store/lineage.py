@@ -16,7 +16,7 @@ from ratchet_contract.manifest import Manifest
 from ratchet_contract.paths import MANIFEST_NAME, checkpoint_dir_name
 from ratchet_contract.resume import Base, Segment, holds
 from ratchet_store.commit import checkpoint_dirs, read_manifest
-from ratchet_store.files import DAMAGED, MISSING, UNREADABLE, ensure_dir, fsync_dir, refresh
+from ratchet_store.files import DAMAGED, MISSING, UNREADABLE, ensure_dir, fsync_dir, not_read, refresh
 from ratchet_store.read import verify_files
 
 
@@ -75,7 +75,8 @@ def adoptable(
     root: Base | None = None,
 ) -> list[Manifest]:
     """Valid, fully verified checkpoints on disk that the lineage holds and that are not among ``known`` ``(step, epoch)``:
-    their report was lost. Oldest first. Damaged ones are left to ``find_base``. Raises as ``find_base`` does."""
+    their report was lost. Oldest first, and durable: what had committed one may have died before it had synced the names.
+    Damaged ones are left to ``find_base``. Raises as ``find_base`` does."""
     found: list[Manifest] = []
     for step, epoch, directory in checkpoint_dirs(checkpoints):
         if not holds(lineage, step, epoch) or (step, epoch) in known:
@@ -83,12 +84,21 @@ def adoptable(
         try:
             manifest = _valid(directory, lineage, expected_job_id, root)
             verify_files(directory, manifest)
+            _sync(directory)
         except CheckpointError as error:
             if error.code not in (MISSING, DAMAGED):
                 raise
             continue
         found.append(manifest)
     return found[::-1]
+
+
+def _sync(directory: Path) -> None:
+    try:
+        fsync_dir(directory)
+        fsync_dir(directory.parent)
+    except OSError as error:
+        raise not_read(directory, error) from error
 
 
 def _valid(directory: Path, lineage: Sequence[Segment], job_id: str | None, root: Base | None) -> Manifest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -194,3 +195,21 @@ def test_valid_checkpoints_that_nobody_reported_are_adoptable_oldest_first(job: 
     found = adoptable(job.checkpoints, FIRST, {(10, 1)}, expected_job_id=JOB)
     assert found == [chain[1], chain[3]] and zombie not in found
     assert len(names(job.checkpoints)) == 5
+
+
+def test_what_is_adopted_is_durable_first(job: JobPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rank 0 may have been killed between the rename and the sync. No disk here forgets what was not synced; that the call
+    is made stands for it, and the power-loss model for what the call does."""
+    synced: list[Path] = []
+    monkeypatch.setattr(lineage, "fsync_dir", synced.append)
+    found = make_chain(job.checkpoints, 10, 20)
+    assert adoptable(job.checkpoints, FIRST, {(10, 1)}, expected_job_id=JOB) == [found[1]]
+    assert synced == [job.checkpoints / found[1].id, job.checkpoints]
+
+    def fail(path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(lineage, "fsync_dir", fail)
+    with pytest.raises(CheckpointError) as caught:
+        adoptable(job.checkpoints, FIRST, {(10, 1)}, expected_job_id=JOB)
+    assert caught.value.code == UNREADABLE

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ratchet_contract.errors import RatchetError
 from ratchet_contract.manifest import FileEntry, Manifest, TensorEntry, parse_entries
@@ -39,6 +39,9 @@ class Order:
         return f"save/{self.number}"
 
 
+_PAUSE: Final = (
+    0.002  # seconds between two looks at the reports: one rank looks, and a save is not safe before it has seen them
+)
 Verdict = dict[str, Any]
 """``error`` None: committed, ``base`` is the new checkpoint. ``parted``: only some ranks have ended. ``failures``: in a row."""
 
@@ -61,7 +64,10 @@ class Committer:
         directory = self._job.checkpoint(order.step, self._launch.epoch)
         try:
             told = self._exchange.collect_beside(
-                order.name, timeout=self._launch.spec.policy.step_deadline, progress=lambda: written(directory)
+                order.name,
+                timeout=self._launch.spec.policy.step_deadline,
+                progress=lambda: written(directory),
+                pause=_PAUSE,
             )
         except PeerTimeout as error:
             return {"error": str(error)}

@@ -30,8 +30,9 @@ class PeerTimeout(WorkerError):
     code = "peer-timeout"
 
 
-def until_present(store: Store, keys: list[str]) -> Iterator[None]:
-    """Yields, with growing pauses, until all ``keys`` are in the store. One look costs about 25 microseconds.
+def until_present(store: Store, keys: list[str], longest: float = _LONGEST_PAUSE) -> Iterator[None]:
+    """Yields, with pauses that grow to ``longest`` seconds, until all ``keys`` are in the store. One look costs about 25
+    microseconds.
 
     ``Store.wait`` would hold the client, and every one of its timeouts prints warnings.
     """
@@ -39,7 +40,7 @@ def until_present(store: Store, keys: list[str]) -> Iterator[None]:
     while not store.check(keys):
         yield
         time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        pause = min(2 * pause, longest)
 
 
 class Exchange:
@@ -82,10 +83,11 @@ class Exchange:
         abandon: Callable[[], bool] | None = None,
         timeout: float | None = None,
         progress: Callable[[], object] | None = None,
+        pause: float = _LONGEST_PAUSE,
     ) -> list[tuple[Any, bytes]]:
-        """The same, and the text beside each value: empty where there is none."""
+        """The same, and the text beside each value: empty where there is none. ``pause``: seconds between two looks, at most."""
         keys = [self._key(name, r) for r in range(self.world_size)]
-        self._wait(name, keys, abandon, timeout, progress)
+        self._wait(name, keys, abandon, timeout, progress, pause)
         values = [raw.partition(b"\n") for raw in self._store.multi_get(keys)]
         return [(json.loads(value), beside) for value, _, beside in values]
 
@@ -126,11 +128,12 @@ class Exchange:
         abandon: Callable[[], bool] | None,
         timeout: float | None,
         progress: Callable[[], object] | None = None,
+        pause: float = _LONGEST_PAUSE,
     ) -> None:
         limit = self._timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
         look, seen = time.monotonic() + _LOOK, None
-        for _ in until_present(self._store, keys):
+        for _ in until_present(self._store, keys, pause):
             if abandon is not None and abandon():
                 raise Abandoned(name)
             if progress is not None and time.monotonic() > look:
