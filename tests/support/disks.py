@@ -196,8 +196,15 @@ class Throttle:
 
     def __init__(self, group: Path, device: Path) -> None:
         number = device.stat().st_rdev
+        self._group = group
         self._file, self._device = group / RATE, f"{os.major(number)}:{os.minor(number)}"
 
     def rate(self, rate: int) -> None:
         """0: as many as it takes."""
         self._file.write_text(f"{self._device} {rate}")
+
+    def only(self, pid: int) -> None:
+        """Of what has been forked so far, this process alone is held up."""
+        for other in (self._group / "cgroup.procs").read_text().split():
+            if int(other) != pid:
+                (CGROUPS / "cgroup.procs").write_text(other)
