@@ -29,7 +29,7 @@ ROUNDS: Final = {1: 7, 2: 5, 4: 3}  # by ranks: steps of four on two cores take 
 WAY_ROUNDS: Final = 3  # of these other packages have
 RESTORES: Final = {1: 3, 2: 3, 4: 0}
 BATCH: Final = 48  # samples per rank, for which a step of one rank takes about 0.3 s
-SIZES: Final = (50, 200, 1000)  # and what ``stalls`` has measured
+SIZES: Final = (50, 1000)  # and what ``stalls`` has measured
 GROWTH_ROUNDS: Final = 2
 FEW: Final = (
     "torch.save",

@@ -74,7 +74,8 @@ class Saves:
 @dataclass(frozen=True)
 class Measured:
     """``limits``: seconds of the slowest rank, all at one time. ``loads``: of each way of loading, likewise. ``trial``: seconds
-    that the loop stood still once, in the attempt's first step, until it was known what may be copied beside a step."""
+    that the loop stood still once, in the attempt's first step, until it was known what may be copied beside a step.
+    ``busy_cores``: of one rank, how much longer a step takes while all other cores compute."""
 
     setup: Setup
     nbytes: int
@@ -83,6 +84,7 @@ class Measured:
     limits: dict[str, list[float]]
     loads: dict[str, list[float]]
     trial: float
+    busy_cores: list[float]
 
     def ratio(self, seconds: Sequence[float], limit: str) -> Estimate:
         """Of each save to the limit as it was in the same round."""
@@ -127,6 +129,7 @@ def measure(service: Service, setup: Setup, folder: Path) -> Measured:
         return Measured(
             setup, ranks[0]["nbytes"], ranks[0]["tensors"], _saves([rank["saves"] for rank in ranks], reports),
             _slowest([rank["limits"] for rank in ranks]), _loads(place, setup), max(rank["trial"] for rank in ranks),
+            ranks[0]["busy_cores"],
         )  # fmt: skip
     finally:
         forget(service, job.id, place)

@@ -45,6 +45,10 @@ def stalls(beside: Measured, blocking: Measured) -> None:
         f"handing over at the boundary: {_milliseconds([s for saves in ours for s in saves.handing_over])} ms of CPU; once per "
         f"attempt, the trial of its first step: {1e3 * beside.trial:.0f} ms"
     )
+    if beside.busy_cores and free:
+        print(
+            f"a step while all other cores compute and touch no memory: {_short(estimate(beside.busy_cores))} of its time"
+        )
     if beside.loads:
         _loads(beside)
     aims(beside, blocking)
@@ -84,11 +88,12 @@ def aims(beside: Measured, blocking: Measured) -> None:
     aim("stall, overlapped, % of a step", 1.0, _of_step(hidden, beside))
     first = 100 * hidden.first / hidden.step
     aim("stall of the attempt's first save, overlapped, % of a step", 1.0, Estimate(first, first, first, 1))
-    plain = (
-        f"; a plain copy and write in a thread {_short(_extra(beside.saves[LIMIT]))}" if LIMIT in beside.saves else ""
-    )
-    cpu = f"; without steps a save takes {_short(estimate(bare.cpu))} s of CPU"
-    aim("extra time of steps beside it, % of the save", 5.0, _extra(hidden), plain + cpu)
+    told = f"; training lost {statistics.median(hidden.lost):.2f} s by it"
+    if LIMIT in beside.saves:
+        limit = beside.saves[LIMIT]
+        told += f"; a plain copy and write in a thread {_short(_extra(limit))}, {statistics.median(limit.lost):.2f} s"
+    told += f"; without steps a save takes {_short(estimate(bare.cpu))} s of CPU"
+    aim("extra time of steps beside it, % of the save", 5.0, _extra(hidden), told)
     aim("durable, no steps beside it, x write + fsync of 1/N", 1.15, blocking.ratio(copied.total, WRITE))
     if beside.loads:
         aim(

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from restore_ways import measure_restore
 from save_state import Copy, buffer_for, net, width_of
-from save_steps import Loop, Step, cpu_seconds
+from save_steps import Loop, Step, beside_busy_cores, cpu_seconds
 from save_ways import LIMIT, WAYS, Pending, Way, World, end_checkpoint_process, remove, sync, write_synced
 
 from ratchet_contract import environment
@@ -82,10 +82,13 @@ class Rounds:
         shift = number % len(names) if names else 0
         for name in names[shift:] + names[:shift]:
             self._turn(name, number)
+        parts = [lambda: self._bare(number), self._write_limit]
         if self._overlapped:
-            self._beside_steps(number)
-        self._bare(number)
-        self._limits()
+            parts.insert(0, lambda: self._beside_steps(number))
+        for part in parts[number % len(parts) :] + parts[: number % len(parts)]:  # a disk may be slower behind a write
+            part()
+        self.limits["copy of the share"].append(statistics.median(self._copies))
+        self._copies.clear()
 
     def _turn(self, name: str, number: int) -> None:
         loop, place = self._loop, self._folder / name.replace(" ", "-").replace(",", "")
@@ -144,8 +147,8 @@ class Rounds:
 
     def _bare(self, number: int) -> None:
         loop = self._loop
-        for _ in range(1 if self._overlapped else 2):  # so that a round has two copies
-            self._step_and_copy()
+        if not self._overlapped:
+            self._step_and_copy()  # a round has two
         loop.step()  # so that the caches hold what they hold behind a step
         loop.to_the_last_of_a_cycle()
         manifest = self._due()
@@ -168,12 +171,11 @@ class Rounds:
         path: Path = self._checkpoint(self._session.step + 1) / MANIFEST_NAME
         return path
 
-    def _limits(self) -> None:
+    def _write_limit(self) -> None:
         raw = self._folder / f"raw-{self._world.rank}"
+        self._step_and_copy()
         raw.unlink(missing_ok=True)
         self._settle()
-        self.limits["copy of the share"].append(statistics.median(self._copies))
-        self._copies.clear()
         self.limits["write of the share"].append(self._timed(lambda: write_synced(raw, self._share.bytes)))
 
     def _step_and_copy(self) -> Step:
@@ -241,6 +243,7 @@ def main() -> None:
                 "nbytes": rounds.nbytes,
                 "tensors": rounds.tensors,
                 "trial": trial,
+                "busy_cores": beside_busy_cores(loop) if session.world_size == 1 else [],
             },
         )
         end_checkpoint_process()

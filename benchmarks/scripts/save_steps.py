@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from save_ways import Pending, World
 
 from ratchet_worker.session import Session
+
+_BUSY: Final = 4
+_SPIN: Final = "while True: pass"
 
 
 class Step(NamedTuple):
@@ -95,6 +100,23 @@ class Loop:
         while (self._session.step + 1) % self._cycle:
             self.leave()
         self.agree()
+
+
+def beside_busy_cores(loop: Loop) -> list[float]:
+    """How much longer a step takes while every other core computes and touches no memory: what a save's thread cannot get below
+    where cores are threads of one, or are lent by a machine that others use. Ratios of neighbouring steps."""
+    out = []
+    for _ in range(_BUSY):
+        plain = loop.step().seconds
+        busy = [subprocess.Popen([sys.executable, "-c", _SPIN]) for _ in range(len(os.sched_getaffinity(0)) - 1)]
+        try:
+            loop.step()  # in which they start
+            out.append(loop.step().seconds / plain)
+        finally:
+            for process in busy:
+                process.kill()
+                process.wait()
+    return out
 
 
 def cpu_seconds() -> float:
