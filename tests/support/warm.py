@@ -150,11 +150,12 @@ def _rank(plan: RankPlan) -> int:
     return rank.main()
 
 
-def _agent(launch_file: str, log: str, limits: list[tuple[int, int]]) -> int:
+def _agent(parent: int, launch_file: str, log: str, limits: list[tuple[int, int]]) -> int:
     import resource
 
-    from ratchet_worker import agent
+    from ratchet_worker import agent, procs
 
+    procs.die_with_parent(parent)  # which ends with the test, however that does; an agent's own would live on
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _log_to(Path(log))
@@ -209,10 +210,11 @@ def main() -> None:
         _slow_down(Path(sys.argv[1]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # agents collect themselves
     print("ready", flush=True)
+    parent = os.getpid()
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:
-            _ended_by(_agent, *json.loads(line))
+            _ended_by(_agent, parent, *json.loads(line))
         print(pid, flush=True)
 
 
