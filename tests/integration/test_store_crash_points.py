@@ -16,7 +16,7 @@ import pytest
 
 from ratchet_contract.errors import Conflict
 from ratchet_contract.manifest import Manifest
-from ratchet_contract.paths import PINNED_NAME, HomePaths, checkpoint_dir_name
+from ratchet_contract.paths import PINNED_NAME, VERIFIED_NAME, HomePaths, checkpoint_dir_name
 from ratchet_contract.resume import Segment
 from ratchet_contract.spec_checkpoint import CheckpointSpec
 from ratchet_service.models import Checkpoint
@@ -149,7 +149,9 @@ def test_every_crash_point_of_marks_keeps_what_was_answered(recorder: Recorder, 
         chain = make_chain(job.checkpoints, 10, 20, 30, 40, 50)
         start = len(recorder.ops)
         for step, pinned in ((10, True), (20, True), (10, False), (10, True), (20, False)):
+            recorder.mark((-step, True))
             mark_verified(job.checkpoint(step, 1), pinned)
+            recorder.mark((-step, pinned))  # False: it was found damaged
             recorder.mark((step, False))  # from its being asked for on, nobody relies on the one before
             assert set_pinned(homes, step, pinned)
             recorder.mark((step, pinned))
@@ -162,6 +164,8 @@ def test_every_crash_point_of_marks_keeps_what_was_answered(recorder: Recorder, 
         manifest, moved = find_base(found.checkpoints, found.quarantine, LINEAGE)
         assert manifest is not None and (manifest.digest, moved) == (chain[4].digest, []), name
         assert manifest.finished or not answered.get(50), name
+        for step in (10, 20):  # a verdict that was taken back does not come again: retention would rely on it
+            assert answered.get(-step, True) or not (found.checkpoint(step, 1) / VERIFIED_NAME).exists(), name
         for _ in range(2):  # as it was left, and when the next attempt has cleared up
             for step in (10, 20):
                 marked = (found.checkpoint(step, 1) / PINNED_NAME).exists()

@@ -103,12 +103,14 @@ def read_all_bytes(
 
 
 def _mark_verified(directory: Path, ok: bool) -> None:
-    """Where the worker's retention looks. A directory that cannot be written to is none that anything is deleted from."""
+    """Where the worker's retention looks. A directory that cannot be written to is none that anything is deleted from. Durably:
+    a mark that came back beside what was found damaged would be kept in the place of a good one."""
     with suppress(OSError):
         if ok:
             (directory / VERIFIED_NAME).touch()
         else:
             (directory / VERIFIED_NAME).unlink(missing_ok=True)
+        fsync_dir(directory)
 
 
 def record_verification(
