@@ -17,6 +17,7 @@ from ratchet_contract.resume import Base
 from ratchet_hooks.specs import CustomSpec
 from ratchet_hooks.summary import HookSummary
 from ratchet_store.commit import ManifestWriter, mark_finished
+from ratchet_store.files import in_memory
 from ratchet_store.keeper import Keeper
 from ratchet_worker import fingerprint
 from ratchet_worker.content import Content
@@ -195,9 +196,11 @@ class _Listings:
         return [entry for rank in range(len(texts)) for entry in self._known[rank][1]]
 
 
-def written(directory: Path) -> int:
-    """Bytes in a directory's files now: while a save makes progress, they grow."""
+def written(directory: Path) -> tuple[int, int]:
+    """Bytes in a directory's files now, and pages of them that the disk has yet to write: while a save makes progress, the one
+    grows, or the other shrinks."""
     try:
-        return sum(entry.stat().st_size for entry in directory.iterdir())
+        paths = list(directory.iterdir())
+        return sum(path.stat().st_size for path in paths), sum(map(in_memory, paths))
     except OSError:
-        return 0
+        return 0, 0
