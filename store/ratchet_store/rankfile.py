@@ -64,7 +64,7 @@ def write_rank_file(
 
 
 class RankWriter:
-    """Writes the files of one rank, save after save, for one thread. From save to save the tensors have other bytes, seldom
+    """Writes the files of one rank, one after the other. From save to save the tensors have other bytes, seldom
     other names or shapes: what follows from these is checked and made when they are new, and kept."""
 
     def __init__(self, rank: int, world_size: int) -> None:

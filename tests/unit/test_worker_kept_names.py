@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from torch import nn
 
+from ratchet_contract.errors import StateError
 from ratchet_store.slices import plan_slices
-from ratchet_worker.fingerprint import Cuts
+from ratchet_worker.fingerprint import Cuts, slice_digests
 from ratchet_worker.job_state import JobState
-from ratchet_worker.snapshot import Snapshot, Until, byte_view
+from ratchet_worker.snapshot import Snapshot, Until, byte_view, flat
 from ratchet_worker.sources import Lister, Source
 from ratchet_worker.staging import Staging
 
@@ -147,6 +149,34 @@ def _swap_attributes(job: Job) -> None:
     job.net.counted = None
 
 
+def _another_class(job: Job) -> None:
+    class Counting(nn.BatchNorm1d):
+        def get_extra_state(self) -> Any:
+            return {"n": 1}
+
+    job.net.norm.__class__ = Counting
+
+
+def _other_attributes(job: Job) -> None:
+    """What ``__setstate__`` and some loaders do."""
+    held = vars(job.net.norm)
+    job.net.norm.__dict__ = {**held, "_buffers": {n: torch.ones(6) for n in held["_buffers"]}, "momentum": 0.5}
+
+
+def _a_state_dict_of_its_own(job: Job) -> None:
+    job.adam.state_dict = lambda: {**torch.optim.AdamW.state_dict(job.adam), "n": 1}  # type: ignore[method-assign]
+
+
+def _other_shape_same_strides(job: Job) -> None:
+    _data(lambda t: torch.ones(4, 6).t())(job)
+    job.kept.capture()
+    _data(lambda t: torch.ones(2, 6).t())(job)
+
+
+def _buffers_of_its_own(job: Job) -> None:
+    job.net.named_buffers = lambda *a, **k: iter([("mine", torch.ones(2))])  # type: ignore[method-assign]
+
+
 CHANGES: dict[str, Callable[[Job], Any]] = {
     "nothing": lambda job: None,
     "a step": lambda job: job.step(),
@@ -172,6 +202,12 @@ CHANGES: dict[str, Callable[[Job], Any]] = {
     "ignored by DDP": lambda job: setattr(job.net, "_ddp_params_and_buffers_to_ignore", ["first.weight"]),
     "keys through a hook": lambda job: job.net.norm.register_state_dict_post_hook(lambda *a: a[1].clear()),
     "keys through a method": lambda job: setattr(job.net, "state_dict", lambda **_: {"x": job.net.first.bias}),
+    "a part of another class": _another_class,
+    "names that are stored in another set": lambda job: setattr(job.net, "_non_persistent_buffers_set", set()),
+    "other attributes altogether": _other_attributes,
+    "another shape under the same strides": _other_shape_same_strides,
+    "buffers that the module lists itself": _buffers_of_its_own,
+    "an optimizer with a state_dict of its own": _a_state_dict_of_its_own,
     "a number changed": lambda job: setattr(job.net, "count", 2),
     "a number that is equal and another": lambda job: setattr(job.net, "count", True),
     "a number of another part": lambda job: setattr(job.net.norm, "momentum", 0.25),
@@ -215,6 +251,42 @@ def test_whatever_changed_a_later_save_is_what_a_first_one_is(name: str, replica
         assert written == job.copied(first, Lister(1), Staging(CPU), Cuts())
     if name in ("nothing", "a step"):
         assert kept.sizes() is job.kept.capture().sizes()  # else nothing was kept, and this test would prove nothing
+
+
+class Odd(torch.Tensor):
+    """No tensor that a checkpoint could hold."""
+
+
+def test_a_tensor_that_became_one_that_cannot_be_stored_is_refused_later_too() -> None:
+    job = Job()
+    job.adam.state[job.net.first.weight]["exp_avg"].__class__ = Odd
+    for state in (job.kept, job.first()):
+        with pytest.raises(StateError, match="Odd"):
+            state.capture()
+
+
+@pytest.mark.parametrize("make", [torch.clone, lambda t: t.t().contiguous().t()], ids=["row-major", "transposed"])
+def test_a_parameter_that_gets_other_memory_before_it_is_copied_is_saved_as_it_was(make: Any) -> None:
+    """Binarized networks keep real weights so: ``parameter.data = parameter.data.sign()`` in the forward pass."""
+    job = Job()
+    weight, state = job.net.last[1].weight, job.adam.state[job.net.last[1].weight]
+    for tensor in (weight, state["exp_avg"]):
+        tensor.data = make(tensor.data)
+    right = [flat(t).clone() for t in (weight, state["exp_avg"])]
+    snapshot = job.kept.capture()
+    plan = job.cuts.of(snapshot.sizes(), 1)
+    staged = job.staging.stage(Lister(0).of(snapshot, plan[0]))
+    for tensor in (weight, state["exp_avg"]):
+        tensor.data = torch.full_like(tensor.data, 7.0)
+    gc.collect()
+    filler = [torch.full((6, 4), 9.0) for _ in range(1000)]  # in the memory that nobody else had needed
+    for until in Until:
+        staged.copy(until)
+    copies = staged.copies("shared/")
+    names = ["model/last.1.weight", "optimizer/last.1.weight/exp_avg"]
+    assert [bytes(copies[name].data) for name in names] == [bytes(byte_view(one)) for one in right]
+    found = slice_digests([s for s in plan[0] if s.name in names], snapshot.shared)
+    assert found == [xxhash.xxh3_128_hexdigest(byte_view(one)) for one in right] and filler
 
 
 def test_what_the_training_has_let_go_of_is_not_kept_alive() -> None:

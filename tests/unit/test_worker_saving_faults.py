@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,14 +15,15 @@ import torch
 
 from ratchet_contract.errors import StateError, UserError
 from ratchet_store.rankfile import RankWriter
+from ratchet_worker import disk, fingerprint, saver, staging
 from ratchet_worker import runtime as runtime_module
-from ratchet_worker import saver, staging
 from ratchet_worker.commitment import Committer, Order
 from ratchet_worker.runtime import Runtime
 from ratchet_worker.saver import Save
 from ratchet_worker.snapshot import Snapshot, Until
 from ratchet_worker.sources import Source, Sources
 from ratchet_worker.staging import Staged, Staging
+from tests.support.server import wait_for
 from tests.unit.test_worker_saving import RANKS, Gate, Group
 
 Act = Callable[[], Any]
@@ -179,7 +182,7 @@ def test_a_file_system_that_was_unmounted_fails_the_save_in_clear_words(
     group = Group(tmp_path)
     group.step(1)
     group.drain()
-    monkeypatch.setattr(saver, "file_system", lambda _: 4711)
+    monkeypatch.setattr(disk, "file_system", lambda _: 4711)
     group.step(2)
     assert group.drain() == [1, 1]
     ((step, text),) = group.told[0].of("checkpoint_failed")
@@ -301,3 +304,94 @@ def test_where_all_is_copied_before_a_step_nothing_hangs_on_the_users_optimizer(
     run.state = SimpleNamespace(hook_or_refuse=lambda: (None, hook), optimizers={"optimizer": optimizer})
     run._set_gates()
     assert len(optimizer._optimizer_step_pre_hooks) == gates and (hook.before_change is not None) == bool(gates)
+
+
+def test_a_comparison_that_fails_lets_the_loop_go_before_a_disk_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, gate = Group(tmp_path), Gate(monkeypatch)
+    group.step(1)
+    group.drain()
+    looked, real = threading.Event(), fingerprint.compared
+
+    def fail(plan: Any, tensors: Any, rank: int, *rest: Any) -> Any:
+        if rank == 0:
+            gate.reached(0)
+            looked.set()
+            raise MemoryError("no memory for digests")
+        return real(plan, tensors, rank, *rest)
+
+    monkeypatch.setattr(fingerprint, "compared", fail)
+    gate.close(0)
+    group.step(2)
+    assert looked.wait(20)
+    stepping = threading.Thread(target=lambda: group.ranks[0].hold(Until.STEP), daemon=True)
+    stepping.start()
+    stepping.join(10)
+    assert not stepping.is_alive()  # while the disk still hangs
+    gate.open()
+    assert group.drain() == [1, 1]
+    assert "no memory for digests" in group.told[0].of("checkpoint_failed")[0][1]
+
+
+def test_a_disk_s_error_is_told_where_the_comparison_fails_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(tmp_path)
+
+    def full(*_: Any) -> None:
+        raise StateError("the disk is full")
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no memory for digests")
+
+    group.step(1)  # whose copies are waited for
+    group.drain()
+    monkeypatch.setattr(RankWriter, "write", full)
+    monkeypatch.setattr(fingerprint, "compared", fail)
+    group.step(2)
+    assert group.drain() == [1, 1]
+    text = group.told[0].of("checkpoint_failed")[0][1]
+    assert "the disk is full" in text
+
+
+def test_a_system_without_threads_to_give_does_not_end_a_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit of processes that is reached in the middle of a training (``pids.max``)."""
+    group, real = Group(tmp_path), threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        if threading.current_thread().name.startswith("ratchet-"):
+            raise RuntimeError("can't start new thread")
+        real(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    group.step(1)
+    assert group.drain() == [0, 0] and group.saved() == {1: 1.0}
+
+
+def test_a_save_that_was_not_written_leaves_nothing_of_the_state_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error has a traceback, that has the frames, and these had the snapshot."""
+    group, kept = Group(tmp_path), list[Any]()
+
+    def full(self: RankWriter, directory: Path, pieces: Any, state: Any) -> None:
+        raise StateError("the disk is full")
+
+    monkeypatch.setattr(RankWriter, "write", full)
+    real = group.content
+
+    def content(rank: int, step: int) -> Any:
+        made = real(rank, step)
+        kept.append(weakref.ref(made.snapshot))
+        return made
+
+    monkeypatch.setattr(group, "content", content)
+    gc.collect()
+    gc.disable()
+    try:
+        group.step(1)
+        group.drain()
+        wait_for(lambda: [one() for one in kept] == [None] * RANKS, "the snapshots to go", 10)
+    finally:
+        gc.enable()

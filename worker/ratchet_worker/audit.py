@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import xxhash
 
-from ratchet_worker.snapshot import Until, byte_view
+from ratchet_worker.snapshot import Until, byte_view, flat
 from ratchet_worker.sources import Source
 
 
@@ -30,5 +30,4 @@ class Audit:
 
 
 def _digest(source: Source) -> int:
-    flat = source.tensor.detach().contiguous().reshape(-1)[source.start : source.stop]
-    return xxhash.xxh3_128_intdigest(byte_view(flat.cpu()))
+    return xxhash.xxh3_128_intdigest(byte_view(flat(source.tensor)[source.start : source.stop].cpu()))

@@ -1,4 +1,8 @@
-"""What the ranks have in common: the model's parameters and the optimizers' tensors of them, as views for a snapshot."""
+"""What the ranks have in common: the model's parameters and the optimizers' tensors of them, as views for a snapshot.
+
+The views hold the memory: code that gives a parameter other memory (``parameter.data = ...``) while a copy is made changes what
+the next save has, not this one.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +41,9 @@ class EqualState:
         for component, captured in found.items():
             tensors |= captured.shared
             out.add(component, captured.rest)
-        for name in plan.private:
-            out.private[name] = tensors.pop(name)
-        out.shared, out.state[MODEL] = tensors, [*plan.own]
+        if plan.private:
+            out.private |= _views({name: tensors.pop(name) for name in plan.private})
+        out.shared, out.state[MODEL] = _views(tensors), [*plan.own]
         out.until |= plan.until
         out.known_sizes = plan.sizes
 
@@ -48,6 +52,10 @@ class EqualState:
         if known is None or known.optimizer is not optimizer:
             known = self._captures[component] = Capture(optimizer, component)
         return known
+
+
+def _views(tensors: Tensors) -> Tensors:
+    return dict(zip(tensors, map(torch.Tensor.detach, tensors.values()), strict=True))
 
 
 class _Plan(NamedTuple):
@@ -68,7 +76,7 @@ class _Key(NamedTuple):
     replicated: Collection[str]
     optimizers: list[object]
     moved: list[int]
-    forms: list[tuple[torch.dtype, torch.Size]]
+    forms: list[tuple[type, torch.dtype, torch.Size]]
 
 
 def _key(
@@ -76,7 +84,7 @@ def _key(
     found: Mapping[str, Captured], equal: bool,
 ) -> _Key:  # fmt: skip
     moved = [id(p) for o in optimizers.values() for g in o.param_groups for p in g["params"] if p.requires_grad]
-    forms = [(p.dtype, p.shape) for p in parameters]
+    forms = [(type(p), p.dtype, p.shape) for p in parameters]
     return _Key(equal, replicated, [captured.form for captured in found.values()], moved, forms)
 
 

@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from ratchet_store.slices import Slice, plan_slices
-from ratchet_worker.snapshot import Sizes, memory_view
+from ratchet_worker.snapshot import Sizes, flat, is_plain, memory_view
 
 _PARTS: Final = 64
 _SMALL_PART: Final = 256 << 10  # bytes; in smaller parts the digests cost more than what they are made of
@@ -60,9 +60,9 @@ def slice_digests(slices: Sequence[Slice], tensors: Mapping[str, torch.Tensor]) 
     """XXH3-128 in hex of the bytes of each slice of a part, row-major."""
     out = []
     for name, start, stop in slices:
-        tensor = tensors[name]
-        if not (tensor.is_cpu and tensor.is_contiguous()):
-            tensor, start, stop = tensor.detach().contiguous().reshape(-1)[start:stop].cpu(), 0, stop - start
+        tensor = tensors[name].detach()  # which holds the memory
+        if not is_plain(tensor):
+            tensor, start, stop = flat(tensor)[start:stop].cpu(), 0, stop - start
         size = tensor.element_size()
         out.append(xxhash.xxh3_128_hexdigest(memory_view(tensor.data_ptr() + start * size, (stop - start) * size)))
     return out

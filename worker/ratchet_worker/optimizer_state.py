@@ -48,15 +48,13 @@ class Capture:
 
     def __init__(self, optimizer: Optimizer, component: str) -> None:
         self.optimizer, self._component = optimizer, component
-        self._plain = type(optimizer).state_dict is Optimizer.state_dict and "state_dict" not in vars(optimizer)
         self._known: _Known | None = None
 
     def of(self, names: Mapping[int, str], replicated: Collection[str]) -> Captured:
         """``names``: parameter name by ``id``; ``replicated``: names of parameters that DDP keeps equal; both the same objects
         as before where they have the same contents."""
         optimizer, known = self.optimizer, self._known
-        hooked = optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks
-        found = _look(optimizer) if self._plain and not hooked else None
+        found = _look(optimizer) if _is_plain(optimizer) else None
         if known is not None and found is not None and known.names is names and known.replicated is replicated:
             tensors = known.tensors(found)
             if tensors is not None:
@@ -109,6 +107,12 @@ class _Found(NamedTuple):
     keys: list[Any]
 
 
+def _is_plain(optimizer: Optimizer) -> bool:
+    """Does ``state_dict`` give nothing else than torch's own does, now?"""
+    own = type(optimizer).state_dict is not Optimizer.state_dict or "state_dict" in vars(optimizer)
+    return not (own or optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks)
+
+
 def _look(optimizer: Optimizer) -> _Found | None:
     """None: something there is not known by what it is."""
     objects: list[Any] = []
@@ -127,7 +131,7 @@ def _look(optimizer: Optimizer) -> _Found | None:
 
 
 def _forms(tensors: Iterable[torch.Tensor]) -> list[tuple[Any, ...]]:
-    return [(t.dtype, t.shape, t.stride()) for t in tensors]
+    return [(type(t), t.dtype, t.shape, t.stride()) for t in tensors]
 
 
 def capture(

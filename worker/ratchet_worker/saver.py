@@ -13,25 +13,24 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final
 
-from ratchet_contract.errors import CheckpointError, RatchetError, StateError
+from ratchet_contract.errors import RatchetError, StateError
 from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import JobPaths
 from ratchet_hooks.summary import HookSummary
-from ratchet_store.files import NOT_WRITTEN
-from ratchet_store.rankfile import RankWriter, Written
+from ratchet_store.rankfile import Piece, RankWriter, Written
 from ratchet_store.slices import Slice
 from ratchet_worker import fingerprint
+from ratchet_worker.aside import Aside, Call
 from ratchet_worker.commitment import Committer, Order, Verdict, written
 from ratchet_worker.content import Content
+from ratchet_worker.disk import Disk
 from ratchet_worker.exchange import Exchange
 from ratchet_worker.reporter import Reporter
 from ratchet_worker.snapshot import Until
 from ratchet_worker.staging import Staged, Staging
-
-T = TypeVar("T")
 
 MAX_FAILURES: Final = 3
 
@@ -95,6 +94,7 @@ class Saver:
         self._launch, self._exchange, self._reporter, self._committer = launch, exchange, reporter, committer
         self._staging, self._give_up = staging, give_up
         self._writer = RankWriter(exchange.rank, exchange.world_size)
+        self._aside = Aside("ratchet-writer")
         self._cuts = fingerprint.Cuts()
         self._job = JobPaths(Path(launch.job_root))
         self._disk = Disk(self._job.checkpoints)
@@ -180,20 +180,21 @@ class Saver:
             raise StateError(staged.error)
         self._disk.insist()
         plan = self._cuts.of(content.snapshot.sizes(), content.parts or 1)
+        pieces = staged.pieces()
         hurried = _hurried(save)
         writing = (
-            None if hurried else self._writing(save.order, content, staged)
+            None if hurried else self._writing(save.order, pieces, content)
         )  # else its Python would be waited for, too
         try:
             seen = self._compared(save, content, plan)
             save.released.set()
-            writing = writing or self._writing(save.order, content, staged)
+            writing = writing or self._writing(save.order, pieces, content)
             parts = self._own_parts(content, staged, plan)
             summary = self._summary(content, staged)
         finally:
-            if writing is not None:
-                writing.join()
-        written = writing.result()
+            save.release()  # before all: the disk may hang
+            written = None if writing is None else writing.result()
+        assert written is not None
         self._reporter.saved_hook(summary)
         report = {
             "error": None,
@@ -206,11 +207,11 @@ class Saver:
         }
         return report, written.listing
 
-    def _writing(self, order: Order, content: Content, staged: Staged) -> _Beside[Written]:
-        return _Beside(lambda: self._write(order, content, staged))
+    def _writing(self, order: Order, pieces: Sequence[Piece], content: Content) -> Call[Written]:
+        return self._aside.begin(lambda: self._write(order, pieces, content))
 
-    def _write(self, order: Order, content: Content, staged: Staged) -> Written:
-        written = self._writer.write(self.directory(order), staged.pieces(), content.snapshot.state)
+    def _write(self, order: Order, pieces: Sequence[Piece], content: Content) -> Written:
+        written = self._writer.write(self.directory(order), pieces, content.snapshot.state)
         self._disk.insist()
         return written
 
@@ -245,59 +246,3 @@ class Saver:
 def _hurried(save: Save) -> bool:
     """Does the loop wait for the live tensors?"""
     return save.hurry.is_set() and not save.thorough
-
-
-class _Beside(threading.Thread, Generic[T]):
-    """One call in a thread of its own, which nobody waits for where the process ends."""
-
-    def __init__(self, work: Callable[[], T]) -> None:
-        super().__init__(name="ratchet-writer", daemon=True)
-        self._work, self._result = work, list[T]()
-        self._error: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._result.append(self._work())
-        except BaseException as error:  # raised where the result is asked for
-            self._error = error
-
-    def result(self) -> T:
-        self.join()
-        if self._error is not None:
-            raise self._error
-        return self._result[0]
-
-
-class Disk:
-    """The file system that a directory lay on when this was made. Unmounted beneath a training (``umount -l``) it leaves the
-    directory below the mount point, which would take all that is written, on another disk, where no resume looks."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._seen: int | None = None
-        with suppress(OSError):  # it is asked again
-            self._seen = file_system(directory)
-
-    def insist(self) -> None:
-        """Raises ``CheckpointError`` where another one is there now, ``OSError`` where nobody can tell."""
-        found = file_system(self._directory)
-        if self._seen is None:
-            self._seen = found
-        elif found != self._seen:
-            raise CheckpointError(
-                f"{self._directory} lies on another file system than when the attempt began: that was unmounted, or "
-                "another was mounted over it. Mount it again, and start the job again; older checkpoints are on it",
-                code=NOT_WRITTEN,
-            )
-
-
-def file_system(path: Path) -> int:
-    """The device that ``path`` lies on, or what is there of the way to it. Raises ``OSError``."""
-    while True:
-        try:
-            return path.stat().st_dev
-        except (FileNotFoundError, NotADirectoryError):
-            if path == path.parent:
-                raise
-            path = path.parent

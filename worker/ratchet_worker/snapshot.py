@@ -111,6 +111,16 @@ def memory_view(address: int, nbytes: int) -> memoryview:
     return view
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Are its bytes in this process's memory what is stored of it? Torch puts off conjugation and negation."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements, row-major, as they are stored."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+
+
 def addresses(state: Any) -> Iterator[int]:
     """Where the tensors of a state begin in memory."""
     if isinstance(state, torch.Tensor):
@@ -124,7 +134,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     """XXH3-128 in hex over the bytes of all tensors, row-major, in the given order."""
     hasher = xxhash.xxh3_128()
     for tensor in tensors:
-        hasher.update(byte_view(tensor.detach().contiguous().cpu()))
+        hasher.update(byte_view(flat(tensor).cpu()))
     return hasher.hexdigest()
 
 

@@ -22,7 +22,7 @@ import torch
 from ratchet_contract.errors import StateError
 from ratchet_store.rankfile import Piece
 from ratchet_worker.fingerprint import Copy
-from ratchet_worker.snapshot import DTYPE_NAMES, Until, byte_view
+from ratchet_worker.snapshot import DTYPE_NAMES, Until, byte_view, is_plain
 from ratchet_worker.sources import Source, Sources
 
 _ALIGNMENT: Final = 64  # bytes: a cache line
@@ -92,7 +92,7 @@ class _Layout:
         self._buffer: torch.Tensor | None = None  # theirs
 
     def pieces(self, sources: Sequence[Source], buffer: torch.Tensor) -> list[Piece]:
-        """The same list for the same buffer: what has changed is in the bytes alone."""
+        """The same list for the same buffer: what has changed is in the bytes alone. To be asked first by one thread alone."""
         if self._buffer is not buffer:
             whole = byte_view(buffer)
             self._pieces = [
@@ -129,7 +129,7 @@ class Staged:
         moves: list[_Move] = []
         for number in layout.kinds[until]:
             tensor = self._sources[number].tensor
-            plain = tensor.is_cpu and tensor.is_contiguous()
+            plain = is_plain(tensor)
             version = tensor._version if counts and not tensor.is_inference() else None
             origin = tensor.data_ptr() + layout.skipped[number] if plain else 0
             moves.append((number, version, start + layout.offsets[number], origin, layout.sizes[number]))

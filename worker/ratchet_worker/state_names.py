@@ -22,11 +22,11 @@ def capture(module: Walked) -> dict[str, Any]:
     if not _follows(walk):
         return _capture(walk)
     known = walk.derived("state names", dict[Any, dict[str, Any]])
-    strides = tuple(None if p.is_contiguous() else p.stride() for p in walk.parameters())
-    if strides not in known:
+    forms = tuple(None if p.is_contiguous() else (p.shape, p.stride()) for p in walk.parameters())
+    if forms not in known:
         known.clear()
-        known[strides] = _capture(walk)
-    return known[strides]
+        known[forms] = _capture(walk)
+    return known[forms]
 
 
 def _follows(walk: Walk) -> bool:

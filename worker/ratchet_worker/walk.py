@@ -32,11 +32,12 @@ class Walk:
     def again(self) -> Walk:
         """This one, where the module still has the very same parts, parameters and buffers under the same names; else a new one.
         A tensor may have other memory, shape or dtype all the same."""
-        if self._stand is not None and self._stand.holds():
+        own = self.overrides(_LISTS)
+        if not own and self._stand is not None and self._stand.holds():
             return self
         new = Walk(self.module)
-        parts = [vars(part) for _, part in new.named_modules()]
-        plain = not self.overrides(_LISTS) and all(type(one.get(name)) is dict for one in parts for name in _HELD)
+        parts = [part for _, part in new.named_modules()]
+        plain = not own and all(type(vars(part).get(name)) is dict for part in parts for name in _HELD)
         new._stand = _Stand(parts) if plain else None
         return new
 
@@ -99,32 +100,34 @@ class Walk:
 
 
 class _Stand:
-    """What every part held at one time: the same dictionaries, in them the same names and the very same objects. These are held
-    weakly, so that what the module has let go of goes; an object's number alone might be another's by now."""
+    """What every part was at one time: of the same class, with the same dictionaries, in them the same names and the very same
+    objects. A buffer that has been replaced is not kept alive by it; a part and its parameters are, until the next ``again``."""
 
-    def __init__(self, parts: list[_Vars]) -> None:
-        self._parts = parts
+    def __init__(self, parts: list[nn.Module]) -> None:
+        self._parts, self._types, self._vars = parts, [*map(type, parts)], [*map(vars, parts)]
         self._held = self._dictionaries()  # held: so that no other gets the number of one
-        self._ids = [*map(id, self._held)]
+        self._ids = [*map(id, self._vars), *map(id, self._held)]
         self._empty = [one for one in self._held if not one]
         self._full = [one for one in self._held if one]
         self._lengths = [*map(len, self._full)]
         self._names = [*chain.from_iterable(self._full)]
         self._objects = Same(_values(self._full))
-        self._passing = [(one, frozenset(one)) for one in self._non_persistent()]
+        self._with_buffers = [one for one in self._vars if one["_buffers"]]
+        self._passing = [*map(frozenset, self._non_persistent())]
 
     def holds(self) -> bool:
-        if any(self._empty) or [*map(len, self._full)] != self._lengths:
+        if any(self._empty) or [*map(len, self._full)] != self._lengths or [*map(type, self._parts)] != self._types:
             return False
-        if [*map(id, self._dictionaries())] != self._ids or [*chain.from_iterable(self._full)] != self._names:
+        ids = [*map(id, map(vars, self._parts)), *map(id, self._dictionaries())]
+        if ids != self._ids or [*chain.from_iterable(self._full)] != self._names:
             return False
-        return self._objects.holds(_values(self._full)) and all(one == before for one, before in self._passing)
+        return self._objects.holds(_values(self._full)) and [*self._non_persistent()] == self._passing
 
     def _dictionaries(self) -> list[_Vars]:
-        return [one[name] for one in self._parts for name in _HELD]
+        return [one[name] for one in self._vars for name in _HELD]
 
     def _non_persistent(self) -> Iterator[set[str]]:
-        return (one["_non_persistent_buffers_set"] for one in self._parts if one["_buffers"])
+        return (one["_non_persistent_buffers_set"] for one in self._with_buffers)
 
 
 def _values(dictionaries: Iterable[_Vars]) -> Iterator[Any]:
