@@ -128,12 +128,6 @@ def _swap_places(job: Job) -> None:
     job.net.first._parameters["weight"] = weight
 
 
-def _to_a_buffer(job: Job) -> None:
-    """The same name and the same object, as a buffer where it was a parameter."""
-    bias = job.net.first._parameters.pop("bias")
-    job.net.first._buffers["bias"] = bias
-
-
 def _reorder_state(job: Job) -> None:
     first = next(iter(job.adam.state))
     job.adam.state[first] = job.adam.state.pop(first)
@@ -194,11 +188,10 @@ CHANGES: dict[str, Callable[[Job], Any]] = {
     "a buffer under another name": _rename,
     "a buffer that is stored now": lambda job: job.net._non_persistent_buffers_set.clear(),
     "a parameter tied": _tie,
-    "a parameter that is a buffer": _to_a_buffer,
     "parameters in another order": _swap_places,
     "a part replaced": lambda job: setattr(job.net.last, "0", nn.Tanh()),
     "a part come": lambda job: job.net.add_module("more", nn.BatchNorm1d(2, affine=False)),
-    "a part under another name": lambda job: job.net.last.add_module("9", job.net.last._modules.pop("1")),
+    "a part under another name": lambda job: job.net.last.add_module("9", job.net.last._modules.pop("0")),
     "ignored by DDP": lambda job: setattr(job.net, "_ddp_params_and_buffers_to_ignore", ["first.weight"]),
     "keys through a hook": lambda job: job.net.norm.register_state_dict_post_hook(lambda *a: a[1].clear()),
     "keys through a method": lambda job: setattr(job.net, "state_dict", lambda **_: {"x": job.net.first.bias}),

@@ -90,11 +90,12 @@ class JobState:
 
     def capture(self) -> Snapshot:
         """This rank's state now, as views of live tensors; ``Snapshot.until`` says how long they hold. A collective the first
-        time (the hook may let DDP rebuild its buckets)."""
+        time (the hook may let DDP rebuild its buckets). Raises ``UserError`` as ``refuse_changed`` does."""
         ddp, hook = self.hook_or_refuse()
         hook_tensors, hook_data = hook.capture(copy=False)  # first: no rank may fail before this collective
         out = Snapshot()
         walk = self._walked(ddp.module)
+        module_origin.refuse_changed_parameters(walk, self._origin)
         self._equal.capture(out, walk, self.optimizers, hook.replicas == "equal")
         buffers = {name: buffer.detach() for name, buffer in walk.named_buffers()}
         out.add_encoded("buffers", buffers, sorted(buffers))

@@ -323,7 +323,6 @@ class Runtime:
         return self.checkpointer.save(self.step, reason, finished, self._content, left).error
 
     def _content(self) -> Content:
-        self.state.refuse_changed()
         # What is in force now: the code may have changed it since it started, and will not have so when it starts again.
         environment = {**self.environment, **environment_record.switches(self.device)}
         return content(self.state, self.rank, self.world_size, self.step, self.total, environment, self.data_digest)
