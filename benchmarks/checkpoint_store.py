@@ -20,8 +20,8 @@ from benchmarks.stats import Estimate, estimate, machine
 from ratchet_contract.manifest import FileEntry, HookRecord, Manifest, TensorEntry
 from ratchet_contract.paths import checkpoint_dir_name
 from ratchet_contract.resume import Base
-from ratchet_store.commit import commit
-from ratchet_store.rankfile import Piece, write_rank_file
+from ratchet_store.commit import ManifestWriter
+from ratchet_store.rankfile import Piece, RankWriter
 from ratchet_store.read import load
 
 CHUNK = 4 << 20
@@ -91,8 +91,8 @@ class _Bench:
             data = self.source[offset : offset + number]
             pieces.append(Piece(f"shared/model/{index}", "F32", (number // 4,), 0, data))
             offset += number
-        file, tensors = write_rank_file(directory, 0, 1, pieces, {})
-        self.manifest = commit(directory, _manifest(file, tensors))
+        file, tensors, _ = RankWriter(0, 1).write(directory, pieces, {})
+        self.manifest = ManifestWriter().commit(directory, _manifest(file, list(tensors)))
         return time.perf_counter() - begin
 
     def raw_read(self) -> float:

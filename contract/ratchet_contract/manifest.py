@@ -154,11 +154,6 @@ class _Rendered(NamedTuple):
     lines: bytes
 
 
-def seal(manifest: Manifest) -> tuple[Manifest, bytes]:
-    """The manifest with its digest, and the bytes to write."""
-    return Sealer().seal(manifest)
-
-
 class Sealer:
     """Seals one manifest after the other. The list of tensors is most of a manifest, and from save to save it is the same: it is
     rendered when it is new."""
@@ -168,7 +163,7 @@ class Sealer:
         self._rendered = _Rendered(b"[]", b"[]")
 
     def seal(self, manifest: Manifest) -> tuple[Manifest, bytes]:
-        """As ``seal``."""
+        """The manifest with its digest, and the bytes to write."""
         if not same_entries(manifest.tensors, self._tensors):
             value = json.loads(_ENTRIES.dump_json(manifest.tensors))
             self._rendered = _Rendered(_canonical_text(value), _lines_text(value))

@@ -30,11 +30,6 @@ from ratchet_store.structure import StructureCheck, check_structure
 MAX_MANIFEST: Final = 256 << 20  # bytes; about a million tensors
 
 
-def commit(directory: Path, manifest: Manifest) -> Manifest:
-    """A single commit by a ``ManifestWriter``: the sealed manifest."""
-    return ManifestWriter().commit(directory, manifest)
-
-
 class ManifestWriter:
     """Commits one checkpoint after the other, and does not check and render a list of tensors again that is as in the last."""
 

@@ -55,14 +55,6 @@ class Written(NamedTuple):
     listing: str
 
 
-def write_rank_file(
-    directory: Path, rank: int, world_size: int, pieces: Sequence[Piece], state: JsonValue
-) -> tuple[FileEntry, list[TensorEntry]]:
-    """A single file by a ``RankWriter``: the manifest's entries for it, in file order."""
-    written = RankWriter(rank, world_size).write(directory, pieces, state)
-    return written.file, list(written.tensors)
-
-
 class RankWriter:
     """Writes the files of one rank, one after the other. From save to save the tensors have other bytes, seldom
     other names or shapes: what follows from these is checked and made when they are new, and kept."""

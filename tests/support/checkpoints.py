@@ -12,9 +12,9 @@ from ratchet_contract.manifest import FileEntry, HookRecord, Manifest, TensorEnt
 from ratchet_contract.paths import checkpoint_dir_name
 from ratchet_contract.resume import Base
 from ratchet_hooks.summary import HookSummary
-from ratchet_store.commit import commit
-from ratchet_store.rankfile import Piece, write_rank_file
+from ratchet_store.rankfile import Piece
 from ratchet_store.slices import plan_slices
+from tests.support.one_shot import commit, write_rank_file
 
 JOB = "job-1"
 SHAPES: dict[str, tuple[str, tuple[int, ...], int]] = {

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ratchet_store.commit import commit, read_manifest
-from ratchet_store.rankfile import Piece, write_rank_file
+from ratchet_store.commit import read_manifest
+from ratchet_store.rankfile import Piece
 from ratchet_store.read import read_state
+from tests.support.one_shot import commit, write_rank_file
 
 Pieces = dict[str, bytearray]
 States = dict[int, Any]

@@ -24,7 +24,6 @@ from ratchet_contract.messages import CheckpointCommitted, LaunchFile, Progress,
 from ratchet_contract.paths import AttemptPaths, JobPaths
 from ratchet_contract.phases import Cause
 from ratchet_contract.resume import Base
-from ratchet_store.commit import commit
 from ratchet_store.lineage import find_base
 from ratchet_worker import procs
 from ratchet_worker.agent import run
@@ -34,6 +33,7 @@ from ratchet_worker.results import write_rank_result
 from ratchet_worker.spool import Spool
 from ratchet_worker.starter import ProcessStarter, RankPlan, RankProcess
 from tests.support.checkpoints import manifest_of, write_ranks
+from tests.support.one_shot import commit
 
 AGENT = (sys.executable, "-P", "-m", "tests.support.trainer", "agent")
 

@@ -12,10 +12,11 @@ from ratchet_contract.errors import CheckpointError
 from ratchet_contract.manifest import Manifest, TensorEntry
 from ratchet_contract.paths import MANIFEST_NAME, checkpoint_dir_name
 from ratchet_store import rankfile
-from ratchet_store.commit import commit, mark_finished, read_manifest
+from ratchet_store.commit import mark_finished, read_manifest
 from ratchet_store.files import DAMAGED, EXISTS, MISSING
 from ratchet_store.read import CheckpointReader, load, read_state, verify
 from tests.support.checkpoints import SHAPES, make_checkpoint, manifest_of, shared_bytes, write_ranks
+from tests.support.one_shot import commit
 
 FORMAT_1 = Path(__file__).parents[1] / "fixtures" / "format-1" / "step-000000000004.a0001"
 

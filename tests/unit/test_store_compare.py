@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratchet_contract.paths import checkpoint_dir_name
-from ratchet_store.commit import commit
 from ratchet_store.compare import compare, component_of, count_differences, render
-from ratchet_store.rankfile import Piece, write_rank_file
+from ratchet_store.rankfile import Piece
 from tests.support.checkpoints import make_checkpoint, manifest_of
+from tests.support.one_shot import commit, write_rank_file
 
 
 def floats(*values: float) -> bytes:

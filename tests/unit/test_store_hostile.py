@@ -17,7 +17,6 @@ import pytest
 import xxhash
 
 from ratchet_contract.errors import CheckpointError
-from ratchet_contract.manifest import seal
 from ratchet_contract.paths import DELETED_MANIFEST_NAME, MANIFEST_NAME, checkpoint_dir_name
 from ratchet_contract.resume import Segment
 from ratchet_store.files import DAMAGED
@@ -25,6 +24,7 @@ from ratchet_store.lineage import find_base
 from ratchet_store.read import CheckpointReader, verify
 from ratchet_store.retain import sweep
 from tests.support.checkpoints import make_chain, make_checkpoint, manifest_of, write_ranks
+from tests.support.one_shot import seal
 
 STATE = {"__metadata__": {"state": "{}"}}
 
@@ -233,6 +233,7 @@ from ratchet_store.copied import Record
 from ratchet_store.lineage import find_base
 from ratchet_store.read import verify
 from ratchet_store.retain import retain, sweep
+from tests.support.one_shot import seal
 size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + (512 << 20),) * 2)
 checkpoints, lineage = Path(sys.argv[1]), [Segment(epoch=1, after_step=0)]

@@ -21,8 +21,9 @@ from ratchet_contract.errors import CheckpointError, StateError
 from ratchet_store import rankfile
 from ratchet_store.files import EXISTS, NOT_WRITTEN
 from ratchet_store.header import ALIGNMENT, ITEMSIZE
-from ratchet_store.rankfile import BLOCK, CHUNK, Piece, encode_state, write_rank_file
+from ratchet_store.rankfile import BLOCK, CHUNK, Piece, encode_state
 from tests.support.checkpoints import make_checkpoint, names
+from tests.support.one_shot import write_rank_file
 
 
 def test_safetensors_reads_whole_tensors_by_name_and_slices_by_start(tmp_path: Path) -> None:

@@ -20,13 +20,14 @@ from ratchet_contract.paths import MANIFEST_NAME, checkpoint_dir_name
 from ratchet_contract.resume import Segment
 from ratchet_contract.spec_checkpoint import CheckpointSpec
 from ratchet_store import commit as store_commit
-from ratchet_store.commit import checkpoint_dirs, commit, read_manifest
+from ratchet_store.commit import checkpoint_dirs, read_manifest
 from ratchet_store.files import NOT_WRITTEN, fsync_dir
 from ratchet_store.keeper import Keeper
 from ratchet_store.lineage import find_base
 from ratchet_store.read import verify
 from ratchet_store.retain import retain, sweep
 from tests.support.checkpoints import make_checkpoint, manifest_of, names, write_ranks
+from tests.support.one_shot import commit
 from tests.support.power_loss import Recorder, disk_states
 
 LINEAGE = [Segment(epoch=1, after_step=0)]

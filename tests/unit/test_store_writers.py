@@ -21,16 +21,16 @@ from ratchet_contract.manifest import (
     dump_entries,
     open_manifest,
     parse_entries,
-    seal,
 )
 from ratchet_contract.paths import MANIFEST_NAME, checkpoint_dir_name
 from ratchet_hooks.summary import HookSummary
 from ratchet_store.commit import ManifestWriter
 from ratchet_store.header import ALIGNMENT, build_header, members_of
-from ratchet_store.rankfile import Piece, RankWriter, encode_state, write_rank_file
+from ratchet_store.rankfile import Piece, RankWriter, encode_state
 from ratchet_store.read import verify
 from ratchet_store.structure import StructureCheck
 from tests.support.checkpoints import manifest_of, write_ranks
+from tests.support.one_shot import seal, write_rank_file
 
 FIRST = [
     Piece("shared/model/w", "F32", (4, 4), 4, bytes(range(32))),

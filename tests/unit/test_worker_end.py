@@ -15,12 +15,13 @@ from ratchet_contract.errors import UserError
 from ratchet_contract.paths import FINISHED_NAME, JobPaths
 from ratchet_contract.resume import Base
 from ratchet_contract.spec_checkpoint import CheckpointSpec
-from ratchet_store.commit import commit, read_manifest
+from ratchet_store.commit import read_manifest
 from ratchet_worker.checkpointer import Checkpointer
 from ratchet_worker.exchange import Exchange
 from ratchet_worker.runtime import Runtime
 from ratchet_worker.snapshot import Snapshot
 from tests.support.checkpoints import manifest_of, write_ranks
+from tests.support.one_shot import commit
 
 SILENT: Any = SimpleNamespace(
     stage=lambda _: None, tick=lambda: None, hook=lambda *_: None, committed=lambda *_: None, note=lambda *_, **__: None,
