@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -43,6 +44,7 @@ class Agent:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._pidfd = os.pidfd_open(pid)
+        weakref.finalize(self, os.close, self._pidfd)  # a thousand kills have three thousand of them
 
     def poll(self) -> int | None:
         return 0 if select.select([self._pidfd], [], [], 0)[0] else None
