@@ -33,6 +33,9 @@ from ratchet_worker.snapshot import Until
 from ratchet_worker.staging import Staged, Staging
 
 MAX_FAILURES: Final = 3
+_LET_GO: Final = 0.001
+"""Seconds in which a loop that was let go takes Python's lock, before two threads of a save want it: behind them it would wait
+for a switch interval, which is five times as long (``sys.getswitchinterval``)."""
 
 
 @dataclass
@@ -182,12 +185,13 @@ class Saver:
         plan = self._cuts.of(content.snapshot.sizes(), content.parts or 1)
         pieces = staged.pieces()
         hurried = _hurried(save)
-        writing = (
-            None if hurried else self._writing(save.order, pieces, content)
-        )  # else its Python would be waited for, too
+        # A loop that waits is let go first: it would wait for what the writer does in Python, too.
+        writing = None if hurried else self._writing(save.order, pieces, content)
         try:
             seen = self._compared(save, content, plan)
             save.released.set()
+            if hurried:
+                time.sleep(_LET_GO)
             writing = writing or self._writing(save.order, pieces, content)
             parts = self._own_parts(content, staged, plan)
             summary = self._summary(content, staged)
