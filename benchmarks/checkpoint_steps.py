@@ -1,4 +1,5 @@
-"""A checkpoint at every step of the built-in task ``bytelm`` on two ranks, beside the same job without any until its end.
+"""A checkpoint at every step of the built-in task ``bytelm``, beside the same job without any until its end: on two ranks, which
+leave no core of two for the saving threads, and on one, which leaves one.
 
 Both jobs are there at once, and blocks of their steps take turns: while one trains, the ranks of the other wait within a step.
 """
@@ -21,7 +22,6 @@ from benchmarks.processes import attempt_paths, ended, logs, until
 from benchmarks.stats import estimate
 from examples.demo.processes import DemoError, Service, spool
 
-RANKS: Final = 2
 AIM: Final = 1.05
 _DEADLINE: Final = 240.0  # seconds, for one block
 _SHORT: Final = {"held_back_bytes": 4096}  # what is evaluated at the end is not measured
@@ -35,11 +35,13 @@ class Size:
     count: int
     pairs: int
     task: dict[str, Any]
+    ranks: int = 2
 
 
 SIZES: Final = {
     "its defaults": Size(before=4, count=12, pairs=10, task={}),
     "width 256, 4 layers": Size(before=1, count=3, pairs=7, task={"width": 256, "layers": 4}),
+    "the same, 1 rank": Size(before=1, count=3, pairs=7, task={"width": 256, "layers": 4}, ranks=1),
 }
 
 
@@ -80,7 +82,8 @@ class _Job:
         self._listener = socket.socket(socket.AF_UNIX)
         turns = self._place / "turns"
         self._listener.bind(str(turns))
-        self._listener.listen(RANKS)
+        self._wanted = size.ranks
+        self._listener.listen(size.ranks)
         self._listener.settimeout(0.2)
         self._ranks: list[TextIO] = []
         arguments = {"turns": str(turns), "before": size.before, "count": size.count, "blocks": size.pairs}
@@ -88,7 +91,7 @@ class _Job:
             "name": "bench-every-step",
             "code": {"path": str(SCRIPTS)},
             "task": {"entrypoint": "every_step:Blocks", "args": {**_SHORT, **arguments, **size.task}},
-            "world": {"ranks_per_node": RANKS, "device": "cpu"},
+            "world": {"ranks_per_node": size.ranks, "device": "cpu"},
             "resources": {"cpus_per_rank": 1},
             "checkpoint": {"every_steps": every, "keep_last": 2},
         }
@@ -99,7 +102,7 @@ class _Job:
         """Once its ranks wait for their first turn."""
         try:
             end = time.monotonic() + _DEADLINE
-            while len(self._ranks) < RANKS:
+            while len(self._ranks) < self._wanted:
                 self._insist(time.monotonic() < end)
                 with suppress(TimeoutError):
                     channel, _ = self._listener.accept()
@@ -121,7 +124,7 @@ class _Job:
             self._forget()
 
     def block(self) -> tuple[float, float]:
-        """Seconds of the slower rank, and processor time of both."""
+        """Seconds of the slowest rank, and processor time of all."""
         self._go()
         answers = self._answers()
         return max(seconds for _, seconds, _ in answers), sum(cpu for _, _, cpu in answers)
