@@ -295,7 +295,8 @@ def test_a_stopped_rank_and_a_service_that_dies_three_times(world: World, tmp_pa
     attempts = server.attempts(job)
     assert [a["cause"] for a in attempts] == ["hang", "rank-killed", "api-preempt", "completed"]
     assert [a["steps_lost"] for a in attempts[2:]] == [0, 0]
-    assert all(a["steps_lost"] <= 5 for a in attempts)
+    # The steps since a save that was committed, and those that were done while the next was being written.
+    assert all(a["steps_lost"] <= 2 * 5 for a in attempts), attempts
     assert sum(a["steps_done"] for a in attempts) == STEPS + sum(a["steps_lost"] for a in attempts)
 
 

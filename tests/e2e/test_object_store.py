@@ -18,7 +18,7 @@ from tests.support.object_stores import BUCKET, S3Server, s3_server  # noqa: F40
 from tests.support.server import Server
 
 URI = f"s3://{BUCKET}/team"
-ARGUMENTS = {"steps": 200, "width": 8, "batch_size": 16, "evaluate": False}
+ARGUMENTS = {"steps": 600, "width": 8, "batch_size": 16, "evaluate": False}
 
 
 @contextmanager
