@@ -40,9 +40,8 @@ class Order:
         return f"save/{self.number}"
 
 
-_PAUSE: Final = (
-    0.002  # seconds between two looks at the reports: one rank looks, and a save is not safe before it has seen them
-)
+_PAUSE: Final = 0.002
+"""Seconds between two looks at the reports, at most: one rank alone looks, and a save is not safe before it has seen them."""
 Verdict = dict[str, Any]
 """``error`` None: committed, ``base`` is the new checkpoint. ``parted``: only some ranks have ended. ``failures``: in a row."""
 
