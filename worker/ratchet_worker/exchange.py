@@ -64,17 +64,10 @@ class Exchange:
         self._store.set(self._key(name, self.rank), f"{_dump(value)}\n{beside}" if beside else _dump(value))
 
     def collect(
-        self,
-        name: str,
-        *,
-        abandon: Callable[[], bool] | None = None,
-        timeout: float | None = None,
-        progress: Callable[[], object] | None = None,
+        self, name: str, *, abandon: Callable[[], bool] | None = None, timeout: float | None = None
     ) -> list[Any]:
-        """Every rank's posted value in rank order, waiting for the missing ones. ``progress``: as long as its value changes, the
-        timeout begins anew."""
-        found = self.collect_beside(name, abandon=abandon, timeout=timeout, progress=progress)
-        return [value for value, _ in found]
+        """Every rank's posted value in rank order, waiting for the missing ones."""
+        return [value for value, _ in self.collect_beside(name, abandon=abandon, timeout=timeout)]
 
     def collect_beside(
         self,
@@ -85,7 +78,8 @@ class Exchange:
         progress: Callable[[], object] | None = None,
         pause: float = _LONGEST_PAUSE,
     ) -> list[tuple[Any, bytes]]:
-        """The same, and the text beside each value: empty where there is none. ``pause``: seconds between two looks, at most."""
+        """The same, and the text beside each value: empty where there is none. ``progress``: as long as its value changes, the
+        timeout begins anew. ``pause``: seconds between two looks, at most."""
         keys = [self._key(name, r) for r in range(self.world_size)]
         self._wait(name, keys, abandon, timeout, progress, pause)
         values = [raw.partition(b"\n") for raw in self._store.multi_get(keys)]
