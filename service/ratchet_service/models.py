@@ -11,6 +11,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
+from ratchet_contract.access import LOCAL_OWNER, Role
 from ratchet_contract.paths import checkpoint_dir_name
 from ratchet_contract.phases import AttemptPhase, Cause, Desired, JobPhase, Outcome
 from ratchet_service.columns import BigId, Json, UtcDateTime, word
@@ -39,6 +40,7 @@ class Base(DeclarativeBase):
         Desired: word(Desired),
         AttemptPhase: word(AttemptPhase),
         Outcome: word(Outcome),
+        Role: word(Role),
         Cause: sa.Enum(Cause, native_enum=False, length=32, values_callable=lambda e: [m.value for m in e]),
     }
 
@@ -56,10 +58,12 @@ class Job(Base):
         sa.Index("ix_jobs_created_at_id", "created_at", "id"),
         sa.Index("ix_jobs_name_id", "name", "id"),
         sa.Index("ix_jobs_priority_id", "priority", "id"),
+        sa.Index("ix_jobs_owner_phase", "owner", "phase"),
     )
 
     id: Mapped[str] = mapped_column(sa.String(JOB_ID_LENGTH), primary_key=True)
     name: Mapped[str] = mapped_column(sa.String(63))
+    owner: Mapped[str] = mapped_column(sa.String(63), default=LOCAL_OWNER, server_default=LOCAL_OWNER)
     phase: Mapped[JobPhase] = mapped_column(default=JobPhase.QUEUED)
     desired: Mapped[Desired] = mapped_column(default=Desired.RUN)
     desired_cause: Mapped[Cause | None]  # the cause a stop will have; None while desired is run
@@ -256,3 +260,35 @@ class HookSample(Base):
     epoch: Mapped[int]
     summary: Mapped[dict[str, Any]]
     at: Mapped[datetime]
+
+
+class ApiToken(Base):
+    """A token is shown once, when it is made; the row has its hash. One that was revoked stays, for the record."""
+
+    __tablename__ = "api_tokens"
+    __table_args__ = (sa.UniqueConstraint("token_hash"),)
+
+    id: Mapped[str] = mapped_column(sa.String(16), primary_key=True)
+    name: Mapped[str] = mapped_column(sa.String(63))  # for people
+    owner: Mapped[str] = mapped_column(sa.String(63))
+    role: Mapped[Role]
+    scopes: Mapped[list[str]] = mapped_column(Json, default=list)  # empty: whatever the role may
+    token_hash: Mapped[str] = mapped_column(sa.String(64))  # hex SHA-256
+    created_at: Mapped[datetime]
+    created_by: Mapped[str] = mapped_column(sa.String(63))
+    expires_at: Mapped[datetime | None]
+    revoked_at: Mapped[datetime | None]
+    last_used_at: Mapped[datetime | None]
+
+
+class Quota(Base):
+    """What an owner may hold at one time; ``*`` is for those without a row of their own. None: no limit."""
+
+    __tablename__ = "quotas"
+
+    owner: Mapped[str] = mapped_column(sa.String(63), primary_key=True)
+    queued: Mapped[int | None]  # jobs that have not ended, running ones included
+    jobs: Mapped[int | None]  # with an attempt that has not ended
+    ranks: Mapped[int | None]  # of such attempts
+    gpus: Mapped[int | None]
+    updated_at: Mapped[datetime]
