@@ -18,6 +18,9 @@ from sqlalchemy import event
 from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.orm import Session
 
+from ratchet_service import clock as clocks
+from ratchet_service.clock import Clock
+
 BUSY_TIMEOUT_MS: Final = 20_000
 _READ_ONLY: Final = "ratchet_read_only"
 
@@ -47,7 +50,8 @@ def normalise_url(url: str) -> URL:
 class Database:
     """One engine; ``write()`` and ``read()`` give sessions that end with the ``with`` block."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, clock: Clock | None = None) -> None:
+        self.clock = clock or Clock()
         self.url = normalise_url(url)
         options: dict[str, Any] = {"pool_size": 10, "max_overflow": 40, "json_serializer": _strict_json}
         if self.url.drivername.startswith("postgresql"):
@@ -58,6 +62,7 @@ class Database:
         if self.is_sqlite:
             event.listen(self.engine, "connect", _sqlite_connect)
             event.listen(self.engine, "begin", _sqlite_begin)
+        self._info = clocks.info(self.clock)
         self._reader = self.engine.execution_options(**{_READ_ONLY: True})
 
     @property
@@ -67,13 +72,13 @@ class Database:
     @contextmanager
     def write(self) -> Iterator[Session]:
         """A session in a write transaction: committed when the block ends, rolled back when it raises."""
-        with Session(self.engine, expire_on_commit=False) as session, session.begin():
+        with Session(self.engine, expire_on_commit=False, info=self._info) as session, session.begin():
             yield session
 
     @contextmanager
     def read(self) -> Iterator[Session]:
         """A session for reading: it sees one moment on SQLite, committed rows on PostgreSQL; nothing it does is kept."""
-        with Session(self._reader, expire_on_commit=False, autoflush=False) as session:
+        with Session(self._reader, expire_on_commit=False, autoflush=False, info=self._info) as session:
             yield session
 
     def ping(self) -> None:

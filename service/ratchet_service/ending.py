@@ -24,7 +24,8 @@ from ratchet_contract.paths import AttemptPaths, JobPaths
 from ratchet_contract.phases import AttemptPhase, Cause, Desired, Outcome
 from ratchet_contract.resume import Base, Segment
 from ratchet_service.ancestry import bases_of, committed_of, fork_of, within
-from ratchet_service.database import Database, utc_now
+from ratchet_service.clock import now_in
+from ratchet_service.database import Database
 from ratchet_service.decide import decide
 from ratchet_service.decision import AttemptEnd, Decision, Limits
 from ratchet_service.ingest_effects import UNMANAGED, when
@@ -99,7 +100,7 @@ def _lineage(session: Session, job: Job, epoch: int, base: Base | None) -> tuple
 def _adopt(session: Session, job: Job, manifest: Manifest) -> None:
     if session.get(Checkpoint, (job.id, manifest.step, manifest.epoch)) is not None:
         return
-    now = utc_now()
+    now = now_in(session)
     session.add(
         Checkpoint(
             job_id=job.id,
@@ -202,7 +203,7 @@ def _end(
     facts: _Facts,
     results: Sequence[AttemptResult],
 ) -> Decision:
-    now, number = utc_now(), attempt.number
+    now, number = now_in(session), attempt.number
     ended_at = _ended_at(attempt, results, now)
     seconds = _running_seconds(attempt, ended_at)
     end = AttemptEnd(

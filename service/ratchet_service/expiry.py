@@ -11,7 +11,7 @@ from ratchet_contract.errors import Conflict, NotFound
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import JobPhase
 from ratchet_service import disk, snapshot
-from ratchet_service.database import Database, utc_now
+from ratchet_service.database import Database
 from ratchet_service.models import Job
 from ratchet_service.usecases.deletion import delete, sweep_deleted
 
@@ -56,7 +56,7 @@ class Expiry:
     def _due(self) -> list[str]:
         query = sa.select(Job.id, Job.ended_at, Job.ttl)
         query = query.where(Job.ttl.is_not(None), Job.phase.in_(_TERMINAL), Job.ended_at.is_not(None))
-        now = utc_now()
+        now = self._database.clock.now()
         with self._database.read() as session:
             rows = session.execute(query).all()
         return [i for i, ended, ttl in rows if ended and ttl is not None and (now - ended).total_seconds() >= ttl]

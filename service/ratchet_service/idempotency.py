@@ -23,7 +23,8 @@ from sqlalchemy.orm import Session
 from ratchet_contract.errors import Conflict, RatchetError, Refused
 from ratchet_contract.spec_parse import canonical_json
 from ratchet_service import problems
-from ratchet_service.database import Database, utc_now
+from ratchet_service.clock import now_in
+from ratchet_service.database import Database
 from ratchet_service.models import IdempotencyKey
 
 T = TypeVar("T")
@@ -99,7 +100,7 @@ class Idempotency:
         """Claim the key, or give the stored answer. Raises ``Conflict`` while the first request runs, ``Refused`` for
         another body."""
         with self._database.write() as session:
-            now = utc_now()
+            now = now_in(session)
             session.execute(sa.delete(IdempotencyKey).where(IdempotencyKey.created_at < now - self._keep))
             insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
             claim = insert(IdempotencyKey).values(

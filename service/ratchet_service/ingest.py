@@ -18,7 +18,8 @@ from ratchet_contract.messages import AGENT_RANK, AgentReport, CheckpointCommitt
 from ratchet_contract.paths import HomePaths, JobPaths, is_job_id
 from ratchet_contract.phases import AttemptPhase, Cause, Outcome
 from ratchet_contract.version import PROTOCOL_VERSION
-from ratchet_service.database import Database, utc_now
+from ratchet_service.clock import now_in
+from ratchet_service.database import Database
 from ratchet_service.ingest_effects import MAX_NUMBER, Effects, saved_iteration, storable_json
 from ratchet_service.models import Attempt, AttemptNode, Job
 from ratchet_service.transitions import add_event, lock_job
@@ -97,7 +98,7 @@ def ingest_batches(
     if stored:
         effects.finish()
         node.acked = acked
-        node.reported_at = utc_now()
+        node.reported_at = now_in(session)
     return stored
 
 

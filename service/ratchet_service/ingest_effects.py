@@ -31,7 +31,7 @@ from ratchet_contract.messages import (
 from ratchet_contract.paths import JobPaths, checkpoint_dir_name
 from ratchet_contract.phases import Event
 from ratchet_service import transitions
-from ratchet_service.database import utc_now
+from ratchet_service.clock import now_in
 from ratchet_service.models import Attempt, Checkpoint, HookSample, Job, Metric
 from ratchet_store.commit import read_manifest
 
@@ -59,7 +59,7 @@ class Effects:
         self._session, self._job, self._attempt, self._iterations = session, job, attempt, iterations
         self._metrics: dict[tuple[str, int], dict[str, Any]] = {}
         self._samples: dict[tuple[int, int], dict[str, Any]] = {}
-        self._now = utc_now()
+        self._now = now_in(session)
 
     @property
     def _newest(self) -> bool:

@@ -22,7 +22,8 @@ from ratchet_contract.phases import AttemptPhase, Cause, Event, JobPhase
 from ratchet_contract.resume import Base
 from ratchet_contract.spec import JobSpec, Resolved
 from ratchet_service.ancestry import bases_of, committed_of, fork_of
-from ratchet_service.database import Database, utc_now
+from ratchet_service.clock import now_in
+from ratchet_service.database import Database
 from ratchet_service.decide import decide
 from ratchet_service.decision import Action, Counters, Decision, JobView, Limits
 from ratchet_service.ingest import hash_token
@@ -92,7 +93,7 @@ class Launching:
             return self._launch(session)
 
     def _ready(self) -> sa.Select[str]:
-        due = sa.or_(Job.not_before.is_(None), Job.not_before <= utc_now())
+        due = sa.or_(Job.not_before.is_(None), Job.not_before <= self._database.clock.now())
         return sa.select(Job.id).where(Job.phase == JobPhase.QUEUED, due, launched_by(self._launchers))
 
     def _launch(self, session: Session) -> list[Launched]:
@@ -130,7 +131,7 @@ class Launching:
         except ValidationError as error:
             _unreadable(session, job, error)
             return []
-        decision = decide(view_of(job, limits_of(spec)), utc_now())
+        decision = decide(view_of(job, limits_of(spec)), now_in(session))
         if decision.action is Action.END:
             _give_up(session, job, decision)
         elif decision.action is Action.LAUNCH:
@@ -145,7 +146,7 @@ class Launching:
     def tell_the_others(self) -> None:
         """A job whose launcher no reconciler has waits for ever, and nobody looks after what runs of it: it is told, once it has
         waited for ``FOREIGN_PATIENCE``. One that waits for slots has been seen by another reconciler."""
-        long_ago = utc_now() - timedelta(seconds=FOREIGN_PATIENCE)
+        long_ago = self._database.clock.now() - timedelta(seconds=FOREIGN_PATIENCE)
         due = sa.or_(Job.not_before.is_(None), Job.not_before < long_ago)
         queued = (Job.phase == JobPhase.QUEUED) & due
         left = Job.phase.in_(ACTIVE) & sa.or_(Job.lease_token.is_(None), Job.lease_expires_at < long_ago)
@@ -173,7 +174,7 @@ class Launching:
         session.execute(others.values(reason=NO_SLOT, message=text).execution_options(synchronize_session=False))
 
     def _start(self, session: Session, job: Job, spec: JobSpec, resolved: Resolved, grant: Grant) -> list[Launched]:
-        epoch, token, now = job.epoch + 1, secrets.token_urlsafe(32), utc_now()
+        epoch, token, now = job.epoch + 1, secrets.token_urlsafe(32), now_in(session)
         launch = self._launch_file(session, job, epoch, spec, resolved, grant.gpus, token)
         try:
             plan = self._launchers[spec.launcher.kind].plan(launch)

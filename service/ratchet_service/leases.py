@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 
 from ratchet_contract.errors import RatchetError
 from ratchet_contract.phases import JobPhase
-from ratchet_service.database import utc_now
+from ratchet_service.clock import clock_of
 from ratchet_service.launchers.processes import is_alive, start_time
 from ratchet_service.models import Job
 from ratchet_service.transitions import lock_job
@@ -54,12 +54,8 @@ def owner_is_dead(owner: str | None) -> bool:
 
 
 def database_now(session: Session) -> datetime:
-    """The clock by which leases expire: the server's, or with SQLite this machine's, since all its writers share that."""
-    if session.get_bind().dialect.name == "sqlite":
-        return utc_now()
-    now = session.scalar(sa.select(sa.func.clock_timestamp()))
-    assert isinstance(now, datetime)
-    return now
+    """The clock by which leases expire."""
+    return clock_of(session).of_server(session)
 
 
 def lease_values(session: Session, owner: str, seconds: float) -> dict[str, Any]:

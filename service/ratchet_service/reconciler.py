@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Collection
 from typing import Final
 
@@ -18,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import AttemptPhase, JobPhase
 from ratchet_service import disk, leases
-from ratchet_service.database import Database, utc_now
+from ratchet_service.database import Database
 from ratchet_service.expiry import Expiry
 from ratchet_service.launchers.base import EngineUnreachable, attempt_name
 from ratchet_service.launchers.table import Launchers
@@ -93,7 +92,7 @@ class Reconciler:
 
     def round(self) -> float:
         """One round; seconds until the next one is due."""
-        now = time.monotonic()
+        now = self._database.clock.monotonic()
         woken = self._changed.is_set()
         self._changed.clear()
         self._renew(now)
@@ -108,7 +107,7 @@ class Reconciler:
             self._expiry.run()
             self._launching.tell_the_others()
             self._sweep()
-        pause = self._look_around_at - time.monotonic()
+        pause = self._look_around_at - self._database.clock.monotonic()
         return max(0.0, min(self._interval(), pause))
 
     def _interval(self) -> float:
@@ -194,7 +193,7 @@ class Reconciler:
 
     def _until_next(self) -> float:
         """Seconds until a queued job's time comes, at most ``IDLE_INTERVAL``: other processes wake nobody here."""
-        now = utc_now()
+        now = self._database.clock.now()
         query = sa.select(sa.func.min(Job.not_before)).where(Job.phase == JobPhase.QUEUED, Job.not_before > now)
         with self._database.read() as session:
             due = session.scalar(query)

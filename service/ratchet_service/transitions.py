@@ -6,6 +6,7 @@ the order of their commits and a follower that remembers the last id misses none
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 import sqlalchemy as sa
@@ -15,7 +16,7 @@ from sqlalchemy.orm import Session
 from ratchet_contract.errors import Conflict, NotFound
 from ratchet_contract.phases import Cause, Desired, Event, JobPhase, Step, next_step
 from ratchet_service import models
-from ratchet_service.database import utc_now
+from ratchet_service.clock import now_in
 from ratchet_service.models import Job
 
 _DETAILS = {
@@ -78,7 +79,7 @@ def apply(
     step = check(job, event)
     assert step.phase is not None
     before = job.phase
-    changes = _changes(job, step, step.phase, cause) | (values or {})
+    changes = _changes(job, step, step.phase, cause, now_in(session)) | (values or {})
     if event is not Event.CHECKPOINT:  # which changes nothing of why the job is where it is
         changes |= {"reason": reason, "message": message}
     statement = sa.update(Job).where(Job.id == job_id, Job.phase == before, Job.desired == job.desired)
@@ -97,8 +98,7 @@ def apply(
     return job
 
 
-def _changes(job: Job, step: Step, phase: JobPhase, cause: Cause | None) -> dict[str, Any]:
-    now = utc_now()
+def _changes(job: Job, step: Step, phase: JobPhase, cause: Cause | None, now: datetime) -> dict[str, Any]:
     out: dict[str, Any] = {"phase": phase, "updated_at": now, "version": Job.version + 1}
     if step.desired is not None and step.desired is not job.desired:
         out["desired"] = step.desired
@@ -125,5 +125,5 @@ def add_event(
     data: dict[str, Any] | None = None,
 ) -> None:
     """Append to the job's history. The caller holds the job's row."""
-    row = models.Event(job_id=job_id, at=utc_now(), type=type_, epoch=epoch, message=message, data=data or {})
+    row = models.Event(job_id=job_id, at=now_in(session), type=type_, epoch=epoch, message=message, data=data or {})
     session.add(row)

@@ -20,7 +20,7 @@ from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Cause, Desired, JobPhase, Outcome
 from ratchet_contract.spec import JobSpec
 from ratchet_service import models
-from ratchet_service.database import Database, utc_now
+from ratchet_service.database import Database
 from ratchet_service.decide import decide
 from ratchet_service.decision import Action, Alive, Decision, JobView, Limits
 from ratchet_service.ending import LOG_TAIL, Evidence, settle
@@ -149,7 +149,7 @@ class Watcher:
         try:
             watch.launcher.submit(plan or self._launching.relaunch(watch.lease))
         except EngineUnreachable:
-            watch.submitted, watch.submit_at = False, utc_now() + _SUBMIT_AGAIN
+            watch.submitted, watch.submit_at = False, self._database.clock.now() + _SUBMIT_AGAIN
             raise
         except LaunchError as error:
             watch.forced, watch.message = Cause.LAUNCHER_ERROR, error.detail
@@ -168,7 +168,7 @@ class Watcher:
         return decision
 
     def _look(self, watch: Watch, wish: Wish) -> Decision | None:
-        now = utc_now()
+        now = self._database.clock.now()
         state = watch.launcher.poll(watch.ref)
         if (now - watch.looked_at).total_seconds() > self._timing.launch_deadline / 2:
             watch.waited_until = now  # service or engine was away: it may have left the queue just now

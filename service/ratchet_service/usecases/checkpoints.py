@@ -18,7 +18,8 @@ from ratchet_contract.errors import CheckpointError, Conflict
 from ratchet_contract.paths import MANIFEST_NAME, PINNED_NAME, VERIFIED_NAME, HomePaths
 from ratchet_service import cursors, object_store
 from ratchet_service.ancestry import bases_of
-from ratchet_service.database import Database, utc_now
+from ratchet_service.clock import now_in
+from ratchet_service.database import Database
 from ratchet_service.models import Checkpoint, Job
 from ratchet_service.retention import values_of
 from ratchet_service.tidying import quarantine
@@ -122,7 +123,7 @@ def record_verification(
     row = find_checkpoint(session, job_id, checkpoint_id)
     outcome, seconds = found
     verdict: Literal["ok", "damaged"] = "ok" if outcome.ok else "damaged"
-    row.verified_at, row.verification, row.verification_error = utc_now(), verdict, outcome.error
+    row.verified_at, row.verification, row.verification_error = now_in(session), verdict, outcome.error
     facts = {"checkpoint": row.name, "verification": verdict, "error": outcome.error}
     add_event(session, job_id, "verified", f"checkpoint {row.name}: {verdict}", epoch=row.epoch, data=facts)
     session.flush()

@@ -15,7 +15,7 @@ from ratchet_contract.errors import FieldProblem, Refused, SpecError
 from ratchet_contract.phases import Event, JobPhase
 from ratchet_contract.spec import JobSpec
 from ratchet_service import cursors
-from ratchet_service.database import utc_now
+from ratchet_service.clock import now_in
 from ratchet_service.models import Job, JobLabel
 from ratchet_service.transitions import add_event, check
 from ratchet_service.usecases.queries import hold_job
@@ -127,7 +127,7 @@ def patch(session: Session, job_id: str, request: PatchRequest, if_match: str | 
         changes["priority"] = request.priority
     if changes:
         job.version += 1
-        job.updated_at = utc_now()
+        job.updated_at = now_in(session)
         add_event(session, job_id, "patched", f"changed: {', '.join(sorted(changes))}", data=changes)
     session.flush()
     return job

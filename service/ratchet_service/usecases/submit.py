@@ -13,7 +13,7 @@ from ratchet_contract.errors import SpecError
 from ratchet_contract.phases import JobPhase
 from ratchet_contract.spec import CodeSpec, JobSpec, Resolved
 from ratchet_contract.spec_parse import parse_spec
-from ratchet_service.database import utc_now
+from ratchet_service.clock import now_in
 from ratchet_service.ids import new_job_id
 from ratchet_service.models import Job, JobLabel
 from ratchet_service.ports import SubmissionPorts
@@ -77,7 +77,7 @@ def dry_run(data: Any, ports: SubmissionPorts) -> PlanView:
 
 def store(session: Session, prepared: Prepared, **columns: Any) -> Job:
     """The job's row, labels and first event. ``columns`` are further columns of the row (a fork's origin)."""
-    spec, now = prepared.spec, utc_now()
+    spec, now = prepared.spec, now_in(session)
     job_id = new_job_id()
     while session.get(Job, job_id) is not None:
         job_id = new_job_id()

@@ -1,0 +1,52 @@
+"""Where the control plane's times come from: one object, given to the ``Database``, so that a simulation can give another.
+
+Whoever has a session asks ``now_in(session)``, whoever has the database ``database.clock``. Leases expire by the server's clock
+(``of_server``), which all machines share; how long this process has been away is told by its own monotonic one.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import Final
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session
+
+_KEY: Final = "ratchet_clock"
+
+
+class Clock:
+    """This machine's clocks, and the database server's."""
+
+    def now(self) -> datetime:
+        """UTC, by this machine."""
+        return datetime.now(UTC)
+
+    def monotonic(self) -> float:
+        """Seconds that nobody sets back. They pass while this process is stopped."""
+        return time.monotonic()
+
+    def of_server(self, session: Session) -> datetime:
+        """UTC, by the database's server; with SQLite this machine's, since all its writers share that."""
+        if session.get_bind().dialect.name == "sqlite":
+            return self.now()
+        now = session.scalar(sa.select(sa.func.clock_timestamp()))
+        assert isinstance(now, datetime)
+        return now
+
+
+def info(clock: Clock) -> dict[str, Clock]:
+    """What a session carries so that ``clock_of`` finds ``clock``."""
+    return {_KEY: clock}
+
+
+def clock_of(session: Session) -> Clock:
+    """The clock of the database whose session it is; this machine's where the session was made elsewhere."""
+    found = session.info.get(_KEY)
+    return found if isinstance(found, Clock) else Clock()
+
+
+def now_in(session: Session) -> datetime:
+    """UTC, by the clock of the session's database."""
+    return clock_of(session).now()
