@@ -150,6 +150,8 @@ class Attempt(Base):
     begun_at: Mapped[datetime | None]  # its first agent was seen; until then it may have waited in an engine's queue
     training_at: Mapped[datetime | None]
     ended_at: Mapped[datetime | None]
+    notes: Mapped[int] = mapped_column(default=0, server_default="0")  # told, those that were left out included
+    values_refused: Mapped[int] = mapped_column(default=0, server_default="0")  # of metrics beyond the series of a job
 
 
 class AttemptNode(Base):
@@ -206,7 +208,8 @@ class Checkpoint(Base):
 
 
 class Event(Base):
-    """History; rows are only ever added. Whoever adds one holds the job's row, so ids of one job grow in commit order."""
+    """History; rows are only ever added, and go with their job: triggers hold that. Whoever adds one holds the job's row, so ids
+    of one job grow in commit order."""
 
     __tablename__ = "events"
     __table_args__ = (sa.Index("ix_events_job_id_id", "job_id", "id"), {"sqlite_autoincrement": True})
@@ -236,8 +239,24 @@ class IdempotencyKey(Base):
     created_at: Mapped[datetime]
 
 
+class MetricSeries(Base):
+    """How a job's series is kept: points at steps that leave ``phase`` when divided by ``stride``, and the newest one. The stride
+    is a power of two and only grows, so that a step done again falls on the same place."""
+
+    __tablename__ = "metric_series"
+
+    job_id: Mapped[str] = _job_id()
+    name: Mapped[str] = mapped_column(sa.String(200), primary_key=True)
+    stride: Mapped[int] = mapped_column(default=1)
+    phase: Mapped[int] = mapped_column(default=0)
+    points: Mapped[int] = mapped_column(default=0)  # rows at such steps, an abandoned branch's included
+    top: Mapped[int] = mapped_column(default=-1)  # the largest of those steps
+    newest: Mapped[int] = mapped_column(default=-1)  # of the last attempt that reported it; its row is there, whatever its step
+    epoch: Mapped[int] = mapped_column(default=0)  # that attempt
+
+
 class Metric(Base):
-    """One value per name and step; a later epoch replaces an earlier one. Not-a-number is stored as such (double)."""
+    """One value per name and step; a later epoch replaces an earlier one. Which steps stay: ``MetricSeries``."""
 
     __tablename__ = "metrics"
 

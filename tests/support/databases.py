@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from ratchet_service.database import Database, sqlite_url
 from ratchet_service.migrate import upgrade
-from ratchet_service.models import Base
+from ratchet_service.models import Base, Job
 from tests.support.postgres import postgres_server
 
 ENGINES = ("sqlite", "postgresql")
@@ -39,6 +39,7 @@ def migrated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def database(migrated: Database) -> Database:
     """The same, with no rows in it."""
     with migrated.write() as session:
+        session.execute(sa.delete(Job))  # first: events go with their job or not at all
         for table in reversed(Base.metadata.sorted_tables):
             session.execute(sa.delete(table))
     return migrated
