@@ -26,6 +26,25 @@ CAUSE_OF_EXIT_CODE: Final[dict[int, Cause]] = {
 """What a code means where no better record exists; a negative code is ``-signal`` and means rank-killed."""
 
 
+RESERVED: Final[dict[int, str]] = {
+    EXIT_COMPLETED: "success",
+    EXIT_EXCEPTION: "any uncaught exception",
+    EXIT_CHECKPOINT_ERROR: "checkpoint-error",
+    EXIT_LEASE_LOST: "lease-lost",
+    EXIT_USER_ERROR: "user-error, which is never retried",
+    EXIT_HANG: "hang",
+    EXIT_PREEMPTED: "preempted",
+}
+"""Codes that a job's own code cannot give a meaning to, and why."""
+
+
+def own_code(code: object) -> int | None:
+    """What a script gave to ``sys.exit``, where that is a code of its own: the process ends with it; else None."""
+    if isinstance(code, bool) or not isinstance(code, int) or not 0 < code <= 255 or code in RESERVED:
+        return None
+    return code
+
+
 def exit_code_of(cause: Cause) -> int:
     """The code a rank or an agent ends with for ``cause``."""
     codes = {

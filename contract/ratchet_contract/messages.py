@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
+from ratchet_contract.deadlines import Deadlines, Pace, deadlines
 from ratchet_contract.phases import AttemptPhase, Cause, Desired
 from ratchet_contract.resume import Base, ResumeReport, Segment
 from ratchet_contract.spec import JobSpec, Resolved
@@ -20,6 +21,17 @@ class Message(BaseModel):
     """Unknown keys are refused; NaN and infinities travel as the strings "NaN", "Infinity", "-Infinity"."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
+
+
+class Grown(Message):
+    """One that got keys since the protocol's number was last raised. They are left out while they say nothing, so that who does
+    not know them yet can read it."""
+
+    LATER: ClassVar[tuple[str, ...]] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_new(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in write(self).items() if value is not None or key not in self.LATER}
 
 
 class ServiceFile(Message):
@@ -40,9 +52,10 @@ class ForkSource(Message):
     digest: str
 
 
-class LaunchFile(Message):
+class LaunchFile(Grown):
     """Everything the agent and the ranks need to know; secrets are named, never valued."""
 
+    LATER: ClassVar[tuple[str, ...]] = ("pace",)
     protocol: int = PROTOCOL_VERSION
     job_id: str
     epoch: int
@@ -75,6 +88,14 @@ class LaunchFile(Message):
     save_seconds: float | None = Field(
         None, description="The longest of the job's last saves, in seconds; null: none yet."
     )
+    pace: Pace | None = Field(
+        None, description="What earlier attempts have shown of the job's pace; null: nothing yet."
+    )
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """How long this attempt's ranks may go without progress."""
+        return deadlines(self.spec.policy, self.pace)
 
     def of_node(self, node: int) -> LaunchFile:
         """The same launch as node ``node`` sees it. Raises ``ValueError`` when there is no such node."""
@@ -92,9 +113,10 @@ class AgentFile(Message):
     host: str
 
 
-class Control(Message):
+class Control(Grown):
     """``control.json``: the newest wish. Level-triggered; ``checkpoint_request`` grows by one for each "save now"."""
 
+    LATER: ClassVar[tuple[str, ...]] = ("peer_cause",)
     desired: Desired = Desired.RUN
     cause: Cause | None = Field(
         None, description="The cause a stop will have: api-suspend, api-cancel, api-preempt, sigterm ..."
@@ -104,6 +126,7 @@ class Control(Message):
         None,
         description="Another node's agent has ended with a failure, in a sentence: this node's ranks cannot go on.",
     )
+    peer_cause: Cause | None = Field(None, description="Of that end. A hang: this node's ranks write their stacks.")
 
 
 # --- rank -> agent (spool lines) ---------------------------------------------------------------------------------------
@@ -254,9 +277,10 @@ class RankEnd(Message):
     result: RankResult | None = None
 
 
-class AttemptResult(Message):
+class AttemptResult(Grown):
     """``result.json``: the truth about how an attempt ended on this node."""
 
+    LATER: ClassVar[tuple[str, ...]] = ("pace", "stop_at")
     protocol: int = PROTOCOL_VERSION
     job_id: str
     epoch: int
@@ -272,8 +296,10 @@ class AttemptResult(Message):
         None, description="Unix seconds of this clock: when what ended the node's ranks began."
     )
     started_at: str
+    stop_at: str | None = Field(None, description="When this node's agent heard of the stop that was asked for.")
     ended_at: str
     ranks: list[RankEnd]
+    pace: Pace | None = Field(None, description="What this node's ranks have shown of the job's pace.")
 
 
 # --- agent -> service --------------------------------------------------------------------------------------------------

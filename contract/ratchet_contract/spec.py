@@ -18,6 +18,7 @@ from ratchet_contract.environment import RESERVED_NAMES, RESERVED_PREFIXES
 from ratchet_contract.spec_base import Seconds, Size, SpecModel
 from ratchet_contract.spec_checkpoint import CheckpointSpec
 from ratchet_contract.spec_engines import LauncherSpec, LocalLauncherSpec, VolumeSpec
+from ratchet_contract.spec_policy import PolicySpec
 from ratchet_hooks.specs import AllreduceSpec, HookSpec, normalise_hook
 
 _NAME = r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$"
@@ -156,36 +157,6 @@ class DdpSpec(SpecModel):
     )
     broadcast_buffers: bool = Field(True, description="Rank 0's buffers go to all ranks before each forward pass.")
     backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: NCCL on CUDA, else gloo.")
-
-
-class PolicySpec(SpecModel):
-    max_preemptions: int | None = Field(None, ge=0, description="null: unlimited.")
-    max_failures: int = Field(
-        3, ge=0, description="Failed or lost attempts before the job fails; reset by real progress."
-    )
-    on_hook_mismatch: Literal["fail", "reset", "redistribute"] = Field(
-        "fail",
-        description="A checkpoint whose hook state does not fit. fail: end the job; redistribute: carry over what can be, by "
-        "parameter name; reset: start the hook anew. The resume report tells.",
-    )
-    timeout: Seconds | None = Field(None, description="Wall-clock limit over all attempts' running time.")
-    startup_deadline: Seconds = Field(
-        300.0, description="From launch to the first step, then the attempt ends as a hang."
-    )
-    step_deadline: Seconds = Field(
-        300.0, description="Without any progress of a rank, then the attempt ends as a hang."
-    )
-    stop_grace: Seconds = Field(120.0, description="From a stop request until ranks are killed.")
-    preemption_notice: Seconds | None = Field(
-        None,
-        description="From SIGTERM until the machine is gone, where that is less than stop_grace (spot instances: 30 to 120 s). A "
-        "checkpoint that would take longer, by what saves were measured to take, is not begun. null: stop_grace.",
-    )
-    backoff: Seconds = Field(
-        1.0,
-        description="First delay after a failure; doubles, with jitter, up to 5 minutes. The first rank-killed, oom or exception "
-        "since the last progress is tried again at once.",
-    )
 
 
 class JobSpec(SpecModel):

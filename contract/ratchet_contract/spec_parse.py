@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from ratchet_contract.errors import FieldProblem, SpecError
 from ratchet_contract.spec import JobSpec
 from ratchet_contract.spec_engines import LAUNCHER_SPECS
+from ratchet_contract.spec_policy import faults as policy_faults
 from ratchet_hooks.registry import HOOKS, HookEntry
 from ratchet_hooks.specs import WRAPPERS, PostLocalSGDSpec, canonical_hook_name, canonical_wrapper, normalise_hook
 
@@ -214,6 +215,7 @@ def cross_check(spec: JobSpec) -> list[FieldProblem]:
     if spec.code is not None and spec.code.source == "nodes" and spec.code.digest is not None:
         text = "with source nodes the nodes' own directory is used, and none that was sent: give only one of the two"
         refuse("/code/digest", "code-conflict", text)
+    out += policy_faults(spec.policy)
     _check_secrets(spec, refuse)
     _check_volumes(spec, refuse)
     threads = spec.env.get("OMP_NUM_THREADS")

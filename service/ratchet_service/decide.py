@@ -10,6 +10,7 @@ The rules for an attempt that has ended:
 4. A wanted suspend or cancel is reached once nothing runs, however the attempt ended; the budgets still count it.
 5. Otherwise the cause's budget decides between another attempt (failures: the first at once, then after a back-off) and the
    end of the job.
+   What an exit code of the job's own code counts as is the spec's to say (``treatment``).
    Three attempts in a row that commit no new step end it too. A suspended attempt is a pause that somebody asked for, not
    a try that came to nothing: it neither adds to that row nor breaks it; nor does one that was taken out of its engine's
    queue. An unmanaged one (a script without a Session) breaks it: it ran, and whether it got on is known to the script alone.
@@ -27,6 +28,7 @@ from typing import Final
 
 from ratchet_contract.phases import Budget, Cause, Desired, Event, JobPhase, Outcome
 from ratchet_service.decision import Action, Alive, AttemptEnd, Counters, Decision, JobView
+from ratchet_service.treatment import Treatment, treatment
 
 MAX_BACKOFF: Final = 300.0
 """Seconds; delays double up to this."""
@@ -108,100 +110,120 @@ _STOPPED: Final = (Outcome.SUCCEEDED, Outcome.PREEMPTED, Outcome.SUSPENDED, Outc
 
 def _ended(view: JobView, end: AttemptEnd, now: datetime) -> Decision:
     if end.finished and end.cause.outcome in _STOPPED:
-        return _over(view, Event.END_SUCCEEDED, Cause.COMPLETED, view.counters, None, None)
+        return _over(view, Event.END_SUCCEEDED, _as(Cause.COMPLETED), view.counters, None, None)
     cause = end.cause
     if cause is Cause.COMPLETED:
         if view.desired is Desired.RUN:
-            return _over(view, Event.END_SUCCEEDED, cause, view.counters, None, None)
+            return _over(view, Event.END_SUCCEEDED, _as(cause), view.counters, None, None)
         cause = view.desired_cause or _WANTED[view.desired]
-    counters = count(view.counters, cause, end)
+    treated = treatment(cause, end, view.limits.exit_rules)
+    counters = count(view.counters, treated, end)
     if view.desired is Desired.CANCEL or cause is Cause.API_CANCEL:
-        return _over(view, Event.END_CANCELLED, cause, counters, *_unless(cause, Outcome.CANCELLED, end))
-    if cause.budget is Budget.FATAL:
+        return _over(view, Event.END_CANCELLED, treated, counters, *_unless(treated, Outcome.CANCELLED, end))
+    if treated.budget is Budget.FATAL:
         timeout = view.limits.timeout if cause is Cause.TIMEOUT else None
         text = end.message if timeout is None else _timeout_text(timeout)
-        return _over(view, Event.END_FAILED, cause, counters, cause.value, text)
+        if treated.rule is not None:
+            return _over(view, Event.END_FAILED, treated, counters, "exit-code", _last(treated, end))
+        return _over(view, Event.END_FAILED, treated, counters, cause.value, text)
     if view.desired is Desired.SUSPEND:
-        return _over(view, Event.END_SUSPENDED, cause, counters, *_unless(cause, Outcome.SUSPENDED, end))
-    exhausted = _exhausted(view, cause, counters, end)
+        return _over(view, Event.END_SUSPENDED, treated, counters, *_unless(treated, Outcome.SUSPENDED, end))
+    exhausted = _exhausted(view, treated, counters, end)
     if exhausted is not None:
         return exhausted
-    return _requeue(view, cause, counters, end, now)
+    return _requeue(view, treated, counters, end, now)
 
 
-def count(counters: Counters, cause: Cause, end: AttemptEnd) -> Counters:
-    """The counters after an attempt that ended with ``cause``; real progress forgives earlier failures, never preemptions."""
-    taken = not end.begun and cause.outcome is Outcome.PREEMPTED  # out of its engine's queue
+def count(counters: Counters, treated: Treatment, end: AttemptEnd) -> Counters:
+    """The counters after an attempt that ended so; real progress forgives earlier failures, never preemptions."""
+    taken = not end.begun and treated.outcome is Outcome.PREEMPTED  # out of its engine's queue
     if end.unmanaged:
         counters = replace(counters, no_progress=0)
-    elif cause.outcome is not Outcome.SUSPENDED and not taken:
+    elif treated.outcome is not Outcome.SUSPENDED and not taken:
         counters = replace(counters, no_progress=0 if end.progress else counters.no_progress + 1)
     if end.progress:
         counters = replace(counters, failures=0, no_progress=0)
-    if cause.budget is Budget.PREEMPTIONS:
+    if treated.budget is Budget.PREEMPTIONS:
         return replace(counters, preemptions=counters.preemptions + 1)
-    if cause.budget in (Budget.FAILURES, Budget.FATAL):
+    if treated.budget in (Budget.FAILURES, Budget.FATAL):
         return replace(counters, failures=counters.failures + 1)
     return counters
 
 
-def _exhausted(view: JobView, cause: Cause, counters: Counters, end: AttemptEnd) -> Decision | None:
-    limits, last = view.limits, _last(cause, end)
-    if cause.budget is Budget.FAILURES and counters.failures > limits.max_failures:
+def _exhausted(view: JobView, treated: Treatment, counters: Counters, end: AttemptEnd) -> Decision | None:
+    limits, last = view.limits, _last(treated, end)
+    if treated.budget is Budget.FAILURES and counters.failures > limits.max_failures:
         kind = "failures of a script without a Session" if end.unmanaged else "failures without progress"
         text = f"{counters.failures} {kind}, {limits.max_failures} allowed (policy.max_failures). {last}"
-        return _over(view, Event.END_FAILED, cause, counters, "max-failures", text)
+        return _over(view, Event.END_FAILED, treated, counters, "max-failures", text)
     if (
-        cause.budget is Budget.PREEMPTIONS
+        treated.budget is Budget.PREEMPTIONS
         and limits.max_preemptions is not None
         and counters.preemptions > limits.max_preemptions
     ):
         text = f"{counters.preemptions} preemptions, {limits.max_preemptions} allowed (policy.max_preemptions). {last}"
-        return _over(view, Event.END_FAILED, cause, counters, "max-preemptions", text)
-    if cause.outcome is not Outcome.SUSPENDED and counters.no_progress >= NO_PROGRESS_LIMIT:
-        text = (
-            f"{counters.no_progress} attempts in a row committed no new step. {last} Read the logs, mend the cause, or let "
-            "checkpoint.every_steps be smaller; then resume the job."
-        )
-        return _over(view, Event.END_FAILED, cause, counters, "no-progress", text)
+        return _over(view, Event.END_FAILED, treated, counters, "max-preemptions", text)
+    if treated.outcome is not Outcome.SUSPENDED and counters.no_progress >= NO_PROGRESS_LIMIT:
+        text = f"{counters.no_progress} attempts in a row committed no new step. {last} {_no_progress_cure(end)}"
+        return _over(view, Event.END_FAILED, treated, counters, "no-progress", text)
     return None
 
 
-def _requeue(view: JobView, cause: Cause, counters: Counters, end: AttemptEnd, now: datetime) -> Decision:
-    delay = _delay(view, cause, counters, end)
+def _no_progress_cure(end: AttemptEnd) -> str:
+    """A job that gets on and does not save is told from one that does not get on."""
+    if end.unsaved:
+        return (
+            f"It did {end.unsaved} new step{'s' * (end.unsaved > 1)}, and was ended before one was saved: let "
+            "checkpoint.every_steps be smaller (or every_seconds), give it more notice (policy.stop_grace), and see its "
+            "checkpoint-failed events; then resume the job."
+        )
+    return "It finished no new step: read its logs, mend the cause; then resume the job."
+
+
+def _requeue(view: JobView, treated: Treatment, counters: Counters, end: AttemptEnd, now: datetime) -> Decision:
+    delay = _delay(view, treated, counters, end)
     if delay <= 0.0:
-        once = " Tried again at once." if cause.budget is Budget.FAILURES else ""
-        return _over(view, Event.END_REQUEUE, cause, counters, cause.value, _last(cause, end) + once)
-    text = f"{_last(cause, end)} Tried again after {delay:.1f} s."
+        once = " Tried again at once." if treated.budget is Budget.FAILURES else ""
+        return _over(view, Event.END_REQUEUE, treated, counters, treated.cause.value, _last(treated, end) + once)
+    text = f"{_last(treated, end)} Tried again after {delay:.1f} s."
     return replace(
-        _over(view, Event.END_REQUEUE, cause, counters, "backoff", text), not_before=now + timedelta(seconds=delay)
+        _over(view, Event.END_REQUEUE, treated, counters, "backoff", text), not_before=now + timedelta(seconds=delay)
     )
 
 
-def _delay(view: JobView, cause: Cause, counters: Counters, end: AttemptEnd) -> float:
+def _delay(view: JobView, treated: Treatment, counters: Counters, end: AttemptEnd) -> float:
     """Seconds until the next attempt may start; 0 or less: at once."""
-    first = view.limits.backoff * (LOST_FACTOR if cause.outcome is Outcome.LOST else 1.0)
-    if cause.budget is Budget.FAILURES:
-        nth = counters.failures - (cause in RETRIED_AT_ONCE)
+    first = view.limits.backoff * (LOST_FACTOR if treated.outcome is Outcome.LOST else 1.0)
+    if treated.budget is Budget.FAILURES:
+        nth = counters.failures - (treated.cause in RETRIED_AT_ONCE)
         return backoff_seconds(view.job_id, view.epoch, nth, first) if nth else 0.0
-    if cause is Cause.SIGTERM and end.unmanaged:
+    if treated.budget is Budget.NONE and treated.rule is not None:  # it counts against nothing: its starts are spaced
+        return backoff_seconds(view.job_id, view.epoch, max(1, counters.no_progress), first) - end.seconds
+    if end.unmanaged and (treated.cause is Cause.SIGTERM or treated.rule is not None):
         return backoff_seconds(view.job_id, view.epoch, counters.preemptions, first) - end.seconds
     return 0.0
 
 
 def _over(
-    view: JobView, event: Event, cause: Cause, counters: Counters, reason: str | None, message: str | None
+    view: JobView, event: Event, treated: Treatment, counters: Counters, reason: str | None, message: str | None
 ) -> Decision:
-    return Decision(Action.END, event, cause, counters, None, reason, message)
+    return Decision(Action.END, event, treated.cause, counters, None, reason, message, treated.outcome, treated.rule)
 
 
-def _unless(cause: Cause, outcome: Outcome, end: AttemptEnd) -> tuple[str | None, str | None]:
+def _as(cause: Cause) -> Treatment:
+    return Treatment(cause, cause.outcome, cause.budget)
+
+
+def _unless(treated: Treatment, outcome: Outcome, end: AttemptEnd) -> tuple[str | None, str | None]:
     """No reason when the attempt ended as wanted; else the cause, so that the job tells of it."""
-    return (None, None) if cause.outcome is outcome else (cause.value, _last(cause, end))
+    return (None, None) if treated.outcome is outcome else (treated.cause.value, _last(treated, end))
 
 
-def _last(cause: Cause, end: AttemptEnd) -> str:
-    return f"The last attempt ended with {cause.value}" + (f": {end.message.rstrip('.')}." if end.message else ".")
+def _last(treated: Treatment, end: AttemptEnd) -> str:
+    by = f" ({treated.rule})" if treated.rule is not None else ""
+    return f"The last attempt ended with {treated.cause.value}{by}" + (
+        f": {end.message.rstrip('.')}." if end.message else "."
+    )
 
 
 def _timeout_text(timeout: float) -> str:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 
-from ratchet_contract.phases import Cause, Desired, Event, JobPhase
+from ratchet_contract.phases import Cause, Desired, Event, JobPhase, Outcome
+from ratchet_contract.spec_policy import ExitRule
 
 
 class Action(StrEnum):
@@ -31,22 +32,24 @@ class Counters:
 
 @dataclass(frozen=True)
 class Limits:
-    """The spec's policy; seconds."""
+    """The spec's policy; seconds. ``exit_rules``: what exit codes of the job's own code mean."""
 
     max_preemptions: int | None = None
     max_failures: int = 3
     backoff: float = 1.0
     timeout: float | None = None
     stop_grace: float = 120.0
+    exit_rules: tuple[ExitRule, ...] = ()
 
 
 @dataclass(frozen=True)
 class AttemptEnd:
     """How the newest attempt ended, once nothing of it is alive.
 
-    ``base_step`` is where it started (None: it never got that far), ``committed_step`` the newest step it committed, ``begun``
-    whether any agent began; ``finished`` whether that is the job's final checkpoint; ``unmanaged`` whether it was a script
-    without a Session; ``seconds`` how long it ran.
+    ``exit_code`` is that of the rank that the cause comes from; ``base_step`` where it started (None: it never got that far),
+    ``committed_step`` the newest step it committed, ``last_step`` the last one it did; ``begun`` whether any agent began;
+    ``finished`` whether that is the job's final checkpoint; ``unmanaged`` whether it was a script without a Session; ``seconds``
+    how long it ran.
     """
 
     cause: Cause
@@ -57,6 +60,13 @@ class AttemptEnd:
     unmanaged: bool = False
     seconds: float = 0.0
     message: str | None = None
+    exit_code: int | None = None
+    last_step: int = 0
+
+    @property
+    def unsaved(self) -> int:
+        """Steps that it did and did not commit."""
+        return max(0, self.last_step - max(self.base_step or 0, self.committed_step or 0))
 
     @property
     def progress(self) -> bool:
@@ -103,7 +113,8 @@ class JobView:
 
 @dataclass(frozen=True)
 class Decision:
-    """``cause`` is the attempt's, for STOP, KILL and END; the rest describes the job after an END."""
+    """``cause`` is the attempt's, for STOP, KILL and END; ``outcome`` and ``rule`` (a sentence: which rule of
+    ``policy.exit_codes`` applied) are, too, for END. The rest describes the job after an END."""
 
     action: Action
     event: Event | None = None
@@ -112,3 +123,5 @@ class Decision:
     not_before: datetime | None = None
     reason: str | None = None
     message: str | None = None
+    outcome: Outcome | None = None
+    rule: str | None = None

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ratchet_worker.agent import run
 from ratchet_worker.starter import ProcessStarter, RankPlan, RankProcess
-from ratchet_worker.supervisor import Timing
+from ratchet_worker.supervised import Timing
 
 STAND_IN = Path(__file__).with_name("stand_in_rank.py")
 

@@ -8,7 +8,6 @@ this file exists).
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import signal
@@ -18,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ratchet_worker import procs
+from ratchet_worker import procs, stacks
 from ratchet_worker.counter import Stage, StepCounter
 
 RANK = int(os.environ["RANK"])
@@ -87,7 +86,7 @@ def wanted_stop() -> str | None:
 
 def main() -> None:
     procs.die_with_parent(int(os.environ["RATCHET_AGENT_PID"]))
-    faulthandler.register(signal.SIGUSR1)
+    stacks.answer()
     plan: dict[str, Any] = json.loads(os.environ.get("STAND_IN", "{}")).get(str(RANK), {})
     print(f"rank {RANK} starts", flush=True)
     if "child" in plan:

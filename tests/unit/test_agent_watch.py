@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from ratchet_contract.deadlines import Deadlines
 from ratchet_contract.messages import Control
 from ratchet_contract.phases import Cause, Desired
 from ratchet_worker.counter import Reading, Stage
+from ratchet_worker.pace import Learner
 from ratchet_worker.watch import Stuck, Watch
 from ratchet_worker.wishes import Wishes
+
+GIVEN = Deadlines(startup=100, meeting=100, step=10, learns=False)
 
 
 class Bench:
@@ -15,7 +19,7 @@ class Bench:
     def __init__(self, ranks: int) -> None:
         self.readings: dict[int, Reading | None] = dict.fromkeys(range(ranks))
         readers = {rank: (lambda r=rank: self.readings[r]) for rank in self.readings}
-        self.watch = Watch(readers, startup_deadline=100, step_deadline=10, now=0.0)
+        self.watch = Watch(readers, Learner(GIVEN), now=0.0)
         self.stopped: set[int] = set()
         self.now = 0.0
 
@@ -69,7 +73,7 @@ def test_who_waits_for_a_rank_of_another_node_that_gets_on_does_not_hang() -> No
     bench = Bench(2)
     far = Reading(2, 1, 1, Stage.EVALUATING)
     own = {1: lambda: bench.readings[1]}
-    bench.watch = Watch(own, startup_deadline=100, step_deadline=10, now=0.0, others={0: lambda: far})
+    bench.watch = Watch(own, Learner(GIVEN), now=0.0, others={0: lambda: far})
     bench.readings = {1: Reading(2, 1, 1, Stage.TRAINING)}
     for second in range(60):
         far = far._replace(ticks=far.ticks + second % 2)
@@ -83,7 +87,7 @@ def test_who_is_behind_a_rank_of_another_node_hangs_though_that_moves() -> None:
     bench = Bench(2)
     own = {1: lambda: bench.readings[1]}
     ahead = Reading(0, 9, 9, Stage.TRAINING)
-    bench.watch = Watch(own, startup_deadline=100, step_deadline=10, now=0.0, others={0: lambda: ahead})
+    bench.watch = Watch(own, Learner(GIVEN), now=0.0, others={0: lambda: ahead})
     bench.readings = {1: Reading(2, 1, 1, Stage.TRAINING)}
     for _ in range(10):
         ahead = ahead._replace(ticks=ahead.ticks + 1)

@@ -37,11 +37,10 @@ class Saves:
         self.paths = JobPaths(root)
         store = HashStore()
         self.exchanges = [Exchange(store, rank, RANKS, 10) for rank in range(RANKS)]
-        policy = SimpleNamespace(step_deadline=10)
-        spec = SimpleNamespace(policy=policy, checkpoint=CheckpointSpec(), hook=None, digest=lambda: "spec")
+        spec = SimpleNamespace(checkpoint=CheckpointSpec(), hook=None, digest=lambda: "spec")
         launch: Any = SimpleNamespace(
             job_root=str(root), job_id="job", epoch=1, spec=spec, world_size=RANKS,
-            resolved=SimpleNamespace(code_digest=None),
+            resolved=SimpleNamespace(code_digest=None), deadlines=SimpleNamespace(step=10),
         )  # fmt: skip
         self.told: list[int] = []  # steps that were reported as committed
         reporter: Any = SimpleNamespace(committed=lambda manifest, *_: self.told.append(manifest.step))

@@ -31,9 +31,9 @@ NEVER: Any = lambda: pytest.fail("nothing is given up")  # noqa: E731
 
 
 def _launch(root: Path) -> Any:
-    policy = SimpleNamespace(step_deadline=10)
-    spec = SimpleNamespace(policy=policy, checkpoint=CheckpointSpec(), task=None, digest=lambda: "spec")
-    return SimpleNamespace(job_root=str(root), job_id="job", epoch=1, spec=spec, save_seconds=None)
+    spec = SimpleNamespace(checkpoint=CheckpointSpec(), task=None, digest=lambda: "spec")
+    deadlines = SimpleNamespace(step=10)
+    return SimpleNamespace(job_root=str(root), job_id="job", epoch=1, spec=spec, save_seconds=None, deadlines=deadlines)
 
 
 def test_a_save_that_is_the_end_for_some_ranks_alone_is_refused_on_all(tmp_path: Path) -> None:

@@ -91,11 +91,10 @@ class Group:
         self.weights = [torch.zeros(4096) for _ in range(RANKS)]
         self.gave_up: list[bool] = []
         checkpoint = CheckpointSpec(**{"every_steps": 1, **spec})
-        policy = SimpleNamespace(step_deadline=deadline)
-        job = SimpleNamespace(policy=policy, checkpoint=checkpoint, task="task", hook=None, digest=lambda: "spec")
+        job = SimpleNamespace(checkpoint=checkpoint, task="task", hook=None, digest=lambda: "spec")
         launch: Any = SimpleNamespace(
             job_root=str(root), job_id="job", epoch=1, spec=job, save_seconds=None, world_size=RANKS,
-            resolved=SimpleNamespace(code_digest=None),
+            resolved=SimpleNamespace(code_digest=None), deadlines=SimpleNamespace(step=deadline),
         )  # fmt: skip
         store, counter = HashStore(), Told()
         self.ranks = [

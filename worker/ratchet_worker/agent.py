@@ -38,7 +38,8 @@ from ratchet_worker.launch_env import plan_ranks
 from ratchet_worker.meeting import Meeting, Rendezvous, alone
 from ratchet_worker.results import Conclusion, Ended, NotStarted, conclude
 from ratchet_worker.starter import ProcessStarter, Starter
-from ratchet_worker.supervisor import STOP_SIGNALS, Supervisor, Timing
+from ratchet_worker.supervised import Timing
+from ratchet_worker.supervisor import STOP_SIGNALS, Supervisor
 from ratchet_worker.uplink import Uplink
 from ratchet_worker.upload import leave
 
@@ -78,6 +79,10 @@ def run(launch_file: Path, starter: Starter | None = None, timing: Timing = Timi
         return EXIT_LEASE_LOST
     if paths.agent_file.exists() or paths.result_file.exists():
         say(f"{paths.root} was run before; a new try is a new attempt")
+        return EXIT_LEASE_LOST
+    fence = AttemptPaths(launch_file.parent).fence_file
+    if fence.exists():  # looked for behind the lock: who writes it looks for locks and processes afterwards
+        say(f"{fence} is there: the attempt is over, and nothing of it is started")
         return EXIT_LEASE_LOST
     _own_session()
     write_atomic(paths.agent_file, _agent_file().model_dump_json().encode(), durable=True)
@@ -137,7 +142,7 @@ class _Attempt:
         self._started_at = started_at
         self._paths = AttemptPaths(Path(launch.attempt_dir))
         self._own = self._paths.node(launch.node)
-        self._deadline = time.monotonic() + launch.spec.policy.startup_deadline
+        self._deadline = time.monotonic() + launch.deadlines.meeting
         self._supervisor = Supervisor(launch, self._paths, starter, timing)
         self._copies = Copies(launch, self._paths)
         spools = {rank: self._paths.spool(rank) for rank in launch.ranks} | self._copies.spools()
@@ -225,8 +230,10 @@ class _Attempt:
             secondary=conclusion.secondary,
             began_at=conclusion.began_at,
             started_at=self._started_at,
+            stop_at=self._supervisor.stop_at,
             ended_at=now(),
             ranks=[e.end for e in ends],
+            pace=self._supervisor.pace,
         )
 
     def _base(self) -> Base | None:

@@ -220,7 +220,7 @@ class Checkpointer:
     def _await(self, save: Save) -> None:
         """Until the save has ended, with a sign of life as long as it may still get on. Raises ``CheckpointError``."""
         directory = JobPaths(Path(self._launch.job_root)).checkpoint(save.order.step, self._launch.epoch)
-        limit = 3 * self._launch.spec.policy.step_deadline + 120  # longer than any wait of a saving thread
+        limit = 3 * self._launch.deadlines.step + 120  # longer than any wait of a saving thread
         seen, deadline = (-1, 0), time.monotonic() + limit
         while not save.done.wait(_LOOK):
             self._counter.tick()

@@ -67,7 +67,7 @@ def _fetch(launch: LaunchFile, wanted: _Wanted, patience: Patience, insist: Call
     except (Denied, BadArchive, OSError) as error:
         raise _in_vain(f"{what} cannot be had from the service: {error}") from None
     if done is None:
-        seconds = f"{launch.spec.policy.startup_deadline:g} s"
+        seconds = f"{launch.deadlines.meeting:g} s"
         raise _in_vain(f"{what} was not had from the service within startup_deadline ({seconds}): {reason}")
     say(f"fetched {wanted.place}")
 

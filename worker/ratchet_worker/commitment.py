@@ -65,7 +65,7 @@ class Committer:
         try:
             told = self._exchange.collect_beside(
                 order.name,
-                timeout=self._launch.spec.policy.step_deadline,
+                timeout=self._launch.deadlines.step,
                 progress=lambda: written(directory),
                 pause=_PAUSE,
             )

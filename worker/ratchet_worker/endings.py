@@ -10,7 +10,7 @@ from typing import Final, NoReturn
 import torch
 
 from ratchet_contract.errors import CheckpointError, RatchetError, UserError
-from ratchet_contract.exit_codes import EXIT_CHECKPOINT_ERROR, EXIT_EXCEPTION, EXIT_USER_ERROR
+from ratchet_contract.exit_codes import EXIT_CHECKPOINT_ERROR, EXIT_EXCEPTION, EXIT_USER_ERROR, own_code
 from ratchet_contract.messages import RankResult
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import Cause
@@ -27,12 +27,29 @@ EXIT_CODES: Final = {
 }
 
 
+class ScriptExit(RuntimeError):
+    """A script that ended by ``sys.exit`` with something else than 0. ``code``: what it gave."""
+
+    def __init__(self, code: object) -> None:
+        super().__init__(f"the script ended with sys.exit({code!r})")
+        self.code = code
+
+
+def exit_code_of(error: BaseException, cause: Cause) -> int:
+    """What the rank's process ends with: the code that the user's code gave to ``sys.exit``, where it may have a meaning of its own
+    (``policy.exit_codes``), else the cause's."""
+    given = own_code(error.code) if isinstance(error, ScriptExit | SystemExit) else None
+    return EXIT_CODES[cause] if given is None else given
+
+
 def cause_of(error: BaseException) -> tuple[Cause, str]:
     """Cause of an attempt that ended with ``error``, and a sentence for people. The causes are those of ``EXIT_CODES``."""
     if isinstance(error, UserError):
         return Cause.USER_ERROR, error.detail
     if isinstance(error, CheckpointError):
         return Cause.CHECKPOINT_ERROR, error.detail
+    if isinstance(error, ScriptExit):
+        return Cause.EXCEPTION, str(error)
     if isinstance(error, SystemExit):
         return Cause.EXCEPTION, f"the user's code called sys.exit({error.code!r}) in the middle of its work"
     if isinstance(error, UnsupportedModel):  # seen only when training began

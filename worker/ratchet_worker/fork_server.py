@@ -6,7 +6,6 @@ descriptor of the server's is left, and stop signals wait until it listens. Sign
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import importlib
 import json
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ratchet_contract import environment as names
+from ratchet_worker import stacks
 from ratchet_worker.imports import uncollected
 from ratchet_worker.listener import STOP_SIGNALS
 from ratchet_worker.procs import die_with_parent
@@ -33,7 +33,7 @@ def serve() -> None:
     """
     die_with_parent(int(os.environ[names.AGENT_PID]))
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    stacks.answer()
     report = int(os.environ.pop(names.FORK_REPORT_FD))
     with open(int(os.environ.pop(names.FORK_PLANS_FD)), "rb") as file:
         file.seek(0)  # the agent has written it

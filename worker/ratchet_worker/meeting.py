@@ -48,7 +48,7 @@ class Meeting:
     def __init__(self, launch: LaunchFile) -> None:
         self._launch = launch
         self._nodes = launch.spec.world.nodes
-        self._deadline = f"startup_deadline ({launch.spec.policy.startup_deadline:g} s)"
+        self._deadline = f"startup_deadline ({launch.deadlines.meeting:g} s)"
         self._group: Group | None = None
         self._refused: str | None = None
         self.address: str | None = None

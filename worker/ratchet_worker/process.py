@@ -29,7 +29,7 @@ from ratchet_worker import allocator, determinism, loop, rng, user_code
 from ratchet_worker.agreement import Agreement, Decision, Stopped, Wish
 from ratchet_worker.choice import choose
 from ratchet_worker.counter import StepCounter
-from ratchet_worker.endings import EXIT_CODES, cause_of, leave_process, write_result
+from ratchet_worker.endings import ScriptExit, cause_of, exit_code_of, leave_process, write_result
 from ratchet_worker.exchange import Abandoned, Exchange, until_present
 from ratchet_worker.files import now, reserve
 from ratchet_worker.group import Clients, Identity, connect, device_of, join, named_device
@@ -55,7 +55,7 @@ class RankProcess:
         reserve(self._paths.rank_result(self._identity.rank))
         self._unmanaged = Unmanaged(launch, self._identity.rank, self._counter, self._reporter, listener)
         # The agent's deadlines come first: a hang is to be told as a hang, not as a broken collective.
-        self._timeout = max(launch.spec.policy.startup_deadline, launch.spec.policy.step_deadline) + 30
+        self._timeout = max(launch.deadlines.meeting, launch.deadlines.step) + 30
         self._clients: Clients | None = None
         self._agreement: Agreement | None = None
         self._runtime: Runtime | None = None
@@ -187,7 +187,7 @@ class RankProcess:
         if stopped:  # by its own handler
             return
         if exit_.code not in (None, 0):
-            raise RuntimeError(f"the script ended with sys.exit({exit_.code!r})") from exit_
+            raise ScriptExit(exit_.code) from exit_
         if runtime is not None and runtime.restored and not (runtime.finished or runtime.done):
             raise RuntimeError(
                 f"the script called sys.exit after step {runtime.step}, before its loop had ended: that is no success. Leave "
@@ -274,7 +274,7 @@ class RankProcess:
             print(trace, file=sys.stderr, flush=True)
         self._write_result(cause, message, trace)
         self._reporter.close()
-        leave_process(EXIT_CODES[cause])
+        leave_process(exit_code_of(error, cause))
 
     def _leave_early(self, cause: Cause) -> None:
         """From the side thread, wherever the main thread is."""

@@ -64,12 +64,10 @@ def _wait(work: _Work, launch: LaunchFile, wait_for: WaitFor) -> None:
     seen = -1
     while work.progress.nbytes > seen:
         seen = work.progress.nbytes
-        if wait_for(
-            lambda: True if not work.is_alive() else None, time.monotonic() + launch.spec.policy.startup_deadline
-        ):
+        if wait_for(lambda: True if not work.is_alive() else None, time.monotonic() + launch.deadlines.meeting):
             return
     work.progress.stop.set()
-    seconds = f"startup_deadline ({launch.spec.policy.startup_deadline:g} s)"
+    seconds = f"startup_deadline ({launch.deadlines.meeting:g} s)"
     work.failure = f"no checkpoint was had from {launch.spec.checkpoint.uri} within {seconds}: {work.reason}"
 
 

@@ -153,7 +153,7 @@ class Saver:
         save.verdict = self._exchange.broadcast(
             f"{order.name}/verdict",
             verdict,
-            timeout=2 * self._launch.spec.policy.step_deadline + 60,
+            timeout=2 * self._launch.deadlines.step + 60,
             progress=lambda: written(self.directory(order)),
         )
         if rank == 0:

@@ -6,15 +6,13 @@ and process group.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ratchet_worker import procs
+from ratchet_worker import procs, stacks
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class RankProcess(Protocol):
         """SIGKILL to the whole process group."""
 
     def ask_for_stacks(self) -> None:
-        """SIGUSR1: the rank writes all its threads' stacks to its log."""
+        """The rank writes all its threads' stacks to its log (``stacks``); one that is halted by a signal goes on for it."""
 
     def reap(self) -> None:
         """Collect the ended process and let go of its descriptor."""
@@ -122,8 +120,7 @@ class Child:
 
     def ask_for_stacks(self) -> None:
         if self.exit_code() is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGUSR1)
+            stacks.ask(self.pid)
 
     def reap(self) -> None:
         if self._collected is None:

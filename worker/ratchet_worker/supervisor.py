@@ -10,18 +10,21 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import FrameType
 from typing import Final, TypeVar
 
-from ratchet_contract.messages import Control, LaunchFile, RankEnd
+from ratchet_contract.deadlines import Pace
+from ratchet_contract.messages import Control, LaunchFile
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import AttemptPhase, Cause, Desired
 from ratchet_contract.scripts import SESSION_PACKAGE
-from ratchet_worker import procs
+from ratchet_worker import procs, stacks
 from ratchet_worker.control import write_control
 from ratchet_worker.counter import CounterReader
+from ratchet_worker.files import now as clock
 from ratchet_worker.files import say
+from ratchet_worker.pace import Learner
 from ratchet_worker.results import (
     Conclusion,
     Ended,
@@ -30,9 +33,9 @@ from ratchet_worker.results import (
     default_cause,
     is_fine,
     peer_ended,
-    read_rank_result,
 )
-from ratchet_worker.starter import RankPlan, RankProcess, Starter
+from ratchet_worker.starter import RankPlan, Starter
+from ratchet_worker.supervised import SupervisedRank, Timing
 from ratchet_worker.uplink import Status
 from ratchet_worker.watch import Watch
 from ratchet_worker.wishes import Wishes
@@ -50,41 +53,6 @@ _PEER_PATIENCE: Final = 5.0
 its own halted says so first, the others wait for that this long before they take their own ranks for the guilty ones."""
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Seconds. ``moment``: what ranks get to write down their own failure after another one's death; ``stacks``: to write
-    their stacks before they are killed; ``linger``: to exit after their result; ``report``: between two reports;
-    ``delivery``: for the last report; ``tick``: between two looks at the counters."""
-
-    moment: float = 0.3
-    stacks: float = 0.5
-    linger: float = 10.0
-    report: float = 0.3
-    delivery: float = 5.0
-    tick: float = 0.05
-
-
-class _Rank:
-    """One started rank and what is known of its end."""
-
-    def __init__(self, process: RankProcess, paths: AttemptPaths) -> None:
-        self.process = process
-        self.result_path = paths.rank_result(process.rank)
-        self.live = True
-        self.died_at = 0.0  # Unix seconds
-        self.exit_code: int | None = None
-        self.killed = False  # by the agent
-        self.result_seen: float | None = None  # monotonic
-
-    def end(self, last_step: int) -> Ended:
-        found = read_rank_result(self.result_path)
-        result, at = found if found is not None else (None, self.died_at)
-        step = max(last_step, result.last_step if result is not None else 0)
-        code = None if self.killed else self.exit_code
-        end = RankEnd(rank=self.process.rank, exit_code=code, last_step=step, result=result)
-        return Ended(end, min(at, self.died_at))
-
-
 class Supervisor:
     """``run`` once. Also the uplink's ``Listener``."""
 
@@ -95,22 +63,25 @@ class Supervisor:
         self._timing = timing
         self._policy = launch.spec.policy
         self._wishes = Wishes(launch.desired)
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, SupervisedRank] = {}
         self._several = launch.spec.world.nodes > 1
+        self._read_at = f"ratchet logs {launch.job_id} --attempt {launch.epoch}"
         self._signal: Cause | None = None
         self._fenced: str | None = None
         self._peer_end: str | None = None
+        self._peer_cause: Cause | None = None
+        self._learner = Learner(launch.deadlines, launch.pace)
         self._still_since: float | None = None
         self._evidence = Evidence()
         self._oom = procs.OomWatch()
         self._published: Control | None = None
         self._stop_since: float | None = None
+        self.stop_at: str | None = None  # the same by the clock
         self._failed_since: float | None = None
         self._housekept = 0.0
         self._watch = Watch(
             {rank: CounterReader(paths.counter(rank)).read for rank in launch.ranks},
-            startup_deadline=self._policy.startup_deadline,
-            step_deadline=self._policy.step_deadline,
+            self._learner,
             now=time.monotonic(),
             hint=_SCRIPT_HINT if launch.spec.script is not None else "",
             others={
@@ -129,8 +100,9 @@ class Supervisor:
         return Status(AttemptPhase.STOPPING if stopping else running, self.last_step)
 
     def on_control(self, control: Control) -> None:
+        self._peer_cause = self._peer_cause or control.peer_cause
         self._peer_end = self._peer_end or control.peer_end
-        self._wishes.from_service(control.model_copy(update={"peer_end": None}))
+        self._wishes.from_service(control.model_copy(update={"peer_end": None, "peer_cause": None}))
         self._wake()
 
     def on_fenced(self, reason: str) -> None:
@@ -152,6 +124,11 @@ class Supervisor:
         """Seconds of ``policy.stop_grace`` that are left; all of them where no stop was wished."""
         spent = 0.0 if self._stop_since is None else time.monotonic() - self._stop_since
         return max(0.0, self._policy.stop_grace - spent)
+
+    @property
+    def pace(self) -> Pace | None:
+        """What the ranks have shown of the job's pace."""
+        return self._learner.pace(hung=bool(self._evidence.hung))
 
     @property
     def evidence(self) -> Evidence:
@@ -196,7 +173,7 @@ class Supervisor:
         ``finish``."""
         self._watch.begin(time.monotonic())
         for process in self._starter.start(plans):
-            self._ranks[process.rank] = _Rank(process, self._paths)
+            self._ranks[process.rank] = SupervisedRank(process, self._paths)
 
     def run(self) -> list[Ended]:
         """Watch until every rank has ended, by itself or by the agent's hand."""
@@ -231,6 +208,8 @@ class Supervisor:
         elif self._peer_end is not None and any(rank.live for rank in self._ranks.values()):
             say(f"another node has failed: {self._peer_end}")
             self._evidence = replace(self._evidence, peer_end=self._peer_end)
+            if self._peer_cause is Cause.HANG:
+                self._write_stacks("a rank of another node hangs")
             self._kill_live()
         elif not self._end_hang(now):
             self._end_overdue_stop(now)
@@ -268,7 +247,7 @@ class Supervisor:
         if wish == self._published:
             return
         if self._stop_since is None and wish.desired is not Desired.RUN:
-            self._stop_since = time.monotonic()
+            self._stop_since, self.stop_at = time.monotonic(), clock()
         try:
             write_control(self._control_file, wish)
         except OSError as error:
@@ -308,8 +287,8 @@ class Supervisor:
             message += "; they may have waited for ranks of another node, whose agent has said nothing"
         say(f"hang: {message}")
         since = time.time() - (now - stuck.since)
+        message += self._write_stacks("hang")
         self._evidence = replace(self._evidence, hung=stuck.ranks, hang_message=message, hung_since=since)
-        self._write_stacks()
         self._kill_live()
         return True
 
@@ -322,15 +301,19 @@ class Supervisor:
         moved = self._watch.moved_since(self._stop_since)
         say(f"no agreed stop within {self._policy.stop_grace:g} s; killing the ranks")
         self._evidence = replace(self._evidence, overdue=True, moved=moved)
-        self._write_stacks()
+        self._write_stacks("no agreed stop")
         self._kill_live()
 
-    def _write_stacks(self) -> None:
-        for rank in self._ranks.values():
-            if rank.live:
-                rank.killed = True  # without a handler yet, the signal itself ends it
-                rank.process.ask_for_stacks()
-        time.sleep(self._timing.stacks)
+    def _write_stacks(self, why: str) -> str:
+        """Returns where they are to be read, and which ranks wrote none."""
+        targets = {number: rank.target for number, rank in self._ranks.items() if rank.live}
+        for number in targets:
+            self._ranks[number].killed = True  # without a handler yet, the signal itself ends it
+        silent = stacks.capture(targets, why, self._timing.stacks)
+        for number, state in silent.items():
+            say(f"rank {number} wrote no stacks: {state}")
+        told = "".join(f"; rank {number} wrote none ({state})" for number, state in silent.items())
+        return f"; the stacks of all threads are in the ranks' logs ({self._read_at}){told}"
 
     def _kill_live(self) -> None:
         """SIGKILL the groups of all living ranks and wait until they are dead. One that is dying already died by itself."""

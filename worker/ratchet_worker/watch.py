@@ -1,4 +1,4 @@
-"""Progress of the ranks, as their step counters tell it, against the two deadlines of the spec.
+"""Progress of the ranks, as their step counters tell it, against the deadlines of the spec, or those learned from the job's pace.
 
 No deadline holds for a rank in stage ``UNMANAGED``: its script has no Session, and nothing tells whether it gets on.
 """
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
 from ratchet_worker.counter import Reading, Stage
+from ratchet_worker.pace import Learner
 
 _NOTHING: Final = Reading(0, 0, 0, Stage.STARTUP)
 _STILL: Final = 5.0  # seconds without progress here, then one looks elsewhere
@@ -18,8 +19,8 @@ _GAP: Final = 5.0  # seconds; a longer pause between two looks means that this p
 
 
 class Stuck(NamedTuple):
-    """Ranks that stand still while the others wait for them, and a sentence. ``halted``: a signal has stopped them, so it is they
-    that others wait for, on whatever node; ``since``: when they last moved."""
+    """Ranks that stand still while the others wait for them, the one that has for longest first, and a sentence. ``halted``: a
+    signal has stopped them, so it is they that others wait for, on whatever node; ``since``: when they last moved."""
 
     ranks: tuple[int, ...]
     message: str
@@ -33,9 +34,8 @@ class Watch:
     def __init__(
         self,
         readers: Mapping[int, Callable[[], Reading | None]],
+        learner: Learner,
         *,
-        startup_deadline: float,
-        step_deadline: float,
         now: float,
         hint: str = "",
         others: Mapping[int, Callable[[], Reading | None]] | None = None,
@@ -46,8 +46,9 @@ class Watch:
         self._elsewhere: dict[int, tuple[Reading, float]] = {}  # and when it moved
         self._asked = now
         self._readers = readers
-        self._startup_deadline = startup_deadline
-        self._step_deadline = step_deadline
+        self._learner = learner
+        self._startup_deadline = learner.deadlines.startup
+        self._waited: set[int] = set()  # ranks that had to wait for one behind them since they last moved
         self._hint = hint
         self._begun = now
         self._looked = now
@@ -67,22 +68,47 @@ class Watch:
         if gap > _GAP:  # stopped together with the ranks: that time is nobody's fault
             self._begun += gap
             self._moved = {rank: moved + gap for rank, moved in self._moved.items()}
+        moved: dict[int, Reading] = {}
         for rank, read in self._readers.items():
             reading = read()
             if reading is not None and reading != self._readings[rank]:
-                if self._unmanaged(rank) and reading.stage is not Stage.UNMANAGED:
-                    self.ready, self._begun = False, now  # a Session after all: its start-up begins here
-                self._readings[rank] = reading
-                self._moved[rank] = now
+                moved[rank] = reading
+        behind = min((self._place(rank) for rank in moved), default=None)  # where they were until now
+        for rank, reading in moved.items():
+            self._move(rank, reading, now)
         self._look_elsewhere(now)
+        self._note_waits(behind, moved, now)
         if not self.ready and all(_is_ready(r) for r in self._readings.values()):
             self.ready = True
             self._moved = dict.fromkeys(self._moved, now)
+            if not any(self._unmanaged(rank) for rank in self._readings):
+                self._learner.started(now - self._begun, now)
+
+    def _move(self, rank: int, reading: Reading, now: float) -> None:
+        before = self._readings[rank]
+        if before.stage is Stage.UNMANAGED and reading.stage is not Stage.UNMANAGED:
+            self.ready, self._begun = False, now  # a Session after all: its start-up begins here
+        if self.ready and rank not in self._waited:
+            self._learner.heard(rank, before.stage, now - self._moved[rank], now)
+        if reading.stage is not before.stage:
+            self._learner.enters(rank, reading.stage)
+        self._waited.discard(rank)
+        self._readings[rank] = reading
+        self._moved[rank] = now
+
+    def _note_waits(self, behind: tuple[int, int] | None, moved: Mapping[int, Reading], now: float) -> None:
+        """Who stands still while one with fewer steps gets on waits for that one: how long says nothing of its own pace."""
+        others = [(r.started, r.finished) for r, at in self._elsewhere.values() if at == now]
+        least = min([*others, *([behind] if behind is not None else [])], default=None)
+        if least is not None:
+            self._waited |= {r for r in self._readings if r not in moved and least < self._place(r)}
 
     def _look_elsewhere(self, now: float) -> None:
         """Not while all ranks of this node get on, and the more there are, the less often: it may be a disk of many machines."""
         still = now - min(self._moved.values(), default=now)
-        if still < min(_STILL, self._step_deadline / 2) or now - self._asked < max(1.0, len(self._others) / _LOOKS):
+        if still < min(_STILL, self._learner.deadlines.step / 2) or now - self._asked < max(
+            1.0, len(self._others) / _LOOKS
+        ):
             return
         self._asked = now
         for rank, read in self._others.items():
@@ -116,21 +142,23 @@ class Watch:
             late = self._overdue(live, now)
             if not late:
                 return None
-            limit = f"has made no progress within step_deadline ({self._step_deadline:g} s)"
+            stage = self._readings[self._behind(late)[0]].stage
+            limit = f"has made no progress within {self._learner.why(stage, now)}"
         halted = tuple(r for r in live if stopped(r))
         guilty = halted or self._behind(late)
         since = min(self._moved[rank] for rank in guilty)
-        return Stuck(guilty, self._sentence(guilty, halted, limit), bool(halted), since)
+        guilty = tuple(sorted(guilty, key=lambda rank: (self._moved[rank], rank)))
+        return Stuck(guilty, self._sentence(guilty, halted, limit, now), bool(halted), since)
 
     def _overdue(self, live: list[int], now: float) -> list[int]:
         """Ranks that stand still and do not merely wait: a rank that moves and is no further may be what they wait for, such
         as rank 0 when it evaluates alone or writes a manifest."""
-        still = [r for r in live if now - self._moved[r] > self._step_deadline]
+        still = [r for r in live if now - self._moved[r] > self._learner.deadline(self._readings[r].stage, now)]
         moving = [self._place(r) for r in live if r not in still]
         moving += [
             (reading.started, reading.finished)
             for reading, moved in self._elsewhere.values()
-            if now - moved <= self._step_deadline
+            if now - moved <= self._learner.deadline(reading.stage, now)
         ]
         return [r for r in still if not any(place <= self._place(r) for place in moving)]
 
@@ -142,14 +170,15 @@ class Watch:
         least = min(self._place(r) for r in late)
         return tuple(r for r in late if self._place(r) == least)
 
-    def _sentence(self, guilty: tuple[int, ...], halted: tuple[int, ...], limit: str) -> str:
+    def _sentence(self, guilty: tuple[int, ...], halted: tuple[int, ...], limit: str, now: float) -> str:
         parts = []
         for rank in guilty:
             reading = self._readings[rank]
             how = "stopped by a signal (SIGSTOP), " if rank in halted else ""
             where = f"in step {reading.started}" if reading.started > reading.finished else f"after {reading.finished}"
-            parts.append(f"rank {rank} ({how}{reading.stage.name.lower()}, {where})")
-        return f"{', '.join(parts)} {limit}; stacks of all threads are in the ranks' logs"
+            still = f"still for {now - self._moved[rank]:.0f} s"
+            parts.append(f"rank {rank} ({how}{reading.stage.name.lower()}, {where}, {still})")
+        return f"{', '.join(parts)} {limit}"
 
 
 def _is_ready(reading: Reading) -> bool:

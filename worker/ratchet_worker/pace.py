@@ -1,0 +1,68 @@
+"""What an attempt's own pace makes of its step deadline, while it runs (``ratchet_contract.deadlines`` has the rule and its
+reasons). Times are in seconds."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ratchet_contract.deadlines import ENOUGH, SETTLED_SECONDS, Deadlines, Pace, learned
+from ratchet_worker.counter import Stage
+
+_LEARNED: Final = (Stage.TRAINING, Stage.EVALUATING, Stage.CHECKPOINTING)
+
+
+class Learner:
+    """Of one node's ranks. ``before``: what earlier attempts have shown."""
+
+    def __init__(self, deadlines: Deadlines, before: Pace | None = None) -> None:
+        self.deadlines = deadlines
+        earlier = before.silences if before is not None else {}
+        self._longest = {stage: earlier.get(stage.name.lower(), 0.0) for stage in _LEARNED}
+        self._own: dict[Stage, float] = {}
+        self._count = dict.fromkeys(_LEARNED, 0)
+        self._visits: dict[tuple[int, Stage], int] = {}
+        self._startup: float | None = None
+        self._trained_since: float | None = None
+
+    def started(self, seconds: float, now: float) -> None:
+        """All ranks have finished a first step, ``seconds`` after their start."""
+        self._startup = max(self._startup or 0.0, seconds)
+        self._trained_since = now
+
+    def enters(self, rank: int, stage: Stage) -> None:
+        self._visits[rank, stage] = self._visits.get((rank, stage), 0) + 1
+
+    def heard(self, rank: int, stage: Stage, silence: float, now: float) -> None:
+        """``rank`` gets on after it was silent in ``stage``. Who was silent for longer than its deadline and was not ended waited
+        for others that moved: that tells nothing of a hang."""
+        first = stage is not Stage.TRAINING and self._visits.get((rank, stage), 0) < 2
+        if stage not in self._count or first or silence > self.deadline(stage, now):
+            return
+        self._count[stage] += 1
+        self._own[stage] = max(self._own.get(stage, 0.0), silence)
+        self._longest[stage] = max(self._longest[stage], silence)
+
+    def deadline(self, stage: Stage, now: float) -> float:
+        """How long a rank may be silent in ``stage``."""
+        ceiling, since = self.deadlines.step, self._trained_since
+        settled = since is not None and now - since >= SETTLED_SECONDS
+        if not self.deadlines.learns or not settled or self._count.get(stage, 0) < ENOUGH:
+            return ceiling
+        return learned(self._longest[stage], ceiling)
+
+    def why(self, stage: Stage, now: float) -> str:
+        """Where the deadline of ``stage`` comes from, for people."""
+        seconds = self.deadline(stage, now)
+        if seconds < self.deadlines.step:
+            return (
+                f"step_deadline ({seconds:.3g} s, learned: the longest silence before was {self._longest[stage]:.2g} s)"
+            )
+        return f"step_deadline ({seconds:g} s)"
+
+    def pace(self, *, hung: bool) -> Pace | None:
+        """What this attempt has shown; None where that is nothing at all."""
+        if self._startup is None and not self._own and not hung:
+            return None
+        silences = {stage.name.lower(): round(seconds, 3) for stage, seconds in self._own.items()}
+        startup = None if self._startup is None else round(self._startup, 3)
+        return Pace(startup=startup, silences=silences, hung=hung)

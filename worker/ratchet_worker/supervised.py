@@ -1,0 +1,51 @@
+"""What the supervisor knows of one started rank, and the times it gives to ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ratchet_contract.messages import RankEnd
+from ratchet_contract.paths import AttemptPaths
+from ratchet_worker.results import Ended, read_rank_result
+from ratchet_worker.stacks import Target
+from ratchet_worker.starter import RankProcess
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds. ``moment``: what ranks get to write down their own failure after another one's death; ``stacks``: the most that
+    they get to write their stacks before they are killed; ``linger``: to exit after their result; ``report``: between two
+    reports; ``delivery``: for the last report; ``tick``: between two looks at the counters."""
+
+    moment: float = 0.3
+    stacks: float = 3.0
+    linger: float = 10.0
+    report: float = 0.3
+    delivery: float = 5.0
+    tick: float = 0.05
+
+
+class SupervisedRank:
+    """One started rank and what is known of its end."""
+
+    def __init__(self, process: RankProcess, paths: AttemptPaths) -> None:
+        self.process = process
+        self.result_path = paths.rank_result(process.rank)
+        self.log = paths.log(process.rank)
+        self.live = True
+        self.died_at = 0.0  # Unix seconds
+        self.exit_code: int | None = None
+        self.killed = False  # by the agent
+        self.result_seen: float | None = None  # monotonic
+
+    @property
+    def target(self) -> Target:
+        return Target(self.process, self.log)
+
+    def end(self, last_step: int) -> Ended:
+        found = read_rank_result(self.result_path)
+        result, at = found if found is not None else (None, self.died_at)
+        step = max(last_step, result.last_step if result is not None else 0)
+        code = None if self.killed else self.exit_code
+        end = RankEnd(rank=self.process.rank, exit_code=code, last_step=step, result=result)
+        return Ended(end, min(at, self.died_at))
