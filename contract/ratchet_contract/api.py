@@ -7,6 +7,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ratchet_contract.access import LOCAL_OWNER
 from ratchet_contract.phases import AttemptPhase, Cause, Desired, JobPhase, Outcome
 from ratchet_contract.resume import Base, ResumeReport
 from ratchet_contract.spec import Resolved
@@ -55,6 +56,9 @@ class BudgetView(View):
 class JobView(View):
     id: str
     name: str
+    owner: str = Field(
+        LOCAL_OWNER, description="Who submitted it; whoever acts on it is of the same owner, or an admin."
+    )
     phase: JobPhase
     desired: Desired
     reason: str | None = Field(

@@ -10,12 +10,13 @@ from starlette.concurrency import run_in_threadpool
 
 from ratchet_contract.version import RATCHET_VERSION
 from ratchet_service import edge, migrate, openapi
+from ratchet_service.access import Gate
 from ratchet_service.database import Database
 from ratchet_service.http import Service, refuse_unknown_parameters
 from ratchet_service.idempotency import Idempotency
 from ratchet_service.instruments import Instruments
 from ratchet_service.ports import SubmissionPorts
-from ratchet_service.routers import actions, checkpoints, code, hooks, jobs, observe, operations, reports
+from ratchet_service.routers import actions, checkpoints, code, hooks, jobs, observe, operations, reports, tokens
 from ratchet_service.settings import Settings
 from ratchet_service.turns import Turns
 from ratchet_service.usecases.export import Exporter
@@ -63,11 +64,13 @@ def create_app(settings: Settings, ports: SubmissionPorts, database: Database | 
     idempotency = Idempotency(shared, settings.idempotency_seconds, settings.claim_seconds)
     turns = Turns(settings.exports, "making other exports")
     exporter = Exporter(shared, settings.paths, turns, settings.export_seconds)
-    app.state.service = Service(settings, shared, ports, idempotency, exporter, Uploads(settings.paths))
+    app.state.service = Service(
+        settings, shared, ports, idempotency, exporter, Uploads(settings.paths), Gate(settings, shared)
+    )
     app.state.instruments = instruments
     edge.install(app, instruments)
     app.state.routes = []
-    for module in (jobs, actions, checkpoints, observe, hooks, reports, code, operations):
+    for module in (jobs, actions, checkpoints, observe, hooks, reports, code, tokens, operations):
         app.include_router(module.router, dependencies=[Depends(refuse_unknown_parameters)])
         app.state.routes += module.router.routes
     app.openapi = lambda: openapi.describe(app)  # type: ignore[method-assign]

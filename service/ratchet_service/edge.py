@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -58,7 +59,9 @@ def _ratchet_error(request: Request, error: Exception) -> Response:
     status = problems.status_of(error)
     if status >= 500:
         log.error("%s %s: %s", request.method, request.url.path, error.detail, exc_info=error)
-    return problem_response(status, error.code, error.detail, request.url.path, error.errors)
+    wait = error.extra.get("retry_after")
+    headers = None if wait is None else {"Retry-After": str(math.ceil(wait))}
+    return problem_response(status, error.code, error.detail, request.url.path, error.errors, headers)
 
 
 def _http_error(request: Request, error: Exception) -> Response:

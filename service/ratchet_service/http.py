@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from sqlalchemy.orm import Session
 
 from ratchet_contract.errors import FieldProblem, Refused
+from ratchet_service.access import Gate
 from ratchet_service.bodies import RawBody, decode, read_body
 from ratchet_service.database import Database
 from ratchet_service.idempotency import Call, Idempotency, Reply, make_call
@@ -37,6 +38,7 @@ class Service:
     idempotency: Idempotency
     exporter: Exporter
     uploads: Uploads
+    gate: Gate
 
 
 def get_service(request: Request) -> Service:
@@ -104,11 +106,10 @@ class Poster:
     """A POST with its decoded body; ``run`` does its effect once per Idempotency-Key."""
 
     def __init__(self, request: Request, service: Service, data: Any) -> None:
-        caller = request.headers.get("authorization", "")
         key = request.headers.get("idempotency-key")
         query = request.query_params.multi_items()
         self._service = service
-        self._call: Call = make_call(key, caller, request.method, request.url.path, query, data)
+        self._call: Call = make_call(key, request.state.caller.owner, request.method, request.url.path, query, data)
 
     def run(self, prepare: Callable[[], T], effect: Callable[[Session, T], Reply]) -> Response:
         return respond(self._service.idempotency.run(self._call, prepare, effect))

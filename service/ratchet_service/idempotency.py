@@ -38,6 +38,7 @@ class Reply:
     body: str
     headers: dict[str, str] = field(default_factory=dict)
     media_type: str = "application/json"
+    kept: str | None = None  # what a repeated request gets, where the text itself is for once only
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,11 @@ class Idempotency:
             IdempotencyKey.status.is_(None),
         )
         headers = reply.headers | {"content-type": reply.media_type}
-        result = session.execute(statement.values(status=reply.status, body=reply.body, headers=headers))
+        result = session.execute(
+            statement.values(
+                status=reply.status, body=reply.body if reply.kept is None else reply.kept, headers=headers
+            )
+        )
         if cast(CursorResult[Any], result).rowcount != 1:
             raise Conflict(
                 "another request with the same Idempotency-Key took over: ask again for its answer",

@@ -9,14 +9,16 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from ratchet_contract.api_access import TokenRequest
 from ratchet_contract.api_requests import ForkRequest, PatchRequest, PinRequest, PruneRequest, ResumeRequest
 from ratchet_contract.errors import Problem
 from ratchet_contract.messages import AgentReport
 from ratchet_contract.spec import JobSpec
 from ratchet_service import examples, problems
+from ratchet_service.access import guard_of
 
 BODIES: Final[tuple[type[BaseModel], ...]] = (
-    JobSpec, ResumeRequest, ForkRequest, PatchRequest, PinRequest, PruneRequest, AgentReport, Problem,
+    JobSpec, ResumeRequest, ForkRequest, PatchRequest, PinRequest, PruneRequest, TokenRequest, AgentReport, Problem,
 )  # fmt: skip
 _REF: Final = "#/components/schemas/{model}"
 PROBLEMS: Final[dict[int | str, dict[str, Any]]] = {
@@ -36,6 +38,14 @@ def body(model: type[BaseModel], example: Any, *, required: bool = False, yaml: 
     return {"requestBody": {"required": required, "content": content}}
 
 
+SECURITY: Final[dict[str, Any]] = {
+    "token": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "An API token with the scope that is named; needed unless the service says at its start that it is not.",
+    },
+    "attempt": {"type": "http", "scheme": "bearer", "description": "The token of the attempt, from its launch file."},
+}
 NO_BODY: Final[dict[str, Any]] = {
     "requestBody": {
         "required": False,
@@ -67,6 +77,12 @@ def describe(app: FastAPI) -> dict[str, Any]:
         for path, item in document["paths"].items():
             for method, operation in item.items():
                 _finish(path, method, operation)
+        components_of_security = document["components"].setdefault("securitySchemes", {})
+        components_of_security.update(SECURITY)
+        for route in app.state.routes:
+            guard = guard_of(route.dependant)
+            for method in route.methods:
+                document["paths"][route.path][method.lower()]["security"] = [] if guard is None else guard.security
         app.openapi_schema = document
     return app.openapi_schema
 

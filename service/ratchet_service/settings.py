@@ -16,6 +16,13 @@ class Settings:
     home: Path
     database_url: str | None = None
     launchers_file: Path | None = None  # None: the local launcher alone
+    tokens: bool = False  # demanded of every caller; ``serve`` decides, by where it listens
+    request_rate: float = 100.0  # requests a second of one caller
+    request_burst: int = 1000  # of these at once
+    report_rate: float = 100.0  # the same of an attempt's agents at one address: each reports some three times a second
+    report_burst: int = 1000
+    refused_rate: float = 1.0  # of tokens that are not ours, from one address
+    refused_burst: int = 60
     max_body: int = 1 << 20
     max_report_body: int = 16 << 20
     idempotency_seconds: float = 24 * 3600.0

@@ -11,10 +11,12 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from ratchet_contract.access import Role
 from ratchet_contract.phases import JobPhase
 from ratchet_service.database import utc_now
 from ratchet_service.models import IdempotencyKey, Job
 from tests.support.api import Api, spec
+from tests.support.team import make_token
 
 
 def key(value: str = "k1", **headers: str) -> dict[str, str]:
@@ -44,7 +46,8 @@ def test_the_same_request_gets_the_same_answer_and_one_job(api: Api) -> None:
 
 def test_keys_are_of_one_caller_and_one_path(api: Api) -> None:
     a = post(api, spec(), key()).json()["id"]
-    assert post(api, spec(), key(Authorization="Bearer other")).json()["id"] != a
+    other = make_token(api.database, "ann", Role.SUBMITTER)
+    assert post(api, spec(), key(Authorization=f"Bearer {other}")).json()["id"] != a
     assert post(api, spec(), key("k2")).json()["id"] != a
     assert post(api, {}, key(), f"/v1/jobs/{a}/suspend").status_code == 200
     assert count(api) == 3

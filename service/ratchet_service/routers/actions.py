@@ -9,10 +9,12 @@ from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict
 from sqlalchemy.orm import Session
 
+from ratchet_contract.access import Scope
 from ratchet_contract.api import JobView
 from ratchet_contract.api_requests import ForkRequest, ResumeRequest
 from ratchet_contract.phases import Desired, Event
 from ratchet_service import examples, openapi
+from ratchet_service.access import Caller, needs
 from ratchet_service.bodies import parse
 from ratchet_service.http import JsonPost, Poster, Service, ServiceDep, SpecPost, reply
 from ratchet_service.idempotency import Reply
@@ -55,6 +57,7 @@ def _plain(service: Service, post: tuple[Poster, Any], job_id: str, event: Event
 
 @router.post(
     "/v1/jobs/{job_id}/suspend",
+    dependencies=[needs(Scope.JOBS_WRITE, own_job=True)],
     response_model=JobView,
     responses=_UNDER_WAY,
     openapi_extra=openapi.NO_BODY,
@@ -67,6 +70,7 @@ def suspend(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
 
 @router.post(
     "/v1/jobs/{job_id}/cancel",
+    dependencies=[needs(Scope.JOBS_WRITE, own_job=True)],
     response_model=JobView,
     responses=_UNDER_WAY,
     openapi_extra=openapi.NO_BODY,
@@ -79,6 +83,7 @@ def cancel(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
 
 @router.post(
     "/v1/jobs/{job_id}/preempt",
+    dependencies=[needs(Scope.JOBS_WRITE, own_job=True)],
     response_model=JobView,
     responses=_UNDER_WAY,
     openapi_extra=openapi.NO_BODY,
@@ -91,6 +96,7 @@ def preempt(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
 
 @router.post(
     "/v1/jobs/{job_id}/checkpoint",
+    dependencies=[needs(Scope.JOBS_WRITE, own_job=True)],
     status_code=202,
     response_model=JobView,
     openapi_extra=openapi.NO_BODY,
@@ -105,6 +111,7 @@ def checkpoint(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
 
 @router.post(
     "/v1/jobs/{job_id}/resume",
+    dependencies=[needs(Scope.JOBS_WRITE, own_job=True)],
     response_model=JobView,
     responses=_UNDER_WAY,
     openapi_extra=openapi.body(ResumeRequest, examples.RESUME),
@@ -133,12 +140,13 @@ def resume(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
 
 @router.post(
     "/v1/jobs/{job_id}/fork",
+    dependencies=[needs(Scope.JOBS_WRITE, own_job=True)],
     status_code=201,
     response_model=JobView,
     openapi_extra=openapi.body(ForkRequest, examples.FORK),
     summary="New job from a checkpoint",
 )
-def fork_job(service: ServiceDep, post: SpecPost, job_id: str) -> Response:
+def fork_job(service: ServiceDep, post: SpecPost, caller: Caller, job_id: str) -> Response:
     """The parent's spec with `spec` merged over it (RFC 7386; another hook replaces it whole). The source is pinned.
 
     The code is the parent's snapshot; name `code` in `spec`, be it the same path, to take a new one.
@@ -150,7 +158,7 @@ def fork_job(service: ServiceDep, post: SpecPost, job_id: str) -> Response:
         return fork.prepare(service.database, job_id, request, service.ports, service.settings.paths)
 
     def effect(session: Session, prepared: fork.PreparedFork) -> Reply:
-        job = fork.store(session, prepared, service.settings.paths)
+        job = fork.store(session, prepared, caller.owner, service.settings.paths)
         return reply(201, job_view(session, job), Location=f"/v1/jobs/{job.id}", ETag=jobs.etag(job))
 
     answer = poster.run(prepare, effect)

@@ -10,9 +10,11 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
+from ratchet_contract.access import Scope
 from ratchet_contract.api import AttemptView, CheckpointDetail, CheckpointView, Page, PruneResult, VerifyResult
 from ratchet_contract.api_requests import PinRequest, PruneRequest
 from ratchet_service import examples, openapi
+from ratchet_service.access import needs
 from ratchet_service.bodies import parse
 from ratchet_service.http import Cursor, JsonPost, Limit, ServiceDep, disconnected, reply
 from ratchet_service.routers.actions import Nothing
@@ -39,21 +41,21 @@ _EXPORTED: Final[dict[int | str, dict[str, Any]]] = {
 }
 
 
-@router.get("/v1/jobs/{job_id}/attempts", summary="List attempts")
+@router.get("/v1/jobs/{job_id}/attempts", dependencies=[needs(Scope.JOBS_READ)], summary="List attempts")
 def list_attempts(service: ServiceDep, job_id: str, limit: Limit = 50, cursor: Cursor = None) -> Page[AttemptView]:
     """Newest first."""
     with service.database.read() as session:
         return attempts.list_attempts(session, job_id, limit, cursor)
 
 
-@router.get("/v1/jobs/{job_id}/attempts/{number}", summary="Read an attempt")
+@router.get("/v1/jobs/{job_id}/attempts/{number}", dependencies=[needs(Scope.JOBS_READ)], summary="Read an attempt")
 def get_attempt(service: ServiceDep, job_id: str, number: str) -> AttemptView:
     """With outcome, cause, steps done and lost, and the resume report."""
     with service.database.read() as session:
         return attempts.get_attempt(session, job_id, number)
 
 
-@router.get("/v1/jobs/{job_id}/checkpoints", summary="List checkpoints")
+@router.get("/v1/jobs/{job_id}/checkpoints", dependencies=[needs(Scope.JOBS_READ)], summary="List checkpoints")
 def list_checkpoints(
     service: ServiceDep,
     job_id: str,
@@ -68,7 +70,9 @@ def list_checkpoints(
         return checkpoints.list_checkpoints(session, job_id, tuple(state or ()), limit, cursor)
 
 
-@router.get("/v1/jobs/{job_id}/checkpoints/{checkpoint_id}", summary="Read a checkpoint")
+@router.get(
+    "/v1/jobs/{job_id}/checkpoints/{checkpoint_id}", dependencies=[needs(Scope.JOBS_READ)], summary="Read a checkpoint"
+)
 def get_checkpoint(service: ServiceDep, job_id: str, checkpoint_id: str) -> CheckpointDetail:
     """With its manifest, where the disk still has it."""
     with service.database.read() as session:
@@ -77,6 +81,7 @@ def get_checkpoint(service: ServiceDep, job_id: str, checkpoint_id: str) -> Chec
 
 @router.get(
     "/v1/jobs/{job_id}/checkpoints/{checkpoint_id}/export",
+    dependencies=[needs(Scope.JOBS_READ)],
     response_class=StreamingResponse,
     responses=_EXPORTED,
     summary="Read a checkpoint as files for other programs",
@@ -110,6 +115,7 @@ async def export_checkpoint(
 
 @router.post(
     "/v1/jobs/{job_id}/checkpoints/{checkpoint_id}/verify",
+    dependencies=[needs(Scope.CHECKPOINTS_WRITE, own_job=True)],
     response_model=VerifyResult,
     openapi_extra=openapi.NO_BODY,
     summary="Read every byte and compare with the digests",
@@ -130,6 +136,7 @@ def verify(service: ServiceDep, post: JsonPost, job_id: str, checkpoint_id: str)
 
 @router.post(
     "/v1/jobs/{job_id}/checkpoints/{checkpoint_id}/pin",
+    dependencies=[needs(Scope.CHECKPOINTS_WRITE, own_job=True)],
     response_model=CheckpointView,
     openapi_extra=openapi.body(PinRequest, examples.PIN),
     summary="Keep a checkpoint, or let it go",
@@ -147,6 +154,7 @@ def pin(service: ServiceDep, post: JsonPost, job_id: str, checkpoint_id: str) ->
 
 @router.post(
     "/v1/jobs/{job_id}/checkpoints/prune",
+    dependencies=[needs(Scope.CHECKPOINTS_WRITE, own_job=True)],
     response_model=PruneResult,
     openapi_extra=openapi.body(PruneRequest, examples.PRUNE),
     summary="Remove what no attempt will start from",

@@ -8,9 +8,10 @@ from fastapi import APIRouter, Header, Path, Request, Response
 from fastapi.responses import StreamingResponse
 
 from ratchet_contract import code_tree
+from ratchet_contract.access import Scope
 from ratchet_contract.code_archive import MEDIA_TYPE, archive
+from ratchet_service.access import AGENTS, bearer, needs
 from ratchet_service.http import ServiceDep
-from ratchet_service.routers.reports import bearer
 from ratchet_service.usecases import code
 
 router = APIRouter()
@@ -32,6 +33,7 @@ _TAR: Final[dict[int | str, dict[str, Any]]] = {
 
 @router.get(
     "/v1/jobs/{job_id}/attempts/{number}/code/{digest}",
+    dependencies=[AGENTS],
     response_class=StreamingResponse,
     responses=_TAR,
     tags=["agents"],
@@ -52,6 +54,7 @@ def fetch_code(
 
 @router.get(
     "/v1/code/{digest}",
+    dependencies=[needs(Scope.CODE_WRITE)],
     status_code=204,
     response_class=Response,
     tags=["jobs"],
@@ -65,6 +68,7 @@ def look_for_code(service: ServiceDep, digest: Digest) -> Response:
 
 @router.put(
     "/v1/code/{digest}",
+    dependencies=[needs(Scope.CODE_WRITE)],
     status_code=201,
     response_class=Response,
     responses={200: {"description": "It was there already."}},

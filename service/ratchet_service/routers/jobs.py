@@ -7,11 +7,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Response
 from sqlalchemy.orm import Session
 
+from ratchet_contract.access import Scope
 from ratchet_contract.api import DeleteResult, JobView, Page, PlanView
 from ratchet_contract.api_requests import PatchRequest
 from ratchet_contract.phases import JobPhase
 from ratchet_contract.spec import JobSpec
 from ratchet_service import disk, examples, openapi
+from ratchet_service.access import Caller, needs
 from ratchet_service.bodies import decode, parse
 from ratchet_service.http import BodyDep, Cursor, Limit, ServiceDep, SpecPost, reply, respond
 from ratchet_service.idempotency import Reply
@@ -24,6 +26,7 @@ router = APIRouter(tags=["jobs"])
 
 @router.post(
     "/v1/jobs",
+    dependencies=[needs(Scope.JOBS_WRITE)],
     status_code=201,
     response_model=JobView,
     responses={200: {"model": PlanView, "description": "With `dry_run`: the plan. Nothing is stored."}},
@@ -33,6 +36,7 @@ router = APIRouter(tags=["jobs"])
 def submit_job(
     service: ServiceDep,
     post: SpecPost,
+    caller: Caller,
     dry_run: Annotated[bool, Query(description="Check and plan only.")] = False,
 ) -> Response:
     """Validate the spec against this machine, snapshot its code and queue it. JSON or YAML, by content type."""
@@ -41,7 +45,7 @@ def submit_job(
         return poster.run(lambda: submit.dry_run(data, service.ports), lambda _session, plan: reply(200, plan))
 
     def effect(session: Session, prepared: submit.Prepared) -> Reply:
-        job = submit.store(session, prepared)
+        job = submit.store(session, prepared, caller.owner)
         return reply(201, job_view(session, job), Location=f"/v1/jobs/{job.id}", ETag=jobs.etag(job))
 
     answer = poster.run(lambda: submit.prepare(data, service.ports), effect)
@@ -49,7 +53,7 @@ def submit_job(
     return answer
 
 
-@router.get("/v1/jobs", summary="List jobs")
+@router.get("/v1/jobs", dependencies=[needs(Scope.JOBS_READ)], summary="List jobs")
 def list_jobs(
     service: ServiceDep,
     phase: Annotated[list[JobPhase] | None, Query(description="Any of these phases.")] = None,
@@ -58,18 +62,19 @@ def list_jobs(
         Query(max_length=64, description="key=value; all of them must hold."),
     ] = None,
     name: Annotated[str | None, Query(max_length=100, description="The whole name.")] = None,
+    owner: Annotated[str | None, Query(max_length=100, description="Whose jobs.")] = None,
     sort: Annotated[jobs.Sort, Query(description="`-` means descending.")] = "-created",
     limit: Limit = 50,
     cursor: Cursor = None,
 ) -> Page[JobView]:
     """One page. Jobs submitted while you page neither repeat nor hide those that were there before."""
     labels = tuple(jobs.parse_label(text) for text in label or ())
-    wanted = jobs.JobFilter(tuple(phase or ()), labels, name, sort)
+    wanted = jobs.JobFilter(tuple(phase or ()), labels, name, sort, owner)
     with service.database.read() as session:
         return jobs.list_jobs(session, wanted, limit, cursor)
 
 
-@router.get("/v1/jobs/{job_id}", summary="Read a job")
+@router.get("/v1/jobs/{job_id}", dependencies=[needs(Scope.JOBS_READ)], summary="Read a job")
 def get_job(service: ServiceDep, job_id: str, response: Response) -> JobView:
     """The ETag changes with phase, wish, labels and priority, not with progress.
 
@@ -89,6 +94,7 @@ def get_job(service: ServiceDep, job_id: str, response: Response) -> JobView:
 
 @router.patch(
     "/v1/jobs/{job_id}",
+    dependencies=[needs(Scope.JOBS_WRITE, own_job=True)],
     response_model=JobView,
     openapi_extra=openapi.body(PatchRequest, examples.PATCH, required=True),
     summary="Change labels and priority",
@@ -108,7 +114,9 @@ def patch_job(
     return respond(answer)
 
 
-@router.delete("/v1/jobs/{job_id}", summary="Delete a job that has ended")
+@router.delete(
+    "/v1/jobs/{job_id}", dependencies=[needs(Scope.JOBS_WRITE, own_job=True)], summary="Delete a job that has ended"
+)
 def delete_job(
     service: ServiceDep,
     job_id: str,

@@ -8,9 +8,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Response
 from fastapi.responses import StreamingResponse
 
+from ratchet_contract.access import Scope
 from ratchet_contract.api import EventView, HookSampleView, HookView, LogLine, MetricsView, Page
 from ratchet_contract.errors import NotFound, Refused
 from ratchet_service import http
+from ratchet_service.access import needs
 from ratchet_service.http import Cursor, Limit, Service, ServiceDep
 from ratchet_service.sse import END, Look, follow, frame
 from ratchet_service.usecases import events, logs, series
@@ -22,14 +24,16 @@ _COMMENT = ": nothing new\n\n"
 _MaxName = Annotated[str, Query(max_length=200)]
 
 
-@router.get("/v1/jobs/{job_id}/hook", summary="State of the communication hook")
+@router.get("/v1/jobs/{job_id}/hook", dependencies=[needs(Scope.JOBS_READ)], summary="State of the communication hook")
 def get_hook(service: ServiceDep, job_id: str) -> HookView:
     """Newest summaries of all ranks of the running attempt; else those of the checkpoint that the next attempt starts from."""
     with service.database.read() as session:
         return series.hook(session, job_id, service.settings.paths)
 
 
-@router.get("/v1/jobs/{job_id}/hook/history", summary="Hook summaries over steps")
+@router.get(
+    "/v1/jobs/{job_id}/hook/history", dependencies=[needs(Scope.JOBS_READ)], summary="Hook summaries over steps"
+)
 def get_hook_history(
     service: ServiceDep,
     job_id: str,
@@ -42,7 +46,7 @@ def get_hook_history(
         return series.hook_history(session, job_id, rank, limit, cursor)
 
 
-@router.get("/v1/jobs/{job_id}/metrics", summary="Metrics over steps")
+@router.get("/v1/jobs/{job_id}/metrics", dependencies=[needs(Scope.JOBS_READ)], summary="Metrics over steps")
 def get_metrics(
     service: ServiceDep,
     job_id: str,
@@ -59,7 +63,13 @@ _STREAMS: dict[int | str, dict[str, Any]] = {
 }
 
 
-@router.get("/v1/jobs/{job_id}/events", response_model=Page[EventView], responses=_STREAMS, summary="History")
+@router.get(
+    "/v1/jobs/{job_id}/events",
+    dependencies=[needs(Scope.JOBS_READ)],
+    response_model=Page[EventView],
+    responses=_STREAMS,
+    summary="History",
+)
 def get_events(
     service: ServiceDep,
     job_id: str,
@@ -104,7 +114,13 @@ _LOG_FORMS: dict[int | str, dict[str, Any]] = {
 }
 
 
-@router.get("/v1/jobs/{job_id}/logs", response_model=Page[LogLine], responses=_LOG_FORMS, summary="Logs of the ranks")
+@router.get(
+    "/v1/jobs/{job_id}/logs",
+    dependencies=[needs(Scope.JOBS_READ)],
+    response_model=Page[LogLine],
+    responses=_LOG_FORMS,
+    summary="Logs of the ranks",
+)
 def get_logs(
     service: ServiceDep,
     job_id: str,

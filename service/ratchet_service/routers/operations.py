@@ -6,8 +6,10 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
+from ratchet_contract.access import Scope
 from ratchet_contract.version import RATCHET_VERSION
 from ratchet_service import disk
+from ratchet_service.access import OPEN, needs
 from ratchet_service.http import ServiceDep
 from ratchet_service.instruments import Instruments
 
@@ -19,12 +21,12 @@ class Health(BaseModel):
     version: str = RATCHET_VERSION
 
 
-@router.get("/healthz", summary="The process answers")
+@router.get("/healthz", dependencies=[OPEN], summary="The process answers")
 def healthz() -> Health:
     return Health()
 
 
-@router.get("/readyz", summary="The database answers too")
+@router.get("/readyz", dependencies=[OPEN], summary="The database answers too")
 def readyz(service: ServiceDep) -> Health:
     """503 `database-unavailable` when it does not, 507 `disk-full` when its disk has no room for a change."""
     service.database.ping()
@@ -35,7 +37,11 @@ def readyz(service: ServiceDep) -> Health:
 
 
 @router.get(
-    "/metrics", response_class=Response, summary="Prometheus metrics", responses={200: {"content": {"text/plain": {}}}}
+    "/metrics",
+    dependencies=[needs(Scope.METRICS_READ)],
+    response_class=Response,
+    summary="Prometheus metrics",
+    responses={200: {"content": {"text/plain": {}}}},
 )
 def metrics(request: Request, service: ServiceDep) -> Response:
     """Requests and their durations, and jobs by phase."""

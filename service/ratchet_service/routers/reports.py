@@ -6,9 +6,10 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header
 
-from ratchet_contract.errors import NotFound, Refused
+from ratchet_contract.errors import NotFound
 from ratchet_contract.messages import AgentReport, ReportAck
 from ratchet_service import openapi
+from ratchet_service.access import AGENTS, bearer
 from ratchet_service.bodies import RawBody, decode, parse
 from ratchet_service.http import ServiceDep, get_report_body
 from ratchet_service.ingest import ingest
@@ -18,6 +19,7 @@ router = APIRouter(tags=["agents"])
 
 @router.post(
     "/v1/jobs/{job_id}/attempts/{number}/reports",
+    dependencies=[AGENTS],
     openapi_extra=openapi.body(AgentReport, None, required=True),
     response_model_exclude_none=True,  # an agent of the version before knows fewer keys, and refuses what it does not know
     summary="Report of an agent",
@@ -39,11 +41,3 @@ def report(
     if told.result is not None:
         service.ports.wake()
     return ack
-
-
-def bearer(authorization: str | None) -> str | None:
-    """The token in the header. Raises ``Refused`` (``token-missing``) for a header of another kind."""
-    scheme, _, token = (authorization or "").partition(" ")
-    if authorization is not None and scheme.lower() != "bearer":
-        raise Refused("the token goes into Authorization: Bearer ...", code="token-missing")
-    return token.strip() or None

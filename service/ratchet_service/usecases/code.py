@@ -16,7 +16,8 @@ def find(session: Session, homes: HomePaths, job_id: str, number: str, digest: s
     Raises ``Refused`` (``token-missing``, ``token-wrong``), ``NotFound`` (``attempt-not-found``, ``code-not-found``),
     ``Conflict`` (``stale-epoch``).
     """
-    attempt, job = authorised(session, job_id, int(number) if number.isascii() and number.isdigit() else 0, token)
+    whole = int(number) if number.isascii() and number.isdigit() and len(number) < 19 else 0
+    attempt, job = authorised(session, job_id, whole, token)
     fence(job, attempt)
     folder = homes.code / digest
     start = digest == job.resolved.get("start_digest")

@@ -76,7 +76,7 @@ def _without_start(data: dict[str, Any], request: ForkRequest) -> StartSpec | No
     raise SpecError(f"/spec/start_from: {text}", errors=[problem])
 
 
-def store(session: Session, fork: PreparedFork, homes: HomePaths) -> Job:
+def store(session: Session, fork: PreparedFork, owner: str, homes: HomePaths) -> Job:
     """The new job's row. The source is pinned, so that nobody's retention takes it away before the fork has started."""
     parent = hold_job(session, fork.parent_id)
     check(parent, Event.FORK)
@@ -89,6 +89,7 @@ def store(session: Session, fork: PreparedFork, homes: HomePaths) -> Job:
     job = submit.store(
         session,
         fork.prepared,
+        owner,
         forked_from=origin,
         fork_source=source.model_dump(mode="json"),
         step=row.step,

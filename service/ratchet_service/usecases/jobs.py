@@ -33,11 +33,17 @@ class JobFilter:
     labels: tuple[tuple[str, str], ...] = ()
     name: str | None = None
     sort: Sort = "-created"
+    owner: str | None = None
 
     def digest(self) -> str:
         phases = sorted(p.value for p in self.phases)
         return cursors.query_digest(
-            of="jobs", phases=phases, labels=sorted(map(list, self.labels)), name=self.name, sort=self.sort
+            of="jobs",
+            phases=phases,
+            labels=sorted(map(list, self.labels)),
+            name=self.name,
+            sort=self.sort,
+            owner=self.owner,
         )
 
 
@@ -59,6 +65,8 @@ def list_jobs(session: Session, wanted: JobFilter, limit: int, cursor: str | Non
         query = query.where(Job.phase.in_(wanted.phases))
     if wanted.name is not None:
         query = query.where(Job.name == wanted.name)
+    if wanted.owner is not None:
+        query = query.where(Job.owner == wanted.owner)
     for label, value in wanted.labels:
         has = sa.exists().where(JobLabel.job_id == Job.id, JobLabel.key == label, JobLabel.value == value)
         query = query.where(has)

@@ -75,7 +75,7 @@ def dry_run(data: Any, ports: SubmissionPorts) -> PlanView:
     )
 
 
-def store(session: Session, prepared: Prepared, **columns: Any) -> Job:
+def store(session: Session, prepared: Prepared, owner: str, **columns: Any) -> Job:
     """The job's row, labels and first event. ``columns`` are further columns of the row (a fork's origin)."""
     spec, now = prepared.spec, now_in(session)
     job_id = new_job_id()
@@ -84,6 +84,7 @@ def store(session: Session, prepared: Prepared, **columns: Any) -> Job:
     job = Job(
         id=job_id,
         name=spec.name,
+        owner=owner,
         phase=JobPhase.QUEUED,
         spec=spec.model_dump(mode="json"),
         resolved=prepared.resolved.model_dump(mode="json"),

@@ -47,6 +47,7 @@ def _job_view(job: Job, labels: dict[str, str]) -> JobView:
     return JobView(
         id=job.id,
         name=job.name,
+        owner=job.owner,
         phase=job.phase,
         desired=job.desired,
         reason=job.reason,

@@ -1,0 +1,133 @@
+"""API tokens: their text, their rows, and who comes with one.
+
+A token is ``rt_<id>_<secret>``: the id finds the row, the secret has 190 bits from the system's generator, and the row has the
+SHA-256 of the whole text. A slow hash would add nothing: there is no guessing a secret of that size.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Final
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session
+
+from ratchet_contract.access import LOCAL_OWNER, SCOPES, Role, Scope
+from ratchet_contract.api_access import TokenView
+from ratchet_contract.errors import Refused
+from ratchet_service.clock import now_in
+from ratchet_service.database import Database
+from ratchet_service.ingest import hash_token
+from ratchet_service.models import ApiToken
+
+_BASE62: Final = string.ascii_letters + string.digits
+_ID_LENGTH: Final = 8
+_SECRET_LENGTH: Final = 32
+_TEXT: Final = re.compile(rf"rt_([a-z0-9]{{{_ID_LENGTH}}})_[A-Za-z0-9]{{{_SECRET_LENGTH}}}")
+_USED_EVERY: Final = timedelta(minutes=1)
+
+
+@dataclass(frozen=True)
+class Principal:
+    """Who is asking. ``token`` None: nobody needed one."""
+
+    owner: str
+    role: Role
+    scopes: frozenset[Scope]
+    token: str | None = None
+    expires_at: datetime | None = None
+
+
+LOCAL: Final = Principal(LOCAL_OWNER, Role.ADMIN, SCOPES[Role.ADMIN])
+"""Whoever reaches a service that needs no token."""
+
+
+def make(
+    session: Session,
+    *,
+    name: str,
+    owner: str,
+    role: Role,
+    scopes: Sequence[Scope],
+    expires_at: datetime | None,
+    created_by: str,
+) -> tuple[ApiToken, str]:
+    """A new token's row and its text, which is kept nowhere."""
+    token_id = _new_id()
+    while session.get(ApiToken, token_id) is not None:
+        token_id = _new_id()
+    text = f"rt_{token_id}_" + "".join(secrets.choice(_BASE62) for _ in range(_SECRET_LENGTH))
+    row = ApiToken(id=token_id, name=name, owner=owner, role=role, token_hash=hash_token(text), created_by=created_by)
+    row.scopes = sorted(scope.value for scope in set(scopes))
+    row.created_at, row.expires_at = now_in(session), expires_at
+    session.add(row)
+    session.flush()
+    return row, text
+
+
+def _new_id() -> str:
+    return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(_ID_LENGTH))
+
+
+def authenticate(database: Database, text: str) -> Principal:
+    """Who comes with this token. Raises ``Refused`` (``token-unknown``, ``token-expired``, ``token-revoked``)."""
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise _unknown()
+    now = database.clock.now()
+    with database.read() as session:
+        row = session.get(ApiToken, match[1])
+        if row is None or not hmac.compare_digest(hash_token(text), row.token_hash):
+            raise _unknown()
+        if row.revoked_at is not None:
+            raise Refused(f"the token {row.id} was revoked: ask an admin for another", code="token-revoked")
+        if row.expires_at is not None and row.expires_at <= now:
+            text = f"the token {row.id} has expired: ask for another (`ratchet token create`)"
+            raise Refused(text, code="token-expired")
+        found = principal_of(row)
+        stale = row.last_used_at is None or row.last_used_at < now - _USED_EVERY
+    if stale:
+        _mark_used(database, match[1], now)
+    return found
+
+
+def _unknown() -> Refused:
+    return Refused("this token is not one of this service: check which one is sent, and to which server",
+                   code="token-unknown")  # fmt: skip
+
+
+def principal_of(row: ApiToken) -> Principal:
+    """A scope that the role does not have, or that this version does not know, gives nothing."""
+    allowed = SCOPES[row.role]
+    if row.scopes:
+        allowed = frozenset(scope for scope in allowed if scope.value in row.scopes)
+    return Principal(row.owner, row.role, allowed, row.id, row.expires_at)
+
+
+def _mark_used(database: Database, token_id: str, now: datetime) -> None:
+    """Once a minute; of several requests at one time one writes."""
+    with database.write() as session:
+        old = sa.or_(ApiToken.last_used_at.is_(None), ApiToken.last_used_at < now - _USED_EVERY)
+        session.execute(sa.update(ApiToken).where(ApiToken.id == token_id, old).values(last_used_at=now))
+
+
+def token_view(row: ApiToken) -> TokenView:
+    known = {scope.value for scope in Scope}
+    return TokenView(
+        id=row.id,
+        name=row.name,
+        owner=row.owner,
+        role=row.role,
+        scopes=[Scope(text) for text in row.scopes if text in known],
+        created_at=row.created_at,
+        created_by=row.created_by,
+        expires_at=row.expires_at,
+        revoked_at=row.revoked_at,
+        last_used_at=row.last_used_at,
+    )

@@ -1,0 +1,234 @@
+"""Who may do what: every route declares it, and nobody gets past it, on both databases."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+
+from ratchet_contract.access import SCOPES, Role, Scope
+from ratchet_contract.phases import AttemptPhase, JobPhase
+from ratchet_service.access import Agents, Needs, Open, guard_of
+from ratchet_service.app import create_app
+from ratchet_service.models import ApiToken
+from ratchet_service.settings import Settings
+from ratchet_service.tokens import hash_token
+from tests.support.api import TOKEN, Api, FakePorts, Server, spec
+from tests.support.team import Team, bearer, guarded, make_token, refused, team
+
+__all__ = ["guarded", "team"]
+ACTIONS = ("suspend", "cancel", "preempt", "checkpoint", "resume", "fork")
+
+
+def routes() -> list[APIRoute]:
+    app = create_app(Settings(home=Path("/nowhere")), FakePorts())
+    return [route for route in app.state.routes if isinstance(route, APIRoute)]
+
+
+def filled(path: str) -> str:
+    values = {
+        "job_id": "job-000000000000",
+        "number": "1",
+        "digest": "0" * 64,
+        "checkpoint_id": "step-000000000001.a0001",
+    }
+    return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], "x"), path)
+
+
+def test_every_route_declares_what_it_needs() -> None:
+    for route in routes():
+        guard = guard_of(route.dependant)
+        assert guard is not None, f"{route.methods} {route.path} lets anybody in: say needs(...), AGENTS or OPEN"
+        assert isinstance(guard, Open) == (route.path in ("/healthz", "/readyz")), route.path
+        assert isinstance(guard, Agents) == ("/attempts/{number}/" in route.path), route.path
+        if isinstance(guard, Needs) and not (route.methods or set()) <= {"GET"}:
+            writes = guard.scope is not None and guard.scope.value.endswith(":write")
+            assert writes, f"{route.methods} {route.path} changes something with a scope for reading"
+            assert guard.own_job == ("{job_id}" in route.path), f"{route.path}: whose job?"
+
+
+def test_without_a_token_every_guarded_route_answers_401_before_it_looks_at_anything(team: Team) -> None:
+    for route in routes():
+        if isinstance(guard_of(route.dependant), Open):
+            continue
+        for method in route.methods or ():
+            answer = team.nobody.request(method, filled(route.path), content=b"{")
+            assert refused(answer)[0] == 401, f"{method} {route.path}: {answer.text}"
+            assert answer.headers["www-authenticate"] == "Bearer"
+    assert team.nobody.get("/healthz").status_code == team.nobody.get("/readyz").status_code == 200
+
+
+def test_a_viewer_reads_everything_and_changes_nothing(team: Team) -> None:
+    job_id = team.api(team.ann).submit()
+    team.api(team.ann).put(job_id, JobPhase.SUCCEEDED)
+    for route in routes():
+        guard = guard_of(route.dependant)
+        if not isinstance(guard, Needs):
+            continue
+        path = filled(route.path).replace("job-000000000000", job_id)
+        for method in route.methods or ():
+            answer = team.eve.request(method, path)
+            allowed = guard.scope is None or guard.scope in SCOPES[Role.VIEWER]
+            assert (answer.status_code == 403) != allowed, f"{method} {path}: {answer.status_code} {answer.text}"
+            if not allowed:
+                assert refused(answer) == (403, "not-allowed") and "viewer" in answer.json()["detail"]
+    assert team.eve.get(f"/v1/jobs/{job_id}").json()["phase"] == "SUCCEEDED"
+
+
+def test_a_submitters_jobs_are_its_own_and_nobody_elses_but_an_admins(team: Team) -> None:
+    job_id = team.api(team.ann).submit()
+    assert team.bob.get(f"/v1/jobs/{job_id}").json()["owner"] == "ann"
+    calls: list[tuple[str, str, Any]] = [("POST", f"/v1/jobs/{job_id}/{action}", {}) for action in ACTIONS]
+    calls += [("PATCH", f"/v1/jobs/{job_id}", {"priority": 3}), ("DELETE", f"/v1/jobs/{job_id}", None)]
+    calls += [("POST", f"/v1/jobs/{job_id}/checkpoints/prune", {})]
+    for method, path, body in calls:
+        answer = team.bob.request(method, path, json=body)
+        assert refused(answer) == (403, "not-allowed"), f"{method} {path}: {answer.text}"
+        assert "belongs to ann" in answer.json()["detail"]
+    before = team.ann.get(f"/v1/jobs/{job_id}").json()
+    assert (before["phase"], before["priority"]) == ("QUEUED", 0)
+    assert team.ann.patch(f"/v1/jobs/{job_id}", json={"priority": 3}).json()["priority"] == 3
+    assert team.root.post(f"/v1/jobs/{job_id}/cancel").json()["phase"] == "CANCELLED"
+    assert team.bob.post("/v1/jobs/job-000000000000/cancel").status_code == 404
+
+
+def test_jobs_are_listed_by_owner_and_pages_stay_with_their_filter(team: Team) -> None:
+    mine = [team.api(team.ann).submit() for _ in range(3)]
+    other = team.api(team.bob).submit()
+    first = team.eve.get("/v1/jobs", params={"owner": "ann", "limit": 2}).json()
+    rest = team.eve.get("/v1/jobs", params={"owner": "ann", "limit": 2, "cursor": first["next_cursor"]}).json()
+    assert sorted(job["id"] for job in first["items"] + rest["items"]) == sorted(mine)
+    assert [job["id"] for job in team.eve.get("/v1/jobs", params={"owner": "bob"}).json()["items"]] == [other]
+    wrong = team.eve.get("/v1/jobs", params={"owner": "bob", "limit": 2, "cursor": first["next_cursor"]})
+    assert refused(wrong) == (400, "bad-cursor")
+
+
+def test_an_idempotency_key_is_the_owners_whichever_of_its_tokens_sends_it(team: Team) -> None:
+    key = {"Idempotency-Key": "same"}
+    again = team.member("ann", Role.SUBMITTER)
+    first = team.ann.post("/v1/jobs", json=spec(), headers=key).json()["id"]
+    assert again.post("/v1/jobs", json=spec(), headers=key).json()["id"] == first
+    assert team.bob.post("/v1/jobs", json=spec(), headers=key).json()["id"] != first
+
+
+def test_tokens_that_are_not_or_no_longer_good_are_told_apart(team: Team) -> None:
+    past = team.database.clock.now() - timedelta(seconds=1)
+    good = make_token(team.database, "ann", Role.SUBMITTER)
+    changed = good[:-1] + ("a" if good[-1] != "a" else "b")
+    revoked = make_token(team.database, "ann", Role.SUBMITTER)
+    with team.database.write() as session:
+        session.get_one(ApiToken, revoked.split("_")[1]).revoked_at = past
+    expected = {
+        changed: "token-unknown",
+        "rt_aaaaaaaa_" + "x" * 32: "token-unknown",
+        "nonsense": "token-unknown",
+        TOKEN: "token-unknown",
+        make_token(team.database, "ann", Role.SUBMITTER, expires=past): "token-expired",
+        revoked: "token-revoked",
+    }
+    for text, code in expected.items():
+        answer = team.nobody.get("/v1/jobs", headers=bearer(text))
+        assert refused(answer) == (401, code)
+        assert answer.headers["www-authenticate"] == "Bearer"
+        assert len(text) < 12 or text not in answer.text
+    basic = team.nobody.get("/v1/jobs", headers={"Authorization": "Basic YTpi"})
+    assert refused(basic) == (401, "token-missing")
+    assert team.nobody.get("/v1/jobs", headers=bearer(good)).status_code == 200
+    with team.database.read() as session:
+        row = session.get_one(ApiToken, good.split("_")[1])
+        assert row.token_hash == hash_token(good) and good not in str(vars(row))
+
+
+def test_a_scope_that_a_token_lacks_is_named(team: Team) -> None:
+    reader = team.member("ann", Role.SUBMITTER, Scope.JOBS_READ)
+    assert reader.get("/v1/jobs").status_code == 200
+    answer = reader.post("/v1/jobs", json=spec())
+    assert refused(answer) == (403, "not-allowed") and "jobs:write" in answer.json()["detail"]
+    assert refused(reader.get("/metrics"))[0] == 403
+    scraper = team.member("prometheus", Role.VIEWER, Scope.METRICS_READ)
+    assert scraper.get("/metrics").status_code == 200
+    assert refused(scraper.get("/v1/jobs"))[0] == 403
+
+
+def test_a_use_is_noted_once_a_minute(team: Team) -> None:
+    text = make_token(team.database, "ann", Role.SUBMITTER)
+
+    def used() -> Any:
+        with team.database.read() as session:
+            return session.get_one(ApiToken, text.split("_")[1]).last_used_at
+
+    assert used() is None
+    team.nobody.get("/v1/whoami", headers=bearer(text))
+    first = used()
+    assert first is not None
+    team.nobody.get("/v1/whoami", headers=bearer(text))
+    assert used() == first
+    with team.database.write() as session:
+        session.get_one(ApiToken, text.split("_")[1]).last_used_at = first - timedelta(seconds=61)
+    team.nobody.get("/v1/whoami", headers=bearer(text))
+    assert used() >= first
+
+
+def test_who_am_i(team: Team, api: Api) -> None:
+    found = team.ann.get("/v1/whoami").json()
+    assert (found["owner"], found["role"], found["tokens_required"]) == ("ann", "submitter", True)
+    assert found["scopes"] == sorted(SCOPES[Role.SUBMITTER])
+    local = api.client.get("/v1/whoami").json()
+    assert (local["owner"], local["role"], local["token"], local["tokens_required"]) == ("local", "admin", None, False)
+
+
+def test_where_no_token_is_needed_one_that_is_sent_is_looked_at_all_the_same(api: Api) -> None:
+    assert refused(api.client.get("/v1/jobs", headers=bearer("rt_aaaaaaaa_" + "x" * 32))) == (401, "token-unknown")
+    viewer = make_token(api.database, "eve", Role.VIEWER)
+    assert refused(api.client.post("/v1/jobs", json=spec(), headers=bearer(viewer))) == (403, "not-allowed")
+    mine = api.client.post("/v1/jobs", json=spec(), headers=bearer(make_token(api.database, "ann", Role.SUBMITTER)))
+    assert mine.json()["owner"] == "ann"
+    assert api.job(api.submit())["owner"] == "local"
+
+
+def test_an_attempts_token_opens_its_reports_alone_and_only_while_it_lives(team: Team) -> None:
+    api = team.api(team.ann)
+    job_id, other = api.submit(), api.submit()
+    api.attempt(job_id)
+    api.attempt(other, report_token_hash=hash_token("another"))
+    agent = team.api(team.nobody)
+    assert agent.report(job_id).status_code == 200
+    assert refused(agent.report(other)) == (403, "token-wrong")
+    assert refused(team.nobody.get(f"/v1/jobs/{job_id}", headers=bearer(TOKEN))) == (401, "token-unknown")
+    ann = make_token(team.database, "ann", Role.SUBMITTER)
+    assert refused(agent.report(job_id, token=ann)) == (403, "token-wrong")
+    with team.database.write() as session:
+        from ratchet_service.models import Attempt
+
+        session.get_one(Attempt, (job_id, 1)).phase = AttemptPhase.ENDED
+    assert refused(agent.report(job_id)) == (409, "stale-epoch")
+
+
+def test_callers_who_ask_too_often_are_told_when_to_come_back_and_others_are_not(api: Api, tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path, tokens=True, request_rate=0.01, request_burst=3, refused_rate=0.01, refused_burst=2,
+                        report_rate=0.01, report_burst=2)  # fmt: skip
+    job_id = api.submit()
+    api.attempt(job_id)
+    ann, bob = (bearer(make_token(api.database, name, Role.VIEWER)) for name in ("ann", "bob"))
+    with Server(create_app(settings, FakePorts(), api.database)) as url, httpx.Client(base_url=url) as client:
+        assert [client.get("/v1/jobs", headers=ann).status_code for _ in range(3)] == [200] * 3
+        answer = client.get("/v1/jobs", headers=ann)
+        assert refused(answer) == (429, "too-many-requests")
+        assert 1 <= int(answer.headers["retry-after"]) <= 100
+        assert client.get("/v1/jobs", headers=bob).status_code == 200
+        assert [client.get("/v1/jobs").status_code for _ in range(3)] == [401, 401, 429]
+        assert client.get("/v1/jobs", headers=bob).status_code == 200
+        agent = Api(client, api.database, settings, FakePorts())
+        assert [agent.report(job_id).status_code for _ in range(3)] == [200, 200, 429]
+        assert client.get("/healthz").status_code == 200
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_a_role_may_all_that_the_ones_before_it_may(role: Role) -> None:
+    for lower in Role:
+        assert role.includes(lower) == (SCOPES[role] >= SCOPES[lower])

@@ -1,0 +1,126 @@
+"""Tokens over the API: shown once, never with more rights than their maker's, gone when revoked."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from ratchet_contract.access import SCOPES, Role, Scope
+from ratchet_service.database import Database
+from ratchet_service.models import Base
+from tests.support.team import Team, bearer, guarded, refused, team
+
+__all__ = ["guarded", "team"]
+
+
+def everything(database: Database) -> str:
+    """All rows of all tables, as text."""
+    with database.read() as session:
+        return "\n".join(
+            str(row) for table in Base.metadata.sorted_tables for row in session.execute(sa.select(table)).all()
+        )
+
+
+def test_a_token_is_shown_once_and_stored_nowhere(team: Team) -> None:
+    key = {"Idempotency-Key": "k"}
+    answer = team.ann.post("/v1/tokens", json={"name": "laptop"}, headers=key)
+    assert answer.status_code == 201 and answer.headers["cache-control"] == "no-store"
+    made = answer.json()
+    assert (made["owner"], made["role"], made["scopes"], made["created_by"]) == ("ann", "submitter", [], "ann")
+    days = datetime.fromisoformat(made["expires_at"]) - datetime.now(UTC)
+    assert timedelta(days=89.9) < days <= timedelta(days=90)
+    assert made["token"].startswith(f"rt_{made['id']}_") and len(made["token"]) == 44
+    assert team.nobody.get("/v1/whoami", headers=bearer(made["token"])).json()["token"] == made["id"]
+    again = team.ann.post("/v1/tokens", json={"name": "laptop"}, headers=key)
+    assert again.headers["idempotency-replayed"] == "true"
+    assert again.json() == made | {"token": None}
+    assert made["token"] not in everything(team.database)
+    for path in ("/v1/tokens", f"/v1/tokens/{made['id']}", "/v1/whoami"):
+        assert made["token"][12:] not in team.ann.get(path).text
+
+
+@pytest.mark.parametrize(
+    ("who", "body", "pointer"),
+    [
+        ("ann", {"owner": "bob"}, "/owner"),
+        ("ann", {"role": "admin"}, "/role"),
+        ("ann", {"role": "viewer", "scopes": ["jobs:write"]}, "/scopes"),
+        ("ann", {"scopes": ["quotas:write"]}, "/scopes"),
+        ("narrow", {}, "/scopes"),
+        ("narrow", {"scopes": ["jobs:read", "jobs:write"]}, "/scopes"),
+        ("short", {}, "/expires_days"),
+        ("short", {"expires_days": None}, "/expires_days"),
+    ],
+)
+def test_nobody_gives_more_than_it_has(team: Team, who: str, body: dict[str, Any], pointer: str) -> None:
+    soon = datetime.now(UTC) + timedelta(days=10)
+    makers = {
+        "ann": team.ann,
+        "narrow": team.member("ann", Role.SUBMITTER, Scope.TOKENS_WRITE, Scope.JOBS_READ),
+        "short": team.member("ann", Role.SUBMITTER, expires=soon),
+    }
+    answer = makers[who].post("/v1/tokens", json=body)
+    assert refused(answer) == (403, "not-allowed")
+    assert answer.json()["errors"][0]["pointer"] == pointer
+
+
+def test_what_a_maker_has_it_may_give_and_no_more_comes_of_it(team: Team) -> None:
+    narrow = team.member("ann", Role.SUBMITTER, Scope.TOKENS_WRITE, Scope.JOBS_READ)
+    made = narrow.post("/v1/tokens", json={"scopes": ["jobs:read"], "expires_days": 1}).json()
+    found = team.nobody.get("/v1/whoami", headers=bearer(made["token"])).json()
+    assert (found["role"], found["scopes"]) == ("submitter", ["jobs:read"])
+    given = team.root.post("/v1/tokens", json={"owner": "carl", "role": "viewer", "expires_days": None}).json()
+    assert (given["owner"], given["created_by"], given["expires_at"]) == ("carl", "root", None)
+    found = team.nobody.get("/v1/whoami", headers=bearer(given["token"])).json()
+    assert found["scopes"] == sorted(SCOPES[Role.VIEWER])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"owner": "Bad Name"}, {"role": "root"}, {"scopes": ["all"]}, {"expires_days": 0}, {"expires_days": 1e9}, {"name": ""},
+     {"expire_days": 1}],
+)  # fmt: skip
+def test_a_wrong_request_is_refused_with_its_field(team: Team, body: dict[str, Any]) -> None:
+    answer = team.root.post("/v1/tokens", json=body)
+    assert refused(answer) == (422, "invalid-body")
+    assert answer.json()["errors"][0]["pointer"].startswith(f"/{next(iter(body))}")
+
+
+def test_a_revoked_token_is_refused_at_once_and_stays_on_record(team: Team) -> None:
+    made = team.ann.post("/v1/tokens", json={}).json()
+    own = bearer(made["token"])
+    assert team.nobody.get("/v1/jobs", headers=own).status_code == 200
+    path = f"/v1/tokens/{made['id']}"
+    assert refused(team.bob.delete(path)) == (404, "token-not-found")
+    assert refused(team.bob.get(path)) == (404, "token-not-found")
+    gone = team.ann.delete(path).json()
+    assert gone["revoked_at"] is not None
+    assert refused(team.nobody.get("/v1/jobs", headers=own)) == (401, "token-revoked")
+    assert team.root.delete(path).json()["revoked_at"] == gone["revoked_at"]
+    shown = [t["id"] for t in team.ann.get("/v1/tokens").json()["items"]]
+    every = [t["id"] for t in team.ann.get("/v1/tokens", params={"gone": "true"}).json()["items"]]
+    assert made["id"] not in shown and made["id"] in every
+
+
+def test_tokens_are_listed_newest_first_page_by_page_ones_own_alone(team: Team) -> None:
+    made = [team.ann.post("/v1/tokens", json={"name": f"n{i}"}).json()["id"] for i in range(5)]
+    found: list[str] = []
+    cursor = None
+    while True:
+        params = {"limit": 2} | ({} if cursor is None else {"cursor": cursor})
+        page = team.ann.get("/v1/tokens", params=params).json()
+        assert {t["owner"] for t in page["items"]} <= {"ann"}
+        found += [t["id"] for t in page["items"]]
+        cursor = page["next_cursor"]
+        if cursor is None:
+            break
+    assert found[:5] == made[::-1] and len(found) == len(set(found)) == 6
+    owners = {t["owner"] for t in team.root.get("/v1/tokens").json()["items"]}
+    assert owners == {"ann", "bob", "eve", "root"}
+    of_bob = team.root.get("/v1/tokens", params={"owner": "bob"}).json()["items"]
+    assert [t["owner"] for t in of_bob] == ["bob"]
+    wrong = team.ann.get("/v1/tokens", params={"gone": "true", "cursor": "x"})
+    assert refused(wrong) == (400, "bad-cursor")

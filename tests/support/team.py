@@ -1,0 +1,76 @@
+"""A service that wants tokens, and the people of a team with theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+import httpx
+import pytest
+
+from ratchet_contract.access import Role, Scope
+from ratchet_service import tokens
+from ratchet_service.app import create_app
+from ratchet_service.database import Database
+from ratchet_service.settings import Settings
+from tests.support.api import Api, FakePorts, Server
+
+
+def make_token(database: Database, owner: str, role: Role, *scopes: Scope, expires: datetime | None = None) -> str:
+    with database.write() as session:
+        _, text = tokens.make(
+            session, name="test", owner=owner, role=role, scopes=scopes, expires_at=expires, created_by="test"
+        )
+    return text
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+class Team:
+    """``ann`` and ``bob`` submit, ``eve`` looks on, ``root`` is the admin; each is an HTTP client."""
+
+    def __init__(self, url: str, database: Database, settings: Settings) -> None:
+        self.url, self.database, self.settings = url, database, settings
+        self.clients: list[httpx.Client] = []
+        self.nobody = self.client()
+        self.ann = self.member("ann", Role.SUBMITTER)
+        self.bob = self.member("bob", Role.SUBMITTER)
+        self.eve = self.member("eve", Role.VIEWER)
+        self.root = self.member("root", Role.ADMIN)
+
+    def client(self, token: str | None = None) -> httpx.Client:
+        made = httpx.Client(base_url=self.url, timeout=30, headers={} if token is None else bearer(token))
+        self.clients.append(made)
+        return made
+
+    def member(self, owner: str, role: Role, *scopes: Scope, expires: datetime | None = None) -> httpx.Client:
+        return self.client(make_token(self.database, owner, role, *scopes, expires=expires))
+
+    def api(self, client: httpx.Client) -> Api:
+        """The same service as ``client``'s owner uses it."""
+        return Api(client, self.database, self.settings, FakePorts())
+
+
+@pytest.fixture(scope="session")
+def guarded(migrated: Database, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Settings]]:
+    settings = Settings(home=tmp_path_factory.mktemp("guarded"), tokens=True, follow_interval=0.02)
+    with Server(create_app(settings, FakePorts(), migrated)) as url:
+        yield url, settings
+
+
+@pytest.fixture
+def team(database: Database, guarded: tuple[str, Settings]) -> Iterator[Team]:
+    """An empty database, but for the tokens of the members."""
+    made = Team(guarded[0], database, guarded[1])
+    yield made
+    for client in made.clients:
+        client.close()
+
+
+def refused(answer: httpx.Response) -> tuple[int, Any]:
+    """Status and code of a problem."""
+    assert answer.headers["content-type"] == "application/problem+json", answer.text
+    return answer.status_code, answer.json()["code"]
