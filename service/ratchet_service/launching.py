@@ -251,7 +251,14 @@ def launched_by(launchers: Launchers) -> sa.ColumnElement[bool]:
 
 def limits_of(spec: JobSpec) -> Limits:
     policy = spec.policy
-    return Limits(policy.max_preemptions, policy.max_failures, policy.backoff, policy.timeout, policy.stop_grace)
+    return Limits(
+        policy.max_preemptions,
+        policy.max_failures,
+        policy.backoff,
+        policy.timeout,
+        policy.stop_grace,
+        tuple(policy.exit_codes),
+    )
 
 
 def view_of(job: Job, limits: Limits) -> JobView:
