@@ -159,6 +159,12 @@ class AttemptPaths(NodePaths):
         return self.root / "launch.json"
 
     @property
+    def fence_file(self) -> Path:
+        """Empty; written by the service before it proves the attempt dead. An agent that starts later than that, because whoever
+        had it started was held up, finds it and does nothing."""
+        return self.root / "FENCED"
+
+    @property
     def engine_log(self) -> Path:
         """What the engine itself printed, where it has such a file (Slurm's output)."""
         return self.root / "engine.log"

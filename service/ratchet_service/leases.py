@@ -12,7 +12,7 @@ import secrets
 import socket
 from collections.abc import Collection, Iterable
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy.engine import CursorResult
@@ -32,6 +32,11 @@ class LeaseLost(RatchetError):
     """Another reconciler looks after the job now."""
 
     code = "lease-lost"
+
+
+TRUSTED: Final = 0.8
+"""Of a lease's length, counted by this process's monotonic clock from before the lease was taken or renewed: for so long it is
+surely still held, the clocks' different speeds and the deed's own time allowed for."""
 
 
 class Lease(NamedTuple):
@@ -89,11 +94,11 @@ def take(session: Session, free: Lease, owner: str, seconds: float) -> Lease | N
     return Lease(free.job_id, free.epoch, values["lease_token"]) if result.rowcount == 1 else None
 
 
-def renew(session: Session, leases: Iterable[Lease], seconds: float) -> None:
-    """Push the end of our own leases back. One that was lost is not renewed; ``hold`` will tell."""
+def renew(session: Session, leases: Iterable[Lease], seconds: float) -> set[str]:
+    """Push the end of our own leases back; the ids of the jobs whose lease still was ours."""
     expires = database_now(session) + timedelta(seconds=seconds)
-    statement = sa.update(Job).where(_ours(leases)).values(lease_expires_at=expires)
-    session.execute(statement.execution_options(synchronize_session=False))
+    statement = sa.update(Job).where(_ours(leases)).values(lease_expires_at=expires).returning(Job.id)
+    return set(session.scalars(statement.execution_options(synchronize_session=False)))
 
 
 def release(session: Session, leases: Iterable[Lease]) -> None:

@@ -56,7 +56,7 @@ class Reconciler:
         self._lease_seconds = lease_seconds
         self._launchers = launchers
         self._launching = Launching(database, home, launchers, capacity, self._owner, lease_seconds)
-        self._watcher = Watcher(database, home, launchers, self._launching, timing or Timing())
+        self._watcher = Watcher(database, home, launchers, self._launching, timing or Timing(), lease_seconds)
         self._expiry = Expiry(database, home)
         self._watches: dict[str, Watch] = {}
         self._stopping = threading.Event()
@@ -120,29 +120,37 @@ class Reconciler:
         if not self._watches or now - self._renewed < self._lease_seconds / 4:
             return
         with self._database.write() as session:
-            leases.renew(session, [w.lease for w in self._watches.values()], self._lease_seconds)
+            renewed = leases.renew(session, [w.lease for w in self._watches.values()], self._lease_seconds)
+        for job_id in renewed:
+            self._watches[job_id].held_at = now
         self._renewed = now
 
     def _take_over(self) -> None:
         with self._database.read() as session:
             free = leases.free_jobs(session, self._watches, launched_by(self._launchers))
         for found in free:
+            held_at = self._database.clock.monotonic()
             with self._database.write() as session:
                 lease = leases.take(session, found, self._owner, self._lease_seconds)
             if lease is None:
                 continue
             log.info("%s, attempt %d: taken over", lease.job_id, lease.epoch)
             try:
-                self._watches[lease.job_id] = self._watcher.begin(lease)
+                self._watches[lease.job_id] = self._watcher.begin(lease, held_at)
             except ValueError:  # rows of another version: the others must go on
                 log.exception("%s cannot be looked after by this version", lease.job_id)
 
     def _launch(self) -> None:
+        held_at = self._database.clock.monotonic()
         for launched in self._launching.launch_ready():
-            watch = self._watcher.begin(launched.lease)
+            watch = self._watcher.begin(launched.lease, held_at)
             self._watches[launched.lease.job_id] = watch
             log.info("%s: launching", watch.ref.name)
-            self._watcher.submit(watch, launched.plan)
+            try:
+                self._watcher.submit(watch, launched.plan)
+            except LeaseLost as error:
+                log.info("%s", error.detail)
+                del self._watches[launched.lease.job_id]
 
     def _look(self) -> None:
         with self._database.read() as session:

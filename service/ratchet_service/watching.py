@@ -19,11 +19,12 @@ from sqlalchemy.orm import Session
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Cause, Desired, JobPhase, Outcome
 from ratchet_contract.spec import JobSpec
-from ratchet_service import models
+from ratchet_service import leases, models
 from ratchet_service.database import Database
 from ratchet_service.decide import decide
 from ratchet_service.decision import Action, Alive, Decision, JobView, Limits
 from ratchet_service.ending import LOG_TAIL, Evidence, settle
+from ratchet_service.launchers import files
 from ratchet_service.launchers.base import (
     AttemptRef,
     AttemptState,
@@ -35,7 +36,7 @@ from ratchet_service.launchers.base import (
 )
 from ratchet_service.launchers.table import Launchers
 from ratchet_service.launching import NO_LAUNCHER, Launching, limits_of, view_of
-from ratchet_service.leases import Lease, hold
+from ratchet_service.leases import Lease, LeaseLost, hold
 from ratchet_service.leftover import ingest_leftover
 from ratchet_service.models import Attempt, AttemptNode, Job
 from ratchet_service.transitions import add_event
@@ -85,6 +86,7 @@ class Watch:
     limits: Limits
     ranks_per_node: int
     view: JobView
+    held_at: float  # monotonic, before the lease was taken or renewed last
     waited_until: datetime  # the last look that saw it in the engine's queue, or came after a long time without one
     looked_at: datetime
     begun_at: datetime | None = None
@@ -108,16 +110,23 @@ class Watcher:
     """Carries out what ``decide`` says about watched jobs. Raises ``LeaseLost`` when a job is not ours any more."""
 
     def __init__(
-        self, database: Database, home: HomePaths, launchers: Launchers, launching: Launching, timing: Timing
+        self,
+        database: Database,
+        home: HomePaths,
+        launchers: Launchers,
+        launching: Launching,
+        timing: Timing,
+        lease_seconds: float,
     ) -> None:
         self._database = database
         self._home = home
         self._launchers = launchers
         self._launching = launching
         self._timing = timing
+        self._lease_seconds = lease_seconds
 
-    def begin(self, lease: Lease) -> Watch:
-        """Start to look after a job: load it, and what was done to its attempt before."""
+    def begin(self, lease: Lease, held_at: float) -> Watch:
+        """Start to look after a job: load it, and what was done to its attempt before. ``held_at``: as in ``Watch``."""
         with self._database.read() as session:
             job = session.get_one(Job, lease.job_id)
             attempt = session.get_one(Attempt, (lease.job_id, lease.epoch))
@@ -131,6 +140,7 @@ class Watcher:
                 limits,
                 spec.world.ranks_per_node,
                 view_of(job, limits),
+                held_at=held_at,
                 waited_until=attempt.created_at,
                 looked_at=attempt.created_at,
                 begun_at=attempt.begun_at,
@@ -145,9 +155,11 @@ class Watcher:
             self._submit(watch, plan)
 
     def _submit(self, watch: Watch, plan: LaunchPlan | None = None) -> None:
+        plan = plan or self._launching.relaunch(watch.lease)
+        self._sure(watch)
         watch.submitted = True
         try:
-            watch.launcher.submit(plan or self._launching.relaunch(watch.lease))
+            watch.launcher.submit(plan)
         except EngineUnreachable:
             watch.submitted, watch.submit_at = False, self._database.clock.now() + _SUBMIT_AGAIN
             raise
@@ -222,6 +234,7 @@ class Watcher:
         if decision.action is Action.STOP:
             self._note(watch, STOPPED, decision.cause, "SIGTERM to the agent")
             watch.stopped_at, watch.forced = now, decision.cause
+            self._sure(watch)
             watch.launcher.stop(watch.ref, self._timing.kill_after)
         elif decision.action is Action.KILL:
             text = _kill_text(decision.cause, state, watch.launcher.logs(watch.ref, LOG_TAIL))
@@ -248,6 +261,8 @@ class Watcher:
         if watch.ending_since is None or not watch.killing:  # what it says of the kill itself is no news
             watch.ends = state.ends or watch.ends  # and the kill may take the engine's own record away
         watch.ending_since = watch.ending_since or now
+        self._sure(watch)
+        files.fence(watch.ref.paths)  # whoever was held up before its submission comes too late from here on
         left = watch.launcher.kill(watch.ref)
         if left:
             waited = (now - watch.ending_since).total_seconds()
@@ -263,6 +278,17 @@ class Watcher:
         ends = watch.ends if watch.killing else last.ends or watch.ends
         evidence = Evidence(replace(last, ends=ends), watch.forced, watch.message, watch.killing, logs)
         return settle(self._database, job_paths, watch.lease, watch.limits, evidence)
+
+    def _sure(self, watch: Watch) -> None:
+        """Before a deed that no transaction guards: this process may have been stopped since it saw its lease. Where that was too
+        long ago, the lease is renewed first. Raises ``LeaseLost`` when another reconciler has the job by now."""
+        began = self._database.clock.monotonic()
+        if began - watch.held_at < leases.TRUSTED * self._lease_seconds:
+            return
+        with self._database.write() as session:
+            if not leases.renew(session, [watch.lease], self._lease_seconds):
+                raise LeaseLost(f"{watch.ref.name}: another reconciler has taken it over while this one was held up")
+        watch.held_at = began
 
     def _record(self, watch: Watch, state: AttemptState, fresh: set[int], now: datetime) -> None:
         """Who the agents are, for people and for the API, and when the first of them began."""

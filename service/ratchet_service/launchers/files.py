@@ -29,6 +29,13 @@ def write_launch(paths: AttemptPaths, launch: LaunchFile) -> None:
     Path(temporary).rename(paths.launch_file)
 
 
+def fence(paths: AttemptPaths) -> None:
+    """No agent of the attempt starts any more, whoever submits it late. What has started is found and ended after this call.
+    Raises ``OSError``."""
+    paths.root.mkdir(parents=True, exist_ok=True)
+    paths.fence_file.touch()
+
+
 def node_states(
     ref: AttemptRef, *, gone: Callable[[int], bool] = lambda _node: False, notes: Mapping[int, str] | None = None
 ) -> tuple[NodeState, ...]:
