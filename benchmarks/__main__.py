@@ -15,6 +15,7 @@ BENCHMARKS: Final[dict[str, str]] = {
     "paper": "benchmarks.paper",
     "network": "benchmarks.network",
     "accuracy": "benchmarks.accuracy",
+    "service": "benchmarks.service",
 }
 """Name on the command line -> module with ``main() -> None``, imported only when it is run."""
 

@@ -59,6 +59,8 @@ class Job(Base):
         sa.Index("ix_jobs_name_id", "name", "id"),
         sa.Index("ix_jobs_priority_id", "priority", "id"),
         sa.Index("ix_jobs_owner_phase", "owner", "phase"),
+        sa.Index("ix_jobs_phase_owner_priority_created_at_id", "phase", "owner", "priority", "created_at", "id"),
+        *(sa.Index(f"ix_jobs_{column}_created_at_id", column, "created_at", "id") for column in ("phase", "name", "owner")),
     )
 
     id: Mapped[str] = mapped_column(sa.String(JOB_ID_LENGTH), primary_key=True)
@@ -92,6 +94,7 @@ class Job(Base):
     failures: Mapped[int] = mapped_column(default=0)
     no_progress: Mapped[int] = mapped_column(default=0)  # attempts in a row that committed no new step
     not_before: Mapped[datetime | None]
+    room_since: Mapped[datetime | None]  # another job was stopped for this one, which has not started yet
     running_seconds: Mapped[float] = mapped_column(sa.Double(), default=0.0)  # of ended attempts, for policy.timeout
 
     lease_owner: Mapped[str | None] = mapped_column(sa.String(128))
@@ -109,15 +112,18 @@ class Job(Base):
     updated_at: Mapped[datetime]
     started_at: Mapped[datetime | None]  # first attempt launched
     ended_at: Mapped[datetime | None]
+    paused_at: Mapped[datetime | None]  # since then it rests: suspended, or over
+    paused_seconds: Mapped[float] = mapped_column(sa.Double(), default=0.0, server_default="0")  # it rested before
 
 
 class JobLabel(Base):
     __tablename__ = "job_labels"
-    __table_args__ = (sa.Index("ix_job_labels_key_value", "key", "value"),)
+    __table_args__ = (sa.Index("ix_job_labels_key_value_created_at", "key", "value", "created_at", "job_id"),)
 
     job_id: Mapped[str] = _job_id()
     key: Mapped[str] = mapped_column(sa.String(63), primary_key=True)
     value: Mapped[str] = mapped_column(sa.String(255))
+    created_at: Mapped[datetime]  # the job's, so that the jobs of a label are listed along one index
 
 
 class Attempt(Base):
@@ -149,7 +155,10 @@ class Attempt(Base):
     created_at: Mapped[datetime]
     begun_at: Mapped[datetime | None]  # its first agent was seen; until then it may have waited in an engine's queue
     training_at: Mapped[datetime | None]
+    stop_at: Mapped[datetime | None]  # its agent heard of the stop that was asked for
+    over_at: Mapped[datetime | None]  # what ended its ranks began: a hang when they last moved
     ended_at: Mapped[datetime | None]
+    pace: Mapped[dict[str, Any] | None]  # deadlines.Pace: what it and the attempts before it have shown
     notes: Mapped[int] = mapped_column(default=0, server_default="0")  # told, those that were left out included
     values_refused: Mapped[int] = mapped_column(default=0, server_default="0")  # of metrics beyond the series of a job
 
@@ -251,8 +260,8 @@ class MetricSeries(Base):
     phase: Mapped[int] = mapped_column(default=0)
     points: Mapped[int] = mapped_column(default=0)  # rows at such steps, an abandoned branch's included
     top: Mapped[int] = mapped_column(default=-1)  # the largest of those steps
-    newest: Mapped[int] = mapped_column(default=-1)  # of the last attempt that reported it; its row is there, whatever its step
-    epoch: Mapped[int] = mapped_column(default=0)  # that attempt
+    newest: Mapped[int] = mapped_column(default=-1)  # step of the newest point, whose row is always there
+    epoch: Mapped[int] = mapped_column(default=0)  # the last attempt that reported it
 
 
 class Metric(Base):
@@ -311,3 +320,13 @@ class Quota(Base):
     ranks: Mapped[int | None]  # of such attempts
     gpus: Mapped[int | None]
     updated_at: Mapped[datetime]
+
+
+class SlotHost(Base):
+    """One row at most: the host whose GPUs and cores the slots of this database are, as long as it renews that."""
+
+    __tablename__ = "slot_host"
+
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    host: Mapped[str] = mapped_column(sa.String(255))
+    expires_at: Mapped[datetime]

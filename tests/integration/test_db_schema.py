@@ -117,7 +117,7 @@ def test_times_come_back_aware_in_utc_to_the_microsecond(database: Database) -> 
 
 def test_foreign_keys_hold(database: Database) -> None:
     with pytest.raises(sa.exc.IntegrityError), database.write() as session:
-        session.add(JobLabel(job_id="job-nowhere", key="a", value="b"))
+        session.add(JobLabel(job_id="job-nowhere", key="a", value="b", created_at=utc_now()))
 
 
 def test_an_exception_in_a_write_block_leaves_nothing(database: Database) -> None:

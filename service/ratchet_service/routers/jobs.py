@@ -17,7 +17,7 @@ from ratchet_service.access import Caller, needs
 from ratchet_service.bodies import decode, parse
 from ratchet_service.http import BodyDep, Cursor, Limit, ServiceDep, SpecPost, reply, respond
 from ratchet_service.idempotency import Reply
-from ratchet_service.usecases import deletion, jobs, submit
+from ratchet_service.usecases import deletion, jobs, listing, submit
 from ratchet_service.usecases.queries import find_job
 from ratchet_service.usecases.views import job_view
 
@@ -63,15 +63,15 @@ def list_jobs(
     ] = None,
     name: Annotated[str | None, Query(max_length=100, description="The whole name.")] = None,
     owner: Annotated[str | None, Query(max_length=100, description="Whose jobs.")] = None,
-    sort: Annotated[jobs.Sort, Query(description="`-` means descending.")] = "-created",
+    sort: Annotated[listing.Sort, Query(description="`-` means descending.")] = "-created",
     limit: Limit = 50,
     cursor: Cursor = None,
 ) -> Page[JobView]:
     """One page. Jobs submitted while you page neither repeat nor hide those that were there before."""
-    labels = tuple(jobs.parse_label(text) for text in label or ())
-    wanted = jobs.JobFilter(tuple(phase or ()), labels, name, sort, owner)
+    labels = tuple(listing.parse_label(text) for text in label or ())
+    wanted = listing.JobFilter(tuple(phase or ()), labels, name, sort, owner)
     with service.database.read() as session:
-        return jobs.list_jobs(session, wanted, limit, cursor)
+        return listing.list_jobs(session, wanted, limit, cursor)
 
 
 @router.get("/v1/jobs/{job_id}", dependencies=[needs(Scope.JOBS_READ)], summary="Read a job")

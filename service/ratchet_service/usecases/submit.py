@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,8 +99,13 @@ def store(session: Session, prepared: Prepared, owner: str, **columns: Any) -> J
     )
     session.add(job)
     session.flush()
-    session.add_all(JobLabel(job_id=job_id, key=key, value=value) for key, value in spec.labels.items())
+    session.add_all(label_rows(job, spec.labels))
     facts = {"name": spec.name, "hook": spec.hook.name, "world_size": spec.world.size}
     add_event(session, job_id, "submitted", f"job {spec.name} submitted", data=facts)
     session.flush()
     return job
+
+
+def label_rows(job: Job, labels: Mapping[str, str]) -> list[JobLabel]:
+    """A job's labels as rows, in lists by the job's own time of creation."""
+    return [JobLabel(job_id=job.id, key=key, value=value, created_at=job.created_at) for key, value in labels.items()]

@@ -1,0 +1,128 @@
+"""All agents of many attempts in one process: locks, ``agent.json`` and real reports over HTTP, with ranks that are made up.
+
+``python -m benchmarks.scripts.farm INBOX OUT SECONDS``: takes attempts from ``INBOX`` (``tiny_agent``) until it is killed. Each
+reports every 0.3 s, like an agent; a step lasts a second and brings two metrics, progress comes twice a second and a
+summary of the hook once. While ``OUT`` is being written to, a line per report: seconds until the answer.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import http.client
+import json
+import os
+import sys
+import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from ratchet_contract.messages import AgentFile, LaunchFile
+from ratchet_contract.paths import AttemptPaths
+from ratchet_service.launchers.processes import start_time
+
+PERIOD: Final = 0.3
+_THREADS: Final = 8
+
+
+class Attempt:
+    """One agent's part: what its rank would have written, sent until it is acknowledged."""
+
+    def __init__(self, launch: LaunchFile) -> None:
+        self.launch = launch
+        paths = AttemptPaths(Path(launch.attempt_dir)).node(0)
+        self._lock = paths.lock_file.open("w")  # held for as long as this process lives
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        pid = os.getpid()
+        told = AgentFile(pid=pid, start_time=start_time(pid) or 0, host=os.uname().nodename)
+        temporary = paths.agent_file.with_suffix(".tmp")
+        temporary.write_text(told.model_dump_json())
+        temporary.rename(paths.agent_file)
+        self.due = time.monotonic() + PERIOD * (hash(launch.job_id) % 100) / 100
+        self._begun = time.monotonic()
+        self._spool: list[dict[str, Any]] = [self._message("training", base={"step": 0, "epoch": None, "digest": None})]
+        self._acked = 0
+        self._step = 0
+        self._progress_at = 0.0
+        self._connection: http.client.HTTPConnection | None = None
+
+    def _message(self, kind: str, **values: Any) -> dict[str, Any]:
+        return {"kind": kind, "rank": 0, "at": datetime.now(UTC).isoformat(), **values}
+
+    def _live(self) -> None:
+        """What the rank has done since the last look."""
+        alive = time.monotonic() - self._begun
+        while self._step < int(alive):
+            self._step += 1
+            values = {"loss": 1.0 / self._step, "lr": 0.1}
+            self._spool.append(self._message("metrics", step=self._step, values=values))
+        if alive - self._progress_at >= 0.5:
+            self._progress_at = alive
+            self._spool.append(self._message("progress", step=self._step, total_steps=100_000, steps_per_second=1.0))
+
+    def report(self, url: str) -> float:
+        """Send one; seconds until the answer was there."""
+        self._live()
+        fresh = self._spool[:500]
+        batches = [{"rank": 0, "from_seq": self._acked + 1, "messages": fresh}] if fresh else []
+        launch = self.launch
+        body = {"job_id": launch.job_id, "epoch": launch.epoch, "phase": "RUNNING", "last_step": self._step}
+        data = json.dumps(body | {"batches": batches}).encode()
+        if self._connection is None:
+            address = urlsplit(url)
+            self._connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
+        path = f"/v1/jobs/{launch.job_id}/attempts/{launch.epoch}/reports"
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {launch.report_token}"}
+        begin = time.perf_counter()
+        self._connection.request("POST", path, data, headers)
+        answer = self._connection.getresponse()
+        told = answer.read()
+        seconds = time.perf_counter() - begin
+        if answer.status != 200:
+            raise RuntimeError(f"{answer.status}: {told[:500].decode(errors='replace')}")
+        acked = json.loads(told)["acked"].get("0", self._acked)
+        del self._spool[: acked - self._acked]
+        self._acked = acked
+        return seconds
+
+
+class Farm:
+    def __init__(self, inbox: Path, out: Path) -> None:
+        self._inbox, self._out = inbox, out
+        self._queues: list[list[Attempt]] = [[] for _ in range(_THREADS)]
+        self._taken = 0
+
+    def run(self) -> None:
+        """Take attempts for ever; ``OUT``.count tells how many there are."""
+        for number in range(_THREADS):
+            threading.Thread(target=self._work, args=(number,), daemon=True).start()
+        while True:
+            for entry in sorted(self._inbox.iterdir()):
+                if not entry.name.startswith("."):
+                    launch = LaunchFile.model_validate_json(Path(entry.read_text()).read_bytes())
+                    entry.unlink()
+                    self._queues[self._taken % _THREADS].append(Attempt(launch))
+                    self._taken += 1
+            self._out.with_suffix(".count").write_text(str(self._taken))
+            time.sleep(0.05)
+
+    def _work(self, number: int) -> None:
+        queue = self._queues[number]
+        with self._out.with_suffix(f".{number}").open("a", buffering=1) as out:
+            while True:
+                due = min(queue, key=lambda attempt: attempt.due, default=None)
+                now = time.monotonic()
+                if due is None or due.due > now:
+                    time.sleep(0.01 if due is None else min(0.01, due.due - now))
+                    continue
+                url = json.loads(Path(due.launch.service_file).read_text())["url"]
+                seconds = due.report(url)
+                late = now - due.due
+                due.due = time.monotonic() + PERIOD
+                out.write(f"{time.time():.3f} {seconds:.6f} {late:.6f}\n")
+
+
+if __name__ == "__main__":
+    Farm(Path(sys.argv[1]), Path(sys.argv[2])).run()

@@ -1,0 +1,45 @@
+"""What the control plane costs: calls with 1,000 and with 1,000,000 jobs in the database, and 200 running jobs looked after.
+
+On SQLite and on PostgreSQL, both durable (``synchronous = FULL``, ``fsync = on``). ``RATCHET_BENCH_JOBS`` sets the larger
+number of jobs, ``RATCHET_BENCH_CALLS`` (default 300) the calls of each kind, ``RATCHET_BENCH_RUNNING`` (default 200) the jobs
+that run.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.service_calls import calls
+from benchmarks.service_running import running
+from benchmarks.stats import machine
+from tests.support.postgres import postgres_server
+
+
+def main() -> None:
+    print(machine())
+    few, many = 1_000, int(os.environ.get("RATCHET_BENCH_JOBS", "1000000"))
+    rounds = int(os.environ.get("RATCHET_BENCH_CALLS", "300"))
+    jobs = int(os.environ.get("RATCHET_BENCH_RUNNING", "200"))
+    for engine in ("sqlite", "postgresql"):
+        with tempfile.TemporaryDirectory(prefix="ratchet-bench-") as folder, _database(engine) as url:
+            calls(engine, url, Path(folder), few, many, rounds)
+        with tempfile.TemporaryDirectory(prefix="ratchet-bench-") as folder, _database(engine) as url:
+            running(engine, url, Path(folder), jobs)
+
+
+@contextmanager
+def _database(engine: str) -> Iterator[str | None]:
+    """None: the SQLite file of the run directory."""
+    if engine == "sqlite":
+        yield None
+        return
+    with postgres_server(durable=True) as url:
+        yield url
+
+
+if __name__ == "__main__":
+    main()
