@@ -14,7 +14,19 @@ from ratchet_contract.version import PROTOCOL_VERSION
 from ratchet_hooks.summary import HookSummary
 
 AGENT_RANK: Final = -1
-"""As ``rank`` of a message: node 0's agent speaks for itself, in a spool of its own."""
+"""As ``rank`` of a message: node 0's agent speaks of the job's copies, in a spool of its own."""
+LOG_BYTES: Final = 256 << 20
+"""Of disk, for one rank's log in one attempt, unless the service says otherwise."""
+
+
+def node_rank(node: int) -> int:
+    """As ``rank`` of a message: that node's agent speaks of its node, in a spool of its own."""
+    return -2 - node
+
+
+def node_that_speaks(rank: int) -> int | None:
+    """The node of such a number; None for others."""
+    return -2 - rank if rank <= node_rank(0) else None
 
 
 class Message(BaseModel):
@@ -88,6 +100,7 @@ class LaunchFile(Grown):
     save_seconds: float | None = Field(
         None, description="The longest of the job's last saves, in seconds; null: none yet."
     )
+    log_bytes: int = Field(LOG_BYTES, description="Of disk, for each rank's log; its beginning and its end stay.")
     pace: Pace | None = Field(
         None, description="What earlier attempts have shown of the job's pace; null: nothing yet."
     )
@@ -126,7 +139,9 @@ class Control(Grown):
         None,
         description="Another node's agent has ended with a failure, in a sentence: this node's ranks cannot go on.",
     )
-    peer_cause: Cause | None = Field(None, description="Of that end. A hang: this node's ranks write their stacks.")
+    peer_cause: Cause | None = Field(
+        None, description="hang: that end is one, and this node's ranks write their stacks."
+    )
 
 
 # --- rank -> agent (spool lines) ---------------------------------------------------------------------------------------

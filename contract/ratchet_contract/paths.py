@@ -189,6 +189,14 @@ class AttemptPaths(NodePaths):
         """The same of node 0's agent itself (``AGENT_RANK``)."""
         return self.root / "spool" / "agent.jsonl"
 
+    def node_spool(self, node: int) -> Path:
+        """The same of what an agent says of its node (``node_rank``)."""
+        return self.root / "spool" / f"node-{node:05d}.jsonl"
+
+    def log_times(self, rank: int) -> Path:
+        """When a rank's log had which size: what gives its lines their times (``log_times``)."""
+        return self.log(rank).with_suffix(".times")
+
     @property
     def fetched_file(self) -> Path:
         """Notes on what node 0's agent fetched from the object store before the ranks started; a JSON list of sentences."""

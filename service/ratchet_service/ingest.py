@@ -14,14 +14,26 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from ratchet_contract.errors import Conflict, NotFound, Refused
-from ratchet_contract.messages import AGENT_RANK, AgentReport, CheckpointCommitted, Control, Group, RankBatch, ReportAck
+from ratchet_contract.messages import (
+    AGENT_RANK,
+    AgentReport,
+    CheckpointCommitted,
+    Control,
+    Group,
+    RankBatch,
+    ReportAck,
+    node_rank,
+)
 from ratchet_contract.paths import HomePaths, JobPaths, is_job_id
 from ratchet_contract.phases import AttemptPhase, Cause, Outcome
 from ratchet_contract.version import PROTOCOL_VERSION
+from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.clock import now_in
 from ratchet_service.database import Database
-from ratchet_service.ingest_effects import MAX_NUMBER, Effects, saved_iteration, storable_json
+from ratchet_service.ingest_effects import MAX_NUMBER, Effects, saved_iteration
+from ratchet_service.ingest_series import look_is_due
 from ratchet_service.models import Attempt, AttemptNode, Job
+from ratchet_service.storable import storable_json
 from ratchet_service.transitions import add_event, lock_job
 
 _ORDER = [AttemptPhase.LAUNCHING, AttemptPhase.RUNNING, AttemptPhase.STOPPING, AttemptPhase.ENDED]
@@ -32,7 +44,13 @@ def hash_token(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def ingest(database: Database, report: AgentReport, token: str | None, homes: HomePaths) -> ReportAck:
+def ingest(
+    database: Database,
+    report: AgentReport,
+    token: str | None,
+    homes: HomePaths,
+    bounds: Bounds = DEFAULT_BOUNDS,
+) -> ReportAck:
     """Store what is new of a report and answer what is stored and wanted. An empty report only reads.
 
     Raises ``Refused`` (``protocol-mismatch``, ``token-missing``, ``token-wrong``), ``NotFound``, and ``Conflict``
@@ -59,7 +77,7 @@ def ingest(database: Database, report: AgentReport, token: str | None, homes: Ho
             raise _no_attempt(report.job_id, report.epoch)
         fence(job, held)
         node = _node(session, report)
-        ingest_batches(session, job, held, node, report.batches, iterations)
+        ingest_batches(session, job, held, node, report.batches, iterations, bounds)
         _advance(session, held, node, report)
         session.flush()
         return _ack(session, job, held, node)
@@ -72,6 +90,7 @@ def ingest_batches(
     node: AttemptNode,
     batches: Sequence[RankBatch],
     hook_iterations: dict[tuple[int, int], int] | None = None,
+    bounds: Bounds = DEFAULT_BOUNDS,
 ) -> int:
     """Store every message that is not stored yet; returns their number. The caller holds the job's row.
 
@@ -79,12 +98,13 @@ def ingest_batches(
     only while the attempt is its newest one.
     """
     acked = dict(node.acked)
-    effects = Effects(session, job, attempt, hook_iterations or {})
+    effects = Effects(session, job, attempt, hook_iterations or {}, bounds)
     world = int(job.spec["world"]["nodes"]) * int(job.spec["world"]["ranks_per_node"])
     agent_speaks = node.node == 0 and job.spec["checkpoint"].get("uri") is not None
-    stored = 0
+    stored, to_count = 0, set[int]()
     for batch in batches:
-        if not (0 <= batch.rank < world or (batch.rank == AGENT_RANK and agent_speaks)):
+        of_agent = batch.rank == node_rank(node.node) or (batch.rank == AGENT_RANK and agent_speaks)
+        if not (0 <= batch.rank < world or of_agent):
             raise Refused(f"there is no rank {batch.rank} in a group of {world}", code="invalid-report")
         done = acked.get(str(batch.rank), 0)
         if batch.from_seq > done + 1:
@@ -95,8 +115,10 @@ def ingest_batches(
         if fresh:
             acked[str(batch.rank)] = done + len(fresh)
             stored += len(fresh)
+            if look_is_due(done, done + len(fresh)):
+                to_count.add(batch.rank)
     if stored:
-        effects.finish()
+        effects.finish(to_count)
         node.acked = acked
         node.reported_at = now_in(session)
     return stored
@@ -180,23 +202,26 @@ def _advance(session: Session, attempt: Attempt, node: AttemptNode, report: Agen
 
 def _ack(session: Session, job: Job, attempt: Attempt, node: AttemptNode) -> ReportAck:
     several = int(job.spec["world"]["nodes"]) > 1
+    peer = _peer_end(attempt, node.node) if several else None
     control = Control(
         desired=job.desired,
         cause=job.desired_cause,
         checkpoint_request=job.checkpoint_request,
-        peer_end=_peer_end(attempt, node.node) if several else None,
+        peer_end=None if peer is None else peer[1],
+        peer_cause=Cause.HANG if peer is not None and peer[0] is Cause.HANG else None,
     )
     acked = {int(rank): seq for rank, seq in node.acked.items()}
     return ReportAck(acked=acked, control=control, group=_group(session, attempt) if several else None)
 
 
-def _peer_end(attempt: Attempt, node: int) -> str | None:
+def _peer_end(attempt: Attempt, node: int) -> tuple[Cause, str] | None:
     """What another node's agent ended with, if it failed or was stopped before it had started any rank: this node's ranks can
     only wait for those."""
     for other, result in sorted(attempt.results.items()):
-        failed = Cause(result["cause"]).outcome in (Outcome.FAILED, Outcome.LOST)
+        cause = Cause(result["cause"])
+        failed = cause.outcome in (Outcome.FAILED, Outcome.LOST)
         if int(other) != node and (failed or not result["ranks"]):
-            return f"node {other} has ended with {result['cause']}: {result['message'] or 'no message'}"
+            return cause, f"node {other} has ended with {cause}: {result['message'] or 'no message'}"
     return None
 
 

@@ -4,12 +4,9 @@ one, so text is made storable and a message that cannot count becomes an event t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from datetime import datetime
+from collections.abc import Collection, Iterator
 from typing import Any, Final
 
-import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from ratchet_contract.errors import CheckpointError
@@ -27,19 +24,19 @@ from ratchet_contract.messages import (
     Resumed,
     Started,
     Training,
+    node_that_speaks,
 )
 from ratchet_contract.paths import JobPaths, checkpoint_dir_name
 from ratchet_contract.phases import Event
 from ratchet_service import transitions
+from ratchet_service.bounds import Bounds
 from ratchet_service.clock import now_in
-from ratchet_service.models import Attempt, Checkpoint, HookSample, Job, Metric
+from ratchet_service.ingest_series import Samples, Series
+from ratchet_service.models import Attempt, Checkpoint, Job
+from ratchet_service.storable import storable, storable_json, when
 from ratchet_store.commit import read_manifest
 
 MAX_NUMBER: Final = 2**63 - 1
-_CHUNK: Final = 500
-_MAX_DEPTH: Final = 64
-"""Of a message's data: what is stored must be readable again, by every reader's limit of recursion."""
-MAX_SAMPLES: Final = 2000
 UNMANAGED: Final = "unmanaged"
 
 
@@ -55,10 +52,19 @@ def saved_iteration(job: JobPaths, message: CheckpointCommitted) -> int | None:
 class Effects:
     """Applies messages of one attempt, in order, within the caller's transaction; ``finish`` writes what was gathered."""
 
-    def __init__(self, session: Session, job: Job, attempt: Attempt, iterations: dict[tuple[int, int], int]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        job: Job,
+        attempt: Attempt,
+        iterations: dict[tuple[int, int], int],
+        bounds: Bounds,
+    ) -> None:
         self._session, self._job, self._attempt, self._iterations = session, job, attempt, iterations
-        self._metrics: dict[tuple[str, int], dict[str, Any]] = {}
-        self._samples: dict[tuple[int, int], dict[str, Any]] = {}
+        self._bounds = bounds
+        self._series = Series(session, job, attempt.number, bounds)
+        self._samples = Samples(session, job.id, bounds)
+        self._commits = False
         self._now = now_in(session)
 
     @property
@@ -68,7 +74,7 @@ class Effects:
     def apply(self, rank: int, message: RankMessage) -> None:
         """``rank`` is the batch's: a message cannot speak for another rank."""
         if not all(number is None or 0 <= number <= MAX_NUMBER for number in _numbers(message)):
-            self._event("message-dropped", f"rank {rank}: a {message.kind} message with an impossible number", {})
+            self._note("message-dropped", f"rank {rank}: a {message.kind} message with an impossible number", {})
             return
         match message:
             case Started():
@@ -95,19 +101,36 @@ class Effects:
             case Quarantined():
                 self._quarantined(message)
             case Note():
-                data = {"rank": rank, "data": storable_json(message.data)}
-                self._event(f"note.{storable(message.type)}"[:64], storable(message.message), data)
+                node = node_that_speaks(rank)
+                who = {"rank": rank} if node is None else {"node": node}
+                data = {**who, "data": storable_json(message.data)}
+                self._note(f"note.{storable(message.type)}"[:64], storable(message.message), data)
 
-    def finish(self) -> None:
-        """Write gathered series; later epochs replace earlier ones, never the other way round."""
+    def finish(self, count_samples_of: Collection[int] = ()) -> None:
+        """Write what was gathered. ``count_samples_of``: ranks whose hook summaries are to be counted, and thinned where there
+        are too many."""
         self._session.flush()
-        self._upsert(Metric, ["job_id", "name", "step"], self._metrics.values())
-        self._upsert(HookSample, ["job_id", "rank", "step"], self._samples.values())
-        for rank in {rank for rank, _ in self._samples}:
-            thin_samples(self._session, self._job.id, rank)
+        refused = self._series.store()
+        if refused and not self._attempt.values_refused:
+            text = f"a job keeps {self._bounds.series} metrics: values of {refused[0]!r} and of other new names are left out"
+            self._event("metrics-dropped", text, {"name": refused[0], "series": self._bounds.series})
+        self._attempt.values_refused += len(refused)
+        if self._commits:
+            self._series.committed()
+        self._samples.store(count_samples_of)
         if self._newest:
             self._job.updated_at = self._now
         self._session.flush()
+
+    def _note(self, kind: str, message: str, data: dict[str, Any]) -> None:
+        """An event that a rank asks for; beyond the bound they are only counted, so that none can flood the history."""
+        self._attempt.notes += 1
+        most = self._bounds.notes
+        if self._attempt.notes <= most:
+            self._event(kind, message, data)
+        elif self._attempt.notes == most + 1:
+            text = f"the attempt has told {most} notes: further ones are counted, and left out"
+            self._event("notes-left-out", text, {"kept": most})
 
     def _event(self, kind: str, message: str, data: dict[str, Any]) -> None:
         transitions.add_event(self._session, self._job.id, kind, message, epoch=self._attempt.number, data=data)
@@ -162,10 +185,11 @@ class Effects:
         at = when(message.at, self._now)
         for raw, value in message.values.items():
             name = storable(raw)[:200]
-            self._metrics[name, message.step] = {
+            row = {
                 "job_id": self._job.id, "name": name, "step": message.step, "epoch": self._attempt.number,
                 "value": None if math.isnan(value) else value, "at": at,
             }  # fmt: skip
+            self._series.add(name, message.step, row)
 
     def _progress(self, message: Progress) -> None:
         self._attempt.last_step = max(self._attempt.last_step, message.step)
@@ -183,10 +207,11 @@ class Effects:
     def _hook(self, rank: int, message: HookState) -> None:
         summary = storable_json(message.model_dump(mode="json")["summary"]) | {"rank": rank}
         step = message.summary.step
-        self._samples[rank, step] = {
+        row = {
             "job_id": self._job.id, "rank": rank, "step": step, "epoch": self._attempt.number, "summary": summary,
             "at": when(message.at, self._now),
         }  # fmt: skip
+        self._samples.add(rank, step, row)
 
     def _committed(self, message: CheckpointCommitted) -> None:
         name = checkpoint_dir_name(message.step, message.epoch)
@@ -217,6 +242,7 @@ class Effects:
         if self._newest and message.step >= self._job.committed_step:
             self._job.committed_step, self._job.committed_epoch = message.step, message.epoch
         self._session.flush()
+        self._commits = True
         data = {"checkpoint": name, "step": message.step, "reason": message.reason, "size": message.size}
         text = "is the job's last" if ended else f"committed ({message.reason})"
         self._event("checkpoint", f"checkpoint {name} {text}", data)
@@ -252,18 +278,6 @@ class Effects:
         if row is not None:
             row.state = state
 
-    def _upsert(self, table: Any, keys: list[str], values: Iterable[dict[str, Any]]) -> None:
-        rows = list(values)
-        insert = postgresql.insert if self._session.get_bind().dialect.name == "postgresql" else sqlite.insert
-        for begin in range(0, len(rows), _CHUNK):
-            statement = insert(table).values(rows[begin : begin + _CHUNK])
-            new = {c: statement.excluded[c] for c in rows[0] if c not in keys}
-            self._session.execute(
-                statement.on_conflict_do_update(
-                    index_elements=keys, set_=new, where=table.epoch <= statement.excluded.epoch
-                )
-            )
-
 
 def _numbers(message: RankMessage) -> Iterator[int | None]:
     """Those that end up in 64-bit columns."""
@@ -275,42 +289,11 @@ def _numbers(message: RankMessage) -> Iterator[int | None]:
         yield from (message.base.step, message.base.epoch)
 
 
-def thin_samples(session: Session, job_id: str, rank: int, most: int = MAX_SAMPLES) -> None:
-    """Beyond ``most`` summaries of a rank, every second one goes, the newest stays: the history keeps its whole length."""
-    mine = (HookSample.job_id == job_id) & (HookSample.rank == rank)
-    if (session.scalar(sa.select(sa.func.count()).select_from(HookSample).where(mine)) or 0) <= most:
-        return
-    order = sa.func.row_number().over(order_by=HookSample.step.desc()).label("row")
-    rows = sa.select(HookSample.step, order).where(mine).subquery()
-    session.execute(
-        sa.delete(HookSample).where(mine, HookSample.step.in_(sa.select(rows.c.step).where(rows.c.row % 2 == 0)))
-    )
-
-
-def storable(text: str) -> str:
-    """Text without what PostgreSQL or UTF-8 refuse: NUL characters and halves of surrogate pairs."""
-    return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
-
-
-def storable_json(value: Any, depth: int = 0) -> Any:
-    """The same for every text in JSON data; numbers that are no JSON become their names, what is nested too deeply "..."."""
-    if depth > _MAX_DEPTH:
-        return "..."
-    if isinstance(value, str):
-        return storable(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {storable(str(key)): storable_json(item, depth + 1) for key, item in value.items()}
-    if isinstance(value, list):
-        return [storable_json(item, depth + 1) for item in value]
-    return value
-
-
-def when(text: str, fallback: datetime) -> datetime:
-    """A worker's time; its clock is not ours to judge, but a text that is no time gets ``fallback``."""
-    try:
-        at = datetime.fromisoformat(text)
-    except ValueError:
-        return fallback
-    return at if at.tzinfo is not None else fallback
+def tell_left_out(session: Session, attempt: Attempt, bounds: Bounds) -> None:
+    """At an attempt's end, one event: how much of what it told is not in the history and the series. The job's row is held."""
+    notes = max(0, attempt.notes - bounds.notes)
+    parts = [f"{notes} notes"] * bool(notes) + [f"{attempt.values_refused} values"] * bool(attempt.values_refused)
+    if parts:
+        data = {"notes": notes, "values": attempt.values_refused}
+        text = f"{' and '.join(parts)} of attempt {attempt.number} were left out"
+        transitions.add_event(session, attempt.job_id, "left-out", text, epoch=attempt.number, data=data)

@@ -10,8 +10,9 @@ from typing import Final
 
 from pydantic import TypeAdapter, ValidationError
 
-from ratchet_contract.messages import AGENT_RANK, Note, RankBatch, RankMessage
+from ratchet_contract.messages import AGENT_RANK, Note, RankBatch, RankMessage, node_rank, node_that_speaks
 from ratchet_contract.paths import JobPaths
+from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.database import Database
 from ratchet_service.ingest import hook_iterations, ingest_batches
 from ratchet_service.leases import Lease, hold
@@ -21,7 +22,14 @@ BATCH: Final = 500
 _MESSAGE: Final[TypeAdapter[RankMessage]] = TypeAdapter(RankMessage)
 
 
-def ingest_leftover(database: Database, job_paths: JobPaths, lease: Lease, nodes: int, ranks_per_node: int) -> int:
+def ingest_leftover(
+    database: Database,
+    job_paths: JobPaths,
+    lease: Lease,
+    nodes: int,
+    ranks_per_node: int,
+    bounds: Bounds = DEFAULT_BOUNDS,
+) -> int:
     """Store every complete spool line that was not acknowledged; returns their number. Raises ``LeaseLost``.
 
     The ranks must be dead: a line that is still being written has no end yet and would be lost.
@@ -32,15 +40,18 @@ def ingest_leftover(database: Database, job_paths: JobPaths, lease: Lease, nodes
         acked = {int(rank): seq for row in rows if row is not None for rank, seq in row.acked.items()}
     stored = 0
     spools = {rank: paths.spool(rank) for rank in range(nodes * ranks_per_node)}
-    spools[AGENT_RANK] = paths.agent_spool  # last: it speaks of what rank 0 has reported
+    spools[AGENT_RANK] = paths.agent_spool  # behind them: it speaks of what rank 0 has reported
+    spools |= {node_rank(node): paths.node_spool(node) for node in range(nodes)}
     for rank, spool in spools.items():
         for batch in batches(spool, rank, acked.get(rank, 0)):
             iterations = hook_iterations([batch], job_paths)
             with database.write() as session:
                 job = hold(session, lease)
                 attempt = session.get_one(Attempt, (job.id, lease.epoch))
-                node = session.get_one(AttemptNode, (job.id, lease.epoch, max(0, rank) // ranks_per_node))
-                stored += ingest_batches(session, job, attempt, node, [batch], iterations)
+                speaker = node_that_speaks(rank)
+                number = max(0, rank) // ranks_per_node if speaker is None else speaker
+                node = session.get_one(AttemptNode, (job.id, lease.epoch, number))
+                stored += ingest_batches(session, job, attempt, node, [batch], iterations, bounds)
     return stored
 
 

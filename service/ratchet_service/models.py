@@ -60,7 +60,10 @@ class Job(Base):
         sa.Index("ix_jobs_priority_id", "priority", "id"),
         sa.Index("ix_jobs_owner_phase", "owner", "phase"),
         sa.Index("ix_jobs_phase_owner_priority_created_at_id", "phase", "owner", "priority", "created_at", "id"),
-        *(sa.Index(f"ix_jobs_{column}_created_at_id", column, "created_at", "id") for column in ("phase", "name", "owner")),
+        *(
+            sa.Index(f"ix_jobs_{column}_created_at_id", column, "created_at", "id")
+            for column in ("phase", "name", "owner")
+        ),
     )
 
     id: Mapped[str] = mapped_column(sa.String(JOB_ID_LENGTH), primary_key=True)

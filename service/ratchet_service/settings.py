@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ratchet_contract.paths import HomePaths
+from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.database import sqlite_url
 
 
@@ -29,7 +30,7 @@ class Settings:
     claim_seconds: float = 300.0  # an idempotent request that has not answered by then has died with its server
     follow_interval: float = 0.25  # between two looks of a follower of events or logs
     keep_alive_interval: float = 15.0  # a comment line, so that dead followers are noticed
-    hook_samples_per_rank: int = 2000  # thinned to half beyond this
+    bounds: Bounds = DEFAULT_BOUNDS  # how much of a job's output is kept
     exports: int = 2  # made at one time: each is a process with torch
     export_seconds: float = 1800.0  # for one; below what the client waits for the first byte
     export_send_seconds: float = 300.0  # for a client to take a MiB of one

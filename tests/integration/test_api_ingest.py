@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from ratchet_contract.messages import RankBatch
 from ratchet_contract.phases import AttemptPhase, JobPhase
 from ratchet_service.ingest import ingest_batches
-from ratchet_service.ingest_effects import thin_samples
+from ratchet_service.ingest_series import thin_samples
 from ratchet_service.models import Attempt, AttemptNode, HookSample
 from ratchet_service.transitions import lock_job
 from tests.support.api import Api, checkpoint_message, message, training_message

@@ -37,7 +37,7 @@ def report(
         raise NotFound(
             f"the report is of attempt {told.epoch} of {told.job_id}, the path of another", code="attempt-not-found"
         )
-    ack = ingest(service.database, told, bearer(authorization), service.settings.paths)
+    ack = ingest(service.database, told, bearer(authorization), service.settings.paths, service.settings.bounds)
     if told.result is not None:
         service.ports.wake()
     return ack

@@ -6,12 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from ratchet_contract.api import HookSampleView, HookView, MetricPoint, MetricSeries, MetricsView, Page
+from ratchet_contract import api
+from ratchet_contract.api import HookSampleView, HookView, MetricPoint, MetricsView, Page
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.spec import JobSpec
@@ -20,12 +21,13 @@ from ratchet_hooks.registry import is_stateful
 from ratchet_hooks.specs import HookSpec
 from ratchet_hooks.summary import HookSummary
 from ratchet_service import cursors
-from ratchet_service.models import Attempt, Checkpoint, HookSample, Job, Metric
+from ratchet_service.models import Attempt, Checkpoint, HookSample, Job, Metric, MetricSeries
 from ratchet_service.usecases.queries import find_job
 from ratchet_service.usecases.views import last_checkpoint
 from ratchet_service.usecases.worlds import next_start
 from ratchet_store.commit import read_manifest
 
+T = TypeVar("T")
 _FIGURES: Final = (
     "phase", "iteration", "compression_rate", "elements_before", "elements_after", "bytes_before", "bytes_after",
     "memory_bytes", "averager_step", "next_averaging", "step",
@@ -40,30 +42,58 @@ def _not_abandoned(table: Any) -> sa.ColumnElement[bool]:
 
 
 def metrics(session: Session, job_id: str, names: Sequence[str], max_points: int) -> MetricsView:
-    """Series by name. A series with more than ``max_points`` is thinned to evenly spaced points of its own, first and last
-    included (``max_points`` >= 2); values are never averaged or made up."""
+    """Series by name. Of one with more than ``max_points`` come evenly spaced points of its own, first and last included
+    (``max_points`` >= 2); values are never averaged or made up."""
     find_job(session, job_id)
-    order = sa.func.row_number().over(partition_by=Metric.name, order_by=Metric.step)
-    count = sa.func.count().over(partition_by=Metric.name)
-    query = sa.select(
-        Metric.name, Metric.step, Metric.epoch, Metric.value, Metric.at, order.label("row"), count.label("n")
-    )
-    query = query.where(Metric.job_id == job_id, _not_abandoned(Metric))
+    wanted = sa.select(MetricSeries).where(MetricSeries.job_id == job_id).order_by(MetricSeries.name)
     if names:
-        query = query.where(Metric.name.in_(names))
-    rows = query.subquery()
-    # The first row of each of max_points - 1 equal stretches, and the last row of all.
-    position, last, parts = rows.c.row - 1, sa.func.nullif(rows.c.n - 1, 0), max_points - 1
-    begins = sa.or_(
-        rows.c.n <= max_points, position == 0, (position * parts) // last != ((position - 1) * parts) // last
-    )
+        wanted = wanted.where(MetricSeries.name.in_(names))
+    kept = {series.name: series for series in session.scalars(wanted)}
+    short = [
+        name for name, series in kept.items() if series.points < max_points
+    ]  # and perhaps the newest point besides
+    points = {name: spaced(found, max_points) for name, found in _points(session, job_id, short, None).items()}
+    for name, steps in _steps(session, job_id, [name for name in kept if name not in points]).items():
+        points |= _points(session, job_id, [name], spaced(steps, max_points))
+    found = [
+        api.MetricSeries(name=name, every=kept[name].stride if name in kept else 1, points=points.get(name, []))
+        for name in (dict.fromkeys(names) if names else kept)
+    ]
+    return MetricsView(job_id=job_id, series=[series for series in found if series.points or names])
+
+
+def spaced(items: Sequence[T], most: int) -> list[T]:
+    """``most`` of them, evenly spaced by their places, the first and the last included; all where there are no more."""
+    if len(items) <= most:
+        return list(items)
+    last, parts = len(items) - 1, most - 1
+    return [items[-(-part * last // parts)] for part in range(most)]
+
+
+def _steps(session: Session, job_id: str, names: Sequence[str]) -> dict[str, list[int]]:
+    """Steps of the points that are shown. Reading these alone, from the key, costs a quarter of reading the rows."""
+    out: dict[str, list[int]] = {}
+    if names:
+        shown = sa.select(Metric.name, Metric.step).where(
+            Metric.job_id == job_id, Metric.name.in_(names), _not_abandoned(Metric)
+        )
+        for name, step in session.execute(shown.order_by(Metric.name, Metric.step)):
+            out.setdefault(name, []).append(step)
+    return out
+
+
+def _points(
+    session: Session, job_id: str, names: Sequence[str], steps: Sequence[int] | None
+) -> dict[str, list[MetricPoint]]:
+    """By name. ``steps`` None: all that are shown; a list: these, in order."""
     out: dict[str, list[MetricPoint]] = {name: [] for name in names}
-    for name, step, epoch, value, at, *_ in session.execute(
-        sa.select(rows).where(begins).order_by(rows.c.name, rows.c.step)
-    ):
+    columns = (Metric.name, Metric.step, Metric.epoch, Metric.value, Metric.at)
+    query = sa.select(*columns).where(Metric.job_id == job_id, Metric.name.in_(names))
+    query = query.where(_not_abandoned(Metric) if steps is None else Metric.step.in_(steps))
+    for name, step, epoch, value, at in session.execute(query.order_by(Metric.name, Metric.step)) if names else ():
         number = math.nan if value is None else value
-        out.setdefault(name, []).append(MetricPoint(step=step, epoch=epoch, value=number, at=at))
-    return MetricsView(job_id=job_id, series=[MetricSeries(name=name, points=points) for name, points in out.items()])
+        out[name].append(MetricPoint.model_construct(step=step, epoch=epoch, value=number, at=at))
+    return out
 
 
 def hook(session: Session, job_id: str, homes: HomePaths) -> HookView:

@@ -1,0 +1,194 @@
+"""Metrics and hook summaries as they are stored: a long series is thinned while it grows, so that a job of a million steps stays
+small and quick to read.
+
+A series keeps the points at steps of a grid (``step % stride == phase``) and the newest point. When there are more than
+``Bounds.points``, the stride doubles. Since the grid follows from steps alone, a step that a later attempt does again replaces
+the very point that it supersedes; and since the stride follows from the points there are, it does not matter in what portions
+they came. Values are never averaged.
+
+The series that ``checkpoint.keep_best`` judges by has points beside its grid, too: those at steps that are checkpoints, or may
+become ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any, Final
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from ratchet_service.bounds import Bounds
+from ratchet_service.models import Attempt, Checkpoint, HookSample, Job, Metric, MetricSeries
+
+_CHUNK: Final = 500
+_LOOK: Final = 256
+"""Messages of a rank between two looks at how many of its hook summaries there are."""
+Row = dict[str, Any]
+
+
+class Series:
+    """Points of one attempt, gathered by ``add`` and written by ``store``; the caller holds the job's row."""
+
+    def __init__(self, session: Session, job: Job, epoch: int, bounds: Bounds) -> None:
+        self._session, self._job, self._epoch, self._bounds = session, job, epoch, bounds
+        self._rows: dict[str, dict[int, Row]] = {}
+        best = job.spec["checkpoint"].get("keep_best")
+        self._best = None if best is None else str(best["metric"])
+
+    def add(self, name: str, step: int, row: Row) -> None:
+        """A step told again replaces what was told before."""
+        self._rows.setdefault(name, {})[step] = row
+
+    def store(self) -> list[str]:
+        """Write what was gathered; returns the names that there is no room for, once for each value of theirs."""
+        if not self._rows:
+            return []
+        names = list(self._rows)
+        query = sa.select(MetricSeries).where(MetricSeries.job_id == self._job.id, MetricSeries.name.in_(names))
+        known = {series.name: series for series in self._session.scalars(query)}
+        refused = set(self._make(known, [name for name in names if name not in known]))
+        rows: list[Row] = []
+        for name in names:
+            if name not in refused:
+                rows += self._chosen(known[name], self._rows[name])
+        upsert(self._session, Metric, ["job_id", "name", "step"], rows)
+        for series in known.values():
+            if series.points > self._bounds.points:
+                self._thin(series)
+        left_out = [name for name in names if name in refused for _ in self._rows[name]]
+        self._rows = {}
+        return left_out
+
+    def committed(self) -> None:
+        """A checkpoint more is known: what could have been one up to it, and is none, need not be kept for ``keep_best``."""
+        series = None if self._best is None else self._session.get(MetricSeries, (self._job.id, self._best))
+        if series is not None and series.stride > 1:
+            self._session.execute(sa.delete(Metric).where(*self._beside(series)))
+
+    def _make(self, known: dict[str, MetricSeries], fresh: list[str]) -> list[str]:
+        """Rows for new series while there is room for their names; the rest."""
+        if not fresh:
+            return []
+        count = sa.select(sa.func.count()).select_from(MetricSeries).where(MetricSeries.job_id == self._job.id)
+        room = max(0, self._bounds.series - (self._session.scalar(count) or 0))
+        for name in fresh[:room]:
+            known[name] = MetricSeries(
+                job_id=self._job.id, name=name, stride=1, phase=0, points=0, top=-1, newest=-1, epoch=0
+            )
+            self._session.add(known[name])
+        self._session.flush()
+        return fresh[room:]
+
+    def _chosen(self, series: MetricSeries, rows: dict[int, Row]) -> list[Row]:
+        """Those of ``rows`` that are stored; the series' counts are brought up to date."""
+        before = series.newest
+        if self._epoch > series.epoch:
+            series.newest, series.epoch = max(rows), self._epoch
+        elif self._epoch == series.epoch:
+            series.newest = max(series.newest, *rows)
+        if before not in (-1, series.newest) and not _on_grid(series, before) and series.name != self._best:
+            self._session.execute(sa.delete(Metric).where(*self._of(series), Metric.step == before))
+        grid = [step for step in rows if _on_grid(series, step)]
+        series.points += len(grid) - self._there(series, grid)
+        series.top = max(series.top, *grid) if grid else series.top
+        if series.name == self._best:
+            return list(rows.values())
+        newest = series.newest if self._epoch == series.epoch else None
+        return [row for step, row in rows.items() if step == newest or _on_grid(series, step)]
+
+    def _there(self, series: MetricSeries, steps: list[int]) -> int:
+        """How many of these steps have a point already: none, where all come behind the last."""
+        again = [step for step in steps if step <= series.top]
+        if not again:
+            return 0
+        between = Metric.step.between(min(again), max(again))
+        found = self._session.scalars(sa.select(Metric.step).where(*self._of(series), between))
+        return len(set(again).intersection(found))
+
+    def _thin(self, series: MetricSeries) -> None:
+        """Points of branches left behind go first, then every second one, until there are few enough."""
+        later = sa.exists().where(
+            Attempt.job_id == Metric.job_id, Attempt.number > Metric.epoch, Attempt.base_step < Metric.step
+        )
+        self._session.execute(sa.delete(Metric).where(*self._of(series), later, *self._unprotected(series)))
+        series.points = self._count(series, series.stride, series.phase)
+        while series.points > self._bounds.points:
+            half = self._count(series, series.stride * 2, series.phase)
+            if half * 2 < series.points - half:  # such as steps 1, 101, 201: all of them odd
+                series.phase += series.stride
+                half = series.points - half
+            series.stride, series.points = series.stride * 2, half
+        self._session.execute(sa.delete(Metric).where(*self._beside(series)))
+
+    def _count(self, series: MetricSeries, stride: int, phase: int) -> int:
+        found = sa.select(sa.func.count()).select_from(Metric).where(*self._of(series), Metric.step % stride == phase)
+        return self._session.scalar(found) or 0
+
+    def _of(self, series: MetricSeries) -> tuple[sa.ColumnElement[bool], ...]:
+        return Metric.job_id == series.job_id, Metric.name == series.name
+
+    def _beside(self, series: MetricSeries) -> tuple[sa.ColumnElement[bool], ...]:
+        """Points beside the grid that nothing keeps."""
+        beside = (Metric.step % series.stride != series.phase, Metric.step != series.newest)
+        return (*self._of(series), *beside, *self._unprotected(series))
+
+    def _unprotected(self, series: MetricSeries) -> tuple[sa.ColumnElement[bool], ...]:
+        if series.name != self._best:
+            return ()
+        kept = sa.select(Checkpoint.step).where(Checkpoint.job_id == self._job.id, Checkpoint.state == "committed")
+        return Metric.step <= self._job.committed_step, Metric.step.not_in(kept)
+
+
+def _on_grid(series: MetricSeries, step: int) -> bool:
+    return step % series.stride == series.phase
+
+
+class Samples:
+    """Hook summaries of one attempt, gathered by ``add`` and written by ``store``."""
+
+    def __init__(self, session: Session, job_id: str, bounds: Bounds) -> None:
+        self._session, self._job_id, self._bounds = session, job_id, bounds
+        self._rows: dict[tuple[int, int], Row] = {}
+
+    def add(self, rank: int, step: int, row: Row) -> None:
+        self._rows[rank, step] = row
+
+    def store(self, ranks: Collection[int]) -> None:
+        """Write what was gathered. ``ranks``: whose summaries are to be counted, and thinned if there are too many."""
+        upsert(self._session, HookSample, ["job_id", "rank", "step"], self._rows.values())
+        for rank in {rank for rank, _ in self._rows}.intersection(ranks):
+            thin_samples(self._session, self._job_id, rank, self._bounds.samples)
+        self._rows = {}
+
+
+def look_is_due(before: int, after: int) -> bool:
+    """Whether a rank's messages ``before`` + 1 to ``after`` are reason to count its summaries."""
+    return before // _LOOK != after // _LOOK
+
+
+def thin_samples(session: Session, job_id: str, rank: int, most: int) -> None:
+    """Beyond ``most`` summaries of a rank, every second one goes, the newest stays: the history keeps its whole length."""
+    mine = (HookSample.job_id == job_id) & (HookSample.rank == rank)
+    if (session.scalar(sa.select(sa.func.count()).select_from(HookSample).where(mine)) or 0) <= most:
+        return
+    order = sa.func.row_number().over(order_by=HookSample.step.desc()).label("row")
+    rows = sa.select(HookSample.step, order).where(mine).subquery()
+    session.execute(
+        sa.delete(HookSample).where(mine, HookSample.step.in_(sa.select(rows.c.step).where(rows.c.row % 2 == 0)))
+    )
+
+
+def upsert(session: Session, table: Any, keys: list[str], values: Iterable[Row]) -> None:
+    """Later epochs replace earlier ones, never the other way round."""
+    rows = list(values)
+    insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
+    for begin in range(0, len(rows), _CHUNK):
+        statement = insert(table).values(rows[begin : begin + _CHUNK])
+        new = {c: statement.excluded[c] for c in rows[0] if c not in keys}
+        session.execute(
+            statement.on_conflict_do_update(
+                index_elements=keys, set_=new, where=table.epoch <= statement.excluded.epoch
+            )
+        )
