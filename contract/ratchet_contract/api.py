@@ -53,6 +53,30 @@ class BudgetView(View):
     attempts_without_progress: int = 0
 
 
+class GoodputView(View):
+    """Seconds; each belongs to one part, and the parts add up to ``wall_seconds``."""
+
+    goodput: float | None = Field(
+        None,
+        description="useful_seconds / wall_seconds; null: nothing has passed yet, or a script without a Session ran, of which "
+        "nobody can tell.",
+    )
+    wall_seconds: float = Field(
+        description="Of a job since its submission, without the time that it was suspended or over; of an attempt all of it."
+    )
+    queued_seconds: float = Field(description="In no attempt (queue, back-off), or in the engine's queue.")
+    launching_seconds: float = Field(description="From the first agent to the beginning of training.")
+    useful_seconds: float = Field(
+        description="Training that counts; steps not saved yet are in it while the attempt runs."
+    )
+    lost_seconds: float = Field(description="Steps that were done and are in no checkpoint, at the attempt's pace.")
+    stall_seconds: float = Field(description="Training stood still for a save.")
+    stopping_seconds: float = Field(
+        description="From the stop's request, or where what ended the ranks began (a hang: when they last moved), to the end."
+    )
+    unseen_seconds: float = Field(description="A script without a Session ran.")
+
+
 class JobView(View):
     id: str
     name: str
@@ -79,6 +103,7 @@ class JobView(View):
     work_dir: str | None = Field(
         None, description="Current directory of its ranks, once an attempt has made it; told where one job is read."
     )
+    goodput: GoodputView | None = Field(None, description="Where its time went; told where one job is read.")
     created_at: datetime
     updated_at: datetime
     started_at: datetime | None = None
@@ -132,7 +157,18 @@ class AttemptView(View):
     created_at: datetime
     begun_at: datetime | None = Field(None, description="Its first agent began; until then it waited for its engine.")
     training_at: datetime | None = None
+    stop_at: datetime | None = Field(None, description="Its agent heard of a stop.")
+    notice_seconds: float | None = Field(
+        None,
+        description="What it then had until it would be killed: stop_grace, or for a stop from outside preemption_notice.",
+    )
+    notice_used: float | None = Field(
+        None,
+        description="Seconds from the stop's request to the commit of its checkpoint, or where nothing was left to save to the "
+        "end; null: no stop, or no checkpoint came of it.",
+    )
     ended_at: datetime | None = None
+    goodput: GoodputView | None = Field(None, description="Where its time went.")
 
 
 class CheckpointView(View):
@@ -237,7 +273,12 @@ class MetricPoint(View):
 
 
 class MetricSeries(View):
+    """A long series is thinned as it is stored: beyond the service's bound every second step goes, the newest point stays."""
+
     name: str
+    every: int = Field(
+        1, description="Of the steps at which it was logged, about one in so many is kept (a power of two; 1: all are)."
+    )
     points: list[MetricPoint]
 
 

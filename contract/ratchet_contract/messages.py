@@ -89,6 +89,9 @@ class LaunchFile(Grown):
     service_url: str | None = Field(
         None, description="The service's address, where it has one for good; then no file is read."
     )
+    service_ca: str | None = Field(
+        None, description="PEM of the authorities by which the service's certificate is known; null: the system's."
+    )
     lineage: list[Segment] = Field(
         [], description="Which checkpoints on disk may be resumed from; newest valid one wins."
     )

@@ -53,6 +53,11 @@ class ExitRule(SpecModel):
 
 class PolicySpec(SpecModel):
     max_preemptions: int | None = Field(None, ge=0, description="null: unlimited.")
+    preemptible: bool = Field(
+        True,
+        description="May be stopped, with a checkpoint, for a job of higher priority that waits for slots. A script without a "
+        "Session never is.",
+    )
     max_failures: int = Field(
         3, ge=0, description="Failed or lost attempts before the job fails; reset by real progress."
     )
@@ -70,14 +75,14 @@ class PolicySpec(SpecModel):
     timeout: Seconds | None = Field(None, description="Wall-clock limit over all attempts' running time.")
     startup_deadline: Seconds | None = Field(
         None,
-        description="From launch to the first step, then the attempt ends as a hang. null: 300 s; once a start is known, ten times "
-        "the longest so far, but at least 120 s and at most 300 s, or twice that start where that is more.",
+        description="From launch to the first step, then the attempt ends as a hang. null: 300 s; once a start is known, ten "
+        "times the longest so far, but at least 120 s and at most 300 s, or twice that start where that is more.",
     )
     step_deadline: Seconds | None = Field(
         None,
         description="Without any progress of a rank, then the attempt ends as a hang. null: learned from the job's own pace. "
-        "300 s at first; after 5 minutes of training ten times the longest silence so far, but at least 60 s and at most 300 s, or "
-        "twice an earlier attempt's longest silence where that is more.",
+        "300 s at first; after 5 minutes of training ten times the longest silence so far, but at least 60 s and at most 300 s, "
+        "or twice an earlier attempt's longest silence where that is more.",
     )
     stop_grace: Seconds = Field(120.0, description="From a stop request until ranks are killed.")
     preemption_notice: Seconds | None = Field(

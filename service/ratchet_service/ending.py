@@ -23,17 +23,20 @@ from ratchet_contract.outcome import EndSeen, combine
 from ratchet_contract.paths import AttemptPaths, JobPaths
 from ratchet_contract.phases import AttemptPhase, Cause, Desired, Outcome
 from ratchet_contract.resume import Base, Segment
+from ratchet_service import shown
 from ratchet_service.ancestry import bases_of, committed_of, fork_of, within
+from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.clock import now_in
 from ratchet_service.database import Database
 from ratchet_service.decide import decide
 from ratchet_service.decision import AttemptEnd, Decision, Limits
-from ratchet_service.ingest_effects import UNMANAGED, when
+from ratchet_service.decision_rows import view_of
+from ratchet_service.ingest_effects import UNMANAGED, tell_left_out
 from ratchet_service.launchers.base import AttemptState
-from ratchet_service.launching import view_of
 from ratchet_service.leases import NO_LEASE, Lease, hold
 from ratchet_service.lineage import lineage
 from ratchet_service.models import Attempt, AttemptNode, Checkpoint, Job
+from ratchet_service.storable import when
 from ratchet_service.tidying import tidy
 from ratchet_service.transitions import add_event, apply
 from ratchet_store.lineage import adoptable
@@ -54,7 +57,14 @@ class Evidence:
     logs: str = ""
 
 
-def settle(database: Database, job_paths: JobPaths, lease: Lease, limits: Limits, evidence: Evidence) -> Decision:
+def settle(
+    database: Database,
+    job_paths: JobPaths,
+    lease: Lease,
+    limits: Limits,
+    evidence: Evidence,
+    bounds: Bounds = DEFAULT_BOUNDS,
+) -> Decision:
     """End attempt ``lease.epoch``. Its processes are gone and its spools are ingested. Raises ``LeaseLost``."""
     paths = job_paths.attempt(lease.epoch)
     base = _base(paths)
@@ -68,6 +78,7 @@ def settle(database: Database, job_paths: JobPaths, lease: Lease, limits: Limits
         for manifest in found:
             _adopt(session, job, manifest)
         tidy(session, job, job_paths, _lineage(session, job, lease.epoch, base)[0], lease.epoch)
+        tell_left_out(session, attempt, bounds)
         facts = _facts(session, job, attempt, evidence, paths)
         return _end(session, job, attempt, limits, _cause(job, evidence), facts, evidence.state.results)
 
@@ -215,18 +226,25 @@ def _end(
         unmanaged=(attempt.resume_report or {}).get("verdict") == UNMANAGED,
         seconds=seconds,
         message=cause.message,
+        exit_code=cause.exit_code,
+        last_step=facts.last,
     )
     decision = decide(replace(view_of(job, limits), attempt=end), now)
     assert decision.event is not None and decision.cause is not None
-    attempt.phase, attempt.outcome, attempt.cause = AttemptPhase.ENDED, decision.cause.outcome, decision.cause
+    attempt.phase, attempt.outcome, attempt.cause = AttemptPhase.ENDED, decision.outcome, decision.cause
     attempt.rank, attempt.exit_code, attempt.message = cause.rank, cause.exit_code, cause.message
     attempt.last_step, attempt.steps_lost, attempt.ended_at = facts.last, facts.lost, ended_at
+    attempt.stop_at, attempt.over_at = shown.stop_at(results), shown.over_at(results)
+    pace = shown.pace_until(session, job.id, number, results)
+    attempt.pace = None if pace is None else pace.model_dump(mode="json")
     if facts.own(number) is not None:
         attempt.committed_step = facts.own(number)
     nodes = sa.update(AttemptNode).where(AttemptNode.job_id == job.id, AttemptNode.attempt == number)
     session.execute(nodes.values(phase=AttemptPhase.ENDED).execution_options(synchronize_session=False))
     data = {"cause": decision.cause.value, "rank": cause.rank, "steps_lost": facts.lost, "last_step": facts.last}
     text = f"attempt {number} ended: {decision.cause.value}" + (f": {cause.message}" if cause.message else "")
+    if decision.rule is not None:
+        data["rule"], text = decision.rule, f"{text} ({decision.rule})"
     add_event(session, job.id, "attempt-ended", text, epoch=number, data=data)
     session.flush()
     apply(

@@ -13,19 +13,17 @@ from datetime import timedelta
 from typing import Any, Final
 
 import sqlalchemy as sa
-from pydantic import ValidationError
 from sqlalchemy.orm import Session
 
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import HomePaths
-from ratchet_contract.phases import AttemptPhase, Cause, Event, JobPhase
+from ratchet_contract.phases import Cause, Event, JobPhase
 from ratchet_contract.resume import Base
 from ratchet_contract.spec import JobSpec, Resolved
+from ratchet_service import queue_rows, slot_host
 from ratchet_service.ancestry import bases_of, committed_of, fork_of
 from ratchet_service.clock import now_in
 from ratchet_service.database import Database
-from ratchet_service.decide import decide
-from ratchet_service.decision import Action, Counters, Decision, JobView, Limits
 from ratchet_service.ingest import hash_token
 from ratchet_service.launch_files import launch_file, newest_recorded, read_launch_file, save_seconds
 from ratchet_service.launchers.base import LaunchPlan
@@ -33,16 +31,13 @@ from ratchet_service.launchers.table import Launchers
 from ratchet_service.leases import ACTIVE, Lease, hold, lease_values
 from ratchet_service.lineage import fork_for_launch, lineage
 from ratchet_service.models import Attempt, AttemptNode, Job
-from ratchet_service.slots import Board, Capacity, Grant, Waiting, need_of
+from ratchet_service.queueing import NO_SLOT, QUOTA, Preemption, Round, Turn, say_why
+from ratchet_service.shown import pace_before
+from ratchet_service.slots import Capacity
 from ratchet_service.transitions import apply
 
 log = logging.getLogger(__name__)
 
-BATCH: Final = 16
-"""Launches in one transaction."""
-QUEUE_LOOK: Final = 500
-"""Queued jobs looked at in one round, in order."""
-NO_SLOT: Final = "no-slot"
 NO_LAUNCHER: Final = "no-launcher"
 FOREIGN_PATIENCE: Final = 10.0
 """Seconds that a job waits for another reconciler, which has its launcher, before it is told that there is none."""
@@ -68,6 +63,7 @@ class Launching:
         capacity: Capacity,
         owner: str,
         lease_seconds: float,
+        preemption: Preemption,
     ) -> None:
         self._database = database
         self._home = home
@@ -75,84 +71,53 @@ class Launching:
         self._capacity = capacity
         self._owner = owner
         self._lease_seconds = lease_seconds
-
-    @property
-    def _unslotted(self) -> list[str]:
-        """Launchers whose engine has a queue of its own."""
-        return [kind for kind, launcher in self._launchers.items() if not launcher.slots]
+        self._preemption = preemption
 
     def launch_ready(self) -> list[Launched]:
         """Start attempts for as many queued jobs as there are slots for, and tell the others why they wait."""
         with self._database.read() as session:
-            if session.scalar(self._ready().limit(1)) is None:
+            ready = queue_rows.due(self._database.clock.now()) & queue_rows.launched_by(self._launchers)
+            if session.scalar(sa.select(Job.id).where(ready).limit(1)) is None:
                 return []
         with self._database.write() as session:
             if session.get_bind().dialect.name != "sqlite":
                 # One reconciler at a time hands out slots; on SQLite the write transaction itself sees to that.
                 session.execute(sa.select(sa.func.pg_advisory_xact_lock(_SLOTS_LOCK)))
-            return self._launch(session)
+            slots = self._slots_here(session)
+            turns = Round(session, slots, self._capacity, self._preemption).turns()
+            return [launched for turn in turns for launched in self._start(session, turn)]
 
-    def _ready(self) -> sa.Select[str]:
-        due = sa.or_(Job.not_before.is_(None), Job.not_before <= self._database.clock.now())
-        return sa.select(Job.id).where(Job.phase == JobPhase.QUEUED, due, launched_by(self._launchers))
+    def keep_slots(self) -> None:
+        """Renew that this host lends the slots; ``launch_ready`` sees whether it does."""
+        if any(launcher.slots for launcher in self._launchers.values()) and not self._database.is_sqlite:
+            with self._database.write() as session:
+                slot_host.lend(session, self._lease_seconds)
 
-    def _launch(self, session: Session) -> list[Launched]:
-        board = Board(self._capacity, _held(session))
-        out: list[Launched] = []
-        for job_id in self._in_order(session, slots=True):
-            out += self._launch_one(session, board, job_id)
-            if board.exhausted:
-                self._tell_the_rest(session)
-            if board.exhausted or len(out) >= BATCH:
-                break
-        return out + self._launch_unslotted(session, board)
+    def give_slots_back(self) -> None:
+        """At a clean end: another host need not wait."""
+        if not self._database.is_sqlite:
+            with self._database.write() as session:
+                slot_host.give_back(session)
 
-    def _launch_unslotted(self, session: Session, board: Board) -> list[Launched]:
-        """Jobs that need no slot stand behind nobody who does."""
-        out: list[Launched] = []
-        for job_id in self._in_order(session, slots=False):
-            out += self._launch_one(session, board, job_id)
-            if len(out) >= BATCH:
-                break
-        return out
-
-    def _in_order(self, session: Session, *, slots: bool) -> list[str]:
-        unslotted = launcher_kind().in_(self._unslotted)
-        ready = self._ready().where(sa.not_(unslotted) if slots else unslotted)
-        return list(session.scalars(ready.order_by(Job.priority.desc(), Job.created_at, Job.id).limit(QUEUE_LOOK)))
-
-    def _launch_one(self, session: Session, board: Board, job_id: str) -> list[Launched]:
-        """The job's attempt, or none; then its row says why."""
-        job = _hold_queued(session, job_id)
-        if job is None:
-            return []
-        try:
-            spec, resolved = JobSpec.model_validate(job.spec), Resolved.model_validate(job.resolved)
-        except ValidationError as error:
-            _unreadable(session, job, error)
-            return []
-        decision = decide(view_of(job, limits_of(spec)), now_in(session))
-        if decision.action is Action.END:
-            _give_up(session, job, decision)
-        elif decision.action is Action.LAUNCH:
-            slots = self._launchers[spec.launcher.kind].slots
-            answer = board.ask(job.id, need_of(spec, resolved)) if slots else Grant()
-            if isinstance(answer, Waiting):
-                _say_why(job, NO_SLOT, answer.message)
-            else:
-                return self._start(session, job, spec, resolved, answer)
-        return []
+    def _slots_here(self, session: Session) -> dict[str, bool]:
+        """Launchers, and whether Ratchet keeps their slots; without those that do, while another host lends them."""
+        slots = {kind: launcher.slots for kind, launcher in self._launchers.items()}
+        other = slot_host.lend(session, self._lease_seconds) if any(slots.values()) else None
+        if other is None:
+            return slots
+        log.error("%s lends the slots of this database now: no job that needs one is started here", other)
+        return {kind: needs for kind, needs in slots.items() if not needs}
 
     def tell_the_others(self) -> None:
         """A job whose launcher no reconciler has waits for ever, and nobody looks after what runs of it: it is told, once it has
-        waited for ``FOREIGN_PATIENCE``. One that waits for slots has been seen by another reconciler."""
+        waited for ``FOREIGN_PATIENCE``. One that waits for slots or its owner's quota has been seen by another reconciler."""
         long_ago = self._database.clock.now() - timedelta(seconds=FOREIGN_PATIENCE)
         due = sa.or_(Job.not_before.is_(None), Job.not_before < long_ago)
         queued = (Job.phase == JobPhase.QUEUED) & due
         left = Job.phase.in_(ACTIVE) & sa.or_(Job.lease_token.is_(None), Job.lease_expires_at < long_ago)
         lost = sa.or_(queued, left) & (Job.updated_at < long_ago)
-        unsaid = sa.or_(Job.reason.is_(None), Job.reason.not_in([NO_SLOT, NO_LAUNCHER]))
-        foreign = lost & unsaid & launcher_kind().not_in(list(self._launchers))
+        unsaid = sa.or_(Job.reason.is_(None), Job.reason.not_in([NO_SLOT, QUOTA, NO_LAUNCHER]))
+        foreign = lost & unsaid & queue_rows.launcher_kind().not_in(list(self._launchers))
         with self._database.read() as session:
             if session.scalar(sa.select(Job.id).where(foreign).limit(1)) is None:
                 return
@@ -161,25 +126,14 @@ class Launching:
             told = sa.update(Job).where(foreign).values(reason=NO_LAUNCHER, message=text)
             session.execute(told.execution_options(synchronize_session=False))
 
-    def _tell_the_rest(self, session: Session) -> None:
-        """Nobody else can start: say so in one statement, to those that have not heard it."""
-        others = sa.update(Job).where(
-            Job.phase == JobPhase.QUEUED,
-            Job.id.in_(self._ready()),
-            launcher_kind().not_in(self._unslotted),
-            Job.reason.is_distinct_from(NO_SLOT),
-        )
-        text = f"waits for CPU slots: all {self._capacity.cpus} are taken, or kept for jobs ahead of it"
-        session.flush()
-        session.execute(others.values(reason=NO_SLOT, message=text).execution_options(synchronize_session=False))
-
-    def _start(self, session: Session, job: Job, spec: JobSpec, resolved: Resolved, grant: Grant) -> list[Launched]:
+    def _start(self, session: Session, turn: Turn) -> list[Launched]:
+        job, spec, resolved, grant = turn.job, turn.spec, turn.resolved, turn.grant
         epoch, token, now = job.epoch + 1, secrets.token_urlsafe(32), now_in(session)
         launch = self._launch_file(session, job, epoch, spec, resolved, grant.gpus, token)
         try:
             plan = self._launchers[spec.launcher.kind].plan(launch)
         except Exception as error:  # of a launcher that others wrote, or whose settings have changed: the queue goes on
-            if _say_why(job, Cause.LAUNCHER_ERROR.value, f"the launcher cannot plan the attempt: {error}"):
+            if say_why(job, Cause.LAUNCHER_ERROR.value, f"the launcher cannot plan the attempt: {error}"):
                 log.exception("%s: it waits, for its launcher cannot plan attempt %d", job.id, epoch)
             return []
         lease = lease_values(session, self._owner, self._lease_seconds)
@@ -235,80 +189,6 @@ class Launching:
                 "recorded": newest_recorded(session, job.id, segments),
                 "fork": fork_for_launch(fork, segments, committed),
                 "save_seconds": save_seconds(session, job.id),
+                "pace": pace_before(session, job.id, epoch),
             }
         )
-
-
-def launcher_kind() -> sa.ColumnElement[str]:
-    """Of a job's spec, for queries. A spec that cannot be read counts as ``local``: somebody must say so."""
-    return sa.func.coalesce(Job.spec["launcher"]["kind"].as_string(), "local")
-
-
-def launched_by(launchers: Launchers) -> sa.ColumnElement[bool]:
-    """Jobs of these launchers: another reconciler has the others'."""
-    return launcher_kind().in_(list(launchers))
-
-
-def limits_of(spec: JobSpec) -> Limits:
-    policy = spec.policy
-    return Limits(
-        policy.max_preemptions,
-        policy.max_failures,
-        policy.backoff,
-        policy.timeout,
-        policy.stop_grace,
-        tuple(policy.exit_codes),
-    )
-
-
-def view_of(job: Job, limits: Limits) -> JobView:
-    """What ``decide`` may know of the row; the attempt is added by who looks after it."""
-    return JobView(
-        job_id=job.id,
-        phase=job.phase,
-        desired=job.desired,
-        desired_cause=job.desired_cause,
-        desired_at=job.desired_at,
-        epoch=job.epoch,
-        counters=Counters(job.preemptions, job.failures, job.no_progress),
-        limits=limits,
-        not_before=job.not_before,
-        running_seconds=job.running_seconds,
-    )
-
-
-def _held(session: Session) -> list[Grant]:
-    """By attempts that have not ended; an agent that says of itself that it has may still be alive."""
-    query = sa.select(AttemptNode.gpus, AttemptNode.cpu_slots, AttemptNode.job_id).join(
-        Attempt, (Attempt.job_id == AttemptNode.job_id) & (Attempt.number == AttemptNode.attempt)
-    )
-    rows = session.execute(query.where(Attempt.phase.in_([p for p in AttemptPhase if p is not AttemptPhase.ENDED])))
-    return [Grant(tuple(gpus), tuple(cpus), job_id) for gpus, cpus, job_id in rows]
-
-
-def _hold_queued(session: Session, job_id: str) -> Job | None:
-    """The job's row, held; None if it is not queued any more, or somebody holds it now: then its turn comes again."""
-    query = sa.select(Job).where(Job.id == job_id, Job.phase == JobPhase.QUEUED).with_for_update(skip_locked=True)
-    return session.scalar(query.execution_options(populate_existing=True))
-
-
-def _unreadable(session: Session, job: Job, error: ValidationError) -> None:
-    """A spec stored by another version must not keep the rest of the queue from running."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    text = (
-        f"this version of Ratchet cannot read the stored spec: {first['msg']} at {first['loc']}; submit the job again"
-    )
-    apply(session, job.id, Event.END_FAILED, reason="spec-unreadable", message=text)
-
-
-def _give_up(session: Session, job: Job, decision: Decision) -> None:
-    assert decision.event is not None
-    apply(session, job.id, decision.event, reason=decision.reason, message=decision.message)
-
-
-def _say_why(job: Job, reason: str, message: str) -> bool:
-    """Progress of a kind, so the version stays; written, and True, only when it changes."""
-    if (job.reason, job.message) == (reason, message):
-        return False
-    job.reason, job.message = reason, message
-    return True

@@ -106,13 +106,25 @@ def _changes(job: Job, step: Step, phase: JobPhase, cause: Cause | None, now: da
         out["desired_at"] = None if step.desired is Desired.RUN else (job.desired_at or now)
     if phase.terminal and not job.phase.terminal:
         out |= {"ended_at": now, "not_before": None}
+    if phase is not JobPhase.QUEUED:
+        out["room_since"] = None
     if phase is JobPhase.SUSPENDED:  # whoever resumes it does not want to wait for the rest of a back-off
         out["not_before"] = None
     if job.phase.terminal and not phase.terminal:
         out["ended_at"] = None
+    if _rests(phase) and job.paused_at is None:
+        out["paused_at"] = now
+    if not _rests(phase) and job.paused_at is not None:
+        rested = max(0.0, (now - job.paused_at).total_seconds())
+        out |= {"paused_at": None, "paused_seconds": job.paused_seconds + rested}
     if step.fresh_budgets:
         out |= {"preemptions": 0, "failures": 0, "no_progress": 0, "running_seconds": 0.0, "not_before": None}
     return out
+
+
+def _rests(phase: JobPhase) -> bool:
+    """Nothing is wanted of it now: that time is nobody's loss."""
+    return phase.terminal or phase is JobPhase.SUSPENDED
 
 
 def add_event(

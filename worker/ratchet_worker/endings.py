@@ -36,8 +36,8 @@ class ScriptExit(RuntimeError):
 
 
 def exit_code_of(error: BaseException, cause: Cause) -> int:
-    """What the rank's process ends with: the code that the user's code gave to ``sys.exit``, where it may have a meaning of its own
-    (``policy.exit_codes``), else the cause's."""
+    """What the rank's process ends with: the code that the user's code gave to ``sys.exit``, where it may have a meaning of its
+    own (``policy.exit_codes``), else the cause's."""
     given = own_code(error.code) if isinstance(error, ScriptExit | SystemExit) else None
     return EXIT_CODES[cause] if given is None else given
 

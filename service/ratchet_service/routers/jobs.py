@@ -19,6 +19,7 @@ from ratchet_service.http import BodyDep, Cursor, Limit, ServiceDep, SpecPost, r
 from ratchet_service.idempotency import Reply
 from ratchet_service.usecases import deletion, jobs, listing, submit
 from ratchet_service.usecases.queries import find_job
+from ratchet_service.usecases.spent import of_job
 from ratchet_service.usecases.views import job_view
 
 router = APIRouter(tags=["jobs"])
@@ -84,8 +85,9 @@ def get_job(service: ServiceDep, job_id: str, response: Response) -> JobView:
         job = find_job(session, job_id)
         response.headers["ETag"] = jobs.etag(job)
         view = job_view(session, job)
+        spent = of_job(session, job)
     work = service.settings.paths.job(job_id).work
-    more: dict[str, Any] = {"work_dir": str(work)} if work.is_dir() else {}
+    more: dict[str, Any] = {"goodput": spent} | ({"work_dir": str(work)} if work.is_dir() else {})
     full = None if job.phase.terminal else disk.without_room(service.database)
     if full is not None:
         more.update(reason="disk-full", message=full.detail)

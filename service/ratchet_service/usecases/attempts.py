@@ -9,11 +9,12 @@ from ratchet_contract.api import AttemptView, Page
 from ratchet_service import cursors
 from ratchet_service.models import Attempt, AttemptNode
 from ratchet_service.usecases.queries import find_attempt, find_job
+from ratchet_service.usecases.spent import of_attempts
 from ratchet_service.usecases.views import attempt_view
 
 
 def list_attempts(session: Session, job_id: str, limit: int, cursor: str | None) -> Page[AttemptView]:
-    find_job(session, job_id)
+    job = find_job(session, job_id)
     digest = cursors.query_digest(of="attempts", job=job_id)
     query = sa.select(Attempt).where(Attempt.job_id == job_id)
     after = cursors.decode(cursor, digest, (int,))
@@ -23,13 +24,16 @@ def list_attempts(session: Session, job_id: str, limit: int, cursor: str | None)
     page = rows[:limit]
     nodes = _nodes(session, job_id, [row.number for row in page])
     following = cursors.encode(digest, [page[-1].number]) if len(rows) > limit else None
-    views = [attempt_view(row, nodes.get(row.number, [])) for row in page]
+    spent = of_attempts(session, job, page)
+    views = [attempt_view(row, nodes.get(row.number, []), spent[row.number]) for row in page]
     return Page[AttemptView](items=views, next_cursor=following)
 
 
 def get_attempt(session: Session, job_id: str, number: str) -> AttemptView:
     attempt = find_attempt(session, job_id, number)
-    return attempt_view(attempt, _nodes(session, job_id, [attempt.number]).get(attempt.number, []))
+    spent = of_attempts(session, find_job(session, job_id), [attempt])
+    nodes = _nodes(session, job_id, [attempt.number])
+    return attempt_view(attempt, nodes.get(attempt.number, []), spent[attempt.number])
 
 
 def _nodes(session: Session, job_id: str, numbers: list[int]) -> dict[int, list[AttemptNode]]:

@@ -22,6 +22,7 @@ from ratchet_contract.phases import JobPhase
 from ratchet_contract.resume import Base, ResumeReport, Segment, holds
 from ratchet_contract.spec import Resolved
 from ratchet_service.models import Attempt, AttemptNode, Checkpoint, Event, Job, JobLabel
+from ratchet_service.usecases.spent import Spent
 
 
 def labels_of(session: Session, job_ids: Iterable[str]) -> dict[str, dict[str, str]]:
@@ -88,7 +89,7 @@ def last_checkpoint(job: Job) -> str | None:
     return None if job.committed_epoch is None else checkpoint_dir_name(job.committed_step, job.committed_epoch)
 
 
-def attempt_view(attempt: Attempt, nodes: Iterable[AttemptNode]) -> AttemptView:
+def attempt_view(attempt: Attempt, nodes: Iterable[AttemptNode], spent: Spent) -> AttemptView:
     base = None
     if attempt.base_step is not None:
         base = Base(step=attempt.base_step, epoch=attempt.base_epoch, digest=attempt.base_digest)
@@ -114,7 +115,11 @@ def attempt_view(attempt: Attempt, nodes: Iterable[AttemptNode]) -> AttemptView:
         created_at=attempt.created_at,
         begun_at=attempt.begun_at,
         training_at=attempt.training_at,
+        stop_at=attempt.stop_at,
+        notice_seconds=spent.notice_seconds,
+        notice_used=spent.notice_used,
         ended_at=attempt.ended_at,
+        goodput=spent.goodput,
     )
 
 
