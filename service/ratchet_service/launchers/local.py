@@ -52,7 +52,7 @@ class LocalLauncher:
         self._home = home
         self._agent = agent or (sys.executable, *AGENT)
         self._environ = dict(os.environ if environ is None else environ)
-        self._children: dict[int, str] = {}
+        self._children: dict[str, set[int]] = {}  # by the attempt's name
 
     def check(self, spec: JobSpec) -> tuple[list[Warning_], list[FieldProblem]]:
         given = {
@@ -100,10 +100,10 @@ class LocalLauncher:
             processes.wait_until_visible(pid)  # who submits again, here or in another process, must see it
 
     def poll(self, ref: AttemptRef) -> AttemptState:
-        self._reap()
+        self._reap(ref.name)
         nodes = files.node_states(ref, gone=lambda node: not files.lock_is_held(ref.paths.node(node).lock_file))
         locked = any(node.seen and not node.gone for node in nodes)
-        starting = not all(node.seen for node in nodes) and (ref.name in self._children.values() or self._found(ref))
+        starting = not all(node.seen for node in nodes) and (ref.name in self._children or self._found(ref))
         return AttemptState(locked or bool(starting), nodes)
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
@@ -122,13 +122,15 @@ class LocalLauncher:
                 found.append(
                     agent.pid
                 )  # also when it cannot be seen from here: while the lock is held, nothing is proved
-        self._reap()
+        self._reap(ref.name)
         return [f"process {pid}" for pid in found]
 
     def logs(self, ref: AttemptRef, limit: int) -> str:
         return files.agent_logs(ref, limit)
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> list[str]:
+        for name in list(self._children):  # of attempts that another reconciler looks after now
+            self._reap(name)
         found: dict[str, list[int]] = {}
         for pid, folder in processes.values_of(names.ATTEMPT_DIR):
             ref = self._ref(Path(folder))
@@ -146,7 +148,7 @@ class LocalLauncher:
         paths.root.mkdir(parents=True, exist_ok=True)
         argv = plan.argv if plan.ref.nodes == 1 else (*plan.argv, "--node", str(node))
         pid = _spawn(argv, env, paths.agent_log)
-        self._children[pid] = plan.ref.name
+        self._children.setdefault(plan.ref.name, set()).add(pid)
         return pid
 
     def _found(self, ref: AttemptRef) -> list[int]:
@@ -166,13 +168,16 @@ class LocalLauncher:
             return None
         return AttemptRef(job_id, int(number), self._home.job(job_id).attempt(int(number)))
 
-    def _reap(self) -> None:
-        """Collect agents of ours that have ended, so that they leave no zombies."""
-        for pid in list(self._children):
+    def _reap(self, name: str) -> None:
+        """Collect agents of that attempt that have ended and are this process's own, so that they leave no zombies."""
+        pids = self._children.get(name, set())
+        for pid in list(pids):
             with suppress(ChildProcessError):
                 if os.waitpid(pid, os.WNOHANG)[0] == 0:
                     continue
-            del self._children[pid]
+            pids.discard(pid)
+        if not pids:
+            self._children.pop(name, None)
 
 
 def _spawn(argv: tuple[str, ...], env: dict[str, str], log: Path) -> int:
