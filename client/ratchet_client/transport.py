@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import ssl
 import time
 import uuid
 import warnings
@@ -11,17 +12,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from ratchet_client.discovery import NEVER_STARTED, Target, find_target, is_loopback, other_protocol
 from ratchet_client.errors import ServiceUnreachable, error_of, no_service
+from ratchet_contract import environment
 from ratchet_contract.errors import Refused
+from ratchet_contract.paths import HomePaths
 from ratchet_contract.version import PROTOCOL_HEADER, PROTOCOL_VERSION, RATCHET_VERSION
 
 Params = Mapping[str, str | int | float | bool | Sequence[str | int] | None]
-_RETRY_STATUS = frozenset({502, 503, 504})
+_RETRY_STATUS = frozenset({429, 502, 503, 504})
 _FIRST_DELAY, _LONGEST_DELAY = 0.1, 2.0
 _CONNECT = 10.0
 _TAKEN = 600.0
@@ -136,10 +140,23 @@ class Transport:
         if (secure, local) not in self._clients:
             # A proxy of the environment would break a service on this machine; elsewhere it is wanted.
             self._clients[secure, local] = httpx.Client(
-                timeout=self._timeout, trust_env=not local, verify=secure or not local,
+                timeout=self._timeout, trust_env=not local, verify=self._authorities() if secure else not local,
                 headers={"User-Agent": f"ratchet-client/{RATCHET_VERSION}"},
             )  # fmt: skip
         return self._clients[secure, local]
+
+    def _authorities(self) -> ssl.SSLContext | bool:
+        """By which a server is known: those of the variable, those that the service left in the run directory, else the system's.
+        Raises ``Refused``."""
+        given = os.environ.get(environment.CA_FILE)
+        file = Path(given) if given else HomePaths(Path(self.target.home.value)).service_authorities
+        if not given and (self.target.server is not None or not file.exists()):
+            return True
+        try:
+            return ssl.create_default_context(cafile=file)
+        except (OSError, ValueError) as error:
+            text = f"the authorities in {file} cannot be used ({error}): it holds certificates as PEM ({environment.CA_FILE})"
+            raise Refused(text, code="invalid-config") from None
 
     def _once(self, method: str, path: str, params: Params | None, json: Any, headers: dict[str, str],
               body: Body | None) -> httpx.Response | ServiceUnreachable:  # fmt: skip

@@ -9,6 +9,12 @@ HOME: Final = "RATCHET_HOME"  # the run directory; default ./.ratchet
 SERVER: Final = "RATCHET_SERVER"  # base URL; default: from $RATCHET_HOME/service.json
 TOKEN: Final = "RATCHET_TOKEN"  # bearer token sent to the service
 CONFIG: Final = "RATCHET_CONFIG"  # the client's configuration file; default: ratchet/config.json below XDG_CONFIG_HOME
+CA_FILE: Final = "RATCHET_CA_FILE"  # PEM of the authorities by which the service's certificate is known
+AUTH: Final = "RATCHET_AUTH"  # the service's --auth, and so on
+TLS_CERT: Final = "RATCHET_TLS_CERT"
+TLS_KEY: Final = "RATCHET_TLS_KEY"
+CODE_ROOTS: Final = "RATCHET_CODE_ROOTS"  # with : between them
+URI_ROOTS: Final = "RATCHET_CHECKPOINT_URI_ROOTS"  # with spaces between them
 DATABASE_URL: Final = "RATCHET_DATABASE_URL"
 LAUNCHERS: Final = "RATCHET_LAUNCHERS"  # the service's launchers file
 

@@ -67,6 +67,11 @@ class HomePaths:
         return self.home / "service.json"
 
     @property
+    def service_authorities(self) -> Path:
+        """PEM of the authorities by which agents know the service's certificate; not there: the system's."""
+        return self.home / "service-ca.pem"
+
+    @property
     def database(self) -> Path:
         return self.home / "ratchet.db"
 

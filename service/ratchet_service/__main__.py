@@ -1,4 +1,4 @@
-"""``python -m ratchet_service serve`` and ``python -m ratchet_service reconcile``."""
+"""``python -m ratchet_service serve``, ``reconcile`` and ``token``."""
 
 from __future__ import annotations
 
@@ -10,68 +10,95 @@ from pathlib import Path
 from typing import Final
 
 from ratchet_contract import environment
+from ratchet_service import token_command
+from ratchet_service.listening import Listening, StartError
 from ratchet_service.settings import Settings
 
 DEFAULT_PORT: Final = 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status: 0 after a clean end, 2 when the service could not start."""
+    """The exit status: 0 after a clean end, 2 when the service could not start or a token could not be made."""
     options = _parser().parse_args(argv)
     logging.basicConfig(
         level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    from ratchet_service.serve import ServeOptions, StartError, reconcile, serve
-
-    settings = Settings(
-        home=options.home.expanduser().absolute(),
-        database_url=options.database_url,
-        launchers_file=options.launchers.expanduser().absolute() if options.launchers else None,
-    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # its lines have whole URLs
+    home = options.home.expanduser().absolute()
     try:
-        if options.command == "reconcile":
-            reconcile(settings, options.cpu_slots)
-        else:
-            serve(
-                ServeOptions(
-                    settings,
-                    host=options.host,
-                    port=options.port,
-                    cpu_slots=options.cpu_slots,
-                    reconcile=not options.no_reconciler,
-                    allow_remote=options.allow_remote,
-                    url=options.url,
-                )
-            )
+        if options.command == "token":
+            return token_command.run(Settings(home, options.database_url), options)
+        return _run(home, options)
     except StartError as error:
         print(f"ratchet: {error}", file=sys.stderr)
         return 2
+
+
+def _run(home: Path, options: argparse.Namespace) -> int:
+    from ratchet_service.queueing import Preemption
+    from ratchet_service.serve import ServeOptions, reconcile, serve
+
+    launchers = options.launchers.expanduser().absolute() if options.launchers else None
+    preemption = Preemption(not options.no_preemption, options.preemption_min_run)
+    if options.command == "reconcile":
+        reconcile(Settings(home, options.database_url, launchers), options.cpu_slots, preemption)
+        return 0
+    settings = Settings(
+        home,
+        options.database_url,
+        launchers,
+        code_roots=None if options.code_root is None else tuple(map(_absolute, options.code_root)),
+        uri_roots=None if options.checkpoint_uri_root is None else tuple(options.checkpoint_uri_root),
+        request_rate=options.request_rate,
+        request_burst=max(1, int(10 * options.request_rate)),
+    )
+    listen = Listening(
+        host=options.host,
+        port=options.port,
+        url=options.url,
+        auth=options.auth,
+        tls_cert=options.tls_cert,
+        tls_key=options.tls_key,
+        ca_file=options.ca_file,
+        insecure_http=options.insecure_http,
+    )
+    serve(ServeOptions(settings, listen, options.cpu_slots, not options.no_reconciler, preemption=preemption))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    common = argparse.ArgumentParser(add_help=False)
+    database = argparse.ArgumentParser(add_help=False)
     home = os.environ.get(environment.HOME) or ".ratchet"
-    common.add_argument(
+    database.add_argument(
         "--home", type=Path, default=Path(home), help="run directory (default: RATCHET_HOME or ./.ratchet)"
     )
-    common.add_argument(
+    database.add_argument(
         "--database-url",
         default=os.environ.get(environment.DATABASE_URL) or None,
         help="sqlite:///FILE or postgresql://... (default: RATCHET_DATABASE_URL, else SQLite in the run directory)",
     )
+    database.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    common = argparse.ArgumentParser(add_help=False, parents=[database])
     common.add_argument(
         "--cpu-slots", type=_positive, help="CPU slots lent to jobs (default: the cores of this process)"
     )
-    launchers = os.environ.get(environment.LAUNCHERS)
     common.add_argument(
         "--launchers",
         type=Path,
-        default=Path(launchers) if launchers else None,
+        default=_path_of(environment.LAUNCHERS),
         help="YAML file of the launchers and their settings (default: RATCHET_LAUNCHERS, else local alone)",
     )
-    common.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    common.add_argument(
+        "--no-preemption", action="store_true", help="stop no job for one of higher priority that waits for slots"
+    )
+    common.add_argument(
+        "--preemption-min-run",
+        type=_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="a job that was stopped so trains for so long before it is stopped so again (default: %(default)g)",
+    )
     parser = argparse.ArgumentParser(prog="python -m ratchet_service", description="The control plane of Ratchet.")
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("serve", parents=[common], help="API and reconciler")
@@ -79,9 +106,81 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--port", type=_port, default=DEFAULT_PORT, help="0 takes a free one (default: %(default)s)")
     one.add_argument("--url", help="how agents reach the service, if not by the address it listens on")
     one.add_argument("--no-reconciler", action="store_true", help="the API alone; `reconcile` runs elsewhere")
-    one.add_argument("--allow-remote", action="store_true", help="allow an address that other machines can reach")
+    _add_access(one)
     commands.add_parser("reconcile", parents=[common], help="a reconciler alone")
+    token_command.add(commands, database)
     return parser
+
+
+def _add_access(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--auth",
+        choices=("auto", "token"),
+        default=os.environ.get(environment.AUTH) or "auto",
+        help="auto: no token on SQLite and an address of this machine alone, else everybody needs one; token: everybody, there "
+        "too (default: RATCHET_AUTH, else auto)",
+    )
+    parser.add_argument(
+        "--tls-cert", type=Path, default=_path_of(environment.TLS_CERT), help="PEM (or RATCHET_TLS_CERT)"
+    )
+    parser.add_argument("--tls-key", type=Path, default=_path_of(environment.TLS_KEY), help="PEM (or RATCHET_TLS_KEY)")
+    parser.add_argument(
+        "--ca-file",
+        type=Path,
+        default=_path_of(environment.CA_FILE),
+        help="PEM of the authorities by which agents know the certificate, where the system does not (or RATCHET_CA_FILE)",
+    )
+    parser.add_argument(
+        "--insecure-http",
+        action="store_true",
+        help="plain HTTP at an address that others reach: a proxy in front ends TLS",
+    )
+    parser.add_argument(
+        "--code-root",
+        action="append",
+        default=_split(environment.CODE_ROOTS, ":"),
+        help="a directory below which specs may name code and files; may be repeated (or RATCHET_CODE_ROOTS, with : between "
+        "them). Default: any where no token is needed, else none but what is sent",
+    )
+    parser.add_argument(
+        "--checkpoint-uri-root",
+        action="append",
+        default=_split(environment.URI_ROOTS, None),
+        help="a prefix of checkpoint.uri that specs may name; may be repeated (or RATCHET_CHECKPOINT_URI_ROOTS, with spaces "
+        "between them). Default: likewise",
+    )
+    parser.add_argument(
+        "--request-rate", type=_rate, default=100.0, help="requests a second of one caller, ten times as many at once "
+        "(default: %(default)g)",
+    )  # fmt: skip
+
+
+def _split(variable: str, separator: str | None) -> list[str] | None:
+    text = os.environ.get(variable)
+    return [part for part in text.split(separator) if part] if text else None
+
+
+def _path_of(variable: str) -> Path | None:
+    text = os.environ.get(variable)
+    return Path(text) if text else None
+
+
+def _absolute(path: str) -> Path:
+    return Path(path).expanduser().absolute()
+
+
+def _rate(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1e6:
+        raise argparse.ArgumentTypeError("must be more than 0")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1e9:
+        raise argparse.ArgumentTypeError("must be 0 or more")
+    return value
 
 
 def _positive(text: str) -> int:

@@ -180,7 +180,7 @@ def guard_of(dependant: Dependant) -> Guard | None:
     return next((call for call in declared if isinstance(call, Guard)), None)
 
 
-def get_caller(request: Request) -> Principal:
+async def get_caller(request: Request) -> Principal:
     """Who asks, in a route that ``needs`` something."""
     caller: Principal = request.state.caller
     return caller

@@ -15,6 +15,7 @@ from ratchet_service.database import Database
 from ratchet_service.http import Service, refuse_unknown_parameters
 from ratchet_service.idempotency import Idempotency
 from ratchet_service.instruments import Instruments
+from ratchet_service.own_machine import OwnMachineOnly
 from ratchet_service.ports import SubmissionPorts
 from ratchet_service.routers import actions, checkpoints, code, hooks, jobs, observe, operations, reports, tokens
 from ratchet_service.settings import Settings
@@ -68,7 +69,9 @@ def create_app(settings: Settings, ports: SubmissionPorts, database: Database | 
         settings, shared, ports, idempotency, exporter, Uploads(settings.paths), Gate(settings, shared)
     )
     app.state.instruments = instruments
-    edge.install(app, instruments)
+    if not settings.tokens:
+        app.add_middleware(OwnMachineOnly)
+    edge.install(app, instruments)  # outermost
     app.state.routes = []
     for module in (jobs, actions, checkpoints, observe, hooks, reports, code, tokens, operations):
         app.include_router(module.router, dependencies=[Depends(refuse_unknown_parameters)])

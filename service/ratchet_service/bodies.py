@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
@@ -19,6 +20,10 @@ JSON_TYPES: Final = frozenset({"application/json", "application/merge-patch+json
 YAML_TYPES: Final = frozenset({"application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml"})
 MAX_DEPTH: Final = 64
 MAX_VALUES: Final = 200_000
+BODY_SECONDS: Final = 120.0
+"""For a body that is read whole."""
+PART_SECONDS: Final = 30.0
+"""Between two parts of any body."""
 _MAX_INT: Final = 2**63 - 1
 _UNSTORABLE: Final = re.compile("[\0\ud800-\udfff]")
 
@@ -33,7 +38,11 @@ class RawBody:
 
 async def read_body(request: Request, limit: int) -> RawBody:
     """All bytes, at most ``limit`` of them are ever held. Raises ``Refused`` (``body-too-large``)."""
-    content = b"".join([part async for part in parts_of(request, limit)])
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            content = b"".join([part async for part in parts_of(request, limit)])
+    except TimeoutError:
+        raise _too_slow(BODY_SECONDS) from None
     return RawBody(media_type_of(request), content)
 
 
@@ -43,11 +52,23 @@ async def parts_of(request: Request, limit: int) -> AsyncIterator[bytes]:
     if (announced_by(request) or 0) > limit:
         raise too_large
     size = 0
-    async for part in request.stream():
+    parts = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(PART_SECONDS):
+                part = await anext(parts)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise _too_slow(PART_SECONDS) from None
         size += len(part)
         if size > limit:
             raise too_large
         yield part
+
+
+def _too_slow(seconds: float) -> Refused:
+    return Refused(f"the body did not come within {seconds:g} s", code="body-too-slow")
 
 
 def announced_by(request: Request) -> int | None:

@@ -54,8 +54,16 @@ def launch_file(
         gpus=list(gpus),
         report_token=token,
         service_file=str(home.service_file),
+        service_ca=_authorities(home),
         desired=desired,
     )
+
+
+def _authorities(home: HomePaths) -> str | None:
+    try:
+        return home.service_authorities.read_text(encoding="ascii")
+    except FileNotFoundError:
+        return None
 
 
 def save_seconds(session: Session, job_id: str) -> float | None:

@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import fcntl
-import ipaddress
 import logging
 import os
 import signal
 import socket
+import ssl
 import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+import sqlalchemy as sa
 import uvicorn
 from fastapi import FastAPI
 from pydantic import ValidationError
 
 from ratchet_contract.messages import ServiceFile
 from ratchet_contract.paths import HomePaths
-from ratchet_service import disk, migrate
+from ratchet_service import disk, migrate, slot_host
 from ratchet_service.app import create_app
 from ratchet_service.database import Database, utc_now
+from ratchet_service.http_limits import MAX_HEADERS, HeadDeadline, most_connections
 from ratchet_service.interpreters import Interpreters
 from ratchet_service.launchers.table import Launchers
 from ratchet_service.launchers.table import load as load_launchers
+from ratchet_service.listening import FIRST_TOKEN, Listening, StartError, read_authorities
 from ratchet_service.machine import Machine, probe, write_machine
-from ratchet_service.reconciler import Reconciler
+from ratchet_service.models import ApiToken
+from ratchet_service.queueing import Preemption
+from ratchet_service.reconciler import LEASE_SECONDS, Reconciler
+from ratchet_service.roots import Roots
 from ratchet_service.settings import Settings
 from ratchet_service.submission import LocalSubmission
 
@@ -39,44 +45,49 @@ _GRACE: Final = 3
 """Seconds that open requests (followers of logs and events) get at a clean end."""
 
 
-class StartError(Exception):
-    """The service cannot start; the text says what to do."""
-
-
 @dataclass(frozen=True)
 class ServeOptions:
-    """``url``: what ``service.json`` tells agents, where the bound address is not how they reach it. ``launchers``: others
-    than those of the launchers file, for tests."""
+    """``launchers``: others than those of the launchers file, for tests. Whether tokens are needed, and what a spec may name
+    where the settings leave it open, follows from ``listen`` and the database."""
 
     settings: Settings
-    host: str = "127.0.0.1"
-    port: int = 0
+    listen: Listening = field(default_factory=Listening)
     cpu_slots: int | None = None
     reconcile: bool = True
-    allow_remote: bool = False
-    url: str | None = None
     launchers: Launchers | None = None
+    preemption: Preemption = field(default_factory=Preemption)
 
 
 def serve(options: ServeOptions) -> None:
     """Run until SIGTERM or SIGINT. Raises ``StartError``. Agents are not touched by the end: training goes on."""
-    settings = options.settings
-    _check_host(options)
+    settings, listen = options.settings, options.listen
+    listen.check()
+    tls = listen.tls()
     settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _only_one(settings.paths), _bound_socket(options.host, options.port) as bound:
+    with _only_one(settings.paths), listen.bound() as bound:
         database = open_database(settings)
         try:
+            settings = settled(settings, tokens=listen.tokens(database.is_sqlite))
+            write_authorities(settings.paths, listen)
             launchers = options.launchers or open_launchers(settings)
             machine = probe(options.cpu_slots)
             reconciler = None
             if options.reconcile:
-                reconciler = Reconciler(database, settings.paths, launchers, machine.capacity)
+                take_slots(database, launchers)
+                reconciler = Reconciler(
+                    database, settings.paths, launchers, machine.capacity, preemption=options.preemption
+                )
             ports = LocalSubmission(
-                settings.paths, machine, launchers, reconciler.wake if reconciler else None, here=options.reconcile
+                settings.paths,
+                machine,
+                launchers,
+                reconciler.wake if reconciler else None,
+                here=options.reconcile,
+                roots=Roots(settings.code_roots, settings.uri_roots),
             )
-            url = options.url or _url(bound)
-            _warn_remote(options, url)
-            server = _Server(create_app(settings, ports, database), settings.paths, url)
+            url = listen.address(bound)
+            _say_who_may_come_in(settings, listen, url, database)
+            server = _Server(create_app(settings, ports, database), settings.paths, url, tls)
             with _signals(server), _running(reconciler):
                 server.run(sockets=[bound])
         finally:
@@ -84,14 +95,15 @@ def serve(options: ServeOptions) -> None:
     log.info("ended; agents that were running go on, and are found again at the next start")
 
 
-def reconcile(settings: Settings, cpu_slots: int | None) -> None:
+def reconcile(settings: Settings, cpu_slots: int | None, preemption: Preemption | None = None) -> None:
     """Run a reconciler alone until SIGTERM or SIGINT. Several may run side by side. Raises ``StartError``."""
     settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     database = open_database(settings)
     try:
         machine = probe(cpu_slots)
         launchers = open_launchers(settings)
-        reconciler = Reconciler(database, settings.paths, launchers, machine.capacity)
+        take_slots(database, launchers)
+        reconciler = Reconciler(database, settings.paths, launchers, machine.capacity, preemption=preemption)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: reconciler.stop())
         write_machine(settings.home, machine, _torch_has_cuda(machine))
@@ -110,6 +122,18 @@ def open_launchers(settings: Settings) -> Launchers:
         return load_launchers(settings.paths, settings.launchers_file)
     except ValueError as error:
         raise StartError(str(error)) from None
+
+
+def take_slots(database: Database, launchers: Launchers) -> None:
+    """For this host, where a launcher needs them. Raises ``StartError`` while another host's reconciler lends them."""
+    kinds = [kind for kind, launcher in launchers.items() if launcher.slots]
+    other = slot_host.other_host(database, LEASE_SECONDS) if kinds else None
+    if other is not None:
+        raise StartError(
+            f"a reconciler on {other} lends the slots of this database, and slots are of one machine: the launcher "
+            f"{', '.join(kinds)} cannot run here as well. End that one first, give this one a launchers file without "
+            f"{', '.join(kinds)}, or a database of its own"
+        )
 
 
 def open_database(settings: Settings) -> Database:
@@ -132,11 +156,22 @@ def open_database(settings: Settings) -> Database:
 class _Server(uvicorn.Server):
     """Writes ``service.json`` once requests are answered, and takes it away at a clean end if it is still its own."""
 
-    def __init__(self, app: FastAPI, paths: HomePaths, url: str) -> None:
+    def __init__(self, app: FastAPI, paths: HomePaths, url: str, tls: ssl.SSLContext | None) -> None:
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, timeout_graceful_shutdown=_GRACE, server_header=False
+            app,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=_GRACE,
+            server_header=False,
+            proxy_headers=False,  # whoever sends them could be anybody
+            http=HeadDeadline,
+            ws="none",
+            h11_max_incomplete_event_size=MAX_HEADERS,
+            limit_concurrency=most_connections(),
         )
         super().__init__(config)
+        config.load()
+        config.ssl = tls
         self._paths = paths
         self._url = url
 
@@ -214,53 +249,37 @@ def _only_one(paths: HomePaths) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _bound_socket(host: str, port: int) -> Iterator[socket.socket]:
-    """Bound before anything else is done, so that nobody can take the port meanwhile. Raises ``StartError``."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise StartError(f"{host!r} is no address of this machine: {error.strerror}") from None
-    with socket.socket(family, kind, protocol) as bound:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            bound.bind(address)
-            bound.listen(socket.SOMAXCONN)
-        except OSError as error:
-            raise StartError(
-                f"cannot listen on {host} port {port}: {error.strerror}; end what uses it, or give --port 0 for a free port"
-            ) from None
-        yield bound
+def settled(settings: Settings, *, tokens: bool) -> Settings:
+    """Where others than the run directory's owner submit, specs name no directory and no object store that was not allowed."""
+    roots = settings.code_roots if settings.code_roots is not None or not tokens else ()
+    uris = settings.uri_roots if settings.uri_roots is not None or not tokens else ()
+    return replace(settings, tokens=tokens, code_roots=roots, uri_roots=uris)
 
 
-def _check_host(options: ServeOptions) -> None:
-    if not options.allow_remote and not _is_loopback(options.host):
-        raise StartError(
-            f"{options.host} can be reached from other machines, and there is no authentication yet: anybody there could run "
-            "code here. Keep 127.0.0.1, or give --allow-remote behind a proxy or network that you trust"
+def write_authorities(paths: HomePaths, listen: Listening) -> None:
+    """Where agents and the reconciler find by which authorities the service is known; none, no file."""
+    if listen.ca_file is None:
+        paths.service_authorities.unlink(missing_ok=True)
+    else:
+        paths.service_authorities.write_text(read_authorities(listen.ca_file), encoding="ascii")
+
+
+def _say_who_may_come_in(settings: Settings, listen: Listening, url: str, database: Database) -> None:
+    if not settings.tokens:
+        log.info(
+            "no token needed: whoever reaches %s, from this machine alone, is its owner with the role admin; --auth token asks "
+            "for tokens",
+            url,
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return True  # binding will say what is wrong
-    return all(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]).is_loopback for entry in found)
-
-
-def _warn_remote(options: ServeOptions, url: str) -> None:
-    if not _is_loopback(options.host):
+        return
+    log.info("tokens are needed at %s", url)
+    if listen.insecure_http and listen.open:
         log.warning(
-            "%s is open to other machines and there is NO authentication: whoever reaches it can run code here", url
+            "%s speaks plain HTTP: whoever sees its traffic has its tokens, unless a proxy in front ends TLS", url
         )
-
-
-def _url(bound: socket.socket) -> str:
-    host, port = bound.getsockname()[:2]
-    if ipaddress.ip_address(host).is_unspecified:
-        host = "127.0.0.1" if bound.family is socket.AF_INET else "::1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    with database.read() as session:
+        if session.scalar(sa.select(ApiToken.id).limit(1)) is None:
+            log.warning("there is no token yet: %s, with the same --home and database, makes the first", FIRST_TOKEN)
 
 
 def _torch_has_cuda(machine: Machine) -> bool:

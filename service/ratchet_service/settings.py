@@ -18,6 +18,8 @@ class Settings:
     database_url: str | None = None
     launchers_file: Path | None = None  # None: the local launcher alone
     tokens: bool = False  # demanded of every caller; ``serve`` decides, by where it listens
+    code_roots: tuple[Path, ...] | None = None  # directories of the service that a spec may name; None: any
+    uri_roots: tuple[str, ...] | None = None  # the same of ``checkpoint.uri``
     request_rate: float = 100.0  # requests a second of one caller
     request_burst: int = 1000  # of these at once
     report_rate: float = 100.0  # the same of an attempt's agents at one address: each reports some three times a second

@@ -23,6 +23,7 @@ from ratchet_service.launch_files import launch_file
 from ratchet_service.launchers.table import Launchers
 from ratchet_service.machine import Machine, read_machine
 from ratchet_service.preflight_report import Report
+from ratchet_service.roots import Roots
 from ratchet_service.turns import Turns
 
 _NO_JOB: Final = "job-id"
@@ -42,20 +43,27 @@ class LocalSubmission:
         wake: Callable[[], None] | None = None,
         *,
         here: bool = True,
+        roots: Roots | None = None,
     ) -> None:
-        """``here`` False: jobs run on the machine of a reconciler elsewhere, which tells of itself in the run directory."""
+        """``here`` False: jobs run on the machine of a reconciler elsewhere, which tells of itself in the run directory.
+        ``roots``: what specs may name; None: anything."""
         self._home = home
         self._own = machine
         self._here = here
         self._launchers = launchers
         self._wake = wake
+        self._roots = roots or Roots()
         self._interpreters = Interpreters()
         self._looks = Turns(LOOKS, "looking at other submissions' code")
 
     def resolve(
         self, spec: JobSpec, code_digest: str | None = None
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
+        allowed = Report()
+        self._roots.check(spec, allowed)
         spec = self._on_snapshot(spec, code_digest)
+        if allowed.problems:  # nothing there is looked at
+            return _undecided(spec, self._own), [], allowed.problems
         with self._look(isinstance(spec.hook, CustomSpec)):
             found = preflight.resolve(spec, self._machine(), launchers=self._launchers, interpreters=self._interpreters)
         resolved, report = found[0], Report(found[1], found[2])
@@ -122,3 +130,8 @@ class LocalSubmission:
     def wake(self) -> None:
         if self._wake is not None:
             self._wake()
+
+
+def _undecided(spec: JobSpec, machine: Machine) -> Resolved:
+    """Beside problems, with which nobody reads it."""
+    return Resolved(device="cpu", backend="gloo", threads_per_rank=1, python=spec.python or machine.python)

@@ -67,7 +67,8 @@ def disturbed(server: Server, folder: Path, reference: Path, hosts: twin.Hosts |
     if hosts is not None:
         behind = [hosts.command(node) for node in (0, 1)]
         file = twin.launchers_file(folder / "hosts.yaml", behind, code=str(folder / "own"))
-        server.options = ("--cpu-slots", "8", "--launchers", str(file), "--host", hosts.here, "--allow-remote")
+        server.options = ("--cpu-slots", "8", "--launchers", str(file), "--host", hosts.here, "--insecure-http")
+        server.show_token()
     server.start()
     number, paths = server.wait_step(job_id, 30, after_attempt=number, saved=True)
     os.kill(agent_pid(paths.node(1)), signal.SIGTERM)

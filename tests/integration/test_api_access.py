@@ -19,7 +19,8 @@ from ratchet_service.models import ApiToken
 from ratchet_service.settings import Settings
 from ratchet_service.tokens import hash_token
 from tests.support.api import TOKEN, Api, FakePorts, Server, spec
-from tests.support.team import Team, bearer, guarded, make_token, refused, team
+from tests.support.team import Team, guarded, refused, team
+from tests.support.tokens import bearer, make_token
 
 __all__ = ["guarded", "team"]
 ACTIONS = ("suspend", "cancel", "preempt", "checkpoint", "resume", "fork")

@@ -16,7 +16,7 @@ from ratchet_contract.phases import JobPhase
 from ratchet_service.database import utc_now
 from ratchet_service.models import IdempotencyKey, Job
 from tests.support.api import Api, spec
-from tests.support.team import make_token
+from tests.support.tokens import make_token
 
 
 def key(value: str = "k1", **headers: str) -> dict[str, str]:

@@ -11,7 +11,8 @@ import sqlalchemy as sa
 from ratchet_contract.access import SCOPES, Role, Scope
 from ratchet_service.database import Database
 from ratchet_service.models import Base
-from tests.support.team import Team, bearer, guarded, refused, team
+from tests.support.team import Team, guarded, refused, team
+from tests.support.tokens import bearer
 
 __all__ = ["guarded", "team"]
 

@@ -99,15 +99,6 @@ def test_a_port_that_is_taken_is_said_with_what_to_do(tmp_path: Path, capsys: py
     assert not (tmp_path / "service.json").exists()
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_other_machines_are_kept_out_unless_allowed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], host: str
-) -> None:
-    assert main(["serve", "--home", str(tmp_path), "--port", "0", "--host", host]) == 2
-    assert "--allow-remote" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("url", "text"),
     [("mysql://u@h/d", "not supported"), ("postgresql://u:hidden@127.0.0.1:1/d", "cannot be opened")],

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import httpx
 import sqlalchemy as sa
 import uvicorn
 
+from ratchet_contract.access import LOCAL_OWNER, Role
 from ratchet_contract.paths import AttemptPaths, HomePaths
 from ratchet_contract.phases import JobPhase
 from ratchet_service.app import create_app
@@ -32,6 +34,7 @@ from ratchet_service.settings import Settings
 from ratchet_service.submission import LocalSubmission
 from ratchet_service.watching import Timing
 from tests.support.server import processes_below, wait_for
+from tests.support.tokens import bearer, make_token
 from tests.support.trainer import AGENT
 
 ROOT = str(Path(__file__).parents[2])
@@ -134,9 +137,14 @@ class Plane:
     def log(self) -> str:
         return "\n".join(p.read_text() for p in sorted(self.settings.home.glob("service-*.log")))
 
+    @cached_property
+    def token(self) -> str:
+        """Of an admin: a service on PostgreSQL wants one."""
+        return make_token(self.database, LOCAL_OWNER, Role.ADMIN)
+
     def post(self, path: str, body: Any = None) -> Any:
         url = json.loads(self.paths.service_file.read_text())["url"]
-        answer = httpx.post(url + path, json=body, timeout=30)
+        answer = httpx.post(url + path, json=body, timeout=30, headers=bearer(self.token))
         assert answer.is_success, answer.text
         return answer.json()
 
@@ -206,8 +214,4 @@ if __name__ == "__main__":
 
     logging.basicConfig(level="INFO", stream=sys.stderr)
     settings = Settings(home=Path(sys.argv[1]), database_url=os.environ["RATCHET_DATABASE_URL"])
-    serve(
-        ServeOptions(
-            settings, port=0, cpu_slots=int(sys.argv[2]), launchers=launchers(trainer_launcher(settings.paths))
-        )
-    )
+    serve(ServeOptions(settings, cpu_slots=int(sys.argv[2]), launchers=launchers(trainer_launcher(settings.paths))))

@@ -16,10 +16,13 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 
+from ratchet_contract.access import LOCAL_OWNER, Role
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import AttemptPaths, HomePaths, JobPaths, NodePaths, parse_checkpoint_dir_name
 from ratchet_contract.resume import Base
+from ratchet_service.database import Database, sqlite_url
 from ratchet_worker.counter import CounterReader, Reading
+from tests.support.tokens import bearer, make_token
 
 T = TypeVar("T")
 _PERIOD, _RAREST = 0.02, 0.15
@@ -84,6 +87,12 @@ class Server:
         self._client = httpx.Client(
             timeout=30, verify=False, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
         )
+
+    def show_token(self) -> None:
+        """From now on, an admin's: for a service that wants one. There is a database by then."""
+        database = Database(sqlite_url(self.paths.database))
+        self._client.headers.update(bearer(make_token(database, LOCAL_OWNER, Role.ADMIN)))
+        database.dispose()
 
     def start(self) -> Server:
         self.home.mkdir(parents=True, exist_ok=True)

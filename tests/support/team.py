@@ -10,23 +10,11 @@ import httpx
 import pytest
 
 from ratchet_contract.access import Role, Scope
-from ratchet_service import tokens
 from ratchet_service.app import create_app
 from ratchet_service.database import Database
 from ratchet_service.settings import Settings
 from tests.support.api import Api, FakePorts, Server
-
-
-def make_token(database: Database, owner: str, role: Role, *scopes: Scope, expires: datetime | None = None) -> str:
-    with database.write() as session:
-        _, text = tokens.make(
-            session, name="test", owner=owner, role=role, scopes=scopes, expires_at=expires, created_by="test"
-        )
-    return text
-
-
-def bearer(token: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {token}"}
+from tests.support.tokens import bearer, make_token
 
 
 class Team:

@@ -80,7 +80,7 @@ def test_the_programs_take_the_commands_and_meet_where_the_services_are(
         found[deployment["metadata"]["name"]] = options_of(container["args"], monkeypatch)
     api, reconciler = found["ratchet-api"], found["ratchet-reconciler"]
     assert (api.command, reconciler.command) == ("serve", "reconcile")
-    assert api.no_reconciler and api.allow_remote and api.host == "0.0.0.0"
+    assert api.no_reconciler and api.insecure_http and api.host == "0.0.0.0"
     service = of_kind(objects, "Service")["ratchet-api"]
     (port,) = service["spec"]["ports"]
     assert api.url == f"http://{service['metadata']['name']}:{port['port']}"

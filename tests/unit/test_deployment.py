@@ -35,7 +35,7 @@ def test_each_command_is_taken_by_the_command_line_and_by_the_service(
 ) -> None:
     options = options_of(commands()[name], monkeypatch)
     if options.command == "serve":  # without torch: who trains is the other container
-        assert options.no_reconciler and options.allow_remote and options.port == 8000
+        assert options.no_reconciler and options.insecure_http and options.port == 8000
 
 
 def test_what_is_built_and_copied_is_there() -> None:
@@ -87,6 +87,7 @@ def test_the_unit_of_a_login_node_starts_a_service_with_the_launchers_that_lie_b
     folder = ROOT / "deploy" / "slurm"
     (command,) = re.findall(r"^ExecStart=\S+/ratchet (.*)$", (folder / "ratchet.service").read_text(), re.MULTILINE)
     options = options_of(command.replace("%h", str(tmp_path)).replace("%H", "login").split(), monkeypatch)
-    assert options.allow_remote and options.url == f"http://login:{options.port}"
+    assert options.url == f"https://login:{options.port}" and options.code_root == [str(tmp_path)]
+    assert options.tls_cert and options.tls_key and options.ca_file and not options.insecure_http
     assert options.launchers == tmp_path / "ratchet" / "launchers.yaml"
     assert list(load(HomePaths(tmp_path), folder / "launchers.yaml")) == ["local", "slurm"]

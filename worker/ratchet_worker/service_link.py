@@ -6,6 +6,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import ssl
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from pydantic import ValidationError
 
 from ratchet_contract.errors import PROBLEM_TYPE_PREFIX
 from ratchet_contract.messages import AgentReport, LaunchFile, ReportAck, ServiceFile
+from ratchet_contract.paths import HomePaths
 from ratchet_contract.version import PROTOCOL_VERSION
 
 _TIMEOUT: Final = 5.0
@@ -124,8 +126,11 @@ class ServiceLink:
     def _connect(self) -> http.client.HTTPConnection:
         url = self._url()
         assert url.hostname is not None
-        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-        self._connection = kind(url.hostname, url.port, timeout=_TIMEOUT)
+        if url.scheme == "https":
+            context = trusted(self._launch)
+            self._connection = http.client.HTTPSConnection(url.hostname, url.port, timeout=_TIMEOUT, context=context)
+        else:
+            self._connection = http.client.HTTPConnection(url.hostname, url.port, timeout=_TIMEOUT)
         self._prefix = url.path.rstrip("/")
         return self._connection
 
@@ -184,6 +189,20 @@ class ServiceLink:
         except PermissionError:
             pass
         return True
+
+
+def trusted(launch: LaunchFile) -> ssl.SSLContext:
+    """The authorities by which the service is known: those that it left beside its address, where that is seen from here, else
+    those of the launch file, else the system's. The certificate and its name are checked in any case. Raises ``Unreachable``."""
+    file = HomePaths(Path(launch.service_file).parent).service_authorities
+    try:
+        authorities = file.read_text(encoding="ascii")
+    except OSError:
+        authorities = launch.service_ca or ""
+    try:
+        return ssl.create_default_context(cadata=authorities or None)
+    except (ssl.SSLError, ValueError) as error:
+        raise Unreachable(f"the service's authorities cannot be read: {error}") from None
 
 
 def _problem(data: bytes) -> tuple[str | None, str]:

@@ -31,6 +31,18 @@ Launchers = Annotated[
         help="Launchers file: which engines jobs may run on. (default: RATCHET_LAUNCHERS, else local alone)",
     ),
 ]
+NoPreemption = Annotated[
+    bool, typer.Option("--no-preemption", help="Stop no job for one of higher priority that waits for slots.")
+]
+MinRun = Annotated[
+    float | None,
+    typer.Option(
+        "--preemption-min-run",
+        min=0,
+        metavar="SECONDS",
+        help="A job that was stopped so trains for so long before it is stopped so again. (default: 60)",
+    ),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -48,22 +60,75 @@ def serve(
     database_url: DatabaseUrl = None,
     cpu_slots: CpuSlots = None,
     launchers: Launchers = None,
+    no_preemption: NoPreemption = False,
+    preemption_min_run: MinRun = None,
     no_reconciler: Annotated[
         bool, typer.Option("--no-reconciler", help="Only the API; `ratchet reconcile` runs elsewhere.")
     ] = False,
     url: Annotated[
         str | None, typer.Option(help="How agents reach the service, if not by the address it listens on.")
     ] = None,
-    allow_remote: Annotated[
+    auth: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|token",
+            help="auto: no token on SQLite and an address of this machine alone, else everybody needs one; token: everybody, "
+            "there too. (default: RATCHET_AUTH, else auto)",
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Certificate, PEM. (default: RATCHET_TLS_CERT)")
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Its key, PEM. (default: RATCHET_TLS_KEY)")
+    ] = None,
+    ca_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Authorities by which agents know it, PEM. (default: RATCHET_CA_FILE, else the system's)",
+        ),
+    ] = None,
+    insecure_http: Annotated[
         bool,
-        typer.Option("--allow-remote", help="Allow an address that other machines can reach. There is no login yet."),
+        typer.Option("--insecure-http", help="Plain HTTP at an address that others reach: a proxy in front ends TLS."),
     ] = False,
+    code_root: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DIR",
+            help="Specs may name code and files below it; may be repeated. (default: RATCHET_CODE_ROOTS; "
+            "else any where no token is needed, none elsewhere)",
+        ),
+    ] = None,
+    checkpoint_uri_root: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URI",
+            help="Likewise a prefix of checkpoint.uri. (default: RATCHET_CHECKPOINT_URI_ROOTS, else likewise)",
+        ),
+    ] = None,
+    request_rate: Annotated[
+        float | None, typer.Option(min=0.01, max=1e6, help="Requests a second of one caller. (default: 100)")
+    ] = None,
 ) -> None:
     """Run the service (API and reconciler) in the foreground. Ctrl-C ends it; running jobs go on and are found again."""
-    arguments = ["serve", *_common(ctx, home, cpu_slots, launchers), "--host", host, "--port", str(port)]
-    arguments += ["--no-reconciler"] * no_reconciler + ["--allow-remote"] * allow_remote
-    if url is not None:
-        arguments += ["--url", url]
+    arguments = [
+        "serve",
+        *_common(ctx, home, cpu_slots, launchers),
+        *_preemption(no_preemption, preemption_min_run),
+        "--host",
+        host,
+        "--port",
+        str(port),
+    ]
+    arguments += ["--no-reconciler"] * no_reconciler + ["--insecure-http"] * insecure_http
+    given = {"--url": url, "--auth": auth, "--tls-cert": tls_cert, "--tls-key": tls_key, "--ca-file": ca_file,
+             "--request-rate": request_rate}  # fmt: skip
+    for option, value in given.items():
+        arguments += [] if value is None else [option, str(value)]
+    for option, values in (("--code-root", code_root), ("--checkpoint-uri-root", checkpoint_uri_root)):
+        arguments += [part for value in values or () for part in (option, value)]
     become("ratchet_service", "fastapi", "service", arguments, database_url)
 
 
@@ -73,9 +138,15 @@ def reconcile(
     database_url: DatabaseUrl = None,
     cpu_slots: CpuSlots = None,
     launchers: Launchers = None,
+    no_preemption: NoPreemption = False,
+    preemption_min_run: MinRun = None,
 ) -> None:
     """Run a reconciler alone, beside a service with --no-reconciler. Several may share one database."""
-    arguments = ["reconcile", *_common(ctx, home, cpu_slots, launchers)]
+    arguments = [
+        "reconcile",
+        *_common(ctx, home, cpu_slots, launchers),
+        *_preemption(no_preemption, preemption_min_run),
+    ]
     become("ratchet_service", "fastapi", "service", arguments, database_url)
 
 
@@ -85,6 +156,11 @@ def _common(ctx: typer.Context, home: Path | None, cpu_slots: int | None, launch
     arguments = ["--home", str(home_directory(home or settings(ctx).home))]
     arguments += [] if cpu_slots is None else ["--cpu-slots", str(cpu_slots)]
     return arguments if launchers is None else [*arguments, "--launchers", str(launchers)]
+
+
+def _preemption(off: bool, min_run: float | None) -> list[str]:
+    arguments = ["--no-preemption"] * off
+    return arguments if min_run is None else [*arguments, "--preemption-min-run", str(min_run)]
 
 
 def agent(launch_file: Annotated[Path, typer.Argument(help="The attempt's launch.json.", exists=True)]) -> None:
