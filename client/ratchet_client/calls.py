@@ -42,3 +42,7 @@ def job_path(job_id: str) -> str:
 
 def checkpoint_path(job_id: str, checkpoint_id: str) -> str:
     return f"{job_path(job_id)}/checkpoints/{quote(checkpoint_id, safe='')}"
+
+
+def quota_path(owner: str) -> str:
+    return f"/v1/quotas/{quote(owner, safe='*')}"

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from pydantic import BaseModel
 
-from ratchet_client.calls import PAGE, checkpoint_path, job_path
+from ratchet_client.calls import PAGE, checkpoint_path, job_path, quota_path
 from ratchet_client.errors import ServiceFault, ServiceUnreachable
 from ratchet_client.exports import ExportFormat, fetch
 from ratchet_client.following import Following, WhichAttempt
@@ -18,7 +18,7 @@ from ratchet_client.polling import TERMINAL, Series, Snapshot
 from ratchet_client.spec_file import Spec, spec_body
 from ratchet_client.transport import Params, Transport
 from ratchet_client.upload import Note, with_code
-from ratchet_contract import api, api_requests
+from ratchet_contract import api, api_quotas, api_requests
 
 __all__ = ["TERMINAL", "RatchetClient", "Series", "Snapshot", "WhichAttempt"]
 
@@ -218,6 +218,29 @@ class RatchetClient(Following):
         """
         body = api_requests.PruneRequest(dry_run=dry_run, quarantined=quarantined).model_dump(mode="json")
         return self._post(f"{job_path(job_id)}/checkpoints/prune", api.PruneResult, json=body)
+
+    # --- quotas -------------------------------------------------------------------------------------------------------
+
+    def quotas(self) -> Iterator[api_quotas.QuotaView]:
+        """Those that were set, with what their owners have now."""
+        return self._pages("/v1/quotas", api_quotas.QuotaView, {})
+
+    def quota(self, owner: str) -> api_quotas.QuotaView:
+        """What counts for an owner, be it the quota of ``*`` or none, and what it has now.
+
+        >>> client.quota("local").in_use.jobs >= 0
+        True
+        """
+        return self._get(quota_path(owner), api_quotas.QuotaView)
+
+    def set_quota(self, owner: str, request: api_quotas.QuotaRequest) -> api_quotas.QuotaView:
+        """The whole quota of an owner, or of ``*``: each owner without one of its own. What is left out has no limit."""
+        body = request.model_dump(mode="json")
+        return api_quotas.QuotaView.model_validate(self._transport.request("PUT", quota_path(owner), json=body).json())
+
+    def delete_quota(self, owner: str) -> None:
+        """From then on that of ``*`` counts, if there is one. Raises ``NotFound``."""
+        self._transport.request("DELETE", quota_path(owner))
 
     # --- the service --------------------------------------------------------------------------------------------------
 

@@ -202,7 +202,13 @@ class JobSpec(SpecModel):
     )
     volumes: list[VolumeSpec] = Field([], max_length=64, description="Mounted into the ranks' containers.")
     labels: dict[str, str] = Field({}, max_length=64, description="For people and filters; changeable later.")
-    priority: int = Field(0, ge=-1000, le=1000, description="Higher starts first; nothing is stopped for it.")
+    priority: int = Field(
+        0,
+        ge=-1000,
+        le=1000,
+        description="Higher starts first. For want of slots a job of a lower one may be stopped, with a checkpoint, and go on "
+        "later (its policy.preemptible).",
+    )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="Of every generator, the order of the data and augmentation.")
     ttl: Seconds | None = Field(None, description="Seconds after the end until the job and its files are deleted.")
 

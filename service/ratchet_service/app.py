@@ -17,7 +17,18 @@ from ratchet_service.idempotency import Idempotency
 from ratchet_service.instruments import Instruments
 from ratchet_service.own_machine import OwnMachineOnly
 from ratchet_service.ports import SubmissionPorts
-from ratchet_service.routers import actions, checkpoints, code, hooks, jobs, observe, operations, reports, tokens
+from ratchet_service.routers import (
+    actions,
+    checkpoints,
+    code,
+    hooks,
+    jobs,
+    observe,
+    operations,
+    quotas,
+    reports,
+    tokens,
+)
 from ratchet_service.settings import Settings
 from ratchet_service.turns import Turns
 from ratchet_service.usecases.export import Exporter
@@ -73,7 +84,7 @@ def create_app(settings: Settings, ports: SubmissionPorts, database: Database | 
         app.add_middleware(OwnMachineOnly)
     edge.install(app, instruments)  # outermost
     app.state.routes = []
-    for module in (jobs, actions, checkpoints, observe, hooks, reports, code, tokens, operations):
+    for module in (jobs, actions, checkpoints, observe, hooks, reports, code, tokens, quotas, operations):
         app.include_router(module.router, dependencies=[Depends(refuse_unknown_parameters)])
         app.state.routes += module.router.routes
     app.openapi = lambda: openapi.describe(app)  # type: ignore[method-assign]

@@ -13,7 +13,8 @@ The rules for an attempt that has ended:
    What an exit code of the job's own code counts as is the spec's to say (``treatment``).
    Three attempts in a row that commit no new step end it too. A suspended attempt is a pause that somebody asked for, not
    a try that came to nothing: it neither adds to that row nor breaks it; nor does one that was taken out of its engine's
-   queue. An unmanaged one (a script without a Session) breaks it: it ran, and whether it got on is known to the script alone.
+   queue, or stopped here for a job of higher priority. An unmanaged one (a script without a Session) breaks it: it ran, and
+   whether it got on is known to the script alone.
    Its failures count as ever, and since no progress of it is seen, none is forgiven. One that gets a SIGTERM which nobody here
    sent, again and again, may be sending it itself: its starts are spaced as if it had failed, so that one that ran for longer
    than that waits for nothing.
@@ -117,7 +118,8 @@ def _ended(view: JobView, end: AttemptEnd, now: datetime) -> Decision:
             return _over(view, Event.END_SUCCEEDED, _as(cause), view.counters, None, None)
         cause = view.desired_cause or _WANTED[view.desired]
     treated = treatment(cause, end, view.limits.exit_rules)
-    counters = count(view.counters, treated, end)
+    moved = view.desired_cause is Cause.HIGHER_PRIORITY
+    counters = count(view.counters, treated, end, moved=moved)
     if view.desired is Desired.CANCEL or cause is Cause.API_CANCEL:
         return _over(view, Event.END_CANCELLED, treated, counters, *_unless(treated, Outcome.CANCELLED, end))
     if treated.budget is Budget.FATAL:
@@ -134,9 +136,10 @@ def _ended(view: JobView, end: AttemptEnd, now: datetime) -> Decision:
     return _requeue(view, treated, counters, end, now)
 
 
-def count(counters: Counters, treated: Treatment, end: AttemptEnd) -> Counters:
-    """The counters after an attempt that ended so; real progress forgives earlier failures, never preemptions."""
-    taken = not end.begun and treated.outcome is Outcome.PREEMPTED  # out of its engine's queue
+def count(counters: Counters, treated: Treatment, end: AttemptEnd, *, moved: bool = False) -> Counters:
+    """The counters after an attempt that ended so; real progress forgives earlier failures, never preemptions. ``moved``: it was
+    stopped here for another job."""
+    taken = (moved or not end.begun) and treated.outcome is Outcome.PREEMPTED  # or out of its engine's queue
     if end.unmanaged:
         counters = replace(counters, no_progress=0)
     elif treated.outcome is not Outcome.SUSPENDED and not taken:

@@ -29,6 +29,7 @@ FORK: Final[dict[str, Any]] = {
 PATCH: Final[dict[str, Any]] = {"labels": {"team": "speech", "trial": None}, "priority": 10}
 PIN: Final[dict[str, Any]] = {"pinned": True}
 PRUNE: Final[dict[str, Any]] = {"dry_run": True}
+QUOTA: Final[dict[str, Any]] = {"queued": 100, "jobs": 4, "ranks": 16, "gpus": 8}
 TOKEN: Final[dict[str, Any]] = {"name": "laptop", "scopes": ["jobs:read", "jobs:write"], "expires_days": 30}
 PROBLEM: Final[dict[str, Any]] = {
     "type": "urn:ratchet:problem:invalid-spec",

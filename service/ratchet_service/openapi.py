@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from ratchet_contract.api_access import TokenRequest
+from ratchet_contract.api_quotas import QuotaRequest
 from ratchet_contract.api_requests import ForkRequest, PatchRequest, PinRequest, PruneRequest, ResumeRequest
 from ratchet_contract.errors import Problem
 from ratchet_contract.messages import AgentReport
@@ -18,7 +19,8 @@ from ratchet_service import examples, problems
 from ratchet_service.access import guard_of
 
 BODIES: Final[tuple[type[BaseModel], ...]] = (
-    JobSpec, ResumeRequest, ForkRequest, PatchRequest, PinRequest, PruneRequest, TokenRequest, AgentReport, Problem,
+    JobSpec, ResumeRequest, ForkRequest, PatchRequest, PinRequest, PruneRequest, TokenRequest, QuotaRequest, AgentReport,
+    Problem,
 )  # fmt: skip
 _REF: Final = "#/components/schemas/{model}"
 PROBLEMS: Final[dict[int | str, dict[str, Any]]] = {

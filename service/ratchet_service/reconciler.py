@@ -21,9 +21,11 @@ from ratchet_service.database import Database
 from ratchet_service.expiry import Expiry
 from ratchet_service.launchers.base import EngineUnreachable, attempt_name
 from ratchet_service.launchers.table import Launchers
-from ratchet_service.launching import Launching, launched_by
+from ratchet_service.launching import Launching
 from ratchet_service.leases import Lease, LeaseLost
 from ratchet_service.models import Attempt, Job
+from ratchet_service.queue_rows import launched_by
+from ratchet_service.queueing import Preemption
 from ratchet_service.slots import Capacity
 from ratchet_service.watching import Timing, Watch, Watcher, Wish, wishes
 
@@ -49,19 +51,23 @@ class Reconciler:
         *,
         timing: Timing | None = None,
         lease_seconds: float = LEASE_SECONDS,
+        preemption: Preemption | None = None,
     ) -> None:
         self._database = database
         self._home = home
         self._owner = leases.new_owner()
         self._lease_seconds = lease_seconds
         self._launchers = launchers
-        self._launching = Launching(database, home, launchers, capacity, self._owner, lease_seconds)
+        self._launching = Launching(
+            database, home, launchers, capacity, self._owner, lease_seconds, preemption or Preemption()
+        )
         self._watcher = Watcher(database, home, launchers, self._launching, timing or Timing(), lease_seconds)
         self._expiry = Expiry(database, home)
         self._watches: dict[str, Watch] = {}
         self._stopping = threading.Event()
         self._changed = threading.Event()
         self._renewed = 0.0
+        self._slots_kept = 0.0
         self._look_around_at = 0.0
         self._expired = 0.0
 
@@ -117,6 +123,9 @@ class Reconciler:
         return ENDING_INTERVAL if ending else ACTIVE_INTERVAL
 
     def _renew(self, now: float) -> None:
+        if now - self._slots_kept >= self._lease_seconds / 4:
+            self._launching.keep_slots()
+            self._slots_kept = now
         if not self._watches or now - self._renewed < self._lease_seconds / 4:
             return
         with self._database.write() as session:
@@ -211,10 +220,10 @@ class Reconciler:
 
     def _give_back(self) -> None:
         held: list[Lease] = [w.lease for w in self._watches.values()]
-        if not held:
-            return
         try:
-            with self._database.write() as session:
-                leases.release(session, held)
+            self._launching.give_slots_back()
+            if held:
+                with self._database.write() as session:
+                    leases.release(session, held)
         except SQLAlchemyError as error:
             log.warning("leases were not given back, they expire by themselves: %s", str(error).splitlines()[0])

@@ -3,7 +3,7 @@
 A CPU slot is a promise between jobs, not a core: slot numbers let two jobs never count on the same core by accident. A job
 that asks for more CPU slots than the machine has takes all of them and so runs alone. GPUs cannot be shared at all.
 
-The queue is served in order (priority, then age). A job that does not fit keeps what it waits for: those behind it may start
+The queue is served in order (``queue_order``). A job that does not fit keeps what it waits for: those behind it may start
 only with what is left after it, so that a large job is not starved by small ones.
 """
 
@@ -34,6 +34,9 @@ class Need:
     gpus: int
     cpus: int
 
+    def plus(self, other: Need) -> Need:
+        return Need(self.gpus + other.gpus, self.cpus + other.cpus)
+
 
 @dataclass(frozen=True)
 class Grant:
@@ -46,9 +49,10 @@ class Grant:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Why a job gets nothing now."""
+    """Why a job gets nothing now. ``lacks``: what it asks for beyond what is free; None: this machine can never give it."""
 
     message: str
+    lacks: Need | None = field(default=None, compare=False)
 
 
 def need_of(spec: JobSpec, resolved: Resolved) -> Need:
@@ -91,10 +95,11 @@ class Board:
             self._held.append(grant)
             return grant
         message = self._why(need, cpus)
+        lacks = Need(max(0, need.gpus - len(self._gpus)), max(0, cpus - len(self._cpus)))
         self._take(self._gpus, need.gpus)
         self._take(self._cpus, cpus)
         self._ahead = self._ahead or job_id
-        return Waiting(message)
+        return Waiting(message, lacks)
 
     def _why(self, need: Need, cpus: int) -> str:
         wants = []

@@ -23,6 +23,7 @@ from ratchet_service import leases, models
 from ratchet_service.database import Database
 from ratchet_service.decide import decide
 from ratchet_service.decision import Action, Alive, Decision, JobView, Limits
+from ratchet_service.decision_rows import limits_of, view_of
 from ratchet_service.ending import LOG_TAIL, Evidence, settle
 from ratchet_service.launchers import files
 from ratchet_service.launchers.base import (
@@ -35,7 +36,7 @@ from ratchet_service.launchers.base import (
     LaunchPlan,
 )
 from ratchet_service.launchers.table import Launchers
-from ratchet_service.launching import NO_LAUNCHER, Launching, limits_of, view_of
+from ratchet_service.launching import NO_LAUNCHER, Launching
 from ratchet_service.leases import Lease, LeaseLost, hold
 from ratchet_service.leftover import ingest_leftover
 from ratchet_service.models import Attempt, AttemptNode, Job

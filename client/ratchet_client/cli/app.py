@@ -19,6 +19,7 @@ from ratchet_client.cli import (
     hooks,
     init,
     processes,
+    quota,
     show,
     streams,
     submit,
@@ -100,5 +101,5 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 app.callback()(_root)
-for _module in (submit, init, show, top, hook, streams, act, checkpoints, processes, hooks, config, doctor):
+for _module in (submit, init, show, top, hook, streams, act, checkpoints, processes, hooks, quota, config, doctor):
     _module.register(app)

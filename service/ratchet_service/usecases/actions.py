@@ -11,7 +11,8 @@ from ratchet_contract.api_requests import ResumeRequest
 from ratchet_contract.errors import Conflict, NotFound
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Event
-from ratchet_contract.spec import JobSpec
+from ratchet_contract.spec import JobSpec, Resolved
+from ratchet_service import quotas
 from ratchet_service.database import Database
 from ratchet_service.models import Job
 from ratchet_service.ports import SubmissionPorts
@@ -61,12 +62,16 @@ def resume(session: Session, job_id: str, prepared: PreparedResume, ports: Submi
 
     Raises ``Conflict``: ``from-step-needs-stop``, ``hook-needs-stop``, ``world-needs-stop`` or ``policy-needs-stop`` while an
     attempt may be alive, ``world-size-mismatch`` or ``hook-mismatch`` where the policy forbids to carry the checkpoint over,
-    ``changed-meanwhile``; ``NotFound`` for a step without a checkpoint; ``SpecError`` for more ranks than the machine can run.
+    ``changed-meanwhile``, ``quota-exceeded``; ``NotFound`` for a step without a checkpoint; ``SpecError`` for more ranks than the
+    machine can run, or the owner's quota has.
     """
     job, request = hold_job(session, job_id), prepared.request
     spec = worlds.wanted(job, request)
     if request.from_step is None and spec is None:
-        return job if _already(job, Event.RESUME) else apply(session, job_id, Event.RESUME)
+        if _already(job, Event.RESUME):
+            return job
+        _admit(session, job, None)
+        return apply(session, job_id, Event.RESUME)
     check(job, Event.RESUME)
     if job.phase.active:
         raise _needs_stop(job, request)
@@ -79,10 +84,20 @@ def resume(session: Session, job_id: str, prepared: PreparedResume, ports: Submi
     for problem in worlds.mismatches(spec or JobSpec.model_validate(job.spec), start) if start is not None else ():
         raise Conflict(problem.detail, code=problem.code, phase=job.phase.value)
     change = worlds.change(job, spec, ports, prepared.warnings) if spec is not None else None
+    _admit(session, job, change)
     for type_, text, facts in change.events if change is not None else ():
         add_event(session, job_id, type_, text, epoch=job.epoch or None, data=facts)
     values = {"resume_from": source, "not_before": None} | (change.columns if change is not None else {})
     return apply(session, job_id, Event.RESUME, values=values, data=data)
+
+
+def _admit(session: Session, job: Job, change: worlds.Change | None) -> None:
+    """What had ended counts as a job more; another number of ranks must fit into the quota."""
+    if change is None and not job.phase.terminal:
+        return
+    spec = JobSpec.model_validate(job.spec) if change is None else change.spec
+    resolved = Resolved.model_validate(job.resolved if change is None else change.columns.get("resolved", job.resolved))
+    quotas.admit(session, job.owner, spec, resolved, more=job.phase.terminal)
 
 
 def _needs_stop(job: Job, request: ResumeRequest) -> Conflict:

@@ -82,7 +82,6 @@ def store(session: Session, fork: PreparedFork, owner: str, homes: HomePaths) ->
     check(parent, Event.FORK)
     row = find_checkpoint(session, parent.id, fork.checkpoint_id)
     _require_committed(row)
-    set_pin(session, row, True, homes)
     root = homes.job(parent.id).root
     source = ForkSource(job_root=str(root), step=row.step, epoch=row.epoch, digest=row.digest)
     origin = f"{parent.id}/{row.name}"
@@ -90,11 +89,13 @@ def store(session: Session, fork: PreparedFork, owner: str, homes: HomePaths) ->
         session,
         fork.prepared,
         owner,
+        pointer="/spec",
         forked_from=origin,
         fork_source=source.model_dump(mode="json"),
         step=row.step,
         committed_step=row.step,
     )
+    set_pin(session, row, True, homes)
     add_event(session, parent.id, "forked", f"job {job.id} was forked from {row.name}", data={"fork": job.id})
     add_event(session, job.id, "forked-from", f"starts from {origin}", data={"source": origin})
     session.flush()

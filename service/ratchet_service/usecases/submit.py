@@ -14,6 +14,7 @@ from ratchet_contract.errors import SpecError
 from ratchet_contract.phases import JobPhase
 from ratchet_contract.spec import CodeSpec, JobSpec, Resolved
 from ratchet_contract.spec_parse import parse_spec
+from ratchet_service import quotas
 from ratchet_service.clock import now_in
 from ratchet_service.ids import new_job_id
 from ratchet_service.models import Job, JobLabel
@@ -76,9 +77,11 @@ def dry_run(data: Any, ports: SubmissionPorts) -> PlanView:
     )
 
 
-def store(session: Session, prepared: Prepared, owner: str, **columns: Any) -> Job:
-    """The job's row, labels and first event. ``columns`` are further columns of the row (a fork's origin)."""
+def store(session: Session, prepared: Prepared, owner: str, *, pointer: str = "", **columns: Any) -> Job:
+    """The job's row, labels and first event. ``columns`` are further columns of the row (a fork's origin); ``pointer``: where the
+    spec lies in the body. Raises ``Conflict`` or ``SpecError`` (``quota-exceeded``)."""
     spec, now = prepared.spec, now_in(session)
+    quotas.admit(session, owner, spec, prepared.resolved, pointer=pointer)
     job_id = new_job_id()
     while session.get(Job, job_id) is not None:
         job_id = new_job_id()

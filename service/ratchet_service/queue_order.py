@@ -1,0 +1,125 @@
+"""The order of the queue and what quotas hold back: pure, over what rows say of queued jobs and of attempts that have not ended.
+
+A higher priority goes first. Among equals a job for which room has been made (``claims``) goes before the others; then the
+owner that holds least, GPUs before ranks; then the older job. What has been placed counts as held by its owner for the places
+behind it, so that owners take turns. With one owner that is: priority, then age.
+
+A quota holds back a job that would exceed it, and no job of another owner. The owner's later jobs get only what is left of the
+quota behind it: a large one is not starved by small ones here either. A job that the quota can never hold keeps nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final, NamedTuple
+
+
+class Share(NamedTuple):
+    """What an owner holds, or what one job takes."""
+
+    gpus: int = 0
+    ranks: int = 0
+    jobs: int = 0
+
+    def plus(self, other: Share) -> Share:
+        return Share(self.gpus + other.gpus, self.ranks + other.ranks, self.jobs + other.jobs)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """An owner's quota; None: no limit. ``queued`` counts jobs that have not ended, the others what attempts hold."""
+
+    queued: int | None = None
+    jobs: int | None = None
+    ranks: int | None = None
+    gpus: int | None = None
+
+    def never(self, takes: Share) -> tuple[str, int, int] | None:
+        """Of what one job takes more than the quota has: its name, how much it takes, the limit."""
+        for name in HELD:
+            limit, wants = getattr(self, name), getattr(takes, name)
+            if limit is not None and wants > limit:
+                return name, wants, limit
+        return None
+
+
+HELD: Final = ("gpus", "ranks", "jobs")
+UNLIMITED: Final = Limit()
+_NAMES: Final = {"gpus": "GPUs", "ranks": "ranks", "jobs": "jobs"}
+
+
+@dataclass(frozen=True)
+class Queued:
+    """A job that waits for an attempt. ``claims``: another one was stopped for it."""
+
+    job: str
+    owner: str
+    priority: int
+    created_at: datetime
+    takes: Share
+    claims: bool = False
+
+    @property
+    def age(self) -> tuple[bool, datetime, str]:
+        return (not self.claims, self.created_at, self.job)
+
+
+@dataclass(frozen=True)
+class Place:
+    """``over``: why the owner's quota holds it back; None: its turn comes."""
+
+    queued: Queued
+    over: str | None = None
+
+
+def in_order(queue: Iterable[Queued], held: Mapping[str, Share], limit: Callable[[str], Limit]) -> list[Place]:
+    """Every job of ``queue`` once, in order. ``held``: by owner, of attempts that have not ended; ``limit``: an owner's quota."""
+    counted = defaultdict(Share, held)  # with what was placed: whose turn it is
+    used = defaultdict(Share, held)  # with what waits for the quota, too: what is left of it
+    by_priority: dict[int, dict[str, list[Queued]]] = defaultdict(lambda: defaultdict(list))
+    for one in queue:
+        by_priority[one.priority][one.owner].append(one)
+    out: list[Place] = []
+    for priority in sorted(by_priority, reverse=True):
+        lines = {owner: deque(sorted(jobs, key=lambda j: j.age)) for owner, jobs in by_priority[priority].items()}
+        turns = [_turn(line[0], counted[owner]) for owner, line in lines.items()]
+        heapq.heapify(turns)
+        while turns:
+            owner = heapq.heappop(turns)[-1]
+            one = lines[owner].popleft()
+            quota = limit(owner)
+            over = _over(one.takes, used[owner], held.get(owner, Share()), quota)
+            if quota.never(one.takes) is None:
+                used[owner] = used[owner].plus(one.takes)
+            if over is None:
+                counted[owner] = counted[owner].plus(one.takes)
+            out.append(Place(one, over))
+            if lines[owner]:
+                heapq.heappush(turns, _turn(lines[owner][0], counted[owner]))
+    return out
+
+
+def _turn(head: Queued, holds: Share) -> tuple[bool, int, int, datetime, str, str]:
+    return (not head.claims, holds.gpus, holds.ranks, head.created_at, head.job, head.owner)
+
+
+def _over(takes: Share, used: Share, held: Share, quota: Limit) -> str | None:
+    """Why not; of several limits the first."""
+    never = quota.never(takes)
+    if never is not None:
+        name, wants, limit = never
+        return (
+            f"needs {wants} {_NAMES[name]}, its owner's quota is {limit}: an admin may raise it (`ratchet quota set`)"
+        )
+    for name in HELD:
+        limit_, wants = getattr(quota, name), getattr(takes, name)
+        if limit_ is not None and wants > 0 and getattr(used, name) + wants > limit_:
+            ahead = getattr(used, name) - getattr(held, name)
+            kept = f", {ahead} are for jobs ahead of it" if ahead else ""
+            what = "one more job" if name == "jobs" else f"{wants} {_NAMES[name]}"
+            return f"waits for its owner's quota: needs {what}, {getattr(held, name)} of {limit_} {_NAMES[name]} are held{kept}"
+    return None

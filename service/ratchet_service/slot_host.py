@@ -1,0 +1,62 @@
+"""Which host's GPUs and cores the slots of a database are. Slot numbers are of one machine: two would lend the same ones twice.
+
+The host keeps one row, with a time at which that ends unless it is renewed, by the server's clock; several reconcilers of the
+host share it. A SQLite file is one host's as it is.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from datetime import timedelta
+from typing import Final
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.orm import Session
+
+from ratchet_service.database import Database
+from ratchet_service.leases import database_now
+from ratchet_service.models import SlotHost
+
+_ONE: Final = 1
+_PAUSE: Final = 0.5
+
+
+def own_host() -> str:
+    return socket.gethostname()[:255]
+
+
+def lend(session: Session, seconds: float) -> str | None:
+    """Take or renew the slots for this host for so long; the other host's name where that has them."""
+    if session.get_bind().dialect.name == "sqlite":
+        return None
+    now, host = database_now(session), own_host()
+    until = now + timedelta(seconds=seconds)
+    first = postgresql.insert(SlotHost).values(id=_ONE, host=host, expires_at=until)
+    free = (SlotHost.host == host) | (SlotHost.expires_at < now)
+    taken = first.on_conflict_do_update(index_elements=["id"], set_={"host": host, "expires_at": until}, where=free)
+    if session.scalar(taken.returning(SlotHost.host)) is not None:
+        return None
+    return session.scalar(sa.select(SlotHost.host).where(SlotHost.id == _ONE)) or None
+
+
+def give_back(session: Session) -> None:
+    """Another reconciler of this host takes them again when it renews."""
+    session.execute(sa.delete(SlotHost).where(SlotHost.id == _ONE, SlotHost.host == own_host()))
+
+
+def other_host(database: Database, seconds: float) -> str | None:
+    """Take the slots for this host. The name of another one that lends them, if it is alive: it renews them while we look, at
+    the longest for the time that it had. None: they are ours for ``seconds``."""
+    seen = None
+    while True:
+        with database.write() as session:
+            other = lend(session, seconds)
+            row = session.get(SlotHost, _ONE)
+        if other is None or row is None:
+            return None
+        if seen is not None and row.expires_at != seen:
+            return other
+        seen = row.expires_at
+        time.sleep(_PAUSE)
