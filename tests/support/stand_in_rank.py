@@ -1,6 +1,8 @@
 """A rank without torch: counts steps, obeys ``control.json``, and misbehaves as STAND_IN (JSON, by rank) says.
 
-Keys: steps; pause (seconds per step); at (step) and do (kill, stop, raise, exit0, spin, oom-result, finish-but-stay);
+Keys: steps; pause (seconds per step); at (step) and do (kill, stop, raise, exit0, spin, hold-lock: wait in native code with
+Python's lock held, backtrack: the same in a regular expression, mute: spin, and hear no request for stacks, own-sigusr1: spin
+with a handler of that signal, oom-result, finish-but-stay);
 messages (notes spooled before the first step); obey (false: stops are ignored); startup (false: the counter stays away);
 child (a sleeping grandchild: "session" in a session of its own, "bare" also without any variables); after (do it only when
 this file exists).
@@ -8,8 +10,10 @@ this file exists).
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -52,6 +56,19 @@ def misbehave(what: str, step: int) -> None:
     elif what == "spin":
         while True:
             time.sleep(3600)
+    elif what == "hold-lock":
+        mutex = ctypes.create_string_buffer(64)
+        for _ in range(2):  # the second time is for ever, and no signal ends it
+            ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+    elif what == "backtrack":
+        re.match("(a|a)*b", "a" * 60)
+    elif what == "own-sigusr1":
+        signal.signal(signal.SIGUSR1, lambda _number, _frame: print("the script's own", flush=True))
+        print("ready for SIGUSR1", flush=True)
+        misbehave("spin", step)
+    elif what == "mute":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {stacks.STACKS_SIGNAL})
+        misbehave("spin", step)
     elif what == "finish-but-stay":
         finish("completed", -1, step)
     else:

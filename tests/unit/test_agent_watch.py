@@ -137,7 +137,7 @@ def test_waiting_for_a_rank_that_moves_is_no_hang() -> None:
     for ticks in range(20, 60):
         bench.set(0, ticks, 7, 7, Stage.EVALUATING)
         assert bench.run(1) is None
-    for step in range(9, 20):
+    for step in range(9, 22):  # a deadline after the last moment that it waited
         bench.set(0, 100 + step, step, step - 1)
         found = bench.run(1)
         if found is not None:

@@ -35,6 +35,7 @@ from ratchet_worker.copies import Copies
 from ratchet_worker.files import now, release, reserve, say, write_atomic
 from ratchet_worker.forking import ForkingStarter
 from ratchet_worker.launch_env import plan_ranks
+from ratchet_worker.log_keeper import LogKeeper
 from ratchet_worker.meeting import Meeting, Rendezvous, alone
 from ratchet_worker.results import Conclusion, Ended, NotStarted, conclude
 from ratchet_worker.starter import ProcessStarter, Starter
@@ -145,7 +146,8 @@ class _Attempt:
         self._deadline = time.monotonic() + launch.deadlines.meeting
         self._supervisor = Supervisor(launch, self._paths, starter, timing)
         self._copies = Copies(launch, self._paths)
-        spools = {rank: self._paths.spool(rank) for rank in launch.ranks} | self._copies.spools()
+        self._logs = LogKeeper(launch, self._paths)
+        spools = {rank: self._paths.spool(rank) for rank in launch.ranks} | self._copies.spools() | self._logs.spools()
         self._meeting = Meeting(launch) if launch.spec.world.nodes > 1 else None
         self._uplink = Uplink(launch, spools, self._supervisor, period=timing.report, meeting=self._meeting)
 
@@ -155,6 +157,7 @@ class _Attempt:
             procs.become_subreaper()
             self._supervisor.take_signals()
             self._supervisor.insist()
+            self._logs.start()
             self._start()
             self._uplink.start()
             self._copies.start()
@@ -170,6 +173,7 @@ class _Attempt:
                 ends = self._supervisor.finish()
             conclusion = _crashed(error, any_rank=bool(ends))
         self._clean_up()
+        self._logs.finish()
         fenced = self._supervisor.evidence.fenced is not None
         self._copies.finish(conclusion.cause, fenced, self._supervisor.grace_left)
         result = self._result(conclusion, ends)

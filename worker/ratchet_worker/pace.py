@@ -23,11 +23,12 @@ class Learner:
         self._visits: dict[tuple[int, Stage], int] = {}
         self._startup: float | None = None
         self._trained_since: float | None = None
+        self._trained = 0.0  # until the last sign of progress: a silence that lasts is no training
 
     def started(self, seconds: float, now: float) -> None:
         """All ranks have finished a first step, ``seconds`` after their start."""
         self._startup = max(self._startup or 0.0, seconds)
-        self._trained_since = now
+        self._trained_since, self._trained = now, 0.0
 
     def enters(self, rank: int, stage: Stage) -> None:
         self._visits[rank, stage] = self._visits.get((rank, stage), 0) + 1
@@ -36,23 +37,25 @@ class Learner:
         """``rank`` gets on after it was silent in ``stage``. Who was silent for longer than its deadline and was not ended waited
         for others that moved: that tells nothing of a hang."""
         first = stage is not Stage.TRAINING and self._visits.get((rank, stage), 0) < 2
-        if stage not in self._count or first or silence > self.deadline(stage, now):
+        usual = silence <= self.deadline(stage)
+        if self._trained_since is not None:
+            self._trained = max(self._trained, now - self._trained_since)
+        if stage not in self._count or first or not usual:
             return
         self._count[stage] += 1
         self._own[stage] = max(self._own.get(stage, 0.0), silence)
         self._longest[stage] = max(self._longest[stage], silence)
 
-    def deadline(self, stage: Stage, now: float) -> float:
+    def deadline(self, stage: Stage) -> float:
         """How long a rank may be silent in ``stage``."""
-        ceiling, since = self.deadlines.step, self._trained_since
-        settled = since is not None and now - since >= SETTLED_SECONDS
+        ceiling, settled = self.deadlines.step, self._trained >= SETTLED_SECONDS
         if not self.deadlines.learns or not settled or self._count.get(stage, 0) < ENOUGH:
             return ceiling
         return learned(self._longest[stage], ceiling)
 
-    def why(self, stage: Stage, now: float) -> str:
+    def why(self, stage: Stage) -> str:
         """Where the deadline of ``stage`` comes from, for people."""
-        seconds = self.deadline(stage, now)
+        seconds = self.deadline(stage)
         if seconds < self.deadlines.step:
             return (
                 f"step_deadline ({seconds:.3g} s, learned: the longest silence before was {self._longest[stage]:.2g} s)"

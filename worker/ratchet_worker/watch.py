@@ -54,12 +54,14 @@ class Watch:
         self._looked = now
         self._readings = dict.fromkeys(readers, _NOTHING)
         self._moved = dict.fromkeys(readers, now)
+        self._excused = dict(self._moved)  # when it was last seen to wait for a rank that gets on
         self.ready = False
 
     def begin(self, now: float) -> None:
         """Ranks are started now: their deadline counts from here."""
         self._begun = self._looked = now
         self._moved = dict.fromkeys(self._moved, now)
+        self._excused = dict(self._moved)
 
     def look(self, now: float) -> None:
         """Read all counters."""
@@ -68,19 +70,20 @@ class Watch:
         if gap > _GAP:  # stopped together with the ranks: that time is nobody's fault
             self._begun += gap
             self._moved = {rank: moved + gap for rank, moved in self._moved.items()}
+            self._excused = {rank: at + gap for rank, at in self._excused.items()}
         moved: dict[int, Reading] = {}
         for rank, read in self._readers.items():
             reading = read()
             if reading is not None and reading != self._readings[rank]:
                 moved[rank] = reading
-        behind = min((self._place(rank) for rank in moved), default=None)  # where they were until now
+        places = [self._place(rank) for rank in moved]  # where they were until now
         for rank, reading in moved.items():
             self._move(rank, reading, now)
-        self._look_elsewhere(now)
-        self._note_waits(behind, moved, now)
+        self._excuse(places + self._look_elsewhere(now), moved, now)
         if not self.ready and all(_is_ready(r) for r in self._readings.values()):
             self.ready = True
             self._moved = dict.fromkeys(self._moved, now)
+            self._excused = dict(self._moved)
             if not any(self._unmanaged(rank) for rank in self._readings):
                 self._learner.started(now - self._begun, now)
 
@@ -96,25 +99,33 @@ class Watch:
         self._readings[rank] = reading
         self._moved[rank] = now
 
-    def _note_waits(self, behind: tuple[int, int] | None, moved: Mapping[int, Reading], now: float) -> None:
-        """Who stands still while one with fewer steps gets on waits for that one: how long says nothing of its own pace."""
-        others = [(r.started, r.finished) for r, at in self._elsewhere.values() if at == now]
-        least = min([*others, *([behind] if behind is not None else [])], default=None)
-        if least is not None:
-            self._waited |= {r for r in self._readings if r not in moved and least < self._place(r)}
+    def _excuse(self, places: list[tuple[int, int]], moved: Mapping[int, Reading], now: float) -> None:
+        """Who stands still may wait for a rank that was no further and gets on, such as rank 0 when it evaluates alone or writes
+        a manifest: its deadline counts from there. If that one was behind, how long says nothing of its own pace."""
+        if not places:
+            return
+        least = min(places)
+        for rank in self._readings:
+            if rank not in moved and least <= self._place(rank):
+                self._excused[rank] = now
+                if least < self._place(rank):
+                    self._waited.add(rank)
 
-    def _look_elsewhere(self, now: float) -> None:
-        """Not while all ranks of this node get on, and the more there are, the less often: it may be a disk of many machines."""
+    def _look_elsewhere(self, now: float) -> list[tuple[int, int]]:
+        """Where ranks of other nodes were that have moved since the last look. Not while all ranks of this node get on, and the
+        more there are, the less often: it may be a disk of many machines."""
         still = now - min(self._moved.values(), default=now)
         if still < min(_STILL, self._learner.deadlines.step / 2) or now - self._asked < max(
             1.0, len(self._others) / _LOOKS
         ):
-            return
-        self._asked = now
+            return []
+        self._asked, places = now, []
         for rank, read in self._others.items():
             reading, known = read(), self._elsewhere.get(rank)
             if reading is not None and (known is None or known[0] != reading):
                 self._elsewhere[rank] = reading, -math.inf if known is None else now
+                places += [(known[0].started, known[0].finished)] if known is not None else []
+        return places
 
     def last_step(self, rank: int) -> int:
         """The last step this rank finished in this attempt; 0 before the first."""
@@ -143,7 +154,7 @@ class Watch:
             if not late:
                 return None
             stage = self._readings[self._behind(late)[0]].stage
-            limit = f"has made no progress within {self._learner.why(stage, now)}"
+            limit = f"has made no progress within {self._learner.why(stage)}"
         halted = tuple(r for r in live if stopped(r))
         guilty = halted or self._behind(late)
         since = min(self._moved[rank] for rank in guilty)
@@ -151,16 +162,12 @@ class Watch:
         return Stuck(guilty, self._sentence(guilty, halted, limit, now), bool(halted), since)
 
     def _overdue(self, live: list[int], now: float) -> list[int]:
-        """Ranks that stand still and do not merely wait: a rank that moves and is no further may be what they wait for, such
-        as rank 0 when it evaluates alone or writes a manifest."""
-        still = [r for r in live if now - self._moved[r] > self._learner.deadline(self._readings[r].stage, now)]
-        moving = [self._place(r) for r in live if r not in still]
-        moving += [
-            (reading.started, reading.finished)
-            for reading, moved in self._elsewhere.values()
-            if now - moved <= self._learner.deadline(reading.stage, now)
+        """Ranks that stand still and do not merely wait."""
+        return [
+            r
+            for r in live
+            if now - max(self._moved[r], self._excused[r]) > self._learner.deadline(self._readings[r].stage)
         ]
-        return [r for r in still if not any(place <= self._place(r) for place in moving)]
 
     def _place(self, rank: int) -> tuple[int, int]:
         return self._readings[rank].started, self._readings[rank].finished
