@@ -87,7 +87,8 @@ class Following(Calls):
     def logs(self, job_id: str, *, rank: int | None = None, attempt: WhichAttempt = None, tail: int | None = None,
              grep: str | None = None, since: str | None = None) -> Iterator[api.LogLine]:  # fmt: skip
         """Lines of the ranks' logs that are there now. ``tail``: only the last lines of each rank; ``grep``: only lines with
-        this text; ``since`` (RFC 3339): only logs written to since then, whole, since lines carry no time."""
+        this text; ``since`` (RFC 3339): only lines written since then, to about six seconds. Where a log has lost its middle, a
+        line with ``left_out`` tells how many bytes."""
         params: Params = {"rank": rank, "attempt": attempt, "tail": tail, "grep": grep, "since": since}
         return self._pages(f"{job_path(job_id)}/logs", api.LogLine, params)
 

@@ -294,6 +294,12 @@ class LogLine(View):
     attempt: int
     rank: int
     text: str
+    at: datetime | None = Field(
+        None, description="It was written by then, and at most six seconds earlier; null: not known (yet)."
+    )
+    left_out: int | None = Field(
+        None, description="Bytes that are not kept here: the middle of a log that is too long; null: a line of the log."
+    )
 
 
 class HookInfo(View):

@@ -23,7 +23,7 @@ from ratchet_contract.outcome import EndSeen, combine
 from ratchet_contract.paths import AttemptPaths, JobPaths
 from ratchet_contract.phases import AttemptPhase, Cause, Desired, Outcome
 from ratchet_contract.resume import Base, Segment
-from ratchet_service import shown
+from ratchet_service import old_logs, shown
 from ratchet_service.ancestry import bases_of, committed_of, fork_of, within
 from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.clock import now_in
@@ -69,6 +69,7 @@ def settle(
     paths = job_paths.attempt(lease.epoch)
     base = _base(paths)
     found = _lost_reports(database, job_paths, lease, base)
+    shortened = old_logs.shorten(job_paths, lease.epoch, bounds)
     with database.write() as session:
         job = hold(session, lease)
         attempt = session.get_one(Attempt, (job.id, lease.epoch))
@@ -79,6 +80,7 @@ def settle(
             _adopt(session, job, manifest)
         tidy(session, job, job_paths, _lineage(session, job, lease.epoch, base)[0], lease.epoch)
         tell_left_out(session, attempt, bounds)
+        old_logs.tell(session, job, lease.epoch, shortened)
         facts = _facts(session, job, attempt, evidence, paths)
         return _end(session, job, attempt, limits, _cause(job, evidence), facts, evidence.state.results)
 

@@ -53,7 +53,7 @@ def get_metrics(
     name: Annotated[list[_MaxName] | None, Query(description="Only these series; default: all.")] = None,
     max_points: Annotated[int, Query(ge=2, le=10_000, description="Points per series.")] = 1000,
 ) -> MetricsView:
-    """A longer series is thinned to evenly spaced points of its own. Steps done again replace the earlier ones."""
+    """Of a longer series come evenly spaced points of its own. Steps done again replace the earlier ones."""
     with service.database.read() as session:
         return series.metrics(session, job_id, name or [], max_points)
 
@@ -127,7 +127,10 @@ def get_logs(
     follow: Annotated[bool, Query(description="Go on as lines are written, later attempts included.")] = False,
     tail: Annotated[int | None, Query(ge=0, le=1_000_000, description="Only the last lines of each rank.")] = None,
     since: Annotated[
-        datetime | None, Query(description="Only logs written to since then, whole: lines carry no time of their own.")
+        datetime | None,
+        Query(
+            description="Only lines written since then, to about six seconds; one without a time counts by its log's last."
+        ),
     ] = None,
     grep: Annotated[str | None, Query(max_length=1000, description="Only lines with this text (no pattern).")] = None,
     rank: Annotated[int | None, Query(ge=0, le=99_999)] = None,
@@ -141,7 +144,8 @@ def get_logs(
 ) -> Response | Page[LogLine]:
     """By Accept: a JSON page (default), `text/plain` or `application/x-ndjson` with everything, `text/event-stream`.
 
-    Plain text of several ranks has `[attempt.rank]` before each line.
+    Plain text of several ranks has `[attempt.rank]` before each line. A log that is too long has lost its middle: one line tells
+    how many bytes (`left_out`). Searches give it too.
     """
     offers = [http.EVENTS, http.TEXT, http.LINES] if follow else [http.JSON, http.TEXT, http.LINES, http.EVENTS]
     form = http.choose(accept, offers)

@@ -1,26 +1,25 @@
-"""Logs of ranks, straight from their files: they outlive worker and server. Lines carry no time of their own.
+"""Logs of ranks, straight from their files: they outlive worker, node and server. The agent keeps an index of times beside each,
+and bounds it.
 
 A line's id is ``<attempt>.<rank>.<byte offset after the line>``. Lines come attempt by attempt, within it rank by rank.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 from ratchet_contract.api import LogLine, Page
 from ratchet_contract.errors import Refused
 from ratchet_contract.paths import JobPaths
 from ratchet_service import cursors
+from ratchet_service.log_lines import lines_of, since_offset, tail_offset
 
-MAX_LINE: Final = 64 * 1024  # bytes; a longer line is cut into several
 MAX_MARK: Final = 4096
-_BLOCK: Final = 64 * 1024
 _ID: Final = re.compile(r"(\d{1,9})\.(\d{1,6})\.(\d{1,18})", re.ASCII)
 _LOG: Final = re.compile(r"rank-(\d{5,6})\.log", re.ASCII)
 _ATTEMPT: Final = re.compile(r"\d{4,9}", re.ASCII)
@@ -28,8 +27,8 @@ _ATTEMPT: Final = re.compile(r"\d{4,9}", re.ASCII)
 
 @dataclass(frozen=True)
 class LogFilter:
-    """Attempts ``first`` to ``last`` (None: all later ones). ``grep`` is plain text, not a pattern. ``since``: only files
-    written to since then."""
+    """Attempts ``first`` to ``last`` (None: all later ones). ``grep`` is plain text, not a pattern. ``since``: lines written
+    since then, and up to six seconds before (``log_times``); what has no time counts by when its file was written to last."""
 
     first: int = 1
     last: int | None = None
@@ -86,8 +85,14 @@ def read_lines(job: JobPaths, wanted: LogFilter, after: Position | None = None) 
         if after is not None and (attempt, rank) < (after.attempt, after.rank):
             continue
         begun = after is not None and (attempt, rank) == (after.attempt, after.rank)
-        start = after.offset if begun and after is not None else tail_offset(path, wanted.tail)
+        start = after.offset if begun and after is not None else first_offset(path, wanted)
         yield from lines_of(path, attempt, rank, start, wanted.grep, partial=True)
+
+
+def first_offset(path: Path, wanted: LogFilter) -> int:
+    """Where one log is read from: the last of what ``tail`` and ``since`` ask for."""
+    since = 0 if wanted.since is None else since_offset(path, wanted.since)
+    return max(since, tail_offset(path, wanted.tail))
 
 
 def page(job: JobPaths, job_id: str, wanted: LogFilter, limit: int, cursor: str | None) -> Page[LogLine]:
@@ -106,59 +111,6 @@ def page(job: JobPaths, job_id: str, wanted: LogFilter, limit: int, cursor: str 
     return Page[LogLine](items=items[:limit], next_cursor=following)
 
 
-def lines_of(path: Path, attempt: int, rank: int, start: int, grep: str | None, *, partial: bool) -> Iterator[LogLine]:
-    """Lines from byte ``start``; ``partial``: also a last one without its line end (a follower waits for the rest)."""
-    try:
-        with path.open("rb") as handle:
-            handle.seek(min(start, os.fstat(handle.fileno()).st_size))
-            yield from _split(handle, attempt, rank, start, grep, partial)
-    except FileNotFoundError:
-        return
-
-
-def _split(
-    handle: BinaryIO, attempt: int, rank: int, offset: int, grep: str | None, partial: bool
-) -> Iterator[LogLine]:
-    while raw := handle.readline(MAX_LINE):
-        if not raw.endswith(b"\n") and len(raw) < MAX_LINE and not partial:
-            return
-        offset += len(raw)
-        text = raw.removesuffix(b"\n").decode("utf-8", "replace")
-        if grep is None or grep in text:
-            yield LogLine(id=f"{attempt}.{rank}.{offset}", attempt=attempt, rank=rank, text=text)
-
-
-def tail_offset(path: Path, lines: int | None) -> int:
-    """Where the last ``lines`` lines begin; 0 for None, or when there are not more."""
-    if lines is None:
-        return 0
-    try:
-        with path.open("rb") as handle:
-            return _tail(handle, lines)
-    except FileNotFoundError:
-        return 0
-
-
-def _tail(handle: BinaryIO, lines: int) -> int:
-    end = handle.seek(0, 2)
-    if lines == 0 or end == 0:
-        return end
-    position, missing = end, lines
-    while position > 0:
-        begin = max(0, position - _BLOCK)
-        handle.seek(begin)
-        block = handle.read(position - begin)
-        if position == end and block.endswith(b"\n"):
-            block = block[:-1]  # the last line's own end begins no line
-        at = len(block)
-        while (at := block.rfind(b"\n", 0, at)) >= 0:
-            missing -= 1
-            if missing == 0:
-                return begin + at + 1
-        position = begin
-    return 0
-
-
 class Follower:
     """Lines as they are written, of all logs that the filter takes, new attempts included. Not for several threads.
 
@@ -172,8 +124,7 @@ class Follower:
         self._offsets = {(p.attempt, p.rank): p.offset for p in done}
         self._resumed_at = max((p.attempt for p in done), default=None)
         first = min([wanted.first, *(p.attempt for p in done)])
-        self._wanted = replace(wanted, first=first)
-        self._tail = wanted.tail if mark is None else None
+        self._wanted = replace(wanted, first=first, tail=wanted.tail if mark is None else None)
 
     def poll(self, limit: int, *, last: bool = False) -> list[tuple[str, LogLine]]:
         """At most ``limit`` new lines with their marks. ``last``: nothing is written any more, so a line without its end
@@ -183,11 +134,11 @@ class Follower:
         for attempt, rank, path in files:
             if (attempt, rank) not in self._offsets:
                 self._offsets[attempt, rank] = self._start(attempt, path)
-        self._tail = None
+        self._wanted = replace(self._wanted, tail=None)  # what comes from now on is new as a whole
         for attempt, rank, path in files:
             for line in lines_of(path, attempt, rank, self._offsets[attempt, rank], None, partial=last):
                 self._offsets[attempt, rank] = int(line.id.rpartition(".")[2])
-                if self._wanted.grep is None or self._wanted.grep in line.text:
+                if self._wanted.grep is None or self._wanted.grep in line.text or line.left_out is not None:
                     out.append((self._mark(attempt), line))
                 if len(out) >= limit:
                     return out
@@ -196,7 +147,7 @@ class Follower:
     def _start(self, attempt: int, path: Path) -> int:
         if self._resumed_at is not None and attempt < self._resumed_at:
             return path.stat().st_size  # lines come attempt by attempt: the earlier ones were done
-        return tail_offset(path, self._tail)
+        return first_offset(path, self._wanted)
 
     def _mark(self, attempt: int) -> str:
         return ",".join(f"{a}.{r}.{offset}" for (a, r), offset in sorted(self._offsets.items()) if a == attempt)

@@ -1,0 +1,129 @@
+"""The index beside a log: what the agent records, what lines get of it, and that it is never trusted beyond the log itself."""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ratchet_contract.log_times import RECORD, LogTimes, read_times
+from ratchet_contract.paths import AttemptPaths
+from ratchet_service.log_lines import lines_of, since_offset, tail_offset
+from ratchet_worker.log_keeper import LogKeeper
+from tests.support.logs import log_keeper
+
+BEGIN = 1_900_000_000.0
+
+
+def keeper(root: Path) -> LogKeeper:
+    return log_keeper(AttemptPaths(root))
+
+
+def moment(seconds: float) -> datetime:
+    return datetime.fromtimestamp(BEGIN + seconds, UTC)
+
+
+def test_lines_have_the_time_of_the_look_that_saw_them(tmp_path: Path) -> None:
+    kept, log = keeper(tmp_path), AttemptPaths(tmp_path).log(0)
+    written = []
+    for second in range(60):  # a line a second, a long line in between
+        text = f"line {second}" + "x" * (70_000 if second == 31 else 0)
+        written.append(text)
+        with log.open("a") as handle:
+            handle.write(text + "\n")
+        kept.look(BEGIN + second)
+    kept.look(BEGIN + 100, last=True)
+    found = [line for line in lines_of(log, 1, 0, 0, None, partial=True) if not line.text.startswith("x")]
+    assert len(found) == 60
+    for second, line in enumerate(found):
+        assert line.at is not None and moment(second) <= line.at <= moment(max(second + 5, 100 if second > 55 else 0))
+    assert len(AttemptPaths(tmp_path).log_times(0).read_bytes()) // RECORD.size <= 16  # sparse: 5 s or 64 KiB apart
+
+
+def test_since_takes_every_line_written_since_then_and_few_before(tmp_path: Path) -> None:
+    kept, log = keeper(tmp_path), AttemptPaths(tmp_path).log(0)
+    for second in range(100):
+        with log.open("a") as handle:
+            handle.write(f"{second}\n")
+        kept.look(BEGIN + second)
+    for second in (0, 1, 17, 50, 99):
+        start = since_offset(log, moment(second))
+        first = int(next(lines_of(log, 1, 0, start, None, partial=True)).text)
+        assert second - 6 <= first <= second
+
+
+def test_a_line_that_was_half_written_at_a_look_is_taken_whole(tmp_path: Path) -> None:
+    kept, log = keeper(tmp_path), AttemptPaths(tmp_path).log(0)
+    log.write_text("one\ntw")
+    kept.look(BEGIN)
+    with log.open("a") as handle:
+        handle.write("o\nthree\n")
+    kept.look(BEGIN + 10)
+    start = since_offset(log, moment(5))
+    assert [line.text for line in lines_of(log, 1, 0, start, None, partial=True)] == ["two", "three"]
+
+
+def test_a_clock_that_is_set_back_does_not_turn_the_index_around(tmp_path: Path) -> None:
+    kept, log = keeper(tmp_path), AttemptPaths(tmp_path).log(0)
+    for count, at in enumerate((100.0, 40.0, 120.0), 1):
+        log.write_text("x\n" * 40_000 * count)
+        kept.look(BEGIN + at)
+    times = read_times(AttemptPaths(tmp_path).log_times(0), log.stat().st_size)
+    assert [times.at(80_000 * i) for i in (1, 2, 3)] == [moment(100), moment(100), moment(120)]
+
+
+@pytest.mark.parametrize("damage", ["missing", "torn", "of a longer log", "garbage", "a directory"])
+def test_a_damaged_index_costs_times_and_no_lines(tmp_path: Path, damage: str) -> None:
+    kept, log = keeper(tmp_path), AttemptPaths(tmp_path).log(0)
+    log.write_text("one\ntwo\n")
+    kept.look(BEGIN)
+    index = AttemptPaths(tmp_path).log_times(0)
+    whole = index.read_bytes()
+    index.unlink()
+    if damage == "torn":
+        index.write_bytes(whole + whole[:5])
+    elif damage == "of a longer log":
+        index.write_bytes(whole + RECORD.pack(10**9, int((BEGIN + 9) * 1e6)))
+    elif damage == "garbage":
+        index.write_bytes(os.urandom(1000))
+    elif damage == "a directory":
+        index.mkdir()
+    found = list(lines_of(log, 1, 0, 0, None, partial=True))
+    assert [line.text for line in found] == ["one", "two"]
+    if damage in ("torn", "of a longer log"):
+        assert [line.at for line in found] == [moment(0)] * 2
+    assert since_offset(log, moment(-10)) == 0
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.integers(0, 30)), min_size=1, max_size=20),
+    st.integers(1, 1100),
+    st.integers(-5, 700),
+)
+def test_the_index_says_what_a_search_through_all_records_says(
+    steps: list[tuple[int, int]], end: int, seconds: int
+) -> None:
+    records, offset, time = [], 0, 0
+    for grown, passed in steps:
+        offset, time = offset + grown, time + passed
+        records.append((offset, time))
+    data = b"".join(RECORD.pack(offset, int((BEGIN + time) * 1e6)) for offset, time in records)
+    times = LogTimes(data, offset)
+    assert times.at(end) == next((moment(t) for o, t in records if o >= end), None)
+    assert times.before(moment(seconds)) == max((o for o, t in records if t < seconds), default=0)
+    assert times.at(max(1, end // 2)) == next((moment(t) for o, t in records if o >= max(1, end // 2)), None)
+
+
+def test_what_is_written_after_the_last_look_has_no_time_yet(tmp_path: Path) -> None:
+    kept, log = keeper(tmp_path), AttemptPaths(tmp_path).log(0)
+    log.write_text("one\n")
+    kept.look(BEGIN)
+    with log.open("a") as handle:
+        handle.write("two\n")
+    assert [line.at for line in lines_of(log, 1, 0, 0, None, partial=True)] == [moment(0), None]
+    assert since_offset(log, moment(0) + timedelta(seconds=1)) == 4
+    assert tail_offset(log, 1) == 4
