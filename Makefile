@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check serve bench exactness chaos faults teardown clean
+.PHONY: demo test check serve bench exactness chaos simulate zombies faults teardown clean
 
 $(STAMP): pyproject.toml
 	@echo "==> creating $(VENV) and installing Ratchet with its development tools (first time: a few minutes)"
@@ -37,6 +37,16 @@ exactness: $(STAMP)
 
 chaos: $(STAMP)
 	$(BIN)/python -m tests.e2e.chaos --n $(or $(N),20)
+
+# the control plane by seeds, three schedules a second; then every planted fault must be found. One again: --seed S --n 1 [--storm]
+simulate: $(STAMP)
+	$(BIN)/python -m tests.support.sim --n $(or $(N),1000)
+	$(BIN)/python -m tests.support.sim --n $(or $(N),1000) --storm --seed 1000000
+	RATCHET_TEST_SCHEDULES=101 $(BIN)/python -m pytest -v --timeout=7200 tests/integration/test_simulation.py
+
+# N attempts stopped for longer than their lease, replaced, and let go on: nothing that they write then may count
+zombies: $(STAMP)
+	RATCHET_TEST_ZOMBIES=$(or $(N),100) $(BIN)/python -m pytest -v -s --timeout=7200 tests/integration/test_zombies.py
 
 # N kills of a saving process and of real ranks, with torch.save in place as their control; N corruptions of each of 13 kinds;
 # power lost at every system call; full, slow and failing disks. With N=1000 about half an hour on two cores

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import CursorResult
 from sqlalchemy.orm import Session
 
-from ratchet_contract.errors import RatchetError
+from ratchet_contract.errors import NotFound, RatchetError
 from ratchet_contract.phases import JobPhase
 from ratchet_service.clock import clock_of
 from ratchet_service.launchers.processes import is_alive, start_time
@@ -115,7 +115,10 @@ def _ours(leases: Iterable[Lease]) -> sa.ColumnElement[bool]:
 
 def hold(session: Session, lease: Lease) -> Job:
     """The job's row, held until the transaction ends, with our token seen on it. Raises ``LeaseLost``."""
-    job = lock_job(session, lease.job_id)
+    try:
+        job = lock_job(session, lease.job_id)
+    except NotFound:
+        raise LeaseLost(f"job {lease.job_id}: it was ended by another reconciler, and deleted") from None
     if job.lease_token != lease.token or job.epoch != lease.epoch or not job.phase.active:
         raise LeaseLost(f"job {lease.job_id}, attempt {lease.epoch}: another reconciler has taken it over")
     return job

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from typing import Final
 
 import sqlalchemy as sa
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import NoResultFound, SQLAlchemyError
 
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import AttemptPhase, JobPhase
@@ -37,6 +37,8 @@ ENDING_INTERVAL: Final = 0.03
 IDLE_INTERVAL: Final = 1.0
 LEASE_SECONDS: Final = 15.0
 _ERROR_PAUSE: Final = 1.0
+_NOT_OURS: Final = (LeaseLost, NoResultFound)
+"""While this process was held up, another has taken the job over; in the end its user may have deleted it."""
 
 
 class Reconciler:
@@ -146,20 +148,22 @@ class Reconciler:
             log.info("%s, attempt %d: taken over", lease.job_id, lease.epoch)
             try:
                 self._watches[lease.job_id] = self._watcher.begin(lease, held_at)
+            except NoResultFound:
+                log.info("%s, attempt %d: ended and deleted meanwhile", lease.job_id, lease.epoch)
             except ValueError:  # rows of another version: the others must go on
                 log.exception("%s cannot be looked after by this version", lease.job_id)
 
     def _launch(self) -> None:
         held_at = self._database.clock.monotonic()
         for launched in self._launching.launch_ready():
-            watch = self._watcher.begin(launched.lease, held_at)
-            self._watches[launched.lease.job_id] = watch
-            log.info("%s: launching", watch.ref.name)
+            job_id, epoch, _ = launched.lease
             try:
+                watch = self._watches[job_id] = self._watcher.begin(launched.lease, held_at)
+                log.info("%s: launching", watch.ref.name)
                 self._watcher.submit(watch, launched.plan)
-            except LeaseLost as error:
-                log.info("%s", error.detail)
-                del self._watches[launched.lease.job_id]
+            except _NOT_OURS as error:
+                log.info("%s, attempt %d: not launched by this process: %s", job_id, epoch, error)
+                self._watches.pop(job_id, None)
 
     def _look(self) -> None:
         with self._database.read() as session:
@@ -175,8 +179,8 @@ class Reconciler:
     def _look_at(self, job_id: str, watch: Watch, wish: Wish) -> None:
         try:
             decision = self._watcher.look(watch, wish)
-        except LeaseLost as error:
-            log.info("%s", error.detail)
+        except _NOT_OURS as error:
+            log.info("%s: not looked after any more: %s", watch.ref.name, error)
             del self._watches[job_id]
             return
         except SQLAlchemyError:

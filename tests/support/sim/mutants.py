@@ -1,0 +1,151 @@
+"""Faults planted in the control plane, one at a time: a simulation that finds none of them would prove nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from ratchet_service import ending, ingest, launching, leases, leftover, queueing, slots, watching
+from ratchet_service.launchers import files
+from ratchet_service.launching import Launching
+from ratchet_service.transitions import lock_job
+from ratchet_service.watching import Watcher
+from tests.support.sim.engine import SimLauncher
+
+
+def _any_token(session: Any, lease: Any) -> Any:
+    return lock_job(session, lease.job_id)
+
+
+@contextmanager
+def no_token() -> Iterator[None]:
+    """``hold`` takes anybody's lease for its own."""
+    with (
+        patch.object(watching, "hold", _any_token),
+        patch.object(ending, "hold", _any_token),
+        patch.object(leftover, "hold", _any_token),
+        patch.object(launching, "hold", _any_token),
+    ):
+        yield
+
+
+@contextmanager
+def no_expiry() -> Iterator[None]:
+    """A lease is free before it has run out."""
+    original = leases.free_jobs
+
+    def free_jobs(session: Any, skip: Any, which: Any) -> Any:
+        with patch.object(leases, "owner_is_dead", lambda _: True):
+            return original(session, skip, which)
+
+    with patch.object(leases, "free_jobs", free_jobs):
+        yield
+
+
+@contextmanager
+def submit_first() -> Iterator[None]:
+    """The launcher is called before the attempt's row is committed."""
+    original = Launching._start
+
+    def start(self: Any, *args: Any) -> Any:
+        launched = original(self, *args)
+        for one in launched:
+            self._launchers[one.plan.launch.spec.launcher.kind].submit(one.plan)
+        return launched
+
+    with patch.object(Launching, "_start", start):
+        yield
+
+
+@contextmanager
+def kill_believed() -> Iterator[None]:
+    """An attempt is settled while something of it is alive."""
+    original = SimLauncher.kill
+
+    def kill(self: Any, ref: Any) -> list[str]:
+        original(self, ref)
+        return []
+
+    with patch.object(SimLauncher, "kill", kill):
+        yield
+
+
+@contextmanager
+def counted_twice() -> Iterator[None]:
+    """A failure is counted twice when the attempt had been killed."""
+    original = ending._job_values
+
+    def values(job: Any, decision: Any, facts: Any, seconds: float) -> Any:
+        found = original(job, decision, facts, seconds)
+        return found | {"preemptions": found["preemptions"] * 2}
+
+    with patch.object(ending, "_job_values", values):
+        yield
+
+
+@contextmanager
+def late_submission() -> Iterator[None]:
+    """Nobody asks whether the lease is still held before the launcher is called, and the disk does not tell that it is over."""
+    with patch.object(Watcher, "_sure", lambda *_: None), patch.object(files, "fence", lambda _: None):
+        yield
+
+
+@contextmanager
+def no_fence() -> Iterator[None]:
+    """Reports of an attempt that is over are stored."""
+    with patch.object(ingest, "fence", lambda *_: None):
+        yield
+
+
+@contextmanager
+def stored_twice() -> Iterator[None]:
+    """What was acknowledged is stored again when it comes again."""
+    original = ingest.ingest_batches
+
+    def store(session: Any, job: Any, attempt: Any, node: Any, batches: Any, *rest: Any) -> Any:
+        node.acked = {}
+        return original(session, job, attempt, node, [replace_seq(batch) for batch in batches], *rest)
+
+    def replace_seq(batch: Any) -> Any:
+        return batch.model_copy(update={"from_seq": 1})
+
+    with patch.object(ingest, "ingest_batches", store):
+        yield
+
+
+@contextmanager
+def nothing_adopted() -> Iterator[None]:
+    """Checkpoints whose report was lost are not taken in."""
+    with patch.object(ending, "adoptable", lambda *_, **__: []):
+        yield
+
+
+@contextmanager
+def slots_forgotten() -> Iterator[None]:
+    """Slots that somebody holds are given out again."""
+    with patch.object(queueing, "Board", lambda capacity, held: slots.Board(capacity, ())):
+        yield
+
+
+@contextmanager
+def epoch_again() -> Iterator[None]:
+    """A new attempt takes the number of the last one where that never trained."""
+    original = ending._job_values
+
+    def values(job: Any, decision: Any, facts: Any, seconds: float) -> Any:
+        found = original(job, decision, facts, seconds)
+        return found if facts.base is not None else found | {"running_seconds": 0.0, "epoch": job.epoch + 1}
+
+    with patch.object(ending, "_job_values", values):
+        yield
+
+
+MUTANTS: dict[str, Callable[[], Any]] = {
+    made.__name__: made
+    for made in (
+        no_token, no_expiry, submit_first, kill_believed, counted_twice, late_submission, no_fence, stored_twice,
+        nothing_adopted, slots_forgotten, epoch_again,
+    )
+}  # fmt: skip
