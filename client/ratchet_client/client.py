@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from pydantic import BaseModel
 
+from ratchet_client.access import Access
 from ratchet_client.calls import PAGE, checkpoint_path, job_path, quota_path
 from ratchet_client.errors import ServiceFault, ServiceUnreachable
 from ratchet_client.exports import ExportFormat, fetch
@@ -23,13 +24,12 @@ from ratchet_contract import api, api_quotas, api_requests
 __all__ = ["TERMINAL", "RatchetClient", "Series", "Snapshot", "WhichAttempt"]
 
 
-class RatchetClient(Following):
+class RatchetClient(Following, Access):
     """Talks to one service, found as the command line finds it.
 
     ``base_url``: its address; default ``RATCHET_SERVER``, else the configuration file's, else ``service.json`` of the run
     directory ``home`` (default ``RATCHET_HOME``, else ``./.ratchet``), read again when a connection fails, so that a restarted
-    service is found. ``token``: default ``RATCHET_TOKEN``, else the configuration file's for that server; a bearer token for a
-    proxy in front of the service, which has no login of its own yet.
+    service is found. ``token``: default ``RATCHET_TOKEN``, else the configuration file's for that server; sent as bearer token.
     ``timeout``: seconds for one request. ``retry_for``: seconds over which one call is repeated while nothing answers.
     Every method raises the errors of ``ratchet_contract.errors`` and ``ratchet_client.errors``. What is listed comes as a lazy
     iterator of models (``ratchet_contract.api``). Calls are repeated while nothing answers: a POST with the same
@@ -88,14 +88,21 @@ class RatchetClient(Following):
         return self._post("/v1/jobs", api.PlanView, params={"dry_run": "true"}, json=body)
 
     def jobs(self, *, phase: Collection[str] = (), label: Mapping[str, str] | None = None, name: str | None = None,
-             sort: str | None = None, page_size: int = PAGE) -> Iterator[api.JobView]:  # fmt: skip
+             sort: str | None = None, owner: str | None = None, page_size: int = PAGE) -> Iterator[api.JobView]:  # fmt: skip
         """All jobs that fit, newest first unless ``sort`` says otherwise; pages are fetched while iterating.
 
         >>> job_id in [job.id for job in client.jobs(phase=["SUCCEEDED"])]
         True
         """
         labels = [f"{k}={v}" for k, v in (label or {}).items()]
-        params: Params = {"phase": list(phase), "label": labels, "name": name, "sort": sort, "limit": page_size}
+        params: Params = {
+            "phase": list(phase),
+            "label": labels,
+            "name": name,
+            "sort": sort,
+            "owner": owner,
+            "limit": page_size,
+        }
         return self._pages("/v1/jobs", api.JobView, params)
 
     def suspend(self, job_id: str) -> api.JobView:

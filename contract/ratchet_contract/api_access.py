@@ -29,7 +29,7 @@ class TokenRequest(BaseModel):
         gt=0,
         le=MAX_DAYS,
         allow_inf_nan=False,
-        description="Days from now; null: never, which must be said.",
+        description="Days from now; null: never, which must be said. Not given: 90, or as long as the caller's own.",
     )
 
 

@@ -52,7 +52,7 @@ def test_a_token_is_shown_once_and_stored_nowhere(team: Team) -> None:
         ("ann", {"scopes": ["quotas:write"]}, "/scopes"),
         ("narrow", {}, "/scopes"),
         ("narrow", {"scopes": ["jobs:read", "jobs:write"]}, "/scopes"),
-        ("short", {}, "/expires_days"),
+        ("short", {"expires_days": 90}, "/expires_days"),
         ("short", {"expires_days": None}, "/expires_days"),
     ],
 )
@@ -73,6 +73,9 @@ def test_what_a_maker_has_it_may_give_and_no_more_comes_of_it(team: Team) -> Non
     made = narrow.post("/v1/tokens", json={"scopes": ["jobs:read"], "expires_days": 1}).json()
     found = team.nobody.get("/v1/whoami", headers=bearer(made["token"])).json()
     assert (found["role"], found["scopes"]) == ("submitter", ["jobs:read"])
+    soon = datetime.now(UTC) + timedelta(days=10)
+    short = team.member("ann", Role.SUBMITTER, expires=soon).post("/v1/tokens", json={}).json()
+    assert datetime.fromisoformat(short["expires_at"]) == soon
     given = team.root.post("/v1/tokens", json={"owner": "carl", "role": "viewer", "expires_days": None}).json()
     assert (given["owner"], given["created_by"], given["expires_at"]) == ("carl", "root", None)
     found = team.nobody.get("/v1/whoami", headers=bearer(given["token"])).json()

@@ -23,6 +23,7 @@ from ratchet_client.cli import (
     show,
     streams,
     submit,
+    token,
     top,
 )
 from ratchet_client.cli.common import JOB_NAMED, Settings
@@ -101,5 +102,20 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 app.callback()(_root)
-for _module in (submit, init, show, top, hook, streams, act, checkpoints, processes, hooks, quota, config, doctor):
+for _module in (
+    submit,
+    init,
+    show,
+    top,
+    hook,
+    streams,
+    act,
+    checkpoints,
+    processes,
+    hooks,
+    quota,
+    token,
+    config,
+    doctor,
+):
     _module.register(app)

@@ -83,7 +83,7 @@ def set_value(
 
     `config set server URL` names the server. `config set token` asks for the token without showing it, or reads one line of
     standard input: an argument could be seen by others (ps). The token is stored for the server in use (--server, RATCHET_SERVER
-    or the one set) and is sent to no other. The service itself has no login yet: the token is for a proxy in front of it.
+    or the one set) and is sent to no other.
     """
     from ratchet_client.config_file import config_path, normalised, read_config, write_config
     from ratchet_client.discovery import find_target

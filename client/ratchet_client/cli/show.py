@@ -22,6 +22,7 @@ from ratchet_client.cli.common import (
     steps,
     why,
 )
+from ratchet_contract.access import LOCAL_OWNER
 
 if TYPE_CHECKING:
     from ratchet_contract import api
@@ -39,6 +40,7 @@ def list_jobs(
     label: Labels = [],  # noqa: B006
     name: Name = None,
     active: Annotated[bool, typer.Option("--active", help="Only jobs that run or wait for their turn.")] = False,
+    owner: Annotated[str | None, typer.Option(help="Only jobs of this owner.")] = None,
     sort: Sort = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many jobs.")] = 100,
     as_json: JsonFlag = False,
@@ -54,17 +56,20 @@ def list_jobs(
             label=pairs(label, "--label"),
             name=name,
             sort=sort,
+            owner=owner,
             page_size=min(limit, 100),
         )
         jobs = list(islice(found, limit))
     if as_json:
         output.emit(jobs)
         return
+    team = any(job.owner != LOCAL_OWNER for job in jobs)
     output.table(
-        ["ID", "NAME", "PHASE", "HOOK", "STEP", "ATTEMPT", "AGE", "WHY"],
-        [[j.id, j.name, str(j.phase), j.hook, steps(j), str(j.epoch), output.age(j.created_at), why(j)] for j in jobs],
-        right=["STEP", "ATTEMPT", "AGE"], drop=["HOOK", "ATTEMPT", "AGE", "WHY", "STEP", "NAME"],
-        empty="no jobs; submit one with: ratchet submit FILE" if not (phase or label or name or active) else "no job fits",
+        ["ID", "NAME", *(["OWNER"] if team else []), "PHASE", "HOOK", "STEP", "ATTEMPT", "AGE", "WHY"],
+        [[j.id, j.name, *([j.owner] if team else []), str(j.phase), j.hook, steps(j), str(j.epoch), output.age(j.created_at),
+          why(j)] for j in jobs],
+        right=["STEP", "ATTEMPT", "AGE"], drop=["HOOK", "ATTEMPT", "AGE", "WHY", "STEP", "OWNER", "NAME"],
+        empty="no job fits" if phase or label or name or active or owner else "no jobs; submit one with: ratchet submit FILE",
     )  # fmt: skip
 
 
@@ -78,7 +83,8 @@ def get(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
     budgets = found.budgets
     output.fields(
         [
-            ("id", found.id), ("name", found.name), ("phase", found.phase),
+            ("id", found.id), ("name", found.name), ("owner", found.owner if found.owner != LOCAL_OWNER else None),
+            ("phase", found.phase),
             ("desired", found.desired if found.desired != "run" else None), ("reason", found.reason),
             ("message", found.message), ("step", steps(found)), ("steps at risk", found.progress.steps_at_risk),
             ("steps per second", _rate(found.progress.steps_per_second)),

@@ -23,6 +23,8 @@ def create(session: Session, caller: Principal, request: TokenRequest) -> TokenM
     owner, role = request.owner or caller.owner, request.role or caller.role
     scopes = frozenset(request.scopes) or SCOPES[role]
     expires = None if request.expires_days is None else now_in(session) + timedelta(days=request.expires_days)
+    if "expires_days" not in request.model_fields_set and caller.expires_at is not None and expires is not None:
+        expires = min(expires, caller.expires_at)
     problems = []
     if owner != caller.owner and caller.role is not Role.ADMIN:
         problems.append(_problem("/owner", f"you are {caller.owner}: only an admin makes tokens for others"))

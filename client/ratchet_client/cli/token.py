@@ -1,0 +1,121 @@
+"""``ratchet token``: make, list and revoke tokens, and see whose one is sent."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from ratchet_client.cli import output
+from ratchet_client.cli.common import SETUP, JsonFlag, open_client
+
+if TYPE_CHECKING:
+    from ratchet_contract.api_access import TokenView
+
+_FIRST = "python -m ratchet_service token create --owner NAME --role admin, where the service's run directory and database are"
+
+
+def register(app: typer.Typer) -> None:
+    group = typer.Typer(no_args_is_help=True)
+    for name, command in (("create", create), ("list", list_), ("revoke", revoke), ("whoami", whoami)):
+        group.command(name)(command)
+    app.add_typer(group, name="token", help="Make, list and revoke tokens for the service.", rich_help_panel=SETUP)
+
+
+def create(
+    ctx: typer.Context,
+    name: Annotated[str, typer.Option("--name", help="What it is for.")] = "token",
+    owner: Annotated[
+        str | None, typer.Option(help="Whose jobs it submits and acts on. (default: your own name)")
+    ] = None,
+    role: Annotated[str | None, typer.Option(help="viewer, submitter or admin. (default: your own)")] = None,
+    scope: Annotated[list[str], typer.Option("--scope", help="Only this of what the role may; may be repeated.")] = [],  # noqa: B006
+    expires: Annotated[
+        str | None, typer.Option(help="When it ends, like 12h, 30d or never. (default: 90d, or as long as your own)")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Make a token and print it, this once. The first one of a service: python -m ratchet_service token create."""
+    from ratchet_contract.errors import RatchetError
+
+    days = _days(expires)
+    with open_client(ctx) as client:
+        try:
+            made = client.create_token(name, owner=owner, role=role, scopes=scope, expires_days=days)
+        except RatchetError as error:
+            if error.code == "token-missing":
+                output.note(f"the first token of a service is made by: {_FIRST}")
+            raise
+    if as_json:
+        output.emit(made)
+        return
+    if made.token is None:
+        output.note(
+            f"the answer was lost on its way, and the token's text with it: ratchet token revoke {made.id}, then again"
+        )
+        return
+    output.line(made.token)
+    ends = "never ends" if made.expires_at is None else f"ends {output.moment(made.expires_at)}"
+    output.note(f"token {made.id} of {made.owner} ({made.role}) {ends}; keep it: nobody can show it again")
+
+
+def _days(text: str | None) -> float | Literal["never"] | None:
+    if text is None or text == "never":
+        return None if text is None else "never"
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([hd])", text)
+    if match is None:
+        raise typer.BadParameter(f"--expires takes 12h, 30d or never, not {text!r}")
+    return float(match[1]) / (24 if match[2] == "h" else 1)
+
+
+def list_(
+    ctx: typer.Context,
+    owner: Annotated[str | None, typer.Option(help="Only of this owner.")] = None,
+    gone: Annotated[bool, typer.Option("--gone", help="Those that were revoked or have expired, too.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """List your tokens, an admin's are everybody's; never their text."""
+    with open_client(ctx) as client:
+        found = list(client.tokens(owner=owner, gone=gone))
+    if as_json:
+        output.emit(found)
+        return
+    output.table(
+        ["ID", "OWNER", "ROLE", "SCOPES", "ENDS", "USED", "NAME"],
+        [[t.id, t.owner, str(t.role), ",".join(t.scopes) or "all", _end(t), output.age(t.last_used_at), t.name] for t in found],
+        drop=["USED", "NAME", "SCOPES"], empty="no token",
+    )  # fmt: skip
+
+
+def _end(token: TokenView) -> str:
+    if token.revoked_at is not None:
+        return "revoked"
+    return output.moment(token.expires_at) or "never"
+
+
+def revoke(
+    ctx: typer.Context,
+    token: Annotated[str, typer.Argument(metavar="ID", help="As `ratchet token list` shows it.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Have a token refused from now on."""
+    with open_client(ctx) as client:
+        gone = client.revoke_token(token)
+    if as_json:
+        output.emit(gone)
+        return
+    output.note(f"token {gone.id} of {gone.owner} is refused from now on")
+
+
+def whoami(ctx: typer.Context, as_json: JsonFlag = False) -> None:
+    """Show whom the service takes you for, and what you may."""
+    with open_client(ctx) as client:
+        found = client.whoami()
+    if as_json:
+        output.emit(found)
+        return
+    output.fields(
+        [("owner", found.owner), ("role", found.role), ("scopes", ", ".join(found.scopes)),
+         ("token", found.token or "none, and none is needed here"), ("ends", output.moment(found.expires_at))]
+    )  # fmt: skip
