@@ -57,6 +57,11 @@ faults: $(STAMP)
 	  tests/integration/test_checkpoint_kill.py tests/integration/test_store_kill.py tests/unit/test_store_damage.py \
 	  tests/integration/test_store_crash_points.py tests/integration/test_checkpoint_disks.py tests/unit/test_store_hostile.py
 
+# N calls of every operation of the API, made up from its OpenAPI description, on SQLite and a quarter of them on PostgreSQL
+fuzz: $(STAMP)
+	@echo "==> calls made up from the API's description: every answer must be a documented one"
+	RATCHET_TEST_EXAMPLES=$(or $(N),200) $(BIN)/python -m pytest -v -n0 --timeout=7200 tests/integration/test_api_schema.py
+
 # groups of two ranks that are started and stopped: no rank may abort at its end
 teardown: $(STAMP)
 	$(BIN)/python -m tests.e2e.teardown --n $(or $(N),1000)

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psycopg
+
 from benchmarks.service_calls import calls
 from benchmarks.service_running import running
 from benchmarks.stats import machine
@@ -25,20 +27,24 @@ def main() -> None:
     rounds = int(os.environ.get("RATCHET_BENCH_CALLS", "300"))
     jobs = int(os.environ.get("RATCHET_BENCH_RUNNING", "200"))
     for engine in ("sqlite", "postgresql"):
-        with tempfile.TemporaryDirectory(prefix="ratchet-bench-") as folder, _database(engine) as url:
-            calls(engine, url, Path(folder), few, many, rounds)
-        with tempfile.TemporaryDirectory(prefix="ratchet-bench-") as folder, _database(engine) as url:
-            running(engine, url, Path(folder), jobs)
+        with tempfile.TemporaryDirectory(prefix="ratchet-bench-") as folder, databases(engine) as urls:
+            calls(engine, urls, Path(folder), few, many, rounds)
+        with tempfile.TemporaryDirectory(prefix="ratchet-bench-") as folder, databases(engine) as urls:
+            running(engine, urls[0], Path(folder), jobs)
 
 
 @contextmanager
-def _database(engine: str) -> Iterator[str | None]:
-    """None: the SQLite file of the run directory."""
+def databases(engine: str) -> Iterator[list[str | None]]:
+    """Three empty ones; None: the SQLite file of the run directory."""
     if engine == "sqlite":
-        yield None
+        yield [None, None, None]
         return
     with postgres_server(durable=True) as url:
-        yield url
+        names = ["one", "two", "three"]
+        with psycopg.connect(url, autocommit=True) as connection:
+            for name in names:
+                connection.execute(f"CREATE DATABASE {name}")
+        yield [url.replace("/postgres?", f"/{name}?") for name in names]
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ def job_id(number: int) -> str:
 
 
 def fill(database: Database, first: int, last: int, template: str) -> None:
-    """Jobs ``first`` to ``last`` as ended copies of ``template``, ten seconds apart, of a thousand names and owners; then the
-    database's own statistics, which it would have made by then."""
+    """Jobs ``first`` to ``last`` as ended copies of ``template``, ten seconds apart; a fiftieth has each name, owner and label.
+    Then the database's own statistics, which it would have made by then."""
     for begin in range(first, last + 1, _BATCH):
         with database.write() as session:
             _copy(session.connection(), database.is_sqlite, begin, min(begin + _BATCH - 1, last), template)
@@ -43,12 +43,12 @@ def _copy(connection: sa.Connection, sqlite: bool, first: int, last: int, templa
         else f"WITH n(i) AS (SELECT generate_series({first}, {last}))"
     )
     insert = _Insert(connection, numbers)
-    name = "'n-' || (i % 1000)"
+    name = "'n-' || (i % 50)"
     now = {"created_at": when, "updated_at": when, "started_at": when, "ended_at": when}
     insert(
-        Job, {"id": ident, "name": name, "owner": "'o-' || (i % 1000)", "phase": _PHASES, "epoch": "1", **now}, template
+        Job, {"id": ident, "name": name, "owner": "'o-' || (i % 50)", "phase": _PHASES, "epoch": "1", **now}, template
     )
-    insert(JobLabel, {"job_id": ident, "key": "'team'", "value": "'t-' || (i % 1000)", "created_at": when})
+    insert(JobLabel, {"job_id": ident, "key": "'team'", "value": "'t-' || (i % 50)", "created_at": when})
     nothing = "'{}'" if sqlite else "'{}'::json"
     empty = "'[]'" if sqlite else "'[]'::json"
     token = "'0'"

@@ -41,17 +41,18 @@ class Service:
     gate: Gate
 
 
-def get_service(request: Request) -> Service:
+async def get_service(request: Request) -> Service:
+    """Asynchronous, like what else waits for nothing here: a plain function would be handed to a thread for every request."""
     service: Service = request.app.state.service
     return service
 
 
 async def get_body(request: Request) -> RawBody:
-    return await read_body(request, get_service(request).settings.max_body)
+    return await read_body(request, (await get_service(request)).settings.max_body)
 
 
 async def get_report_body(request: Request) -> RawBody:
-    return await read_body(request, get_service(request).settings.max_report_body)
+    return await read_body(request, (await get_service(request)).settings.max_report_body)
 
 
 @asynccontextmanager
@@ -72,7 +73,7 @@ async def disconnected(request: Request) -> AsyncIterator[threading.Event]:
         watching.cancel()
 
 
-def refuse_unknown_parameters(request: Request) -> None:
+async def refuse_unknown_parameters(request: Request) -> None:
     """A misspelt filter that is ignored would give a wrong answer that looks right."""
     if "\0" in request.url.query or "%00" in request.url.query:
         raise Refused("a query parameter holds a NUL character", code="invalid-character")

@@ -186,7 +186,12 @@ class Server:
 def served(migrated: Database, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     """One server per database for all tests; jobs' ids, and so their files, never repeat."""
     settings = Settings(
-        home=tmp_path_factory.mktemp("home"), follow_interval=0.02, keep_alive_interval=0.1, request_rate=1e6
+        home=tmp_path_factory.mktemp("home"),
+        follow_interval=0.02,
+        keep_alive_interval=0.1,
+        request_rate=1e6,
+        refused_rate=1e6,
+        report_rate=1e6,
     )
     ports = FakePorts()
     with Server(create_app(settings, ports, migrated)) as url, httpx.Client(base_url=url, timeout=30) as client:
