@@ -2,8 +2,8 @@
 
 ``python trainer.py agent LAUNCH_FILE [--node K]`` is the agent, ``python trainer.py rank`` the rank it starts. What the rank
 does is in the spec's env, TRAINER (JSON): steps, every (steps between checkpoints), pause (seconds per step), pauses (those of
-single ranks); per epoch under "epochs": at (step) and do: kill (itself), kill-agent, raise, user-error, mute (checkpoints are
-committed but not reported), deaf (stops are ignored), child (a sleeping process in a session of its own, then kill-agent).
+single ranks); per epoch under "epochs": at (step) and do: kill (itself), kill-agent, raise, user-error, exit-N, mute (checkpoints
+are committed but not reported), deaf (stops are ignored), child (a sleeping process in a session of its own, then kill-agent).
 """
 
 from __future__ import annotations
@@ -126,6 +126,8 @@ class Rank:
             time.sleep(3600)
         elif what == "raise":
             self._finish("exception", 1, step, "ValueError: wrong")
+        elif what.startswith("exit-"):
+            os._exit(int(what.removeprefix("exit-")))
         elif what == "user-error":
             self._finish("user-error", 78, step, "no module named mine")
 

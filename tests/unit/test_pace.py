@@ -133,8 +133,8 @@ def test_the_first_evaluation_is_not_measured_and_has_the_static_deadline() -> N
 
 @pytest.mark.parametrize("batches", [50, 300])
 def test_who_waits_for_a_rank_behind_it_shows_nothing_of_its_own_pace(batches: int) -> None:
-    """Rank 0 evaluates alone for up to 20 minutes, with a batch every 4 s; rank 1 has begun the next step and waits. When that step is
-    done, rank 0 is seen to be further for a moment."""
+    """Rank 0 evaluates alone for up to 20 minutes, with a batch every 4 s; rank 1 has begun the next step and waits. When that
+    step is done, rank 0 is seen to be further for a moment."""
     run = Run(ranks=2)
     run.train(*[1.0] * 30)
     run.move(0, started=run.step - 1, stage=Stage.EVALUATING)

@@ -1,0 +1,94 @@
+"""What is told of a job beside its causes: where its time went, the notice of a stop, its pace, what its exit codes meant."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ratchet_contract.messages import LaunchFile
+from ratchet_contract.phases import JobPhase
+from ratchet_service.database import Database
+from tests.support.plane import Plane
+from tests.support.tokens import bearer
+
+PARTS = ("queued", "launching", "useful", "lost", "stall", "stopping", "unseen")
+RULES = [{"codes": [42], "action": "retry"}, {"codes": [43], "action": "fail"}]
+
+
+@pytest.fixture
+def plane(tmp_path: Path, database: Database) -> Iterator[Plane]:
+    made = Plane(tmp_path, database)
+    made.serve_api()
+    yield made
+    made.close()
+
+
+def get(plane: Plane, path: str) -> Any:
+    url = json.loads(plane.paths.service_file.read_text())["url"]
+    answer = httpx.get(url + path, timeout=30, headers=bearer(plane.token))
+    assert answer.is_success, answer.text
+    return answer.json()
+
+
+def whole(goodput: dict[str, float]) -> float:
+    """Its wall-clock seconds, which its parts add up to."""
+    parts = [goodput[f"{name}_seconds"] for name in PARTS]
+    assert min(parts) >= 0 and sum(parts) == pytest.approx(goodput["wall_seconds"], abs=0.01), goodput
+    return goodput["wall_seconds"]
+
+
+def test_a_jobs_time_its_notice_its_pace_and_its_exit_codes(plane: Plane) -> None:
+    plane.reconcile()
+    faults = {"1": {"at": 14, "do": "kill"}, "2": {"at": 25, "do": "exit-42"}, "4": {"at": 95, "do": "exit-43"}}
+    job_id = plane.submit(
+        {"steps": 120, "pause": 0.02, "epochs": faults}, policy={"exit_codes": RULES, "max_failures": 1}
+    )
+    plane.wait_job(job_id, lambda job: job.epoch == 3 and job.step >= 25, "in its third attempt")
+    plane.post(f"/v1/jobs/{job_id}/suspend")
+    plane.wait(job_id, JobPhase.SUSPENDED)
+    plane.post(f"/v1/jobs/{job_id}/resume")
+    job = plane.wait(job_id, JobPhase.FAILED)
+
+    view = get(plane, f"/v1/jobs/{job_id}")
+    attempts = get(plane, f"/v1/jobs/{job_id}/attempts")["items"][::-1]
+    assert [(a["cause"], a["outcome"], a["exit_code"]) for a in attempts] == [
+        ("rank-killed", "failed", -9), ("exception", "failed", 42), ("api-suspend", "suspended", 143),
+        ("exception", "failed", 43),
+    ]  # fmt: skip
+    assert job.failures == 1  # the last one's: of the first two, one was forgiven and one counted against nothing
+    assert view["reason"] == "exit-code" and "exit code 43: fail, by policy.exit_codes[1]" in view["message"]
+    rules = [e.data.get("rule") for e in plane.events(job_id) if e.type == "attempt-ended"]
+    assert rules == [
+        None,
+        "exit code 42: retry, by policy.exit_codes[0]",
+        None,
+        "exit code 43: fail, by policy.exit_codes[1]",
+    ]
+
+    assert job.ended_at is not None and job.paused_seconds > 0
+    wall = (job.ended_at - job.created_at).total_seconds() - job.paused_seconds
+    assert whole(view["goodput"]) == pytest.approx(wall, abs=0.01)
+    assert sum(whole(a["goodput"]) for a in attempts) <= wall + 0.01
+    assert [a["goodput"]["lost_seconds"] > 0 for a in attempts] == [True, True, False, True]
+    for a in attempts:
+        spent, done = a["goodput"], a["steps_done"]
+        share = spent["lost_seconds"] / (spent["lost_seconds"] + spent["useful_seconds"])
+        assert share == pytest.approx(a["steps_lost"] / done, abs=0.01)
+    stopped = attempts[2]
+    assert stopped["stop_at"] is not None and stopped["notice_seconds"] == 120
+    assert 0 <= stopped["notice_used"] <= stopped["goodput"]["stopping_seconds"] + 0.01
+    assert [a["notice_used"] for a in (attempts[0], attempts[1])] == [None, None]
+
+    first, second = (_pace(plane, job_id, number) for number in (1, 2))
+    assert first is None and second is not None and 0 < (second.startup or 0) < 60
+
+
+def _pace(plane: Plane, job_id: str, number: int) -> Any:
+    path = plane.attempt_paths(job_id, number).launch_file
+    assert ("pace" in json.loads(path.read_bytes())) == (number > 1)
+    return LaunchFile.model_validate_json(path.read_bytes()).pace
