@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from ratchet_contract.errors import Conflict, NotFound, Refused
+from ratchet_contract.errors import NotFound, Refused
 from ratchet_contract.messages import (
     AGENT_RANK,
     AgentReport,
@@ -30,6 +30,7 @@ from ratchet_contract.version import PROTOCOL_VERSION
 from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.clock import now_in
 from ratchet_service.database import Database
+from ratchet_service.fencing import fence, refusals
 from ratchet_service.ingest_effects import MAX_NUMBER, Effects, saved_iteration
 from ratchet_service.ingest_series import look_is_due
 from ratchet_service.models import Attempt, AttemptNode, Job
@@ -53,14 +54,19 @@ def ingest(
 ) -> ReportAck:
     """Store what is new of a report and answer what is stored and wanted. An empty report only reads.
 
-    Raises ``Refused`` (``protocol-mismatch``, ``token-missing``, ``token-wrong``), ``NotFound``, and ``Conflict``
-    (``stale-epoch``) for an attempt that is not the newest one or has ended.
+    Raises ``Refused`` (``protocol-mismatch``, ``token-missing``, ``token-wrong``), ``NotFound``, and ``Stale``
+    (409 ``stale-epoch``) for an attempt that is not the newest one or has ended.
     """
     if report.protocol != PROTOCOL_VERSION:
         raise Refused(
             f"this service speaks protocol {PROTOCOL_VERSION}, the agent {report.protocol}: install the same version of Ratchet",
             code="protocol-mismatch",
         )
+    with refusals(database, report.job_id, report.epoch, "a report"):
+        return _ingest(database, report, token, homes, bounds)
+
+
+def _ingest(database: Database, report: AgentReport, token: str | None, homes: HomePaths, bounds: Bounds) -> ReportAck:
     with database.read() as session:
         attempt, job = authorised(session, report.job_id, report.epoch, token)
         if not 0 <= report.node < int(job.spec["world"]["nodes"]):
@@ -153,14 +159,6 @@ def authorised(session: Session, job_id: str, epoch: int, token: str | None) -> 
 
 def _no_attempt(job_id: str, epoch: int) -> NotFound:
     return NotFound(f"job {job_id} has no attempt {epoch}", code="attempt-not-found")
-
-
-def fence(job: Job, attempt: Attempt) -> None:
-    """Raises ``Conflict`` (``stale-epoch``) for an attempt that is not the job's newest one, or has ended."""
-    if attempt.number != job.epoch or attempt.phase is AttemptPhase.ENDED:
-        raise Conflict(
-            f"attempt {attempt.number} is over (the newest one is {job.epoch}): end its ranks", code="stale-epoch"
-        )
 
 
 def _news(report: AgentReport, attempt: Attempt, node: AttemptNode) -> bool:

@@ -164,6 +164,7 @@ class Attempt(Base):
     pace: Mapped[dict[str, Any] | None]  # deadlines.Pace: what it and the attempts before it have shown
     notes: Mapped[int] = mapped_column(default=0, server_default="0")  # told, those that were left out included
     values_refused: Mapped[int] = mapped_column(default=0, server_default="0")  # of metrics beyond the series of a job
+    refused: Mapped[int] = mapped_column(default=0, server_default="0")  # requests that came after it was over
 
 
 class AttemptNode(Base):

@@ -62,3 +62,6 @@ def test_an_agent_gets_the_code_of_its_job_and_nobody_else_gets_any(api: Api, co
     assert refused("job-unknown", digest) == (404, "attempt-not-found")
     api.attempt(job_id, 2, AttemptPhase.RUNNING)
     assert refused(job_id, digest) == (409, "stale-epoch")  # a zombie
+    events = api.client.get(f"/v1/jobs/{job_id}/events").json()["items"]
+    (told,) = [e["message"] for e in events if e["type"] == "stale-request"]
+    assert "a request for code was refused" in told

@@ -146,10 +146,16 @@ def test_a_fenced_attempt_is_told_so_and_stores_nothing(api: Api, job: str, how:
     else:
         with api.database.write() as session:
             session.get_one(Attempt, (job, 1)).phase = AttemptPhase.ENDED
-    for batches in ((), ((0, 1, [checkpoint_message(5)]),)):
+    for batches in ((), ((0, 1, [checkpoint_message(5)]),)) * 6:
         answer = api.report(job, *batches)
         assert (answer.status_code, answer.json()["code"]) == (409, "stale-epoch")
     assert api.client.get(f"/v1/jobs/{job}/checkpoints").json()["items"] == []
+    events = api.client.get(f"/v1/jobs/{job}/events").json()["items"]
+    told = [(e["epoch"], e["data"]) for e in events if e["type"] == "stale-request"]
+    assert told == [(1, {"refused": 1}), (1, {"refused": 10})], "told, and not in every case"
+    assert api.report(job, token="another").status_code == 403
+    with api.database.read() as session:
+        assert session.get_one(Attempt, (job, 1)).refused == 12, "only who has the token is counted"
 
 
 def test_an_attempt_fenced_while_its_report_is_read_stores_nothing(

@@ -11,6 +11,7 @@ from ratchet_contract import code_tree
 from ratchet_contract.access import Scope
 from ratchet_contract.code_archive import MEDIA_TYPE, archive
 from ratchet_service.access import AGENTS, bearer, needs
+from ratchet_service.fencing import refusals
 from ratchet_service.http import ServiceDep
 from ratchet_service.usecases import code
 
@@ -47,7 +48,8 @@ def fetch_code(
     authorization: Annotated[str | None, Header(description="Bearer and the token of the attempt.")] = None,
 ) -> StreamingResponse:
     """The snapshot of `code`, or the file of `start_from`, whichever has the digest. 409 `stale-epoch`: the attempt is over."""
-    with service.database.read() as session:
+    epoch = code.number_of(number)
+    with refusals(service.database, job_id, epoch, "a request for code"), service.database.read() as session:
         found = code.find(session, service.settings.paths, job_id, number, digest, bearer(authorization))
     return StreamingResponse(archive(found), media_type=MEDIA_TYPE)
 

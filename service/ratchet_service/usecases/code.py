@@ -7,17 +7,22 @@ from sqlalchemy.orm import Session
 from ratchet_contract.code_tree import UNLIMITED, Entry, entries, file_entry
 from ratchet_contract.errors import NotFound
 from ratchet_contract.paths import HomePaths
-from ratchet_service.ingest import authorised, fence
+from ratchet_service.fencing import fence
+from ratchet_service.ingest import authorised
+
+
+def number_of(text: str) -> int:
+    """The attempt's number as it stands in a path; 0 for what is none."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else 0
 
 
 def find(session: Session, homes: HomePaths, job_id: str, number: str, digest: str, token: str | None) -> list[Entry]:
     """What the tree with ``digest`` holds, if it is one of the job's.
 
     Raises ``Refused`` (``token-missing``, ``token-wrong``), ``NotFound`` (``attempt-not-found``, ``code-not-found``),
-    ``Conflict`` (``stale-epoch``).
+    ``Stale`` (``stale-epoch``).
     """
-    whole = int(number) if number.isascii() and number.isdigit() and len(number) < 19 else 0
-    attempt, job = authorised(session, job_id, whole, token)
+    attempt, job = authorised(session, job_id, number_of(number), token)
     fence(job, attempt)
     folder = homes.code / digest
     start = digest == job.resolved.get("start_digest")
