@@ -119,28 +119,43 @@ with Session() as s:
 """
 
 
-def test_a_rank_in_a_collective_and_one_that_keeps_pythons_lock_are_told_and_the_job_goes_on(
-    tmp_path: Path, jobs: list[Job]
-) -> None:
-    code = tmp_path / "code"
+def script_job(warm: Warm, at: Path, script: str, **spec: Any) -> WarmJob:
+    code = at / "code"
     code.mkdir()
-    (code / "train.py").write_text(SCRIPT)
-    spec: dict[str, Any] = {
-        "script": ["train.py"], "code": {"path": str(code)}, "checkpoint": {"every_steps": 2},
-        "policy": {"step_deadline": 2},
-    }  # fmt: skip
-    with Warm() as warm:
-        job = WarmJob(warm, tmp_path / "home", spec, code)
-        jobs.append(job)
-        hung = job.launch()
-        result = hung.wait()
-        assert result.cause is Cause.HANG, hung.logs()
-        waits, holds = (hung.paths.log(rank).read_text() for rank in (0, 1))
-        assert "in backward" in waits and "in _engine_run_backward" in waits, waits
-        assert "in hold_the_lock" in holds, holds
-        again = job.launch()
-        assert again.wait().cause is Cause.COMPLETED, again.logs()
-        base = again.base()
-        assert base is not None and base.step == 4
-        again.close()
-        hung.close()
+    (code / "train.py").write_text(script)
+    return WarmJob(warm, at / "home", {"script": ["train.py"], "code": {"path": str(code)}, **spec}, code)
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[Warm]:
+    with Warm() as made:
+        yield made
+
+
+def test_a_rank_in_a_collective_and_one_that_keeps_pythons_lock_are_told_and_the_job_goes_on(
+    warm: Warm, tmp_path: Path, jobs: list[Job]
+) -> None:
+    job = script_job(warm, tmp_path, SCRIPT, checkpoint={"every_steps": 2}, policy={"step_deadline": 2})
+    jobs.append(job)
+    hung = job.launch()
+    result = hung.wait()
+    assert result.cause is Cause.HANG, hung.logs()
+    waits, holds = (hung.paths.log(rank).read_text() for rank in (0, 1))
+    assert "in backward" in waits and "in _engine_run_backward" in waits, waits
+    assert "in hold_the_lock" in holds, holds
+    again = job.launch()
+    assert again.wait().cause is Cause.COMPLETED, again.logs()
+    base = again.base()
+    assert base is not None and base.step == 4
+
+
+@pytest.mark.parametrize(("ends", "code"), [("sys.exit(42)", 42), ("sys.exit(78)", 1), ("os._exit(43)", 43)])
+def test_a_scripts_own_exit_code_reaches_the_result(
+    warm: Warm, tmp_path: Path, jobs: list[Job], ends: str, code: int
+) -> None:
+    """What a rule of ``policy.exit_codes`` goes by. Ratchet's own codes keep their meaning: 78 would never be tried again."""
+    job = script_job(warm, tmp_path, f"import os, sys\n{ends}\n", world={"ranks_per_node": 1, "device": "cpu"})
+    jobs.append(job)
+    attempt = job.launch()
+    result = attempt.wait()
+    assert (result.cause, result.exit_code) == (Cause.EXCEPTION, code), attempt.logs()
