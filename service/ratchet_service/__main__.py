@@ -11,6 +11,7 @@ from typing import Final
 
 from ratchet_contract import environment
 from ratchet_service import token_command
+from ratchet_service.bounds import Bounds, parse_bounds
 from ratchet_service.listening import Listening, StartError
 from ratchet_service.settings import Settings
 
@@ -42,7 +43,8 @@ def _run(home: Path, options: argparse.Namespace) -> int:
     launchers = options.launchers.expanduser().absolute() if options.launchers else None
     preemption = Preemption(not options.no_preemption, options.preemption_min_run)
     if options.command == "reconcile":
-        reconcile(Settings(home, options.database_url, launchers), options.cpu_slots, preemption)
+        settings = Settings(home, options.database_url, launchers, bounds=options.bounds)
+        reconcile(settings, options.cpu_slots, preemption)
         return 0
     settings = Settings(
         home,
@@ -50,6 +52,7 @@ def _run(home: Path, options: argparse.Namespace) -> int:
         launchers,
         code_roots=None if options.code_root is None else tuple(map(_absolute, options.code_root)),
         uri_roots=None if options.checkpoint_uri_root is None else tuple(options.checkpoint_uri_root),
+        bounds=options.bounds,
         request_rate=options.request_rate,
         request_burst=max(1, int(10 * options.request_rate)),
     )
@@ -98,6 +101,13 @@ def _parser() -> argparse.ArgumentParser:
         default=60.0,
         metavar="SECONDS",
         help="a job that was stopped so trains for so long before it is stopped so again (default: %(default)g)",
+    )
+    common.add_argument(
+        "--bounds",
+        type=_bounds,
+        default=os.environ.get(environment.BOUNDS) or "",
+        metavar="NAME=NUMBER,...",
+        help="how much of a job's output is kept (default: RATCHET_BOUNDS); docs/operations.md has the names",
     )
     parser = argparse.ArgumentParser(prog="python -m ratchet_service", description="The control plane of Ratchet.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -181,6 +191,13 @@ def _seconds(text: str) -> float:
     if not 0 <= value <= 1e9:
         raise argparse.ArgumentTypeError("must be 0 or more")
     return value
+
+
+def _bounds(text: str) -> Bounds:
+    try:
+        return parse_bounds(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _positive(text: str) -> int:

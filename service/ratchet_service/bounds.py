@@ -27,3 +27,15 @@ class Bounds:
 
 
 DEFAULT_BOUNDS = Bounds()
+
+
+def parse_bounds(text: str) -> Bounds:
+    """``NAME=NUMBER,...``; what is not named is as ever. Raises ``ValueError``."""
+    values: dict[str, int] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, number = part.partition("=")
+        if name not in {field.name for field in fields(Bounds)} or not (number.isascii() and number.isdigit()):
+            known = ", ".join(field.name for field in fields(Bounds))
+            raise ValueError(f"{part!r} is no bound: NAME=NUMBER with a name of {known}")
+        values[name] = int(number)
+    return Bounds(**values)

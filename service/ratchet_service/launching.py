@@ -22,6 +22,7 @@ from ratchet_contract.resume import Base
 from ratchet_contract.spec import JobSpec, Resolved
 from ratchet_service import queue_rows, slot_host
 from ratchet_service.ancestry import bases_of, committed_of, fork_of
+from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.clock import now_in
 from ratchet_service.database import Database
 from ratchet_service.ingest import hash_token
@@ -64,6 +65,7 @@ class Launching:
         owner: str,
         lease_seconds: float,
         preemption: Preemption,
+        bounds: Bounds = DEFAULT_BOUNDS,
     ) -> None:
         self._database = database
         self._home = home
@@ -72,6 +74,7 @@ class Launching:
         self._owner = owner
         self._lease_seconds = lease_seconds
         self._preemption = preemption
+        self._bounds = bounds
 
     def launch_ready(self) -> list[Launched]:
         """Start attempts for as many queued jobs as there are slots for, and tell the others why they wait."""
@@ -190,5 +193,6 @@ class Launching:
                 "fork": fork_for_launch(fork, segments, committed),
                 "save_seconds": save_seconds(session, job.id),
                 "pace": pace_before(session, job.id, epoch),
+                "log_bytes": self._bounds.log_bytes,
             }
         )

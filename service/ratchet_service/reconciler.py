@@ -17,6 +17,7 @@ from sqlalchemy.exc import NoResultFound, SQLAlchemyError
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import AttemptPhase, JobPhase
 from ratchet_service import disk, leases
+from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.database import Database
 from ratchet_service.expiry import Expiry
 from ratchet_service.launchers.base import EngineUnreachable, attempt_name
@@ -54,6 +55,7 @@ class Reconciler:
         timing: Timing | None = None,
         lease_seconds: float = LEASE_SECONDS,
         preemption: Preemption | None = None,
+        bounds: Bounds = DEFAULT_BOUNDS,
     ) -> None:
         self._database = database
         self._home = home
@@ -61,9 +63,9 @@ class Reconciler:
         self._lease_seconds = lease_seconds
         self._launchers = launchers
         self._launching = Launching(
-            database, home, launchers, capacity, self._owner, lease_seconds, preemption or Preemption()
+            database, home, launchers, capacity, self._owner, lease_seconds, preemption or Preemption(), bounds
         )
-        self._watcher = Watcher(database, home, launchers, self._launching, timing or Timing(), lease_seconds)
+        self._watcher = Watcher(database, home, launchers, self._launching, timing or Timing(), lease_seconds, bounds)
         self._expiry = Expiry(database, home)
         self._watches: dict[str, Watch] = {}
         self._stopping = threading.Event()

@@ -75,7 +75,12 @@ def serve(options: ServeOptions) -> None:
             if options.reconcile:
                 take_slots(database, launchers)
                 reconciler = Reconciler(
-                    database, settings.paths, launchers, machine.capacity, preemption=options.preemption
+                    database,
+                    settings.paths,
+                    launchers,
+                    machine.capacity,
+                    preemption=options.preemption,
+                    bounds=settings.bounds,
                 )
             ports = LocalSubmission(
                 settings.paths,
@@ -83,7 +88,7 @@ def serve(options: ServeOptions) -> None:
                 launchers,
                 reconciler.wake if reconciler else None,
                 here=options.reconcile,
-                roots=Roots(settings.code_roots, settings.uri_roots),
+                roots=Roots(settings.home, settings.code_roots, settings.uri_roots),
             )
             url = listen.address(bound)
             _say_who_may_come_in(settings, listen, url, database)
@@ -103,7 +108,9 @@ def reconcile(settings: Settings, cpu_slots: int | None, preemption: Preemption 
         machine = probe(cpu_slots)
         launchers = open_launchers(settings)
         take_slots(database, launchers)
-        reconciler = Reconciler(database, settings.paths, launchers, machine.capacity, preemption=preemption)
+        reconciler = Reconciler(
+            database, settings.paths, launchers, machine.capacity, preemption=preemption, bounds=settings.bounds
+        )
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: reconciler.stop())
         write_machine(settings.home, machine, _torch_has_cuda(machine))

@@ -20,6 +20,7 @@ from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Cause, Desired, JobPhase, Outcome
 from ratchet_contract.spec import JobSpec
 from ratchet_service import leases, models
+from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.database import Database
 from ratchet_service.decide import decide
 from ratchet_service.decision import Action, Alive, Decision, JobView, Limits
@@ -118,6 +119,7 @@ class Watcher:
         launching: Launching,
         timing: Timing,
         lease_seconds: float,
+        bounds: Bounds = DEFAULT_BOUNDS,
     ) -> None:
         self._database = database
         self._home = home
@@ -125,6 +127,7 @@ class Watcher:
         self._launching = launching
         self._timing = timing
         self._lease_seconds = lease_seconds
+        self._bounds = bounds
 
     def begin(self, lease: Lease, held_at: float) -> Watch:
         """Start to look after a job: load it, and what was done to its attempt before. ``held_at``: as in ``Watch``."""
@@ -274,11 +277,11 @@ class Watcher:
             return None
         last = watch.launcher.poll(watch.ref)  # the last word may have come between the look and the end
         job_paths = self._home.job(watch.lease.job_id)
-        ingest_leftover(self._database, job_paths, watch.lease, watch.ref.nodes, watch.ranks_per_node)
+        ingest_leftover(self._database, job_paths, watch.lease, watch.ref.nodes, watch.ranks_per_node, self._bounds)
         logs = "" if last.seen else watch.launcher.logs(watch.ref, LOG_TAIL)
         ends = watch.ends if watch.killing else last.ends or watch.ends
         evidence = Evidence(replace(last, ends=ends), watch.forced, watch.message, watch.killing, logs)
-        return settle(self._database, job_paths, watch.lease, watch.limits, evidence)
+        return settle(self._database, job_paths, watch.lease, watch.limits, evidence, self._bounds)
 
     def _sure(self, watch: Watch) -> None:
         """Before a deed that no transaction guards: this process may have been stopped since it saw its lease. Where that was too
