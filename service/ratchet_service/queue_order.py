@@ -1,7 +1,7 @@
 """The order of the queue and what quotas hold back: pure, over what rows say of queued jobs and of attempts that have not ended.
 
-A higher priority goes first. Among equals a job for which room has been made (``claims``) goes before the others; then the
-owner that holds least, GPUs before ranks; then the older job. What has been placed counts as held by its owner for the places
+A higher priority goes first. Among equals a job for which room has been made (``claims``) goes before the others, the earlier
+one first; then the owner that holds least, GPUs before ranks; then the older job. What has been placed counts as held by its owner for the places
 behind it, so that owners take turns. With one owner that is: priority, then age.
 
 A quota holds back a job that would exceed it, and no job of another owner. The owner's later jobs get only what is left of the
@@ -11,6 +11,7 @@ quota behind it: a large one is not starved by small ones here either. A job tha
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -54,18 +55,23 @@ _NAMES: Final = {"gpus": "GPUs", "ranks": "ranks", "jobs": "jobs"}
 
 @dataclass(frozen=True)
 class Queued:
-    """A job that waits for an attempt. ``claims``: another one was stopped for it."""
+    """A job that waits for an attempt. ``claims``: since when another one is stopped for it."""
 
     job: str
     owner: str
     priority: int
     created_at: datetime
     takes: Share
-    claims: bool = False
+    claims: datetime | None = None
 
     @property
-    def age(self) -> tuple[bool, datetime, str]:
-        return (not self.claims, self.created_at, self.job)
+    def claim(self) -> float:
+        """In the order of claims; those without one come last."""
+        return math.inf if self.claims is None else self.claims.timestamp()
+
+    @property
+    def age(self) -> tuple[float, datetime, str]:
+        return (self.claim, self.created_at, self.job)
 
 
 @dataclass(frozen=True)
@@ -103,8 +109,8 @@ def in_order(queue: Iterable[Queued], held: Mapping[str, Share], limit: Callable
     return out
 
 
-def _turn(head: Queued, holds: Share) -> tuple[bool, int, int, datetime, str, str]:
-    return (not head.claims, holds.gpus, holds.ranks, head.created_at, head.job, head.owner)
+def _turn(head: Queued, holds: Share) -> tuple[float, int, int, datetime, str, str]:
+    return (head.claim, holds.gpus, holds.ranks, head.created_at, head.job, head.owner)
 
 
 def _over(takes: Share, used: Share, held: Share, quota: Limit) -> str | None:

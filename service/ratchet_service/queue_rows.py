@@ -53,8 +53,8 @@ def due(now: datetime) -> sa.ColumnElement[bool]:
     return (Job.phase == JobPhase.QUEUED) & sa.or_(Job.not_before.is_(None), Job.not_before <= now)
 
 
-def waiting(session: Session, now: datetime, kinds: Collection[str] | None = None, look: int = LOOK) -> list[Row]:
-    """Jobs that may start now, of launchers ``kinds`` (None: of any): of each owner the first ``look``, in no order."""
+def waiting(session: Session, now: datetime, kinds: Collection[str] | None = None) -> list[Row]:
+    """Jobs that may start now, of launchers ``kinds`` (None: of any): of each owner the first ``LOOK``, in no order."""
     counts = sa.select(Job.owner, Job.priority, sa.func.count()).where(Job.phase == JobPhase.QUEUED)
     owners: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for owner, priority, count in session.execute(counts.group_by(Job.owner, Job.priority)):
@@ -62,9 +62,9 @@ def waiting(session: Session, now: datetime, kinds: Collection[str] | None = Non
     out: list[Row] = []
     for owner, priorities in owners.items():
         found: list[Row] = []
-        for low, high in _blocks(sorted(priorities, reverse=True), look):
-            found += _of_owner(session, now, kinds, owner, low, high, look - len(found))
-            if len(found) >= look:
+        for low, high in _blocks(sorted(priorities, reverse=True), LOOK):
+            found += _of_owner(session, now, kinds, owner, low, high, LOOK - len(found))
+            if len(found) >= LOOK:
                 break
         out += found
     return out
@@ -93,9 +93,7 @@ def _of_owner(
         query = query.where(launched_by(kinds))
     out = []
     for row in session.execute(query.order_by(Job.priority.desc(), Job.created_at, Job.id).limit(limit)):
-        queued = Queued(
-            row.id, owner, row.priority, row.created_at, share(row.world, row.device), row.room_since is not None
-        )
+        queued = Queued(row.id, owner, row.priority, row.created_at, share(row.world, row.device), row.room_since)
         out.append(Row(queued, row.kind, row.reason, row.message))
     return out
 

@@ -66,7 +66,7 @@ class Round:
     def turns(self) -> Iterator[Turn]:
         """Jobs to start, in order. Those that wait are told why, in their rows, once the iteration ends."""
         session = self._session
-        rows = {row.queued.job: row for row in queue_rows.waiting(session, now_in(session), list(self._slots))}
+        rows = {row.queued.job: row for row in self._rows()}
         given: Counter[bool] = Counter()
         left: list[Row] = []
         for place in self._places(list(rows.values())):
@@ -83,6 +83,13 @@ class Round:
                     yield turn
         if self._board.exhausted:
             self._tell_the_rest([row for row in left if self._slots[row.kind]])
+
+    def _rows(self) -> Iterator[Row]:
+        """Those that need slots and those that do not, each as far as is looked: neither hides the other."""
+        for slots in (True, False):
+            kinds = [kind for kind, needs in self._slots.items() if needs is slots]
+            if kinds:
+                yield from queue_rows.waiting(self._session, now_in(self._session), kinds)
 
     def _places(self, rows: Sequence[Row]) -> list[Place]:
         """A job that this machine has not enough GPUs for comes last: it keeps nothing of its owner's quota from others."""

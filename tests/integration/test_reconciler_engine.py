@@ -19,7 +19,7 @@ import pytest
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.phases import Cause, Desired, JobPhase
 from ratchet_contract.spec import JobSpec, Resolved
-from ratchet_service import launching
+from ratchet_service import launching, queue_rows
 from ratchet_service.database import Database
 from ratchet_service.launch_files import launch_file
 from ratchet_service.launchers.base import AttemptRef, AttemptState, EngineEnd, EngineUnreachable, LaunchPlan
@@ -319,7 +319,7 @@ def test_a_node_that_ends_well_leaves_the_others_to_their_work(
 def test_jobs_of_an_engine_wait_for_nobodys_slots_and_a_plan_that_fails_holds_up_nobody(
     plane: Plane, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "QUEUE_LOOK", 2)
+    monkeypatch.setattr(queue_rows, "LOOK", 2)
     engine.kind, engine.unplannable = "other", "broken"
     taken = plane.submit({"steps": 2000, "pause": 0.1})
     behind = [plane.submit(priority=5) for _ in range(3)]

@@ -47,9 +47,12 @@ def test_owners_take_turns_by_what_their_jobs_take() -> None:
 
 
 def test_a_job_for_which_another_was_stopped_goes_before_its_equals_alone() -> None:
-    claiming = Queued("claims", "a", 0, START + timedelta(seconds=9), Share(0, 1, 1), claims=True)
-    rows = job("old", "a", at=1), job("other", "b", at=0), claiming, job("urgent", "b", at=99, priority=1)
-    assert order(*rows, held={"a": Share(4, 4, 4)}) == ["urgent", "claims", "other", "old"]
+    claiming = Queued("claims", "a", 0, START + timedelta(seconds=9), Share(0, 1, 1), claims=START)
+    later = Queued(
+        "later", "c", 0, START, Share(0, 1, 1), claims=START + timedelta(seconds=1)
+    )  # whose owner holds nothing
+    rows = later, job("old", "a", at=1), job("other", "b", at=0), claiming, job("urgent", "b", at=99, priority=1)
+    assert order(*rows, held={"a": Share(4, 4, 4)}) == ["urgent", "claims", "later", "other", "old"]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +105,9 @@ def test_the_order_is_total_fair_and_within_quotas(
     drawn: list[tuple[str, int, int, int, int, bool]], held: dict[str, Share], quotas: dict[str, Limit], random: object
 ) -> None:
     jobs = [
-        Queued(f"j{i}", owner, priority, START + timedelta(seconds=at), Share(gpus, ranks, 1), claims)
+        Queued(
+            f"j{i}", owner, priority, START + timedelta(seconds=at), Share(gpus, ranks, 1), START if claims else None
+        )
         for i, (owner, at, priority, gpus, ranks, claims) in enumerate(drawn)
     ]
     places = in_order(jobs, held, lambda owner: quotas.get(owner, UNLIMITED))

@@ -1,0 +1,190 @@
+"""A job of higher priority has others stopped for it, and nothing of theirs is lost: real agents, real checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet_contract.phases import Cause, Event, JobPhase
+from ratchet_service import queue_rows
+from ratchet_service.database import Database, utc_now
+from ratchet_service.ingest_effects import UNMANAGED
+from ratchet_service.models import Attempt, Quota
+from ratchet_service.transitions import apply
+from tests.support.plane import Plane
+from tests.support.queue import Queue
+
+LONG = {"steps": 60, "every": 25, "pause": 0.1}
+ENDLESS = {"steps": 100_000, "every": 100_000, "pause": 0.02}
+SHORT = {"steps": 3, "every": 3}
+
+
+@pytest.fixture
+def plane(tmp_path: Path, database: Database) -> Iterator[Plane]:
+    made = Plane(tmp_path / "home", database)
+    made.serve_api()
+    yield made
+    made.close()
+
+
+def cores(number: int) -> dict[str, int]:
+    return {"cpus_per_rank": number}
+
+
+def training(plane: Plane, *jobs: str) -> None:
+    for job_id in jobs:
+        plane.wait_job(job_id, lambda job: job.phase is JobPhase.RUNNING and job.step > 0, "training")
+
+
+def history(plane: Plane, job_id: str, kind: str) -> list[dict[str, Any]]:
+    return [event.data for event in plane.events(job_id) if event.type == kind]
+
+
+def test_a_higher_priority_gets_the_slots_and_the_lower_one_loses_no_step(plane: Plane) -> None:
+    low = plane.submit(LONG, resources=cores(3), name="low")
+    other = plane.submit(ENDLESS, resources=cores(1), name="other", priority=7)
+    plane.reconcile()
+    training(plane, low, other)
+    high = plane.submit(SHORT, resources=cores(2), name="high", priority=5)
+    equal = plane.submit(SHORT, resources=cores(2), name="third", priority=0)  # waits behind: the room is not for it
+    plane.wait(high, JobPhase.SUCCEEDED)
+    ended = plane.wait(low, JobPhase.SUCCEEDED)
+    plane.wait(equal, JobPhase.SUCCEEDED)
+
+    first, second = plane.attempts(low)
+    assert (first.cause, second.cause) == (Cause.HIGHER_PRIORITY, Cause.COMPLETED)
+    assert (first.steps_lost, second.base_step) == (0, first.last_step), "it goes on where it stopped"
+    assert (ended.step, ended.committed_step, ended.preemptions, ended.failures) == (60, 60, 1, 0)
+    steps = [(a.base_step, a.last_step) for a in (first, second)]
+    assert steps[0][0] == 0 and steps[0][1] == steps[1][0] and steps[1][1] == 60, "each step once"
+    (asked,) = history(plane, low, "preempt")
+    assert (asked["for"], asked["priority"], asked["reason"]) == (high, 5, "higher-priority")
+    assert len(plane.attempts(high)) == len(plane.attempts(other)) == 1
+    assert first.ended_at is not None and plane.attempts(high)[0].created_at < plane.attempts(equal)[0].created_at
+    assert second.created_at >= plane.attempts(high)[0].created_at
+    assert plane.job(high).room_since is None
+
+
+@pytest.fixture
+def queue(tmp_path: Path, database: Database) -> Queue:
+    return Queue(tmp_path, database, min_run=1000.0)
+
+
+def test_nobody_is_stopped_twice_in_vain_or_for_a_third(queue: Queue) -> None:
+    low = [queue.submit() for _ in range(4)]
+    assert queue.round() == low
+    high = queue.submit(2, priority=5)
+    assert queue.round() == []
+    first = queue.stopping()
+    assert first == set(low[2:]), "the newest"
+    assert queue.why(high)[0] == "no-slot" and "room is made for it" in queue.why(high)[1]
+    third = queue.submit(owner="other", priority=5)  # of an owner that holds nothing
+    assert queue.round() == [] and len(queue.stopping()) == 3, "for the third another one, and none twice"
+    one, two = sorted(first)
+    queue.requeue(one)
+    assert queue.round() == [], "its slot is kept for the first, which needs two"
+    queue.requeue(two)
+    assert queue.round() == [high]
+    assert queue.job(high).room_since is None and queue.job(third).room_since is not None
+    (last,) = queue.stopping()
+    queue.requeue(last)
+    assert queue.round() == [third]
+    queue.end(high)
+    back = queue.round()
+    assert len(back) == 2 and set(back) < {one, two, last}, "they go on"
+    every = queue.submit(4, priority=9)
+    assert queue.round() == [] and not queue.stopping(), "room for it would need those that were stopped a moment ago"
+    assert "room" not in queue.why(every)[1]
+    little = Queue(queue.paths.home, queue.database, min_run=0.0)
+    for job_id in back:  # trains
+        with queue.database.write() as session:
+            session.get_one(Attempt, (job_id, 2)).training_at = utc_now()
+    assert little.round() == [] and queue.stopping() >= set(back)
+
+
+@pytest.mark.parametrize(
+    ("more", "facts"),
+    [
+        ({"policy": {"preemptible": False}}, {}),
+        ({"policy": {"max_preemptions": 0}}, {}),  # the next one would end it
+        ({"priority": 5}, {}),
+        ({}, {"enabled": False}),
+    ],
+)
+def test_who_is_never_stopped(tmp_path: Path, database: Database, more: dict[str, Any], facts: dict[str, Any]) -> None:
+    queue = Queue(tmp_path, database, **facts)
+    low = queue.submit(4, **more)
+    assert queue.round() == [low]
+    high = queue.submit(priority=5)
+    assert queue.round() == [] and not queue.stopping()
+    assert queue.job(high).room_since is None
+    queue.end(low)
+    assert queue.round() == [high]
+
+
+def test_a_script_that_saves_nothing_is_never_stopped(queue: Queue) -> None:
+    low = queue.submit(4)
+    assert queue.round() == [low]
+    with queue.database.write() as session:
+        session.get_one(Attempt, (low, 1)).resume_report = {"verdict": UNMANAGED}
+    queue.submit(priority=5)
+    assert queue.round() == [] and not queue.stopping()
+
+
+def test_only_whose_slots_are_missing_is_stopped_and_who_waits_for_a_quota_stops_nobody(
+    tmp_path: Path, database: Database
+) -> None:
+    queue = Queue(tmp_path, database, cpus=8, gpus=2)
+    cpu, gpu = queue.submit(2), queue.submit(1, device="cuda", ranks=2)
+    assert set(queue.round()) == {cpu, gpu}
+    with database.write() as session:
+        session.add(Quota(owner="limited", gpus=0, updated_at=utc_now()))
+    high = queue.submit(1, device="cuda", priority=1)
+    queue.put(high, owner="limited")
+    assert queue.round() == [] and not queue.stopping() and queue.why(high)[0] == "quota"
+    queue.put(high, owner="free")
+    assert queue.round() == [] and queue.stopping() == {gpu}
+
+
+def test_a_job_that_is_suspended_while_room_is_made_leaves_it_to_others(queue: Queue) -> None:
+    low = queue.submit(4)
+    assert queue.round() == [low]
+    high = queue.submit(4, priority=5)
+    queue.round()
+    with queue.database.write() as session:
+        apply(session, high, Event.SUSPEND)
+    queue.requeue(low)
+    assert queue.round() == [low] and queue.job(high).room_since is None
+
+
+def test_a_large_job_is_not_starved_by_small_ones_of_who_holds_less(tmp_path: Path, database: Database) -> None:
+    queue = Queue(tmp_path, database, enabled=False)
+    running = [queue.submit(2, "crowd") for _ in range(2)]
+    assert queue.round() == running
+    large = queue.submit(4, "large")
+    crowd = [queue.submit(1, "crowd") for _ in range(4)]
+    assert queue.round() == []
+    queue.end(running[0])
+    assert queue.round() == [], "two slots are free, and kept"
+    queue.end(running[1])
+    assert queue.round() == [large]
+    queue.end(large)
+    assert queue.round() == crowd
+
+
+def test_owners_take_turns_and_one_owners_crowd_hides_nobody(
+    tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_rows, "LOOK", 3)
+    queue = Queue(tmp_path, database, cpus=3)
+    crowd = [queue.submit(owner="crowd", priority=i % 2) for i in range(9)]
+    one = queue.submit(owner="one")
+    urgent = queue.submit(owner="one", priority=-1)
+    assert queue.round() == [crowd[1], crowd[3], crowd[5]], "by priority"
+    for job_id in (crowd[1], crowd[3], crowd[5]):
+        queue.end(job_id)
+    assert queue.round() == [crowd[7], one, crowd[0]], "then in turns"
+    assert queue.why(urgent)[0] == "no-slot"

@@ -1,0 +1,145 @@
+"""Quotas: refused at the door, held back at the launch, and nobody else's affair."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from ratchet_contract.errors import Conflict
+from ratchet_contract.phases import JobPhase
+from ratchet_service.database import Database
+from ratchet_service.models import Job
+from tests.support.api import Api, spec
+from tests.support.queue import Queue
+
+
+def put(api: Api, owner: str, **quota: Any) -> dict[str, Any]:
+    answer = api.client.put(f"/v1/quotas/{owner}", json=quota)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_quotas_are_set_read_and_taken_away(api: Api) -> None:
+    assert api.client.get("/v1/quotas").json()["items"] == []
+    assert api.client.get("/v1/quotas/local").json()["source"] == "none"
+    assert put(api, "*", gpus=2)["in_use"] is None
+    job_id = api.submit()
+    api.attempt(job_id)
+    view = put(api, "local", queued=7, ranks=4)
+    assert (view["queued"], view["jobs"], view["ranks"], view["gpus"]) == (7, None, 4, None), "the whole of it"
+    assert view["in_use"] == {"queued": 1, "jobs": 1, "ranks": 2, "gpus": 0}
+    put(api, "zoe", jobs=0)
+    assert [item["owner"] for item in api.client.get("/v1/quotas").json()["items"]] == ["*", "local", "zoe"]
+    other = api.client.get("/v1/quotas/somebody").json()
+    assert (other["source"], other["gpus"]) == ("everybody", 2)
+    assert api.client.delete("/v1/quotas/local").status_code == 204
+    assert api.client.get("/v1/quotas/local").json()["source"] == "everybody"
+    gone = api.client.delete("/v1/quotas/local")
+    assert (gone.status_code, gone.json()["code"]) == (404, "quota-not-found")
+
+
+@pytest.mark.parametrize(
+    ("owner", "body", "pointer"),
+    [
+        ("local", {"jobs": -1}, "/jobs"),
+        ("local", {"cpus": 1}, "/cpus"),
+        ("local", {"gpus": 2**40}, "/gpus"),
+        ("Not%20One", {}, "/path/owner"),
+    ],
+)
+def test_a_wrong_quota_is_refused_with_its_field(api: Api, owner: str, body: Any, pointer: str) -> None:
+    answer = api.client.put(f"/v1/quotas/{owner}", json=body)
+    assert answer.status_code == 422 and answer.json()["errors"][0]["pointer"] == pointer, answer.text
+
+
+def test_one_job_too_many_is_refused_at_every_door(api: Api) -> None:
+    put(api, "*", queued=2)
+    key = {"Idempotency-Key": "the-first"}
+    first = api.client.post("/v1/jobs", json=spec(), headers=key)
+    assert api.client.post("/v1/jobs", json=spec(), headers=key).json()["id"] == first.json()["id"], "counts once"
+    second = api.submit()
+    refused = api.client.post("/v1/jobs", json=spec())
+    assert (refused.status_code, refused.json()["code"]) == (409, "quota-exceeded")
+    assert "local has 2 jobs that have not ended, and its quota (queued) is 2" in refused.json()["detail"]
+    api.put(second, JobPhase.FAILED)
+    third = api.submit()
+    again = api.client.post(f"/v1/jobs/{second}/resume")
+    assert (again.status_code, again.json()["code"]) == (409, "quota-exceeded")
+    api.put(third, JobPhase.SUSPENDED)
+    assert api.client.post(f"/v1/jobs/{third}/resume").status_code == 200, "it is counted already"
+    with api.database.read() as session:
+        assert session.scalar(sa.select(sa.func.count()).select_from(Job)) == 3
+
+
+def test_a_job_that_could_never_start_is_refused_with_its_field(api: Api) -> None:
+    put(api, "local", ranks=3)
+    answer = api.client.post("/v1/jobs", json=spec(world={"ranks_per_node": 4, "device": "cpu"}))
+    problem = answer.json()
+    assert (answer.status_code, problem["code"]) == (422, "invalid-spec")
+    (error,) = problem["errors"]
+    assert (error["pointer"], error["code"]) == ("/world/ranks_per_node", "quota-exceeded")
+    assert "takes 4 ranks, the quota of local is 3" in error["detail"]
+    job_id = api.submit()
+    api.put(job_id, JobPhase.SUSPENDED)
+    more = api.client.post(f"/v1/jobs/{job_id}/resume", json={"world": {"ranks_per_node": 4}})
+    assert (more.status_code, more.json()["errors"][0]["code"]) == (422, "quota-exceeded")
+
+
+def test_of_many_submissions_at_once_as_many_come_in_as_may(tmp_path: Path, database: Database, api: Api) -> None:
+    queue, limit = Queue(tmp_path, database), 3
+    put(api, "*", queued=limit)
+    refused: list[str] = []
+    together = threading.Barrier(8)
+
+    def submit() -> None:
+        together.wait(30)
+        try:
+            queue.submit()
+        except Conflict as error:
+            refused.append(error.code)
+
+    threads = [threading.Thread(target=submit) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    with database.read() as session:
+        assert session.scalar(sa.select(sa.func.count()).select_from(Job)) == limit
+    assert refused == ["quota-exceeded"] * (8 - limit)
+
+
+def test_who_is_over_the_quota_waits_and_holds_up_nobody(tmp_path: Path, database: Database, api: Api) -> None:
+    queue = Queue(tmp_path, database, cpus=8)
+    put(api, "*", ranks=3)
+    first, second, small = queue.submit(ranks=2), queue.submit(ranks=2), queue.submit()
+    other = queue.submit(owner="other", ranks=3)
+    assert queue.round() == [first, other] and queue.round() == []
+    assert queue.why(second) == ("quota", "waits for its owner's quota: needs 2 ranks, 2 of 3 ranks are held")
+    assert queue.why(small)[0] == "quota" and "2 are for jobs ahead of it" in queue.why(small)[1]
+    put(api, "local", ranks=4)
+    assert queue.round() == [second]
+    queue.end(first)
+    assert queue.round() == [small]
+    late = queue.submit(4)
+    assert queue.round() == [] and queue.why(late)[0] == "no-slot", "2 of 8 slots are left"
+    put(api, "local", jobs=2)
+    assert queue.round() == [] and queue.why(late) == (
+        "quota",
+        "waits for its owner's quota: needs one more job, 2 of 2 jobs are held",
+    )
+    queue.end(second)
+    queue.end(other)
+    assert queue.round() == [late] and queue.job(late).reason is None
+
+
+def test_more_gpus_than_the_machine_has_keep_no_quota_from_others(tmp_path: Path, database: Database, api: Api) -> None:
+    queue = Queue(tmp_path, database, cpus=8, gpus=1)
+    put(api, "*", jobs=1)
+    hopeless, other = queue.submit(device="cuda", ranks=2), queue.submit(device="cuda")
+    assert queue.round() == [other]
+    assert "this machine has 1" in queue.why(hopeless)[1]
