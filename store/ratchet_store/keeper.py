@@ -20,6 +20,7 @@ from ratchet_contract.paths import (
     MANIFEST_NAME,
     PINNED_NAME,
     VERIFIED_NAME,
+    JobPaths,
     checkpoint_dir_name,
     parse_checkpoint_dir_name,
 )
@@ -83,6 +84,7 @@ class Keeper:
     def __init__(self, checkpoints: Path, spec: CheckpointSpec, epoch: int, protected: Collection[Id] = ()) -> None:
         self._checkpoints, self._rules, self._epoch = checkpoints, Rules.of(spec), epoch
         self._protected = frozenset(protected)
+        self._fence = JobPaths(checkpoints.parent).attempt(epoch).fence_file
         self._own: dict[int, _Own] = {}
         self._names: dict[str, int] = {}
         self._values = _Values(None if spec.keep_best is None else spec.keep_best.metric)
@@ -95,8 +97,9 @@ class Keeper:
     def committed(self, manifest: Manifest) -> Retained:
         """The checkpoint of ``manifest`` has been committed, durably: delete what nothing keeps any more, oldest first.
 
-        Deletes nothing when a later attempt has left anything on the disk: the caller is a zombie, and may be deleting what the
-        later one started from. Raises nothing: what the system refuses costs space, and is a note.
+        Deletes nothing when the attempt has been declared over, or a later one has left anything on the disk: the caller is a
+        zombie, and may be deleting what the later one started from. Raises nothing: what the system refuses costs space, and is
+        a note.
         """
         directory = self._checkpoints / checkpoint_dir_name(manifest.step, manifest.epoch)
         try:
@@ -105,7 +108,7 @@ class Keeper:
         except OSError as error:
             return Retained([], self._notes([("checkpoint-not-deleted", str(not_read(directory, error)))]))
         self._own[manifest.step] = seen
-        if any(epoch > self._epoch for epoch in there.values()):
+        if any(epoch > self._epoch for epoch in there.values()) or self._fence.exists():
             return Retained([], [])
         self._forget(there)
         values = self._values.of(self._own, manifest.step)

@@ -17,6 +17,7 @@ from ratchet_contract.paths import (
     MANIFEST_NAME,
     PINNED_NAME,
     VERIFIED_NAME,
+    JobPaths,
     checkpoint_dir_name,
     parse_checkpoint_dir_name,
 )
@@ -68,6 +69,17 @@ def test_the_rule(
         assert set(order[: best.count]) <= set(stay)
     for one in stay[max(last, 2) :]:  # and nothing stays without a reason
         assert (every is not None and one[0] % every == 0) or one in rules.best_of(newest_first, known)
+
+
+def test_an_attempt_that_was_declared_over_deletes_nothing(tmp_path: Path) -> None:
+    """What it wrote may be all that the next attempt, which has saved nothing yet, could start from once more."""
+    paths = JobPaths(tmp_path)
+    keeper = keep(paths.checkpoints, keep_last=2)
+    assert [save(keeper, paths.checkpoints, step) for step in (10, 20, 30)] == [[], [], [10]]
+    paths.attempt(1).root.mkdir(parents=True)
+    paths.attempt(1).fence_file.touch()
+    assert [save(keeper, paths.checkpoints, step) for step in (40, 50, 60)] == [[], [], []]
+    assert steps(paths.checkpoints) == [20, 30, 40, 50, 60]
 
 
 def test_the_newest_stay_and_multiples_for_good(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
 from ratchet_contract.messages import AgentReport, AttemptResult, Control, LaunchFile, RankBatch
+from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import AttemptPhase
 from ratchet_worker.files import say
 from ratchet_worker.meeting import Meeting
@@ -64,6 +65,7 @@ class Uplink:
         self._listener = listener
         self._period = period
         self._link = ServiceLink(launch)
+        self._fence = AttemptPaths(Path(launch.attempt_dir)).fence_file
         self._max_bytes = _MAX_BYTES
         self._failures = 0
         self._wake = threading.Event()
@@ -109,7 +111,10 @@ class Uplink:
             time.sleep(delay)
 
     def _once(self) -> float:
-        """Send one report; seconds until the next one."""
+        """Send one report; seconds until the next one. Raises ``Fenced``; also where the service is out of reach and the run
+        directory is not."""
+        if self._fence.exists():
+            raise Fenced(f"{self._fence} is there: the service has declared this attempt over")
         ending = self._result
         batches, more = self._batches()
         result = None if more else ending
