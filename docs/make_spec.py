@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from ratchet_contract.spec import JobSpec
 from ratchet_contract.spec_base import _duration, _size
 from ratchet_contract.spec_engines import _DNS, _PATH, _SLURM_WORD, LAUNCHER_SPECS
+from ratchet_contract.spec_policy import ExitRule
 from ratchet_hooks.registry import HOOKS, HookEntry
 from ratchet_hooks.specs import WRAPPERS
 
@@ -69,7 +70,13 @@ policy:
   max_failures: 5
   timeout: 12h
   startup_deadline: 10m      # a model that compiles for long before its first step
+  preemption_notice: 90s     # spot instances
   on_hook_mismatch: redistribute""",
+    "exit_codes": """\
+policy:
+  exit_codes:
+    - {codes: [42], action: retry}            # the licence server had no seat
+    - {codes: [65, "70-73"], action: fail}    # data that no retry mends""",
     "volumes": """\
 volumes:
   - {mount_path: /data, claim: datasets}
@@ -120,6 +127,8 @@ def page() -> str:
         model = _model(JobSpec.model_fields[name].annotation)
         assert model is not None
         parts += [_table(f"one of `{name}`" if name in _MANY else f"`{name}`", model), _example(name)]
+        if name == "policy":
+            parts += [_table("one of `policy.exit_codes`", ExitRule), _example("exit_codes")]
     for kind, model in LAUNCHER_SPECS.items():
         title = "another `launcher`" if kind == "other" else f"`launcher: {{kind: {kind}}}`"
         about = f"{(model.__doc__ or '').replace('``', '`')} More: [launchers.md](launchers.md).\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -26,6 +26,11 @@ from ratchet_contract.access import LOCAL_OWNER
 
 if TYPE_CHECKING:
     from ratchet_contract import api
+
+_PARTS: Final = {
+    "useful": "useful", "queued": "queued", "launching": "launching", "lost": "lost", "stall": "saving",
+    "stopping": "stopping", "unseen": "not seen",
+}  # fmt: skip
 
 
 def register(app: typer.Typer) -> None:
@@ -94,6 +99,7 @@ def get(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
             ("working directory", found.work_dir),
             ("failures", f"{budgets.failures} of {budgets.max_failures}"),
             ("preemptions", f"{budgets.preemptions} of {_limit(budgets.max_preemptions)}"),
+            ("goodput", _goodput(found.goodput)),
             ("labels", ", ".join(f"{k}={v}" for k, v in sorted(found.labels.items()))), ("priority", found.priority),
             ("created", output.moment(found.created_at)), ("started", output.moment(found.started_at)),
             ("not before", output.moment(found.not_before)), ("ended", output.moment(found.ended_at)),
@@ -101,6 +107,20 @@ def get(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
     )  # fmt: skip
     for warning in found.warnings:
         output.sentence(f"warning: {warning.pointer or '/'}: {warning.detail} [{warning.code}]")
+
+
+def _goodput(found: api.GoodputView | None) -> str | None:
+    """The share of its time that counts, and where the rest went."""
+    if found is None:
+        return None
+    seconds = found.model_dump()
+    parts = [
+        f"{word} {output.duration(seconds[f'{name}_seconds'])}"
+        for name, word in _PARTS.items()
+        if seconds[f"{name}_seconds"] >= 0.05
+    ]
+    share = "unknown" if found.goodput is None else f"{found.goodput:.1%}"
+    return f"{share} of {output.duration(found.wall_seconds)}" + (f": {', '.join(parts)}" if parts else "")
 
 
 def _rate(value: float | None) -> str | None:
@@ -125,6 +145,9 @@ def attempts(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
         drop=["PHASE", "DONE", "BASE", "LAST", "OUTCOME", "TIME", "MESSAGE", "LOST"], empty="no attempt yet",
     )  # fmt: skip
     for attempt in found:
+        if attempt.notice_used is not None and attempt.notice_seconds is not None:
+            given, used = (output.duration(s) for s in (attempt.notice_seconds, attempt.notice_used))
+            output.note(f"attempt {attempt.number} stopped with {used} of its {given} of notice used")
         report = attempt.resume_report
         if report is None or report.verdict != "not-exact":
             continue
