@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -81,25 +82,56 @@ def probe(cpu_slots: int | None = None, gpus: tuple[int, ...] | None = None) -> 
 
 
 def find_gpus() -> tuple[int, ...]:
-    """Indices from ``nvidia-smi``, else from ``/dev/nvidia<N>``; those that CUDA_VISIBLE_DEVICES hides are left out."""
-    found = _from_smi()
-    if found is None:
+    """Indices from ``nvidia-smi``, else from ``/dev/nvidia<N>``; those that CUDA_VISIBLE_DEVICES hides are left out. Raises
+    ``ValueError`` where that names what cannot be told."""
+    listed = _from_smi("index")
+    if listed is None:
         names = (re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*"))
-        found = tuple(sorted(int(match[1]) for match in names if match))
+        listed = [match[1] for match in names if match]
+    found = tuple(sorted(int(word) for word in listed if word.isdigit()))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return found
-    wanted = [int(word) for word in visible.split(",") if word.strip().isdigit()]
-    return tuple(g for g in wanted if g in found)
+    return found if visible is None or not found else visible_gpus(visible, found, _uuids)
 
 
-def _from_smi() -> tuple[int, ...] | None:
+def visible_gpus(text: str, found: Collection[int], uuids: Callable[[], Mapping[str, int]]) -> tuple[int, ...]:
+    """What CUDA_VISIBLE_DEVICES=``text`` leaves of ``found``, in its order. As CUDA reads it: indices, or beginnings of UUIDs
+    (``uuids``: of all GPUs), up to the first that is not there. Raises ``ValueError`` for what CUDA would answer with no GPU at
+    all, or with a part of one, which has no index."""
+    out: list[int] = []
+    for word in (part.strip() for part in text.split(",")):
+        if re.fullmatch(r"-?\d+", word):
+            index = int(word)
+        elif word.startswith("GPU-"):
+            matching = [number for uuid, number in uuids().items() if uuid.startswith(word)]
+            if len(matching) != 1:
+                raise ValueError(f"CUDA_VISIBLE_DEVICES names {word}, and nvidia-smi lists {len(matching)} such GPUs")
+            index = matching[0]
+        elif word.startswith("MIG-"):
+            raise ValueError(
+                f"CUDA_VISIBLE_DEVICES names {word}, a part of a GPU: the local launcher lends whole ones, by index"
+            )
+        else:
+            break
+        if index not in found:
+            break
+        if index in out:
+            raise ValueError(f"CUDA_VISIBLE_DEVICES names GPU {index} twice: CUDA then sees none")
+        out.append(index)
+    return tuple(out)
+
+
+def _uuids() -> dict[str, int]:
+    pairs = (line.partition(",") for line in _from_smi("uuid,index") or ())
+    return {uuid.strip(): int(index) for uuid, _, index in pairs if index.strip().isdigit()}
+
+
+def _from_smi(fields: str) -> list[str] | None:
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
-    command = [program, "--query-gpu=index", "--format=csv,noheader"]
+    command = [program, f"--query-gpu={fields}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return tuple(sorted(int(line) for line in done.stdout.split() if line.isdigit()))
+    return [line.strip() for line in done.stdout.splitlines()]

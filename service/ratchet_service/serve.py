@@ -70,7 +70,7 @@ def serve(options: ServeOptions) -> None:
             settings = settled(settings, tokens=listen.tokens(database.is_sqlite))
             write_authorities(settings.paths, listen)
             launchers = options.launchers or open_launchers(settings)
-            machine = probe(options.cpu_slots)
+            machine = probe_machine(options.cpu_slots)
             reconciler = None
             if options.reconcile:
                 take_slots(database, launchers)
@@ -105,7 +105,7 @@ def reconcile(settings: Settings, cpu_slots: int | None, preemption: Preemption 
     settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     database = open_database(settings)
     try:
-        machine = probe(cpu_slots)
+        machine = probe_machine(cpu_slots)
         launchers = open_launchers(settings)
         take_slots(database, launchers)
         reconciler = Reconciler(
@@ -121,6 +121,14 @@ def reconcile(settings: Settings, cpu_slots: int | None, preemption: Preemption 
     finally:
         database.dispose()
     log.info("ended; agents that were running go on")
+
+
+def probe_machine(cpu_slots: int | None) -> Machine:
+    """Raises ``StartError`` where it cannot be told which GPUs may be lent."""
+    try:
+        return probe(cpu_slots)
+    except ValueError as error:
+        raise StartError(str(error)) from None
 
 
 def open_launchers(settings: Settings) -> Launchers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -102,6 +103,19 @@ def test_who_is_taken_out_of_an_engines_queue_has_not_tried_in_vain(cause: Cause
         assert decision.counters.preemptions == 1
     elif cause.budget is Budget.FAILURES:
         assert (decision.event, decision.reason) == (Event.END_FAILED, "no-progress")
+
+
+@pytest.mark.parametrize("committed", [None, 20])
+def test_who_is_stopped_here_for_another_job_has_not_tried_in_vain(committed: int | None) -> None:
+    attempt = AttemptEnd(Cause.HIGHER_PRIORITY, 10, committed)
+    here = JobView("job-1", JobPhase.STOPPING, Desired.PREEMPT, Cause.HIGHER_PRIORITY, counters=Counters(no_progress=2))
+    decision = decide(replace(here, attempt=attempt), NOW)
+    assert (decision.event, decision.counters) == (
+        Event.END_REQUEUE,
+        Counters(preemptions=1, no_progress=2 if committed is None else 0),
+    )
+    elsewhere = decide(replace(here, desired_cause=Cause.API_PREEMPT, attempt=attempt), NOW)
+    assert (elsewhere.event is Event.END_FAILED) == (committed is None)
 
 
 @pytest.mark.parametrize("cause", [c for c in Cause if c.budget is Budget.FAILURES])

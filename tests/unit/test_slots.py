@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from ratchet_contract.spec import JobSpec, Resolved
+from ratchet_service.machine import visible_gpus
 from ratchet_service.slots import Board, Capacity, Grant, Need, Waiting, need_of, oversubscribed
 
 
@@ -73,3 +76,28 @@ def test_who_waits_is_told_who_holds_what() -> None:
     assert many.ask("late", Need(0, 1)) == Waiting(
         "waits for 1 of 9 CPU slots (0 free; j0 has 1, j1 has 1, j2 has 1, j3 has 1, 5 jobs more)"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2,0", (2, 0)),
+        ("", ()),
+        ("-1", ()),
+        ("1,-1,2", (1,)),  # up to the first that is not there
+        ("0,7,1", (0,)),
+        ("GPU-bb,0", (1, 0)),
+        ("NoDevFiles", ()),
+        ("1,1", "twice"),
+        ("GPU-", "lists 3 such GPUs"),
+        ("GPU-zz", "lists 0 such GPUs"),
+        ("MIG-aa", "a part of a GPU"),
+    ],
+)
+def test_gpus_that_the_service_may_not_see_are_not_lent(text: str, expected: tuple[int, ...] | str) -> None:
+    uuids = {"GPU-aa1": 0, "GPU-bb1": 1, "GPU-cc1": 2}
+    if isinstance(expected, tuple):
+        assert visible_gpus(text, (0, 1, 2), lambda: uuids) == expected
+    else:
+        with pytest.raises(ValueError, match=expected):
+            visible_gpus(text, (0, 1, 2), lambda: uuids)

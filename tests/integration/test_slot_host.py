@@ -1,0 +1,79 @@
+"""Slots are one host's: a second host's launcher on the same database is refused, by name, as long as the first one lives."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from ratchet_service import slot_host
+from ratchet_service.database import Database
+from ratchet_service.serve import StartError, take_slots
+from tests.support.plane import launchers, trainer_launcher
+from tests.support.queue import Queue
+
+
+def lend(database: Database, seconds: float) -> str | None:
+    with database.write() as session:
+        return slot_host.lend(session, seconds)
+
+
+def test_a_second_host_lends_nothing_while_the_first_one_lives(
+    tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = (lambda: "here"), (lambda: "there")
+    monkeypatch.setattr(slot_host, "own_host", there)
+    assert lend(database, 600.0) is None and lend(database, 600.0) is None
+    monkeypatch.setattr(slot_host, "own_host", here)
+    queue = Queue(tmp_path, database)
+    job = queue.submit()
+    if database.is_sqlite:  # a file of one host
+        assert lend(database, 600.0) is None and queue.round() == [job]
+        return
+    assert lend(database, 600.0) == "there"
+    assert queue.round() == [], "nothing is started that would share its slots"
+    with database.write() as session:
+        slot_host.give_back(session)
+    assert lend(database, 600.0) == "there", "only its own"
+    monkeypatch.setattr(slot_host, "own_host", there)
+    with database.write() as session:
+        slot_host.give_back(session)
+    monkeypatch.setattr(slot_host, "own_host", here)
+    assert queue.round() == [job]
+
+
+def test_a_start_is_refused_by_a_host_that_lives_and_waits_for_one_that_does_not(
+    tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if database.is_sqlite:
+        pytest.skip("a file of one host")
+    kinds = launchers(trainer_launcher(Queue(tmp_path, database).paths))
+    ended = threading.Event()
+
+    def host() -> str:  # the other one renews between two looks
+        return "here" if threading.current_thread() is threading.main_thread() else "there"
+
+    monkeypatch.setattr(slot_host, "own_host", host)
+    monkeypatch.setattr(slot_host, "_PAUSE", 0.02)
+
+    def renew() -> None:
+        while not ended.wait(0.01):
+            lend(database, 600.0)
+
+    first = threading.Thread(target=lend, args=(database, 600.0))
+    first.start()
+    first.join(30)
+    other = threading.Thread(target=renew)
+    other.start()
+    try:
+        with pytest.raises(StartError, match="a reconciler on there lends the slots of this database"):
+            take_slots(database, kinds)
+    finally:
+        ended.set()
+        other.join(30)
+    dying = threading.Thread(target=lend, args=(database, 0.2))
+    dying.start()
+    dying.join(30)
+    take_slots(database, kinds)
+    assert lend(database, 600.0) is None
