@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ratchet_contract.code_tree import DIGEST
 from ratchet_contract.environment import RESERVED_NAMES, RESERVED_PREFIXES
+from ratchet_contract.masking import MASK
 from ratchet_contract.spec_base import Seconds, Size, SpecModel
 from ratchet_contract.spec_checkpoint import CheckpointSpec
 from ratchet_contract.spec_engines import LauncherSpec, LocalLauncherSpec, VolumeSpec
@@ -172,7 +173,15 @@ class JobSpec(SpecModel):
     python: str | None = Field(
         None, description="The user's interpreter or virtual environment; it needs ratchet-train[worker]."
     )
-    env: dict[str, str] = Field({}, description="Variables of every rank. Stored and shown: not for secrets.")
+    env: dict[str, str] = Field(
+        {}, description="Variables of every rank. Stored and shown, but for those that secret_env names."
+    )
+    secret_env: list[str] = Field(
+        [],
+        max_length=64,
+        description="Names of env whose values nobody is shown, by API, command line or plan. They are stored, unlike those of "
+        "secrets: in the database and in launch.json.",
+    )
     secrets: dict[str, SecretSpec] = Field({}, description="Variables of every rank that are named, never valued.")
     world: WorldSpec = WorldSpec()
     resources: ResourcesSpec = ResourcesSpec()
@@ -270,12 +279,26 @@ class JobSpec(SpecModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _secret_env(self) -> JobSpec:
+        for name in self.secret_env:
+            if name not in self.env:
+                raise ValueError(f"secret_env names {name!r}, which is not in env")
+            if self.env[name] == MASK:
+                raise ValueError(
+                    f"the value of {name} in env is the mask of one: give the value itself, as the job was submitted"
+                )
+        return self
+
     def digest(self) -> str:
         """Hex SHA-256 of the canonical JSON of everything that can change the training's result."""
         irrelevant = {"name", "labels", "priority", "ttl", "policy", "launcher", "secrets", "checkpoint"}
         data = self.model_dump(mode="json", exclude=irrelevant)
         if self.start_from is None:  # specs from before there was such a key keep their digest
             del data["start_from"]
+        # Nobody shall find a secret by trying values until the digest fits; a new value of a key changes no result.
+        data["env"] = {name: value for name, value in self.env.items() if name not in self.secret_env}
+        del data["secret_env"]
         data["resources"] |= {"memory": None, "gpu": None}  # where it runs, not what is computed
         del data["world"]["interface"], data["image"], data["volumes"]
         if self.code is not None and self.code.source == "snapshot":

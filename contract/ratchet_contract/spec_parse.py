@@ -142,7 +142,7 @@ def _cure(error: Any, model: type[BaseModel], detail: str) -> str:
     pointer = pointer_of(loc)
     if model is JobSpec and pointer == "/name" and kind == "string_pattern_mismatch":
         return f"{_short(error['input'])} is no name: {_NAME_RULE}"
-    if kind == "value_error" or not loc:
+    if kind == "value_error" or not loc or (model is JobSpec and loc[0] == "env"):  # a value there may be a secret
         return detail
     if kind == "union_tag_not_found":
         return f"names no hook: write {_SHAPES['/hook']}"

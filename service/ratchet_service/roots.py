@@ -17,8 +17,10 @@ from ratchet_service.preflight_report import Report
 
 @dataclass(frozen=True)
 class Roots:
-    """None: anything; an empty tuple: nothing. ``uris`` are prefixes of ``checkpoint.uri``."""
+    """None: anything; an empty tuple: nothing. ``uris`` are prefixes of ``checkpoint.uri``. ``home``: the run directory, which is
+    nobody's code, unless a root lies within it."""
 
+    home: Path = Path("/")
     code: tuple[Path, ...] | None = None
     uris: tuple[str, ...] | None = None
 
@@ -42,7 +44,12 @@ class Roots:
         if self.code is None:
             return
         real = Path(os.path.realpath(text))
-        if not any(real.is_relative_to(os.path.realpath(root)) for root in self.code):
+        roots = [Path(os.path.realpath(root)) for root in self.code]
+        home = Path(os.path.realpath(self.home))
+        covering = [root for root in roots if real.is_relative_to(root)]
+        if real.is_relative_to(home) or home.is_relative_to(real):
+            covering = [root for root in covering if root.is_relative_to(home) and root != home]
+        if not covering:
             shown = _refusal(text, [str(root) for root in self.code], "--code-root", "directories of its machine")
             report.refuse(pointer, "path-not-allowed", shown + other)
 

@@ -10,8 +10,15 @@ _MAX_DEPTH: Final = 64
 """Of a message's data: what is stored must be readable again, by every reader's limit of recursion."""
 
 
+MAX_TEXT: Final = 16_000
+"""Characters of one text; it is shown wherever its job is."""
+_CUT: Final = " ... (cut)"
+
+
 def storable(text: str) -> str:
-    """Text without what PostgreSQL or UTF-8 refuse: NUL characters and halves of surrogate pairs."""
+    """Text without what PostgreSQL or UTF-8 refuse, NUL characters and halves of surrogate pairs; what is too long is cut."""
+    if len(text) > MAX_TEXT:
+        text = text[: MAX_TEXT - len(_CUT)] + _CUT
     return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
 
 

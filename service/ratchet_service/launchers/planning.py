@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ratchet_contract import environment as names
+from ratchet_contract.masking import masked
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.spec import JobSpec
 from ratchet_service.credentials import inherited, withheld
@@ -13,7 +14,7 @@ from ratchet_service.launchers.base import LaunchError, LaunchPlan
 
 
 def rank_commands(launch: LaunchFile) -> tuple[dict[str, Any], ...]:
-    """What the agents will run for their ranks, in the order of the ranks of all nodes."""
+    """What the agents will run for their ranks, in the order of the ranks of all nodes, as it may be shown."""
     world = launch.spec.world
     return tuple(
         _rank_command(launch.of_node(node), local)
@@ -24,10 +25,11 @@ def rank_commands(launch: LaunchFile) -> tuple[dict[str, Any], ...]:
 
 def _rank_command(launch: LaunchFile, local: int) -> dict[str, Any]:
     env = {names.RANK: str(launch.ranks[local]), names.LOCAL_RANK: str(local), names.WORLD_SIZE: str(launch.world_size)}
-    env |= {"OMP_NUM_THREADS": str(launch.resolved.threads_per_rank)} | launch.spec.env
+    env |= {"OMP_NUM_THREADS": str(launch.resolved.threads_per_rank)} | masked(launch.spec.env, launch.spec.secret_env)
     if launch.resolved.backend == "nccl":
         env |= launch.spec.nccl
     if launch.gpus:
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         env["CUDA_VISIBLE_DEVICES"] = ",".join(str(g) for g in launch.gpus)
     return {"command": [launch.resolved.python, "-P", "-m", "ratchet_worker.rank"], "env": env, "cwd": launch.workdir}
 

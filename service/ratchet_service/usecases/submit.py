@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 
 from ratchet_contract.api import PlanView, Warning_
 from ratchet_contract.errors import SpecError
+from ratchet_contract.masking import masked_spec
 from ratchet_contract.phases import JobPhase
 from ratchet_contract.spec import CodeSpec, JobSpec, Resolved
 from ratchet_contract.spec_parse import parse_spec
@@ -69,7 +70,7 @@ def dry_run(data: Any, ports: SubmissionPorts) -> PlanView:
     checked = check(data, ports)
     resolved = checked.resolved.model_copy(update={"code_digest": _sent(checked.spec)})
     return PlanView(
-        spec=checked.spec.model_dump(mode="json"),
+        spec=masked_spec(checked.spec.model_dump(mode="json")),
         resolved=resolved,
         warnings=checked.warnings,
         launch=ports.plan(checked.spec, resolved),

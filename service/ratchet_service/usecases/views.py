@@ -17,6 +17,7 @@ from ratchet_contract.api import (
     ProgressView,
     Warning_,
 )
+from ratchet_contract.masking import masked_spec
 from ratchet_contract.paths import checkpoint_dir_name
 from ratchet_contract.phases import JobPhase
 from ratchet_contract.resume import Base, ResumeReport, Segment, holds
@@ -55,7 +56,7 @@ def _job_view(job: Job, labels: dict[str, str]) -> JobView:
         message=job.message,
         labels=labels,
         priority=job.priority,
-        spec=job.spec,
+        spec=masked_spec(job.spec),
         resolved=Resolved.model_validate(job.resolved),
         warnings=[Warning_.model_validate(w) for w in job.warnings],
         epoch=job.epoch,
