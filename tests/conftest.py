@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from ratchet_worker.imports import uncollected
+from tests.support import interpreters
 from tests.support.api import api, served
 from tests.support.cli import cli
 from tests.support.databases import database, migrated, postgres_url
@@ -17,10 +18,12 @@ from tests.support.server import idle_server, server
 __all__ = ["api", "cli", "database", "idle_server", "jobs", "migrated", "postgres_url", "served", "server"]
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Tests that a script starts in the background ignore SIGINT, and so would every command that they start and interrupt."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        interpreters.share()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -3,11 +3,24 @@ walk through hooks and instants in ``tests/integration``; ``make exactness`` run
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from tests.e2e.exactness import line, run_case
 from tests.support.exact_cells import Cell
 from tests.support.server import Server
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    """One whose every process is started as a user's: nothing of it is forked from a process of the tests."""
+    server = Server(tmp_path / "home", afresh=True)
+    try:
+        yield server.start()
+    finally:
+        server.stop()
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ def code(tmp_path: Path) -> Path:
 @pytest.fixture
 def attempt(tmp_path: Path) -> Iterator[Attempt]:
     task = {"entrypoint": "ratchet_worker.tasks.digits:DigitsTask", "args": {"evaluate": False}}
-    job = Job(tmp_path / "home", {"task": task, "checkpoint": {"every_steps": None}})
+    job = Job(tmp_path / "home", {"task": task, "checkpoint": {"every_steps": None}}, afresh=True)
     yield job.launch()
     job.close()
 

@@ -16,6 +16,7 @@ from ratchet_contract.paths import HomePaths
 from ratchet_contract.spec import Resolved
 from ratchet_contract.spec_parse import parse_spec
 from ratchet_worker.counter import CounterReader
+from tests.support.interpreters import SERVICES, Program
 from tests.support.report_service import TOKEN, ReportService
 from tests.support.server import processes_below, wait_for
 
@@ -67,15 +68,15 @@ class Attempt:
         )
         self.paths.root.mkdir(parents=True)
         self.paths.launch_file.write_text(self.launch.model_dump_json())
-        self.agents: list[subprocess.Popen[bytes]] = []
+        self.agents: list[subprocess.Popen[bytes] | Program] = []
 
-    def start(self, env: dict[str, str] | None = None, *, node: int = 0, **timing: float) -> subprocess.Popen[bytes]:
+    def start(
+        self, env: dict[str, str] | None = None, *, node: int = 0, **timing: float
+    ) -> subprocess.Popen[bytes] | Program:
         """Start an agent; every agent's output goes to agent.log."""
         command = [sys.executable, "-P", str(AGENT), str(self.paths.launch_file), json.dumps(timing), str(node)]
         with self.paths.agent_log.open("ab") as log:
-            agent = subprocess.Popen(
-                command, stdout=log, stderr=log, start_new_session=True, env={**os.environ, **(env or {})}
-            )
+            agent = SERVICES.start(command, log.fileno(), env={**os.environ, **(env or {})})
         self.agents.append(agent)
         return agent
 

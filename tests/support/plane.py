@@ -23,7 +23,7 @@ from ratchet_contract.paths import AttemptPaths, HomePaths
 from ratchet_contract.phases import JobPhase
 from ratchet_service.app import create_app
 from ratchet_service.database import Database
-from ratchet_service.launchers.base import Launcher
+from ratchet_service.launchers.base import Launcher, LaunchPlan
 from ratchet_service.launchers.local import LocalLauncher
 from ratchet_service.launchers.table import Launchers
 from ratchet_service.machine import Machine
@@ -33,15 +33,25 @@ from ratchet_service.serve import ServeOptions, serve, write_service_file
 from ratchet_service.settings import Settings
 from ratchet_service.submission import LocalSubmission
 from ratchet_service.watching import Timing
+from tests.support.interpreters import ROOT, TRAINERS, Program, fork_agent
 from tests.support.server import processes_below, wait_for
 from tests.support.tokens import bearer, make_token
 from tests.support.trainer import AGENT
 
-ROOT = str(Path(__file__).parents[2])
+
+class _Forking(LocalLauncher):
+    """Its agents are started without the start of an interpreter."""
+
+    def _start(self, plan: LaunchPlan, node: int, env: dict[str, str]) -> int:
+        paths = plan.ref.paths.node(node)
+        paths.root.mkdir(parents=True, exist_ok=True)
+        argv = plan.argv if plan.ref.nodes == 1 else (*plan.argv, "--node", str(node))
+        return fork_agent(TRAINERS.address, argv, env, paths.agent_log) or super()._start(plan, node, env)
 
 
 def trainer_launcher(home: HomePaths, kind: type[LocalLauncher] = LocalLauncher) -> LocalLauncher:
-    return kind(home, agent=AGENT, environ={**os.environ, "PYTHONPATH": ROOT})
+    forking: type[LocalLauncher] = type(kind.__name__, (_Forking,) if kind is LocalLauncher else (kind, _Forking), {})
+    return forking(home, agent=AGENT, environ={**os.environ, "PYTHONPATH": ROOT})
 
 
 def launchers(launcher: Launcher) -> Launchers:
@@ -74,7 +84,7 @@ class Plane:
         self.database = database
         self.machine = Machine((), 4, cpu_slots)
         self.reconcilers: list[tuple[Reconciler, threading.Thread]] = []
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes] | Program] = []
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
         self._starts = 0
@@ -116,13 +126,14 @@ class Plane:
         for reconciler, _ in self.reconcilers:
             reconciler.wake()
 
-    def start_process(self) -> subprocess.Popen[bytes]:
+    def start_process(self) -> subprocess.Popen[bytes] | Program:
         """API and reconciler in a process that can be killed."""
         self._starts += 1
         command = [sys.executable, "-m", "tests.support.plane", str(self.settings.home), str(self.machine.cpu_slots)]
         env = {**os.environ, "PYTHONPATH": ROOT, "RATCHET_DATABASE_URL": self.settings.url}
+        env[TRAINERS.variable] = TRAINERS.address
         with (self.settings.home / f"service-{self._starts}.log").open("wb") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=ROOT)
+            process = TRAINERS.start(command, log.fileno(), env=env, cwd=Path(ROOT))
         self.processes.append(process)
 
         def ready() -> bool:

@@ -22,6 +22,7 @@ from ratchet_contract.paths import AttemptPaths, HomePaths, JobPaths, NodePaths,
 from ratchet_contract.resume import Base
 from ratchet_service.database import Database, sqlite_url
 from ratchet_worker.counter import CounterReader, Reading
+from tests.support.interpreters import RANKS, SERVICES, Program
 from tests.support.tokens import bearer, make_token
 
 T = TypeVar("T")
@@ -74,13 +75,15 @@ def wait_saved(paths: AttemptPaths, step: int) -> None:
 
 
 class Server:
-    """Starts, kills and restarts ``python -m ratchet_service serve`` and talks to it as any client would."""
+    """Starts, kills and restarts ``python -m ratchet_service serve`` and talks to it as any client would. ``afresh``: it, its
+    local agents and their ranks in interpreters of their own, and not as ``interpreters`` has them."""
 
-    def __init__(self, home: Path, *options: str, cpu_slots: int = 64) -> None:
+    def __init__(self, home: Path, *options: str, cpu_slots: int = 64, afresh: bool = False) -> None:
         self.home = home
         self.paths = HomePaths(home)
         self.options = ("--cpu-slots", str(cpu_slots), *options)
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | Program | None = None
+        self._afresh = afresh
         self._starts = 0
         # One for all requests, each on a connection of its own. httpx.request makes a client per request, which reads the
         # certificates each time: 20 ms of a core, ten times a second, in every test that waits for a job.
@@ -98,21 +101,13 @@ class Server:
         self.home.mkdir(parents=True, exist_ok=True)
         self._starts += 1
         with (self.home / f"service-{self._starts}.log").open("wb") as log:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "ratchet_service",
-                    "serve",
-                    "--home",
-                    str(self.home),
-                    "--port",
-                    "0",
-                    *self.options,
-                ],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+            command = [sys.executable, "-m", "ratchet_service", "serve", "--home", str(self.home), "--port", "0"]
+            command += self.options
+            if self._afresh:
+                self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            else:
+                local = {"--no-reconciler", "--launchers"}.isdisjoint(self.options)
+                self.process = SERVICES.start(command, log.fileno(), agents=RANKS.address if local else None)
         wait_for(self._ready, "the service to be ready", 60)
         return self
 

@@ -1,0 +1,492 @@
+"""Python programs without the start of an interpreter: ``python [-P] (-m MODULE | FILE) ARGUMENTS`` is forked from a process that
+has imported nearly all that the program imports, and goes on as that program.
+
+It is the program's own code from its first line on, in a process with the session, directory, variables, descriptors, signals and
+name that it would have been started with; ``/proc`` shows its command line and its variables, as ever. What differs: imports
+were made in the forking process, and what is read at an interpreter's start (PYTHONHASHSEED) is that process's. Where the program
+would have seen another value of what imports read, it is started afresh.
+
+An agent that is started so has its ranks, or the process that it forks them from, started so, too, once (``_Spare``).
+
+As a program (``interpreters.py SOCKET OWNER PADDING``) this is the process that forks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import fcntl
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+ROOT: Final = str(Path(__file__).parents[2])
+_EARLY: Final = ("PYTHON", "LD_", "MALLOC_", "LANG", "LC_")  # read by every interpreter as it starts
+_EARLY_BY_TORCH: Final = (
+    "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "NUMEXPR_", "TORCH", "CUDA_", "CUBLAS_",
+)  # fmt: skip
+_NOT_EARLY: Final = ("PYTHONHASHSEED", "PYTHONUNBUFFERED", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHELASTIC_")
+_OF_RANKS: Final = {
+    "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "NUMEXPR_NUM_THREADS": "1",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TORCHINDUCTOR_DETERMINISTIC": "1", "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0",
+}  # fmt: skip
+_PADDING: Final = 1 << 15  # bytes that a program's variables may take beyond those of the forking process
+_AGENTS: Final = (["-P", "-m", "ratchet_worker.agent"], ["-P", "-m", "tests.support.trainer"])
+_SERVICE: Final = (
+    "ratchet_service.serve", "ratchet_service.__main__", "uvicorn.protocols.http.auto", "alembic.command",
+    "ratchet_worker.agent",
+)  # fmt: skip
+_MODULES: Final = {
+    "service": _SERVICE,
+    "trainer": (*_SERVICE, "psycopg", "tests.support.plane", "tests.support.trainer"),
+    "ranks": ("torch._dynamo", "ratchet_worker.process", "ratchet_worker.agent"),
+}
+_RUN_AS_MAIN: Final = (  # imported for what they import
+    "ratchet_service.__main__", "ratchet_worker.agent", "tests.support.plane", "tests.support.trainer",
+)  # fmt: skip
+_IGNORED_MEANWHILE: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def _early(environment: Mapping[str, str], also: Sequence[str] = ()) -> dict[str, str]:
+    return {k: v for k, v in environment.items() if k.startswith((*_EARLY, *also)) and not k.startswith(_NOT_EARLY)}
+
+
+class Program:
+    """What ``subprocess.Popen`` would be, of a process that is somebody else's child."""
+
+    def __init__(self, pid: int, told: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._told = told  # where its end will be told
+        weakref.finalize(self, os.close, told)
+
+    def poll(self) -> int | None:
+        return self._end(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = self._end(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def _end(self, timeout: float | None) -> int | None:
+        if self.returncode is None and select.select([self._told], [], [], timeout)[0]:
+            told = os.read(self._told, 32)
+            self.returncode = (
+                int(told) if told else -signal.SIGKILL
+            )  # the forking process has gone, and takes all with it
+        return self.returncode
+
+
+class Interpreter:
+    """The forking process: ``kind`` tells what it imports. It starts with the first program, and ends, with all that was forked,
+    when the process ends that made this."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._environment: dict[str, str] | None = None
+        self._directory = ""
+
+    @property
+    def variable(self) -> str:
+        """Of a program that is to use the forking process of who has started it."""
+        return f"RATCHET_TEST_{self._kind.upper()}"
+
+    @property
+    def address(self) -> str:
+        if self.variable in os.environ:
+            return os.environ[self.variable]
+        if self._environment is None:
+            self._start()
+        return f"{self._directory}/socket"
+
+    def ready(self) -> None:
+        """Return when it has imported what it is to import."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.connect(self.address)
+            assert connection.recv(32) == b"ready", f"the process that imports for {self._kind} has ended"
+
+    def start(
+        self,
+        command: Sequence[str],
+        log: int,
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        agents: str | None = None,
+    ) -> Program | subprocess.Popen[bytes]:
+        """``command`` in a session of its own, its output into the descriptor ``log``; afresh where it does not fit. ``agents``:
+        the address where a service has its local agents forked."""
+        env = os.environ if env is None else env
+        found = ask(self.address, command, log, env, cwd or Path.cwd(), agents)
+        if found is None:
+            return subprocess.Popen(
+                command,
+                env=dict(env),
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        return Program(*found)
+
+    def _start(self) -> None:
+        self._environment = dict(os.environ) | (_OF_RANKS if self._kind != "service" else {})
+        if self._kind == "trainer":
+            self._environment["PYTHONPATH"] = ROOT
+        self._directory = tempfile.mkdtemp(prefix="ratchet-")
+        owner, owned = os.pipe()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(f"{self._directory}/socket")
+            listener.listen(128)
+            padding = "x" * 4096
+            process = subprocess.Popen(
+                [sys.executable, "-P", __file__, str(listener.fileno()), str(owner), self._kind, padding],
+                env=self._environment | {"PADDING": "x" * _PADDING}, pass_fds=[listener.fileno(), owner],
+                stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        os.close(owner)
+
+        def end() -> None:
+            os.close(owned)
+            process.wait(30)
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+        atexit.register(end)
+
+
+SERVICES: Final = Interpreter("service")
+RANKS: Final = Interpreter("ranks")
+TRAINERS: Final = Interpreter("trainer")
+
+
+def share() -> None:
+    """The processes that this one starts from now on use its forking processes, and start none of their own."""
+    for interpreter in (SERVICES, RANKS, TRAINERS):
+        os.environ[interpreter.variable] = interpreter.address
+
+
+def ask(
+    address: str, command: Sequence[str], log: int, env: Mapping[str, str], cwd: Path, agents: str | None = None
+) -> tuple[int, int] | None:
+    """Have ``command`` forked: its pid, and the descriptor where its exit code will be read. None: it must be started afresh."""
+    if command[0] != sys.executable:
+        return None
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.connect(address)
+        assert connection.recv(32) == b"ready"
+        _send(connection, {"command": list(command), "env": dict(env), "cwd": str(cwd), "agents": agents}, [log])
+        told = connection.recv(32)
+    except OSError:
+        told = b""
+    if not told.startswith(b"pid "):
+        connection.close()
+        return None
+    return int(told[4:]), connection.detach()
+
+
+def fork_agent(address: str, argv: Sequence[str], env: Mapping[str, str], log: Path) -> int | None:
+    """The agent's pid, or None where it must be started afresh."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        found = ask(address, argv, descriptor, env, Path.cwd())
+    finally:
+        os.close(descriptor)
+    if found is None:
+        return None
+    os.close(found[1])
+    return found[0]
+
+
+def fork_agents(address: str) -> None:
+    """Agents that this process's local launchers start are forked by the process at ``address``."""
+    from ratchet_service.launchers import local
+
+    start_afresh = local._spawn
+    local._spawn = lambda argv, env, log: fork_agent(address, argv, env, log) or start_afresh(argv, env, log)
+
+
+def _send(connection: socket.socket, request: dict[str, Any], descriptors: Sequence[int]) -> None:
+    with os.fdopen(os.memfd_create("request"), "w+b") as file:
+        file.write(json.dumps(request).encode())
+        file.flush()
+        socket.send_fds(connection, [b"request"], [file.fileno(), *descriptors])
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    message, descriptors, _, _ = socket.recv_fds(connection, 32, 64)
+    if not message:
+        return None
+    with os.fdopen(descriptors[0], "rb") as file:
+        file.seek(0)
+        return json.load(file), descriptors[1:]
+
+
+# --- the forking process ---------------------------------------------------------------------------------------------------
+
+
+class _Server:
+    """``environment``: what the imports were made in."""
+
+    def __init__(self, listener: int, owner: int, environment: Mapping[str, str]) -> None:
+        self._listener = socket.socket(fileno=listener)
+        self._owner = owner
+        self._connections: dict[int, socket.socket] = {}
+        self._children: dict[int, socket.socket] = {}
+        self._early, self._environment = _early(environment), environment
+
+    def serve(self) -> list[str]:
+        """Returns in each forked process, as that program: its command."""
+        woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C is for the tests
+        while True:
+            waiting = select.select([self._listener, self._owner, woken, *self._connections.values()], [], [])[0]
+            if self._owner in waiting:
+                os._exit(0)
+            if woken in waiting:
+                os.read(woken, 4096)
+                self._collect()
+            if self._listener in waiting:
+                connection = self._listener.accept()[0]
+                self._connections[connection.fileno()] = connection
+                with suppress(OSError):
+                    connection.send(b"ready")
+            for number, connection in list(self._connections.items()):
+                if connection in waiting:
+                    del self._connections[number]
+                    command = self._answer(connection)
+                    if command is not None:
+                        return command
+
+    def _answer(self, connection: socket.socket) -> list[str] | None:
+        received = None
+        with suppress(OSError):
+            received = _receive(connection)
+        if received is None:
+            connection.close()
+            return None
+        request, (log,) = received
+        env = request["env"]
+        if _early(env) != self._early or len(_block(env)) > _room("environ"):
+            with suppress(OSError):
+                connection.send(b"afresh")
+            connection.close()
+            os.close(log)
+            return None
+        parent, pid = os.getpid(), os.fork()
+        if pid == 0:
+            _die_with(parent)
+            set_by_imports = {k: v for k, v in os.environ.items() if self._environment.get(k) != v}
+            told = connection.detach()
+            for other in (self._listener, *self._connections.values(), *self._children.values()):
+                other.detach()  # nobody is to close a number that will be somebody else's
+            _become(request, log, {}, told)
+            if request["agents"] is not None:
+                fork_agents(request["agents"])
+            command: list[str] = request["command"]
+            return (command[1:4] in _AGENTS and _beside_a_spare(self._environment, set_by_imports)) or command
+        self._children[pid] = connection
+        os.close(log)
+        return None
+
+    def _collect(self) -> None:
+        while self._children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            with self._children.pop(pid) as connection, suppress(OSError):
+                connection.send(b"%d" % os.waitstatus_to_exitcode(status))
+
+
+def _beside_a_spare(imported_in: Mapping[str, str], set_by_imports: Mapping[str, str]) -> list[str] | None:
+    """In an agent, before it begins: fork the child that will be the first process that it starts, a rank or what ranks are
+    forked from. It waits until then. Returns its command in that process, and None in the agent."""
+    agent, early = os.getpid(), _early(imported_in, _EARLY_BY_TORCH)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        _die_with(agent)
+        ours.close()
+        for number in _IGNORED_MEANWHILE:
+            signal.signal(number, signal.SIG_IGN)
+        received = _receive(theirs)
+        if received is None:
+            os._exit(0)
+        request, (log, *kept) = received
+        try:
+            _become(request, log, dict(zip(request["numbers"], kept, strict=True)), theirs.detach())
+        except OSError:
+            os._exit(1)  # the agent will meet the error itself
+        os.environ.update(set_by_imports)
+        return list(request["command"])
+    theirs.close()
+    from ratchet_worker import forking, starter
+
+    spares, start_afresh = [ours], starter.start_process
+
+    def start_process(plan: starter.RankPlan) -> starter.Child:
+        if spares:
+            with spares.pop() as spare:
+                fits = _early(plan.env, _EARLY_BY_TORCH) == early and len(_block(plan.env)) <= _room("environ")
+                if fits and plan.command[0] == sys.executable:
+                    plan.log.parent.mkdir(parents=True, exist_ok=True)
+                    mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
+                    request = {"command": list(plan.command), "env": dict(plan.env), "cwd": str(plan.cwd), "mask": mask}
+                    with plan.log.open("ab") as log, suppress(OSError):
+                        _send(spare, request | {"numbers": list(plan.pass_fds)}, [log.fileno(), *plan.pass_fds])
+                        if spare.recv(32):
+                            return starter.Child(plan.rank, pid)
+        return start_afresh(plan)
+
+    forking.start_process = starter.start_process = start_process
+    return None
+
+
+def _become(request: dict[str, Any], log: int, kept: Mapping[int, int], told: int) -> None:
+    """This process is as if it had just been started: what is told then is its pid. ``kept``: descriptors by the numbers that
+    they are to have. Raises ``OSError`` where the directory is not there."""
+    os.setsid()
+    os.chdir(request["cwd"])
+    wanted = {0: os.open(os.devnull, os.O_RDONLY), 1: log, 2: log, **kept}
+    high = {number: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 512) for number, fd in wanted.items()}
+    told = fcntl.fcntl(told, fcntl.F_DUPFD_CLOEXEC, 512)
+    for number in {int(entry.name) for entry in Path("/proc/self/fd").iterdir()} - {told, *high.values()}:
+        with suppress(OSError):  # that of the list is closed
+            os.close(number)
+    for number, fd in high.items():
+        os.dup2(fd, number)
+        os.close(fd)
+    signal.set_wakeup_fd(-1)
+    for each in signal.valid_signals():
+        if callable(signal.getsignal(each)) or each in _IGNORED_MEANWHILE:
+            signal.signal(each, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request.get("mask", ()))
+    os.environ.clear()
+    os.environ.update(request["env"])
+    _show("cmdline", b"".join(os.fsencode(word) + b"\0" for word in request["command"]))
+    _show("environ", _block(request["env"]))
+    getattr(threading.main_thread(), "_set_native_id", lambda: None)()
+    tempfile.tempdir = None
+    if "multiprocessing.process" in sys.modules:
+        sys.modules["multiprocessing.process"].ORIGINAL_DIR = str(Path.cwd())  # type: ignore[attr-defined]
+    os.write(told, b"pid %d" % os.getpid())
+    os.close(told)
+
+
+def _die_with(parent: int) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _block(env: Mapping[str, str]) -> bytes:
+    return b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
+
+
+def _bounds(what: str) -> tuple[int, int]:
+    """Where ``/proc/self/WHAT`` is read from: fields 48 to 51 of ``/proc/self/stat``."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    first = 45 if what == "cmdline" else 47
+    return int(fields[first]), int(fields[first + 1])
+
+
+def _room(what: str) -> int:
+    begin, end = _bounds(what)
+    return end - begin
+
+
+def _show(what: str, data: bytes) -> None:
+    begin, end = _bounds(what)
+    ctypes.memset(begin, 0, end - begin)
+    ctypes.memmove(begin, data[: end - begin - 1], min(len(data), end - begin - 1))
+
+
+def _run(command: list[str]) -> None:
+    """As the interpreter would."""
+    import runpy
+
+    words = command[1:]
+    safe = words[0] == "-P"
+    words = words[safe:]
+    sys.orig_argv = command
+    if not safe:
+        sys.path.insert(0, str(Path.cwd()) if words[0] == "-m" else str(Path(words[0]).parent))
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
+    else:
+        sys.argv = words
+        main = sys.modules["__main__"].__dict__
+        main |= {"__file__": words[0], "__spec__": None, "__package__": None, "__cached__": None}
+        exec(compile(Path(words[0]).read_text(), words[0], "exec"), main)
+
+
+def _end(code: object) -> NoReturn:
+    """As the interpreter would, but for what takes it a third of a second with torch: to take apart what was imported."""
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(0 if code is None else code & 0xFF if isinstance(code, int) else 1)
+
+
+def main(arguments: Sequence[str]) -> None:
+    listener, owner, kind = int(arguments[0]), int(arguments[1]), arguments[2]
+    environment = dict(os.environ)
+    gc.disable()
+    for name in _MODULES[kind]:
+        importlib.import_module(name)
+    for name in _RUN_AS_MAIN:
+        sys.modules.pop(name, None)
+    gc.enable()
+    gc.freeze()  # what the collector does not look at, it does not copy
+    command = _Server(listener, owner, environment).serve()
+    try:
+        _run(command)
+    except SystemExit as end:
+        _end(end.code)
+    _end(None)
+
+
+if __name__ == "__main__":
+    # As a module of its own: the program's names will stand here.
+    _spec = importlib.util.spec_from_file_location("interpreters", __file__)
+    assert _spec is not None and _spec.loader is not None
+    _module = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(_module)
+    _module.main(sys.argv[1:])
