@@ -126,7 +126,7 @@ class JobLabel(Base):
     job_id: Mapped[str] = _job_id()
     key: Mapped[str] = mapped_column(sa.String(63), primary_key=True)
     value: Mapped[str] = mapped_column(sa.String(255))
-    created_at: Mapped[datetime]  # the job's, so that the jobs of a label are listed along one index
+    created_at: Mapped[datetime] = mapped_column(server_default=sa.func.now())  # the job's: lists go along one index
 
 
 class Attempt(Base):

@@ -20,7 +20,9 @@ def upgrade() -> None:
         table.add_column(sa.Column("created_at", sa.DateTime(timezone=True), nullable=True))
     op.execute("UPDATE job_labels SET created_at = (SELECT created_at FROM jobs WHERE jobs.id = job_labels.job_id)")
     with op.batch_alter_table("job_labels") as table:
-        table.alter_column("created_at", existing_type=sa.DateTime(timezone=True), nullable=False)
+        # The default is for replicas of the version before, which run on until they are replaced.
+        now = sa.func.now()
+        table.alter_column("created_at", existing_type=sa.DateTime(timezone=True), nullable=False, server_default=now)
     op.drop_index("ix_job_labels_key_value", table_name="job_labels")
     op.create_index("ix_job_labels_key_value_created_at", "job_labels", ["key", "value", "created_at", "job_id"])
 
