@@ -3,8 +3,8 @@ small and quick to read.
 
 A series keeps the points at steps of a grid (``step % stride == phase``) and the newest point. When there are more than
 ``Bounds.points``, the stride doubles. Since the grid follows from steps alone, a step that a later attempt does again replaces
-the very point that it supersedes; and since the stride follows from the points there are, it does not matter in what portions
-they came. Values are never averaged.
+the very point that it supersedes; and since the stride follows from the points there are, the portions in which those of a
+regular series came do not matter. Values are never averaged.
 
 The series that ``checkpoint.keep_best`` judges by has points beside its grid, too: those at steps that are checkpoints, or may
 become ones.
@@ -121,6 +121,9 @@ class Series:
                 half = series.points - half
             series.stride, series.points = series.stride * 2, half
         self._session.execute(sa.delete(Metric).where(*self._beside(series)))
+        on_grid = Metric.step % series.stride == series.phase
+        top = self._session.scalar(sa.select(sa.func.max(Metric.step)).where(*self._of(series), on_grid))
+        series.top = -1 if top is None else top
 
     def _count(self, series: MetricSeries, stride: int, phase: int) -> int:
         found = sa.select(sa.func.count()).select_from(Metric).where(*self._of(series), Metric.step % stride == phase)
