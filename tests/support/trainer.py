@@ -2,8 +2,9 @@
 
 ``python trainer.py agent LAUNCH_FILE [--node K]`` is the agent, ``python trainer.py rank`` the rank it starts. What the rank
 does is in the spec's env, TRAINER (JSON): steps, every (steps between checkpoints), pause (seconds per step), pauses (those of
-single ranks); per epoch under "epochs": at (step) and do: kill (itself), kill-agent, raise, user-error, exit-N, mute (checkpoints
-are committed but not reported), deaf (stops are ignored), child (a sleeping process in a session of its own, then kill-agent).
+single ranks), keep (true: it deletes as a worker does, by checkpoint.keep_last); per epoch under "epochs": at (step) and do: kill
+(itself), kill-agent, raise, user-error, exit-N, mute (checkpoints are committed but not reported), deaf (stops are ignored),
+child (a sleeping process in a session of its own, then kill-agent).
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ratchet_contract.manifest import Manifest
-from ratchet_contract.messages import CheckpointCommitted, LaunchFile, Progress, RankResult, Training
+from ratchet_contract.messages import CheckpointCommitted, CheckpointDeleted, LaunchFile, Progress, RankResult, Training
 from ratchet_contract.paths import AttemptPaths, JobPaths
 from ratchet_contract.phases import Cause
 from ratchet_contract.resume import Base
+from ratchet_store.keeper import Keeper
 from ratchet_store.lineage import find_base
 from ratchet_worker import procs
 from ratchet_worker.agent import run
@@ -57,6 +59,7 @@ class Rank:
         self.faults: dict[str, Any] = self.plan.get("epochs", {}).get(str(self.launch.epoch), {})
         self.counter = StepCounter.create(self.paths.counter(self.rank))
         self.spool = Spool(self.paths.spool(self.rank))
+        self.keeper = Keeper(self.job.checkpoints, self.launch.spec.checkpoint, self.launch.epoch)
 
     def train(self) -> None:
         steps, every = self.plan.get("steps", 30), self.plan.get("every", 10)
@@ -107,6 +110,9 @@ class Rank:
                     seconds=time.monotonic() - began, reason=reason, parent=parent, finished=finished,
                 )
             )  # fmt: skip
+        if self.plan.get("keep"):
+            for gone, of in self.keeper.committed(sealed).deleted:
+                self.spool.append(CheckpointDeleted(rank=0, at=now(), step=gone, epoch=of))
         return sealed.base
 
     def _wanted_stop(self) -> str | None:
