@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from ratchet_client.spec_file import read_spec
 from ratchet_store.compare import compare
 from tests.e2e.exactness import final_checkpoint
+from tests.support.interpreters import LIBRARIES
 from tests.support.server import Server, rank_pid
 
 pytestmark = [  # found, not imported: every worker reads this file, and the jobs are processes of their own
@@ -26,6 +27,7 @@ pytestmark = [  # found, not imported: every worker reads this file, and the job
     ),
 ]
 
+AGENTS = LIBRARIES
 EXAMPLES = Path(__file__).parents[2] / "examples" / "integrations"
 PACKAGES = ("lightning", "accelerate", "trainer")
 # Disturbances come an epoch apart.

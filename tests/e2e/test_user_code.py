@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from tests.e2e.exactness import Kill, Outcome, judge, run_interrupted, run_undisturbed
+from tests.support.interpreters import LIBRARIES
 from tests.support.server import Server
 
+AGENTS = LIBRARIES
 PROJECT = Path(__file__).parents[2] / "examples" / "user_project"
 EPOCHS, STEPS_PER_EPOCH, EVERY, START = 18, 14, 30, 75
 STEPS = EPOCHS * STEPS_PER_EPOCH

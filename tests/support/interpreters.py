@@ -52,10 +52,12 @@ _SERVICE: Final = (
     "ratchet_service.serve", "ratchet_service.__main__", "uvicorn.protocols.http.auto", "alembic.command",
     "ratchet_worker.agent",
 )  # fmt: skip
+_RANKS: Final = ("torch._dynamo", "ratchet_worker.process", "ratchet_worker.agent")
 _MODULES: Final = {
     "service": _SERVICE,
     "trainer": (*_SERVICE, "psycopg", "tests.support.plane", "tests.support.trainer"),
-    "ranks": ("torch._dynamo", "ratchet_worker.process", "ratchet_worker.agent"),
+    "ranks": _RANKS,
+    "libraries": (*_RANKS, "sklearn.datasets", "accelerate", "lightning", "transformers", "transformers.trainer"),
 }
 _RUN_AS_MAIN: Final = (  # imported for what they import
     "ratchet_service.__main__", "ratchet_worker.agent", "tests.support.plane", "tests.support.trainer",
@@ -106,8 +108,8 @@ class Program:
 
 
 class Interpreter:
-    """The forking process: ``kind`` tells what it imports. It starts with the first program, and ends, with all that was forked,
-    when the process ends that made this."""
+    """The forking process: ``kind`` tells what it imports, when it is asked for something for the first time. It ends, with all
+    that was forked, when the process ends that started it."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -186,11 +188,13 @@ class Interpreter:
 SERVICES: Final = Interpreter("service")
 RANKS: Final = Interpreter("ranks")
 TRAINERS: Final = Interpreter("trainer")
+LIBRARIES: Final = Interpreter("libraries")
+"""Ranks with what users' scripts import, too: several seconds of a core, for each rank of each attempt."""
 
 
 def share() -> None:
     """The processes that this one starts from now on use its forking processes, and start none of their own."""
-    for interpreter in (SERVICES, RANKS, TRAINERS):
+    for interpreter in (SERVICES, RANKS, TRAINERS, LIBRARIES):
         os.environ[interpreter.variable] = interpreter.address
 
 
@@ -467,10 +471,13 @@ def _end(code: object) -> NoReturn:
 
 def main(arguments: Sequence[str]) -> None:
     listener, owner, kind = int(arguments[0]), int(arguments[1]), arguments[2]
+    if owner in select.select([listener, owner], [], [])[0]:  # nobody has asked
+        return
     environment = dict(os.environ)
     gc.disable()
     for name in _MODULES[kind]:
-        importlib.import_module(name)
+        with suppress(ModuleNotFoundError):  # libraries need not be there; who needs one will tell
+            importlib.import_module(name)
     for name in _RUN_AS_MAIN:
         sys.modules.pop(name, None)
     gc.enable()

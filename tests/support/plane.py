@@ -88,6 +88,7 @@ class Plane:
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
         self._starts = 0
+        TRAINERS.ready()  # a launcher is not to wait for it
 
     def serve_api(self) -> None:
         """The API in a thread, found through ``service.json`` as ever."""

@@ -22,7 +22,7 @@ from ratchet_contract.paths import AttemptPaths, HomePaths, JobPaths, NodePaths,
 from ratchet_contract.resume import Base
 from ratchet_service.database import Database, sqlite_url
 from ratchet_worker.counter import CounterReader, Reading
-from tests.support.interpreters import RANKS, SERVICES, Program
+from tests.support.interpreters import RANKS, SERVICES, Interpreter, Program
 from tests.support.tokens import bearer, make_token
 
 T = TypeVar("T")
@@ -75,15 +75,17 @@ def wait_saved(paths: AttemptPaths, step: int) -> None:
 
 
 class Server:
-    """Starts, kills and restarts ``python -m ratchet_service serve`` and talks to it as any client would. ``afresh``: it, its
-    local agents and their ranks in interpreters of their own, and not as ``interpreters`` has them."""
+    """Starts, kills and restarts ``python -m ratchet_service serve`` and talks to it as any client would. ``agents``: what
+    forks its local agents; ``afresh``: all of it in interpreters of their own, and not as ``interpreters`` has them."""
 
-    def __init__(self, home: Path, *options: str, cpu_slots: int = 64, afresh: bool = False) -> None:
+    def __init__(
+        self, home: Path, *options: str, cpu_slots: int = 64, afresh: bool = False, agents: Interpreter = RANKS
+    ) -> None:
         self.home = home
         self.paths = HomePaths(home)
         self.options = ("--cpu-slots", str(cpu_slots), *options)
         self.process: subprocess.Popen[bytes] | Program | None = None
-        self._afresh = afresh
+        self._afresh, self._agents = afresh, agents
         self._starts = 0
         # One for all requests, each on a connection of its own. httpx.request makes a client per request, which reads the
         # certificates each time: 20 ms of a core, ten times a second, in every test that waits for a job.
@@ -107,7 +109,9 @@ class Server:
                 self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             else:
                 local = {"--no-reconciler", "--launchers"}.isdisjoint(self.options)
-                self.process = SERVICES.start(command, log.fileno(), agents=RANKS.address if local else None)
+                self.process = SERVICES.start(command, log.fileno(), agents=self._agents.address if local else None)
+                if local:
+                    self._agents.ready()  # a launcher is not to wait for it
         wait_for(self._ready, "the service to be ready", 60)
         return self
 
@@ -245,9 +249,9 @@ def rank_pid(paths: AttemptPaths, rank: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A service of the module's own; afterwards nothing of it is alive."""
-    yield from _served(tmp_path_factory)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A service of the module's own; afterwards nothing of it is alive. The module's ``AGENTS`` fork its agents."""
+    yield from _served(tmp_path_factory, agents=getattr(request.module, "AGENTS", RANKS))
 
 
 @pytest.fixture(scope="module")
@@ -256,8 +260,8 @@ def idle_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     yield from _served(tmp_path_factory, "--no-reconciler")
 
 
-def _served(factory: pytest.TempPathFactory, *options: str) -> Iterator[Server]:
-    server = Server(factory.mktemp("service") / "home", *options)
+def _served(factory: pytest.TempPathFactory, *options: str, agents: Interpreter = RANKS) -> Iterator[Server]:
+    server = Server(factory.mktemp("service") / "home", *options, agents=agents)
     try:
         yield server.start()
     finally:
