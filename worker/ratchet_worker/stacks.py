@@ -2,8 +2,9 @@
 
 ``faulthandler`` does that in the signal's own C handler, so it needs no lock of Python's: also a rank whose thread keeps that
 lock in native code tells where. The signal is a real-time one that neither torch nor what scripts commonly use takes; SIGUSR1
-does the same for people, as long as a script does not take it for itself. A rank that is halted by SIGSTOP is let go on for it.
-One that does not answer has, in its place, what the kernel says of it.
+does the same for people, as long as a script does not take it for itself. A rank that is halted by SIGSTOP is let go on for it,
+once the others are dead, and ended as soon as it has written: it is not to train on. One that does not answer has, in its place,
+what the kernel says of it.
 """
 
 from __future__ import annotations
@@ -52,9 +53,10 @@ class Target(NamedTuple):
     log: Path
 
 
-def capture(ranks: Mapping[int, Target], why: str, patience: float) -> dict[int, str]:
+def capture(ranks: Mapping[int, Target], why: str, patience: float, quiet: float = _QUIET) -> dict[int, str]:
     """Have all ``ranks`` write their stacks, under a heading that says ``why``. Returns when each has, or has ended, or after
-    ``patience`` seconds; those that did not, with what is known of them, which their logs have then, too."""
+    ``patience`` seconds; those that did not, with what is known of them, which their logs have then, too. Who has written nothing
+    more for ``quiet`` seconds has written all."""
     sizes = {}
     for rank, target in ranks.items():
         _append(target.log, f"ratchet: {why}; rank {rank} writes the stacks of its threads:\n")
@@ -71,7 +73,7 @@ def capture(ranks: Mapping[int, Target], why: str, patience: float) -> dict[int,
             if new != size:
                 waiting[rank] = new, now
             elif target.process.exit_code() is not None or (
-                now - since >= _QUIET and _has_written(target.log, sizes[rank])
+                now - since >= quiet and _has_written(target.log, sizes[rank])
             ):
                 del waiting[rank]
     silent = {}

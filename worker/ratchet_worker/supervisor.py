@@ -309,7 +309,12 @@ class Supervisor:
         targets = {number: rank.target for number, rank in self._ranks.items() if rank.live}
         for number in targets:
             self._ranks[number].killed = True  # without a handler yet, the signal itself ends it
-        silent = stacks.capture(targets, why, self._timing.stacks)
+        halted = {number: target for number, target in targets.items() if self._is_stopped(number)}
+        others = {number: target for number, target in targets.items() if number not in halted}
+        silent = stacks.capture(others, why, self._timing.stacks)
+        for number in others if halted else ():
+            self._ranks[number].process.kill_group()
+        silent |= stacks.capture(halted, why, self._timing.stacks, quiet=0.0)
         for number, state in silent.items():
             say(f"rank {number} wrote no stacks: {state}")
         told = "".join(f"; rank {number} wrote none ({state})" for number, state in silent.items())
