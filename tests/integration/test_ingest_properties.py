@@ -196,6 +196,8 @@ def test_a_service_that_was_away_for_long_gets_everything_once_in_order_and_at_a
         mine = [text for text in found if text.startswith(f"{rank}:")]
         assert mine == [f"{rank}:{i}" for i in range(len(mine))] and mine
     assert api.report(job).json()["acked"] == {"0": count, "1": count}
+    firsts = [found.index(f"{rank}:0") for rank in (0, 1)]
+    assert max(firsts) <= 500, "a rank that has much to say does not keep the other from being heard"
     assert set(pauses) == {0.0}, "no pause while more is waiting, but after a lost answer"
     assert link.largest < 512 * 1024
     assert link.requests <= 1.6 * (2 * count / 500) + 3

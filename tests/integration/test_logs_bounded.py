@@ -280,3 +280,15 @@ def test_logs_are_followed_while_agent_and_node_are_gone(api: Api) -> None:
     assert [text for _, text in first] == ["last words"]
     shown = api.client.get(f"/v1/jobs/{job}/logs").json()["items"]
     assert [line["text"] for line in shown] == ["last words"]
+
+
+def test_a_follower_that_goes_on_takes_what_is_new_as_a_whole(tmp_path: Path) -> None:
+    """``tail`` is for the beginning alone: an attempt that came while nobody followed is read from its first line."""
+    job = JobPaths(tmp_path)
+    write(job.attempt(1).log(0), "a\nb\nc\n")
+    ((mark, line),) = Follower(job, LogFilter(tail=1)).poll(10)
+    assert line.text == "c"
+    write(job.attempt(1).log(1), "x\ny\n")
+    write(job.attempt(2).log(0), "d\ne\n")
+    rest = Follower(job, LogFilter(tail=1), mark).poll(10)
+    assert [line.text for _, line in rest] == ["x", "y", "d", "e"]

@@ -112,6 +112,7 @@ def test_steps_done_again_replace_what_they_supersede_on_the_same_grid(told: Tol
     grid = [*range(8, 151, 8), 150]
     assert every == 8 and points == [(s, 1 if s <= 90 else 2, s + (0.1 if s <= 90 else 0.2)) for s in grid]
     assert 200 not in [p[0] for p in points], "of the branch left behind"
+    assert told.kept().points == len(range(8, 201, 8)), "steps done again are counted once"
     told.log(range(151, 400))
     assert {epoch for step, epoch, _ in told.rows() if step > 90} == {2}, "thinning takes the branch left behind away"
     points, every = told.shown()

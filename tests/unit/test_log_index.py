@@ -113,9 +113,9 @@ def test_the_index_says_what_a_search_through_all_records_says(
         records.append((offset, time))
     data = b"".join(RECORD.pack(offset, int((BEGIN + time) * 1e6)) for offset, time in records)
     times = LogTimes(data, offset)
-    assert times.at(end) == next((moment(t) for o, t in records if o >= end), None)
+    for asked in (end, *sorted((o for o, _ in records), reverse=True), max(1, end // 2), *(o + 1 for o, _ in records)):
+        assert times.at(asked) == next((moment(t) for o, t in records if o >= asked), None)
     assert times.before(moment(seconds)) == max((o for o, t in records if t < seconds), default=0)
-    assert times.at(max(1, end // 2)) == next((moment(t) for o, t in records if o >= max(1, end // 2)), None)
 
 
 def test_what_is_written_after_the_last_look_has_no_time_yet(tmp_path: Path) -> None:

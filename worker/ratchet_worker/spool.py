@@ -22,6 +22,7 @@ from ratchet_worker.files import now
 _MEMORY_LIMIT: Final = 16 * 1024 * 1024
 _SHEDDABLE: Final = frozenset({"metrics", "progress", "hook"})
 _READ_SIZE: Final = 1024 * 1024
+_LEAST_READ: Final = 64 * 1024
 _MESSAGE: Final[TypeAdapter[RankMessage]] = TypeAdapter(RankMessage)
 
 
@@ -108,13 +109,14 @@ def read_lines(path: Path, offset: int, max_lines: int, max_bytes: int) -> list[
     lines: list[bytes] = []
     total = 0
     rest = b""
+    size = min(_READ_SIZE, max(_LEAST_READ, max_bytes))
     try:
         file = path.open("rb")
     except FileNotFoundError:
         return lines
     with file:
         file.seek(offset)
-        while chunk := file.read(_READ_SIZE):
+        while chunk := file.read(size):
             *complete, rest = (rest + chunk).split(b"\n")
             for line in complete:
                 total += len(line) + 1

@@ -68,6 +68,7 @@ class Uplink:
         self._fence = AttemptPaths(Path(launch.attempt_dir)).fence_file
         self._max_bytes = _MAX_BYTES
         self._failures = 0
+        self._first = -1  # of the ranks, in the last report
         self._wake = threading.Event()
         self._end: float | None = None
         self._result: AttemptResult | None = None
@@ -151,10 +152,13 @@ class Uplink:
         return 0.0 if moved and more else self._period
 
     def _batches(self) -> tuple[list[RankBatch], bool]:
-        """What is not acknowledged, up to the limits of one report; whether more is waiting."""
+        """What is not acknowledged, up to the limits of one report; whether more is waiting. The ranks take turns to be first, so
+        that one that says much does not keep the others from being heard."""
         batches: list[RankBatch] = []
         lines, size, more = _MAX_LINES, self._max_bytes, False
-        for reader in self._readers.values():
+        readers = list(self._readers.values())
+        self._first = (self._first + 1) % max(1, len(readers))
+        for reader in readers[self._first :] + readers[: self._first]:
             if lines <= 0 or size <= 0:
                 more = more or reader.has_more(0)
                 continue
