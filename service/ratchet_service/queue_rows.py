@@ -23,7 +23,7 @@ from ratchet_service.queue_order import Queued, Share
 from ratchet_service.queue_preemption import Running
 from ratchet_service.slots import Grant, Need
 
-LOOK: Final = 200
+LOOK: Final = 100
 """Queued jobs of one owner that are looked at in one round, in order."""
 ALIVE: Final = tuple(phase for phase in AttemptPhase if phase is not AttemptPhase.ENDED)
 
@@ -111,11 +111,9 @@ def share(world: Any, device: str | None) -> Share:
     return Share(gpus=ranks if device == "cuda" else 0, ranks=ranks, jobs=1)
 
 
-def held(session: Session, owner: str | None = None) -> dict[str, Share]:
+def held(session: Session) -> dict[str, Share]:
     """By owner, of attempts that have not ended, on whichever launcher."""
     query = sa.select(Job.owner, *_taken()).join(Attempt, Attempt.job_id == Job.id).where(Attempt.phase.in_(ALIVE))
-    if owner is not None:
-        query = query.where(Job.owner == owner)
     out: dict[str, Share] = {}
     for name, world, device in session.execute(query):
         out[name] = out.get(name, Share()).plus(share(world, device))

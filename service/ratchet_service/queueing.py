@@ -73,7 +73,7 @@ class Round:
             row = rows[place.queued.job]
             slots = self._slots[row.kind]
             if place.over is not None:
-                self._say(row, QUOTA, place.over)
+                self._say(row, reason=QUOTA, message=place.over)
             elif given[slots] >= BATCH or (slots and self._full(place.queued.priority)):
                 left.append(row)
             else:
@@ -160,7 +160,7 @@ class Round:
             for row in rows
         )
 
-    def _say(self, row: Row, reason: str, message: str) -> None:
+    def _say(self, row: Row, *, reason: str, message: str) -> None:
         """Progress of a kind, so the version stays; written only when it changes."""
         if (row.reason, row.message) == (reason, message):
             return
@@ -174,7 +174,7 @@ class Round:
         text = f"waits for CPU slots: all {self._capacity.cpus} are taken, or kept for jobs ahead of it"
         for row in left:
             if row.reason == QUOTA:
-                self._say(row, NO_SLOT, text)
+                self._say(row, reason=NO_SLOT, message=text)
         kinds = [kind for kind, slots in self._slots.items() if slots]
         others = sa.update(Job).where(
             queue_rows.due(now_in(self._session)),

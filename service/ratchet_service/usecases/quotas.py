@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
@@ -17,12 +19,14 @@ from ratchet_service.queue_order import Share
 def every(session: Session) -> Page[QuotaView]:
     """Those that were set, ``*`` first."""
     rows = session.scalars(sa.select(Quota).order_by(Quota.owner != EVERYBODY, Quota.owner))
-    return Page[QuotaView](items=[_view(session, row.owner, row) for row in rows])
+    held = queue_rows.held(session)
+    return Page[QuotaView](items=[_view(session, row.owner, row, held) for row in rows])
 
 
 def of(session: Session, owner: str) -> QuotaView:
     """What counts for the owner, wherever it comes from."""
-    return _view(session, owner, session.get(Quota, owner) or session.get(Quota, EVERYBODY))
+    row = session.get(Quota, owner) or session.get(Quota, EVERYBODY)
+    return _view(session, owner, row, queue_rows.held(session))
 
 
 def put(session: Session, owner: str, request: QuotaRequest) -> QuotaView:
@@ -34,7 +38,7 @@ def put(session: Session, owner: str, request: QuotaRequest) -> QuotaView:
     row.queued, row.jobs, row.ranks, row.gpus = request.queued, request.jobs, request.ranks, request.gpus
     row.updated_at = now_in(session)
     session.flush()
-    return _view(session, owner, row)
+    return _view(session, owner, row, queue_rows.held(session))
 
 
 def delete(session: Session, owner: str) -> None:
@@ -45,11 +49,11 @@ def delete(session: Session, owner: str) -> None:
     session.delete(row)
 
 
-def _view(session: Session, owner: str, row: Quota | None) -> QuotaView:
+def _view(session: Session, owner: str, row: Quota | None, held: Mapping[str, Share]) -> QuotaView:
     use = None
     if owner != EVERYBODY:
-        held = queue_rows.held(session, owner).get(owner, Share())
-        use = QuotaUse(queued=quotas.queued(session, owner), jobs=held.jobs, ranks=held.ranks, gpus=held.gpus)
+        has = held.get(owner, Share())
+        use = QuotaUse(queued=quotas.queued(session, owner), jobs=has.jobs, ranks=has.ranks, gpus=has.gpus)
     return QuotaView(
         owner=owner,
         queued=row.queued if row else None,
