@@ -7,6 +7,7 @@ each other at the start and never fail half way (a read that turns into a write 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -23,6 +24,20 @@ from ratchet_service.clock import Clock
 
 BUSY_TIMEOUT_MS: Final = 20_000
 _READ_ONLY: Final = "ratchet_read_only"
+_SQLITE_OPTIONS: Final[dict[str, Any]] = {
+    "pool_size": 10,
+    "max_overflow": 40,
+    "connect_args": {"timeout": BUSY_TIMEOUT_MS / 1000},
+}
+_POSTGRES_SESSION: Final = {
+    "statement_timeout": "120s",
+    # A process that is stopped, or whose machine is gone, within a transaction holds rows that all others wait for.
+    "idle_in_transaction_session_timeout": "120s",
+    "tcp_keepalives_idle": "30",
+    "tcp_keepalives_interval": "10",
+    "tcp_keepalives_count": "3",
+}
+"""What the server is told of each of our connections, unless the URL says ``options`` itself."""
 
 
 def utc_now() -> datetime:
@@ -47,18 +62,30 @@ def normalise_url(url: str) -> URL:
     raise ValueError(f"database {parsed.drivername!r} is not supported: use sqlite:///FILE or postgresql://...")
 
 
+def _postgres_options(url: URL) -> dict[str, Any]:
+    """At most 20 connections per process, so that a few of them share a server's usual 100; who waits longer than 30 seconds for
+    one gets an error. Statements are not prepared on the server: behind pgbouncer in transaction mode the next one may meet
+    another connection."""
+    connect: dict[str, Any] = {"connect_timeout": 10, "prepare_threshold": None}
+    if "application_name" not in url.query:
+        connect["application_name"] = f"ratchet/{os.getpid()}"
+    if "options" not in url.query:
+        connect["options"] = " ".join(f"-c {name}={value}" for name, value in _POSTGRES_SESSION.items())
+    return {
+        "pool_size": 5, "max_overflow": 15, "pool_timeout": 30, "pool_pre_ping": True, "pool_recycle": 1800,
+        "connect_args": connect,
+    }  # fmt: skip
+
+
 class Database:
     """One engine; ``write()`` and ``read()`` give sessions that end with the ``with`` block."""
 
     def __init__(self, url: str, clock: Clock | None = None) -> None:
         self.clock = clock or Clock()
         self.url = normalise_url(url)
-        options: dict[str, Any] = {"pool_size": 10, "max_overflow": 40, "json_serializer": _strict_json}
-        if self.url.drivername.startswith("postgresql"):
-            options |= {"pool_pre_ping": True, "connect_args": {"connect_timeout": 10}}
-        else:
-            options |= {"connect_args": {"timeout": BUSY_TIMEOUT_MS / 1000}}
-        self.engine: Engine = sa.create_engine(self.url, **options)
+        postgres = self.url.drivername.startswith("postgresql")
+        options = _postgres_options(self.url) if postgres else _SQLITE_OPTIONS
+        self.engine: Engine = sa.create_engine(self.url, json_serializer=_strict_json, **options)
         if self.is_sqlite:
             event.listen(self.engine, "connect", _sqlite_connect)
             event.listen(self.engine, "begin", _sqlite_begin)

@@ -38,28 +38,30 @@ def config(connection: Connection) -> Config:
 
 def upgrade(database: Database, revision: str = "head") -> None:
     """Run all migrations up to ``revision``. Two services that start together do it one after the other."""
-    with _lock(database), database.engine.begin() as connection:
+    with _locked(database) as connection:
         command.upgrade(config(connection), revision)
 
 
 def downgrade(database: Database, revision: str) -> None:
-    with _lock(database), database.engine.begin() as connection:
+    with _locked(database) as connection:
         command.downgrade(config(connection), revision)
 
 
 @contextmanager
-def _lock(database: Database) -> Iterator[None]:
-    if database.is_sqlite:
-        assert database.url.database is not None
-        path = Path(database.url.database)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_name(path.name + ".migrate.lock").open("w") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            yield
+def _locked(database: Database) -> Iterator[Connection]:
+    """The one transaction of a migration, in which nobody else migrates."""
+    if not database.is_sqlite:
+        # The lock is the transaction's own, so that it holds behind a pooler, too, and goes with a process that dies.
+        with database.engine.begin() as connection:
+            connection.execute(sa.text("SET LOCAL statement_timeout = 0"))
+            connection.execute(sa.text("SET LOCAL idle_in_transaction_session_timeout = 0"))
+            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(ADVISORY_LOCK)))
+            yield connection
         return
-    with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        connection.execute(sa.select(sa.func.pg_advisory_lock(ADVISORY_LOCK)))
-        try:
-            yield
-        finally:
-            connection.execute(sa.select(sa.func.pg_advisory_unlock(ADVISORY_LOCK)))
+    assert database.url.database is not None
+    path = Path(database.url.database)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(path.name + ".migrate.lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        with database.engine.begin() as connection:
+            yield connection

@@ -64,7 +64,7 @@ def serve(options: ServeOptions) -> None:
     listen.check()
     tls = listen.tls()
     settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _only_one(settings.paths), listen.bound() as bound:
+    with _alone(settings), listen.bound() as bound:
         database = open_database(settings)
         try:
             settings = settled(settings, tokens=listen.tokens(database.is_sqlite))
@@ -196,6 +196,12 @@ class _Server(uvicorn.Server):
             write_service_file(self._paths.service_file, self._url)
             log.info("listening on %s", self._url)
 
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second. Another service of this run directory that has ended has taken its file away with it."""
+        if counter % 20 == 0 and not self._paths.service_file.exists() and not self.should_exit:
+            write_service_file(self._paths.service_file, self._url)
+        return await super().on_tick(counter)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         remove_service_file(self._paths.service_file)
         await super().shutdown(sockets)
@@ -248,8 +254,12 @@ def _running(reconciler: Reconciler | None) -> Iterator[None]:
 
 
 @contextmanager
-def _only_one(paths: HomePaths) -> Iterator[None]:
-    """One service per run directory. Raises ``StartError``."""
+def _alone(settings: Settings) -> Iterator[None]:
+    """One service per run directory with SQLite; with PostgreSQL any number. Raises ``StartError``."""
+    paths = settings.paths
+    if not settings.url.startswith("sqlite"):
+        yield
+        return
     with (paths.home / "service.lock").open("a") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

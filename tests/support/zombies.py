@@ -67,10 +67,9 @@ def raise_zombies(plane: Plane, engine: OutOfReach, number: int, *, told_by: str
     find no mark on their disk; "disk": they find no service."""
     plan = {"steps": 100, "every": 4, "pause": 0.05, "keep": True}
     jobs = [plane.submit(plan, checkpoint={"keep_last": 2}, policy={"backoff": 0.05}) for _ in range(number)]
-    for job_id in jobs:
-        plane.wait_job(job_id, lambda job: job.committed_step >= 12, "saved", deadline=120)
     pids = {}
     for job_id in jobs:
+        plane.wait_job(job_id, lambda job: job.committed_step >= 12, "saved", deadline=120)
         pids[job_id] = processes_below(plane.attempt_paths(job_id, 1).root)
         for pid in pids[job_id]:
             os.kill(pid, signal.SIGSTOP)
