@@ -36,14 +36,25 @@ class Message(BaseModel):
 
 
 class Grown(Message):
-    """One that got keys since the protocol's number was last raised. They are left out while they say nothing, so that who does
-    not know them yet can read it."""
+    """One that got keys since the protocol's number was last raised. They are left out where they are at their defaults, so that
+    who does not know them yet can read it; a dotted name is a key further down. A default that changes its meaning needs a
+    new number: the other side has its own."""
 
     LATER: ClassVar[tuple[str, ...]] = ()
 
     @model_serializer(mode="wrap")
     def _without_what_is_new(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {key: value for key, value in write(self).items() if value is not None or key not in self.LATER}
+        data: dict[str, Any] = write(self)
+        for name in self.LATER:
+            *path, key = name.split(".")
+            model: Any = self
+            place = data
+            for part in path:  # what the caller leaves out is not there
+                model, place = getattr(model, part), place.get(part, {})
+            field = type(model).model_fields[key]
+            if key in place and getattr(model, key) == field.get_default(call_default_factory=True):
+                del place[key]
+        return data
 
 
 class ServiceFile(Message):
@@ -67,7 +78,10 @@ class ForkSource(Message):
 class LaunchFile(Grown):
     """Everything the agent and the ranks need to know; secrets are named, never valued."""
 
-    LATER: ClassVar[tuple[str, ...]] = ("pace",)
+    LATER: ClassVar[tuple[str, ...]] = (
+        "pace", "service_ca", "log_bytes", "spec.secret_env", "spec.resources.open_files", "spec.policy.preemptible",
+        "spec.policy.exit_codes", "spec.policy.startup_deadline", "spec.policy.step_deadline",
+    )  # fmt: skip
     protocol: int = PROTOCOL_VERSION
     job_id: str
     epoch: int
