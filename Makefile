@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check serve bench exactness chaos simulate zombies faults teardown clean
+.PHONY: demo test check serve bench exactness chaos simulate zombies faults fuzz teardown clean
 
 $(STAMP): pyproject.toml
 	@echo "==> creating $(VENV) and installing Ratchet with its development tools (first time: a few minutes)"
@@ -66,7 +66,7 @@ fuzz: $(STAMP)
 teardown: $(STAMP)
 	$(BIN)/python -m tests.e2e.teardown --n $(or $(N),1000)
 
-# ONLY=checkpoint, step, hooks, startup, launchers (needs root and Slurm), paper, accuracy or network (needs root); benchmarks/README.md tells how to read them
+# ONLY=checkpoint, step, hooks, startup, series, launchers (needs root and Slurm), paper, accuracy or network (needs root); benchmarks/README.md tells how to read them
 bench: $(STAMP)
 	@echo "==> benchmarks: ratios against a named alternative in the same run; a machine that does nothing else gives narrow intervals"
 	$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY))
