@@ -1,0 +1,74 @@
+"""A service that has seen many jobs holds no more than one that has seen few. RATCHET_TEST_JOBS sets how many (default 45); with
+10000 about twenty minutes.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ratchet_contract.messages import AgentFile, AttemptResult
+from ratchet_contract.phases import Cause, JobPhase
+from ratchet_service.database import Database, utc_now
+from ratchet_service.launchers.base import LaunchPlan
+from ratchet_service.launchers.local import LocalLauncher
+from tests.support.plane import Plane
+from tests.support.server import wait_for
+
+JOBS = int(os.environ.get("RATCHET_TEST_JOBS", "45"))
+
+
+class OverAtOnce(LocalLauncher):
+    """Its agents have begun and ended by the time they are asked for. Nothing but the process is missing."""
+
+    def submit(self, plan: LaunchPlan) -> None:
+        node = plan.ref.paths.node(0)
+        node.root.mkdir(parents=True, exist_ok=True)
+        at = utc_now().isoformat()
+        result = AttemptResult(
+            job_id=plan.ref.job_id, epoch=plan.ref.epoch, cause=Cause.USER_ERROR, rank=0, exit_code=78, message="no such task",
+            last_step=0, started_at=at, ended_at=at, ranks=[],
+        )  # fmt: skip
+        node.lock_file.touch()
+        node.result_file.write_text(result.model_dump_json())
+        node.agent_file.write_text(AgentFile(pid=2**22 + 1, start_time=1, host="here").model_dump_json())
+
+
+@pytest.fixture
+def plane(tmp_path: Path, database: Database) -> Iterator[Plane]:
+    made = Plane(tmp_path, database, cpu_slots=64)
+    yield made
+    made.close()
+
+
+def resident() -> int:
+    """Bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def live() -> int:
+    gc.collect()
+    return len(gc.get_objects())
+
+
+@pytest.mark.timeout(7200)
+def test_what_is_held_does_not_grow_with_the_jobs_that_have_been(plane: Plane) -> None:
+    plane.serve_api()
+    plane.reconcile(OverAtOnce(plane.paths))
+
+    def run(jobs: int) -> tuple[int, int]:
+        last = [plane.submit(name="gone") for _ in range(jobs)]
+        for job_id in last:
+            wait_for(lambda job_id=job_id: plane.job(job_id).phase is JobPhase.FAILED, "its end", 120)
+        return live(), resident()
+
+    third = max(1, JOBS // 3)
+    run(third)  # caches fill
+    middle, memory = run(third)
+    end, after = run(third)
+    print(f"{JOBS} jobs: {end - middle:+d} objects, {(after - memory) / 1e6:+.1f} MB resident over the last {third}")
+    assert end - middle < 3 * third + 60, f"{end - middle} objects more after {third} jobs more"
