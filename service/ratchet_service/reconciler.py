@@ -28,7 +28,8 @@ from ratchet_service.models import Attempt, Job
 from ratchet_service.queue_rows import launched_by
 from ratchet_service.queueing import Preemption
 from ratchet_service.slots import Capacity
-from ratchet_service.watching import Timing, Watch, Watcher, Wish, wishes
+from ratchet_service.watched import Timing, Watch, Wish, wishes
+from ratchet_service.watching import Watcher
 
 log = logging.getLogger(__name__)
 

@@ -1,38 +1,32 @@
 """One active job, looked after under a lease: a look at its agent, and what follows from it.
 
-A ``Watch`` keeps what was read once (spec, times) and what this process did (submitted, asked to stop). What another process
-must know after a crash is an event row written *before* the deed: ``agent-stopped`` and ``agent-killed``, each with the cause.
+What another process must know after a crash is an event row written *before* the deed: ``agent-stopped`` and ``agent-killed``,
+each with the cause.
 """
 
 from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
-from pathlib import Path
+from dataclasses import replace
+from datetime import datetime, timedelta
 from typing import Final
 
-import sqlalchemy as sa
-from sqlalchemy.orm import Session
-
 from ratchet_contract.paths import HomePaths
-from ratchet_contract.phases import Cause, Desired, JobPhase, Outcome
+from ratchet_contract.phases import Cause, Desired
 from ratchet_contract.spec import JobSpec
-from ratchet_service import leases, models
+from ratchet_service import leases
 from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.database import Database
 from ratchet_service.decide import decide
-from ratchet_service.decision import Action, Alive, Decision, JobView, Limits
+from ratchet_service.decision import Action, Alive, Decision
 from ratchet_service.decision_rows import limits_of, view_of
 from ratchet_service.ending import LOG_TAIL, Evidence, settle
 from ratchet_service.launchers import files
 from ratchet_service.launchers.base import (
     AttemptRef,
     AttemptState,
-    EngineEnd,
     EngineUnreachable,
-    Launcher,
     LaunchError,
     LaunchPlan,
 )
@@ -42,11 +36,20 @@ from ratchet_service.leases import Lease, LeaseLost, hold
 from ratchet_service.leftover import ingest_leftover
 from ratchet_service.models import Attempt, AttemptNode, Job
 from ratchet_service.transitions import add_event
+from ratchet_service.watched import (
+    KILLED,
+    STOPPED,
+    Timing,
+    Watch,
+    Wish,
+    begun_at,
+    is_over,
+    kill_text,
+    remember,
+)
 
 log = logging.getLogger(__name__)
 
-STOPPED: Final = "agent-stopped"
-KILLED: Final = "agent-killed"
 UNREACHABLE: Final = "engine-unreachable"
 WAITING: Final = "engine-queue"
 """Reason of a job that waits in its engine's queue; the message is the engine's."""
@@ -54,58 +57,6 @@ _OVER: Final = (WAITING, NO_LAUNCHER)
 """Reasons that are taken away once the attempt is looked after and out of the queue."""
 _UNPROVEN_SECONDS: Final = 10.0
 _SUBMIT_AGAIN: Final = timedelta(seconds=2.0)
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds. ``launch_deadline``: from the attempt's start, or the end of its wait in the engine's queue, until an agent holds
-    its lock; ``kill_after``: from SIGTERM to SIGKILL of an agent; ``linger``: from the last agent's result, or the first failed
-    one, until all of them must be gone; ``lost``: from one agent's death without a result until the other nodes' are killed."""
-
-    launch_deadline: float = 60.0
-    kill_after: float = 10.0
-    linger: float = 20.0
-    lost: float = 5.0
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What the row says now; read for all watched jobs at once in every round."""
-
-    phase: JobPhase
-    desired: Desired
-    desired_cause: Cause | None
-    desired_at: datetime | None
-
-
-@dataclass
-class Watch:
-    """One attempt under our lease."""
-
-    lease: Lease
-    ref: AttemptRef
-    launcher: Launcher
-    limits: Limits
-    ranks_per_node: int
-    view: JobView
-    held_at: float  # monotonic, before the lease was taken or renewed last
-    waited_until: datetime  # the last look that saw it in the engine's queue, or came after a long time without one
-    looked_at: datetime
-    begun_at: datetime | None = None
-    submitted: bool = False
-    submit_at: datetime | None = None  # not before; the engine was away
-    recorded: frozenset[int] = frozenset()  # nodes whose agent's pid is in the database
-    said: str | None = None  # why it waits, as the job's row has it
-    unreachable: bool = False
-    stopped_at: datetime | None = None
-    forced: Cause | None = None
-    killing: bool = False
-    result_seen_at: datetime | None = None
-    lost_since: datetime | None = None
-    ending_since: datetime | None = None
-    ends: tuple[EngineEnd, ...] = ()  # what the engine has said since then
-    unproven: bool = False
-    message: str | None = field(default=None)
 
 
 class Watcher:
@@ -150,7 +101,7 @@ class Watcher:
                 begun_at=attempt.begun_at,
                 said=job.message if job.reason in _OVER else None,
             )
-            _remember(session, watch)
+            remember(session, watch)
         return watch
 
     def submit(self, watch: Watch, plan: LaunchPlan | None = None) -> None:
@@ -206,7 +157,7 @@ class Watcher:
         return self._alive(watch, state, wish, now)
 
     def _alive(self, watch: Watch, state: AttemptState, wish: Wish, now: datetime) -> Decision | None:
-        if _is_over(state):
+        if is_over(state):
             watch.result_seen_at = watch.result_seen_at or now
             if (now - watch.result_seen_at).total_seconds() >= self._timing.linger:
                 text = f"agents that had not ended {self._timing.linger:g} s after another's end were killed"
@@ -241,7 +192,7 @@ class Watcher:
             self._sure(watch)
             watch.launcher.stop(watch.ref, self._timing.kill_after)
         elif decision.action is Action.KILL:
-            text = _kill_text(decision.cause, state, watch.launcher.logs(watch.ref, LOG_TAIL))
+            text = kill_text(decision.cause, state, watch.launcher.logs(watch.ref, LOG_TAIL))
             self._note(watch, KILLED, decision.cause, text)
             watch.forced, watch.killing, watch.message = decision.cause, True, text
         return None
@@ -296,7 +247,7 @@ class Watcher:
 
     def _record(self, watch: Watch, state: AttemptState, fresh: set[int], now: datetime) -> None:
         """Who the agents are, for people and for the API, and when the first of them began."""
-        begun = min(_begun_at(watch.ref.paths.node(node).agent_file, now) for node in fresh)
+        begun = min(begun_at(watch.ref.paths.node(node).agent_file, now) for node in fresh)
         with self._database.write() as session:
             job = hold(session, watch.lease)
             attempt = session.get_one(Attempt, (job.id, watch.lease.epoch))
@@ -329,53 +280,3 @@ class Watcher:
             job = hold(session, watch.lease)
             data = {} if cause is None else {"cause": cause.value}
             add_event(session, job.id, type_, message, epoch=watch.lease.epoch, data=data)
-
-
-def _is_over(state: AttemptState) -> bool:
-    """All agents have had their last word, or one's makes the others end: it failed, or had started no rank. Who ends well on
-    one node leaves the others to their work, as on one node a rank leaves the other ranks."""
-    results = state.results
-    return len(results) == len(state.nodes) or any(
-        not r.secondary and (r.cause.outcome in (Outcome.FAILED, Outcome.LOST) or not r.ranks) for r in results
-    )
-
-
-def _remember(session: Session, watch: Watch) -> None:
-    """What an earlier reconciler did to this attempt."""
-    query = sa.select(models.Event).where(
-        models.Event.job_id == watch.lease.job_id, models.Event.epoch == watch.lease.epoch
-    )
-    for event in session.scalars(query.where(models.Event.type.in_((STOPPED, KILLED))).order_by(models.Event.id)):
-        if "cause" in event.data:  # else it was killed for what another agent's result tells
-            watch.forced = Cause(event.data["cause"])
-        watch.stopped_at = event.at
-        if event.type == KILLED:
-            watch.killing, watch.message = True, event.message
-
-
-def wishes(session: Session, leases: list[Lease]) -> dict[str, Wish]:
-    """The rows of all watched jobs that are still ours."""
-    query = sa.select(Job.id, Job.lease_token, Job.phase, Job.desired, Job.desired_cause, Job.desired_at)
-    rows = session.execute(query.where(Job.id.in_([lease.job_id for lease in leases])))
-    tokens = {lease.job_id: lease.token for lease in leases}
-    return {row[0]: Wish(*row[2:]) for row in rows if row[1] == tokens[row[0]]}
-
-
-def _begun_at(agent_file: Path, now: datetime) -> datetime:
-    """When the agent wrote it; a reconciler that was away looks later than that."""
-    try:
-        return min(now, datetime.fromtimestamp(agent_file.stat().st_mtime, UTC))
-    except OSError:
-        return now
-
-
-def _kill_text(cause: Cause | None, state: AttemptState, logs: str) -> str:
-    if cause is Cause.LAUNCHER_ERROR and not state.seen:
-        notes = "; ".join(f"node {i}: {node.note}" for i, node in enumerate(state.nodes) if node.note)
-        said = "; ".join(part for part in (notes, logs) if part)
-        return "no agent started within the launch deadline: it was killed" + (f" ({said})" if said else "")
-    if state.waiting is not None and not state.seen:
-        return "taken out of the engine's queue, before any agent had started"
-    if cause is Cause.TIMEOUT:
-        return "policy.timeout is reached and the agent did not end after SIGTERM: it was killed"
-    return "the agent did not end within policy.stop_grace and after SIGTERM: it was killed"

@@ -26,7 +26,7 @@ from ratchet_service.launchers.base import AttemptRef, AttemptState, EngineEnd, 
 from ratchet_service.launchers.local import LocalLauncher
 from ratchet_service.launchers.table import Launchers
 from ratchet_service.models import Attempt, AttemptNode, Job
-from ratchet_service.watching import Timing
+from ratchet_service.watched import Timing
 from tests.support.plane import Plane, trainer_launcher
 from tests.support.server import processes_below, wait_for
 

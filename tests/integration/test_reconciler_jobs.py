@@ -16,7 +16,7 @@ from ratchet_service.launchers.local import LocalLauncher
 from ratchet_service.launchers.processes import with_variable
 from ratchet_service.migrate import upgrade
 from ratchet_service.models import Attempt, Job
-from ratchet_service.watching import Timing
+from ratchet_service.watched import Timing
 from tests.support.plane import Plane
 from tests.support.server import agent_pid
 

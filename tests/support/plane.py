@@ -32,7 +32,7 @@ from ratchet_service.reconciler import Reconciler
 from ratchet_service.serve import ServeOptions, serve, write_service_file
 from ratchet_service.settings import Settings
 from ratchet_service.submission import LocalSubmission
-from ratchet_service.watching import Timing
+from ratchet_service.watched import Timing
 from tests.support.interpreters import ROOT, TRAINERS, Program, fork_agent
 from tests.support.server import processes_below, wait_for
 from tests.support.tokens import bearer, make_token

@@ -32,7 +32,7 @@ from ratchet_service.models import Event as Row
 from ratchet_service.reconciler import Reconciler
 from ratchet_service.slots import Capacity
 from ratchet_service.usecases import actions, deletion, submit
-from ratchet_service.watching import Timing
+from ratchet_service.watched import Timing
 from tests.support import invariants
 from tests.support.api import FakePorts, spec
 from tests.support.sim.agents import STEPS, Agent, State

@@ -1,0 +1,125 @@
+"""What is known of one attempt under a lease: what was read once (spec, times), what this process did (submitted, asked to stop),
+what the rows and an engine's look say of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session
+
+from ratchet_contract.phases import Cause, Desired, JobPhase, Outcome
+from ratchet_service import models
+from ratchet_service.decision import JobView, Limits
+from ratchet_service.launchers.base import AttemptRef, AttemptState, EngineEnd, Launcher
+from ratchet_service.leases import Lease
+from ratchet_service.models import Job
+
+STOPPED: Final = "agent-stopped"
+KILLED: Final = "agent-killed"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds. ``launch_deadline``: from the attempt's start, or the end of its wait in the engine's queue, until an agent holds
+    its lock; ``kill_after``: from SIGTERM to SIGKILL of an agent; ``linger``: from the last agent's result, or the first failed
+    one, until all of them must be gone; ``lost``: from one agent's death without a result until the other nodes' are killed."""
+
+    launch_deadline: float = 60.0
+    kill_after: float = 10.0
+    linger: float = 20.0
+    lost: float = 5.0
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the row says now; read for all watched jobs at once in every round."""
+
+    phase: JobPhase
+    desired: Desired
+    desired_cause: Cause | None
+    desired_at: datetime | None
+
+
+@dataclass
+class Watch:
+    """One attempt under our lease."""
+
+    lease: Lease
+    ref: AttemptRef
+    launcher: Launcher
+    limits: Limits
+    ranks_per_node: int
+    view: JobView
+    held_at: float  # monotonic, before the lease was taken or renewed last
+    waited_until: datetime  # the last look that saw it in the engine's queue, or came after a long time without one
+    looked_at: datetime
+    begun_at: datetime | None = None
+    submitted: bool = False
+    submit_at: datetime | None = None  # not before; the engine was away
+    recorded: frozenset[int] = frozenset()  # nodes whose agent's pid is in the database
+    said: str | None = None  # why it waits, as the job's row has it
+    unreachable: bool = False
+    stopped_at: datetime | None = None
+    forced: Cause | None = None
+    killing: bool = False
+    result_seen_at: datetime | None = None
+    lost_since: datetime | None = None
+    ending_since: datetime | None = None
+    ends: tuple[EngineEnd, ...] = ()  # what the engine has said since then
+    unproven: bool = False
+    message: str | None = field(default=None)
+
+
+def is_over(state: AttemptState) -> bool:
+    """All agents have had their last word, or one's makes the others end: it failed, or had started no rank. Who ends well on
+    one node leaves the others to their work, as on one node a rank leaves the other ranks."""
+    results = state.results
+    return len(results) == len(state.nodes) or any(
+        not r.secondary and (r.cause.outcome in (Outcome.FAILED, Outcome.LOST) or not r.ranks) for r in results
+    )
+
+
+def remember(session: Session, watch: Watch) -> None:
+    """What an earlier reconciler did to this attempt."""
+    query = sa.select(models.Event).where(
+        models.Event.job_id == watch.lease.job_id, models.Event.epoch == watch.lease.epoch
+    )
+    for event in session.scalars(query.where(models.Event.type.in_((STOPPED, KILLED))).order_by(models.Event.id)):
+        if "cause" in event.data:  # else it was killed for what another agent's result tells
+            watch.forced = Cause(event.data["cause"])
+        watch.stopped_at = event.at
+        if event.type == KILLED:
+            watch.killing, watch.message = True, event.message
+
+
+def wishes(session: Session, leases: list[Lease]) -> dict[str, Wish]:
+    """The rows of all watched jobs that are still ours."""
+    query = sa.select(Job.id, Job.lease_token, Job.phase, Job.desired, Job.desired_cause, Job.desired_at)
+    rows = session.execute(query.where(Job.id.in_([lease.job_id for lease in leases])))
+    tokens = {lease.job_id: lease.token for lease in leases}
+    return {row[0]: Wish(*row[2:]) for row in rows if row[1] == tokens[row[0]]}
+
+
+def begun_at(agent_file: Path, now: datetime) -> datetime:
+    """When the agent wrote it; a reconciler that was away looks later than that."""
+    try:
+        return min(now, datetime.fromtimestamp(agent_file.stat().st_mtime, UTC))
+    except OSError:
+        return now
+
+
+def kill_text(cause: Cause | None, state: AttemptState, logs: str) -> str:
+    if cause is Cause.LAUNCHER_ERROR and not state.seen:
+        notes = "; ".join(f"node {i}: {node.note}" for i, node in enumerate(state.nodes) if node.note)
+        said = "; ".join(part for part in (notes, logs) if part)
+        return "no agent started within the launch deadline: it was killed" + (f" ({said})" if said else "")
+    if state.waiting is not None and not state.seen:
+        return "taken out of the engine's queue, before any agent had started"
+    if cause is Cause.TIMEOUT:
+        return "policy.timeout is reached and the agent did not end after SIGTERM: it was killed"
+    return "the agent did not end within policy.stop_grace and after SIGTERM: it was killed"
