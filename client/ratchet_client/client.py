@@ -19,7 +19,7 @@ from ratchet_client.polling import TERMINAL, Series, Snapshot
 from ratchet_client.spec_file import Spec, spec_body
 from ratchet_client.transport import Params, Transport
 from ratchet_client.upload import Note, with_code
-from ratchet_contract import api, api_quotas, api_requests
+from ratchet_contract import api, api_queue, api_quotas, api_requests
 
 __all__ = ["TERMINAL", "RatchetClient", "Series", "Snapshot", "WhichAttempt"]
 
@@ -226,7 +226,15 @@ class RatchetClient(Following, Access):
         body = api_requests.PruneRequest(dry_run=dry_run, quarantined=quarantined).model_dump(mode="json")
         return self._post(f"{job_path(job_id)}/checkpoints/prune", api.PruneResult, json=body)
 
-    # --- quotas -------------------------------------------------------------------------------------------------------
+    # --- queue and quotas ---------------------------------------------------------------------------------------------
+
+    def queue(self, limit: int = 50) -> list[api_queue.QueuedView]:
+        """Who is next, of everybody's jobs, and why each waits; at most 100.
+
+        >>> [one.position for one in client.queue()] in ([], [1])
+        True
+        """
+        return list(self._pages("/v1/queue", api_queue.QueuedView, {"limit": limit}))
 
     def quotas(self) -> Iterator[api_quotas.QuotaView]:
         """Those that were set, with what their owners have now."""

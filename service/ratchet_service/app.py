@@ -25,6 +25,7 @@ from ratchet_service.routers import (
     jobs,
     observe,
     operations,
+    queue,
     quotas,
     reports,
     tokens,
@@ -84,7 +85,7 @@ def create_app(settings: Settings, ports: SubmissionPorts, database: Database | 
         app.add_middleware(OwnMachineOnly)
     edge.install(app, instruments)  # outermost
     app.state.routes = []
-    for module in (jobs, actions, checkpoints, observe, hooks, reports, code, tokens, quotas, operations):
+    for module in (jobs, actions, checkpoints, observe, hooks, reports, code, tokens, quotas, queue, operations):
         app.include_router(module.router, dependencies=[Depends(refuse_unknown_parameters)])
         app.state.routes += module.router.routes
     app.openapi = lambda: openapi.describe(app)  # type: ignore[method-assign]

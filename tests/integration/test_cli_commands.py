@@ -240,3 +240,23 @@ def test_help_is_grouped_by_purpose_and_shown_without_arguments(cli: Cli) -> Non
     panels = ["Run and watch jobs", "Look at a job", "Stop, go on, change", "Checkpoints", "Service and set-up"]
     places = [text.index(f" {panel} ") for panel in panels]
     assert places == sorted(places) and " Commands " not in text
+
+
+def test_quotas_and_the_queue(cli: Cli) -> None:
+    assert "nobody is limited" in cli("quota", "list").errors
+    waits = cli("submit", "spec.yaml", "--name", "waits").text.strip()
+    try:
+        there = cli("quota", "set", "local", "--gpus", "4", "--json").data["in_use"]["queued"]
+        cli("quota", "set", "local", "--queued", str(there))
+        refused = cli("submit", "spec.yaml", "--name", "waits-too", expect=4)
+        assert f"its quota (queued) is {there}" in refused.errors
+        told = f"{there} of {there}"
+        assert cli("quota", "get", "local").text.splitlines()[2].split(maxsplit=1) == ["queued", told]
+        header, row = cli("quota", "list").text.splitlines()
+        assert header.split() == ["OWNER", "QUEUED", "JOBS", "RANKS", "GPUS"]
+        assert row.startswith("local") and told in row and row.count("no limit") == 3
+    finally:
+        cli("quota", "delete", "local")
+    assert cli("quota", "list", "--json").data == []
+    (shown,) = (line for line in cli("queue", "--limit", "100").text.splitlines() if waits in line)
+    assert shown.split()[1:6] == [waits, "waits", "local", "0", "2"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import sqlalchemy as sa
 
 from ratchet_contract.errors import Conflict
 from ratchet_contract.phases import JobPhase
-from ratchet_service.database import Database
+from ratchet_service.database import Database, utc_now
 from ratchet_service.models import Job
 from tests.support.api import Api, spec
 from tests.support.queue import Queue
@@ -143,3 +144,22 @@ def test_more_gpus_than_the_machine_has_keep_no_quota_from_others(tmp_path: Path
     hopeless, other = queue.submit(device="cuda", ranks=2), queue.submit(device="cuda")
     assert queue.round() == [other]
     assert "this machine has 1" in queue.why(hopeless)[1]
+
+
+def test_the_queue_is_shown_in_its_order_and_why_each_waits(tmp_path: Path, database: Database, api: Api) -> None:
+    queue = Queue(tmp_path, database, cpus=2)
+    put(api, "greedy", ranks=1)
+    runs = queue.submit(owner="greedy")
+    assert queue.round() == [runs]
+    held, late, urgent = queue.submit(owner="greedy"), queue.submit(2, "b"), queue.submit(2, "a", priority=1)
+    later = queue.submit(owner="b")
+    queue.put(later, not_before=utc_now() + timedelta(hours=1))
+    assert queue.round() == []
+    items = api.client.get("/v1/queue").json()["items"]
+    assert [(one["position"], one["job_id"], one["reason"]) for one in items] == [
+        (1, urgent, "no-slot"),
+        (2, late, "no-slot"),
+        (3, held, "quota"),
+    ]
+    assert (items[0]["owner"], items[0]["ranks"], items[0]["gpus"], items[0]["name"]) == ("a", 1, 0, "t")
+    assert [one["job_id"] for one in api.client.get("/v1/queue?limit=1").json()["items"]] == [urgent]

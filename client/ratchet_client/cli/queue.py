@@ -1,0 +1,37 @@
+"""``ratchet queue``: who is next, and why each job waits."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ratchet_client.cli import output
+from ratchet_client.cli.common import LOOK, JsonFlag, open_client
+
+
+def register(app: typer.Typer) -> None:
+    app.command(rich_help_panel=LOOK)(queue)
+
+
+def queue(
+    ctx: typer.Context,
+    limit: Annotated[int, typer.Option(min=1, max=100, help="So many jobs.")] = 50,
+    as_json: JsonFlag = False,
+) -> None:
+    """Jobs that wait, of everybody, in the order in which they start, and why each waits."""
+    with open_client(ctx) as client:
+        found = client.queue(limit)
+    if as_json:
+        output.emit(found)
+        return
+    columns = ["#", "ID", "NAME", "OWNER", "PRIORITY", "RANKS", "GPUS", "AGE", "WHY"]
+    rows = [
+        [
+            str(one.position), one.job_id, one.name, one.owner, str(one.priority), str(one.ranks), str(one.gpus),
+            output.age(one.created_at), one.message or one.reason or "",
+        ]
+        for one in found
+    ]  # fmt: skip
+    right = ("#", "PRIORITY", "RANKS", "GPUS", "AGE")
+    output.table(columns, rows, right=right, drop=("OWNER", "GPUS", "RANKS", "AGE"), empty="nobody waits")
