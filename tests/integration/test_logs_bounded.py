@@ -15,18 +15,20 @@ import pytest
 
 from ratchet_contract.api import LogLine
 from ratchet_contract.paths import AttemptPaths, JobPaths
-from ratchet_contract.phases import JobPhase
+from ratchet_contract.phases import Cause, JobPhase
 from ratchet_service import log_lines
 from ratchet_service.app import create_app
 from ratchet_service.bounds import Bounds
 from ratchet_service.database import Database
 from ratchet_service.log_lines import lines_of, tail_offset
 from ratchet_service.old_logs import shorten, tell
-from ratchet_service.transitions import lock_job
+from ratchet_service.transitions import add_event, lock_job
 from ratchet_service.usecases.logs import Follower, LogFilter, read_lines
 from ratchet_store import holes
 from tests.support.api import Api, FakePorts, Server
+from tests.support.attempts import Attempt as RunningAttempt
 from tests.support.logs import log_keeper, write
+from tests.support.server import wait_for
 
 MIB = 1 << 20
 COUNT = 30_000
@@ -266,6 +268,27 @@ def test_a_follower_goes_on_over_restarts_of_the_service_a_gap_and_the_next_atte
     assert real == [*sorted(set(real[:-1])), "second at"]
 
 
+def test_a_follower_of_events_goes_on_over_restarts_of_the_service(api: Api, database: Database) -> None:
+    job = api.submit()
+    api.attempt(job)
+    seen: list[str] = []
+    for number in range(3):
+        with database.write() as session:
+            add_event(session, lock_job(session, job).id, "n", str(number), epoch=1)
+        with (
+            Server(create_app(api.settings, FakePorts(), database)) as url,
+            httpx.Client(base_url=url, timeout=30) as client,
+            client.stream(
+                "GET",
+                f"/v1/jobs/{job}/events?follow=true",
+                headers={"Last-Event-ID": str(json.loads(seen[-1])["id"])} if seen else {},
+            ) as answer,
+        ):
+            found = (line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: "))
+            seen += [next(found) for _ in range(2 if number == 0 else 1)]
+    assert [json.loads(event)["message"] for event in seen[1:]] == ["0", "1", "2"]
+
+
 def test_logs_are_followed_while_agent_and_node_are_gone(api: Api) -> None:
     """The run directory is one for service and nodes: what ranks wrote is there whatever becomes of them."""
     job = api.submit()
@@ -292,3 +315,25 @@ def test_a_follower_that_goes_on_takes_what_is_new_as_a_whole(tmp_path: Path) ->
     write(job.attempt(2).log(0), "d\ne\n")
     rest = Follower(job, LogFilter(tail=1), mark).poll(10)
     assert [line.text for _, line in rest] == ["x", "y", "d", "e"]
+
+
+def test_an_agent_bounds_the_log_of_a_rank_that_goes_on_writing(tmp_path: Path) -> None:
+    """A real agent and a rank without torch, whose log grows from here as if it were the rank's own output."""
+    attempt = RunningAttempt(tmp_path / "home", [{"steps": 10**6}], log_bytes=MIB)
+    try:
+        attempt.service.start()
+        agent = attempt.start()
+        attempt.wait_step(0)
+        log = attempt.paths.log(0)
+        write(log, numbered(0, 30_000))
+        wait_for(lambda: log.stat().st_blocks * 512 <= MIB, "the log to be bounded", 30)
+        write(log, "the last line\n")
+        wait_for(lambda: len(attempt.service.messages[-2]) == 1, "the agent's word about it", 30)
+        agent.terminate()
+        assert attempt.wait().cause is Cause.SIGTERM
+        assert attempt.service.messages[-2][0].type == "log-shortened"
+        found = all_lines(log)
+        assert any(line.left_out for line in found) and found[-1].text == "the last line"
+        assert found[-1].at is not None, "the last look is after the ranks' end"
+    finally:
+        attempt.close()

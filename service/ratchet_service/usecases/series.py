@@ -53,7 +53,7 @@ def metrics(session: Session, job_id: str, names: Sequence[str], max_points: int
         name for name, series in kept.items() if series.points < max_points
     ]  # and perhaps the newest point besides
     points = {name: spaced(found, max_points) for name, found in _points(session, job_id, short, None).items()}
-    for name, steps in _steps(session, job_id, [name for name in kept if name not in points]).items():
+    for name, steps in _steps(session, job_id, [name for name in kept if name not in points], max_points).items():
         points |= _points(session, job_id, [name], spaced(steps, max_points))
     found = [
         api.MetricSeries(name=name, every=kept[name].stride if name in kept else 1, points=points.get(name, []))
@@ -70,15 +70,21 @@ def spaced(items: Sequence[T], most: int) -> list[T]:
     return [items[-(-part * last // parts)] for part in range(most)]
 
 
-def _steps(session: Session, job_id: str, names: Sequence[str]) -> dict[str, list[int]]:
-    """Steps of the points that are shown. Reading these alone, from the key, costs a quarter of reading the rows."""
+def _steps(session: Session, job_id: str, names: Sequence[str], most: int) -> dict[str, list[int]]:
+    """Steps of the points that are shown; where two are asked for, as by who looks on, the first and the last. Reading these
+    alone, from the key, costs a quarter of reading the rows."""
+    if not names:
+        return {}
+    shown = Metric.job_id == job_id, Metric.name.in_(names), _not_abandoned(Metric)
+    if most == 2:
+        first, last = sa.func.min(Metric.step), sa.func.max(Metric.step)
+        ends = session.execute(sa.select(Metric.name, first, last).where(*shown).group_by(Metric.name))
+        return {name: sorted({first, last}) for name, first, last in ends}
     out: dict[str, list[int]] = {}
-    if names:
-        shown = sa.select(Metric.name, Metric.step).where(
-            Metric.job_id == job_id, Metric.name.in_(names), _not_abandoned(Metric)
-        )
-        for name, step in session.execute(shown.order_by(Metric.name, Metric.step)):
-            out.setdefault(name, []).append(step)
+    for name, step in session.execute(
+        sa.select(Metric.name, Metric.step).where(*shown).order_by(Metric.name, Metric.step)
+    ):
+        out.setdefault(name, []).append(step)
     return out
 
 
