@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from ratchet_contract.code_tree import DIGEST
 from ratchet_contract.environment import RESERVED_NAMES, RESERVED_PREFIXES
 from ratchet_contract.masking import MASK
-from ratchet_contract.spec_base import Seconds, Size, SpecModel
+from ratchet_contract.spec_base import Seconds, Size, SpecModel, size_in_bytes
 from ratchet_contract.spec_checkpoint import CheckpointSpec
 from ratchet_contract.spec_engines import LauncherSpec, LocalLauncherSpec, VolumeSpec
 from ratchet_contract.spec_policy import PolicySpec
@@ -131,7 +131,17 @@ class ResourcesSpec(SpecModel):
     cpus_per_rank: int | None = Field(
         None, ge=1, le=1024, description="Threads per rank; part of the result's bits on CPU."
     )
-    memory: Size | None = Field(None, description="Of each node, like 16Gi; on Kubernetes and Slurm.")
+    memory: Size | None = Field(
+        None,
+        description="Of each node, like 16Gi. On the local launcher, for jobs with device cpu, each process of a rank may have "
+        "an equal share of it (RLIMIT_DATA).",
+    )
+    open_files: int | None = Field(
+        None,
+        ge=128,
+        le=1_048_576,
+        description="That each process of a rank may have open (RLIMIT_NOFILE); null: as many as where it is started.",
+    )
     gpu: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9]([-A-Za-z0-9_./]{0,251}[A-Za-z0-9])?$",
@@ -290,6 +300,13 @@ class JobSpec(SpecModel):
                 )
         return self
 
+    @property
+    def memory_of_a_rank(self) -> int | None:
+        """Bytes that each process of a rank may have, where nothing else bounds them; None: an engine does, or nobody asked."""
+        if self.launcher.kind != "local" or self.resources.memory is None:
+            return None
+        return size_in_bytes(self.resources.memory) // self.world.ranks_per_node
+
     def digest(self) -> str:
         """Hex SHA-256 of the canonical JSON of everything that can change the training's result."""
         irrelevant = {"name", "labels", "priority", "ttl", "policy", "launcher", "secrets", "checkpoint"}
@@ -300,6 +317,7 @@ class JobSpec(SpecModel):
         data["env"] = {name: value for name, value in self.env.items() if name not in self.secret_env}
         del data["secret_env"]
         data["resources"] |= {"memory": None, "gpu": None}  # where it runs, not what is computed
+        del data["resources"]["open_files"]
         del data["world"]["interface"], data["image"], data["volumes"]
         if self.code is not None and self.code.source == "snapshot":
             del data["code"]["source"]

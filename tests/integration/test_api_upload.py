@@ -162,7 +162,8 @@ def test_a_client_that_goes_while_it_sends_leaves_nothing(
     digest, sent = packed(project)
     before = left(code)
     url = api.client.base_url
-    head = f"PUT /v1/code/{digest} HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-tar\r\nContent-Length: {len(sent)}\r\n"
+    head = f"PUT /v1/code/{digest} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-tar\r\n"
+    head += f"Content-Length: {len(sent)}\r\n"
 
     def held() -> list[str]:
         """Files without a name that this process, the server's, has open where code is kept."""

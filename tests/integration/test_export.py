@@ -270,7 +270,7 @@ def test_an_export_ends_with_its_client_with_the_service_and_with_its_time(
 
         def ask() -> socket.socket:
             client = socket.create_connection((api.client.base_url.host, api.client.base_url.port or 0))
-            client.sendall(f"GET {url} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            client.sendall(f"GET {url} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
             return clients.enter_context(client)
 
         client = ask()

@@ -44,7 +44,7 @@ class Team:
 
 @pytest.fixture(scope="session")
 def guarded(migrated: Database, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Settings]]:
-    settings = Settings(home=tmp_path_factory.mktemp("guarded"), tokens=True, follow_interval=0.02)
+    settings = Settings(home=tmp_path_factory.mktemp("guarded"), tokens=True, follow_interval=0.02, refused_rate=1e6)
     with Server(create_app(settings, FakePorts(), migrated)) as url:
         yield url, settings
 

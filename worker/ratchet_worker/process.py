@@ -25,7 +25,7 @@ from ratchet_contract.messages import LaunchFile, RankResult
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import Cause
 from ratchet_hooks.build import close_group
-from ratchet_worker import allocator, determinism, loop, rng, user_code
+from ratchet_worker import allocator, determinism, limits, loop, rng, user_code
 from ratchet_worker.agreement import Agreement, Decision, Stopped, Wish
 from ratchet_worker.choice import choose
 from ratchet_worker.counter import StepCounter
@@ -83,6 +83,7 @@ class RankProcess:
 
     def _run(self) -> None:
         launch, identity, spec = self._launch, self._identity, self._launch.spec
+        limits.apply(launch)
         code = Path(launch.code_dir or launch.workdir)
         unmanaged = spec.script is not None and user_code.is_unmanaged(spec.script, code)
         self._listener.follow(self._paths.node(launch.node).control_file, launch.desired)

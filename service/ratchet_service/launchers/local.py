@@ -21,7 +21,7 @@ from ratchet_contract.errors import FieldProblem
 from ratchet_contract.messages import AgentFile, LaunchFile
 from ratchet_contract.paths import AttemptPaths, HomePaths, is_job_id
 from ratchet_contract.spec import JobSpec
-from ratchet_service.launchers import files, processes
+from ratchet_service.launchers import files, limits, processes
 from ratchet_service.launchers.base import AttemptRef, AttemptState, LaunchError, LaunchPlan
 from ratchet_service.launchers.planning import agent_environment, rank_commands, secret_sources
 
@@ -56,7 +56,6 @@ class LocalLauncher:
 
     def check(self, spec: JobSpec) -> tuple[list[Warning_], list[FieldProblem]]:
         given = {
-            "/resources/memory": spec.resources.memory,
             "/resources/gpu": spec.resources.gpu,
             "/image": spec.image,
             "/volumes": spec.volumes or None,
@@ -68,11 +67,12 @@ class LocalLauncher:
             for pointer, value in given.items()
             if value is not None
         ]
+        problems += limits.problems(spec)
         for name, secret in spec.secrets.items():
             if secret.from_secret is not None:
                 text = "the local launcher has no Secrets: name a variable of the service's environment (from_env)"
                 problems.append(FieldProblem(pointer=f"/secrets/{name}", code="launcher-cannot", detail=text))
-        return [], problems
+        return limits.warnings(spec), problems
 
     def plan(self, launch: LaunchFile) -> LaunchPlan:
         paths = AttemptPaths(Path(launch.attempt_dir))
