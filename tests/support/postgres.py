@@ -38,6 +38,31 @@ def postgres_server(*, durable: bool = False) -> Iterator[str]:
     if given:
         yield given
         return
+    with own_server(_OPTIONS if durable else _OPTIONS + _QUICK) as server:
+        yield server.url
+
+
+class PostgresServer:
+    """A running server of the test's own, that may be ended and started again."""
+
+    def __init__(self, binaries: Path, folder: Path, options: tuple[str, ...]) -> None:
+        self._binaries, self._folder, self._options = binaries, folder, options
+        self.url = f"postgresql://postgres@/postgres?host={folder}"
+        self.start()
+
+    def start(self) -> None:
+        self._process = _start(self._binaries, self._folder, self._options)
+        _wait(self.url, self._process, self._folder)
+
+    def end(self) -> None:
+        """At once, as a crash would; what was acknowledged is found again at the next start."""
+        self._process.send_signal(signal.SIGQUIT)
+        self._process.wait(timeout=30)
+
+
+@contextmanager
+def own_server(options: tuple[str, ...] = (*_OPTIONS, "fsync=off")) -> Iterator[PostgresServer]:
+    """Stopped and removed at the end. It keeps what it acknowledges while the machine lives. Raises ``RuntimeError``."""
     folder = Path(tempfile.mkdtemp(prefix="ratchet-pg-", dir="/tmp"))
     try:
         folder.chmod(0o755)
@@ -45,14 +70,11 @@ def postgres_server(*, durable: bool = False) -> Iterator[str]:
         if os.geteuid() == 0:
             shutil.chown(folder, "nobody", "nogroup")
         _initialise(binaries, folder)
-        server = _start(binaries, folder, _OPTIONS if durable else _OPTIONS + _QUICK)
+        server = PostgresServer(binaries, folder, options)
         try:
-            url = f"postgresql://postgres@/postgres?host={folder}"
-            _wait(url, server, folder)
-            yield url
+            yield server
         finally:
-            server.send_signal(signal.SIGQUIT)  # immediate shutdown
-            server.wait(timeout=30)
+            server.end()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
