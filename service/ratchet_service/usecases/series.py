@@ -98,7 +98,7 @@ def _points(
     query = query.where(_not_abandoned(Metric) if steps is None else Metric.step.in_(steps))
     for name, step, epoch, value, at in session.execute(query.order_by(Metric.name, Metric.step)) if names else ():
         number = math.nan if value is None else value
-        out[name].append(MetricPoint.model_construct(step=step, epoch=epoch, value=number, at=at))
+        out[name].append(MetricPoint(step=step, epoch=epoch, value=number, at=at))
     return out
 
 
