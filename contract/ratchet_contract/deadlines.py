@@ -34,7 +34,8 @@ ROOM: Final = 2.0
 CEILING: Final = 1800.0
 """Nothing is learned beyond this: who needs more says so in the spec."""
 ENOUGH: Final = 20
-SETTLED_SECONDS: Final = 300.0
+SETTLED_SECONDS: Final = 3600.0
+"""What a job does seldom (a validation in the body of a step, the end of an epoch) is to be among what was seen."""
 
 
 class Pace(BaseModel):

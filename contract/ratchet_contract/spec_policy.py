@@ -81,7 +81,7 @@ class PolicySpec(SpecModel):
     step_deadline: Seconds | None = Field(
         None,
         description="Without any progress of a rank, then the attempt ends as a hang. null: learned from the job's own pace. "
-        "300 s at first; after 5 minutes of training ten times the longest silence so far, but at least 60 s and at most 300 s, "
+        "300 s at first; after an hour of training ten times the longest silence so far, but at least 60 s and at most 300 s, "
         "or twice an earlier attempt's longest silence where that is more.",
     )
     stop_grace: Seconds = Field(120.0, description="From a stop request until ranks are killed.")

@@ -9,7 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratchet_contract.deadlines import CEILING, DEFAULT_STEP, ENOUGH, FACTOR, FLOOR, Deadlines, Pace, deadlines, joined
+from ratchet_contract.deadlines import (
+    CEILING,
+    DEFAULT_STEP,
+    ENOUGH,
+    FACTOR,
+    FLOOR,
+    SETTLED_SECONDS,
+    Deadlines,
+    Pace,
+    deadlines,
+    joined,
+)
 from ratchet_contract.messages import AttemptResult, Control
 from ratchet_contract.phases import Cause
 from ratchet_contract.spec_policy import PolicySpec
@@ -17,7 +28,7 @@ from ratchet_worker.counter import Reading, Stage
 from ratchet_worker.pace import Learner
 from ratchet_worker.watch import Stuck, Watch
 
-LOOK = 2.0  # seconds; less than the pause that a watch takes for a stop of its own machine
+LOOK = 4.9  # seconds; less than the pause that a watch takes for a stop of its own machine
 
 
 class Run:
@@ -60,7 +71,7 @@ class Run:
 
 
 def settled(run: Run, silence: float = 10.0) -> Run:
-    run.train(1.0, *[silence] * max(ENOUGH + 1, int(310 / silence)))
+    run.train(1.0, *[silence] * max(ENOUGH + 1, int(SETTLED_SECONDS / silence) + 2))
     return run
 
 
@@ -73,7 +84,7 @@ def test_a_pace_of_bounded_jitter_is_never_a_hang_and_a_stop_always_is(
     most = min(0.99 * FACTOR * base, 0.99 * DEFAULT_STEP)
     run = Run(ranks=ranks)
     run.train(1.0)
-    while run.now < 400 or run.step < 2 * ENOUGH:
+    while run.now < SETTLED_SECONDS + 300 or run.step < 2 * ENOUGH:
         for share in jitter:
             run.train(base + share * max(0.0, most - base))
             assert run.found is None, (run.found, run.deadline())
@@ -106,14 +117,14 @@ def test_until_enough_was_seen_the_static_deadline_holds() -> None:
 
 
 def test_the_first_step_is_start_up_and_not_part_of_the_pace() -> None:
-    run = settled(Run(), 0.5)
+    run = settled(Run(), 5.0)
     slow = Run()
     slow.train(250)
     assert slow.found is None
-    slow.train(*[0.5] * 700)
+    slow.train(*[5.0] * 800)
     assert slow.deadline() == run.deadline() == FLOOR
     pace = slow.learner.pace(hung=False)
-    assert pace is not None and pace.startup == pytest.approx(250, abs=LOOK) and pace.silences["training"] < 5
+    assert pace is not None and pace.startup == pytest.approx(250, abs=LOOK) and pace.silences["training"] < 6
 
 
 def test_the_first_evaluation_is_not_measured_and_has_the_static_deadline() -> None:
