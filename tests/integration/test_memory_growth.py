@@ -1,4 +1,4 @@
-"""A service that has seen many jobs holds no more than one that has seen few. RATCHET_TEST_JOBS sets how many (default 45); with
+"""A service that has seen many jobs holds no more than one that has seen few. RATCHET_TEST_JOBS sets how many (default 60); with
 10000 about twenty minutes.
 """
 
@@ -19,7 +19,7 @@ from ratchet_service.launchers.local import LocalLauncher
 from tests.support.plane import Plane
 from tests.support.server import wait_for
 
-JOBS = int(os.environ.get("RATCHET_TEST_JOBS", "45"))
+JOBS = int(os.environ.get("RATCHET_TEST_JOBS", "60"))
 
 
 class OverAtOnce(LocalLauncher):
@@ -50,9 +50,10 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def live() -> int:
+def ours() -> int:
+    """Objects of Ratchet's own classes that are alive. The server's and those of pools of threads come and go as they like."""
     gc.collect()
-    return len(gc.get_objects())
+    return sum(str(type(item).__module__).startswith("ratchet_") for item in gc.get_objects())
 
 
 @pytest.mark.timeout(7200)
@@ -64,11 +65,15 @@ def test_what_is_held_does_not_grow_with_the_jobs_that_have_been(plane: Plane) -
         last = [plane.submit(name="gone") for _ in range(jobs)]
         for job_id in last:
             wait_for(lambda job_id=job_id: plane.job(job_id).phase is JobPhase.FAILED, "its end", 120)
-        return live(), resident()
+        return ours(), resident()
 
-    third = max(1, JOBS // 3)
-    run(third)  # caches fill
-    middle, memory = run(third)
-    end, after = run(third)
-    print(f"{JOBS} jobs: {end - middle:+d} objects, {(after - memory) / 1e6:+.1f} MB resident over the last {third}")
-    assert end - middle < 3 * third + 60, f"{end - middle} objects more after {third} jobs more"
+    few = max(1, JOBS // 5)
+    run(JOBS - 2 * few)  # caches fill
+    middle, memory = run(few)
+    end, after = run(few)
+    print(
+        f"{JOBS} jobs: {end - middle:+d} objects of ours, {(after - memory) / 1e6:+.1f} MB resident over the last {few}"
+    )
+    assert end - middle < few // 2, f"{end - middle} objects more after {few} jobs more"
+    if JOBS >= 1000:  # less is lost in what the allocator keeps
+        assert after - memory < 2000 * few, f"{(after - memory) / few:.0f} bytes more for each job"
