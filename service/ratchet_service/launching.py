@@ -96,11 +96,11 @@ class Launching:
             with self._database.write() as session:
                 slot_host.lend(session, self._lease_seconds)
 
-    def give_slots_back(self) -> None:
-        """At a clean end: another host need not wait."""
+    def leave_slots(self) -> None:
+        """At a clean end: another host waits for half as long, in which another reconciler of this host renews them."""
         if not self._database.is_sqlite:
             with self._database.write() as session:
-                slot_host.give_back(session)
+                slot_host.leave(session, self._lease_seconds / 2)
 
     def _slots_here(self, session: Session) -> dict[str, bool]:
         """Launchers, and whether Ratchet keeps their slots; without those that do, while another host lends them."""

@@ -228,7 +228,7 @@ class Reconciler:
     def _give_back(self) -> None:
         held: list[Lease] = [w.lease for w in self._watches.values()]
         try:
-            self._launching.give_slots_back()
+            self._launching.leave_slots()
             if held:
                 with self._database.write() as session:
                     leases.release(session, held)

@@ -41,9 +41,11 @@ def lend(session: Session, seconds: float) -> str | None:
     return session.scalar(sa.select(SlotHost.host).where(SlotHost.id == _ONE)) or None
 
 
-def give_back(session: Session) -> None:
-    """Another reconciler of this host takes them again when it renews."""
-    session.execute(sa.delete(SlotHost).where(SlotHost.id == _ONE, SlotHost.host == own_host()))
+def leave(session: Session, seconds: float) -> None:
+    """This host's time ends in so long, unless another reconciler of it renews it until then."""
+    until = database_now(session) + timedelta(seconds=seconds)
+    ours = (SlotHost.id == _ONE) & (SlotHost.host == own_host()) & (SlotHost.expires_at > until)
+    session.execute(sa.update(SlotHost).where(ours).values(expires_at=until))
 
 
 def other_host(database: Database, seconds: float) -> str | None:

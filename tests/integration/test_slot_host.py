@@ -34,11 +34,12 @@ def test_a_second_host_lends_nothing_while_the_first_one_lives(
     assert lend(database, 600.0) == "there"
     assert queue.round() == [], "nothing is started that would share its slots"
     with database.write() as session:
-        slot_host.give_back(session)
+        slot_host.leave(session, -1.0)
     assert lend(database, 600.0) == "there", "only its own"
     monkeypatch.setattr(slot_host, "own_host", there)
     with database.write() as session:
-        slot_host.give_back(session)
+        slot_host.leave(session, 900.0)  # ends no later than it would have
+        slot_host.leave(session, -1.0)
     monkeypatch.setattr(slot_host, "own_host", here)
     assert queue.round() == [job]
 
