@@ -70,6 +70,7 @@ def settle(
     base = _base(paths)
     found = _lost_reports(database, job_paths, lease, base)
     shortened = old_logs.shorten(job_paths, lease.epoch, bounds)
+    old_logs.drop_spools(job_paths, lease.epoch, bounds)
     with database.write() as session:
         job = hold(session, lease)
         attempt = session.get_one(Attempt, (job.id, lease.epoch))

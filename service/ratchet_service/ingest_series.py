@@ -46,8 +46,11 @@ class Series:
         if not self._rows:
             return []
         names = list(self._rows)
-        query = sa.select(MetricSeries).where(MetricSeries.job_id == self._job.id, MetricSeries.name.in_(names))
-        known = {series.name: series for series in self._session.scalars(query)}
+        known: dict[str, MetricSeries] = {}
+        for begin in range(0, len(names), _CHUNK):  # a job may put the step's number into the name
+            some = MetricSeries.name.in_(names[begin : begin + _CHUNK])
+            found = self._session.scalars(sa.select(MetricSeries).where(MetricSeries.job_id == self._job.id, some))
+            known |= {series.name: series for series in found}
         refused = set(self._make(known, [name for name in names if name not in known]))
         rows: list[Row] = []
         for name in names:

@@ -1,10 +1,11 @@
-"""Logs of attempts that have ended, bounded for the job: one that is stopped a thousand times must not fill the disk."""
+"""Logs and spools of ended attempts, bounded for the job: one that is stopped a thousand times must not fill the disk."""
 
 from __future__ import annotations
 
 import errno
 import os
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -52,6 +53,15 @@ def shorten(paths: JobPaths, epoch: int, bounds: Bounds) -> Shortened | None:
         if freed > before:
             done.append(attempt)
     return Shortened(done, removed, freed) if done else None
+
+
+def drop_spools(paths: JobPaths, epoch: int, bounds: Bounds) -> None:
+    """Of attempts before the last ``bounds.log_attempts`` up to ``epoch``: each was stored to its end when its attempt ended."""
+    for folder in (paths.root / "attempts").glob("*"):
+        if folder.name.isdigit() and int(folder.name) <= epoch - bounds.log_attempts:
+            for spool in (folder / "spool").glob("*.jsonl"):
+                with suppress(OSError):
+                    spool.unlink()
 
 
 def tell(session: Session, job: Job, epoch: int, shortened: Shortened | None) -> None:

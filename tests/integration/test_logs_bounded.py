@@ -3,6 +3,7 @@ followed while agent and node are gone."""
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 from ratchet_contract.api import LogLine
 from ratchet_contract.paths import AttemptPaths, JobPaths
 from ratchet_contract.phases import Cause, JobPhase
-from ratchet_service import log_lines
+from ratchet_service import log_lines, old_logs
 from ratchet_service.app import create_app
 from ratchet_service.bounds import Bounds
 from ratchet_service.database import Database
@@ -215,6 +216,24 @@ def test_old_attempts_lose_the_middle_of_their_logs_and_the_first_and_last_keep_
     event = api.client.get(f"/v1/jobs/{job_id}/events").json()["items"][-1]
     assert (event["type"], event["epoch"], event["data"]["attempts"]) == ("logs-shortened", 8, [3, 4, 5])
     assert event["data"]["bytes"] >= 4 * MIB
+
+
+def test_where_no_middle_can_be_freed_old_logs_are_removed_and_spools_go_once_they_are_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, begin: int, end: int) -> int:
+        raise OSError(errno.EOPNOTSUPP, "not supported", str(path))
+
+    monkeypatch.setattr(old_logs, "punch", refuse)
+    paths, bounds = JobPaths(tmp_path), Bounds(job_log_bytes=MIB, log_attempts=2)
+    for attempt in range(1, 7):
+        write(paths.attempt(attempt).log(0), numbered(0, 4000))
+        write(paths.attempt(attempt).spool(0), "{}\n")
+    shortened = shorten(paths, 6, bounds)
+    assert shortened is not None and (shortened.attempts, shortened.removed) == ([3, 4], True)
+    old_logs.drop_spools(paths, 6, bounds)
+    assert [a for a in range(1, 7) if paths.attempt(a).log(0).exists()] == [1, 2, 5, 6]
+    assert [a for a in range(1, 7) if paths.attempt(a).spool(0).exists()] == [5, 6]
 
 
 def stream(api: Api, job: str, last: str | None, stop: int) -> list[tuple[str, str]]:

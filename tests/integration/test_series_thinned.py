@@ -192,6 +192,14 @@ def test_names_are_bounded_and_the_first_that_is_refused_is_named(told: Told) ->
     assert event.data == {"notes": 0, "values": 7}
 
 
+def test_a_number_in_a_name_makes_no_report_fail(told: Told) -> None:
+    """More names at once than a statement of either database can have variables."""
+    values = {f"loss-at-{i}": 1.0 for i in range(66_000)}
+    told.say(message("metrics", step=1, values=values), message("metrics", step=2, values={"loss-at-0": 2.0}))
+    (event,) = told.events("metrics-dropped")
+    assert event.data["name"] == "loss-at-5" and told.steps("loss-at-0") == [1, 2]
+
+
 def test_a_flood_of_notes_is_counted_and_told(told: Told) -> None:
     told.say(*(message("note", type="n", message=str(i)) for i in range(500)), portion=33)
     assert [e.message for e in told.events("note.n")] == [str(i) for i in range(10)]
