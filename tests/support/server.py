@@ -108,7 +108,7 @@ class Server:
             if self._afresh:
                 self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             else:
-                local = {"--no-reconciler", "--launchers"}.isdisjoint(self.options)
+                local = "--no-reconciler" not in self.options
                 self.process = SERVICES.start(command, log.fileno(), agents=self._agents.address if local else None)
                 if local:
                     self._agents.ready()  # a launcher is not to wait for it
