@@ -29,12 +29,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @dataclass
 class Run:
-    """What became of the disturbed job; ``agent_logs``: of its second attempt; ``no_hosts``: why its nodes had no hosts of their
-    own."""
+    """What became of the disturbed job; ``agent_logs``: of its second attempt; ``stacks``: the ranks' logs of the third, which
+    hung; ``no_hosts``: why its nodes had no hosts of their own."""
 
     attempts: list[dict[str, Any]]
     comparison: Comparison
     agent_logs: list[str]
+    stacks: list[str]
     hosts: twin.Hosts | None
     no_hosts: str = ""
 
@@ -77,8 +78,9 @@ def disturbed(server: Server, folder: Path, reference: Path, hosts: twin.Hosts |
     server.wait_phase(job_id, "SUCCEEDED", deadline=180)
     second = server.paths.job(job_id).attempt(2)
     logs = [second.node(node).agent_log.read_text() for node in (0, 1)]
+    stacks = [server.paths.job(job_id).attempt(3).log(rank).read_text() for rank in (0, 1)]
     comparison = compare(reference, final_checkpoint(server, job_id))
-    return Run(server.attempts(job_id), comparison, logs, hosts, why)
+    return Run(server.attempts(job_id), comparison, logs, stacks, hosts, why)
 
 
 def test_the_bits_are_those_of_one_node(run: Run) -> None:
@@ -91,6 +93,8 @@ def test_each_end_has_the_cause_of_the_node_that_made_it(run: Run) -> None:
     assert "node 0" in run.attempts[0]["message"], run.attempts[0]
     hang = run.attempts[2]["message"]
     assert "rank 1" in hang and "SIGSTOP" in hang, hang
+    assert "in train_step" in run.stacks[1].partition("writes the stacks of its threads")[2], run.stacks
+    assert "in train_step" in run.stacks[0], run.stacks  # or its traceback, where its connection broke before it was asked
     assert run.attempts[1]["steps_lost"] == 0
     assert [a["resume_report"]["verdict"] for a in run.attempts[1:]] == ["exact"] * 3
 

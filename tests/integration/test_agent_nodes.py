@@ -147,6 +147,11 @@ def test_a_rank_stopped_on_one_node_is_the_one_that_hangs_not_the_one_that_waits
     assert first.secondary, first
     end = combine([first, second], 2)
     assert end is not None and (end.cause, end.rank) == (Cause.HANG, 1)
+    for rank, why in ((0, "a rank of another node hangs"), (1, "hang")):
+        heading, _, told = (
+            attempt.paths.log(rank).read_text().partition(f"ratchet: {why}; rank {rank} writes the stacks")
+        )
+        assert "in misbehave" in told, (rank, heading, told)
 
 
 def test_time_limit_is_the_cause_of_a_stop_by_sigusr1(make: Make) -> None:

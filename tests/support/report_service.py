@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet_contract.messages import AgentReport, AttemptResult, Control, Group, ReportAck, ServiceFile
-from ratchet_contract.phases import Outcome
+from ratchet_contract.phases import Cause, Outcome
 
 TOKEN = "token-of-this-attempt"
 
@@ -125,7 +125,9 @@ class ReportService:
             return ReportAck(acked=acked, control=self.control)
         if report.address is not None:
             self.addresses[report.node] = report.address
-        control = self.control.model_copy(update={"peer_end": self._peer_end(report.node)})
+        peer = self._peer_end(report.node)
+        hang = Cause.HANG if peer is not None and f"ended with {Cause.HANG}:" in peer else None
+        control = self.control.model_copy(update={"peer_end": peer, "peer_cause": hang})
         group = Group(present=sorted(self.addresses), rendezvous=self.addresses.get(0))
         return ReportAck(acked=acked, control=control, group=group)
 
