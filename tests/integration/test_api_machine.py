@@ -81,7 +81,7 @@ class Jobs(RuleBasedStateMachine):
     @rule(which=_WHICH, action=_ACTIONS, again=st.booleans())
     def act(self, which: int, action: str, again: bool) -> None:
         job_id = self._job(which)
-        before = self._get(job_id)
+        before, told = self._get(job_id), self._events()
         cell = next_step(JobPhase(before["phase"]), Event(action), Desired(before["desired"]))
         answer = self._post(f"/v1/jobs/{job_id}/{action}", None, again=again)
         after = self._get(job_id)
@@ -92,6 +92,8 @@ class Jobs(RuleBasedStateMachine):
         wish = cell.desired or Desired(before["desired"])
         assert answer.status_code in (200, 202), answer.text
         assert (after["phase"], after["desired"]) == (cell.phase, wish)
+        if (before["phase"], before["desired"]) == (cell.phase, wish) and action != "checkpoint":
+            assert self._events() == told, "what was there already is no news"
 
     @precondition(lambda self: self.jobs)
     @rule(which=_WHICH, priority=st.integers(-3, 3), tag=st.sampled_from(["none", "right", "any", "stale"]))
