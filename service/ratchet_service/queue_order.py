@@ -1,8 +1,8 @@
 """The order of the queue and what quotas hold back: pure, over what rows say of queued jobs and of attempts that have not ended.
 
 A higher priority goes first. Among equals a job for which room has been made (``claims``) goes before the others, the earlier
-one first; then the owner that holds least, GPUs before ranks; then the older job. What has been placed counts as held by its owner for the places
-behind it, so that owners take turns. With one owner that is: priority, then age.
+one first; then the owner that holds least, GPUs before ranks; then the older job. What has been placed counts as held by its
+owner for the places behind it, so that owners take turns. With one owner that is: priority, then age.
 
 A quota holds back a job that would exceed it, and no job of another owner. The owner's later jobs get only what is left of the
 quota behind it: a large one is not starved by small ones here either. A job that the quota can never hold keeps nothing.
@@ -126,6 +126,7 @@ def _over(takes: Share, used: Share, held: Share, quota: Limit) -> str | None:
         if limit_ is not None and wants > 0 and getattr(used, name) + wants > limit_:
             ahead = getattr(used, name) - getattr(held, name)
             kept = f", {ahead} are for jobs ahead of it" if ahead else ""
-            what = "one more job" if name == "jobs" else f"{wants} {_NAMES[name]}"
+            unit = _NAMES[name] if wants > 1 else _NAMES[name].removesuffix("s")
+            what = "one more job" if name == "jobs" else f"{wants} {unit}"
             return f"waits for its owner's quota: needs {what}, {getattr(held, name)} of {limit_} {_NAMES[name]} are held{kept}"
     return None
