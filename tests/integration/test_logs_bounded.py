@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -356,3 +357,17 @@ def test_an_agent_bounds_the_log_of_a_rank_that_goes_on_writing(tmp_path: Path) 
         assert found[-1].at is not None, "the last look is after the ranks' end"
     finally:
         attempt.close()
+
+
+def test_blocks_that_a_file_system_allots_beyond_the_end_are_no_reason_to_shorten(tmp_path: Path) -> None:
+    """As XFS does for files that grow; here by hand."""
+    paths = AttemptPaths(tmp_path)
+    keeper = log_keeper(paths, MIB)
+    write(paths.log(0), numbered(0, 10_300))
+    with paths.log(0).open("r+b") as handle:
+        size = handle.seek(0, 2)
+        assert holes._libc.fallocate(handle.fileno(), 1, 0, 8 * MIB) == 0  # FALLOC_FL_KEEP_SIZE
+        os.fsync(handle.fileno())
+    assert paths.log(0).stat().st_blocks * 512 >= 8 * MIB and paths.log(0).stat().st_size == size < MIB
+    keeper.look(1e9)
+    assert numbers(all_lines(paths.log(0))) == list(range(10_300))

@@ -31,7 +31,7 @@ class _Log:
     rank: int
     path: Path
     times: Path
-    size: int = 0
+    left_out: int = 0  # bytes of its middle
     recorded: int = 0
     recorded_at: float = 0.0  # Unix seconds
 
@@ -76,7 +76,8 @@ class LogKeeper:
             try:
                 found = log.path.stat()
                 self._record(log, found.st_size, at, last)
-                if found.st_blocks * 512 > self._most:
+                # Not by blocks alone: XFS allots many to a file that grows, well beyond its end.
+                if min(found.st_blocks * 512, found.st_size - log.left_out) > self._most:
                     self._bound(log, found.st_size)
             except FileNotFoundError:
                 continue
@@ -84,7 +85,6 @@ class LogKeeper:
                 self._tell("log-not-kept", f"{log.path} cannot be looked after: {error.strerror}")
 
     def _record(self, log: _Log, size: int, at: float, last: bool) -> None:
-        log.size = size
         if size <= log.recorded:
             return
         if size - log.recorded < SPACING and at - log.recorded_at < SECONDS and not last:
@@ -108,7 +108,10 @@ class LogKeeper:
             self._tell("logs-unbounded", f"{text}. Logs of this node grow without bound")
             return
         head = min(HEAD, self._most // 4)
-        if holes.punch(log.path, head, size - (self._most - head) * 3 // 4):
+        end = size - (self._most - head) * 3 // 4
+        holes.punch(log.path, head, end)
+        log.left_out = end - head
+        if "log-shortened" not in self._told:
             text = f"the log of rank {log.rank} has grown beyond {self._most >> 20} MiB: of logs of this node the"
             self._tell("log-shortened", f"{text} first {head >> 10} KiB and the end are kept")
 
