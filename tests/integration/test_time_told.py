@@ -17,7 +17,7 @@ from tests.support.plane import Plane
 from tests.support.tokens import bearer
 
 PARTS = ("queued", "launching", "useful", "lost", "stall", "stopping", "unseen")
-RULES = [{"codes": [42], "action": "retry"}, {"codes": [43], "action": "fail"}]
+RULES = [{"codes": [code], "action": action} for code, action in ((42, "retry"), (43, "fail"), (44, "preempted"))]
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def whole(goodput: dict[str, float]) -> float:
 
 def test_a_jobs_time_its_notice_its_pace_and_its_exit_codes(plane: Plane) -> None:
     plane.reconcile()
-    faults = {"1": {"at": 14, "do": "kill"}, "2": {"at": 25, "do": "exit-42"}, "4": {"at": 95, "do": "exit-43"}}
+    faults = {"1": {"at": 14, "do": "exit-44"}, "2": {"at": 25, "do": "exit-42"}, "4": {"at": 95, "do": "exit-43"}}
     job_id = plane.submit(
         {"steps": 120, "pause": 0.02, "epochs": faults}, policy={"exit_codes": RULES, "max_failures": 1}
     )
@@ -57,18 +57,15 @@ def test_a_jobs_time_its_notice_its_pace_and_its_exit_codes(plane: Plane) -> Non
     view = get(plane, f"/v1/jobs/{job_id}")
     attempts = get(plane, f"/v1/jobs/{job_id}/attempts")["items"][::-1]
     assert [(a["cause"], a["outcome"], a["exit_code"]) for a in attempts] == [
-        ("rank-killed", "failed", -9), ("exception", "failed", 42), ("api-suspend", "suspended", 143),
+        ("exception", "preempted", 44), ("exception", "failed", 42), ("api-suspend", "suspended", 143),
         ("exception", "failed", 43),
     ]  # fmt: skip
-    assert job.failures == 1  # the last one's: of the first two, one was forgiven and one counted against nothing
+    assert (job.preemptions, job.failures) == (1, 1)  # the failure is the last one: 42 counted against nothing
     assert view["reason"] == "exit-code" and "exit code 43: fail, by policy.exit_codes[1]" in view["message"]
     rules = [e.data.get("rule") for e in plane.events(job_id) if e.type == "attempt-ended"]
-    assert rules == [
-        None,
-        "exit code 42: retry, by policy.exit_codes[0]",
-        None,
-        "exit code 43: fail, by policy.exit_codes[1]",
-    ]
+    told = [(44, "preempted", 2), (42, "retry", 0), None, (43, "fail", 1)]
+    text = "exit code {}: {}, by policy.exit_codes[{}]"
+    assert rules == [None if rule is None else text.format(*rule) for rule in told]
 
     assert job.ended_at is not None and job.paused_seconds > 0
     wall = (job.ended_at - job.created_at).total_seconds() - job.paused_seconds
