@@ -65,7 +65,6 @@ class Round:
 
     def turns(self) -> Iterator[Turn]:
         """Jobs to start, in order. Those that wait are told why, in their rows, once the iteration ends."""
-        session = self._session
         rows = {row.queued.job: row for row in self._rows()}
         given: Counter[bool] = Counter()
         left: list[Row] = []
