@@ -47,9 +47,11 @@ def limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[s
 def exchange(address: tuple[str, int], *parts: bytes) -> bytes:
     """Everything that comes back until the server ends the connection, which it must do by itself."""
     with socket.create_connection(address, timeout=20) as connection:
-        for part in parts:
-            connection.sendall(part)
         found = b""
+        for i, part in enumerate(parts):
+            if i:
+                found += connection.recv(65536)  # the answer to the part before
+            connection.sendall(part)
         try:
             while data := connection.recv(65536):
                 found += data
