@@ -49,8 +49,8 @@ def _line(piece: Piece, attempt: int, rank: int, times: LogTimes) -> LogLine:
 
 
 def tail_offset(path: Path, lines: int | None) -> int:
-    """Where the last ``lines`` lines begin; 0 for None, or when there are not more. Where they go back beyond a gap, that is where
-    the gap begins."""
+    """Where the last ``lines`` lines begin; 0 for None, or when there are not more. Where they go back beyond a gap, that is
+    where the gap begins."""
     if lines is None:
         return 0
     try:

@@ -17,9 +17,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def punch(path: Path, begin: int, end: int) -> int:
-    """Give bytes ``begin`` to ``end`` back, in whole granules within; they read as zeros from then on. Who has the file open may go
-    on writing elsewhere. Returns the bytes of disk that this freed. Raises ``OSError``, ``EOPNOTSUPP`` where the file system cannot.
-    """
+    """Give bytes ``begin`` to ``end`` back, in whole granules within; they read as zeros from then on. Who has the file open may
+    go on writing elsewhere. Returns the bytes of disk that this freed. Raises ``OSError``, ``EOPNOTSUPP`` where the file system
+    cannot."""
     first, last = -(-begin // GRANULE) * GRANULE, end // GRANULE * GRANULE
     if last <= first:
         return 0

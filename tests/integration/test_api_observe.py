@@ -187,8 +187,12 @@ def test_log_forms_by_accept(api: Api, job: str) -> None:
     rows = api.client.get(path, headers={"Accept": "application/x-ndjson, text/plain;q=0.5"})
     assert rows.headers["content-type"].startswith("application/x-ndjson")
     assert json.loads(rows.text.splitlines()[0]) == {
-        **{"id": "1.0.5", "attempt": 1, "rank": 0, "text": "fine"},
-        **{"at": None, "left_out": None},
+        "id": "1.0.5",
+        "attempt": 1,
+        "rank": 0,
+        "text": "fine",
+        "at": None,
+        "left_out": None,
     }
 
 
