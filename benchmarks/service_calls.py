@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.service_http import Link, cpu_seconds, memory_mb, process, quantiles, until_written
+from benchmarks.service_http import Link, admin_token, cpu_seconds, memory_mb, process, quantiles, until_written
 from benchmarks.service_rows import fill, job_id
 from ratchet_contract.paths import HomePaths
 from ratchet_service.database import Database, sqlite_url
@@ -43,6 +43,9 @@ def calls(engine: str, urls: Sequence[str | None], folder: Path, few: int, many:
     _idle(large, many)
 
 
+_OPTIONS: Final = ("--no-reconciler", "--request-rate", "1000000")  # one caller asks as often as it can
+
+
 class Crowd:
     """A service without a reconciler over a database of ``jobs`` ended jobs."""
 
@@ -62,10 +65,11 @@ class Crowd:
         database.dispose()
 
     def serve(self) -> AbstractContextManager[subprocess.Popen[bytes]]:
-        return process(["ratchet_service", "serve", "--home", str(self.home), "--no-reconciler"], self.log, self.env)
+        return process(["ratchet_service", "serve", "--home", str(self.home), *_OPTIONS], self.log, self.env)
 
     def connect(self, service: subprocess.Popen[bytes]) -> Link:
-        return Link(json.loads(until_written(HomePaths(self.home).service_file, service, self.log))["url"])
+        url = json.loads(until_written(HomePaths(self.home).service_file, service, self.log))["url"]
+        return Link(url, admin_token(self.env.get("RATCHET_DATABASE_URL")))
 
 
 def ways(crowd: Crowd) -> dict[str, Callable[[], tuple[float, Any]]]:

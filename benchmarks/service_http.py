@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from ratchet_contract.access import LOCAL_OWNER, Role
+from ratchet_service.database import Database
+from tests.support.tokens import make_token
+
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 _KEPT: Final = 3.0
 """Seconds; uvicorn closes a connection that was idle for five."""
@@ -47,6 +51,16 @@ class Link:
         if "json" not in answer.headers.get("Content-Type", ""):
             return seconds, told.decode()
         return seconds, json.loads(told or b"null")
+
+
+def admin_token(database_url: str | None) -> str | None:
+    """For a service on PostgreSQL, which wants one; None for SQLite, which does not."""
+    if database_url is None:
+        return None
+    database = Database(database_url)
+    token = make_token(database, LOCAL_OWNER, Role.ADMIN)
+    database.dispose()
+    return token
 
 
 @contextlib.contextmanager

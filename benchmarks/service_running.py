@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.service_calls import SPEC
-from benchmarks.service_http import Link, cpu_seconds, memory_mb, process, quantiles, until_written
+from benchmarks.service_http import Link, admin_token, cpu_seconds, memory_mb, process, quantiles, until_written
 from ratchet_contract.paths import HomePaths
 
 _SECONDS: Final = 30.0
@@ -24,7 +24,8 @@ def running(engine: str, url: str | None, folder: Path, jobs: int) -> None:
     command = ["benchmarks.scripts.farmed_service", str(home), str(inbox), str(jobs), *([url] if url else [])]
     farmed = ["benchmarks.scripts.farm", str(inbox), str(out)]
     with process(farmed, folder / "farm.log") as farm, process(command, log) as service:
-        link = Link(json.loads(until_written(HomePaths(home).service_file, service, log))["url"])
+        address = json.loads(until_written(HomePaths(home).service_file, service, log))["url"]
+        link = Link(address, admin_token(url))
         begin = time.monotonic()
         for _ in range(jobs):
             link.call("POST", "/v1/jobs", SPEC)

@@ -20,7 +20,7 @@ def main() -> None:
     home, inbox, slots, *url = sys.argv[1:]
     logging.basicConfig(level="WARNING", stream=sys.stderr)
     agent = (sys.executable, "-I", "-S", str(Path(__file__).with_name("tiny_agent.py")), inbox)
-    settings = Settings(home=Path(home), database_url=url[0] if url else None)
+    settings = Settings(home=Path(home), database_url=url[0] if url else None, request_rate=1e6)
     launcher = LocalLauncher(HomePaths(settings.home), agent=agent)
     serve(ServeOptions(settings, cpu_slots=int(slots), launchers=Launchers({"local": launcher})))
 

@@ -76,7 +76,7 @@ class ForkSource(Message):
 
 
 class LaunchFile(Grown):
-    """Everything the agent and the ranks need to know; ``secrets`` are named, never valued, ``secret_env`` has values in ``env``."""
+    """Everything the agent and the ranks need to know: no value of ``secrets``, but of what ``secret_env`` names."""
 
     LATER: ClassVar[tuple[str, ...]] = (
         "pace", "service_ca", "log_bytes", "spec.secret_env", "spec.resources.open_files", "spec.policy.preemptible",
