@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
@@ -42,8 +42,13 @@ class Grown(Message):
 
     LATER: ClassVar[tuple[str, ...]] = ()
 
+    def without_what_is_new(self) -> Self:
+        """With its own new keys at their defaults, for one who knows none of them."""
+        fields, own = type(self).model_fields, [name for name in self.LATER if "." not in name]
+        return self.model_copy(update={name: fields[name].get_default(call_default_factory=True) for name in own})
+
     @model_serializer(mode="wrap")
-    def _without_what_is_new(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _write(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         data: dict[str, Any] = write(self)
         for name in self.LATER:
             *path, key = name.split(".")

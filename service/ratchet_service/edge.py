@@ -19,12 +19,15 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ratchet_contract.errors import FieldProblem, RatchetError
-from ratchet_contract.version import PROTOCOL_HEADER, PROTOCOL_VERSION
+from ratchet_contract.version import GROWTH_HEADER, PROTOCOL_GROWTH, PROTOCOL_HEADER, PROTOCOL_VERSION
 from ratchet_service import disk, problems
 from ratchet_service.instruments import Instruments
 
 log = logging.getLogger("ratchet.service")
-_PROTOCOL: Final = (PROTOCOL_HEADER.lower().encode(), str(PROTOCOL_VERSION).encode())
+_PROTOCOL: Final = (
+    (PROTOCOL_HEADER.lower().encode(), str(PROTOCOL_VERSION).encode()),
+    (GROWTH_HEADER.lower().encode(), str(PROTOCOL_GROWTH).encode()),
+)
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"})
 
 
@@ -151,7 +154,7 @@ class Edge:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", []), _PROTOCOL]
+                message["headers"] = [*message.get("headers", []), *_PROTOCOL]
                 self._instruments.observe(_method(scope), _route(scope), status, time.monotonic() - begin)
             await send(message)
 

@@ -194,7 +194,7 @@ class _Attempt:
     def _result(self, conclusion: Conclusion, ends: list[Ended]) -> AttemptResult:
         base = self._base()
         last = max((e.end.last_step for e in ends), default=0) or (base.step if base is not None else 0)
-        return AttemptResult(
+        result = AttemptResult(
             job_id=self._launch.job_id,
             epoch=self._launch.epoch,
             node=self._launch.node,
@@ -212,6 +212,7 @@ class _Attempt:
             ranks=[e.end for e in ends],
             pace=self._supervisor.pace,
         )
+        return result if self._uplink.understood else result.without_what_is_new()
 
     def _base(self) -> Base | None:
         try:

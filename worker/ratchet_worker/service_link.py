@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from ratchet_contract.errors import PROBLEM_TYPE_PREFIX
 from ratchet_contract.messages import AgentReport, LaunchFile, ReportAck, ServiceFile
 from ratchet_contract.paths import HomePaths
-from ratchet_contract.version import PROTOCOL_VERSION
+from ratchet_contract.version import GROWTH_HEADER, PROTOCOL_VERSION
 
 _TIMEOUT: Final = 5.0
 _MAX_ANSWER: Final = 1024 * 1024
@@ -55,6 +55,7 @@ class ServiceLink:
         self._connection: http.client.HTTPConnection | None = None
         self._prefix = ""
         self._denied: list[float] = []
+        self.growth = 0  # as the service has told of itself
 
     def known(self) -> bool:
         """Whether a service has left its address at all."""
@@ -121,7 +122,10 @@ class ServiceLink:
             connection.sock.settimeout(timeout)
         token = {"Authorization": f"Bearer {self._launch.report_token}"}
         connection.request(method, self._prefix + path, body, {**headers, **token})
-        return connection.getresponse()
+        answer = connection.getresponse()
+        grown = answer.getheader(GROWTH_HEADER, "0")
+        self.growth = int(grown[:9]) if grown.isascii() and grown.isdigit() else 0
+        return answer
 
     def _connect(self) -> http.client.HTTPConnection:
         url = self._url()

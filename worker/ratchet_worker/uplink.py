@@ -17,6 +17,7 @@ from typing import Final, NamedTuple, Protocol
 from ratchet_contract.messages import AgentReport, AttemptResult, Control, LaunchFile, RankBatch
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import AttemptPhase
+from ratchet_contract.version import PROTOCOL_GROWTH
 from ratchet_worker.files import say
 from ratchet_worker.meeting import Meeting
 from ratchet_worker.service_link import Fenced, ServiceLink, TooLarge, Unreachable
@@ -73,6 +74,11 @@ class Uplink:
         self._end: float | None = None
         self._result: AttemptResult | None = None
         self._thread = threading.Thread(target=self._run, name="uplink", daemon=True)
+
+    @property
+    def understood(self) -> bool:
+        """Does the service know what messages have got since the protocol's number was raised? False until it has answered."""
+        return self._link.growth >= PROTOCOL_GROWTH
 
     def start(self) -> None:
         """Begin to report; a second call changes nothing."""

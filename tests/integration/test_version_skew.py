@@ -1,0 +1,191 @@
+"""An upgrade while jobs run: agents and ranks of the version before under this service, this version's under that one, and a
+service that is replaced. Real processes of both versions; ranks do not train (``trainer``)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import sqlalchemy as sa
+
+from ratchet_contract.paths import HomePaths
+from tests.support.old_version import REVISION, ROOT, environ, unpack
+from tests.support.plane import trainer_spec
+from tests.support.server import processes_below, wait_for
+
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpack(tmp_path_factory.mktemp("before"))
+
+
+class Home:
+    """A run directory, and the service that has it now."""
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = HomePaths(folder)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def serve(self, service: Path, agents: Path) -> subprocess.Popen[bytes]:
+        """Packages of the checkout ``service`` in the service's process, of ``agents`` in those that it starts."""
+        env = environ(service) | {"SKEW_AGENTS": environ(agents)["PYTHONPATH"]}
+        script = ROOT / "tests/support/skewed_service.py"
+        with (self.paths.home / "service.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-P", str(script), str(self.paths.home), "4"],
+                stdout=log,
+                stderr=log,
+                env=env,
+                cwd=service,
+            )
+        self.process = process
+        return process
+
+    def ready(self) -> None:
+        process = self.process
+        assert process is not None
+
+        def there() -> bool:
+            assert process.poll() is None, self.log()
+            with suppress(OSError, ValueError):
+                return int(json.loads(self.paths.service_file.read_text())["pid"]) == process.pid
+            return False
+
+        wait_for(there, "the service to listen", 60)
+
+    def log(self) -> str:
+        return (self.paths.home / "service.log").read_text()[-4000:]
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def call(self, method: str, path: str, body: Any = None) -> Any:
+        url = json.loads(self.paths.service_file.read_text())["url"]
+        answer = httpx.request(method, url + path, json=body, timeout=30)
+        assert answer.is_success, answer.text
+        return answer.json()
+
+    def submit(self, **plan: Any) -> str:
+        spec = trainer_spec({"steps": STEPS, "every": 10, "pause": 0.02} | plan)
+        return str(self.call("POST", "/v1/jobs", spec)["id"])
+
+    def wait(self, job_id: str, happened: Callable[[dict[str, Any]], Any], what: str) -> dict[str, Any]:
+        def look() -> dict[str, Any] | None:
+            job: dict[str, Any] = self.call("GET", f"/v1/jobs/{job_id}")
+            assert happened(job) or job["phase"] not in ("FAILED", "CANCELLED"), (
+                job["reason"],
+                job["message"],
+                self.log(),
+            )
+            return job if happened(job) else None
+
+        found = wait_for(look, what, 60)
+        assert isinstance(found, dict)
+        return found
+
+    def ended(self, job_id: str) -> dict[str, Any]:
+        return self.wait(job_id, lambda job: job["phase"] == "SUCCEEDED", "the job's end")
+
+    def history(self, job_id: str) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = self.call("GET", f"/v1/jobs/{job_id}/events?limit=100")["items"]
+        return events
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Home]:
+    made = Home(tmp_path)
+    yield made
+    if made.process is not None:
+        made.kill()
+    for pid in processes_below(tmp_path):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not processes_below(tmp_path), "all processes to go", 10)
+
+
+def committed(home: Home, job_id: str) -> list[int]:
+    items = home.call("GET", f"/v1/jobs/{job_id}/checkpoints?limit=100")["items"]
+    return sorted({item["step"] for item in items if item["lineage"] == "current"})
+
+
+@pytest.mark.parametrize("which", ["agents of the version before", "service of the version before"])
+def test_a_job_that_fails_and_resumes_under_two_versions(home: Home, before: Path, which: str) -> None:
+    """Attempt 1 loses its rank, attempt 2 goes on from its checkpoint; a "save now" and a preemption in between are heard."""
+    old_agents = which.startswith("agents")
+    home.serve(ROOT if old_agents else before, before if old_agents else ROOT)
+    home.ready()
+    job_id = home.submit(epochs={"1": {"at": 25, "do": "kill"}})
+    job = home.ended(job_id)
+    assert (job["epoch"], job["progress"]["step"]) == (2, STEPS), job
+    assert committed(home, job_id)[-1] == STEPS
+    attempts = home.call("GET", f"/v1/jobs/{job_id}/attempts")["items"]
+    assert [(a["cause"], a["base"]["step"]) for a in reversed(attempts)] == [("rank-killed", 0), ("completed", 20)]
+    other = home.submit(steps=100_000)
+    home.wait(other, lambda job: job["progress"]["step"] > 20, "progress")
+    home.call("POST", f"/v1/jobs/{other}/preempt")
+    home.wait(other, lambda job: job["epoch"] == 2 and job["phase"] == "RUNNING", "the second attempt")
+    home.call("POST", f"/v1/jobs/{other}/cancel")
+    home.wait(other, lambda job: job["phase"] == "CANCELLED", "the cancel")
+
+
+def test_a_service_is_replaced_while_a_job_runs(home: Home, before: Path) -> None:
+    """The database comes up to date under the running agent; then the service of the version before will not have it."""
+    home.serve(before, before)
+    home.ready()
+    job_id, other = home.submit(steps=100_000), home.submit(steps=400)
+    running = home.wait(job_id, lambda job: job["progress"]["step"] > 20, "progress")
+    home.kill()
+    home.serve(ROOT, ROOT)
+    home.ready()
+    moved = home.wait(job_id, lambda job: job["progress"]["step"] > running["progress"]["step"] + 20, "more progress")
+    assert (moved["epoch"], moved["owner"]) == (1, "local")
+    assert home.ended(other)["epoch"] == 1
+    home.call("POST", f"/v1/jobs/{job_id}/preempt")
+    home.wait(job_id, lambda job: job["epoch"] == 2 and job["phase"] == "RUNNING", "an attempt of the new version")
+    assert [e["type"] for e in home.history(job_id)].count("launch") == 2
+
+    home.kill()
+    older = home.serve(before, before)
+    assert older.wait(60) != 0
+    assert "Can't locate revision" in home.log()
+    home.serve(ROOT, ROOT)
+    home.ready()
+    step = home.call("GET", f"/v1/jobs/{job_id}")["progress"]["step"]
+    home.wait(job_id, lambda job: job["epoch"] == 2 and job["progress"]["step"] > step + 20, "the job as it was")
+    home.call("POST", f"/v1/jobs/{job_id}/cancel")
+    home.wait(job_id, lambda job: job["phase"] == "CANCELLED", "the cancel")
+
+
+def test_a_replica_of_the_version_before_runs_on_beside_this_one(home: Home, before: Path) -> None:
+    """As in a rolling update: what it writes fits the new schema."""
+    home.serve(before, before)
+    home.ready()
+    engine = sa.create_engine(f"sqlite:///{home.paths.database}")
+    with engine.connect() as connection:
+        assert connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar_one() == REVISION
+    engine.dispose()
+    code = "import sys; from ratchet_service.database import Database; from ratchet_service.migrate import upgrade; "
+    code += "upgrade(Database(sys.argv[1]))"
+    url = f"sqlite:///{home.paths.database}"
+    subprocess.run([sys.executable, "-P", "-c", code, url], env=environ(ROOT), check=True, timeout=60)
+    job_id = home.call("POST", "/v1/jobs", trainer_spec({"steps": STEPS, "every": 10}, labels={"team": "x"}))["id"]
+    job = home.ended(job_id)
+    assert (job["epoch"], job["progress"]["step"]) == (1, STEPS)
+    home.kill()
+    home.serve(ROOT, ROOT)
+    home.ready()
+    assert [j["id"] for j in home.call("GET", "/v1/jobs?label=team%3Dx")["items"]] == [job_id]
+    assert home.call("GET", f"/v1/jobs/{job_id}")["owner"] == "local"
