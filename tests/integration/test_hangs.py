@@ -37,6 +37,7 @@ def test_every_rank_tells_where_it_is_however_it_hangs(attempts: list[Attempt], 
     does = ["spin", "stop", "hold-lock", "backtrack", "mute"]
     attempt = Attempt(tmp_path, [{"at": 4, "do": do} for do in does], spec=DEADLINE)
     attempts.append(attempt)
+    attempt.service.start()
     attempt.start(stacks=1.5)
     result = attempt.wait()
     assert (result.cause, result.rank) == (Cause.HANG, 1), attempt.log()

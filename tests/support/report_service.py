@@ -12,6 +12,7 @@ from typing import Any
 
 from ratchet_contract.messages import AgentReport, AttemptResult, Control, Group, ReportAck, ServiceFile
 from ratchet_contract.phases import Cause, Outcome
+from ratchet_contract.version import GROWTH_HEADER, PROTOCOL_GROWTH
 
 TOKEN = "token-of-this-attempt"
 
@@ -145,6 +146,7 @@ class ReportService:
     def _send(self, request: BaseHTTPRequestHandler, status: int, body: bytes, kind: str) -> None:
         request.send_response(status)
         request.send_header("Content-Type", kind)
+        request.send_header(GROWTH_HEADER, str(PROTOCOL_GROWTH))
         request.send_header("Content-Length", str(len(body)))
         request.end_headers()
         request.wfile.write(body)
