@@ -31,6 +31,7 @@ from ratchet_service.database import Database
 from ratchet_service.decide import decide
 from ratchet_service.decision import AttemptEnd, Decision, Limits
 from ratchet_service.decision_rows import view_of
+from ratchet_service.found_attempt import FOUND
 from ratchet_service.ingest_effects import UNMANAGED, tell_left_out
 from ratchet_service.launchers.base import AttemptState
 from ratchet_service.leases import NO_LEASE, Lease, hold
@@ -257,12 +258,19 @@ def _end(
         expected_epoch=number,
         reason=decision.reason,
         message=decision.message,
-        values=_job_values(job, decision, facts, seconds),
+        values=_job_values(job, attempt, decision, facts, seconds),
     )
     return decision
 
 
-def _job_values(job: Job, decision: Decision, facts: _Facts, seconds: float) -> dict[str, Any]:
+def _took_the_wish(job: Job, attempt: Attempt, base: Base) -> bool:
+    """One that was found on the disk may have begun before the checkpoint was asked for."""
+    if job.resume_from is None or not attempt.launch.get(FOUND):
+        return True
+    return (base.step, base.epoch) == (job.resume_from["step"], job.resume_from["epoch"])
+
+
+def _job_values(job: Job, attempt: Attempt, decision: Decision, facts: _Facts, seconds: float) -> dict[str, Any]:
     values: dict[str, Any] = {
         "preemptions": decision.counters.preemptions,
         "failures": decision.counters.failures,
@@ -272,7 +280,8 @@ def _job_values(job: Job, decision: Decision, facts: _Facts, seconds: float) -> 
         **NO_LEASE,
     }
     if facts.base is not None:  # it took the explicit wish, if there was one, and moved the job
-        values["resume_from"] = None
+        if _took_the_wish(job, attempt, facts.base):
+            values["resume_from"] = None
         values["step"] = facts.last - facts.lost
         values["committed_step"] = facts.safe
         values["committed_epoch"] = facts.newest.epoch if facts.newest is not None else None

@@ -20,7 +20,7 @@ from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Cause, Event, JobPhase
 from ratchet_contract.resume import Base
 from ratchet_contract.spec import JobSpec, Resolved
-from ratchet_service import queue_rows, slot_host
+from ratchet_service import found_attempt, queue_rows, slot_host, unrecorded
 from ratchet_service.ancestry import bases_of, committed_of, fork_of
 from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.clock import now_in
@@ -47,10 +47,11 @@ _SLOTS_LOCK: Final = 0x52_41_54_43_53_4C_4F_54  # "RATCSLOT"
 
 @dataclass(frozen=True)
 class Launched:
-    """A new attempt, committed, that the launcher has yet to be told of."""
+    """A new attempt, committed, that the launcher has yet to be told of; ``plan`` None: one that the disk knew already, which
+    nobody launches again."""
 
     lease: Lease
-    plan: LaunchPlan
+    plan: LaunchPlan | None
 
 
 class Launching:
@@ -131,7 +132,21 @@ class Launching:
 
     def _start(self, session: Session, turn: Turn) -> list[Launched]:
         job, spec, resolved, grant = turn.job, turn.spec, turn.resolved, turn.grant
-        epoch, token, now = job.epoch + 1, secrets.token_urlsafe(32), now_in(session)
+        try:
+            following = unrecorded.next_attempt(self._home.job(job.id), job.epoch)
+        except OSError as error:
+            why = f"its directory cannot be read, so no number can be given to its next attempt: {error}"
+            if say_why(job, Cause.LAUNCHER_ERROR.value, why):
+                log.error("%s: %s", job.id, why)
+            return []
+        if following.found:
+            columns = lease_values(session, self._owner, self._lease_seconds)
+            taken = found_attempt.take_in(session, self._home, job, spec, following.number, columns)
+            return [Launched(taken, None)]
+        if following.skipped:
+            passed = ", ".join(map(str, following.skipped))
+            log.warning("%s: attempts %s are on the disk, and not in the database: passed over", job.id, passed)
+        epoch, token, now = following.number, secrets.token_urlsafe(32), now_in(session)
         launch = self._launch_file(session, job, epoch, spec, resolved, grant.gpus, token)
         try:
             plan = self._launchers[spec.launcher.kind].plan(launch)

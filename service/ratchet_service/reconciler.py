@@ -75,6 +75,7 @@ class Reconciler:
         self._slots_kept = 0.0
         self._look_around_at = 0.0
         self._expired = 0.0
+        self._swept = False
 
     def wake(self) -> None:
         """Look at the queue now instead of at the end of the pause."""
@@ -107,6 +108,9 @@ class Reconciler:
         woken = self._changed.is_set()
         self._changed.clear()
         self._renew(now)
+        if not self._swept:  # before slots are lent that something still uses which no row knows
+            self._sweep()
+            self._swept = True
         if woken or now >= self._look_around_at:
             self._take_over()
             self._launch()
@@ -162,6 +166,9 @@ class Reconciler:
             job_id, epoch, _ = launched.lease
             try:
                 watch = self._watches[job_id] = self._watcher.begin(launched.lease, held_at)
+                if launched.plan is None:
+                    log.warning("%s: on the disk, and not in the database: taken in", watch.ref.name)
+                    continue
                 log.info("%s: launching", watch.ref.name)
                 self._watcher.submit(watch, launched.plan)
             except _NOT_OURS as error:
