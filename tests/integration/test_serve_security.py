@@ -226,14 +226,17 @@ def asked(launch: LaunchFile) -> type[Exception]:
     link = ServiceLink(launch)
     report = AgentReport(job_id=launch.job_id, epoch=launch.epoch, phase=AttemptPhase.RUNNING)
     error: Exception = AssertionError()
-    for _ in range(5):
-        try:
-            link.post(report, 5.0)
-        except (Unreachable, Fenced) as caught:
-            error = caught
-        if isinstance(error, Fenced) or "certificate" in str(error).lower():
-            break
-        time.sleep(0.15)  # believed only when it insists, over a while
+    try:
+        for _ in range(5):
+            try:
+                link.post(report, 5.0)
+            except (Unreachable, Fenced) as caught:
+                error = caught
+            if isinstance(error, Fenced) or "certificate" in str(error).lower():
+                break
+            time.sleep(0.15)  # believed only when it insists, over a while
+    finally:
+        link._close()
     return type(error)
 
 
