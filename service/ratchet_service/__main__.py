@@ -1,4 +1,4 @@
-"""``python -m ratchet_service serve``, ``reconcile`` and ``token``."""
+"""``python -m ratchet_service serve``, ``reconcile``, ``token``, ``backup`` and ``restore``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from ratchet_contract import environment
-from ratchet_service import token_command
+from ratchet_service import backup, token_command
 from ratchet_service.bounds import Bounds, parse_bounds
 from ratchet_service.listening import Listening, StartError
 from ratchet_service.settings import Settings
@@ -30,6 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if options.command == "token":
             return token_command.run(Settings(home, options.database_url), options)
+        if options.command in ("backup", "restore"):
+            return backup.run(Settings(home, options.database_url), options)
         return _run(home, options)
     except StartError as error:
         print(f"ratchet: {error}", file=sys.stderr)
@@ -119,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_access(one)
     commands.add_parser("reconcile", parents=[common], help="a reconciler alone")
     token_command.add(commands, database)
+    backup.add(commands, database)
     return parser
 
 

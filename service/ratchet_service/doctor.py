@@ -15,7 +15,6 @@ from typing import Any, Final
 from urllib.parse import quote
 
 import sqlalchemy as sa
-from alembic.script import ScriptDirectory
 from sqlalchemy.engine import URL, Connection
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -193,9 +192,7 @@ def _scalar(connection: Connection, query: str) -> str | None:
 
 def _schema(revision: str | None, tables: set[str]) -> Finding:
     """The schema's revision against those that this Ratchet has migrations for."""
-    scripts = ScriptDirectory.from_config(migrate.scripts())
-    head = str(scripts.get_current_head())
-    known = {script.revision for script in scripts.walk_revisions()}
+    head, known = migrate.head(), migrate.known()
     if revision == head:
         return ok("schema", revision, "this Ratchet's own")
     if revision in known:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -12,11 +13,22 @@ from typing import Final
 import sqlalchemy as sa
 from alembic import command
 from alembic.config import Config
+from alembic.script import ScriptDirectory
 from sqlalchemy.engine import Connection
 
+from ratchet_contract.errors import Refused
 from ratchet_service.database import Database
 
 ADVISORY_LOCK: Final = 0x52_41_54_43_48_45_54  # "RATCHET" in ASCII
+
+
+_REVISION: Final = sa.text("SELECT version_num FROM alembic_version")
+
+
+class NewerSchema(Refused):
+    """The database was made, or brought up to date, by a newer version."""
+
+    code = "schema-newer"
 
 
 def scripts() -> Config:
@@ -36,9 +48,54 @@ def config(connection: Connection) -> Config:
     return settings
 
 
+@cache
+def head() -> str:
+    """The revision that this version works with."""
+    return str(ScriptDirectory.from_config(scripts()).get_current_head())
+
+
+@cache
+def known() -> frozenset[str]:
+    """All revisions that this version has migrations for."""
+    return frozenset(script.revision for script in ScriptDirectory.from_config(scripts()).walk_revisions())
+
+
+def newer(revision: str) -> str | None:
+    """What is wrong with a database of this revision, in words; None where this version knows it."""
+    if revision in known():
+        return None
+    return (
+        f"the database was made by a newer version of Ratchet (revision {revision}, this one knows up to {head()}): start that "
+        "version, or restore a backup"
+    )
+
+
+def revision_of(connection: Connection) -> str | None:
+    """None: it has no schema of ours."""
+    if not sa.inspect(connection).has_table("alembic_version"):
+        return None
+    found = connection.scalar(_REVISION)
+    return None if found is None else str(found)
+
+
+def insist_on_known(database: Database) -> None:
+    """Raises ``NewerSchema``, and SQLAlchemy's errors."""
+    with database.engine.connect() as connection:
+        _insist(connection)
+
+
+def _insist(connection: Connection) -> None:
+    revision = revision_of(connection)
+    wrong = None if revision is None else newer(revision)
+    if wrong is not None:
+        raise NewerSchema(wrong)
+
+
 def upgrade(database: Database, revision: str = "head") -> None:
-    """Run all migrations up to ``revision``. Two services that start together do it one after the other."""
+    """Run all migrations up to ``revision``. Two services that start together do it one after the other. Raises
+    ``NewerSchema``."""
     with _locked(database) as connection:
+        _insist(connection)
         command.upgrade(config(connection), revision)
 
 

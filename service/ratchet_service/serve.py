@@ -159,6 +159,9 @@ def open_database(settings: Settings) -> Database:
         raise StartError(str(error)) from None
     try:
         migrate.upgrade(database)
+    except migrate.NewerSchema as error:
+        database.dispose()
+        raise StartError(error.detail) from None
     except Exception as error:
         database.dispose()
         shown = database.url.render_as_string(hide_password=True)
