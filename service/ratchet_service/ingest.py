@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 import sqlalchemy as sa
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, defer
 
 from ratchet_contract.errors import NotFound, Refused
 from ratchet_contract.messages import (
@@ -37,7 +38,37 @@ from ratchet_service.models import Attempt, AttemptNode, Job
 from ratchet_service.storable import storable_json
 from ratchet_service.transitions import add_event, lock_job
 
+UNREAD: Final = (defer(Job.spec), defer(Job.resolved), defer(Job.warnings), defer(Job.fork_source))
+"""Columns that a report has no use for, and that are most of the row."""
+UNREAD_OF_ATTEMPT: Final = (defer(Attempt.launch), defer(Attempt.resume_report))
+
 _ORDER = [AttemptPhase.LAUNCHING, AttemptPhase.RUNNING, AttemptPhase.STOPPING, AttemptPhase.ENDED]
+
+
+class Shape(NamedTuple):
+    """What a report needs to know of the job's spec."""
+
+    nodes: int
+    ranks_per_node: int
+    copies: bool  # are there any in an object store, of which node 0's agent tells
+    best: str | None  # the metric that ``keep_best`` judges by
+
+
+def shape_of(session: Session, job: Job) -> Shape:
+    """Asked of the database by paths into the spec: reading all of it takes longer than the rest of a small report."""
+    return _shape(*session.execute(sa.select(*_SHAPE).where(Job.id == job.id)).one())
+
+
+def _shape(nodes: int, ranks_per_node: int, uri: str | None, best: str | None) -> Shape:
+    return Shape(nodes, ranks_per_node, uri is not None, best)
+
+
+_SHAPE: Final = (
+    Job.spec[("world", "nodes")].as_integer(),
+    Job.spec[("world", "ranks_per_node")].as_integer(),
+    Job.spec[("checkpoint", "uri")].as_string(),
+    Job.spec[("checkpoint", "keep_best", "metric")].as_string(),
+)
 
 
 def hash_token(token: str) -> str:
@@ -68,25 +99,24 @@ def ingest(
 
 def _ingest(database: Database, report: AgentReport, token: str | None, homes: HomePaths, bounds: Bounds) -> ReportAck:
     with database.read() as session:
-        attempt, job = authorised(session, report.job_id, report.epoch, token)
-        if not 0 <= report.node < int(job.spec["world"]["nodes"]):
+        attempt, job, shape, node = _seen(session, report.job_id, report.epoch, token, report.node)
+        if not 0 <= report.node < shape.nodes:
             raise Refused(f"there is no node {report.node} in this job", code="invalid-report")
         fence(job, attempt)
-        node = session.get(AttemptNode, (report.job_id, report.epoch, report.node))
         if node is not None and not _news(report, attempt, node):
-            return _ack(session, job, attempt, node)
+            return _ack(session, job, attempt, node, shape)
     iterations = hook_iterations(report.batches, homes.job(report.job_id))
     with database.write() as session:
-        job = lock_job(session, report.job_id)
-        held = session.get(Attempt, (report.job_id, report.epoch), populate_existing=True)
+        job = lock_job(session, report.job_id, UNREAD)
+        held = session.get(Attempt, (report.job_id, report.epoch), populate_existing=True, options=UNREAD_OF_ATTEMPT)
         if held is None:
             raise _no_attempt(report.job_id, report.epoch)
         fence(job, held)
         node = _node(session, report)
-        ingest_batches(session, job, held, node, report.batches, iterations, bounds)
         _advance(session, held, node, report)
+        ingest_batches(session, job, held, node, report.batches, iterations, bounds, shape)
         session.flush()
-        return _ack(session, job, held, node)
+        return _ack(session, job, held, node, shape)
 
 
 def ingest_batches(
@@ -97,6 +127,7 @@ def ingest_batches(
     batches: Sequence[RankBatch],
     hook_iterations: dict[tuple[int, int], int] | None = None,
     bounds: Bounds = DEFAULT_BOUNDS,
+    shape: Shape | None = None,
 ) -> int:
     """Store every message that is not stored yet; returns their number. The caller holds the job's row.
 
@@ -104,9 +135,9 @@ def ingest_batches(
     only while the attempt is its newest one.
     """
     acked = dict(node.acked)
-    effects = Effects(session, job, attempt, hook_iterations or {}, bounds)
-    world = int(job.spec["world"]["nodes"]) * int(job.spec["world"]["ranks_per_node"])
-    agent_speaks = node.node == 0 and job.spec["checkpoint"].get("uri") is not None
+    shape = shape or shape_of(session, job)
+    effects = Effects(session, job, attempt, hook_iterations or {}, bounds, shape.best)
+    world, agent_speaks = shape.nodes * shape.ranks_per_node, node.node == 0 and shape.copies
     stored, to_count = 0, set[int]()
     for batch in batches:
         of_agent = batch.rank == node_rank(node.node) or (batch.rank == AGENT_RANK and agent_speaks)
@@ -144,17 +175,29 @@ def hook_iterations(batches: Sequence[RankBatch], job: JobPaths) -> dict[tuple[i
 
 def authorised(session: Session, job_id: str, epoch: int, token: str | None) -> tuple[Attempt, Job]:
     """The attempt whose token this is, and its job. Raises ``Refused`` (``token-missing``, ``token-wrong``), ``NotFound``."""
+    return _seen(session, job_id, epoch, token, 0)[:2]
+
+
+def _seen(
+    session: Session, job_id: str, epoch: int, token: str | None, node: int
+) -> tuple[Attempt, Job, Shape, AttemptNode | None]:
+    """All that a report without news needs, in one query. Raises like ``authorised``."""
     if not token:
         raise Refused("agents give the attempt's token: Authorization: Bearer ...", code="token-missing")
     if not is_job_id(job_id) or not 0 < epoch <= MAX_NUMBER:
         raise _no_attempt(job_id, epoch)
-    attempt = session.get(Attempt, (job_id, epoch))
-    job = session.get(Job, job_id)
-    if attempt is None or job is None:
+    here = (AttemptNode.job_id == Attempt.job_id) & (AttemptNode.attempt == Attempt.number) & (AttemptNode.node == node)
+    query = (
+        sa.select(Attempt, Job, AttemptNode, *_SHAPE).join(Job, Job.id == Attempt.job_id).outerjoin(AttemptNode, here)
+    )
+    query = query.where(Attempt.job_id == job_id, Attempt.number == epoch).options(*UNREAD, *UNREAD_OF_ATTEMPT)
+    found = session.execute(query).one_or_none()
+    if found is None:
         raise _no_attempt(job_id, epoch)
+    attempt, job, row, *shape = found
     if not hmac.compare_digest(hash_token(token), attempt.report_token_hash):
         raise Refused("this is not the token of that attempt", code="token-wrong")
-    return attempt, job
+    return attempt, job, _shape(*shape), row
 
 
 def _no_attempt(job_id: str, epoch: int) -> NotFound:
@@ -198,8 +241,8 @@ def _advance(session: Session, attempt: Attempt, node: AttemptNode, report: Agen
         add_event(session, attempt.job_id, "result", f"the agent ended: {cause}", epoch=attempt.number, data=facts)
 
 
-def _ack(session: Session, job: Job, attempt: Attempt, node: AttemptNode) -> ReportAck:
-    several = int(job.spec["world"]["nodes"]) > 1
+def _ack(session: Session, job: Job, attempt: Attempt, node: AttemptNode, shape: Shape) -> ReportAck:
+    several = shape.nodes > 1
     peer = _peer_end(attempt, node.node) if several else None
     control = Control(
         desired=job.desired,

@@ -59,10 +59,12 @@ class Effects:
         attempt: Attempt,
         iterations: dict[tuple[int, int], int],
         bounds: Bounds,
+        best: str | None,
     ) -> None:
+        """``best``: the metric that ``keep_best`` judges by."""
         self._session, self._job, self._attempt, self._iterations = session, job, attempt, iterations
         self._bounds = bounds
-        self._series = Series(session, job, attempt.number, bounds)
+        self._series = Series(session, job, attempt.number, bounds, best)
         self._samples = Samples(session, job.id, bounds)
         self._commits = False
         self._now = now_in(session)
@@ -109,6 +111,8 @@ class Effects:
     def finish(self, count_samples_of: Collection[int] = ()) -> None:
         """Write what was gathered. ``count_samples_of``: ranks whose hook summaries are to be counted, and thinned where there
         are too many."""
+        if self._newest:
+            self._job.updated_at = self._now  # before the first flush, so that the row is written once
         self._session.flush()
         refused = self._series.store()
         if refused and not self._attempt.values_refused:
@@ -118,8 +122,6 @@ class Effects:
         if self._commits:
             self._series.committed()
         self._samples.store(count_samples_of)
-        if self._newest:
-            self._job.updated_at = self._now
         self._session.flush()
 
     def _note(self, kind: str, message: str, data: dict[str, Any]) -> None:

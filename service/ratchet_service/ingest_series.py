@@ -31,11 +31,11 @@ Row = dict[str, Any]
 class Series:
     """Points of one attempt, gathered by ``add`` and written by ``store``; the caller holds the job's row."""
 
-    def __init__(self, session: Session, job: Job, epoch: int, bounds: Bounds) -> None:
+    def __init__(self, session: Session, job: Job, epoch: int, bounds: Bounds, best: str | None) -> None:
+        """``best``: the series that ``checkpoint.keep_best`` judges by."""
         self._session, self._job, self._epoch, self._bounds = session, job, epoch, bounds
         self._rows: dict[str, dict[int, Row]] = {}
-        best = job.spec["checkpoint"].get("keep_best")
-        self._best = None if best is None else str(best["metric"])
+        self._best = best
 
     def add(self, name: str, step: int, row: Row) -> None:
         """A step told again replaces what was told before."""
@@ -189,12 +189,12 @@ def thin_samples(session: Session, job_id: str, rank: int, most: int) -> None:
 def upsert(session: Session, table: Any, keys: list[str], values: Iterable[Row]) -> None:
     """Later epochs replace earlier ones, never the other way round."""
     rows = list(values)
+    if not rows:
+        return
     insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
-    for begin in range(0, len(rows), _CHUNK):
-        statement = insert(table).values(rows[begin : begin + _CHUNK])
-        new = {c: statement.excluded[c] for c in rows[0] if c not in keys}
-        session.execute(
-            statement.on_conflict_do_update(
-                index_elements=keys, set_=new, where=table.epoch <= statement.excluded.epoch
-            )
-        )
+    statement = insert(table.__table__)
+    new = {c: statement.excluded[c] for c in rows[0] if c not in keys}
+    statement = statement.on_conflict_do_update(
+        index_elements=keys, set_=new, where=table.epoch <= statement.excluded.epoch
+    )
+    session.connection().execute(statement, rows)  # one statement, compiled once, whatever the number of rows

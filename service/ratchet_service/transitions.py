@@ -6,12 +6,14 @@ the order of their commits and a follower that remembers the last id misses none
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import CursorResult
 from sqlalchemy.orm import Session
+from sqlalchemy.orm.interfaces import ORMOption
 
 from ratchet_contract.errors import Conflict, NotFound
 from ratchet_contract.phases import Cause, Desired, Event, JobPhase, Step, next_step
@@ -31,9 +33,10 @@ _CAUSES = {
 }
 
 
-def lock_job(session: Session, job_id: str) -> Job:
-    """The job, held until the transaction ends. Raises ``NotFound``."""
-    query = sa.select(Job).where(Job.id == job_id).with_for_update().execution_options(populate_existing=True)
+def lock_job(session: Session, job_id: str, options: Sequence[ORMOption] = ()) -> Job:
+    """The job, held until the transaction ends. ``options``: which columns are not read now. Raises ``NotFound``."""
+    query = sa.select(Job).where(Job.id == job_id).options(*options).with_for_update()
+    query = query.execution_options(populate_existing=True)
     job = session.scalar(query)
     if job is None:
         raise no_such_job(job_id)
