@@ -165,8 +165,9 @@ class AttemptPaths(NodePaths):
 
     @property
     def fence_file(self) -> Path:
-        """Empty; written by the service before it proves the attempt dead. An agent that starts later than that, because whoever
-        had it started was held up, finds it and does nothing; one that was out of reach ends its ranks, and they delete nothing."""
+        """Empty; written by the service before it proves the attempt dead. An agent that starts later than that, because
+        whoever had it started was held up, finds it and does nothing; one that was out of reach ends its ranks, and they delete
+        nothing."""
         return self.root / "FENCED"
 
     @property

@@ -17,14 +17,17 @@ def test_configuration_names_the_server_and_keeps_the_token_out_of_sight(cli: Cl
     assert idle_server.url in cli("config").text and "not set" in cli("config").text
     assert "config set server" in cli("config", "set", "token", stdin="x\n", expect=2).errors
     assert "not where RATCHET_HOME is given" in cli("config", "set", "server", idle_server.url + "/").errors
-    cli("config", "set", "token", stdin="a-rather-secret-word\n")
+    token = cli("token", "create", "--name", "mine", "--json").data["token"]
+    cli("config", "set", "token", stdin=f"{token}\n")
     assert "no argument" in cli("config", "set", "token", "secret", expect=2).errors
     del cli.environment["RATCHET_HOME"]
     shown = cli("config", "--json").data
     assert shown["server"] == {"value": idle_server.url, "source": str(file)}
-    assert shown["token"] == {"value": "********word", "source": str(file)}
+    assert shown["token"] == {"value": f"********{token[-4:]}", "source": str(file)}
     assert cli("list", "--json").data == [], "the server of the file is used"
     assert "belongs to" in cli("--server", "http://127.0.0.1:9", "config").text
+    cli("config", "set", "token", stdin="a-rather-secret-word\n")
+    assert "not one of this service" in cli("list", expect=5).errors
     file.chmod(0o644)
     assert "chmod 600" in cli("list", expect=5).errors
     file.chmod(0o600)

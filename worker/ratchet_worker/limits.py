@@ -1,9 +1,9 @@
-"""What a rank's processes may have of the machine, set before any of the user's code is imported. Hard limits: neither that code nor
-what it starts gets past them.
+"""What a rank's processes may have of the machine, set before any of the user's code is imported. Hard limits: neither that code
+nor what it starts gets past them.
 
 Open files: RLIMIT_NOFILE. Memory, on the local launcher: RLIMIT_DATA, which counts what a process has of private writable memory
-(heap, anonymous mappings, stacks), touched or not. RLIMIT_AS counts every mapping of every library and file, with which torch alone
-takes several GiB. An engine bounds a node's memory itself, by a control group.
+(heap, anonymous mappings, stacks), touched or not. RLIMIT_AS counts every mapping of every library and file, with which torch
+alone takes several GiB. An engine bounds a node's memory itself, by a control group.
 """
 
 from __future__ import annotations
