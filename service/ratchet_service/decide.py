@@ -33,6 +33,8 @@ from ratchet_service.treatment import Treatment, treatment
 
 MAX_BACKOFF: Final = 300.0
 """Seconds; delays double up to this."""
+BEYOND: Final = timedelta(seconds=2 * MAX_BACKOFF)
+"""No back-off ends so much later than now: such a time was written by a clock that has been set back since, and holds nothing."""
 JITTER: Final = 0.2
 """A delay is drawn from [1 - JITTER, 1 + JITTER] times its nominal value."""
 LOST_FACTOR: Final = 2.0
@@ -76,7 +78,7 @@ def _queued(view: JobView, now: datetime) -> Decision:
             reason=Cause.TIMEOUT.value,
             message=_timeout_text(view.limits.timeout),
         )
-    if view.not_before is not None and view.not_before > now:
+    if view.not_before is not None and now < view.not_before <= now + BEYOND:
         return Decision(Action.WAIT, counters=view.counters, not_before=view.not_before)
     return Decision(Action.LAUNCH, counters=view.counters)
 

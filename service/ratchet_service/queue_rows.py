@@ -17,6 +17,7 @@ from sqlalchemy.orm import Session, aliased
 
 from ratchet_contract.phases import AttemptPhase, Cause, Desired, JobPhase
 from ratchet_service.clock import now_in
+from ratchet_service.decide import BEYOND
 from ratchet_service.ingest_effects import UNMANAGED
 from ratchet_service.models import Attempt, AttemptNode, Job
 from ratchet_service.queue_order import Queued, Share
@@ -49,8 +50,9 @@ def launched_by(kinds: Collection[str]) -> sa.ColumnElement[bool]:
 
 
 def due(now: datetime) -> sa.ColumnElement[bool]:
-    """Queued, and no back-off holds it."""
-    return (Job.phase == JobPhase.QUEUED) & sa.or_(Job.not_before.is_(None), Job.not_before <= now)
+    """Queued, and no back-off holds it (``decide.BEYOND``)."""
+    over = sa.or_(Job.not_before.is_(None), Job.not_before <= now, Job.not_before > now + BEYOND)
+    return (Job.phase == JobPhase.QUEUED) & over
 
 
 def waiting(session: Session, now: datetime, kinds: Collection[str] | None = None) -> list[Row]:

@@ -227,6 +227,8 @@ def test_queued_jobs_wait_for_their_time_and_then_launch() -> None:
     waiting = decide(JobView("job-1", JobPhase.QUEUED, not_before=later), NOW)
     assert (waiting.action, waiting.not_before) == (Action.WAIT, later)
     assert decide(JobView("job-1", JobPhase.QUEUED, not_before=later), later).action is Action.LAUNCH
+    ahead = NOW + timedelta(days=1)  # written while the clock was a day ahead
+    assert decide(JobView("job-1", JobPhase.QUEUED, not_before=ahead), NOW).action is Action.LAUNCH
     over = JobView("job-1", JobPhase.QUEUED, limits=Limits(timeout=60), running_seconds=60)
     assert (decide(over, NOW).event, decide(over, NOW).reason) == (Event.END_FAILED, "timeout")
 
