@@ -1,147 +1,155 @@
-"""Faults at random times: the service, agents and ranks are killed again and again; no job is lost, none runs twice.
+"""Random faults over many jobs: none is lost, none runs twice, no process is left, and every job ends bit for bit as undisturbed.
 
-``python -m tests.e2e.chaos --n 100`` injects N faults into a stream of small jobs through the real service, agents and launcher.
-The ranks are the torch-free trainer of ``tests.support.trainer``, which commits real checkpoints: this is about supervision, the
-bits are ``tests.e2e.exactness``'s. The invariants, checked over the database at the end:
+``python -m tests.e2e.chaos --n 500 --seed 1`` strikes the whole of Ratchet 500 times, half of them on each database, while a job
+for every five faults passes through it; ``tests.support.chaos`` has the faults, the jobs and the stage. Most jobs are stand-ins
+without torch under the real agent, whose state follows from every step in its order; the others (``--real K`` on each database)
+are two real ranks each, under five hooks in turn. At the end an invariant checker reads every job's history, rows and notes, and
+each final checkpoint is compared with that of an undisturbed job.
 
-- every job has ended, SUCCEEDED or (three attempts in a row without a new step) FAILED with reason no-progress;
-- steps executed = steps of the job + steps lost, over all attempts of each job that succeeded;
-- every attempt began at the newest committed step of its lineage, and no two attempts of a job overlap in time;
-- nothing of the run directory is alive.
+The sequence of faults and actions is a function of the seed alone. How far jobs have come when one strikes is the machine's
+affair and cannot be replayed exactly: the log has the instant and the victim of each, and ``--replay LOG`` strikes the same at
+the same instants.
+
+Faults: SIGKILL, and SIGSTOP for up to 20 s, of ranks, agents, APIs and reconcilers; the database ended and started again
+(SQLite: its lock held); the way to the API closed; requests and answers lost, cut, late, slow and sent twice; a full disk (with
+root and mount namespaces; else it says that it is left out); wall clocks that jump by up to 20 hours, of the control plane's
+processes and of stand-in agents and ranks (not: real ranks', the database server's). Actions of the API, not counted as faults:
+suspend and resume, preempt, checkpoint, cancel, submissions twice with one key; priorities make jobs preempt others. A job that
+has ended as no-progress (three attempts in a row were struck before they could save) is resumed, as a person would; that is told.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
-import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from ratchet_contract.phases import JobPhase
-from ratchet_service.database import Database, sqlite_url
-from ratchet_service.migrate import upgrade
-from ratchet_service.models import Attempt
-from tests.support.plane import Plane
-from tests.support.server import agent_pid, processes_below
+from tests.support.chaos.planted import PLANTED
+from tests.support.chaos.run import Run, Wanted
+from tests.support.chaos.schedule import Log, read_log
+from tests.support.chaos.verdict import Verdict, history, judge
+from tests.support.chaos.world import Engine, World
 
-STEPS = 60
-
-
-class Chaos:
-    """``faults`` faults into jobs that are submitted as long as faults are left, at most ``width`` at a time."""
-
-    def __init__(self, plane: Plane, faults: int, seed: int, width: int = 3) -> None:
-        self.plane, self.faults, self.width = plane, faults, width
-        self.rng = random.Random(seed)
-        self.jobs: list[str] = []
-        self.done: Counter[str] = Counter()
-        self.service = plane.start_process()
-
-    def run(self) -> list[str]:
-        """Inject all faults, let every job end; the breaches found, one sentence each."""
-        while self.done.total() < self.faults:
-            self._fill()
-            time.sleep(self.rng.uniform(0.05, 0.6))
-            self._strike()
-        for job_id in self.jobs:
-            self.plane.wait_job(job_id, lambda job: job.phase.terminal, "ended", 120)
-        return [breach for job_id in self.jobs for breach in self._breaches(job_id)]
-
-    def _fill(self) -> None:
-        running = [j for j in self.jobs if not self.plane.job(j).phase.terminal]
-        for _ in range(self.width - len(running)):
-            self.jobs.append(
-                self.plane.submit({"steps": STEPS, "every": 10, "pause": 0.03}, policy={"max_failures": 50})
-            )
-
-    def _strike(self) -> None:
-        kind = self.rng.choice(("service", "agent", "rank"))
-        if kind == "service":
-            self.service.kill()
-            self.service.wait(10)
-            time.sleep(self.rng.uniform(0, 0.5))
-            self.service = self.plane.start_process()
-            self.done[kind] += 1
-            return
-        for job_id in self.rng.sample(self.jobs, len(self.jobs)):
-            job = self.plane.job(job_id)
-            if job.phase.active and self._kill(kind, job_id, job.epoch):
-                self.done[kind] += 1
-                return
-
-    def _kill(self, kind: str, job_id: str, epoch: int) -> bool:
-        """False when there was nothing to kill yet or any more."""
-        paths = self.plane.attempt_paths(job_id, epoch)
-        with suppress(OSError, ValueError):
-            pid = agent_pid(paths)
-            if pid not in processes_below(self.plane.settings.home):
-                return False
-            victims = [pid] if kind == "agent" else _children(pid)
-            for victim in victims[:1]:
-                os.kill(victim, signal.SIGKILL)
-                return True
-        return False
-
-    def _breaches(self, job_id: str) -> list[str]:
-        job, attempts = self.plane.job(job_id), self.plane.attempts(job_id)
-        out = [f"{job_id}: {text}" for text in _overlaps(attempts)]
-        if job.phase is JobPhase.FAILED and job.reason == "no-progress":
-            return out
-        if job.phase is not JobPhase.SUCCEEDED:
-            return [*out, f"{job_id}: {job.phase} {job.reason}: {job.message}"]
-        executed = sum(a.last_step - (a.base_step or 0) for a in attempts)
-        lost = sum(a.steps_lost or 0 for a in attempts)
-        if executed != STEPS + lost:
-            out.append(f"{job_id}: {executed} steps executed, {STEPS} wanted + {lost} lost")
-        safe = 0
-        for attempt in attempts:
-            if attempt.base_step is not None and attempt.base_step != safe:
-                out.append(f"{job_id}: attempt {attempt.number} began at {attempt.base_step}, {safe} was committed")
-            safe = max(safe, attempt.committed_step or 0)
-        return out
+DISK = "192m"
+SHOWN = 5
+_MARK = "RATCHET_CHAOS_DISK"
 
 
-def _children(pid: int) -> list[int]:
-    """An agent's ranks."""
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def chaos(root: Path, engine: Engine, wanted: Wanted, *, planted: str | None = None, disk: bool = False,
+          log: Path | None = None) -> tuple[Run, Verdict, list[str]]:  # fmt: skip
+    """One run on one database, below an empty directory. The lines are what is to be shown of its breaches."""
+    told = Log({**asdict(replace(wanted, replay=None)), "engine": engine}, log)
+    try:
+        with World(root, engine, wanted.seed, planted=planted, disk=disk) as world:
+            run = Run(world, wanted, told)
+            run.play()
+            verdict = judge(run)
+            lines = [text for found in verdict.breaches.values() for text in found]
+            for job_id in [one for one in verdict.breaches if one][:SHOWN]:
+                lines += ["", f"history of {job_id}:", *history(run, job_id)]
+    finally:
+        told.close()
+    return run, verdict, lines
 
 
-def _overlaps(attempts: list[Attempt]) -> list[str]:
-    pairs = itertools.pairwise(attempts)
-    return [
-        f"attempts {a.number} and {b.number} overlap" for a, b in pairs if not a.ended_at or b.created_at < a.ended_at
-    ]
+def report(run: Run, verdict: Verdict, lines: list[str], seconds: float, again: str) -> None:
+    tally, seed = run.tally, run.wanted.seed
+    faults = ", ".join(f"{count} {kind}" for kind, count in sorted(tally.faults.items()))
+    done = run.world.relay.done
+    print(
+        f"{run.world.engine}, seed {seed}: {tally.faults.total()} faults over {len(run.jobs)} jobs in {seconds:.0f} s"
+    )
+    print(f"  {faults}")
+    print(
+        f"  requests struck: {done.total() - done['none']} of {done.total()}; actions and answers: {dict(tally.actions)}"
+    )
+    print(f"  jobs ended {dict(verdict.ends)} by {verdict.attempts} attempts, {verdict.lost_steps} steps were done again; "
+          f"{tally.resumed} times no-progress was resumed; {tally.restarts} starts without a database or room")  # fmt: skip
+    print(f"  final checkpoints identical to the undisturbed one: {verdict.identical} of {verdict.compared} "
+          f"({verdict.reals} of real ranks; {verdict.tensors} tensors)")  # fmt: skip
+    count = sum(len(found) for found in verdict.breaches.values())
+    print(f"  {count} breaches: " + ("every job kept" if not count else "FAILED"), flush=True)
+    if lines:
+        print(f"seed {seed}; again: {again}\nfaults and actions (seconds, number of the draw, what, whom):")
+        for one in run.log.struck:
+            print(f"  {one.at:8.2f} {one.number or '':>4} {one.kind:18s} {one.victim} {one.detail}")
+        print("\n".join(lines), flush=True)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--n", type=int, default=20, help="faults to inject")
+    parser = argparse.ArgumentParser(prog="python -m tests.e2e.chaos", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--n", type=int, default=20, help="faults (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="ratchet-chaos-") as home:
-        database = Database(sqlite_url(Path(home) / "ratchet.db"))
-        upgrade(database)
-        plane = Plane(Path(home), database)
-        try:
-            chaos = Chaos(plane, arguments.n, arguments.seed)
-            breaches = chaos.run()
-        finally:
-            plane.close()
-            database.dispose()
-    print(
-        f"{chaos.done.total()} faults ({', '.join(f'{n} x {k}' for k, n in chaos.done.items())}), {len(chaos.jobs)} jobs"
+    parser.add_argument("--engine", choices=("sqlite", "postgresql", "both"), default="both")
+    parser.add_argument("--jobs", type=int, help="on each database (default: one for every five faults)")
+    parser.add_argument("--real", type=int, help="how many of these have two real ranks (default: a fifth)")
+    parser.add_argument(
+        "--pace", type=float, default=1.4, help="seconds between faults, on the average (default: %(default)s)"
     )
-    for breach in breaches:
-        print(f"  {breach}")
-    print(f"{len(breaches)} breaches: " + ("every job kept" if not breaches else "FAILED"))
-    return 1 if breaches else 0
+    parser.add_argument("--only", nargs="*", default=(), metavar="FAULT", help="these kinds alone")
+    parser.add_argument("--planted", choices=sorted(PLANTED), help="a fault in the product, which must be found")
+    parser.add_argument("--log", help="where the logs go: LOG.sqlite.jsonl, LOG.postgresql.jsonl")
+    parser.add_argument(
+        "--replay", type=Path, metavar="LOG", help="what this log has, at its instants; nothing else is heeded"
+    )
+    given = parser.parse_args()
+    if _MARK not in os.environ:
+        _with_mounts()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    engines: list[Engine] = ["sqlite", "postgresql"] if given.engine == "both" else [given.engine]
+    runs: list[tuple[Engine, Wanted]] = []
+    for number, engine in enumerate(engines):
+        count = given.n // len(engines) + (number < given.n % len(engines))
+        jobs = given.jobs or max(3, count // 5)
+        reals = given.real if given.real is not None else jobs // 5
+        runs.append((engine, Wanted(given.seed, count, jobs, reals, given.pace, only=list(given.only))))
+    if given.replay is not None:
+        header, struck = read_log(given.replay)
+        runs = [(header.pop("engine"), Wanted(**header | {"replay": struck}))]
+    log = given.log or str(Path(tempfile.gettempdir()) / f"ratchet-chaos-{'replay' if given.replay else given.seed}")
+    verdicts = [_one(engine, wanted, given.planted, Path(f"{log}.{engine}.jsonl")) for engine, wanted in runs]
+    return 1 if any(verdict.breaches for verdict in verdicts) else 0
+
+
+def _one(engine: Engine, wanted: Wanted, planted: str | None, log: Path) -> Verdict:
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="ratchet-chaos-", ignore_cleanup_errors=True) as name:
+        home = Path(name) / "home"
+        home.mkdir(mode=0o700)
+        disk = bool(os.environ[_MARK])
+        if disk:
+            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "none", str(home)], check=True)
+        try:
+            run, verdict, lines = chaos(Path(name), engine, wanted, planted=planted, disk=disk, log=log)
+        finally:
+            if disk:
+                subprocess.run(["umount", "-l", str(home)], check=False)
+    again = (
+        f"python -m tests.e2e.chaos --engine {engine} --seed {wanted.seed} --n {wanted.faults} --jobs {wanted.jobs} "
+    )
+    again += (
+        f"--real {wanted.reals} --pace {wanted.pace}; at the same instants: python -m tests.e2e.chaos --replay {log}"
+    )
+    report(run, verdict, lines, time.monotonic() - began, again)
+    return verdict
+
+
+def _with_mounts() -> None:
+    """Go on in a mount namespace of its own, where there can be one: what is mounted there ends with the run."""
+    mounts = ["unshare", "--mount", "--propagation", "private"]
+    able = os.geteuid() == 0 and not subprocess.run([*mounts, "true"], capture_output=True).returncode
+    os.environ[_MARK] = "1" if able else ""
+    if able:
+        os.execvp(mounts[0], [*mounts, sys.executable, "-m", "tests.e2e.chaos", *sys.argv[1:]])
+    print("full disk: left out, it needs root and mount namespaces", flush=True)
 
 
 if __name__ == "__main__":

@@ -54,9 +54,14 @@ class PostgresServer:
         self._process = _start(self._binaries, self._folder, self._options)
         _wait(self.url, self._process, self._folder)
 
-    def end(self) -> None:
-        """At once, as a crash would; what was acknowledged is found again at the next start."""
-        self._process.send_signal(signal.SIGQUIT)
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def end(self, how: signal.Signals = signal.SIGQUIT) -> None:
+        """At once, as a crash would (SIGINT: it closes all connections and writes down what it has); what was acknowledged is
+        found again at the next start."""
+        self._process.send_signal(how)
         self._process.wait(timeout=30)
 
 

@@ -2,13 +2,15 @@
 
 ``python trainer.py agent LAUNCH_FILE [--node K]`` is the agent, ``python trainer.py rank`` the rank it starts. What the rank
 does is in the spec's env, TRAINER (JSON): steps, every (steps between checkpoints), pause (seconds per step), pauses (those of
-single ranks), keep (true: it deletes as a worker does, by checkpoint.keep_last); per epoch under "epochs": at (step) and do: kill
+single ranks), keep (true: it deletes as a worker does, by checkpoint.keep_last), chain (see ``Rank._follow``); per epoch under
+"epochs": at (step) and do: kill
 (itself), kill-agent, raise, user-error, exit-N, mute (checkpoints are committed but not reported), deaf (stops are ignored),
 child (a sleeping process in a session of its own, then kill-agent).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -27,13 +29,15 @@ from ratchet_contract.phases import Cause
 from ratchet_contract.resume import Base
 from ratchet_store.keeper import Keeper
 from ratchet_store.lineage import find_base
-from ratchet_worker import procs
+from ratchet_store.read import read_state
+from ratchet_worker import files, procs
 from ratchet_worker.agent import run
 from ratchet_worker.counter import Stage, StepCounter
 from ratchet_worker.files import now, write_atomic
 from ratchet_worker.results import write_rank_result
 from ratchet_worker.spool import Spool
 from ratchet_worker.starter import ProcessStarter, RankPlan, RankProcess
+from tests.support import jumps
 from tests.support.checkpoints import manifest_of, write_ranks
 from tests.support.one_shot import commit
 
@@ -60,6 +64,7 @@ class Rank:
         self.counter = StepCounter.create(self.paths.counter(self.rank))
         self.spool = Spool(self.paths.spool(self.rank))
         self.keeper = Keeper(self.job.checkpoints, self.launch.spec.checkpoint, self.launch.epoch)
+        self.state = 0  # what the saved tensors are made from
 
     def train(self) -> None:
         steps, every = self.plan.get("steps", 30), self.plan.get("every", 10)
@@ -73,6 +78,7 @@ class Rank:
             self.counter.start_step(step)
             time.sleep(self.plan.get("pauses", {}).get(str(self.rank), self.plan.get("pause", 0.01)))
             self.counter.finish_step(step)
+            self._follow(step)
             if step % 5 == 0:
                 self.spool.append(Progress(rank=self.rank, at=now(), step=step, total_steps=steps))
             if step % every == 0 or step == steps:
@@ -91,16 +97,29 @@ class Rank:
             self.job.checkpoints, self.job.quarantine, self.launch.lineage, expected_job_id=self.launch.job_id
         )
         if found is not None:
+            if "chain" in self.plan:
+                self.state = read_state(self.job.checkpoint(found.step, found.epoch), found, 0)["seed"]
             return found.base
         fork = self.launch.fork
         return Base() if fork is None else Base(step=fork.step, epoch=fork.epoch, digest=fork.digest)
+
+    def _follow(self, step: int) -> None:
+        """What is saved is a function of the step alone. With ``chain``, the path of a directory, it is one of all steps in their
+        order since step 0, whatever attempts made them, as trained parameters are; and each is noted there with its instant."""
+        if "chain" not in self.plan:
+            self.state = step
+            return
+        self.state = int.from_bytes(hashlib.blake2b(f"{self.state}/{step}".encode(), digest_size=6).digest())
+        if self.rank == 0:
+            with (Path(self.plan["chain"]) / f"{self.launch.job_id}.log").open("ab", buffering=0) as log:
+                log.write(b"%d %d %d\n" % (self.launch.epoch, step, time.monotonic_ns()))
 
     def _commit(self, step: int, parent: Base, reason: Any, *, finished: bool) -> Base:
         if self.rank != 0:
             return parent
         began, epoch = time.monotonic(), self.launch.epoch
         directory = self.job.checkpoint(step, epoch)
-        files, tensors = write_ranks(directory, world_size=1, seed=step)
+        files, tensors = write_ranks(directory, world_size=1, seed=self.state)
         manifest: Manifest = manifest_of(step, epoch, files, tensors, parent=parent, job_id=self.launch.job_id)
         sealed = commit(directory, manifest.model_copy(update={"reason": reason, "finished": finished}))
         if self.faults.get("do") != "mute":
@@ -145,7 +164,13 @@ class Rank:
 
 
 if __name__ == "__main__":
+    if "RATCHET_ATTEMPT_DIR" in os.environ:  # some tests start agents themselves
+        jumps.install(files, Path(os.environ["RATCHET_ATTEMPT_DIR"]) / jumps.FILE)
     if sys.argv[1] == "agent":
         sys.exit(run(Path(sys.argv[2]), TrainerStarter(), node=int(sys.argv[4]) if sys.argv[3:] else 0))
     procs.die_with_parent(int(os.environ["RATCHET_AGENT_PID"]))
+    if "PLANTED" in os.environ:
+        from tests.support.chaos.planted import plant
+
+        plant(os.environ["PLANTED"])
     Rank().train()
