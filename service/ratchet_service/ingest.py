@@ -22,6 +22,7 @@ from ratchet_contract.messages import (
     Control,
     Group,
     RankBatch,
+    RankMessage,
     ReportAck,
     node_rank,
 )
@@ -144,9 +145,7 @@ def ingest_batches(
         if not (0 <= batch.rank < world or of_agent):
             raise Refused(f"there is no rank {batch.rank} in a group of {world}", code="invalid-report")
         done = acked.get(str(batch.rank), 0)
-        if batch.from_seq > done + 1:
-            continue
-        fresh = batch.messages[done + 1 - batch.from_seq :]
+        fresh = unstored(batch, done)
         for message in fresh:
             effects.apply(batch.rank, message)
         if fresh:
@@ -159,6 +158,11 @@ def ingest_batches(
         node.acked = acked
         node.reported_at = now_in(session)
     return stored
+
+
+def unstored(batch: RankBatch, done: int) -> list[RankMessage]:
+    """Its messages behind number ``done``; none where numbers are missing in between: they come again."""
+    return [] if batch.from_seq > done + 1 else batch.messages[done + 1 - batch.from_seq :]
 
 
 def hook_iterations(batches: Sequence[RankBatch], job: JobPaths) -> dict[tuple[int, int], int]:
@@ -186,6 +190,7 @@ def _seen(
         raise Refused("agents give the attempt's token: Authorization: Bearer ...", code="token-missing")
     if not is_job_id(job_id) or not 0 < epoch <= MAX_NUMBER:
         raise _no_attempt(job_id, epoch)
+    node = node if 0 <= node <= MAX_NUMBER else -1  # none; the caller says so
     here = (AttemptNode.job_id == Attempt.job_id) & (AttemptNode.attempt == Attempt.number) & (AttemptNode.node == node)
     query = (
         sa.select(Attempt, Job, AttemptNode, *_SHAPE).join(Job, Job.id == Attempt.job_id).outerjoin(AttemptNode, here)

@@ -45,6 +45,15 @@ class Lease(NamedTuple):
     token: str
 
 
+class Free(NamedTuple):
+    """A job that nobody looks after, and the lease that stood there when it was seen."""
+
+    job_id: str
+    epoch: int
+    token: str | None
+    expires_at: datetime | None
+
+
 def new_owner() -> str:
     """Names this process for good: host, pid, start time. A later process can tell that it is dead."""
     return f"{socket.gethostname()[:80]}/{os.getpid()}/{start_time(os.getpid())}"
@@ -56,6 +65,21 @@ def owner_is_dead(owner: str | None) -> bool:
     if len(parts) != 3 or parts[0] != socket.gethostname()[:80] or not (parts[1].isdigit() and parts[2].isdigit()):
         return False
     return not is_alive(int(parts[1]), int(parts[2]))
+
+
+def expired(token: str | None, expires: datetime | None, now: datetime) -> bool:
+    """Nobody holds that lease, or nobody any more. ``now``: by the database's clock."""
+    return token is None or expires is None or expires < now
+
+
+def surely_held(held_at: float, now: float, seconds: float) -> bool:
+    """A lease of ``seconds`` taken or renewed not before ``held_at``, both by this process's monotonic clock: see ``TRUSTED``."""
+    return now - held_at < TRUSTED * seconds
+
+
+def is_ours(job: Job, lease: Lease) -> bool:
+    """What the job's row must say to whoever writes about it."""
+    return job.lease_token == lease.token and job.epoch == lease.epoch and job.phase.active
 
 
 def database_now(session: Session) -> datetime:
@@ -72,22 +96,25 @@ def lease_values(session: Session, owner: str, seconds: float) -> dict[str, Any]
 NO_LEASE: dict[str, Any] = {"lease_owner": None, "lease_token": None, "lease_expires_at": None}
 
 
-def free_jobs(session: Session, skip: Collection[str], which: sa.ColumnElement[bool]) -> list[Lease]:
-    """Active jobs that nobody looks after: lease missing, expired, or of an owner that is dead; with the token that
-    stands. ``which``: a condition of the caller's."""
+def free_jobs(session: Session, skip: Collection[str], which: sa.ColumnElement[bool]) -> list[Free]:
+    """Active jobs that nobody looks after: lease missing, expired, or of an owner that is dead. ``which``: a condition of the
+    caller's."""
     now = database_now(session)
     query = sa.select(Job.id, Job.epoch, Job.lease_token, Job.lease_owner, Job.lease_expires_at)
     out = []
     for job_id, epoch, token, owner, expires in session.execute(query.where(Job.phase.in_(ACTIVE), which)):
-        if job_id not in skip and (token is None or expires is None or expires < now or owner_is_dead(owner)):
-            out.append(Lease(job_id, epoch, token or ""))
+        if job_id not in skip and (expired(token, expires, now) or owner_is_dead(owner)):
+            out.append(Free(job_id, epoch, token, expires))
     return out
 
 
-def take(session: Session, free: Lease, owner: str, seconds: float) -> Lease | None:
-    """Take a job that ``free_jobs`` found; None when somebody else was faster."""
+def take(session: Session, free: Free, owner: str, seconds: float) -> Lease | None:
+    """Take a job that ``free_jobs`` found; None when somebody else was faster: another has taken it, or its owner, back from
+    where it was held up, has renewed its lease (which keeps the token) and trusts in it."""
     values = lease_values(session, owner, seconds)
-    standing = Job.lease_token == free.token if free.token else Job.lease_token.is_(None)
+    standing = Job.lease_token.is_not_distinct_from(free.token) & Job.lease_expires_at.is_not_distinct_from(
+        free.expires_at
+    )
     guard = sa.update(Job).where(Job.id == free.job_id, Job.phase.in_(ACTIVE), Job.epoch == free.epoch, standing)
     result = session.execute(guard.values(**values).execution_options(synchronize_session=False))
     assert isinstance(result, CursorResult)
@@ -119,6 +146,6 @@ def hold(session: Session, lease: Lease) -> Job:
         job = lock_job(session, lease.job_id)
     except NotFound:
         raise LeaseLost(f"job {lease.job_id}: it was ended by another reconciler, and deleted") from None
-    if job.lease_token != lease.token or job.epoch != lease.epoch or not job.phase.active:
+    if not is_ours(job, lease):
         raise LeaseLost(f"job {lease.job_id}, attempt {lease.epoch}: another reconciler has taken it over")
     return job

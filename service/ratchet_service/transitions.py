@@ -77,12 +77,9 @@ def apply(
     epoch (code ``stale-epoch``), or where somebody else changed the job in between (code ``changed-meanwhile``).
     """
     job = lock_job(session, job_id)
-    if expected_epoch is not None and job.epoch != expected_epoch:
-        raise Conflict(f"attempt {expected_epoch} is not the newest one ({job.epoch})", code="stale-epoch")
-    step = check(job, event)
-    assert step.phase is not None
     before = job.phase
-    changes = _changes(job, step, step.phase, cause, now_in(session)) | (values or {})
+    changes = moved(job, event, now_in(session), expected_epoch=expected_epoch, cause=cause) | (values or {})
+    changes["version"] = Job.version + 1
     if event is not Event.CHECKPOINT:  # which changes nothing of why the job is where it is
         changes |= {"reason": reason, "message": message}
     statement = sa.update(Job).where(Job.id == job_id, Job.phase == before, Job.desired == job.desired)
@@ -101,8 +98,19 @@ def apply(
     return job
 
 
+def moved(
+    job: Job, event: Event, now: datetime, *, expected_epoch: int | None = None, cause: Cause | None = None
+) -> dict[str, Any]:
+    """What ``apply`` writes of phase, wish and what hangs on them; pure. Raises ``Conflict`` as it does."""
+    if expected_epoch is not None and job.epoch != expected_epoch:
+        raise Conflict(f"attempt {expected_epoch} is not the newest one ({job.epoch})", code="stale-epoch")
+    step = check(job, event)
+    assert step.phase is not None
+    return _changes(job, step, step.phase, cause, now)
+
+
 def _changes(job: Job, step: Step, phase: JobPhase, cause: Cause | None, now: datetime) -> dict[str, Any]:
-    out: dict[str, Any] = {"phase": phase, "updated_at": now, "version": Job.version + 1}
+    out: dict[str, Any] = {"phase": phase, "updated_at": now}
     if step.desired is not None and step.desired is not job.desired:
         out["desired"] = step.desired
         out["desired_cause"] = None if step.desired is Desired.RUN else (cause or _CAUSES[step.desired])

@@ -90,11 +90,16 @@ def remember(session: Session, watch: Watch) -> None:
         models.Event.job_id == watch.lease.job_id, models.Event.epoch == watch.lease.epoch
     )
     for event in session.scalars(query.where(models.Event.type.in_((STOPPED, KILLED))).order_by(models.Event.id)):
-        if "cause" in event.data:  # else it was killed for what another agent's result tells
-            watch.forced = Cause(event.data["cause"])
-        watch.stopped_at = event.at
-        if event.type == KILLED:
-            watch.killing, watch.message = True, event.message
+        recall(watch, event)
+
+
+def recall(watch: Watch, event: models.Event) -> None:
+    """One such event. Pure: looks at its attributes alone."""
+    if "cause" in event.data:  # else it was killed for what another agent's result tells
+        watch.forced = Cause(event.data["cause"])
+    watch.stopped_at = event.at
+    if event.type == KILLED:
+        watch.killing, watch.message = True, event.message
 
 
 def wishes(session: Session, leases: list[Lease]) -> dict[str, Wish]:

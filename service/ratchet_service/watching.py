@@ -1,27 +1,25 @@
 """One active job, looked after under a lease: a look at its agent, and what follows from it.
 
 What another process must know after a crash is an event row written *before* the deed: ``agent-stopped`` and ``agent-killed``,
-each with the cause.
+each with the cause. Which deed follows from a look is ``watch_rules``' to say; it is done here.
 """
 
 from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
 
 from ratchet_contract.paths import HomePaths
-from ratchet_contract.phases import Cause, Desired
+from ratchet_contract.phases import Cause
 from ratchet_contract.spec import JobSpec
-from ratchet_service import leases
+from ratchet_service import leases, watch_rules
 from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.database import Database
-from ratchet_service.decide import decide
-from ratchet_service.decision import Action, Alive, Decision
+from ratchet_service.decision import Decision
 from ratchet_service.decision_rows import limits_of, view_of
-from ratchet_service.ending import LOG_TAIL, Evidence, settle
+from ratchet_service.ending import LOG_TAIL, settle
 from ratchet_service.launchers import files
 from ratchet_service.launchers.base import (
     AttemptRef,
@@ -36,6 +34,7 @@ from ratchet_service.leases import Lease, LeaseLost, hold
 from ratchet_service.leftover import ingest_leftover
 from ratchet_service.models import Attempt, AttemptNode, Job
 from ratchet_service.transitions import add_event
+from ratchet_service.watch_rules import Deed, Do
 from ratchet_service.watched import (
     KILLED,
     STOPPED,
@@ -43,7 +42,6 @@ from ratchet_service.watched import (
     Watch,
     Wish,
     begun_at,
-    is_over,
     kill_text,
     remember,
 )
@@ -55,7 +53,6 @@ WAITING: Final = "engine-queue"
 """Reason of a job that waits in its engine's queue; the message is the engine's."""
 _OVER: Final = (WAITING, NO_LAUNCHER)
 """Reasons that are taken away once the attempt is looked after and out of the queue."""
-_UNPROVEN_SECONDS: Final = 10.0
 _SUBMIT_AGAIN: Final = timedelta(seconds=2.0)
 
 
@@ -137,79 +134,34 @@ class Watcher:
     def _look(self, watch: Watch, wish: Wish) -> Decision | None:
         now = self._database.clock.now()
         state = watch.launcher.poll(watch.ref)
-        if (now - watch.looked_at).total_seconds() > self._timing.launch_deadline / 2:
-            watch.waited_until = now  # service or engine was away: it may have left the queue just now
-        watch.looked_at = now
+        watch_rules.looked(watch, now, self._timing)
         fresh = {i for i, node in enumerate(state.nodes) if node.seen} - watch.recorded
         if fresh:
             self._record(watch, state, fresh, now)
         self._tell_waiting(watch, state, now)
-        if watch.killing:
-            return self._finish(watch, state, now)
-        if not state.alive:
-            if not state.seen and not watch.submitted and wish.desired is Desired.RUN:
-                if watch.submit_at is None or now >= watch.submit_at:
-                    self._submit(watch)
-                return None
-            if not state.seen and not watch.submitted:
-                watch.forced, watch.message = wish.desired_cause, "ended before an agent was started"
-            return self._finish(watch, state, now)
-        return self._alive(watch, state, wish, now)
-
-    def _alive(self, watch: Watch, state: AttemptState, wish: Wish, now: datetime) -> Decision | None:
-        if is_over(state):
-            watch.result_seen_at = watch.result_seen_at or now
-            if (now - watch.result_seen_at).total_seconds() >= self._timing.linger:
-                text = f"agents that had not ended {self._timing.linger:g} s after another's end were killed"
-                self._note(watch, KILLED, None, text)
-                watch.killing = True
-            return None
-        if state.lost and self._end_lost(watch, state, now):
-            return None
-        asked = None if watch.stopped_at is None else (now - watch.stopped_at).total_seconds()
-        alive = Alive(
-            age=(now - watch.waited_until).total_seconds() if not state.seen else 0.0,
-            running=0.0 if watch.begun_at is None else (now - watch.begun_at).total_seconds(),
-            seen=state.seen,
-            waiting=state.waiting is not None,
-            asked=asked,
-            asked_cause=watch.forced,
-            killable_after=self._timing.kill_after,
-            launch_deadline=self._timing.launch_deadline,
-        )
-        view = replace(
-            watch.view,
-            phase=wish.phase,
-            desired=wish.desired,
-            desired_cause=wish.desired_cause,
-            desired_at=wish.desired_at,
-            attempt=alive,
-        )
-        decision = decide(view, now)
-        if decision.action is Action.STOP:
-            self._note(watch, STOPPED, decision.cause, "SIGTERM to the agent")
-            watch.stopped_at, watch.forced = now, decision.cause
-            self._sure(watch)
-            watch.launcher.stop(watch.ref, self._timing.kill_after)
-        elif decision.action is Action.KILL:
-            text = kill_text(decision.cause, state, watch.launcher.logs(watch.ref, LOG_TAIL))
-            self._note(watch, KILLED, decision.cause, text)
-            watch.forced, watch.killing, watch.message = decision.cause, True, text
+        deed = watch_rules.deed(watch, state, wish, now, self._timing)
+        match deed.do:
+            case Do.SUBMIT:
+                self._submit(watch)
+            case Do.STOP:
+                self._note(watch, STOPPED, deed.cause, "SIGTERM to the agent")
+                watch_rules.stopping(watch, deed, now)
+                self._sure(watch)
+                watch.launcher.stop(watch.ref, self._timing.kill_after)
+            case Do.KILL | Do.KILL_LOST | Do.KILL_LINGERING:
+                self._kill(watch, state, deed)
+            case Do.FINISH:
+                return self._finish(watch, state, now)
+            case Do.WAIT:
+                pass
         return None
 
-    def _end_lost(self, watch: Watch, state: AttemptState, now: datetime) -> bool:
-        """A node's agent has died without a word. The others mostly see their connections break, and end by themselves."""
-        watch.lost_since = watch.lost_since or now
-        if (now - watch.lost_since).total_seconds() < self._timing.lost:
-            return False
-        end = next((end for end in state.ends if end.node is None or end.node in state.lost), None)
-        text = f"the agent of node {', '.join(map(str, state.lost))} died without a result" + (
-            f" ({end.message})" if end is not None else ""
-        )
-        watch.forced = end.cause if end is not None else Cause.UNKNOWN
-        watch.killing, watch.message = True, text
-        self._note(watch, KILLED, watch.forced, f"{text}: the other nodes' agents were killed")
-        return True
+    def _kill(self, watch: Watch, state: AttemptState, deed: Deed) -> None:
+        """Say so first: ``_finish`` kills, in the next round."""
+        text = deed.text or kill_text(deed.cause, state, watch.launcher.logs(watch.ref, LOG_TAIL))
+        others = ": the other nodes' agents were killed" if deed.do is Do.KILL_LOST else ""
+        self._note(watch, KILLED, deed.cause, text + others)
+        watch_rules.killing(watch, deed, text)
 
     def _finish(self, watch: Watch, state: AttemptState, now: datetime) -> Decision | None:
         """Prove the attempt dead, take in what it left, settle. Nothing is decided while anything of it is alive."""
@@ -220,9 +172,7 @@ class Watcher:
         files.fence(watch.ref.paths)  # whoever was held up before its submission comes too late from here on
         left = watch.launcher.kill(watch.ref)
         if left:
-            waited = (now - watch.ending_since).total_seconds()
-            if waited > _UNPROVEN_SECONDS and not watch.unproven:
-                watch.unproven = True
+            if watch_rules.tells_unproven(watch, now):
                 text = f"{', '.join(left)} of the attempt: not ended; no new attempt starts before they are gone"
                 self._note(watch, "not-proved-dead", None, text)
             return None
@@ -230,15 +180,14 @@ class Watcher:
         job_paths = self._home.job(watch.lease.job_id)
         ingest_leftover(self._database, job_paths, watch.lease, watch.ref.nodes, watch.ranks_per_node, self._bounds)
         logs = "" if last.seen else watch.launcher.logs(watch.ref, LOG_TAIL)
-        ends = watch.ends if watch.killing else last.ends or watch.ends
-        evidence = Evidence(replace(last, ends=ends), watch.forced, watch.message, watch.killing, logs)
+        evidence = watch_rules.evidence(watch, last, logs)
         return settle(self._database, job_paths, watch.lease, watch.limits, evidence, self._bounds)
 
     def _sure(self, watch: Watch) -> None:
         """Before a deed that no transaction guards: this process may have been stopped since it saw its lease. Where that was too
         long ago, the lease is renewed first. Raises ``LeaseLost`` when another reconciler has the job by now."""
         began = self._database.clock.monotonic()
-        if began - watch.held_at < leases.TRUSTED * self._lease_seconds:
+        if leases.surely_held(watch.held_at, began, self._lease_seconds):
             return
         with self._database.write() as session:
             if not leases.renew(session, [watch.lease], self._lease_seconds):

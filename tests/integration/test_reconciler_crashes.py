@@ -234,6 +234,22 @@ def test_a_lease_that_ran_out_goes_to_another_and_the_first_can_write_nothing(da
         assert leases.hold(session, second).id == job_id
 
 
+def test_a_lease_that_its_owner_has_renewed_meanwhile_is_not_taken(database: Database) -> None:
+    """It had run out when it was seen; the owner, back from where it was held up, trusts in it again."""
+    job_id = insert(database)
+    with database.write() as session:
+        first = leases.take(session, leases.free_jobs(session, (), sa.true())[0], "elsewhere/1/1", -1.0)
+        assert first is not None
+    with database.read() as session:
+        (seen,) = leases.free_jobs(session, (), sa.true())
+    with database.write() as session:
+        assert leases.renew(session, [first], 60) == {job_id}
+    with database.write() as session:
+        assert leases.take(session, seen, "elsewhere/2/2", 60) is None
+    with database.write() as session:
+        assert leases.hold(session, first).lease_owner == "elsewhere/1/1"
+
+
 def test_an_attempt_that_is_over_cannot_be_held(database: Database) -> None:
     insert(database)
     with database.write() as session:

@@ -165,7 +165,12 @@ def of_database(database: Database, cpu_slots: int | None = None) -> list[str]:
 def of_job(session: Session, job: Job) -> list[str]:
     """One job: its history, and its rows against what that leads to."""
     events: Sequence[Row] = list(session.scalars(sa.select(Row).where(Row.job_id == job.id).order_by(Row.id)))
-    found = of_history(events, forked=job.forked_from is not None)
+    attempts = list(session.scalars(sa.select(Attempt).where(Attempt.job_id == job.id).order_by(Attempt.number)))
+    return of_rows(job, attempts, of_history(events, forked=job.forked_from is not None))
+
+
+def of_rows(job: Job, attempts: Sequence[Attempt], found: Replay) -> list[str]:
+    """The history's faults, and the rows (looked at by their attributes alone) that are not what it leads to."""
     faults = found.faults
     expected = {
         "phase": found.phase,
@@ -177,7 +182,6 @@ def of_job(session: Session, job: Job) -> list[str]:
     for name, value in expected.items():
         if getattr(job, name) != value:
             faults.append(f"{name} is {getattr(job, name)}, its history leads to {value}")
-    attempts = list(session.scalars(sa.select(Attempt).where(Attempt.job_id == job.id).order_by(Attempt.number)))
     if max((attempt.number for attempt in attempts), default=0) != job.epoch:
         faults.append(f"attempts {[attempt.number for attempt in attempts]}, the newest should be {job.epoch}")
     alive = [attempt.number for attempt in attempts if attempt.phase is not AttemptPhase.ENDED]

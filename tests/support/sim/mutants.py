@@ -75,13 +75,13 @@ def kill_believed() -> Iterator[None]:
 @contextmanager
 def counted_twice() -> Iterator[None]:
     """Each preemption is counted twice, and with all that came before it."""
-    original = ending._job_values
+    original = ending.job_values
 
     def values(*args: Any) -> Any:
         found = original(*args)
         return found | {"preemptions": found["preemptions"] * 2}
 
-    with patch.object(ending, "_job_values", values):
+    with patch.object(ending, "job_values", values):
         yield
 
 
@@ -132,13 +132,13 @@ def slots_forgotten() -> Iterator[None]:
 @contextmanager
 def epoch_again() -> Iterator[None]:
     """A number is left out where an attempt never trained."""
-    original = ending._job_values
+    original = ending.job_values
 
     def values(job: Any, *args: Any) -> Any:
         found = original(job, *args)
         return found if "resume_from" in found else found | {"epoch": job.epoch + 1}
 
-    with patch.object(ending, "_job_values", values):
+    with patch.object(ending, "job_values", values):
         yield
 
 

@@ -1,0 +1,133 @@
+"""What a look at one attempt leads to: pure but for the ``Watch``, which is the reconciler's own memory. ``watching`` does it.
+
+An engine that is asked, a row that is written: neither is here, so that a simulation may walk through the very same rules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+from ratchet_contract.phases import Cause, Desired
+from ratchet_service.decide import decide
+from ratchet_service.decision import Action, Alive
+from ratchet_service.launchers.base import AttemptState
+from ratchet_service.verdict import Evidence
+from ratchet_service.watched import Timing, Watch, Wish, is_over
+
+_UNPROVEN_SECONDS: Final = 10.0
+
+
+class Do(StrEnum):
+    WAIT = "wait"
+    SUBMIT = "submit"  # no agent is there, and this process has submitted none
+    STOP = "stop"  # SIGTERM, with ``cause``
+    KILL = "kill"  # with ``cause``
+    KILL_LOST = "kill-lost"  # the others of an agent that died without a word, with ``cause``
+    KILL_LINGERING = "kill-lingering"  # who did not end when the others did: the cause is what their results tell
+    FINISH = "finish"  # prove it dead, and settle
+
+
+class Deed(NamedTuple):
+    """``text``: why, for the kinds of kill that know it without the agents' logs."""
+
+    do: Do
+    cause: Cause | None = None
+    text: str = ""
+
+
+_WAIT: Final = Deed(Do.WAIT)
+_FINISH: Final = Deed(Do.FINISH)
+
+
+def looked(watch: Watch, now: datetime, timing: Timing) -> None:
+    """The engine has just answered."""
+    if (now - watch.looked_at).total_seconds() > timing.launch_deadline / 2:
+        watch.waited_until = now  # service or engine was away: it may have left the queue just now
+    watch.looked_at = now
+
+
+def deed(watch: Watch, state: AttemptState, wish: Wish, now: datetime, timing: Timing) -> Deed:
+    """The next deed, from what the engine says (``state``) and what is wanted (``wish``)."""
+    if watch.killing:
+        return _FINISH
+    if state.alive:
+        return _alive(watch, state, wish, now, timing)
+    if not state.seen and not watch.submitted:
+        if wish.desired is Desired.RUN:
+            return Deed(Do.SUBMIT) if watch.submit_at is None or now >= watch.submit_at else _WAIT
+        watch.forced, watch.message = wish.desired_cause, "ended before an agent was started"
+    return _FINISH
+
+
+def _alive(watch: Watch, state: AttemptState, wish: Wish, now: datetime, timing: Timing) -> Deed:
+    if is_over(state):
+        watch.result_seen_at = watch.result_seen_at or now
+        if (now - watch.result_seen_at).total_seconds() < timing.linger:
+            return _WAIT
+        text = f"agents that had not ended {timing.linger:g} s after another's end were killed"
+        return Deed(Do.KILL_LINGERING, None, text)
+    if state.lost:  # the others mostly see their connections break, and end by themselves
+        watch.lost_since = watch.lost_since or now
+        if (now - watch.lost_since).total_seconds() >= timing.lost:
+            return _end_lost(state)
+    alive = Alive(
+        age=(now - watch.waited_until).total_seconds() if not state.seen else 0.0,
+        running=0.0 if watch.begun_at is None else (now - watch.begun_at).total_seconds(),
+        seen=state.seen,
+        waiting=state.waiting is not None,
+        asked=None if watch.stopped_at is None else (now - watch.stopped_at).total_seconds(),
+        asked_cause=watch.forced,
+        killable_after=timing.kill_after,
+        launch_deadline=timing.launch_deadline,
+    )
+    view = replace(
+        watch.view,
+        phase=wish.phase,
+        desired=wish.desired,
+        desired_cause=wish.desired_cause,
+        desired_at=wish.desired_at,
+        attempt=alive,
+    )
+    decision = decide(view, now)
+    if decision.action is Action.STOP:
+        return Deed(Do.STOP, decision.cause)
+    if decision.action is Action.KILL:
+        return Deed(Do.KILL, decision.cause)
+    return _WAIT
+
+
+def _end_lost(state: AttemptState) -> Deed:
+    end = next((end for end in state.ends if end.node is None or end.node in state.lost), None)
+    text = f"the agent of node {', '.join(map(str, state.lost))} died without a result"
+    if end is None:
+        return Deed(Do.KILL_LOST, Cause.UNKNOWN, text)
+    return Deed(Do.KILL_LOST, end.cause, f"{text} ({end.message})")
+
+
+def stopping(watch: Watch, what: Deed, now: datetime) -> None:
+    """The SIGTERM is on the job's history: from here on it counts as sent."""
+    watch.stopped_at, watch.forced = now, what.cause
+
+
+def killing(watch: Watch, what: Deed, text: str) -> None:
+    """The kill is on the job's history. ``text``: what the attempt's end tells."""
+    watch.killing = True
+    if what.do is not Do.KILL_LINGERING:
+        watch.forced, watch.message = what.cause, text
+
+
+def tells_unproven(watch: Watch, now: datetime) -> bool:
+    """What is killed and does not go is told of once, after a while."""
+    if watch.unproven or watch.ending_since is None:
+        return False
+    watch.unproven = (now - watch.ending_since).total_seconds() > _UNPROVEN_SECONDS
+    return watch.unproven
+
+
+def evidence(watch: Watch, last: AttemptState, logs: str) -> Evidence:
+    """``last``: the look after the proof of death. What the engine says behind a kill may be of the kill itself."""
+    ends = watch.ends if watch.killing else last.ends or watch.ends
+    return Evidence(replace(last, ends=ends), watch.forced, watch.message, watch.killing, logs)
