@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 import sqlalchemy as sa
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from ratchet_contract.messages import LaunchFile
@@ -147,10 +148,14 @@ class Launching:
             passed = ", ".join(map(str, following.skipped))
             log.warning("%s: attempts %s are on the disk, and not in the database: passed over", job.id, passed)
         epoch, token, now = following.number, secrets.token_urlsafe(32), now_in(session)
-        launch = self._launch_file(session, job, epoch, spec, resolved, grant.gpus, token)
         try:
+            launch = self._launch_file(session, job, epoch, spec, resolved, grant.gpus, token)
             plan = self._launchers[spec.launcher.kind].plan(launch)
-        except Exception as error:  # of a launcher that others wrote, or whose settings have changed: the queue goes on
+        except SQLAlchemyError:
+            raise
+        except (
+            Exception
+        ) as error:  # of a launcher that others wrote, settings that have changed, a row: the queue goes on
             if say_why(job, Cause.LAUNCHER_ERROR.value, f"the launcher cannot plan the attempt: {error}"):
                 log.exception("%s: it waits, for its launcher cannot plan attempt %d", job.id, epoch)
             return []

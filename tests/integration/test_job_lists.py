@@ -115,9 +115,25 @@ def test_a_patched_label_is_listed_in_the_order_of_creation(
     assert [view.id for view in page.items] == ["job-000000000005", "job-000000000030", "job-000000000050"]
 
 
+def test_a_label_of_another_time_than_its_job_hides_no_page(
+    database: Database, jobs: dict[str, tuple[Job, dict[str, str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica of the version before leaves the time of a label to the database."""
+    monkeypatch.setattr(listing, "FEW", 1)
+    with database.write() as session:
+        session.execute(sa.update(JobLabel).where(JobLabel.job_id == "job-000000000050").values(created_at=utc_now()))
+    seen, cursor = list[str](), None
+    with database.read() as session:
+        while cursor is not None or not seen:
+            page = list_jobs(session, JobFilter(labels=(("team", jobs["job-000000000050"][1]["team"]),)), 1, cursor)
+            seen, cursor = seen + [view.id for view in page.items], page.next_cursor
+    wanted = {job_id for job_id, (_, labels) in jobs.items() if labels["team"] == jobs["job-000000000050"][1]["team"]}
+    assert seen[0] == "job-000000000050" and sorted(seen) == sorted(wanted)
+
+
 @pytest.fixture(scope="module")
 def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Database, Database]]:
-    """Databases with 2,000 and with 20,000 ended jobs."""
+    """Databases with 2,000 and with 30,000 ended jobs."""
     folder = tmp_path_factory.mktemp("crowded")
 
     def crowd(number: int) -> Database:
@@ -129,7 +145,7 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Database
         fill(database, 1, number, job.id)
         return database
 
-    made = crowd(2_000), crowd(20_000)
+    made = crowd(2_000), crowd(30_000)
     yield made
     for database in made:
         database.dispose()
@@ -172,7 +188,7 @@ def effort(database: Database, wanted: JobFilter) -> int:
 def test_a_page_takes_the_database_no_more_work_with_many_jobs(
     wanted: JobFilter, crowded: tuple[Database, Database]
 ) -> None:
-    """Instructions, not seconds. A thousandth of the jobs has each name, owner and label."""
+    """Instructions, not seconds. A fiftieth of the jobs has each name, owner and label: more than ``FEW`` of the many."""
     few, many = (effort(database, wanted) for database in crowded)
     assert many <= 2 * few + 60, (few, many)  # up to FEW jobs are read at once where a filter holds for no more
 

@@ -100,15 +100,15 @@ def test_every_kind_of_death_costs_only_the_steps_since_the_last_checkpoint(plan
 def test_keep_last_counts_over_all_attempts_and_remains_of_saves_go(small: Plane) -> None:
     small.reconcile()
     faults = {"1": {"at": 44, "do": "kill"}, "2": {"at": 57, "do": "kill-agent"}, "3": {"at": 75, "do": "raise"}}
-    job_id = small.submit({"steps": 90, "pause": 0.02, "epochs": faults}, checkpoint={"keep_last": 2})
+    job_id = small.submit({"steps": 90, "pause": 0.05, "epochs": faults}, checkpoint={"keep_last": 2})
     directory = small.paths.job(job_id).checkpoints
-    small.wait_job(job_id, lambda job: job.epoch == 1 and (job.committed_step or 0) >= 20, "past a checkpoint")
     torn = [directory / f"step-000000000021.a{epoch:04d}" for epoch in (1, 2, 3, 4)]
-    for path in torn:  # of later attempts before they are there: only what a dead one left may go
+    small.wait_job(job_id, lambda job: (job.committed_step or 0) >= 20, "past a checkpoint")
+    for epoch, path in enumerate(torn, 1):  # only what a dead one left may go
+        small.wait_job(job_id, lambda job, epoch=epoch: job.epoch == epoch, f"in attempt {epoch}")
         path.mkdir()
         (path / "rank-00000-of-00001.safetensors.tmp").write_bytes(b"half")
-    small.wait_job(job_id, lambda job: job.epoch == 3, "in its third attempt")
-    assert [path.exists() for path in torn[:2]] == [False, False] and torn[3].exists()
+        assert not any(earlier.exists() for earlier in torn[: epoch - 1])
     small.wait(job_id, JobPhase.SUCCEEDED)
     assert not any(path.exists() for path in torn), "killed, its agent killed, failed, completed"
     assert not list(small.paths.job(job_id).root.glob("attempts/**/*.reserve"))

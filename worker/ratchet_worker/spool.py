@@ -20,7 +20,8 @@ from ratchet_contract.messages import Note, RankBatch, RankMessage
 from ratchet_worker.files import now
 
 _MEMORY_LIMIT: Final = 16 * 1024 * 1024
-_SHEDDABLE: Final = frozenset({"metrics", "progress", "hook"})
+FIGURES: Final = frozenset({"metrics", "progress", "hook"})
+"""Kinds of messages that come again and again: the first to be dropped where there is no room, the last to be hurried."""
 _READ_SIZE: Final = 1024 * 1024
 _LEAST_READ: Final = 64 * 1024
 _MESSAGE: Final[TypeAdapter[RankMessage]] = TypeAdapter(RankMessage)
@@ -50,7 +51,7 @@ class Spool:
         with self._lock:
             if self._fd < 0:
                 return
-            if self._waiting_bytes + len(line) > _MEMORY_LIMIT and message.kind in _SHEDDABLE:
+            if self._waiting_bytes + len(line) > _MEMORY_LIMIT and message.kind in FIGURES:
                 self._shed += 1
                 return
             self._waiting.append(line)

@@ -10,18 +10,18 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
 from ratchet_contract.messages import AgentReport, AttemptResult, Control, LaunchFile, RankBatch
 from ratchet_contract.paths import AttemptPaths
-from ratchet_contract.phases import AttemptPhase
+from ratchet_contract.phases import AttemptPhase, Desired
 from ratchet_contract.version import PROTOCOL_GROWTH
 from ratchet_worker.files import say
 from ratchet_worker.meeting import Meeting
 from ratchet_worker.service_link import Fenced, ServiceLink, TooLarge, Unreachable
-from ratchet_worker.spool import SpoolReader
+from ratchet_worker.spool import FIGURES, SpoolReader
 
 _MAX_LINES: Final = 500
 _MAX_BYTES: Final = 256 * 1024
@@ -69,6 +69,7 @@ class Uplink:
         self._fence = AttemptPaths(Path(launch.attempt_dir)).fence_file
         self._max_bytes = _MAX_BYTES
         self._failures = 0
+        self._skipped = self._stopping = False
         self._first = -1  # of the ranks, in the last report
         self._wake = threading.Event()
         self._end: float | None = None
@@ -126,6 +127,8 @@ class Uplink:
         batches, more = self._batches()
         result = None if more else ending
         status = self._listener.status()
+        if self._may_wait(status, batches, more):
+            return self._period
         report = AgentReport(
             job_id=self._launch.job_id,
             epoch=self._launch.epoch,
@@ -150,12 +153,27 @@ class Uplink:
             say("uplink: the service answers again")
         self._failures = 0
         moved = self._acknowledge(ack.acked)
+        self._stopping = ack.control.desired is not Desired.RUN
         self._listener.on_control(ack.control)  # first: a group that is complete, but has failed, starts nothing
         if self._meeting is not None and ack.group is not None:
             self._meeting.heard(ack.group)
         if result is not None:
             self._result = None
         return 0.0 if moved and more else self._period
+
+    def _may_wait(self, status: Status, batches: Sequence[RankBatch], more: bool) -> bool:
+        """Nothing but figures of a group that trains is reported in every second period only: twice as many jobs can be looked
+        after, and a wish of the service's still reaches the ranks within a second."""
+        busy = (
+            self._end is not None
+            or self._failures
+            or self._stopping
+            or more
+            or status.phase is not AttemptPhase.RUNNING
+        )
+        news = any(message.kind not in FIGURES for batch in batches for message in batch.messages)
+        self._skipped = not (busy or news or self._skipped)
+        return self._skipped
 
     def _batches(self) -> tuple[list[RankBatch], bool]:
         """What is not acknowledged, up to the limits of one report; whether more is waiting. The ranks take turns to be first, so

@@ -1,0 +1,90 @@
+"""Which reports may wait: what is only figures goes every second time, everything else at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ratchet_contract.messages import AgentReport, Control, Metrics, Note, Progress, ReportAck
+from ratchet_contract.phases import AttemptPhase, Desired
+from ratchet_worker.service_link import Unreachable
+from ratchet_worker.spool import Spool
+from ratchet_worker.uplink import Status, Uplink
+from tests.unit.test_worker_upload import launch_in
+
+AT = "2030-01-01T00:00:00Z"
+
+
+class Group:
+    """The supervisor's part of the agent, and the service's: the connection is the one thing that is not real."""
+
+    def __init__(self, folder: Path) -> None:
+        self.phase, self.desired, self.away = AttemptPhase.RUNNING, Desired.RUN, False
+        self.sent: list[AgentReport] = []
+        self.spool = Spool(folder / "rank.jsonl")
+        self.uplink = Uplink(launch_in(folder), {0: folder / "rank.jsonl"}, self, period=0.3)
+        self.uplink._link.post = self.post  # type: ignore[method-assign]
+
+    def status(self) -> Status:
+        return Status(self.phase, 0)
+
+    def on_control(self, control: Control) -> None: ...
+
+    def on_fenced(self, reason: str) -> None: ...
+
+    def post(self, report: AgentReport, timeout: float | None = None) -> ReportAck:
+        if self.away:
+            raise Unreachable("nobody there")
+        self.sent.append(report)
+        acked = {b.rank: b.from_seq + len(b.messages) - 1 for b in report.batches}
+        return ReportAck(acked=acked, control=Control(desired=self.desired))
+
+    def figures(self, step: int) -> None:
+        self.spool.append(Metrics(rank=0, at=AT, step=step, values={"loss": 1.0}))
+        self.spool.append(Progress(rank=0, at=AT, step=step))
+
+    def reports(self, rounds: int) -> int:
+        """How many of so many rounds sent one; each has new figures."""
+        before = len(self.sent)
+        for step in range(rounds):
+            self.figures(step + 1)
+            self.uplink._once()
+        return len(self.sent) - before
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Group:
+    return Group(tmp_path)
+
+
+def test_figures_alone_are_sent_every_second_time_and_all_of_them(group: Group) -> None:
+    assert group.reports(8) == 4
+    steps = [m.step for report in group.sent for batch in report.batches for m in batch.messages if m.kind == "metrics"]
+    assert steps == list(range(1, 9))
+
+
+def test_what_is_no_figure_goes_at_once(group: Group) -> None:
+    for number in range(4):
+        group.spool.append(Note(rank=0, at=AT, type="hello", message=str(number)))
+        group.uplink._once()
+        assert len(group.sent) == number + 1
+
+
+@pytest.mark.parametrize("phase", [AttemptPhase.LAUNCHING, AttemptPhase.STOPPING])
+def test_a_group_that_starts_or_stops_is_heard_every_time(group: Group, phase: AttemptPhase) -> None:
+    group.phase = phase
+    assert group.reports(5) == 5
+
+
+def test_a_stop_that_is_wanted_is_followed_closely(group: Group) -> None:
+    group.desired = Desired.SUSPEND
+    assert group.reports(6) >= 5
+
+
+def test_an_outage_ends_as_soon_as_somebody_answers(group: Group) -> None:
+    group.reports(1)
+    group.away = True
+    assert group.reports(5) == 0
+    group.away = False
+    assert group.reports(1) == 1
