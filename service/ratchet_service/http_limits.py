@@ -15,6 +15,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 MAX_HEADERS: Final = 32 * 1024
 """Bytes of request line and headers; more is answered by 400 and the end of the connection."""
 HEAD_SECONDS: Final = 20.0
+REST_SECONDS: Final = 20.0
+"""For what is left of a body when its request has been answered, refused perhaps: nobody reads it."""
 
 
 def most_connections() -> int:
@@ -24,13 +26,16 @@ def most_connections() -> int:
 
 
 class HeadDeadline(H11Protocol):
-    """Ends a connection whose request's head is not whole ``head_seconds`` after it began."""
+    """Ends a connection whose request's head is not whole ``head_seconds`` after it began, or whose request is answered and goes
+    on coming for ``rest_seconds``."""
 
     head_seconds = HEAD_SECONDS
+    rest_seconds = REST_SECONDS
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._deadline: asyncio.TimerHandle | None = None
+        self._rest: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -43,8 +48,19 @@ class HeadDeadline(H11Protocol):
         elif self._deadline is None:
             self._arm()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY:
+            self._rest = self.loop.call_later(self.rest_seconds, self._end_rest, self.cycle)
+
+    def _end_rest(self, answered: object) -> None:
+        if self.cycle is answered and self.conn.their_state is h11.SEND_BODY:
+            self.transport.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        if self._rest is not None:
+            self._rest.cancel()
         super().connection_lost(exc)
 
     def _arm(self) -> None:

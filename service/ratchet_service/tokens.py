@@ -7,6 +7,7 @@ SHA-256 of the whole text. A slow hash would add nothing: there is no guessing a
 from __future__ import annotations
 
 import hmac
+import logging
 import re
 import secrets
 import string
@@ -16,6 +17,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 import sqlalchemy as sa
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from ratchet_contract.access import LOCAL_OWNER, SCOPES, Role, Scope
@@ -25,6 +27,8 @@ from ratchet_service.clock import now_in
 from ratchet_service.database import Database
 from ratchet_service.ingest import hash_token
 from ratchet_service.models import ApiToken
+
+log = logging.getLogger(__name__)
 
 _BASE62: Final = string.ascii_letters + string.digits
 _ID_LENGTH: Final = 8
@@ -93,7 +97,12 @@ def authenticate(database: Database, text: str) -> Principal:
         found = principal_of(row)
         stale = row.last_used_at is None or row.last_used_at < now - _USED_EVERY
     if stale:
-        _mark_used(database, match[1], now)
+        try:
+            _mark_used(database, match[1], now)
+        except (
+            SQLAlchemyError
+        ) as error:  # a full disk, a server that takes no writes: who only reads is answered all the same
+            log.warning("the use of token %s was not noted: %s", match[1], str(error).splitlines()[0])
     return found
 
 

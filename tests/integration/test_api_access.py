@@ -10,11 +10,13 @@ from typing import Any
 import httpx
 import pytest
 from fastapi.routing import APIRoute
+from sqlalchemy.exc import OperationalError
 
 from ratchet_contract.access import SCOPES, Role, Scope
 from ratchet_contract.phases import AttemptPhase, JobPhase
 from ratchet_service.access import Agents, Needs, Open, guard_of
 from ratchet_service.app import create_app
+from ratchet_service.database import Database
 from ratchet_service.models import ApiToken
 from ratchet_service.settings import Settings
 from ratchet_service.tokens import hash_token
@@ -173,6 +175,18 @@ def test_a_use_is_noted_once_a_minute(team: Team) -> None:
         session.get_one(ApiToken, text.split("_")[1]).last_used_at = first - timedelta(seconds=61)
     team.nobody.get("/v1/whoami", headers=bearer(text))
     assert used() >= first
+
+
+def test_whose_use_cannot_be_noted_may_look_on(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a full disk, or a server that takes no writes for now."""
+    text = make_token(team.database, "ann", Role.SUBMITTER)
+
+    def refuse(_: Database) -> Any:
+        raise OperationalError("UPDATE", {}, Exception("database or disk is full"))
+
+    monkeypatch.setattr(Database, "write", refuse)
+    assert team.nobody.get("/v1/jobs", headers=bearer(text)).status_code == 200
+    assert refused(team.nobody.post("/v1/jobs", json=spec(), headers=bearer(text)))[0] in (503, 507)
 
 
 def test_who_am_i(team: Team, api: Api) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from tests.support.api import Api, FakePorts, Server, spec
 
 
 class Hasty(HeadDeadline):
-    head_seconds = 0.3
+    head_seconds = rest_seconds = 0.3
 
 
 @pytest.fixture
@@ -74,6 +75,31 @@ def test_a_body_that_stands_still_is_refused(limited: tuple[str, int]) -> None:
     head = b"POST /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
     answer = exchange(limited, head + b"{")
     assert answer.startswith(b"HTTP/1.1 408") and b"body-too-slow" in answer
+
+
+def test_a_body_that_goes_on_behind_its_answer_ends_the_connection(limited: tuple[str, int]) -> None:
+    head = b"POST /v1/nothing HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: "
+    with socket.create_connection(limited, timeout=20) as connection:
+        connection.sendall(head + b"1000000\r\n\r\n{")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 404")
+        end = time.monotonic() + 10
+        with pytest.raises(OSError):  # reset, or a broken pipe
+            while time.monotonic() < end:
+                connection.sendall(b" ")
+                time.sleep(0.05)
+    with socket.create_connection(limited, timeout=20) as connection:  # one that comes whole leaves it open
+        connection.sendall(head + b"2\r\n\r\n{")
+        answer = b""
+        while not answer.endswith(b"}"):
+            answer += connection.recv(65536)
+        connection.sendall(b"}")
+        for _ in range(2):
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += connection.recv(65536)
+            assert answer.startswith(b"HTTP/1.1 200")
+            time.sleep(1.5 * Hasty.rest_seconds)
 
 
 def test_buckets_fill_again_and_are_not_held_for_everybody_for_ever() -> None:

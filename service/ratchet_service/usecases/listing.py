@@ -70,9 +70,11 @@ def list_jobs(session: Session, wanted: JobFilter, limit: int, cursor: str | Non
         row, position = sa.tuple_(column, ident), sa.tuple_(sa.literal(_value(key, after[0]), column.type), after[1])
         query = query.where(row < position if descending else row > position)
     order = (column.desc(), ident.desc()) if descending else (column, ident)
-    rows = list(session.scalars(query.order_by(*order).limit(limit + 1)))
-    page = rows[:limit]
-    following = cursors.encode(wanted.digest(), [_text(key, page[-1]), page[-1].id]) if len(rows) > limit else None
+    rows = session.execute(query.add_columns(column).order_by(*order).limit(limit + 1)).all()
+    page = [job for job, _ in rows[:limit]]
+    following = None
+    if len(rows) > limit:  # by the column that the list is ordered by, which a label has for itself
+        following = cursors.encode(wanted.digest(), [_text(key, rows[limit - 1][1]), page[-1].id])
     return Page[JobView](items=job_views(session, page), next_cursor=following)
 
 
@@ -123,10 +125,9 @@ def _matching(wanted: JobFilter, few: list[str] | None, key: str) -> tuple[sa.Se
     return query, column, ident
 
 
-def _text(key: str, job: Job) -> str | int:
-    if key == "created":
-        return job.created_at.isoformat()
-    return job.name if key == "name" else job.priority
+def _text(key: str, value: Any) -> str | int:
+    found: str | int = value.isoformat() if key == "created" else value
+    return found
 
 
 def _value(key: str, raw: Any) -> Any:
