@@ -62,6 +62,7 @@ class Round:
         self._capacity = capacity
         self._board = Board(capacity, queue_rows.grants(session))
         self._room = Room(queue_rows.running(session, preemption.min_run) if preemption.enabled else ())
+        self._failed: list[str] = []  # jobs whose attempt could not be made; their rows say why
 
     def turns(self) -> Iterator[Turn]:
         """Jobs to start, in order. Those that wait are told why, in their rows, once the iteration ends."""
@@ -77,9 +78,14 @@ class Round:
                 left.append(row)
             else:
                 turn = self._turn(row, slots)
-                if turn is not None:
+                if turn is None:
+                    continue
+                yield turn
+                if turn.job.phase is JobPhase.QUEUED:  # it could not be launched: nobody waits for what it was given
+                    self._failed.append(turn.job.id)
+                    self._board.take_back(turn.grant)
+                else:
                     given[slots] += 1
-                    yield turn
         if self._board.exhausted:
             self._tell_the_rest([row for row in left if self._slots[row.kind]])
 
@@ -147,9 +153,10 @@ class Round:
         job.room_since = now_in(self._session)
 
     def _still_stoppable(self, job: Job, victims: Sequence[Running]) -> bool:
-        """Their rows, held: an agent's report or somebody's wish may have come since they were read. Then the next round sees."""
+        """Their rows, held: an agent's report or somebody's wish may have come since they were read. Then the next round sees.
+        Nor is one waited for that somebody holds, who may be waiting for a row that is held here."""
         epochs = {one.job: one.epoch for one in victims}
-        query = sa.select(Job).where(Job.id.in_(epochs)).order_by(Job.id).with_for_update()
+        query = sa.select(Job).where(Job.id.in_(epochs)).with_for_update(skip_locked=True)
         rows = list(self._session.scalars(query.execution_options(populate_existing=True)))
         return len(rows) == len(epochs) and all(
             row.epoch == epochs[row.id]
@@ -177,6 +184,7 @@ class Round:
         kinds = [kind for kind, slots in self._slots.items() if slots]
         others = sa.update(Job).where(
             queue_rows.due(now_in(self._session)),
+            Job.id.not_in(self._failed),
             sa.or_(Job.reason.is_(None), Job.reason.not_in([NO_SLOT, QUOTA])),
             queue_rows.launcher_kind().in_(kinds),
         )

@@ -101,6 +101,12 @@ class Board:
         self._ahead = self._ahead or job_id
         return Waiting(message, lacks)
 
+    def take_back(self, grant: Grant) -> None:
+        """What was given is free again: nothing was started with it."""
+        self._gpus = sorted([*self._gpus, *grant.gpus])
+        self._cpus = sorted([*self._cpus, *grant.cpus])
+        self._held = [held for held in self._held if held is not grant]
+
     def _why(self, need: Need, cpus: int) -> str:
         wants = []
         if need.gpus > len(self._gpus):

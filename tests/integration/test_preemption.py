@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
+from ratchet_contract.messages import LaunchFile
 from ratchet_contract.phases import Cause, Event, JobPhase
 from ratchet_service import queue_rows
 from ratchet_service.database import Database, utc_now
 from ratchet_service.ingest_effects import UNMANAGED
-from ratchet_service.models import Attempt, Quota
+from ratchet_service.launchers.base import LaunchPlan
+from ratchet_service.launchers.local import LocalLauncher
+from ratchet_service.models import Attempt, Job, Quota
 from ratchet_service.transitions import apply
 from tests.support.plane import Plane
 from tests.support.queue import Queue
@@ -188,3 +193,42 @@ def test_owners_take_turns_and_one_owners_crowd_hides_nobody(
         queue.end(job_id)
     assert queue.round() == [crowd[7], one, crowd[0]], "then in turns"
     assert queue.why(urgent)[0] == "no-slot"
+
+
+def test_a_job_that_cannot_be_launched_keeps_no_slot_and_says_why(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = queue.submit(4, name="broken")
+    plan = LocalLauncher.plan
+
+    def refuse(launcher: LocalLauncher, launch: LaunchFile) -> LaunchPlan:
+        if launch.job_id == broken:
+            raise ValueError("its profile is gone")
+        return plan(launcher, launch)
+
+    monkeypatch.setattr(LocalLauncher, "plan", refuse)
+    others = [queue.submit(2, name=f"other-{i}") for i in range(3)]
+    assert queue.round() == others[:2], "all four slots, which the first job was given before"
+    assert queue.why(broken) == ("launcher-error", "the launcher cannot plan the attempt: its profile is gone")
+    assert queue.why(others[2])[0] == "no-slot"
+
+
+def test_who_holds_a_victims_row_is_not_waited_for(tmp_path: Path, database: Database) -> None:
+    """It may wait for a row that the round holds, as another reconciler does that renews its leases."""
+    if database.is_sqlite:
+        pytest.skip("one writer at a time, whatever it writes")
+    queue = Queue(tmp_path / "home", database, cpus=1)
+    low = queue.submit(1, name="low")
+    assert queue.round() == [low]
+    high = queue.submit(1, name="high", priority=5)
+    with database.write() as session:
+        session.scalar(sa.select(Job.id).where(Job.id == low).with_for_update())
+        looking = threading.Thread(target=queue.round)
+        looking.start()
+        looking.join(30)
+        waited = looking.is_alive()
+    looking.join(30)
+    assert not waited
+    assert not queue.stopping() and queue.why(high)[0] == "no-slot"
+    queue.round()
+    assert queue.stopping() == {low}
