@@ -18,6 +18,7 @@ URI_ROOTS: Final = "RATCHET_CHECKPOINT_URI_ROOTS"  # with spaces between them
 DATABASE_URL: Final = "RATCHET_DATABASE_URL"
 LAUNCHERS: Final = "RATCHET_LAUNCHERS"  # the service's launchers file
 BOUNDS: Final = "RATCHET_BOUNDS"  # of what a service keeps of jobs' output: NAME=NUMBER,...
+LOG_FORMAT: Final = "RATCHET_LOG_FORMAT"  # of the service's log: text or json
 
 # set by the agent for every rank
 LAUNCH_FILE: Final = "RATCHET_LAUNCH_FILE"  # absolute path of launch.json

@@ -76,6 +76,11 @@ class HomePaths:
         return self.home / "ratchet.db"
 
     @property
+    def reconciler_mark(self) -> Path:
+        """Empty; its time is that of the last round of any reconciler of this run directory, to a few seconds."""
+        return self.home / "reconciler.mark"
+
+    @property
     def database_reserve(self) -> Path:
         """Room beside a SQLite database that a deletion may take."""
         return self.home / "ratchet.reserve"

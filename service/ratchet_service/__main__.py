@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 from pathlib import Path
 from typing import Final
 
 from ratchet_contract import environment
-from ratchet_service import backup, token_command
+from ratchet_service import backup, log_format, token_command
 from ratchet_service.bounds import Bounds, parse_bounds
+from ratchet_service.database import password_of
 from ratchet_service.listening import Listening, StartError
 from ratchet_service.settings import Settings
 
@@ -21,11 +21,7 @@ DEFAULT_PORT: Final = 0
 def main(argv: list[str] | None = None) -> int:
     """The exit status: 0 after a clean end, 2 when the service could not start or a token could not be made."""
     options = _parser().parse_args(argv)
-    logging.basicConfig(
-        level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
-    logging.getLogger("alembic").setLevel(logging.WARNING)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # its lines have whole URLs
+    log_format.configure(options.log_level, options.log_format, password_of(options.database_url))
     home = options.home.expanduser().absolute()
     try:
         if options.command == "token":
@@ -46,7 +42,8 @@ def _run(home: Path, options: argparse.Namespace) -> int:
     preemption = Preemption(not options.no_preemption, options.preemption_min_run)
     if options.command == "reconcile":
         settings = Settings(home, options.database_url, launchers, bounds=options.bounds)
-        reconcile(settings, options.cpu_slots, preemption)
+        listen = Listening(host=options.metrics_host, port=options.metrics_port or 0)
+        reconcile(settings, options.cpu_slots, preemption, None if options.metrics_port is None else listen)
         return 0
     settings = Settings(
         home,
@@ -68,7 +65,11 @@ def _run(home: Path, options: argparse.Namespace) -> int:
         ca_file=options.ca_file,
         insecure_http=options.insecure_http,
     )
-    serve(ServeOptions(settings, listen, options.cpu_slots, not options.no_reconciler, preemption=preemption))
+    serve(
+        ServeOptions(
+            settings, listen, options.cpu_slots, not options.no_reconciler, preemption=preemption, drain=options.drain
+        )
+    )
     return 0
 
 
@@ -82,6 +83,12 @@ def _parser() -> argparse.ArgumentParser:
         "--database-url",
         default=os.environ.get(environment.DATABASE_URL) or None,
         help="sqlite:///FILE or postgresql://... (default: RATCHET_DATABASE_URL, else SQLite in the run directory)",
+    )
+    database.add_argument(
+        "--log-format",
+        choices=log_format.FORMATS,
+        default=os.environ.get(environment.LOG_FORMAT) or "text",
+        help="of the log on standard error; json: one object a line (default: RATCHET_LOG_FORMAT, else text)",
     )
     database.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     common = argparse.ArgumentParser(add_help=False, parents=[database])
@@ -118,8 +125,21 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--port", type=_port, default=DEFAULT_PORT, help="0 takes a free one (default: %(default)s)")
     one.add_argument("--url", help="how agents reach the service, if not by the address it listens on")
     one.add_argument("--no-reconciler", action="store_true", help="the API alone; `reconcile` runs elsewhere")
+    one.add_argument(
+        "--drain",
+        type=_seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="after SIGTERM requests are taken for so long still, while /readyz is 503 already (default: %(default)g)",
+    )
     _add_access(one)
-    commands.add_parser("reconcile", parents=[common], help="a reconciler alone")
+    two = commands.add_parser("reconcile", parents=[common], help="a reconciler alone")
+    two.add_argument(
+        "--metrics-port",
+        type=_port,
+        help="tell /metrics, /healthz and /readyz there, without a token (default: nowhere)",
+    )
+    two.add_argument("--metrics-host", default="127.0.0.1", help="address of that port (default: %(default)s)")
     token_command.add(commands, database)
     backup.add(commands, database)
     return parser

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 from fastapi import Depends, FastAPI
 from starlette.concurrency import run_in_threadpool
@@ -12,6 +12,7 @@ from ratchet_contract.version import RATCHET_VERSION
 from ratchet_service import edge, migrate, openapi
 from ratchet_service.access import Gate
 from ratchet_service.database import Database
+from ratchet_service.health import Health
 from ratchet_service.http import Service, refuse_unknown_parameters
 from ratchet_service.idempotency import Idempotency
 from ratchet_service.instruments import Instruments
@@ -43,21 +44,30 @@ Errors are `application/problem+json` (RFC 9457) with a stable `code`; `errors` 
 """
 
 
-def create_app(settings: Settings, ports: SubmissionPorts, database: Database | None = None) -> FastAPI:
+def create_app(
+    settings: Settings,
+    ports: SubmissionPorts,
+    database: Database | None = None,
+    health: Health | None = None,
+    instruments: Instruments | None = None,
+) -> FastAPI:
     """The app. Its lifespan migrates the database before the first request.
 
-    ``database``: an open one to share, which the caller migrates and disposes of; default: the settings' own.
+    ``database``: an open one to share, which the caller migrates and disposes of; default: the settings' own. ``health``: what
+    the process that serves it says of itself; ``instruments``: shared with its reconciler, and listening already.
     """
     own = Database(settings.url) if database is None else None
     shared = database or own
     assert shared is not None
+    counts = instruments or Instruments()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         settings.paths.jobs.mkdir(parents=True, exist_ok=True)
         if own is not None:
             await run_in_threadpool(migrate.upgrade, own)
-        yield
+        with counts.listening(shared) if instruments is None else nullcontext():
+            yield
         if own is not None:
             own.dispose()
 
@@ -73,17 +83,23 @@ def create_app(settings: Settings, ports: SubmissionPorts, database: Database | 
         redirect_slashes=False,
         generate_unique_id_function=lambda route: route.name,
     )
-    instruments = Instruments()
     idempotency = Idempotency(shared, settings.idempotency_seconds, settings.claim_seconds)
     turns = Turns(settings.exports, "making other exports")
     exporter = Exporter(shared, settings.paths, turns, settings.export_seconds)
     app.state.service = Service(
-        settings, shared, ports, idempotency, exporter, Uploads(settings.paths), Gate(settings, shared)
+        settings,
+        shared,
+        ports,
+        idempotency,
+        exporter,
+        Uploads(settings.paths),
+        Gate(settings, shared),
+        health or Health(),
     )
-    app.state.instruments = instruments
+    app.state.instruments = counts
     if not settings.tokens:
         app.add_middleware(OwnMachineOnly)
-    edge.install(app, instruments)  # outermost
+    edge.install(app, counts)  # outermost
     app.state.routes = []
     for module in (jobs, actions, checkpoints, observe, hooks, reports, code, tokens, quotas, queue, operations):
         app.include_router(module.router, dependencies=[Depends(refuse_unknown_parameters)])

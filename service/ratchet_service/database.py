@@ -62,6 +62,15 @@ def normalise_url(url: str) -> URL:
     raise ValueError(f"database {parsed.drivername!r} is not supported: use sqlite:///FILE or postgresql://...")
 
 
+def password_of(url: str | None) -> list[str]:
+    """What no log may have; nothing where the URL has none, or is none."""
+    try:
+        parsed = make_url(url or "")
+    except sa.exc.ArgumentError:
+        return []
+    return [text for text in (parsed.password, parsed.query.get("password")) if isinstance(text, str) and text]
+
+
 def _postgres_options(url: URL) -> dict[str, Any]:
     """At most 20 connections per process, so that a few of them share a server's usual 100; who waits longer than 30 seconds for
     one gets an error. Statements are not prepared on the server: behind pgbouncer in transaction mode the next one may meet
@@ -85,10 +94,17 @@ class Database:
         self.url = normalise_url(url)
         postgres = self.url.drivername.startswith("postgresql")
         options = _postgres_options(self.url) if postgres else _SQLITE_OPTIONS
-        self.engine: Engine = sa.create_engine(self.url, json_serializer=_strict_json, **options)
+        self.engine: Engine = sa.create_engine(
+            self.url,
+            json_serializer=_strict_json,
+            hide_parameters=True,  # an error's text gets into logs, and rows have values that nobody is shown
+            **options,
+        )
         if self.is_sqlite:
             event.listen(self.engine, "connect", _sqlite_connect)
             event.listen(self.engine, "begin", _sqlite_begin)
+        self.sessions = type("DatabaseSession", (Session,), {})
+        """Of write transactions: a class of its own, so that what this database commits can be listened to."""
         self._info = clocks.info(self.clock)
         self._reader = self.engine.execution_options(**{_READ_ONLY: True})
 
@@ -99,7 +115,7 @@ class Database:
     @contextmanager
     def write(self) -> Iterator[Session]:
         """A session in a write transaction: committed when the block ends, rolled back when it raises."""
-        with Session(self.engine, expire_on_commit=False, info=self._info) as session, session.begin():
+        with self.sessions(self.engine, expire_on_commit=False, info=self._info) as session, session.begin():
             yield session
 
     @contextmanager

@@ -10,6 +10,8 @@ import argparse
 import os
 import sqlite3
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -20,7 +22,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from ratchet_contract import environment
 from ratchet_contract.findings import Finding, ProbeReport, failed, ok, warning
-from ratchet_service import migrate
+from ratchet_contract.paths import HomePaths
+from ratchet_service import doctor_jobs, migrate
 from ratchet_service.database import Database, normalise_url
 from ratchet_service.models import Base
 from ratchet_service.settings import Settings
@@ -56,13 +59,14 @@ def probe(settings: Settings) -> list[Finding]:
                 cure=f"set {environment.DATABASE_URL} to sqlite:////path/ratchet.db or postgresql://user@host/name",
             )
         ]
-    return _sqlite(Path(str(url.database))) if url.drivername.startswith("sqlite") else _postgres(url)
+    home = settings.paths
+    return _sqlite(Path(str(url.database)), home) if url.drivername.startswith("sqlite") else _postgres(url, home)
 
 
 # --- SQLite --------------------------------------------------------------------------------------------------------------
 
 
-def _sqlite(path: Path) -> list[Finding]:
+def _sqlite(path: Path, home: HomePaths) -> list[Finding]:
     if not path.exists():
         return [ok("database", "none yet", f"`ratchet serve` makes {path}")]
     try:
@@ -79,14 +83,22 @@ def _sqlite(path: Path) -> list[Finding]:
     if problem != "ok":
         return [_damaged(path, problem)]
     size = f"{path.stat().st_size / 2**20:.1f} MiB"
-    return [ok("database", f"SQLite {sqlite3.sqlite_version}, {size}", "quick_check ok"), _schema(revision, tables)]
+    schema = _schema(revision, tables)
+    rows = [ok("database", f"SQLite {sqlite3.sqlite_version}, {size}", "quick_check ok"), schema]
+    if schema.status != "ok" or "jobs" not in tables:
+        return rows
+    try:
+        with _opened(path) as connection:
+            (mode,) = connection.execute("PRAGMA journal_mode").fetchone()
+            rows += doctor_jobs.sqlite_files(path, str(mode))
+            return rows + _jobs(home, lambda query: connection.execute(query).fetchall())
+    except sqlite3.DatabaseError as error:
+        return [*rows, warning("jobs on disk", "not compared", detail=f"{path}: {error}", cure="try again")]
 
 
 def _read_sqlite(path: Path) -> tuple[str, str | None, set[str]]:
     """(answer of quick_check, schema revision, names of tables); without a trace in the directory where nobody has it open."""
-    mode = "mode=ro" if path.with_name(path.name + "-wal").exists() else "immutable=1"
-    connection = sqlite3.connect(f"file:{quote(str(path))}?{mode}", uri=True, timeout=_BUSY_SECONDS)
-    try:
+    with _opened(path) as connection:
         (problem,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         row = (
@@ -94,9 +106,15 @@ def _read_sqlite(path: Path) -> tuple[str, str | None, set[str]]:
             if "alembic_version" in tables
             else None
         )
-    finally:
-        connection.close()
     return str(problem), None if row is None else str(row[0]), tables
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[sqlite3.Connection]:
+    mode = "mode=ro" if path.with_name(path.name + "-wal").exists() else "immutable=1"
+    uri = f"file:{quote(str(path))}?{mode}"
+    with closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_SECONDS)) as connection:
+        yield connection
 
 
 def _damaged(path: Path, why: str) -> Finding:
@@ -106,7 +124,7 @@ def _damaged(path: Path, why: str) -> Finding:
 # --- PostgreSQL ----------------------------------------------------------------------------------------------------------
 
 
-def _postgres(url: URL) -> list[Finding]:
+def _postgres(url: URL, home: HomePaths) -> list[Finding]:
     shown = url.render_as_string(hide_password=True)
     try:
         database = Database(url.render_as_string(hide_password=False))
@@ -116,7 +134,7 @@ def _postgres(url: URL) -> list[Finding]:
         ]
     try:
         with database.engine.connect() as connection:
-            return _ask_postgres(connection, shown)
+            return _ask_postgres(connection, shown, home)
     except SQLAlchemyError as error:
         why = (str(getattr(error, "orig", None) or error).strip().splitlines() or [type(error).__name__])[0]
         return [
@@ -131,7 +149,7 @@ def _postgres(url: URL) -> list[Finding]:
         database.dispose()
 
 
-def _ask_postgres(connection: Connection, shown: str) -> list[Finding]:
+def _ask_postgres(connection: Connection, shown: str, home: HomePaths) -> list[Finding]:
     version = str(connection.scalar(sa.text("SHOW server_version")))
     found = [ok("database", f"PostgreSQL {version.split()[0]}", shown)]
     if connection.scalar(sa.text("SELECT pg_is_in_recovery()")):
@@ -143,6 +161,7 @@ def _ask_postgres(connection: Connection, shown: str) -> list[Finding]:
                 cure="name the primary server in the URL",
             )
         ]
+    found.append(doctor_jobs.clock(connection.scalar(sa.text("SELECT clock_timestamp()"))))
     user = connection.scalar(sa.text("SELECT current_user"))
     schema = connection.scalar(sa.text("SELECT current_schema()"))
     tables = set(sa.inspect(connection).get_table_names(schema)) if schema else set()
@@ -167,7 +186,13 @@ def _ask_postgres(connection: Connection, shown: str) -> list[Finding]:
     else:
         found.append(ok("database rights", "ok", f"{user} may create and change tables in schema {schema}"))
     revision = _scalar(connection, "SELECT version_num FROM alembic_version") if "alembic_version" in tables else None
-    return [*found, _schema(revision, tables)]
+    schema = _schema(revision, tables)
+    if schema.status != "ok" or "jobs" not in tables:
+        return [*found, schema]
+    try:
+        return [*found, schema, *_jobs(home, lambda query: connection.execute(sa.text(query)).all())]
+    except SQLAlchemyError:  # no right to read, which the finding about rights tells
+        return [*found, schema]
 
 
 def _owned_by_others(connection: Connection) -> list[str]:
@@ -185,6 +210,24 @@ def _scalar(connection: Connection, query: str) -> str | None:
     except SQLAlchemyError:  # no right to read it, which the finding about rights tells
         return None
     return None if value is None else str(value)
+
+
+def _jobs(home: HomePaths, ask: Callable[[str], Sequence[Any]]) -> list[Finding]:
+    """Run directory and processes against the rows. ``ask``: a query's rows; one without values of others."""
+
+    def epochs() -> dict[str, int]:
+        return {str(job_id): int(epoch) for job_id, epoch in ask("SELECT id, epoch FROM jobs")}
+
+    def alive() -> set[str]:
+        query = "SELECT job_id, number FROM attempts WHERE phase <> 'ENDED'"
+        return {f"{job_id}/{number:04d}" for job_id, number in ask(query)}
+
+    known = epochs()
+    begun = (job_id for job_id, epoch in known.items() if epoch > 0)
+    return [
+        doctor_jobs.run_directory(home, lambda ids: {i: known[i] for i in ids if i in known}, lambda: begun),
+        doctor_jobs.orphans(home, alive),
+    ]
 
 
 # --- both ----------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import secrets
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ratchet_contract.errors import FieldProblem, RatchetError
 from ratchet_contract.version import GROWTH_HEADER, PROTOCOL_GROWTH, PROTOCOL_HEADER, PROTOCOL_VERSION
-from ratchet_service import disk, problems
+from ratchet_service import disk, log_format, problems
 from ratchet_service.instruments import Instruments
 
 log = logging.getLogger("ratchet.service")
@@ -28,6 +29,8 @@ _PROTOCOL: Final = (
     (PROTOCOL_HEADER.lower().encode(), str(PROTOCOL_VERSION).encode()),
     (GROWTH_HEADER.lower().encode(), str(PROTOCOL_GROWTH).encode()),
 )
+REQUEST_ID: Final = b"x-request-id"
+_GIVEN_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"})
 
 
@@ -132,7 +135,7 @@ def _disk_full(request: Request, error: Exception) -> Response:
 
 def internal_error(method: str, path: str, error: BaseException) -> Response:
     incident = secrets.token_hex(6)
-    log.error("incident %s: %s %s", incident, method, path, exc_info=error)
+    log.error("incident %s: %s %s", incident, method, path, exc_info=error, extra={"incident": incident})
     text = f"something went wrong in the service; its log has the details under incident {incident}"
     return problem_response(500, "internal-error", text, path)
 
@@ -149,12 +152,15 @@ class Edge:
             return
         begin = time.monotonic()
         status = 0
+        request_id = _request_id(scope)
+        log_format.now_about(request_id=request_id)
+        named = (REQUEST_ID, request_id.encode())
 
         async def watch(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", []), *_PROTOCOL]
+                message["headers"] = [*message.get("headers", []), *_PROTOCOL, named]
                 self._instruments.observe(_method(scope), _route(scope), status, time.monotonic() - begin)
             await send(message)
 
@@ -164,6 +170,14 @@ class Edge:
             if status:
                 raise  # the answer has begun; the server cuts the connection, so that nobody takes it for whole
             await internal_error(scope["method"], scope["path"], error)(scope, receive, watch)
+
+
+def _request_id(scope: Scope) -> str:
+    """The caller's own, where it fits into a log and a header; else a new one."""
+    for name, value in scope["headers"]:
+        if name == REQUEST_ID and _GIVEN_ID.fullmatch(value):
+            return str(value, "ascii")
+    return secrets.token_hex(8)
 
 
 def _method(scope: Scope) -> str:

@@ -16,9 +16,11 @@ from pydantic import BaseModel
 from sqlalchemy.orm import Session
 
 from ratchet_contract.errors import FieldProblem, Refused
+from ratchet_service import log_format
 from ratchet_service.access import Gate
 from ratchet_service.bodies import RawBody, decode, read_body
 from ratchet_service.database import Database
+from ratchet_service.health import Health
 from ratchet_service.idempotency import Call, Idempotency, Reply, make_call
 from ratchet_service.ports import SubmissionPorts
 from ratchet_service.settings import Settings
@@ -39,6 +41,7 @@ class Service:
     exporter: Exporter
     uploads: Uploads
     gate: Gate
+    health: Health
 
 
 async def get_service(request: Request) -> Service:
@@ -74,7 +77,10 @@ async def disconnected(request: Request) -> AsyncIterator[threading.Event]:
 
 
 async def refuse_unknown_parameters(request: Request) -> None:
-    """A misspelt filter that is ignored would give a wrong answer that looks right."""
+    """A misspelt filter that is ignored would give a wrong answer that looks right. What is logged from here on names the job."""
+    number = str(request.path_params.get("number", ""))
+    attempt = int(number) if number.isascii() and number.isdigit() and len(number) < 10 else None
+    log_format.now_about(job_id=request.path_params.get("job_id"), attempt=attempt)
     if "\0" in request.url.query or "%00" in request.url.query:
         raise Refused("a query parameter holds a NUL character", code="invalid-character")
     known = _query_names(request.scope["route"].dependant)

@@ -47,6 +47,11 @@ _BY_CODE: Final[dict[str, int]] = {
     "busy": 503,
     "checkpoint-remote": 503,
     "database-unavailable": 503,
+    "reconciler-stalled": 503,
+    "run-directory-unwritable": 503,
+    "schema-newer": 503,
+    "schema-older": 503,
+    "shutting-down": 503,
     "export-timeout": 504,
     "disk-full": 507,
 }

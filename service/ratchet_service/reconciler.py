@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Collection
 from typing import Final
 
@@ -20,10 +21,13 @@ from ratchet_service import disk, leases
 from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.database import Database
 from ratchet_service.expiry import Expiry
+from ratchet_service.health import Beat
+from ratchet_service.instruments import Instruments
 from ratchet_service.launchers.base import EngineUnreachable, attempt_name
 from ratchet_service.launchers.table import Launchers
-from ratchet_service.launching import Launching
+from ratchet_service.launching import Launched, Launching
 from ratchet_service.leases import Lease, LeaseLost
+from ratchet_service.log_format import about
 from ratchet_service.models import Attempt, Job
 from ratchet_service.queue_rows import launched_by
 from ratchet_service.queueing import Preemption
@@ -57,8 +61,10 @@ class Reconciler:
         lease_seconds: float = LEASE_SECONDS,
         preemption: Preemption | None = None,
         bounds: Bounds = DEFAULT_BOUNDS,
+        instruments: Instruments | None = None,
     ) -> None:
         self._database = database
+        self._instruments = instruments or Instruments()
         self._home = home
         self._owner = leases.new_owner()
         self._lease_seconds = lease_seconds
@@ -76,6 +82,7 @@ class Reconciler:
         self._look_around_at = 0.0
         self._expired = 0.0
         self._swept = False
+        self.beat = Beat(home.reconciler_mark)
 
     def wake(self) -> None:
         """Look at the queue now instead of at the end of the pause."""
@@ -89,8 +96,10 @@ class Reconciler:
     def run(self) -> None:
         """Until ``stop``; then the leases are given back. What the agents do is not touched. Faults are logged and survived."""
         while not self._stopping.is_set():
+            began, failed = time.monotonic(), True
             try:
                 pause = self.round()
+                failed = False
             except SQLAlchemyError as error:
                 full = disk.without_room(self._database) if disk.is_full(error, self._home.home) else None
                 why = full.detail if full is not None else f"the database does not answer: {str(error).splitlines()[0]}"
@@ -99,6 +108,8 @@ class Reconciler:
             except Exception:
                 log.exception("a round of the reconciler failed, trying again")
                 pause = _ERROR_PAUSE
+            self.beat.round()
+            self._instruments.round(time.monotonic() - began, failed)
             self._changed.wait(pause)
         self._give_back()
 
@@ -150,30 +161,38 @@ class Reconciler:
             held_at = self._database.clock.monotonic()
             with self._database.write() as session:
                 lease = leases.take(session, found, self._owner, self._lease_seconds)
-            if lease is None:
-                continue
-            log.info("%s, attempt %d: taken over", lease.job_id, lease.epoch)
-            try:
-                self._watches[lease.job_id] = self._watcher.begin(lease, held_at)
-            except NoResultFound:
-                log.info("%s, attempt %d: ended and deleted meanwhile", lease.job_id, lease.epoch)
-            except ValueError:  # rows of another version: the others must go on
-                log.exception("%s cannot be looked after by this version", lease.job_id)
+            if lease is not None:
+                with about(job_id=lease.job_id, attempt=lease.epoch):
+                    self._taken_over(lease, held_at)
+
+    def _taken_over(self, lease: Lease, held_at: float) -> None:
+        log.info("%s, attempt %d: taken over", lease.job_id, lease.epoch)
+        self._instruments.taken_over()
+        try:
+            self._watches[lease.job_id] = self._watcher.begin(lease, held_at)
+        except NoResultFound:
+            log.info("%s, attempt %d: ended and deleted meanwhile", lease.job_id, lease.epoch)
+        except ValueError:  # rows of another version: the others must go on
+            log.exception("%s cannot be looked after by this version", lease.job_id)
 
     def _launch(self) -> None:
         held_at = self._database.clock.monotonic()
         for launched in self._launching.launch_ready():
-            job_id, epoch, _ = launched.lease
-            try:
-                watch = self._watches[job_id] = self._watcher.begin(launched.lease, held_at)
-                if launched.plan is None:
-                    log.warning("%s: on the disk, and not in the database: taken in", watch.ref.name)
-                    continue
-                log.info("%s: launching", watch.ref.name)
-                self._watcher.submit(watch, launched.plan)
-            except _NOT_OURS as error:
-                log.info("%s, attempt %d: not launched by this process: %s", job_id, epoch, error)
-                self._watches.pop(job_id, None)
+            with about(job_id=launched.lease.job_id, attempt=launched.lease.epoch):
+                self._launched(launched, held_at)
+
+    def _launched(self, launched: Launched, held_at: float) -> None:
+        job_id, epoch, _ = launched.lease
+        try:
+            watch = self._watches[job_id] = self._watcher.begin(launched.lease, held_at)
+            if launched.plan is None:
+                log.warning("%s: on the disk, and not in the database: taken in", watch.ref.name)
+                return
+            log.info("%s: launching", watch.ref.name)
+            self._watcher.submit(watch, launched.plan)
+        except _NOT_OURS as error:
+            log.info("%s, attempt %d: not launched by this process: %s", job_id, epoch, error)
+            self._watches.pop(job_id, None)
 
     def _look(self) -> None:
         with self._database.read() as session:
@@ -184,7 +203,8 @@ class Reconciler:
                 log.info("%s: looked after by another reconciler now", watch.ref.name)
                 del self._watches[job_id]
                 continue
-            self._look_at(job_id, watch, wish)
+            with about(job_id=job_id, attempt=watch.lease.epoch):
+                self._look_at(job_id, watch, wish)
 
     def _look_at(self, job_id: str, watch: Watch, wish: Wish) -> None:
         try:

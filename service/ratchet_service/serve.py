@@ -6,32 +6,29 @@ import fcntl
 import logging
 import os
 import signal
-import socket
-import ssl
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Final
 
 import sqlalchemy as sa
-import uvicorn
-from fastapi import FastAPI
 from pydantic import ValidationError
 
 from ratchet_contract.messages import ServiceFile
 from ratchet_contract.paths import HomePaths
 from ratchet_service import disk, migrate, slot_host
 from ratchet_service.app import create_app
-from ratchet_service.database import Database, utc_now
-from ratchet_service.http_limits import MAX_HEADERS, HeadDeadline, most_connections
+from ratchet_service.database import Database
+from ratchet_service.health import Health
+from ratchet_service.http_server import Ending, Server, signals
+from ratchet_service.instruments import Instruments
 from ratchet_service.interpreters import Interpreters
 from ratchet_service.launchers.table import Launchers
 from ratchet_service.launchers.table import load as load_launchers
 from ratchet_service.listening import FIRST_TOKEN, Listening, StartError, read_authorities
 from ratchet_service.machine import Machine, probe, write_machine
+from ratchet_service.metrics_port import telling
 from ratchet_service.models import ApiToken
 from ratchet_service.queueing import Preemption
 from ratchet_service.reconciler import LEASE_SECONDS, Reconciler
@@ -41,8 +38,8 @@ from ratchet_service.submission import LocalSubmission
 
 log = logging.getLogger(__name__)
 
-_GRACE: Final = 3
-"""Seconds that open requests (followers of logs and events) get at a clean end."""
+_ROUND: Final = 10.0
+"""Seconds that the reconciler's round under way gets at a clean end; then its leases are left to expire."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +53,8 @@ class ServeOptions:
     reconcile: bool = True
     launchers: Launchers | None = None
     preemption: Preemption = field(default_factory=Preemption)
+    drain: float = 0.0
+    """Seconds between SIGTERM, from which on ``/readyz`` is 503, and the end of listening: for whoever routes requests here."""
 
 
 def serve(options: ServeOptions) -> None:
@@ -71,7 +70,7 @@ def serve(options: ServeOptions) -> None:
             write_authorities(settings.paths, listen)
             launchers = options.launchers or open_launchers(settings)
             machine = probe_machine(options.cpu_slots)
-            reconciler = None
+            instruments, reconciler = Instruments(), None
             if options.reconcile:
                 take_slots(database, launchers)
                 reconciler = Reconciler(
@@ -81,6 +80,7 @@ def serve(options: ServeOptions) -> None:
                     machine.capacity,
                     preemption=options.preemption,
                     bounds=settings.bounds,
+                    instruments=instruments,
                 )
             ports = LocalSubmission(
                 settings.paths,
@@ -92,35 +92,57 @@ def serve(options: ServeOptions) -> None:
             )
             url = listen.address(bound)
             _say_who_may_come_in(settings, listen, url, database)
-            server = _Server(create_app(settings, ports, database), settings.paths, url, tls)
-            with _signals(server), _running(reconciler):
+            health = Health(beat=reconciler.beat if reconciler else None)
+            app = create_app(settings, ports, database, health, instruments)
+            leave = reconciler.stop if reconciler else lambda: None
+            server = Server(app, settings.paths, url, tls, Ending(health, options.drain, leave))
+            with instruments.listening(database), signals(server), _running(reconciler):
                 server.run(sockets=[bound])
         finally:
             database.dispose()
     log.info("ended; agents that were running go on, and are found again at the next start")
 
 
-def reconcile(settings: Settings, cpu_slots: int | None, preemption: Preemption | None = None) -> None:
-    """Run a reconciler alone until SIGTERM or SIGINT. Several may run side by side. Raises ``StartError``."""
+def reconcile(
+    settings: Settings,
+    cpu_slots: int | None,
+    preemption: Preemption | None = None,
+    metrics: Listening | None = None,
+) -> None:
+    """Run a reconciler alone until SIGTERM or SIGINT. Several may run side by side. ``metrics``: where it tells its own, and
+    whether it is well. Raises ``StartError``."""
     settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     database = open_database(settings)
     try:
         machine = probe_machine(cpu_slots)
         launchers = open_launchers(settings)
         take_slots(database, launchers)
+        instruments = Instruments()
         reconciler = Reconciler(
-            database, settings.paths, launchers, machine.capacity, preemption=preemption, bounds=settings.bounds
-        )
+            database, settings.paths, launchers, machine.capacity, preemption=preemption, bounds=settings.bounds,
+            instruments=instruments,
+        )  # fmt: skip
+        health = Health(beat=reconciler.beat)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: reconciler.stop())
+            signal.signal(number, lambda sig, _: _stop(sig, reconciler, health))
         write_machine(settings.home, machine, _torch_has_cuda(machine))
         log.info(
             "reconciling for %s; %d GPUs, %d CPU slots", ", ".join(launchers), len(machine.gpus), machine.capacity.cpus
         )
-        reconciler.run()
+        with instruments.listening(database), telling(metrics, health, database, settings.paths, instruments):
+            reconciler.run()
     finally:
         database.dispose()
     log.info("ended; agents that were running go on")
+
+
+def _stop(sig: int, reconciler: Reconciler, health: Health) -> None:
+    """In a signal handler of the thread that reconciles, and may hold the very lock that ``stop`` takes: another thread does it.
+    The second signal ends the process at once."""
+    if health.stopping:
+        os._exit(128 + sig)
+    health.stopping = True
+    threading.Thread(target=reconciler.stop, name="stop").start()
 
 
 def probe_machine(cpu_slots: int | None) -> Machine:
@@ -171,89 +193,23 @@ def open_database(settings: Settings) -> Database:
     return database
 
 
-class _Server(uvicorn.Server):
-    """Writes ``service.json`` once requests are answered, and takes it away at a clean end if it is still its own."""
-
-    def __init__(self, app: FastAPI, paths: HomePaths, url: str, tls: ssl.SSLContext | None) -> None:
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=_GRACE,
-            server_header=False,
-            proxy_headers=False,  # whoever sends them could be anybody
-            http=HeadDeadline,
-            ws="none",
-            h11_max_incomplete_event_size=MAX_HEADERS,
-            limit_concurrency=most_connections(),
-        )
-        super().__init__(config)
-        config.load()
-        config.ssl = tls
-        self._paths = paths
-        self._url = url
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            write_service_file(self._paths.service_file, self._url)
-            log.info("listening on %s", self._url)
-
-    async def on_tick(self, counter: int) -> bool:
-        """Ten times a second. Another service of this run directory that has ended has taken its file away with it."""
-        if counter % 20 == 0 and not self._paths.service_file.exists() and not self.should_exit:
-            write_service_file(self._paths.service_file, self._url)
-        return await super().on_tick(counter)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        remove_service_file(self._paths.service_file)
-        await super().shutdown(sockets)
-
-
-def write_service_file(path: Path, url: str) -> None:
-    """By rename, readable by the owner alone."""
-    content = ServiceFile(url=url, pid=os.getpid(), started_at=utc_now().isoformat()).model_dump_json()
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".service-")  # mode 0600
-    with os.fdopen(fd, "w") as handle:
-        handle.write(content)
-    Path(temporary).rename(path)
-
-
-def remove_service_file(path: Path) -> None:
-    """Only if it names this process: a later service may have written its own."""
-    with suppress(OSError, ValidationError):
-        if ServiceFile.model_validate_json(path.read_bytes()).pid == os.getpid():
-            path.unlink()
-
-
-@contextmanager
-def _signals(server: _Server) -> Iterator[None]:
-    """uvicorn raises the signal that ended it once more after its clean end, which would be a death by signal: it lands here."""
-
-    def end(_number: int, _frame: object) -> None:
-        server.should_exit = True
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 @contextmanager
 def _running(reconciler: Reconciler | None) -> Iterator[None]:
     """The reconciler in a thread of its own while the block runs."""
     if reconciler is None:
         yield
         return
-    thread = threading.Thread(target=reconciler.run, name="reconciler")
+    thread = threading.Thread(target=reconciler.run, name="reconciler", daemon=True)
     thread.start()
     try:
         yield
     finally:
         reconciler.stop()
-        thread.join()
+        thread.join(_ROUND)
+        if thread.is_alive():
+            log.warning(
+                "a round of the reconciler is left where it is; its leases end by themselves in %g s", LEASE_SECONDS
+            )
 
 
 @contextmanager

@@ -10,6 +10,8 @@ import anyio
 from anyio.to_thread import run_sync
 
 END: str = "event: end\ndata: {}\n\n"
+RETRY: str = "retry: 500\n\n"
+"""Milliseconds until a follower asks again, where it goes on after its last id."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,22 @@ def frame(id_: str, data: str, event: str | None = None) -> str:
 
 
 async def follow(
-    look: Callable[[], Look], *, interval: float, keep_alive: float, idle: str, end: str
+    look: Callable[[], Look],
+    *,
+    interval: float,
+    keep_alive: float,
+    idle: str,
+    end: str,
+    leaving: Callable[[], bool] = lambda: False,
 ) -> AsyncIterator[str]:
     """Chunks as they come. ``idle`` is sent every ``keep_alive`` seconds of silence, so that a dead follower is noticed;
-    ``end`` is the last chunk of a stream that is complete. The looks run in a worker thread, one after the other."""
+    ``end`` is the last chunk of a stream that is complete. The looks run in a worker thread, one after the other.
+    ``leaving``: the service ends; events are told to come again, text is left to be cut, so that nobody takes it for whole."""
     spoke = time.monotonic()
     while True:
+        if end and leaving():
+            yield RETRY
+            return
         found = await run_sync(look)
         for chunk in found.chunks:
             yield chunk

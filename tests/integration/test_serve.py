@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from ratchet_service.__main__ import main
-from ratchet_service.serve import remove_service_file, write_service_file
+from ratchet_service.http_server import remove_service_file, write_service_file
 from tests.support.server import wait_for
 
 COMMAND = [sys.executable, "-m", "ratchet_service"]

@@ -23,13 +23,14 @@ from ratchet_contract.paths import AttemptPaths, HomePaths
 from ratchet_contract.phases import JobPhase
 from ratchet_service.app import create_app
 from ratchet_service.database import Database
+from ratchet_service.http_server import write_service_file
 from ratchet_service.launchers.base import Launcher, LaunchPlan
 from ratchet_service.launchers.local import LocalLauncher
 from ratchet_service.launchers.table import Launchers
 from ratchet_service.machine import Machine
 from ratchet_service.models import Attempt, Checkpoint, Event, Job
 from ratchet_service.reconciler import Reconciler
-from ratchet_service.serve import ServeOptions, serve, write_service_file
+from ratchet_service.serve import ServeOptions, serve
 from ratchet_service.settings import Settings
 from ratchet_service.submission import LocalSubmission
 from ratchet_service.watched import Timing

@@ -43,6 +43,10 @@ MinRun = Annotated[
         help="A job that was stopped so trains for so long before it is stopped so again. (default: 60)",
     ),
 ]
+LogFormat = Annotated[
+    str | None,
+    typer.Option(metavar="text|json", help="Of the log on standard error. (default: RATCHET_LOG_FORMAT, else text)"),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -62,9 +66,18 @@ def serve(
     launchers: Launchers = None,
     no_preemption: NoPreemption = False,
     preemption_min_run: MinRun = None,
+    log_format: LogFormat = None,
     no_reconciler: Annotated[
         bool, typer.Option("--no-reconciler", help="Only the API; `ratchet reconcile` runs elsewhere.")
     ] = False,
+    drain: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="After SIGTERM requests are taken for so long still, while /readyz is 503 already. (default: 0)",
+        ),
+    ] = None,
     url: Annotated[
         str | None, typer.Option(help="How agents reach the service, if not by the address it listens on.")
     ] = None,
@@ -115,7 +128,7 @@ def serve(
     """Run the service (API and reconciler) in the foreground. Ctrl-C ends it; running jobs go on and are found again."""
     arguments = [
         "serve",
-        *_common(ctx, home, cpu_slots, launchers),
+        *_common(ctx, home, cpu_slots, launchers, log_format),
         *_preemption(no_preemption, preemption_min_run),
         "--host",
         host,
@@ -124,7 +137,7 @@ def serve(
     ]
     arguments += ["--no-reconciler"] * no_reconciler + ["--insecure-http"] * insecure_http
     given = {"--url": url, "--auth": auth, "--tls-cert": tls_cert, "--tls-key": tls_key, "--ca-file": ca_file,
-             "--request-rate": request_rate}  # fmt: skip
+             "--request-rate": request_rate, "--drain": drain}  # fmt: skip
     for option, value in given.items():
         arguments += [] if value is None else [option, str(value)]
     for option, values in (("--code-root", code_root), ("--checkpoint-uri-root", checkpoint_uri_root)):
@@ -140,21 +153,34 @@ def reconcile(
     launchers: Launchers = None,
     no_preemption: NoPreemption = False,
     preemption_min_run: MinRun = None,
+    log_format: LogFormat = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, help="Tell /metrics, /healthz and /readyz there, without a token. (default: nowhere)"
+        ),
+    ] = None,
+    metrics_host: Annotated[str | None, typer.Option(help="Address of that port. (default: 127.0.0.1)")] = None,
 ) -> None:
     """Run a reconciler alone, beside a service with --no-reconciler. Several may share one database."""
     arguments = [
         "reconcile",
-        *_common(ctx, home, cpu_slots, launchers),
+        *_common(ctx, home, cpu_slots, launchers, log_format),
         *_preemption(no_preemption, preemption_min_run),
     ]
+    for option, value in (("--metrics-port", metrics_port), ("--metrics-host", metrics_host)):
+        arguments += [] if value is None else [option, str(value)]
     become("ratchet_service", "fastapi", "service", arguments, database_url)
 
 
-def _common(ctx: typer.Context, home: Path | None, cpu_slots: int | None, launchers: Path | None) -> list[str]:
+def _common(
+    ctx: typer.Context, home: Path | None, cpu_slots: int | None, launchers: Path | None, log_format: str | None
+) -> list[str]:
     from ratchet_client.discovery import home_directory
 
     arguments = ["--home", str(home_directory(home or settings(ctx).home))]
     arguments += [] if cpu_slots is None else ["--cpu-slots", str(cpu_slots)]
+    arguments += [] if log_format is None else ["--log-format", log_format]
     return arguments if launchers is None else [*arguments, "--launchers", str(launchers)]
 
 

@@ -212,5 +212,6 @@ def _stream(service: Service, look: Any, form: str) -> StreamingResponse:
         keep_alive=settings.keep_alive_interval,
         idle=_COMMENT if events_form else "",
         end=END if events_form else "",
+        leaving=lambda: service.health.stopping,
     )
     return StreamingResponse(chunks, media_type=form, headers={"Cache-Control": "no-store"})

@@ -2,38 +2,57 @@
 
 from __future__ import annotations
 
+import logging
+
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
 from ratchet_contract.access import Scope
+from ratchet_contract.errors import RatchetError
 from ratchet_contract.version import RATCHET_VERSION
-from ratchet_service import disk
+from ratchet_service import problems
 from ratchet_service.access import OPEN, needs
+from ratchet_service.edge import problem_response
+from ratchet_service.health import Component, check
 from ratchet_service.http import ServiceDep
 from ratchet_service.instruments import Instruments
 
 router = APIRouter(tags=["operations"])
+log = logging.getLogger(__name__)
 
 
-class Health(BaseModel):
+class Alive(BaseModel):
     status: str = "ok"
     version: str = RATCHET_VERSION
 
 
+class Ready(Alive):
+    components: dict[str, Component]
+
+
 @router.get("/healthz", dependencies=[OPEN], summary="The process answers")
-def healthz() -> Health:
-    return Health()
+def healthz() -> Alive:
+    """Nothing else is looked at: a process that answers is not to be killed because its database is away."""
+    return Alive()
 
 
-@router.get("/readyz", dependencies=[OPEN], summary="The database answers too")
-def readyz(service: ServiceDep) -> Health:
-    """503 `database-unavailable` when it does not, 507 `disk-full` when its disk has no room for a change."""
-    service.database.ping()
-    full = disk.without_room(service.database)
-    if full is not None:
-        raise full
-    return Health()
+@router.get("/readyz", dependencies=[OPEN], response_model=Ready, summary="The service can take requests")
+def readyz(service: ServiceDep, request: Request) -> Ready | Response:
+    """200 with what was looked at. 503 with a code: `database-unavailable`; `schema-newer`, `schema-older` (the database is not
+    of this version's revision); `run-directory-unwritable`; `reconciler-stalled` (this process's own has finished no round for a
+    minute); `shutting-down`. 507 `disk-full`. Reconcilers of other processes are told as a component, and change nothing: an API
+    without one still takes requests."""
+    health = service.health
+    try:
+        found = check(health, service.database, service.settings.paths)
+    except RatchetError as error:
+        if health.is_news(error.code):
+            log.warning("not ready: %s: %s", error.code, error.detail)
+        return problem_response(problems.status_of(error), error.code, error.detail, request.url.path)
+    if health.is_news(None):
+        log.info("ready")
+    return Ready(components=found)
 
 
 @router.get(
@@ -44,6 +63,6 @@ def readyz(service: ServiceDep) -> Health:
     responses={200: {"content": {"text/plain": {}}}},
 )
 def metrics(request: Request, service: ServiceDep) -> Response:
-    """Requests and their durations, and jobs by phase."""
+    """Of this process, and what the database says of jobs now; docs/operations.md has all of them."""
     instruments: Instruments = request.app.state.instruments
     return Response(instruments.render(service.database), media_type=CONTENT_TYPE_LATEST)

@@ -43,7 +43,13 @@ def examine(given: Settings, python: str | None, say: Progress) -> Diagnosis:
             ("python", machine.installation),
             (
                 "cpu",
-                lambda: [machine.cores(limits), machine.memory(limits), machine.shared_memory(), machine.open_files()],
+                lambda: [
+                    machine.cores(limits),
+                    machine.memory(limits),
+                    machine.shared_memory(),
+                    machine.open_files(),
+                    machine.most_processes(),
+                ],
             ),
             ("clock", machine.clock),
             ("loopback", lambda: [network.loopback(), *network.proxies()]),

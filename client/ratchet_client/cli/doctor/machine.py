@@ -22,6 +22,7 @@ from ratchet_contract.installation import packages
 BUILD_YEAR: Final = 2026
 """Before this year no Ratchet existed: a clock that says so is wrong."""
 MIN_OPEN_FILES: Final = 1024
+MIN_PROCESSES: Final = 512
 MIN_MEMORY: Final = 2 << 30
 MIN_SHARED: Final = 256 << 20  # container engines give 64 MiB unless told otherwise
 _TIME_ERROR: Final = 5
@@ -205,6 +206,32 @@ def open_files() -> Finding:
             detail="service, followers of logs and DataLoader workers may run out of file descriptors",
         )
     return ok("open files", shown)
+
+
+def most_processes(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Finding:
+    """The tightest bound on processes and threads: ``ulimit -u``, or what a container or a systemd unit allows (``pids.max``)."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    bounds = [(soft, "ulimit -u")] if soft != resource.RLIM_INFINITY and os.geteuid() != 0 else []
+    try:
+        groups = [line.split(":", 2) for line in proc.read_text().splitlines()]
+    except OSError:
+        groups = []
+    for _, controllers, path in groups:
+        mount = root if controllers == "" else root / "pids" if "pids" in controllers.split(",") else None
+        for folder in () if mount is None else _upwards(mount, path):
+            words = _words(folder / "pids.max")
+            bounds += [(int(words[0]), "pids.max")] if words and words[0].isdigit() else []
+    if not bounds:
+        return ok("processes", "unlimited")
+    most, by = min(bounds)
+    if most < MIN_PROCESSES:
+        return warning(
+            "processes",
+            str(most),
+            detail=f"by {by}, threads included: a rank has some twenty, and more with DataLoader workers",
+            cure="docker run --pids-limit 4096; TasksMax=infinity in the systemd unit; or ulimit -u 4096",
+        )
+    return ok("processes", str(most), f"by {by}, threads included")
 
 
 # --- clock ---------------------------------------------------------------------------------------------------------------

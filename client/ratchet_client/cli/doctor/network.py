@@ -8,7 +8,7 @@ import urllib.request
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from pydantic import ValidationError
 
@@ -21,6 +21,9 @@ from ratchet_contract.findings import Finding, failed, not_checked, ok, warning
 from ratchet_contract.messages import ServiceFile
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.version import PROTOCOL_HEADER, PROTOCOL_VERSION, RATCHET_VERSION
+
+if TYPE_CHECKING:
+    import httpx
 
 SECONDS: Final = 5.0
 MAX_SKEW: Final = 5.0
@@ -140,14 +143,31 @@ def _silent(url: str, described: ServiceFile | None, error: Exception) -> Findin
     )
 
 
-def _ready(url: str, ready: object, here: bool) -> Finding:
+def _problem(answer: httpx.Response) -> tuple[str, str]:
+    try:
+        body = answer.json()
+        return str(body["code"]), str(body["detail"])
+    except (ValueError, KeyError, TypeError):
+        return f"status {answer.status_code}", "without a reason"
+
+
+def _ready(url: str, ready: httpx.Response, here: bool) -> Finding:
+    unencrypted = url.startswith("http://") and not here
     where = f"{url}, {'this machine' if here else 'another machine: its disks and GPUs were not looked at'}"
-    if getattr(ready, "status_code", 0) != 200:
+    if ready.status_code != 200:
+        code, detail = _problem(ready)
         return failed(
             "service",
             "not ready",
-            detail=f"{where}; its database does not answer",
-            cure="see the service's log; start the database",
+            detail=f"{where}; {code}: {detail}",
+            cure="docs/troubleshooting.md, under The service does not answer, has this code; the service's log has more",
+        )
+    if unencrypted:
+        return warning(
+            "service",
+            "running",
+            detail=f"{where}; by plain HTTP: whoever sees the traffic has the token",
+            cure="start it with --tls-cert and --tls-key, or behind a proxy that ends TLS, and use https://",
         )
     return ok("service", "running", where)
 

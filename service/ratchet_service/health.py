@@ -1,0 +1,144 @@
+"""Is this process fit to take requests? What ``/readyz`` tells: the truth of this moment, component by component."""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal
+
+from pydantic import BaseModel
+
+from ratchet_contract.errors import Refused
+from ratchet_contract.paths import HomePaths
+from ratchet_service import disk, migrate
+from ratchet_service.database import Database
+
+ROUND_SECONDS: Final = 60.0
+"""A reconciler of this process that has finished no round for so long hangs, on a file system that does not answer perhaps."""
+BEAT_SECONDS: Final = 2.0
+"""Between two marks of a reconciler in the run directory."""
+_SILENT_SECONDS: Final = 15.0
+"""Other processes' reconcilers that have left no mark for so long are told as silent."""
+
+
+class Component(BaseModel):
+    status: Literal["ok", "warning"] = "ok"
+    detail: str
+
+
+class Unready(Refused):
+    """503: not now, try again, or another service of the same database."""
+
+    code = "not-ready"
+
+
+@dataclass
+class Beat:
+    """What a reconciler leaves behind each round: for its own process, and as the time of a file for the others."""
+
+    file: Path
+    clock: Callable[[], float] = time.monotonic
+    began: float = field(init=False)
+    last: float | None = None
+    _marked: float | None = None
+
+    def __post_init__(self) -> None:
+        self.began = self.clock()
+
+    def round(self) -> None:
+        """A round is over, be it that it failed: the thread is there. A disk that takes no mark stops nobody."""
+        self.last = self.clock()
+        if self._marked is None or self.last - self._marked >= BEAT_SECONDS:
+            self._marked = self.last
+            with suppress(OSError):
+                self.file.touch()
+
+    def silence(self) -> float:
+        """Seconds since the last round's end, or since the start."""
+        return self.clock() - (self.began if self.last is None else self.last)
+
+
+@dataclass
+class Health:
+    """``stopping``: SIGTERM has come. ``beat``: of this process's reconciler, None where it has none."""
+
+    stopping: bool = False
+    beat: Beat | None = None
+    told: str | None = None
+
+    def is_news(self, code: str | None) -> bool:
+        """Is it another answer than the last one? Probes ask every few seconds, and the log is to have it once."""
+        before, self.told = self.told, code
+        return before != code
+
+
+def check(health: Health, database: Database, paths: HomePaths) -> dict[str, Component]:
+    """All components, by name. Raises ``Unready`` and other errors of the tree, the first that makes this process unfit; and
+    SQLAlchemy's, where the database does not answer."""
+    if health.stopping:
+        raise Unready("the service is ending: it takes no new requests", code="shutting-down")
+    database.ping()
+    found = {"database": Component(detail=_schema(database))}
+    full = disk.without_room(database)
+    if full is not None:
+        raise full
+    found["run_directory"] = Component(detail=_writable(paths.home))
+    found["reconciler"] = _reconciler(health.beat, paths)
+    return found
+
+
+def _schema(database: Database) -> str:
+    """Raises ``NewerSchema``, and ``Unready`` for an older one: it was put back under this process."""
+    with database.read() as session:
+        revision = migrate.revision_of(session.connection())
+    if revision == migrate.head():
+        return f"answers, revision {revision}"
+    wrong = migrate.newer(revision) if revision is not None else None
+    if wrong is not None:
+        raise migrate.NewerSchema(wrong)
+    raise Unready(
+        f"the database has revision {revision or '(none)'}, this version works with {migrate.head()}: it was replaced under the "
+        "service; start the service again",
+        code="schema-older",
+    )
+
+
+def _writable(home: Path) -> str:
+    """Raises ``Unready``, or the refusal of a full disk. A file without a name is written."""
+    try:
+        with tempfile.TemporaryFile(dir=home) as file:
+            file.write(b"ready")
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise disk.full(home, "nothing can be stored in the run directory") from error
+        why = f"the run directory {home} cannot be written: {error.strerror or error}"
+        raise Unready(
+            f"{why}. Nothing can be submitted and no attempt begins", code="run-directory-unwritable"
+        ) from error
+    free = disk.free_bytes(home)
+    return "written" if free is None else f"written, {free / 2**30:.1f} GiB free"
+
+
+def _reconciler(beat: Beat | None, paths: HomePaths) -> Component:
+    """Raises ``Unready`` where this process's own hangs. Others' silence is no fault of this one, which still takes requests."""
+    if beat is not None:
+        silence = beat.silence()
+        if silence > ROUND_SECONDS:
+            raise Unready(
+                f"the reconciler of this process has finished no round for {silence:.0f} s: nothing is started or ended. Its log "
+                "tells why; a file system that does not answer, perhaps",
+                code="reconciler-stalled",
+            )
+        last = "starting" if beat.last is None else f"last round {silence:.0f} s ago"
+        return Component(detail=f"in this process, {last}")
+    try:
+        age = max(0.0, time.time() - paths.reconciler_mark.stat().st_mtime)
+    except OSError:
+        return Component(status="warning", detail="none in this process, and none was ever seen in the run directory")
+    status: Literal["ok", "warning"] = "ok" if age <= _SILENT_SECONDS else "warning"
+    return Component(status=status, detail=f"in another process, last seen {age:.0f} s ago")

@@ -1,0 +1,135 @@
+"""The HTTP server of one service: from the bound socket to its end, and ``service.json``, by which it is found meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import ssl
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+import uvicorn
+from fastapi import FastAPI
+from pydantic import ValidationError
+
+from ratchet_contract.messages import ServiceFile
+from ratchet_contract.paths import HomePaths
+from ratchet_service.database import utc_now
+from ratchet_service.health import Health
+from ratchet_service.http_limits import MAX_HEADERS, HeadDeadline, most_connections
+
+log = logging.getLogger(__name__)
+
+GRACE: Final = 3
+"""Seconds that requests in flight get at a clean end, once nobody may connect any more."""
+
+
+class Ending:
+    """From the first signal to the end of listening."""
+
+    def __init__(self, health: Health, drain: float, leave: Callable[[], None]) -> None:
+        """``leave``: called once, outside of signal handlers."""
+        self._health, self._drain, self._leave = health, drain, leave
+        self._since: float | None = None
+        self._left = False
+
+    def begin(self) -> bool:
+        """In a signal handler, so nothing is locked. False: it had begun before."""
+        if self._since is not None:
+            return False
+        self._since, self._health.stopping = time.monotonic(), True
+        return True
+
+    def over(self) -> bool:
+        """Asked ten times a second: has the time come to listen no more?"""
+        if self._since is None:
+            return False
+        if not self._left:
+            self._left = True
+            log.info("ending: no attempt is started or ended any more; requests are taken for %g s", self._drain)
+            self._leave()
+        return time.monotonic() - self._since >= self._drain
+
+
+class Server(uvicorn.Server):
+    """Writes ``service.json`` once requests are answered, and takes it away at a clean end if it is still its own."""
+
+    def __init__(self, app: FastAPI, paths: HomePaths, url: str, tls: ssl.SSLContext | None, ending: Ending) -> None:
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=GRACE,
+            server_header=False,
+            proxy_headers=False,  # whoever sends them could be anybody
+            http=HeadDeadline,
+            ws="none",
+            h11_max_incomplete_event_size=MAX_HEADERS,
+            limit_concurrency=most_connections(),
+        )
+        super().__init__(config)
+        config.load()
+        config.ssl = tls
+        self._paths = paths
+        self._url = url
+        self._ending = ending
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The second signal ends the process at once: everything that it does may be cut anywhere."""
+        if not self._ending.begin():
+            with suppress(OSError):
+                os.write(2, b"ratchet: a second signal: ended at once; agents go on\n")
+            remove_service_file(self._paths.service_file)
+            os._exit(128 + sig)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            write_service_file(self._paths.service_file, self._url)
+            log.info("listening on %s", self._url)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second. Another service of this run directory that has ended has taken its file away with it."""
+        if self._ending.over():
+            self.should_exit = True
+        if counter % 20 == 0 and not self._paths.service_file.exists() and not self.should_exit:
+            write_service_file(self._paths.service_file, self._url)
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        remove_service_file(self._paths.service_file)
+        await super().shutdown(sockets)
+
+
+def write_service_file(path: Path, url: str) -> None:
+    """By rename, readable by the owner alone."""
+    content = ServiceFile(url=url, pid=os.getpid(), started_at=utc_now().isoformat()).model_dump_json()
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".service-")  # mode 0600
+    with os.fdopen(fd, "w") as handle:
+        handle.write(content)
+    Path(temporary).rename(path)
+
+
+def remove_service_file(path: Path) -> None:
+    """Only if it names this process: a later service may have written its own."""
+    with suppress(OSError, ValidationError):
+        if ServiceFile.model_validate_json(path.read_bytes()).pid == os.getpid():
+            path.unlink()
+
+
+@contextmanager
+def signals(server: Server) -> Iterator[None]:
+    """uvicorn listens to signals while it runs; before and after that they are heard, too."""
+    before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,169 @@
+"""``/readyz`` tells the truth, component by component, and a service that is asked to end does so in order."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import sqlalchemy as sa
+
+from ratchet_service import disk, health, migrate
+from ratchet_service.database import Database
+from ratchet_service.health import Beat, Health, Unready
+from tests.support.api import Api
+from tests.support.plane import trainer_spec
+from tests.support.server import Server, wait_for
+
+
+def ready(api: Api) -> tuple[int, str]:
+    answer = api.client.get("/readyz")
+    return answer.status_code, answer.json().get("code", "ok")
+
+
+def set_revision(database: Database, revision: str) -> None:
+    with database.write() as session:
+        session.execute(sa.text("UPDATE alembic_version SET version_num = :revision"), {"revision": revision})
+
+
+def test_a_schema_of_another_version_is_told_by_its_own_code(api: Api) -> None:
+    assert api.client.get("/readyz").json()["components"]["database"]["detail"] == f"answers, revision {migrate.head()}"
+    try:
+        set_revision(api.database, "9999")
+        assert ready(api) == (503, "schema-newer")
+        detail = api.client.get("/readyz").json()["detail"]
+        assert f"revision 9999, this one knows up to {migrate.head()}" in detail and "restore a backup" in detail
+        set_revision(api.database, "0001")
+        assert ready(api) == (503, "schema-older")
+    finally:
+        set_revision(api.database, migrate.head())
+    assert ready(api) == (200, "ok")
+    assert api.client.get("/healthz").status_code == 200
+
+
+def test_a_run_directory_that_cannot_be_written(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(health.tempfile, "TemporaryFile", refuse)
+    assert ready(api) == (503, "run-directory-unwritable")
+
+    def full(**_: Any) -> None:
+        raise OSError(122, "Disk quota exceeded")
+
+    monkeypatch.setattr(health.tempfile, "TemporaryFile", full)
+    assert ready(api) == (507, disk.CODE)
+    assert api.client.get("/healthz").status_code == 200
+
+
+def test_a_reconciler_of_this_process_that_hangs_and_those_of_others(database: Database, tmp_path: Path) -> None:
+    from ratchet_contract.paths import HomePaths
+
+    now, paths = [100.0], HomePaths(tmp_path)
+    beat = Beat(paths.reconciler_mark, clock=lambda: now[0])
+    told = lambda one: health.check(Health(beat=one), database, paths)["reconciler"]  # noqa: E731
+    assert told(beat).detail == "in this process, starting"
+    assert (told(None).status, "none was ever seen" in told(None).detail) == ("warning", True)
+    now[0] += 10
+    beat.round()
+    assert told(beat).detail == "in this process, last round 0 s ago"
+    assert (told(None).status, "last seen 0 s ago" in told(None).detail) == ("ok", True)
+    now[0] += health.ROUND_SECONDS + 1
+    with pytest.raises(Unready, match="61 s") as caught:
+        told(beat)
+    assert caught.value.code == "reconciler-stalled"
+    os.utime(paths.reconciler_mark, (1, 1))
+    assert told(None).status == "warning"
+    beat.round()
+    assert told(None).status == "ok"
+
+
+def test_a_probe_that_fails_is_in_the_log_once(api: Api, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "ratchet_service.routers.operations")
+    assert ready(api)[0] == 200
+    caplog.clear()
+    set_revision(api.database, "9999")
+    try:
+        for _ in range(3):
+            assert ready(api)[0] == 503
+    finally:
+        set_revision(api.database, migrate.head())
+    assert ready(api)[0] == 200
+    assert [r.getMessage().split(":")[0] for r in caplog.records] == ["not ready", "ready"]
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> Iterator[Server]:
+    """No reconciler: its jobs wait, so that followers of theirs do."""
+    made = Server(tmp_path / "home", "--no-reconciler", "--drain", "1.5")
+    yield made
+    made.stop()
+
+
+def submission(url: str, body: bytes) -> socket.socket:
+    """A request whose head and half of whose body are sent."""
+    address = httpx.URL(url)
+    connection = socket.create_connection((address.host, address.port or 80), timeout=20)
+    head = f"POST /v1/jobs HTTP/1.1\r\nHost: {address.host}:{address.port}\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body[:20])
+    return connection
+
+
+def everything(connection: socket.socket) -> bytes:
+    return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def test_a_service_that_is_ended_answers_what_it_has_begun(waiting: Server) -> None:
+    waiting.start()
+    assert waiting.process is not None
+    first = waiting.submit(trainer_spec())
+    url, body = waiting.url, json.dumps(trainer_spec(name="second")).encode()
+    follow = {"Accept": "text/event-stream"}
+    with (
+        submission(url, body) as request,
+        httpx.stream("GET", f"{url}/v1/jobs/{first}/events", headers=follow, timeout=20) as told,
+    ):
+        lines = told.iter_lines()
+        assert next(lines).startswith("id: ")
+        os.kill(waiting.process.pid, signal.SIGTERM)
+
+        def ending() -> bool:
+            answer = httpx.get(f"{url}/readyz")
+            return answer.status_code == 503 and answer.json()["code"] == "shutting-down"
+
+        wait_for(ending, "/readyz to tell that the service ends", 10)
+        assert httpx.get(f"{url}/healthz").status_code == 200
+        rest = list(lines)
+        request.sendall(body[20:])
+        answer = everything(request)
+    assert rest[-2:] == ["retry: 500", ""] and "event: end" not in rest
+    assert answer.startswith(b"HTTP/1.1 201 "), answer
+    assert waiting.process.wait(20) == 0
+    assert not waiting.paths.service_file.exists()
+    waiting.start()
+    names = {item["name"] for item in waiting.call("GET", "/v1/jobs").json()["items"]}
+    assert names == {"t", "second"}
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    server = Server(tmp_path / "home", "--drain", "600")
+    try:
+        server.start()
+        assert server.process is not None
+        os.kill(server.process.pid, signal.SIGTERM)
+        wait_for(lambda: "ending: no attempt" in server.log(), "the first signal to be heard", 20)
+        assert server.process.poll() is None
+        os.kill(server.process.pid, signal.SIGINT)
+        assert server.process.wait(20) in (130, 130 << 8)
+        assert "a second signal" in server.log()
+        assert not server.paths.service_file.exists()
+    finally:
+        with suppress(AssertionError):
+            server.stop()
