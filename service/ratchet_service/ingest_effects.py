@@ -33,7 +33,7 @@ from ratchet_service.bounds import Bounds
 from ratchet_service.clock import now_in
 from ratchet_service.ingest_series import Samples, Series
 from ratchet_service.models import Attempt, Checkpoint, Job
-from ratchet_service.storable import storable, storable_json, when
+from ratchet_service.storable import bounded_json, storable, storable_json, when
 from ratchet_store.commit import read_manifest
 
 MAX_NUMBER: Final = 2**63 - 1
@@ -105,7 +105,7 @@ class Effects:
             case Note():
                 node = node_that_speaks(rank)
                 who = {"rank": rank} if node is None else {"node": node}
-                data = {**who, "data": storable_json(message.data)}
+                data = {**who, "data": bounded_json(message.data)}
                 self._note(f"note.{storable(message.type)}"[:64], storable(message.message), data)
 
     def finish(self, count_samples_of: Collection[int] = ()) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from datetime import datetime
 from typing import Any, Final
@@ -10,6 +11,8 @@ _MAX_DEPTH: Final = 64
 """Of a message's data: what is stored must be readable again, by every reader's limit of recursion."""
 
 
+MAX_DATA: Final = 64 * 1024
+"""Characters of one note's data as JSON: a page of events is put together in memory, and events stay as long as their job."""
 MAX_TEXT: Final = 16_000
 """Characters of one text; it is shown wherever its job is."""
 _CUT: Final = " ... (cut)"
@@ -35,6 +38,13 @@ def storable_json(value: Any, depth: int = 0) -> Any:
     if isinstance(value, list):
         return [storable_json(item, depth + 1) for item in value]
     return value
+
+
+def bounded_json(value: dict[str, Any]) -> dict[str, Any]:
+    """The same of one note's data; in the place of what is longer than ``MAX_DATA``: ``left_out``, its characters."""
+    found: dict[str, Any] = storable_json(value)
+    size = len(json.dumps(found, ensure_ascii=False))
+    return found if size <= MAX_DATA else {"left_out": size}
 
 
 def when(text: str, fallback: datetime) -> datetime:

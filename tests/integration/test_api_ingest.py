@@ -248,6 +248,17 @@ def test_training_while_stopping_stays_stopping(api: Api, job: str) -> None:
     assert api.job(job)["phase"] == "STOPPING"
 
 
+def test_a_note_with_much_data_is_an_event_without_it(api: Api, job: str) -> None:
+    """Pages of events are put together in memory, and events stay: a rank is to fill neither."""
+    large = {f"key-{i}": "x" * 1000 for i in range(100)}
+    small = {"key": "x" * 1000}
+    notes = [message("note", type="told", message="m", data=data) for data in (large, small)]
+    assert api.report(job, (0, 1, notes)).json()["acked"] == {"0": 2}
+    events = api.client.get(f"/v1/jobs/{job}/events").json()["items"]
+    first, second = (event["data"]["data"] for event in events if event["type"] == "note.told")
+    assert first == {"left_out": len(json.dumps(large))} and second == small
+
+
 STRANGE: list[dict[str, Any]] = [
     message("note", type="a\0b", message="nul \0", data={"k\0": ["\ud800", {"\udfff": 1e999}, 10**40]}),
     message("note", type="deep", message="x", data={"x": json.loads("[" * 700 + "]" * 700)}),
