@@ -41,8 +41,12 @@ chaos: $(STAMP)
 	@echo "==> random faults over many jobs: none lost, none twice, nothing left, all final checkpoints as undisturbed"
 	$(BIN)/python -m tests.e2e.chaos --n $(or $(N),40) --seed $(or $(SEED),1)
 
-# the control plane by seeds, three schedules a second; then every planted fault must be found. One again: --seed S --n 1 [--storm]
+# the control plane by seeds: the service's own rules over rows in memory, a hundred times N, then all of it over real databases,
+# three schedules a second; every planted fault must be found. One again: --seed S --n 1 [--storm]
 simulate: $(STAMP)
+	$(BIN)/python -m tests.support.sim_pure --n $(or $(N),1000)00
+	$(BIN)/python -m tests.support.sim_pure --n $(or $(N),1000)0 --moves 80 --seed 10000000
+	$(BIN)/python -m tests.support.sim_pure --n 30000 --mutants
 	$(BIN)/python -m tests.support.sim --n $(or $(N),1000)
 	$(BIN)/python -m tests.support.sim --n $(or $(N),1000) --storm --seed 1000000
 	RATCHET_TEST_SCHEDULES=101 $(BIN)/python -m pytest -v --timeout=7200 tests/integration/test_simulation.py

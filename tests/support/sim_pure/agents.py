@@ -1,0 +1,312 @@
+"""The model's engine and its agents: they keep the promises of the real ones (see ``tests.support.sim``), and none besides.
+
+What an agent has on its disk outlives it: its spool, its base, its commits, its result. Its reports may be lost, come twice,
+come late, or stand between the two looks that the service takes at a report.
+
+Left out: a commit of an attempt that was given up for dead, between its fence and the next attempt's choice of a base. By the
+rules of lineage the next attempt may begin from such a checkpoint, which is a valid one; no row knows it before that one's end.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, Final
+
+from ratchet_contract.errors import Conflict, NotFound
+from ratchet_contract.phases import AttemptPhase, Cause, Desired
+from ratchet_contract.resume import Base, holds
+from ratchet_service.launchers.base import AttemptState, NodeState
+from tests.support.sim_pure.rows import STEPS, Report
+
+EVERY: Final = 2
+STARTING, BEGUN, TRAINING, RESULT, GONE = range(5)
+NOTHING: Final = AttemptState(False, (NodeState(),))
+UNBEGUN: Final = AttemptState(True, (NodeState(),))
+
+
+class Result:
+    """What ``outcome.combine`` and ``verdict`` look at of an ``AttemptResult``."""
+
+    __slots__ = (
+        "began_at", "cause", "ended_at", "exit_code", "last_step", "message", "node", "rank", "ranks", "secondary",
+    )  # fmt: skip
+
+    def __init__(self, cause: Cause, last_step: int, ended_at: str) -> None:
+        self.cause, self.last_step, self.ended_at = cause, last_step, ended_at
+        self.node, self.secondary, self.ranks = 0, False, (0,)
+        self.began_at = self.message = self.rank = self.exit_code = None
+
+
+class Agent:
+    __slots__ = (
+        "acked",
+        "base",
+        "begun_at",
+        "control",
+        "epoch",
+        "flying",
+        "job_id",
+        "lines",
+        "lingers",
+        "orphans",
+        "out_of_reach",
+        "parent",
+        "refused",
+        "result",
+        "seen",
+        "seen_state",
+        "segments",
+        "state",
+        "step",
+        "stopped",
+        "terminated",
+        "w",
+    )  # fmt: skip
+
+    def __init__(self, world: Any, job_id: str, epoch: int, segments: Any) -> None:
+        self.w, self.job_id, self.epoch, self.segments = world, job_id, epoch, segments
+        self.state = STARTING
+        self.lines: list[Any] = []
+        self.flying: list[tuple[Report, bool]] = []
+        self.control: tuple[Desired, Cause | None] = (Desired.RUN, None)
+        self.seen = self.stopped = self.out_of_reach = self.terminated = self.refused = False
+        self.lingers = self.orphans = self.step = self.acked = 0
+        self.base: tuple[int, int | None] = (0, None)
+        self.parent = self.base
+        self.result: Result | None = None
+        self.begun_at: datetime | None = None
+        self.seen_state: AttemptState | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.job_id}-a{self.epoch:04d}"
+
+    @property
+    def works(self) -> bool:
+        return self.state in (BEGUN, TRAINING) or self.orphans > 0
+
+    def seen_as(self) -> AttemptState:
+        """What the engine and the files say of it; kept until it changes."""
+        if self.seen_state is None:
+            gone = self.state == GONE or self.out_of_reach
+            self.seen_state = AttemptState(not gone, (NodeState(True, gone, None, self.result),))  # type: ignore[arg-type]
+        return self.seen_state
+
+    def become(self, state: int) -> None:
+        self.state, self.seen_state = state, None
+
+    def act(self) -> None:
+        w = self.w
+        if self.stopped or self.state == GONE:
+            return
+        if w.rnd() < w.faults.agent:
+            self._fail()
+        elif self.state == STARTING:
+            if (self.job_id, self.epoch) in w.fences:
+                self.die("finds that its attempt is over")
+                return
+            self.become(BEGUN)
+            self.seen, self.begun_at = True, w.now
+            w.alone(self)
+            w.trace and w.say(f"{self.name} begins")
+        elif self.state == BEGUN:
+            self._start_training()
+        elif self.state == TRAINING:
+            self._train()
+        else:
+            self.die("ends")
+
+    def die(self, why: str) -> None:
+        self.w.trace and self.w.say(f"{self.name} {why}")
+        self.become(GONE)
+
+    def _fail(self) -> None:
+        w = self.w
+        kind = w.among(4)
+        if kind == 0 or self.state == STARTING:
+            if self.state == TRAINING and w.rnd() < w.faults.lingers:
+                self.orphans = 1 + w.among(3)
+            self.die("is killed, its ranks are not" if self.orphans else "is killed")
+        elif kind == 1:
+            w.trace and w.say(f"{self.name} is stopped")
+            self.stopped = True
+        elif kind == 2 and self.state in (BEGUN, TRAINING):
+            self.end((Cause.EXCEPTION, Cause.HANG, Cause.USER_ERROR, Cause.OOM)[w.among(4)])
+        elif kind == 3 and self.state == TRAINING:
+            self._commit(tell=False)
+            self.die("is killed behind a commit")
+
+    def _start_training(self) -> None:
+        w = self.w
+        places = [place for place in w.disk.get(self.job_id, ()) if holds(self.segments, *place)]
+        self.base = self.parent = max(places, default=(0, None))
+        self.step = self.base[0]
+        w.bases[self.job_id, self.epoch] = Base(step=self.base[0], epoch=self.base[1])
+        self.lines += (("started",), ("training", *self.base))
+        self.become(TRAINING)
+        w.trace and w.say(f"{self.name} trains from {self.base}")
+
+    def _train(self) -> None:
+        wish = Cause.SIGTERM if self.terminated else None
+        if wish is None and self.control[0] is not Desired.RUN:
+            wish = self.control[1]
+        if wish is not None:
+            if self.step > self.parent[0] and self.w.rnd() >= self.w.faults.agent:
+                self._commit()
+            self.end(wish)
+            return
+        self.step = min(STEPS, self.step + 1)  # what began from the last checkpoint has nothing left to do
+        if self.step % EVERY == 0:
+            self._commit()
+            self.lines.append(("progress", self.step))
+        if self.step >= STEPS:
+            self.end(Cause.COMPLETED)
+
+    def _commit(self, *, tell: bool = True) -> None:
+        if self.step == self.parent[0] or (self.job_id, self.epoch) in self.w.fences:
+            return
+        finished = self.step >= STEPS
+        place = (self.step, self.epoch)
+        self.w.disk.setdefault(self.job_id, {})[place] = finished
+        self.parent = place
+        self.w.trace and self.w.say(f"{self.name} commits step {self.step}")
+        if tell:
+            self.lines.append(("checkpoint", *place, finished))
+
+    def end(self, cause: Cause) -> None:
+        self.result = Result(cause, self.step, self.w.now.isoformat())
+        self.become(RESULT)
+        self.w.trace and self.w.say(f"{self.name} has ended with {cause}")
+
+    # --- reports -------------------------------------------------------------------------------------------------------
+
+    def report(self) -> None:
+        w = self.w
+        if (self.job_id, self.epoch) in w.fences and self.state in (BEGUN, TRAINING):  # as the uplink looks for it
+            w.trace and w.say(f"{self.name} finds that it is over")
+            self.end(Cause.LEASE_LOST)
+        phase = AttemptPhase.STOPPING if self.state == RESULT else AttemptPhase.RUNNING
+        made = Report(self.job_id, self.epoch, phase, self.step, self.acked + 1, self.lines[self.acked :], self.result)
+        if w.rnd() < w.faults.lost:
+            fate = ("lost", "late", "unheard", "twice", "held")[w.among(5)]
+            w.trace and w.say(f"{self.name}: a report is {fate}")
+            if fate == "late":
+                self.flying.append((made, False))
+            elif fate == "held":
+                if self._admitted(made, True):
+                    self.flying.append((made, True))
+            elif fate != "lost":
+                self.deliver(made, heard=fate == "twice")
+            if fate != "twice":
+                return
+        self.deliver(made)
+
+    def land(self) -> None:
+        """Something that was on its way arrives, or goes on within the service."""
+        made, admitted = self.flying.pop(self.w.among(len(self.flying)))
+        if admitted:
+            self._store(made, heard=False)
+        else:
+            self.deliver(made, heard=False)
+
+    def deliver(self, made: Report, *, heard: bool = True) -> None:
+        if self._admitted(made, heard):
+            self._store(made, heard=heard)
+
+    def _admitted(self, made: Report, heard: bool) -> bool:
+        try:
+            self.w.admit(made)
+        except (Conflict, NotFound) as error:
+            self._denied(error.code, heard)
+            return False
+        return True
+
+    def _store(self, made: Report, *, heard: bool) -> None:
+        try:
+            acked, desired, cause = self.w.ingest(made)
+        except (Conflict, NotFound) as error:
+            self._denied(error.code, heard)
+            return
+        assert not self.refused, f"{self.name} was refused once, and is listened to again"
+        if heard and self.state != GONE and not self.stopped:
+            self.acked = max(self.acked, acked)
+            self.control = (desired, cause)
+
+    def _denied(self, code: str, heard: bool) -> None:
+        assert code in ("stale-epoch", "attempt-not-found"), code
+        self.refused = self.refused or code == "stale-epoch"
+        if heard and self.state in (BEGUN, TRAINING) and not self.stopped:
+            self.w.trace and self.w.say(f"{self.name} is refused ({code}): it ends")
+            self.end(Cause.LEASE_LOST)
+
+
+class Engine:
+    """Idempotent by name, slow to kill, sometimes wrong about who is gone."""
+
+    def __init__(self, world: Any) -> None:
+        self.w = world
+        self.agents: list[Agent] = []
+        self._of: dict[tuple[str, int], list[Agent]] = {}
+
+    def submit(self, job_id: str, epoch: int, segments: Any) -> None:
+        mine = self._of.setdefault((job_id, epoch), [])
+        if any(agent.seen or agent.state != GONE for agent in mine):
+            return
+        w = self.w
+        assert job_id not in w.jobs or w.attempt(job_id, epoch) is not None, (
+            f"{job_id}-a{epoch:04d} runs, and no row knows it"
+        )
+        w.trace and w.say(f"{job_id}-a{epoch:04d} is submitted")
+        made = Agent(w, job_id, epoch, segments)
+        mine.append(made)
+        self.agents.append(made)
+
+    def poll(self, ref: tuple[str, int]) -> AttemptState:
+        alive = False
+        for agent in self._of.get(ref, ()):
+            if agent.seen:
+                return agent.seen_as()
+            alive = alive or agent.state != GONE
+        return UNBEGUN if alive else NOTHING
+
+    def begun(self, ref: tuple[str, int]) -> Agent:
+        return next(agent for agent in self._of[ref] if agent.seen)
+
+    def spool(self, ref: tuple[str, int]) -> list[Any]:
+        for agent in self._of.get(ref, ()):
+            if agent.seen:
+                return agent.lines
+        return []
+
+    def stop(self, ref: tuple[str, int]) -> None:
+        for agent in self._of.get(ref, ()):
+            agent.terminated = True
+
+    def kill(self, ref: tuple[str, int]) -> list[str]:
+        w, left = self.w, []
+        for agent in self._of.get(ref, ()):
+            if agent.orphans:
+                agent.orphans -= 1
+                left.append(f"ranks of {agent.name}")
+            if agent.state == GONE or agent.out_of_reach:
+                continue
+            if agent.lingers == 0 and w.rnd() < w.faults.lingers:
+                if w.rnd() < 0.5:  # its node is gone for good, says the engine; it is not
+                    w.trace and w.say(f"{agent.name} is out of reach and given up")
+                    agent.out_of_reach, agent.seen_state = True, None
+                    continue
+                agent.lingers = 1 + w.among(3)
+            if agent.lingers > 0:
+                agent.lingers -= 1
+                agent.stopped = True  # in a system call that does not end
+                left.append(f"process of {agent.name}")
+                continue
+            agent.die("is killed by the launcher")
+        return left
+
+    def sweep(self) -> None:
+        for agent in self.agents:
+            if agent.state != GONE and not agent.out_of_reach:
+                row = self.w.attempt(agent.job_id, agent.epoch)
+                if row is None or row.phase is AttemptPhase.ENDED:
+                    agent.die("is swept away")

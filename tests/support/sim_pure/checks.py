@@ -1,0 +1,66 @@
+"""What must be true: where something begins, is taken or is settled, at that instant; and of the whole history at the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ratchet_contract.phases import AttemptPhase, JobPhase
+from ratchet_service import goodput, leases
+from tests.support import invariants
+from tests.support.sim_pure.agents import GONE, STARTING, Engine
+from tests.support.sim_pure.rows import LEASE, STEPS, Rows
+
+
+class Checked(Rows):
+    engine: Engine
+    disk: dict[str, dict[tuple[int, int], bool]]
+    fences: set[tuple[str, int]]
+    reconcilers: list[Any]
+
+    def alone(self, agent: Any) -> None:
+        """One live attempt that nothing fences, of one job."""
+        for other in self.engine.agents:
+            if other is not agent and other.job_id == agent.job_id and other.works and not other.out_of_reach:
+                raise AssertionError(f"{agent.job_id}: {other.name} and {agent.name} are alive at one time")
+
+    def trusted(self, one: Any) -> None:
+        """Nobody else acts on a lease that this one holds, without asking again."""
+        for other in self.reconcilers:
+            if other is not one:
+                for job_id in one.watches.keys() & other.watches.keys():
+                    older = min(one.watches[job_id].held_at, other.watches[job_id].held_at)
+                    assert older < self.t - LEASE * leases.TRUSTED, (
+                        f"{job_id}: both {one.name} and {other.name} trust in its lease"
+                    )
+
+    def over(self, job: Any, attempt: Any) -> None:
+        """Nothing is settled while anything of it is alive. What was submitted too late finds the fence, and does not begin."""
+        fenced = (job.id, attempt.number) in self.fences
+        for agent in self.engine.agents:
+            if agent.job_id == job.id and agent.epoch == attempt.number and not agent.out_of_reach:
+                over = agent.state == GONE or (fenced and agent.state == STARTING)
+                assert over and not agent.orphans, f"{agent.name} is settled, and alive"
+
+    def check_end(self) -> None:
+        for job in self.jobs.values():
+            attempts = self.attempts[job.id]
+            faults = invariants.of_rows(job, attempts, invariants.of_history(self.events[job.id]))
+            assert not faults, "; ".join(f"{job.id}: {fault}" for fault in faults)
+            if job.phase is JobPhase.SUCCEEDED:
+                assert job.step == job.committed_step == STEPS, f"{job.id} succeeded at step {job.step}"
+                last = (STEPS, job.committed_epoch)
+                assert self.disk[job.id].get(last), f"{job.id} succeeded without its last checkpoint"
+                assert any((row.step, row.epoch) == last for row in self.checkpoints[job.id]), (
+                    f"{job.id}: no row of {last}"
+                )
+            for one in attempts:
+                self._check_time(one)
+        assert not any(self.lent), f"slots are lent to nobody: {self.lent}"
+
+    @staticmethod
+    def _check_time(one: Any) -> None:
+        """Every second of an attempt is in one part of its goodput."""
+        assert one.phase is AttemptPhase.ENDED
+        span = goodput.Span(one.created_at, one.ended_at, one.begun_at, one.training_at, steps_lost=one.steps_lost)
+        wall = (one.ended_at - one.created_at).total_seconds()
+        assert abs(goodput.parts_of(span).wall - wall) < 1e-6, f"{one.job_id}-a{one.number}: seconds are lost"

@@ -1,0 +1,256 @@
+"""A reconciler's process as a generator: it yields between every two deeds, where it may be left standing, or end.
+
+What it does next is the service's to say (``watch_rules``, ``verdict``, ``decide``, the rules of queue and slots); the order
+of reads, writes and calls of the engine is that of ``reconciler``, ``watching``, ``launching``, ``queueing`` and ``ending``.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Final
+
+from ratchet_contract.phases import AttemptPhase, Cause
+from ratchet_contract.resume import holds
+from ratchet_service import leases, verdict, watch_rules
+from ratchet_service.decision_rows import view_of
+from ratchet_service.leases import Lease, LeaseLost
+from ratchet_service.watch_rules import Do
+from ratchet_service.watched import KILLED, STOPPED, Timing, Watch, Wish, recall
+from tests.support.sim_pure import launching
+from tests.support.sim_pure.launching import LIMITS, Points
+from tests.support.sim_pure.rows import LEASE, Checkpoint
+
+TIMING: Final = Timing(kill_after=3.0)
+_SWEEP: Final = 10.0
+_NOBODY: Final[frozenset[str]] = frozenset()
+
+
+class Reconciler(launching.Launching):
+    __slots__ = ("look_at", "name", "points", "renewed", "swept_at", "w", "watches", "woken")
+
+    def __init__(self, world: Any, name: str) -> None:
+        self.w, self.name = world, name
+        self.watches: dict[str, Watch] = {}
+        self.look_at = self.renewed = 0.0
+        self.swept_at = -_SWEEP
+        self.woken = False
+        self.points = self._rounds()
+
+    def _rounds(self) -> Points:
+        while True:
+            yield from self._round()
+            yield True
+
+    def _round(self) -> Points:
+        w, t = self.w, self.w.t
+        if self.watches and t - self.renewed >= LEASE / 4:
+            yield False
+            for job_id in w.renew([watch.lease for watch in self.watches.values()]):
+                self.watches[job_id].held_at = t
+            self.renewed = t
+            w.trusted(self)
+            yield False
+        if t - self.swept_at >= _SWEEP:
+            self.swept_at = t
+            w.engine.sweep()
+            yield False
+        woken, self.woken = self.woken, False
+        if woken or t >= self.look_at:
+            yield from self._take_over()
+            for job in w.jobs.values():
+                if launching.due(job, w.now):
+                    yield from self._launch()
+                    break
+            self.look_at = t + 1.0
+        if self.watches:
+            yield from self._look_at_all()
+
+    def _take_over(self) -> Points:
+        w = self.w
+        if len(self.watches) == len(w.jobs):
+            return
+        for found in w.free_jobs(self.watches, w.dead if w.same_host else _NOBODY):
+            held_at = w.t
+            yield False
+            lease = w.take(found, self.name)
+            if lease is None:
+                continue
+            w.trace and w.say(f"{self.name} takes {lease.job_id} over")
+            self._begin(lease, held_at)
+            yield False
+
+    def _begin(self, lease: Lease, held_at: float) -> Watch | None:
+        w = self.w
+        job, attempt = w.jobs.get(lease.job_id), w.attempt(lease.job_id, lease.epoch)
+        if job is None or attempt is None:
+            return None
+        ref: Any = (lease.job_id, lease.epoch)
+        at = attempt.created_at
+        made = Watch(lease, ref, w.engine, LIMITS, 1, view_of(job, LIMITS), held_at, at, at, attempt.begun_at)
+        for event in w.events[job.id]:
+            if event.epoch == lease.epoch and event.type in (STOPPED, KILLED):
+                recall(made, event)
+        self.watches[job.id] = made
+        w.trusted(self)
+        return made
+
+    # --- one attempt ---------------------------------------------------------------------------------------------------
+
+    def _sure(self, watch: Watch) -> Points:
+        began = self.w.t
+        if leases.surely_held(watch.held_at, began, LEASE):
+            return
+        yield False
+        if not self.w.renew([watch.lease]):
+            raise LeaseLost("another reconciler has taken it over while this one was held up")
+        watch.held_at = began
+        self.w.trusted(self)
+        yield False
+
+    def _submit(self, watch: Watch, segments: Any) -> Points:
+        w = self.w
+        yield from self._sure(watch)
+        watch.submitted = True
+        yield False
+        if w.rnd() < w.faults.away:
+            watch.submitted, watch.submit_at = False, w.now + timedelta(seconds=2.0)
+            return
+        w.engine.submit(watch.lease.job_id, watch.lease.epoch, segments)
+        yield False
+
+    def _look_at_all(self) -> Points:
+        w = self.w
+        wishes = {}
+        for watch in self.watches.values():
+            job = w.jobs.get(watch.lease.job_id)
+            if job is not None and job.lease_token == watch.lease.token:
+                wishes[job.id] = Wish(job.phase, job.desired, job.desired_cause, job.desired_at)
+        for job_id, watch in list(self.watches.items()):
+            wish = wishes.get(job_id)
+            if wish is None:
+                del self.watches[job_id]
+                continue
+            if w.rnd() < w.faults.away:
+                continue
+            try:
+                yield from self._look(watch, wish)
+            except LeaseLost:
+                self.watches.pop(job_id, None)
+
+    def _look(self, watch: Watch, wish: Wish) -> Points:
+        w, ref = self.w, watch.ref
+        now, state = w.now, w.engine.poll(ref)
+        yield False
+        watch_rules.looked(watch, now, TIMING)
+        if state.seen and not watch.recorded:
+            w.hold(watch.lease)
+            attempt = w.attempt(*ref)
+            if attempt.begun_at is None:
+                attempt.begun_at = watch.begun_at = max(w.engine.begun(ref).begun_at, attempt.created_at)
+            watch.recorded = _NODE_0
+            yield False
+        deed = watch_rules.deed(watch, state, wish, now, TIMING)
+        do = deed.do
+        if do is Do.WAIT:
+            return
+        if do is Do.SUBMIT:
+            attempt = w.attempt(*ref)
+            if attempt is not None:
+                yield from self._submit(watch, attempt.lineage)
+        elif do is Do.FINISH:
+            yield from self._finish(watch, state, now)
+        elif do is Do.STOP:
+            self._note(watch, STOPPED, deed.cause, "SIGTERM to the agent")
+            yield False
+            watch_rules.stopping(watch, deed, now)
+            yield from self._sure(watch)
+            yield False
+            w.engine.stop(ref)
+            yield False
+        else:
+            text = deed.text or "it did not end"
+            self._note(watch, KILLED, deed.cause, text)
+            yield False
+            watch_rules.killing(watch, deed, text)
+
+    def _note(self, watch: Watch, kind: str, cause: Cause | None, text: str) -> None:
+        job = self.w.hold(watch.lease)
+        self.w.add(job, kind, watch.lease.epoch, {} if cause is None else {"cause": cause.value}, text)
+
+    def _finish(self, watch: Watch, state: Any, now: Any) -> Points:
+        w, ref = self.w, watch.ref
+        watch.ending_since = watch.ending_since or now
+        yield from self._sure(watch)
+        w.fence(ref)
+        yield False
+        left = w.engine.kill(ref)
+        yield False
+        if left:
+            if watch_rules.tells_unproven(watch, now):
+                self._note(watch, "not-proved-dead", None, "not ended")
+            return
+        last = w.engine.poll(ref)
+        attempt, lines = w.attempt(*ref), w.engine.spool(ref)
+        if attempt is not None and attempt.acked < len(lines):  # as leftover.ingest_leftover
+            job = w.hold(watch.lease)
+            w.store(job, attempt, _Spool(lines))
+            yield False
+        yield from self._settle(watch, watch_rules.evidence(watch, last, ""))
+        yield False
+
+    def _settle(self, watch: Watch, evidence: Any) -> Points:
+        """As ``ending.settle``."""
+        w, lease, ref = self.w, watch.lease, watch.ref
+        base, job = w.bases.get(ref), w.jobs.get(lease.job_id)
+        found = adoptable(w, w.lineage(job, lease.epoch, base), job) if job is not None else []
+        yield False
+        job, attempt = w.hold(lease), w.attempt(*ref)
+        if attempt.base_step is None and base is not None:
+            attempt.base_step, attempt.base_epoch = base.step, base.epoch
+        rows = w.checkpoints[job.id]
+        for step, epoch, finished in found:
+            if not any((row.step, row.epoch) == (step, epoch) for row in rows):
+                rows.append(Checkpoint(step, epoch, finished))
+                data = {"checkpoint": f"step-{step:012d}.a{epoch:04d}"}
+                w.add(job, "checkpoint-adopted", epoch, data)
+        newest = next(w.committed(job, w.lineage(job, attempt.number, base)), None)
+        results = evidence.state.results
+        facts = verdict.facts_of(attempt, newest, max((r.last_step for r in results), default=0))
+        cause = verdict.cause_of(job, evidence)
+        self._end(job, attempt, verdict.verdict(job, attempt, LIMITS, cause, facts, results, w.now), facts)
+        del self.watches[job.id]
+        self.woken = True
+
+    def _end(self, job: Any, attempt: Any, found: verdict.Verdict, facts: verdict.Facts) -> None:
+        """As ``ending._end``."""
+        w, number, decision = self.w, attempt.number, found.decision
+        assert decision.event is not None and decision.cause is not None
+        attempt.phase, attempt.outcome, attempt.cause = AttemptPhase.ENDED, decision.outcome, decision.cause
+        attempt.last_step, attempt.steps_lost, attempt.ended_at = facts.last, facts.lost, found.ended_at
+        w.lent = [None if holder == (job.id, number) else holder for holder in w.lent]
+        w.over(job, attempt)
+        w.add(job, "attempt-ended", number, {"cause": decision.cause._value_})
+        w.apply(
+            job, decision.event, expected_epoch=number, reason=decision.reason, message=decision.message,
+            values=verdict.job_values(job, attempt, decision, facts, found.seconds),
+        )  # fmt: skip
+        w.trace and w.say(f"{self.name} ends attempt {number} of {job.id}: {decision.cause}, {decision.event}")
+
+
+class _Spool:
+    """All of it, as one batch."""
+
+    __slots__ = ("from_seq", "messages")
+
+    def __init__(self, lines: list[Any]) -> None:
+        self.from_seq, self.messages = 1, lines
+
+
+_NODE_0: Final = frozenset({0})
+
+
+def adoptable(world: Any, segments: Any, job: Any) -> list[tuple[int, int, bool]]:
+    """On the disk, on the lineage, and not in the rows; the oldest first."""
+    known = {(row.step, row.epoch) for row in world.checkpoints[job.id]}
+    there = sorted(world.disk.get(job.id, {}).items())
+    return [(*place, done) for place, done in there if place not in known and holds(segments, *place)]

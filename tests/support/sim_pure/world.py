@@ -1,0 +1,305 @@
+"""One schedule of the fast lane: users, reconcilers, agents and a network over rows in memory, each moved as the seed says;
+then the faults stop, and all must come to rest where it should. Hundreds of times as fast as ``tests.support.sim``, which runs
+the whole service over a real database.
+
+The service's own: the transition table and what a transition writes (``transitions.moved``), ``decide`` with budgets and
+treatment, what a look leads to (``watch_rules``), an end's cause, facts and columns (``verdict``, ``outcome.combine``), the
+terms of leases (``leases.expired``, ``is_ours``, ``surely_held``), whom reports are taken from and which of their messages
+are new (``fencing.fence``, ``ingest.unstored``), the queue's order and quotas (``queue_order``), slots (``slots.Board``), who
+makes room (``queue_preemption.Room``), lineages, which wishes change nothing (``actions._already``), ``goodput``. Modelled:
+rows and guarded writes (``rows``), the order of reads, writes and calls (``reconciler``, ``launching``), engine, agents, disk
+(``agents``), users (here).
+
+A seed is of SQLite or of PostgreSQL: on the latter a transaction that launches sees what others commit between its statements,
+and only the lock on slots keeps another launch out.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ratchet_contract.errors import RatchetError
+from ratchet_contract.phases import Event, JobPhase
+from ratchet_contract.resume import Base
+from ratchet_service.queue_order import UNLIMITED, Limit
+from tests.support.sim.processes import QUIET, Faults
+from tests.support.sim_pure.agents import GONE, Engine
+from tests.support.sim_pure.checks import Checked
+from tests.support.sim_pure.reconciler import Reconciler
+from tests.support.sim_pure.rows import Job
+
+JOBS: Final = 3
+"""At most; a seed has from one on."""
+MOVES: Final = 18
+WEATHER: Final = Faults(die=0.02, stall=0.06, away=0.01, lost=0.15, agent=0.03, lingers=0.1, jumps=0.05)
+GALE: Final = Faults(die=0.03, stall=0.12, away=0.03, lost=0.3, agent=0.08, lingers=0.3, jumps=0.1)
+_REST: Final = 1800.0
+_ONE_JOB: Final = Limit(jobs=1)
+_PLAIN: Final = (Event.SUSPEND, Event.RESUME, Event.CANCEL, Event.PREEMPT)
+
+
+class Broken(AssertionError):
+    """The schedule of ``seed`` has broken a rule; the message has its trace and the histories."""
+
+    def __init__(self, seed: int, what: str, story: str) -> None:
+        super().__init__(f"seed {seed}: {what}\n{story}\nseed {seed}: {what}")
+        self.seed, self.what = seed, what
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``moves``: turns of one actor, those after the faults have stopped included."""
+
+    moves: int
+    phases: tuple[JobPhase, ...]
+    attempts: int
+
+
+def play(seed: int, *, moves: int = MOVES) -> Outcome:
+    """One schedule, with ``moves`` moves before the faults stop. Raises ``Broken``."""
+    world = World(seed)
+    try:
+        world.run(moves)
+    except (AssertionError, RatchetError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+        what = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+        raise Broken(seed, what.splitlines()[0] if what else repr(error), "\n".join(story(seed, moves))) from error
+    phases = tuple(job.phase for job in world.jobs.values())
+    made = Outcome(world.moves, phases, sum(map(len, world.attempts.values())))
+    world.close()
+    return made
+
+
+@contextmanager
+def fast() -> Iterator[None]:
+    """Schedules leave no cycles behind: the collector of cycles finds nothing in them, and takes a sixth of the time."""
+    was = gc.isenabled()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was:
+            gc.enable()
+
+
+def story(seed: int, moves: int = MOVES) -> list[str]:
+    """The same schedule again, told: what everybody did, and the jobs' histories."""
+    world = World(seed, told=True)
+    try:
+        world.run(moves)
+    except Exception as error:
+        world.say(f"{type(error).__name__}: {error}")
+    histories = [
+        f"{job_id} {told.at:%H:%M:%S.%f} {told.epoch} {told.type} {told.data} {told.message}"
+        for job_id, events in world.events.items()
+        for told in events
+    ]
+    return [*world.lines, *histories]
+
+
+class World(Checked):
+    def __init__(self, seed: int, *, told: bool = False) -> None:
+        super().__init__()
+        random_ = random.Random(seed)
+        self.rnd = random_.random
+        self.trace, self.lines = told, list[str]()
+        self.seed, self.moves = seed, 0
+        kind = self.among(16)
+        self.faults = GALE if kind & 1 else WEATHER
+        self.postgres, self.same_host = bool(kind & 2), bool(kind & 4)
+        self._quota = _ONE_JOB if kind == 8 else UNLIMITED
+        self.engine = Engine(self)
+        self.disk: dict[str, dict[tuple[int, int], bool]] = {}
+        self.bases: dict[tuple[str, int], Base] = {}
+        self.fences: set[tuple[str, int]] = set()
+        self.dead: set[str] = set()
+        self.launching: Reconciler | None = None
+        self.reconcilers: list[Reconciler] = []
+        self._stalled: set[str] = set()
+        self._started = self._submitted = 0
+        self._jobs = 1 + self.among(JOBS)
+
+    def close(self) -> None:
+        for one in self.reconcilers:
+            one.points.close()
+        self.__dict__.clear()
+
+    def among(self, n: int) -> int:
+        return int(self.rnd() * n)
+
+    def say(self, text: str) -> None:
+        self.lines.append(f"{self.t:8.2f} {text}")
+
+    def limit(self, owner: str) -> Limit:
+        return self._quota
+
+    def slots_lock(self, reconciler: Reconciler) -> Reconciler | None:
+        return reconciler
+
+    def fence(self, ref: tuple[str, int]) -> None:
+        self.fences.add(ref)
+
+    # --- the schedule --------------------------------------------------------------------------------------------------
+
+    def run(self, moves: int) -> None:
+        self._submit()
+        self._start_reconciler()
+        self._start_reconciler()
+        for _ in range(moves):
+            self._move()
+        self.moves = moves
+        self._heal()
+        limit = self.t + _REST
+        while not self._rested():
+            assert self.t < limit, "not all jobs came to rest"
+            self._whole_round(self.reconcilers[0])
+            self.moves += 1
+            for agent in self.engine.agents:
+                if agent.state != GONE:
+                    self._move_agent(agent)
+                    self.moves += 1
+            self.passes(1.0 if any(agent.state != GONE for agent in self.engine.agents) else 3.0)
+        self.check_end()
+
+    def _move(self) -> None:
+        """One actor's."""
+        rnd, faults = self.rnd, self.faults
+        self.passes(0.02 + 0.28 * rnd() if rnd() >= faults.jumps else (5.0, 20.0, 70.0)[self.among(3)])
+        agents = [agent for agent in self.engine.agents if agent.state != GONE or agent.flying]
+        picked = rnd() * (3.0 + 4.0 * (len(self.reconcilers) + len(agents)))
+        if picked < 3.0:
+            self._user()
+            return
+        at = int((picked - 3.0) / 4.0)
+        if at < len(self.reconcilers):
+            self._turn(self.reconcilers[at])
+        else:
+            self._move_agent(agents[at - len(self.reconcilers)])
+
+    def _turn(self, one: Reconciler) -> None:
+        """Until it stands still, its round ends, or it does."""
+        rnd, faults = self.rnd, self.faults
+        die, stall = faults.die, faults.die + faults.stall
+        if one.name in self._stalled:
+            self._stalled.discard(one.name)
+            self.trace and self.say(f"{one.name} goes on")
+        for ended in one.points:
+            if ended or (self.launching is not None and self.launching is not one and not rnd() < 0.5):
+                return
+            drawn = rnd()
+            if drawn < die:
+                self.trace and self.say(f"{one.name} dies")
+                self._end(one)
+                self._start_reconciler()
+                return
+            if drawn < stall:
+                self.trace and self.say(f"{one.name} stands still")
+                self._stalled.add(one.name)
+                return
+
+    def _whole_round(self, one: Reconciler) -> None:
+        for ended in one.points:
+            if ended:
+                return
+
+    def _end(self, one: Reconciler) -> None:
+        one.points.close()
+        self.dead.add(one.name)
+        self._stalled.discard(one.name)
+        self.reconcilers.remove(one)
+        if self.launching is one:
+            self.launching = None
+
+    def _start_reconciler(self) -> None:
+        self._started += 1
+        self.reconcilers.append(Reconciler(self, f"reconciler {self._started}"))
+
+    def _move_agent(self, agent: Any) -> None:
+        rnd = self.rnd
+        if agent.stopped and agent.lingers == 0 and rnd() < 0.2:
+            agent.stopped = False
+            self.trace and self.say(f"{agent.name} goes on")
+        if agent.flying and rnd() < 0.3:
+            agent.land()
+        for _ in range(1 + self.among(3)):
+            agent.act()
+        if agent.seen and not agent.stopped and agent.state != GONE:
+            agent.report()
+
+    # --- users ---------------------------------------------------------------------------------------------------------
+
+    def _submit(self) -> None:
+        self._submitted += 1
+        job_id = f"job-{self.seed & 0xFFFF:04x}{self._submitted:08d}"
+        ranks, priority, owner = 1 + self.among(3), self.among(2), ("ada", "bob")[self.among(2)]
+        self.jobs[job_id] = Job(job_id, owner, priority, ranks, self.now)
+        self.attempts[job_id], self.checkpoints[job_id], self.events[job_id] = [], [], []
+        self.trace and self.say(f"{job_id} of {owner} is submitted: priority {priority}, {ranks} ranks")
+
+    def _user(self) -> None:
+        if self._submitted < self._jobs and self.rnd() < 0.5:
+            self._submit()
+            return
+        jobs = list(self.jobs.values())
+        if not jobs:
+            return
+        job, what = jobs[self.among(len(jobs))], self.among(8)
+        try:
+            if what < 5:
+                self.act(job, _PLAIN[what & 3])
+            elif what == 5:
+                values = {"checkpoint_request": job.checkpoint_request + 1}
+                self.apply(job, Event.CHECKPOINT, values=values)
+            elif what == 6:
+                self._resume_from(job)
+            else:
+                self._delete(job)
+        except RatchetError as error:
+            assert error.code not in ("conflict", "error"), error
+            return
+        self.trace and self.say(f"user: wish {what} for {job.id}")
+
+    def _resume_from(self, job: Any) -> None:
+        """As ``actions.resume`` with a step."""
+        if job.phase.active:
+            return
+        there = list(self.committed(job, self.lineage(job)))
+        if there:
+            row = there[self.among(len(there))]
+            source = {"step": row.step, "epoch": row.epoch}
+            values = {"resume_from": source, "not_before": None}
+            self.apply(job, Event.RESUME, values=values, data={"from_step": row.step})
+
+    def _delete(self, job: Any) -> None:
+        self.apply(job, Event.DELETE)
+        for table in (self.jobs, self.attempts, self.checkpoints, self.events):
+            del table[job.id]
+
+    # --- the end -------------------------------------------------------------------------------------------------------
+
+    def _heal(self) -> None:
+        """Faults stop: who stands goes on, what is on its way arrives; one reconciler is left, and finds the others' leases."""
+        self.faults = QUIET
+        self.trace and self.say("faults stop")
+        for one in list(self.reconcilers):
+            if one.name in self._stalled:
+                self._stalled.discard(one.name)
+                if self.launching is None or self.launching is one:
+                    self._whole_round(one)
+        for one in self.reconcilers[:-1]:
+            self._end(one)
+        for agent in self.engine.agents:
+            agent.stopped, agent.lingers = False, 0
+            while agent.flying:
+                agent.land()
+
+    def _rested(self) -> bool:
+        return all(agent.state == GONE for agent in self.engine.agents) and all(
+            job.phase.terminal or job.phase is JobPhase.SUSPENDED for job in self.jobs.values()
+        )
