@@ -213,13 +213,13 @@ class Plane:
             if process.poll() is None:
                 process.kill()
             process.wait(10)
-        if self._server is not None and self._thread is not None:
-            self._server.should_exit = True
-            self._thread.join(30)
         for pid in processes_below(self.settings.home):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not processes_below(self.settings.home), "the plane's processes to go", 10)
+        if self._server is not None and self._thread is not None:  # last: no agent is in the middle of a report
+            self._server.should_exit = True
+            self._thread.join(30)
 
 
 if __name__ == "__main__":
