@@ -32,6 +32,9 @@ BATCH: Final = 16
 """Launches in one transaction; as many again of launchers without slots."""
 NO_SLOT: Final = "no-slot"
 QUOTA: Final = "quota"
+UNMADE: Final = Cause.LAUNCHER_ERROR.value
+"""Reason of a queued job whose attempt could not be made when its turn came. Until it can, it stands behind all others, and
+nobody is stopped for it."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,6 @@ class Round:
         self._capacity = capacity
         self._board = Board(capacity, queue_rows.grants(session))
         self._room = Room(queue_rows.running(session, preemption.min_run) if preemption.enabled else ())
-        self._failed: list[str] = []  # jobs whose attempt could not be made; their rows say why
 
     def turns(self) -> Iterator[Turn]:
         """Jobs to start, in order. Those that wait are told why, in their rows, once the iteration ends."""
@@ -82,7 +84,6 @@ class Round:
                     continue
                 yield turn
                 if turn.job.phase is JobPhase.QUEUED:  # it could not be launched: nobody waits for what it was given
-                    self._failed.append(turn.job.id)
                     self._board.take_back(turn.grant)
                 else:
                     given[slots] += 1
@@ -103,6 +104,8 @@ class Round:
         ids = {queued.job for queued in hopeless}
         hopeful = (row.queued for row in rows if row.queued.job not in ids)
         places = in_order(hopeful, queue_rows.held(self._session), quotas.limits(self._session))
+        unmade = {row.queued.job for row in rows if row.reason == UNMADE}
+        places.sort(key=lambda place: place.queued.job in unmade)
         return places + [Place(queued) for queued in hopeless]
 
     def _full(self, priority: int) -> bool:
@@ -127,6 +130,8 @@ class Round:
             answer = self._board.ask(job.id, need) if slots else Grant()
             if isinstance(answer, Grant):
                 return Turn(job, spec, resolved, answer)
+            if job.reason == UNMADE:
+                return None
             self._make_room(job, need, answer)
             room = "; room is made for it" if job.room_since is not None else ""
             say_why(job, NO_SLOT, answer.message + room)
@@ -184,8 +189,7 @@ class Round:
         kinds = [kind for kind, slots in self._slots.items() if slots]
         others = sa.update(Job).where(
             queue_rows.due(now_in(self._session)),
-            Job.id.not_in(self._failed),
-            sa.or_(Job.reason.is_(None), Job.reason.not_in([NO_SLOT, QUOTA])),
+            sa.or_(Job.reason.is_(None), Job.reason.not_in([NO_SLOT, QUOTA, UNMADE])),
             queue_rows.launcher_kind().in_(kinds),
         )
         self._session.flush()

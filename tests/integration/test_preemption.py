@@ -211,6 +211,15 @@ def test_a_job_that_cannot_be_launched_keeps_no_slot_and_says_why(
     assert queue.round() == others[:2], "all four slots, which the first job was given before"
     assert queue.why(broken) == ("launcher-error", "the launcher cannot plan the attempt: its profile is gone")
     assert queue.why(others[2])[0] == "no-slot"
+    queue.put(broken, priority=5)
+    assert queue.round() == [] and not queue.stopping(), "nobody is stopped for what cannot start"
+    queue.end(others[0])
+    assert queue.round() == others[2:], "nor waits behind it"
+    for job_id in others[1:]:
+        queue.end(job_id)
+    monkeypatch.setattr(LocalLauncher, "plan", plan)
+    assert queue.round() == [broken]
+    assert queue.job(broken).reason is None
 
 
 def test_who_holds_a_victims_row_is_not_waited_for(tmp_path: Path, database: Database) -> None:
