@@ -24,6 +24,8 @@ from ratchet_service.models import Event as Row
 
 _MOVES: Final = frozenset(event.value for event in Event)
 _ENDS: Final = (Event.END_SUCCEEDED, Event.END_SUSPENDED, Event.END_CANCELLED, Event.END_REQUEUE, Event.END_FAILED)
+_TRAINING: Final = Event.TRAINING.value
+_RESUME: Final = Event.RESUME.value
 _OF_A_LIVE_ATTEMPT: Final = frozenset({"rank-started", "resumed", "result", "checkpoint", "checkpoint-uploaded"})
 """What only an attempt that has not ended may add to the history."""
 
@@ -72,10 +74,10 @@ def of_history(events: Iterable[Happening], *, forked: bool = False) -> Replay:
             wrong(f"told by an attempt that is over; the newest is {out.epoch}, {'alive' if out.alive else 'ended'}")
         if event.type in _MOVES and "from" in event.data:
             _move(out, event, wrong)
-        if event.type == Event.TRAINING.value and "base_step" in event.data:
+        if event.type == _TRAINING and "base_step" in event.data:
             _trains(out, event, forked, wish, wrong)
             wish = None
-        elif event.type == Event.RESUME.value and "from_step" in event.data:
+        elif event.type == _RESUME and "from_step" in event.data:
             wish = (int(event.data["from_step"]), 0)
         elif event.type in ("checkpoint", "checkpoint-adopted") and "checkpoint" in event.data:
             found = parse_checkpoint_dir_name(event.data["checkpoint"])

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 from ratchet_contract.errors import Conflict, NotFound
 from ratchet_contract.phases import AttemptPhase, Cause, Desired
-from ratchet_contract.resume import Base, holds
+from ratchet_contract.resume import holds
 from ratchet_service.launchers.base import AttemptState, NodeState
-from tests.support.sim_pure.rows import STEPS, Report
+from tests.support.sim_pure.rows import STEPS, Report, base_at
 
 EVERY: Final = 2
 STARTING, BEGUN, TRAINING, RESULT, GONE = range(5)
@@ -141,7 +141,7 @@ class Agent:
         places = [place for place in w.disk.get(self.job_id, ()) if holds(self.segments, *place)]
         self.base = self.parent = max(places, default=(0, None))
         self.step = self.base[0]
-        w.bases[self.job_id, self.epoch] = Base(step=self.base[0], epoch=self.base[1])
+        w.bases[self.job_id, self.epoch] = base_at(*self.base)
         self.lines += (("started",), ("training", *self.base))
         self.become(TRAINING)
         w.trace and w.say(f"{self.name} trains from {self.base}")

@@ -38,32 +38,29 @@ class Reconciler(launching.Launching):
 
     def _rounds(self) -> Points:
         while True:
-            yield from self._round()
+            w, t = self.w, self.w.t
+            if self.watches and t - self.renewed >= LEASE / 4:
+                yield False
+                for job_id in w.renew([watch.lease for watch in self.watches.values()]):
+                    self.watches[job_id].held_at = t
+                self.renewed = t
+                w.trusted(self)
+                yield False
+            if t - self.swept_at >= _SWEEP:
+                self.swept_at = t
+                w.engine.sweep()
+                yield False
+            woken, self.woken = self.woken, False
+            if woken or t >= self.look_at:
+                yield from self._take_over()
+                for job in w.jobs.values():
+                    if launching.due(job, w.now):
+                        yield from self._launch()
+                        break
+                self.look_at = t + 1.0
+            if self.watches:
+                yield from self._look_at_all()
             yield True
-
-    def _round(self) -> Points:
-        w, t = self.w, self.w.t
-        if self.watches and t - self.renewed >= LEASE / 4:
-            yield False
-            for job_id in w.renew([watch.lease for watch in self.watches.values()]):
-                self.watches[job_id].held_at = t
-            self.renewed = t
-            w.trusted(self)
-            yield False
-        if t - self.swept_at >= _SWEEP:
-            self.swept_at = t
-            w.engine.sweep()
-            yield False
-        woken, self.woken = self.woken, False
-        if woken or t >= self.look_at:
-            yield from self._take_over()
-            for job in w.jobs.values():
-                if launching.due(job, w.now):
-                    yield from self._launch()
-                    break
-            self.look_at = t + 1.0
-        if self.watches:
-            yield from self._look_at_all()
 
     def _take_over(self) -> Points:
         w = self.w

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from typing import Any, Final
 
 from ratchet_contract.errors import NotFound
@@ -214,7 +215,7 @@ class Rows:
     def lineage(self, job: Any, epoch: int | None = None, base: Base | None = None) -> list[Segment]:
         """Before a launch (``epoch`` None), or as it ends in attempt ``epoch``, as ``ending._lineage`` has it."""
         bases = {
-            one.number: Base(step=one.base_step, epoch=one.base_epoch)
+            one.number: base_at(one.base_step, one.base_epoch)
             for one in self.attempts[job.id]
             if one.base_step is not None
         }
@@ -222,7 +223,7 @@ class Rows:
             bases.setdefault(epoch, base)
         wish = None
         if job.resume_from is not None and epoch not in bases:
-            wish = Base(step=job.resume_from["step"], epoch=job.resume_from["epoch"])
+            wish = base_at(job.resume_from["step"], job.resume_from["epoch"])
         fork: ForkSource | None = None
         return lineage(bases, resume_from=wish, fork=fork)
 
@@ -242,8 +243,10 @@ class Rows:
         return job, attempt
 
     def ingest(self, report: Report) -> tuple[int, Desired, Cause | None]:
-        """The second half of a report. Returns what is acknowledged and wanted."""
+        """The second half of a report. Returns what is acknowledged and wanted; one without news only reads."""
         job, attempt = self.admit(report)
+        if not (report.messages or report.result is not None or report.phase is not attempt.phase):
+            return attempt.acked, job.desired, job.desired_cause
         if ingest._later(report.phase, attempt.phase):
             attempt.phase = report.phase
         attempt.last_step = max(attempt.last_step, report.last_step)
@@ -295,6 +298,11 @@ class Rows:
                 job.committed_step, job.committed_epoch = step, epoch
             assert row is None, f"{job.id}: the commit of step {step} by attempt {epoch} is stored for the second time"
             self.add(job, "checkpoint", attempt.number, {"checkpoint": f"step-{step:012d}.a{epoch:04d}"})
+
+
+@cache
+def base_at(step: int, epoch: int | None) -> Base:
+    return Base(step=step, epoch=epoch)
 
 
 def _place(row: Any) -> tuple[int, int]:

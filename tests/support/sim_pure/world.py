@@ -35,7 +35,7 @@ from tests.support.sim_pure.rows import Job
 
 JOBS: Final = 3
 """At most; a seed has from one on."""
-MOVES: Final = 18
+MOVES: Final = 20
 WEATHER: Final = Faults(die=0.02, stall=0.06, away=0.01, lost=0.15, agent=0.03, lingers=0.1, jumps=0.05)
 GALE: Final = Faults(die=0.03, stall=0.12, away=0.03, lost=0.3, agent=0.08, lingers=0.3, jumps=0.1)
 _REST: Final = 1800.0
@@ -123,7 +123,7 @@ class World(Checked):
         self.reconcilers: list[Reconciler] = []
         self._stalled: set[str] = set()
         self._started = self._submitted = 0
-        self._jobs = 1 + self.among(JOBS)
+        self._jobs = 1 + min(self.among(JOBS), self.among(JOBS))
 
     def close(self) -> None:
         for one in self.reconcilers:
@@ -160,18 +160,24 @@ class World(Checked):
             assert self.t < limit, "not all jobs came to rest"
             self._whole_round(self.reconcilers[0])
             self.moves += 1
+            busy = False
             for agent in self.engine.agents:
                 if agent.state != GONE:
+                    agent.act()
+                    agent.act()
                     self._move_agent(agent)
                     self.moves += 1
-            self.passes(1.0 if any(agent.state != GONE for agent in self.engine.agents) else 3.0)
+                    busy = True
+            self.passes(1.0 if busy else 4.0)
         self.check_end()
 
     def _move(self) -> None:
         """One actor's."""
         rnd, faults = self.rnd, self.faults
         self.passes(0.02 + 0.28 * rnd() if rnd() >= faults.jumps else (5.0, 20.0, 70.0)[self.among(3)])
-        agents = [agent for agent in self.engine.agents if agent.state != GONE or agent.flying]
+        agents = self.engine.agents
+        if agents:
+            agents = [agent for agent in agents if agent.state != GONE or agent.flying]
         picked = rnd() * (3.0 + 4.0 * (len(self.reconcilers) + len(agents)))
         if picked < 3.0:
             self._user()
