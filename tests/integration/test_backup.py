@@ -35,7 +35,7 @@ def stop_reconcilers(plane: Plane) -> None:
 def test_what_ran_behind_the_backup_is_taken_in_and_no_number_is_used_twice(plane: Plane) -> None:
     """Attempt 1 runs at the backup; 1 and 2 end and 3 runs on when it is restored. Another job came later than the backup."""
     plane.serve_api()
-    plane.reconcile()
+    plane.reconcile(lease=1.5)
     faults = {"1": {"at": 25, "do": "kill"}, "2": {"at": 45, "do": "kill"}}
     job_id = plane.submit({"steps": 100_000, "every": 10, "pause": 0.01, "epochs": faults})
     wait_for(lambda: plane.checkpoints(job_id), "a checkpoint", 30)
@@ -53,7 +53,7 @@ def test_what_ran_behind_the_backup_is_taken_in_and_no_number_is_used_twice(plan
     assert plane.job(job_id).epoch == 1
     told = unrecorded.compare(plane.paths, plane.database)
     assert (told.lost, told.ahead, told.gone) == ((later,), (job_id,), ())
-    plane.reconcile()
+    plane.reconcile(lease=1.5)
     job = plane.wait_job(job_id, lambda job: job.epoch == 4 and job.phase is JobPhase.RUNNING, "in attempt 4")
 
     attempts = plane.attempts(job_id)
@@ -82,14 +82,14 @@ def test_what_ran_behind_the_backup_is_taken_in_and_no_number_is_used_twice(plan
 def test_an_agent_that_the_backup_knows_goes_on(plane: Plane) -> None:
     """The backup has fewer of its reports than it was told of: it sends them again, and nothing is stored twice."""
     plane.serve_api()
-    plane.reconcile()
+    plane.reconcile(lease=1.5)
     job_id = plane.submit({"steps": 120, "every": 10, "pause": 0.01})
     wait_for(lambda: plane.checkpoints(job_id), "a checkpoint", 30)
     before = put_aside(plane.database)
     plane.wait_job(job_id, lambda job: job.step >= 60, "further")
     stop_reconcilers(plane)
     put_back(plane.database, before)
-    plane.reconcile()
+    plane.reconcile(lease=1.5)
     job = plane.wait(job_id, JobPhase.SUCCEEDED, deadline=60)
     assert (job.epoch, job.step) == (1, 120)
     assert [c.step for c in plane.checkpoints(job_id)] == list(range(10, 121, 10))

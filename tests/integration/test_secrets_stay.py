@@ -30,7 +30,7 @@ PASSWORD, VALUE, FROM_ENV = "planted-database-password", "planted-env-value", "p
 @pytest.fixture
 def plane(tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plane]:
     """A service in a process of its own; PostgreSQL's URL has a password."""
-    monkeypatch.setenv("PLANTED", FROM_ENV)
+    monkeypatch.setenv("PLANTED_SECRET", FROM_ENV)
     own = database
     if not database.is_sqlite:
         url = make_url(database.url.render_as_string(hide_password=False)).set(password=PASSWORD)
@@ -50,7 +50,7 @@ def test_no_log_no_answer_and_no_file_has_a_planted_secret(plane: Plane) -> None
     client = httpx.Client(base_url=url, headers=bearer(plane.token), timeout=30)
     wanted = trainer_spec({"steps": 3, "epochs": {"1": {"at": 2, "do": "kill-agent"}}})
     wanted["env"]["API_KEY"], wanted["secret_env"] = VALUE, ["API_KEY"]
-    wanted["secrets"] = {"OTHER_KEY": {"from_env": "PLANTED"}}
+    wanted["secrets"] = {"OTHER_KEY": {"from_env": "PLANTED_SECRET"}}
     wrong = trainer_spec() | {"env": {"API_KEY": [VALUE]}, "secret_env": ["API_KEY"]}
     answers = [
         client.post("/v1/jobs", params={"dry_run": "true"}, json=wanted),
