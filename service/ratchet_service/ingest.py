@@ -18,6 +18,7 @@ from ratchet_contract.errors import NotFound, Refused
 from ratchet_contract.messages import (
     AGENT_RANK,
     AgentReport,
+    AttemptResult,
     CheckpointCommitted,
     Control,
     Group,
@@ -114,8 +115,10 @@ def _ingest(database: Database, report: AgentReport, token: str | None, homes: H
             raise _no_attempt(report.job_id, report.epoch)
         fence(job, held)
         node = _node(session, report)
-        _advance(session, held, node, report)
+        ended = _advance(held, node, report)
         ingest_batches(session, job, held, node, report.batches, iterations, bounds, shape)
+        if ended is not None:
+            _tell_end(session, held, ended)  # behind what it has told before
         session.flush()
         return _ack(session, job, held, node, shape)
 
@@ -230,8 +233,8 @@ def _node(session: Session, report: AgentReport) -> AttemptNode:
     return node
 
 
-def _advance(session: Session, attempt: Attempt, node: AttemptNode, report: AgentReport) -> None:
-    """Phases only go forward, and only the reconciler ends an attempt."""
+def _advance(attempt: Attempt, node: AttemptNode, report: AgentReport) -> AttemptResult | None:
+    """Phases only go forward, and only the reconciler ends an attempt. Returns the result, where it is new."""
     if _later(report.phase, node.phase):
         node.phase = report.phase
     if report.address is not None:
@@ -239,11 +242,16 @@ def _advance(session: Session, attempt: Attempt, node: AttemptNode, report: Agen
     if report.phase is not AttemptPhase.ENDED and _later(report.phase, attempt.phase):
         attempt.phase = report.phase
     attempt.last_step = max(attempt.last_step, min(report.last_step, MAX_NUMBER))
-    if report.result is not None and str(report.node) not in attempt.results:
-        attempt.results = attempt.results | {str(report.node): storable_json(report.result.model_dump(mode="json"))}
-        cause = report.result.cause.value
-        facts = {"cause": cause, "rank": report.result.rank, "last_step": report.result.last_step}
-        add_event(session, attempt.job_id, "result", f"the agent ended: {cause}", epoch=attempt.number, data=facts)
+    if report.result is None or str(report.node) in attempt.results:
+        return None
+    attempt.results = attempt.results | {str(report.node): storable_json(report.result.model_dump(mode="json"))}
+    return report.result
+
+
+def _tell_end(session: Session, attempt: Attempt, result: AttemptResult) -> None:
+    facts = {"cause": result.cause.value, "rank": result.rank, "last_step": result.last_step}
+    text = f"the agent ended: {result.cause.value}"
+    add_event(session, attempt.job_id, "result", text, epoch=attempt.number, data=facts)
 
 
 def _ack(session: Session, job: Job, attempt: Attempt, node: AttemptNode, shape: Shape) -> ReportAck:

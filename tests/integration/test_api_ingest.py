@@ -222,8 +222,10 @@ def test_a_result_waits_for_the_reconciler(api: Api, job: str) -> None:
         "started_at": "2030-01-01T00:00:00Z", "ended_at": "2030-01-01T00:01:00Z", "ranks": [],
     }  # fmt: skip
     for _ in range(2):
-        assert api.report(job, phase="ENDED", result=result, last_step=12).status_code == 200
+        last = (0, 1, [checkpoint_message(10), checkpoint_message(12)])
+        assert api.report(job, last, phase="ENDED", result=result, last_step=12).status_code == 200
     assert api.ports.wakes > wakes
+    assert event_types(api, job)[-3:] == ["checkpoint", "checkpoint", "result"]
     with api.database.read() as session:
         attempt = session.get_one(Attempt, (job, 1))
         assert attempt.phase is AttemptPhase.RUNNING
