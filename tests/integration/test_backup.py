@@ -109,3 +109,17 @@ def test_the_number_after_what_the_disk_has_seen(tmp_path: Path) -> None:
     (paths.quarantine / "step-000000000700.a0008.1").mkdir(parents=True)
     assert next_attempt(paths, 3) == Next(9, skipped=range(4, 9))
     assert next_attempt(paths, 12) == Next(13)
+
+
+def test_numbers_of_which_checkpoints_alone_are_left_are_passed_over(plane: Plane) -> None:
+    """What is there under them is nobody's, and not used."""
+    plane.serve_api()
+    job_id = plane.submit({"steps": 5})
+    left = plane.paths.job(job_id).checkpoint(700, 4)
+    left.mkdir(parents=True)
+    plane.reconcile(lease=1.5)
+    job = plane.wait(job_id, JobPhase.SUCCEEDED)
+    assert (job.epoch, job.step) == (5, 5)
+    (attempt,) = plane.attempts(job_id)
+    assert (attempt.number, attempt.base_step) == (5, 0)
+    assert plane.paths.job(job_id).attempt(5).launch_file.exists()
