@@ -250,10 +250,10 @@ class Rows:
         if ingest._later(report.phase, attempt.phase):
             attempt.phase = report.phase
         attempt.last_step = max(attempt.last_step, report.last_step)
+        self.store(job, attempt, report)
         if report.result is not None and attempt.result is None:
             attempt.result = report.result
             self.add(job, "result", attempt.number, {"cause": report.result.cause.value})
-        self.store(job, attempt, report)
         return attempt.acked, job.desired, job.desired_cause
 
     def store(self, job: Any, attempt: Any, report: Any) -> None:
