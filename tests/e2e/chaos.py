@@ -69,8 +69,9 @@ def report(run: Run, verdict: Verdict, lines: list[str], seconds: float, again: 
     print(
         f"  requests struck: {done.total() - done['none']} of {done.total()}; actions and answers: {dict(tally.actions)}"
     )
-    print(f"  jobs ended {dict(verdict.ends)} by {verdict.attempts} attempts, {verdict.lost_steps} steps were done again; "
-          f"{tally.resumed} times no-progress was resumed; {tally.restarts} starts without a database or room")  # fmt: skip
+    print(f"  jobs ended {dict(verdict.ends)} by {verdict.causes.total()} attempts {dict(verdict.causes)}")
+    print(f"  {verdict.lost_steps} steps were done again; {tally.resumed} times no-progress was resumed; "
+          f"{tally.restarts} starts without a database or room")  # fmt: skip
     print(f"  final checkpoints identical to the undisturbed one: {verdict.identical} of {verdict.compared} "
           f"({verdict.reals} of real ranks; {verdict.tensors} tensors)")  # fmt: skip
     count = sum(len(found) for found in verdict.breaches.values())
@@ -95,7 +96,10 @@ def main() -> int:
     )
     parser.add_argument("--only", nargs="*", default=(), metavar="FAULT", help="these kinds alone")
     parser.add_argument("--planted", choices=sorted(PLANTED), help="a fault in the product, which must be found")
-    parser.add_argument("--log", help="where the logs go: LOG.sqlite.jsonl, LOG.postgresql.jsonl")
+    parser.add_argument(
+        "--log",
+        help="where the logs stay: LOG.sqlite.jsonl, LOG.postgresql.jsonl (default: if it fails, in the temporary directory)",
+    )
     parser.add_argument(
         "--replay", type=Path, metavar="LOG", help="what this log has, at its instants; nothing else is heeded"
     )
@@ -116,6 +120,9 @@ def main() -> int:
         runs = [(header.pop("engine"), Wanted(**header | {"replay": struck}))]
     log = given.log or str(Path(tempfile.gettempdir()) / f"ratchet-chaos-{'replay' if given.replay else given.seed}")
     verdicts = [_one(engine, wanted, given.planted, Path(f"{log}.{engine}.jsonl")) for engine, wanted in runs]
+    if given.log is None and not any(verdict.breaches for verdict in verdicts):
+        for engine, _ in runs:  # nobody asked for them, and nobody will play them again
+            Path(f"{log}.{engine}.jsonl").unlink(missing_ok=True)
     return 1 if any(verdict.breaches for verdict in verdicts) else 0
 
 

@@ -20,7 +20,7 @@ from tests.support.chaos.world import BASE_RATE, Part, World, until
 
 WIDTH: Final = 7
 """Jobs at one time that have not ended: more than there are slots for all of them."""
-AHEAD: Final = 4
+AHEAD: Final = 5
 """Jobs that have been submitted beyond their share in the faults."""
 PATIENCE: Final = 20.0
 """Seconds that a fault waits for somebody whom it can meet."""
@@ -39,7 +39,7 @@ class Wanted:
     jobs: int
     reals: int = 0
     pace: float = 1.4
-    pause: float = 0.25
+    pause: float = 0.2
     longest_stop: float = 20.0
     only: Sequence[str] = ()
     replay: Mapping[int, Struck] | None = None

@@ -32,15 +32,15 @@ class Verdict(NamedTuple):
     reals: int
     tensors: int
     ends: Counter[str]
-    attempts: int
+    causes: Counter[str]  # of attempts' ends
     lost_steps: int
 
 
 def judge(run: Run) -> Verdict:
     """Nothing is going on any more."""
     breaches: dict[str, list[str]] = {"": list(run.breaches)}
-    identical = compared = reals = tensors = attempts = lost = 0
-    ends: Counter[str] = Counter()
+    identical = compared = reals = tensors = lost = 0
+    ends, causes = Counter[str](), Counter[str]()
     with run.world.database.read() as session:
         breaches[""] += [f"slots: {text}" for text in invariants.of_slots(session, SLOTS)]
         breaches[""] += _once(run, session)
@@ -51,7 +51,8 @@ def judge(run: Run) -> Verdict:
             row = session.get_one(Job, job.job_id)
             rows = list(session.scalars(sa.select(Attempt).where(Attempt.job_id == row.id).order_by(Attempt.number)))
             ends[row.phase.value] += 1
-            attempts, lost = attempts + len(rows), lost + sum(one.steps_lost or 0 for one in rows)
+            causes.update(one.cause.value for one in rows if one.cause is not None)
+            lost += sum(one.steps_lost or 0 for one in rows)
             found = invariants.of_job(session, row) + _end(job, row) + _bases(rows) + _alone(run, job, rows)
             if row.phase is JobPhase.SUCCEEDED:
                 found += _steps(job, rows)
@@ -61,7 +62,7 @@ def judge(run: Run) -> Verdict:
                 found += differences
             if found:
                 breaches[row.id] = [f"job {job.plan.number} ({job.plan.kind}) {row.id}: {text}" for text in found]
-    return Verdict({k: v for k, v in breaches.items() if v}, identical, compared, reals, tensors, ends, attempts, lost)
+    return Verdict({k: v for k, v in breaches.items() if v}, identical, compared, reals, tensors, ends, causes, lost)
 
 
 def _once(run: Run, session: Session) -> list[str]:

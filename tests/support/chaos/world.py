@@ -35,7 +35,8 @@ from tests.support.server import processes_below, wait_for
 from tests.support.tokens import make_token
 
 Engine = Literal["sqlite", "postgresql"]
-SLOTS: Final = 8
+SLOTS: Final = 5
+"""Fewer than the jobs at one time would take: they wait, and are stopped for those of higher priority."""
 BASE_RATE: Final = 0.03
 """Of requests, struck by the relay at any time; a storm strikes many more."""
 LATEST: Final = 6.0
