@@ -26,6 +26,7 @@ from ratchet_service import problems
 from ratchet_service.clock import clock_of
 from ratchet_service.database import Database
 from ratchet_service.models import IdempotencyKey
+from ratchet_service.quotas import EXCEEDED
 
 T = TypeVar("T")
 
@@ -69,7 +70,8 @@ class Idempotency:
     def run(self, call: Call, prepare: Callable[[], T], effect: Callable[[Session, T], Reply]) -> Reply:
         """``prepare`` outside, ``effect`` inside the one write transaction; or the stored answer.
 
-        Errors of the client are answers too and are kept; those of the server are not. Raises what the two raise.
+        Errors of the client are answers too and are kept; those of the server, and those that pass without a change of the
+        request, are not. Raises what the two raise.
         """
         if call.key is None:
             prepared = prepare()
@@ -87,7 +89,7 @@ class Idempotency:
                 return reply
         except RatchetError as error:
             reply = _reply_of(error, call)
-            if reply.status >= 500 or error.code == "idempotency-claim-lost":
+            if _passes(error, reply.status):
                 self._release(call, token)
             else:
                 with self._database.write() as session:
@@ -155,6 +157,13 @@ class Idempotency:
                     IdempotencyKey.scope == call.scope, IdempotencyKey.key == call.key, IdempotencyKey.token == token
                 )
             )
+
+
+def _passes(error: RatchetError, status: int) -> bool:
+    """Whether the same request may be answered otherwise the next time: the server's fault, too many requests, a quota that is
+    used up now or that an admin raises."""
+    codes = {error.code, *(problem.code for problem in error.errors)}
+    return status >= 500 or status == 429 or bool(codes & {"idempotency-claim-lost", EXCEEDED})
 
 
 def _reply_of(error: RatchetError, call: Call) -> Reply:

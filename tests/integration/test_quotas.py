@@ -77,6 +77,24 @@ def test_one_job_too_many_is_refused_at_every_door(api: Api) -> None:
         assert session.scalar(sa.select(sa.func.count()).select_from(Job)) == 3
 
 
+def test_a_refusal_for_want_of_quota_is_not_kept_under_the_key(api: Api) -> None:
+    put(api, "*", queued=1)
+    first, key = api.submit(), {"Idempotency-Key": "again-and-again"}
+    refused = api.client.post("/v1/jobs", json=spec(), headers=key)
+    assert (refused.status_code, refused.json()["code"]) == (409, "quota-exceeded")
+    api.put(first, JobPhase.FAILED)
+    accepted = api.client.post("/v1/jobs", json=spec(), headers=key)
+    assert accepted.status_code == 201, accepted.text
+    repeated = api.client.post("/v1/jobs", json=spec(), headers=key)
+    assert (repeated.json()["id"], repeated.headers["Idempotency-Replayed"]) == (accepted.json()["id"], "true")
+
+    put(api, "*", ranks=1)
+    large, key = spec(world={"ranks_per_node": 2, "device": "cpu"}), {"Idempotency-Key": "too-large"}
+    assert api.client.post("/v1/jobs", json=large, headers=key).status_code == 422
+    put(api, "*", ranks=2)
+    assert api.client.post("/v1/jobs", json=large, headers=key).status_code == 201
+
+
 def test_a_job_that_could_never_start_is_refused_with_its_field(api: Api) -> None:
     put(api, "local", ranks=3)
     answer = api.client.post("/v1/jobs", json=spec(world={"ranks_per_node": 4, "device": "cpu"}))
