@@ -3,7 +3,7 @@
 A deadline that is too long costs minutes once; one that is too short costs a healthy job an attempt, and again at the next. So
 what is learned only ever takes away what is plainly too much:
 
-- Until an attempt has trained for ``SETTLED_SECONDS`` and shown ``ENOUGH`` silences of a stage, the deadline of that stage is
+- Until an attempt has trained for ``SETTLED_SECONDS`` and shown ``ENOUGH`` silences of one rank in a stage, the deadline of that stage is
   the ceiling: ``DEFAULT_STEP``, or ``ROOM`` times the longest silence of an earlier attempt where that is more. An earlier
   attempt can only lengthen it: another machine, world size or hook has another pace.
 - After that it is ``FACTOR`` times the longest silence of that stage, of this attempt or an earlier one, but not less than
@@ -11,6 +11,8 @@ what is learned only ever takes away what is plainly too much:
   ``DEFAULT_STEP``/``FACTOR``; longer ones may vary up to the ceiling.
 - The first step of an attempt belongs to its start-up, and the first evaluation and the first save are not measured: they
   compile, allocate and fill caches.
+- A start is never given less than ``DEFAULT_STARTUP``: the first of a job reads no checkpoint, a later one may read a large
+  one from a cold disk.
 - The attempt after one that was ended as a hang keeps to the ceiling. Was that a false alarm, it does not come again.
 
 Times are in seconds.
@@ -26,9 +28,8 @@ from ratchet_contract.spec_policy import PolicySpec
 
 DEFAULT_STARTUP: Final = 300.0
 DEFAULT_STEP: Final = 300.0
-FLOOR: Final = 60.0
-"""Disks and networks of clouds have hiccups of half a minute."""
-STARTUP_FLOOR: Final = 120.0
+FLOOR: Final = 120.0
+"""Disks and networks of clouds have hiccups of half a minute, a failover of a file server takes a minute and a half."""
 FACTOR: Final = 10.0
 ROOM: Final = 2.0
 CEILING: Final = 1800.0
@@ -68,11 +69,10 @@ def deadlines(policy: PolicySpec, pace: Pace | None) -> Deadlines:
     pace = pace or Pace()
     seen = pace.startup or 0.0
     most = min(CEILING, max(DEFAULT_STARTUP, ROOM * seen))
-    learned = most if pace.startup is None or pace.hung else min(most, max(STARTUP_FLOOR, FACTOR * seen))
     step = min(CEILING, max(DEFAULT_STEP, ROOM * max(pace.silences.values(), default=0.0)))
     given = policy.startup_deadline
     return Deadlines(
-        startup=learned if given is None else given,
+        startup=most if given is None else given,
         meeting=most if given is None else given,
         step=step if policy.step_deadline is None else policy.step_deadline,
         learns=policy.step_deadline is None and not pace.hung,

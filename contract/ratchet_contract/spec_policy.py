@@ -75,13 +75,13 @@ class PolicySpec(SpecModel):
     timeout: Seconds | None = Field(None, description="Wall-clock limit over all attempts' running time.")
     startup_deadline: Seconds | None = Field(
         None,
-        description="From launch to the first step, then the attempt ends as a hang. null: 300 s; once a start is known, ten "
-        "times the longest so far, but at least 120 s and at most 300 s, or twice that start where that is more.",
+        description="From launch to the first step, then the attempt ends as a hang. null: 300 s, or twice the "
+        "longest start so far where that is more.",
     )
     step_deadline: Seconds | None = Field(
         None,
         description="Without any progress of a rank, then the attempt ends as a hang. null: learned from the job's own pace. "
-        "300 s at first; after an hour of training ten times the longest silence so far, but at least 60 s and at most 300 s, "
+        "300 s at first; after an hour of training ten times the longest silence so far, but at least 120 s and at most 300 s, "
         "or twice an earlier attempt's longest silence where that is more.",
     )
     stop_grace: Seconds = Field(120.0, description="From a stop request until ranks are killed.")

@@ -59,6 +59,9 @@ class Job(Base):
         sa.Index("ix_jobs_name_id", "name", "id"),
         sa.Index("ix_jobs_priority_id", "priority", "id"),
         sa.Index("ix_jobs_owner_phase", "owner", "phase"),
+        sa.Index(
+            "ix_jobs_ttl", "ttl", sqlite_where=sa.text("ttl IS NOT NULL"), postgresql_where=sa.text("ttl IS NOT NULL")
+        ),
         sa.Index("ix_jobs_phase_owner_priority_created_at_id", "phase", "owner", "priority", "created_at", "id"),
         *(
             sa.Index(f"ix_jobs_{column}_created_at_id", column, "created_at", "id")

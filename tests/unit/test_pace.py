@@ -99,8 +99,20 @@ def test_a_quick_job_learns_a_short_deadline_and_says_so() -> None:
     run = settled(Run(), 0.5)
     assert run.deadline() == FLOOR
     found = run.wait(200)
-    assert found is not None and "step_deadline (60 s, learned: the longest silence before was 0.5 s)" in found.message
-    assert "still for 6" in found.message
+    assert found is not None and "step_deadline (120 s, learned: the longest silence before was 0.5 s)" in found.message
+    assert "still for 12" in found.message
+
+
+def test_ranks_that_are_silent_together_have_shown_one_silence() -> None:
+    """Eight ranks that save four times have not shown how long saves take."""
+    run = settled(Run(ranks=8), 0.5)
+    for _ in range(5):
+        for rank in range(8):
+            run.move(rank, stage=Stage.CHECKPOINTING)
+        run.wait(2)
+        for rank in range(8):
+            run.move(rank, stage=Stage.TRAINING)
+    assert run.deadline(Stage.CHECKPOINTING) == DEFAULT_STEP
 
 
 def test_what_is_given_is_not_learned() -> None:
@@ -136,9 +148,9 @@ def test_the_first_evaluation_is_not_measured_and_has_the_static_deadline() -> N
     assert run.deadline(Stage.EVALUATING) == DEFAULT_STEP
     run.move(0, stage=Stage.EVALUATING)
     for _ in range(ENOUGH + 1):
-        run.wait(7)
+        run.wait(17)
         run.move(0)
-    assert run.deadline(Stage.EVALUATING) == pytest.approx(FACTOR * 7)
+    assert run.deadline(Stage.EVALUATING) == pytest.approx(FACTOR * 17)
     assert run.deadline() == FLOOR
 
 
@@ -161,8 +173,8 @@ def test_who_waits_for_a_rank_behind_it_shows_nothing_of_its_own_pace(batches: i
 
 def test_an_earlier_attempts_pace_only_lengthens() -> None:
     quick = Run(Pace(startup=3, silences={"training": 0.2}))
-    assert (quick.deadline(), quick.learner.deadlines.startup) == (DEFAULT_STEP, 120)  # another pace may follow
-    assert settled(Run(Pace(silences={"training": 9})), 0.5).deadline() == 90
+    assert (quick.deadline(), quick.learner.deadlines.startup) == (DEFAULT_STEP, 300)  # another pace may follow
+    assert settled(Run(Pace(silences={"training": 19})), 0.5).deadline() == 190
     slow = Run(Pace(silences={"training": 250}))
     assert slow.deadline() == 500
     slow.train(1.0, 450)
@@ -182,8 +194,8 @@ def test_after_a_hang_nothing_is_shortened() -> None:
         ({}, None, Deadlines(300, 300, 300, True)),
         ({"startup_deadline": 5}, None, Deadlines(5, 5, 300, True)),
         ({"step_deadline": 5}, Pace(silences={"training": 290}), Deadlines(300, 300, 5, False)),
-        ({}, Pace(startup=1), Deadlines(120, 300, 300, True)),
-        ({}, Pace(startup=20), Deadlines(200, 300, 300, True)),
+        ({}, Pace(startup=1), Deadlines(300, 300, 300, True)),
+        ({}, Pace(startup=20), Deadlines(300, 300, 300, True)),
         ({}, Pace(startup=200), Deadlines(400, 400, 300, True)),
         ({}, Pace(startup=20, hung=True), Deadlines(300, 300, 300, False)),
         ({}, Pace(silences={"training": 1, "evaluating": 200}), Deadlines(300, 300, 400, True)),

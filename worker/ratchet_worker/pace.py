@@ -3,6 +3,7 @@ reasons). Times are in seconds."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Final
 
 from ratchet_contract.deadlines import ENOUGH, SETTLED_SECONDS, Deadlines, Pace, learned
@@ -19,7 +20,9 @@ class Learner:
         earlier = before.silences if before is not None else {}
         self._longest = {stage: earlier.get(stage.name.lower(), 0.0) for stage in _LEARNED}
         self._own: dict[Stage, float] = {}
-        self._count = dict.fromkeys(_LEARNED, 0)
+        self._count: dict[Stage, Counter[int]] = {
+            stage: Counter() for stage in _LEARNED
+        }  # by rank: they are silent together
         self._visits: dict[tuple[int, Stage], int] = {}
         self._startup: float | None = None
         self._trained_since: float | None = None
@@ -42,14 +45,15 @@ class Learner:
             self._trained = max(self._trained, now - self._trained_since)
         if stage not in self._count or first or not usual:
             return
-        self._count[stage] += 1
+        self._count[stage][rank] += 1
         self._own[stage] = max(self._own.get(stage, 0.0), silence)
         self._longest[stage] = max(self._longest[stage], silence)
 
     def deadline(self, stage: Stage) -> float:
         """How long a rank may be silent in ``stage``."""
         ceiling, settled = self.deadlines.step, self._trained >= SETTLED_SECONDS
-        if not self.deadlines.learns or not settled or self._count.get(stage, 0) < ENOUGH:
+        seen = max(self._count[stage].values(), default=0) if stage in self._count else 0
+        if not self.deadlines.learns or not settled or seen < ENOUGH:
             return ceiling
         return learned(self._longest[stage], ceiling)
 

@@ -16,6 +16,8 @@ _BY = ("phase", "name", "owner")
 def upgrade() -> None:
     for column in _BY:
         op.create_index(f"ix_jobs_{column}_created_at_id", "jobs", [column, "created_at", "id"])
+    some = sa.text("ttl IS NOT NULL")
+    op.create_index("ix_jobs_ttl", "jobs", ["ttl"], sqlite_where=some, postgresql_where=some)
     with op.batch_alter_table("job_labels") as table:
         table.add_column(sa.Column("created_at", sa.DateTime(timezone=True), nullable=True))
     op.execute("UPDATE job_labels SET created_at = (SELECT created_at FROM jobs WHERE jobs.id = job_labels.job_id)")
@@ -32,5 +34,6 @@ def downgrade() -> None:
     op.create_index("ix_job_labels_key_value", "job_labels", ["key", "value"])
     with op.batch_alter_table("job_labels") as table:
         table.drop_column("created_at")
+    op.drop_index("ix_jobs_ttl", table_name="jobs")
     for column in _BY:
         op.drop_index(f"ix_jobs_{column}_created_at_id", table_name="jobs")
