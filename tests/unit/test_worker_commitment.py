@@ -126,6 +126,16 @@ def test_a_commit_that_the_disk_refuses_is_told_as_none_and_leaves_nothing_behin
     assert saves.told == [1, 2, 3]
 
 
+def test_an_attempt_that_was_declared_over_commits_nothing(tmp_path: Path) -> None:
+    saves = Saves(tmp_path)
+    assert saves.save(1, [8, 8])["error"] is None
+    fence = saves.paths.attempt(1).fence_file
+    fence.parent.mkdir(parents=True)
+    fence.touch()
+    assert "over" in saves.save(2, [8, 8])["error"]
+    assert saves.told == [1] and not (saves.paths.checkpoint(2, 1) / MANIFEST_NAME).exists()
+
+
 def test_a_text_beside_a_value_arrives_as_it_was(tmp_path: Path) -> None:
     store = HashStore()
     ranks = [Exchange(store, rank, 3, 10) for rank in range(3)]

@@ -52,6 +52,7 @@ class Committer:
     def __init__(self, launch: LaunchFile, exchange: Exchange, reporter: Reporter, base: Base) -> None:
         self._launch, self._exchange, self._reporter = launch, exchange, reporter
         self._job = JobPaths(Path(launch.job_root))
+        self._fence = self._job.attempt(launch.epoch).fence_file
         self._spec_digest = launch.spec.digest()
         self.last, self._cuts = base, fingerprint.Cuts()
         self._listings, self._writer = _Listings(), ManifestWriter()
@@ -89,6 +90,8 @@ class Committer:
         try:
             tensors = self._listings.of([listing for _, listing in told])
             digests = [fingerprint.part_digest(slices) for slices in own]
+            if self._fence.exists():  # the next attempt may have chosen its base already
+                return {"error": "the service has declared this attempt over: its checkpoints count no more"}
             manifest = self._writer.commit(directory, self._manifest(order, mine, reports, digests, tensors))
         except (RatchetError, OSError) as error:
             return {"error": str(error)}
