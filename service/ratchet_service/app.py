@@ -85,7 +85,7 @@ def create_app(
     )
     idempotency = Idempotency(shared, settings.idempotency_seconds, settings.claim_seconds)
     turns = Turns(settings.exports, "making other exports")
-    exporter = Exporter(shared, settings.paths, turns, settings.export_seconds)
+    exporter = Exporter(shared, settings.paths, turns, settings.export_seconds, ports.trains_here)
     app.state.service = Service(
         settings,
         shared,

@@ -27,6 +27,10 @@ class SubmissionPorts(Protocol):
         """A stored job's spec with another hook: warnings and problems of the hook under ``resolved``, what was decided for the
         job. A hook of the user's own is looked at in the job's snapshot of the code."""
 
+    def trains_here(self, kind: str) -> bool:
+        """Do jobs of the launcher ``kind`` run on this very machine, as the service's own user? Then their submitters' choice of
+        an interpreter may run beside the service."""
+
     def snapshot(self, path: Path) -> str:
         """Copy the user's code below the run directory; returns its digest. Raises ``SpecError``."""
 

@@ -89,6 +89,9 @@ class LocalSubmission:
         code = spec.code.model_copy(update={"path": str(self._home.code / code_digest)})
         return spec.model_copy(update={"code": code})
 
+    def trains_here(self, kind: str) -> bool:
+        return self._here and kind == "local"
+
     def snapshot(self, path: Path) -> str:
         return snapshot.snapshot(path, self._home.code)
 

@@ -32,8 +32,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.phases import Cause
+from ratchet_service.credentials import bare
 from ratchet_service.launchers import processes
+from ratchet_service.launchers.table import Launchers
+from ratchet_service.machine import Machine
 from ratchet_service.sending import Sending
+from ratchet_service.submission import LocalSubmission
 from ratchet_store.commit import read_manifest
 from ratchet_worker.export import export
 from tests.support import plain_script
@@ -243,10 +247,52 @@ def test_a_damaged_checkpoint_is_not_exported(jobs: dict[str, Job], tmp_path: Pa
         _export(jobs["power"], form, copy)
 
 
-def test_exports_beyond_a_number_are_refused_for_now(jobs: dict[str, Job], tmp_path: Path) -> None:
-    held = Held(tmp_path)
+def test_nothing_that_a_submitter_chose_runs_beside_the_service(jobs: dict[str, Job], tmp_path: Path) -> None:
+    """Of a job that trains elsewhere neither variables nor interpreter; of one that trains here no variables."""
+    (tmp_path / "site").mkdir()
+    ran = tmp_path / "ran"
+    (tmp_path / "site" / "sitecustomize.py").write_text(f"open({str(ran)!r}, 'w').close()")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\ntouch {ran}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    env = {"PYTHONPATH": str(tmp_path / "site"), "LD_PRELOAD": "/nowhere.so", "PYTHONHOME": "/nowhere"}
+    elsewhere = {"launcher": {"kind": "slurm"}}
+    with exporting(tmp_path / "home") as api:
+        for url in (
+            stored(api, jobs["power"].newest(), env=env),
+            stored(api, jobs["power"].newest(), python=str(python), env=env, **elsewhere),
+        ):
+            answer = api.client.get(url)
+            assert (answer.status_code, answer.content) == (200, _export(jobs["power"], "safetensors")[0])
+            assert not ran.exists()
+    assert not LocalSubmission(api.settings.paths, Machine(), Launchers({}), here=False).trains_here("local")
+
+
+def test_an_export_has_no_credential_of_the_service_in_its_environment() -> None:
+    own = {"PATH": "/bin", "LD_LIBRARY_PATH": "/opt/lib", "PYTHONPATH": "/opt/py", "LC_ALL": "C"}
+    kept_back = {
+        "RATCHET_TOKEN": "rt", "DATABASE_URL": "x", "AWS_SECRET_ACCESS_KEY": "x", "KUBECONFIG": "x", "HF_TOKEN": "x",
+        "RATCHET_DATABASE_URL": "postgresql://a", "PYTHON_COPY": "postgresql://a",
+    }  # fmt: skip
+    assert bare(own | kept_back) == own
+
+
+def test_without_torch_beside_the_service_an_export_of_a_job_elsewhere_is_refused_in_words(
+    jobs: dict[str, Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ratchet_service.usecases.export.find_spec", lambda name: None)
+    with exporting(tmp_path / "home") as api:
+        answer = api.client.get(stored(api, jobs["power"].newest(), launcher={"kind": "slurm"}))
+    assert (answer.status_code, answer.json()["code"]) == (409, "export-failed")
+    assert sys.executable in answer.json()["detail"] and "no torch" in answer.json()["detail"]
+
+
+def test_exports_beyond_a_number_are_refused_for_now(
+    jobs: dict[str, Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(tmp_path, monkeypatch)
     with exporting(tmp_path / "home", exports=1) as api, ThreadPoolExecutor(1) as pool:
-        url = stored(api, jobs["power"].newest(), **held.env)
+        url = stored(api, jobs["power"].newest())
         first = pool.submit(api.client.get, url)
         pids = held.wait()
         refused = api.client.get(url)
@@ -260,11 +306,11 @@ def test_exports_beyond_a_number_are_refused_for_now(jobs: dict[str, Job], tmp_p
 
 
 def test_an_export_ends_with_its_client_with_the_service_and_with_its_time(
-    jobs: dict[str, Job], tmp_path: Path
+    jobs: dict[str, Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held, newest = Held(tmp_path), jobs["power"].newest()
+    held, newest = Held(tmp_path, monkeypatch), jobs["power"].newest()
     with ExitStack() as clients, exporting(tmp_path / "home", exports=1) as api:
-        url = stored(api, newest, **held.env)
+        url = stored(api, newest)
         root = api.settings.paths.job(url.split("/")[3]).root
         before = sorted(root.rglob("*"))
 
@@ -282,7 +328,7 @@ def test_an_export_ends_with_its_client_with_the_service_and_with_its_time(
         assert sorted(root.rglob("*")) == before
     wait_for(lambda: gone(pids), "the export to end with the service", 10)
     with exporting(tmp_path / "other", exports=1, export_seconds=1.0) as api:
-        url = stored(api, newest, **held.env)
+        url = stored(api, newest)
         late = api.client.get(url)
         assert (late.status_code, late.json()["code"]) == (504, "export-timeout")
         assert "longer than 1 s" in late.json()["detail"] and "try again" in late.json()["detail"]
@@ -314,12 +360,12 @@ def test_a_service_that_is_killed_leaves_neither_process_nor_file(jobs: dict[str
     (tmp_path / "sitecustomize.py").write_text(SILENT.format(pid=str(pid_file)))
     (tmp_path / "service.py").write_text(SERVICE)
     with exporting(tmp_path / "home") as api:
-        url = stored(api, jobs["power"].newest(), PYTHONPATH=str(tmp_path))
+        url = stored(api, jobs["power"].newest())
         root = api.settings.paths.job(url.split("/")[3]).root
         before = sorted(root.rglob("*"))
         service = subprocess.Popen(
             [sys.executable, str(tmp_path / "service.py"), str(api.settings.home), *url.split("/")[3:6:2]],
-            env={**os.environ, "TMPDIR": str(temporary)},
+            env={**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(tmp_path)},
         )
         try:
             pid = int(wait_for(lambda: pid_file.exists() and pid_file.read_text(), "the export to read"))

@@ -69,6 +69,9 @@ class FakePorts:
     def rehook(self, spec: JobSpec, resolved: Resolved) -> tuple[list[Warning_], list[FieldProblem]]:
         return [], []
 
+    def trains_here(self, kind: str) -> bool:
+        return kind == "local"
+
     def snapshot(self, path: Path) -> str:
         self.snapshots.append(path)
         return hashlib.sha256(str(path).encode()).hexdigest()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from ratchet_contract.phases import JobPhase
 from ratchet_service.app import create_app
@@ -39,10 +40,11 @@ def exporting(home: Path, **settings: Any) -> Iterator[Api]:
         database.dispose()
 
 
-def stored(api: Api, checkpoint: Path, **env: str) -> str:
-    """The path of a checkpoint's export: of a job with a copy of it, which has the tests' own interpreter under ``env``."""
+def stored(api: Api, checkpoint: Path, python: str = sys.executable, **changes: Any) -> str:
+    """The path of a checkpoint's export: of a job with a copy of it, which has the tests' own interpreter. ``changes``: of its
+    specification."""
     manifest = read_manifest(checkpoint)
-    job_id = api.submit(env=env)
+    job_id = api.submit(**changes)
     api.attempt(job_id, manifest.epoch)
     target = api.settings.paths.job(job_id).checkpoint(manifest.step, manifest.epoch)
     shutil.copytree(checkpoint, target)
@@ -50,7 +52,7 @@ def stored(api: Api, checkpoint: Path, **env: str) -> str:
     assert api.report(job_id, (0, 1, [training_message(), told]), number=manifest.epoch).status_code == 200
     with api.database.read() as session:
         resolved = session.get_one(Job, job_id).resolved
-    api.put(job_id, JobPhase.RUNNING, resolved={**resolved, "python": sys.executable})
+    api.put(job_id, JobPhase.RUNNING, resolved={**resolved, "python": python})
     return f"/v1/jobs/{job_id}/checkpoints/{manifest.id}/export"
 
 
@@ -62,13 +64,14 @@ if os.environ.get("RATCHET_ASKED"):
     while not os.path.exists({go!r}):
         time.sleep(0.01)
 """
-"""What the interpreter of a job runs first, and there waits, as it would for a disk that does not answer."""
+"""What the interpreter of an export runs first, and there waits, as it would for a disk that does not answer."""
 
 SILENT = """
 import os, pathlib, time
 opened = os.fdopen
+asked = "RATCHET_ASKED" in os.environ
 def fdopen(fd, *args, **more):
-    if os.readlink(f"/proc/self/fd/{{fd}}").endswith("MANIFEST.json"):
+    if asked and os.readlink(f"/proc/self/fd/{{fd}}").endswith("MANIFEST.json"):
         pathlib.Path({pid!r}).write_text(str(os.getpid()))
         time.sleep(3600)
     return opened(fd, *args, **more)
@@ -85,20 +88,20 @@ from ratchet_service.turns import Turns
 from ratchet_service.usecases.export import Exporter
 
 settings = Settings(Path(sys.argv[1]))
-Exporter(Database(settings.url), settings.paths, Turns(1, ""), 600.0).export(*sys.argv[2:], "safetensors")
+Exporter(Database(settings.url), settings.paths, Turns(1, ""), 600.0, lambda _: True).export(*sys.argv[2:], "safetensors")
 """
 
 
 class Held:
     """Exports that begin and go on when they are let."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._going, self._go = root / "going", root / "go"
         self._going.mkdir()
         (root / "site").mkdir()
         text = HELD.format(going=str(self._going), go=str(self._go))
         (root / "site" / "sitecustomize.py").write_text(text)
-        self.env = {"PYTHONPATH": str(root / "site")}
+        monkeypatch.setenv("PYTHONPATH", str(root / "site"))  # the service's own: an export gets none of a job
 
     def begun(self) -> list[list[int]]:
         """Of each export: its process, and one that it started."""

@@ -1,11 +1,17 @@
-"""A checkpoint as files for other programs. The job's own interpreter makes them, since torch is there and never here."""
+"""A checkpoint as files for other programs, made by a process with torch, which is never imported here.
+
+The process runs beside the service, so nothing that a submitter chose decides what it runs, unless the submitter's code runs on
+this very machine anyway: then the job's own interpreter is taken. It never gets the job's variables.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from io import BufferedRandom
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -13,8 +19,9 @@ from typing import Any, Final, Literal
 from ratchet_contract.errors import CheckpointError, Conflict, RatchetError, Refused
 from ratchet_contract.paths import HomePaths
 from ratchet_service import children, disk, object_store
-from ratchet_service.credentials import inherited
+from ratchet_service.credentials import bare
 from ratchet_service.database import Database
+from ratchet_service.models import Job
 from ratchet_service.turns import Turns
 from ratchet_service.usecases.queries import find_checkpoint, find_job
 
@@ -38,12 +45,14 @@ class Exported:
 
 @dataclass(frozen=True)
 class Exporter:
-    """``turns``: of making a file, not of sending it. ``seconds``: the limit for making one, digest included."""
+    """``turns``: of making a file, not of sending it. ``seconds``: the limit for making one, digest included. ``trains_here``: do
+    jobs of a launcher run on the service's machine as its user? Of all others the service's own interpreter makes the files."""
 
     database: Database
     homes: HomePaths
     turns: Turns
     seconds: float
+    trains_here: Callable[[str], bool]
 
     def export(
         self, job_id: str, checkpoint_id: str, form: Format, abandoned: Callable[[], bool] = lambda: False
@@ -58,14 +67,14 @@ class Exporter:
             job = find_job(session, job_id)
         if row.state != "committed":
             raise Conflict(f"checkpoint {row.name} is {row.state}: there is nothing to export", code="checkpoint-gone")
+        python = self._interpreter(job, row.name)
         directory = self.homes.job(job_id).checkpoint(row.step, row.epoch)
         object_store.provide(self.homes, job, row)
         request = {"checkpoint": str(directory), "digest": row.digest, "format": form}
         with self.turns.taken():
             file = _unnamed(self.homes.job(job_id).root)
             try:
-                asked = _Asked(job.resolved["python"], job.spec.get("env", {}), self.seconds, abandoned)
-                answer = asked.answer(request, file)
+                answer = _Asked(python, self.seconds, abandoned).answer(request, file)
                 if "error" in answer:
                     raise _error(answer, row.name, directory)
                 size = file.seek(0, os.SEEK_END)
@@ -74,6 +83,20 @@ class Exporter:
             except BaseException:
                 file.close()
                 raise
+
+    def _interpreter(self, job: Job, name: str) -> str:
+        """Raises ``Conflict`` (``export-failed``) where it has to be the service's own, which has no torch."""
+        kind = job.spec.get("launcher", {}).get("kind", "local")
+        if self.trains_here(kind):
+            return str(job.resolved["python"])
+        if find_spec("torch") is None:
+            raise Conflict(
+                f"checkpoint {name} cannot be exported: its job does not run on the service's machine (launcher {kind}), so that "
+                f"the service's own interpreter, {sys.executable}, would have to make the files, and that has no torch: install "
+                "ratchet-train[worker] where the service runs",
+                code="export-failed",
+            )
+        return sys.executable
 
 
 def _unnamed(directory: Path) -> BufferedRandom:
@@ -92,10 +115,9 @@ def _unnamed(directory: Path) -> BufferedRandom:
 
 @dataclass(frozen=True)
 class _Asked:
-    """The process: no code of the user's runs in it, and no GPU is touched."""
+    """The process: no code of the user's runs in it, no variable of a job's or credential is in it, and no GPU is touched."""
 
     python: str
-    env: Mapping[str, str]
     seconds: float
     abandoned: Callable[[], bool]
 
@@ -107,7 +129,7 @@ class _Asked:
                     [self.python, "-P", "-m", "ratchet_worker.export"],
                     {**request, "fd": file.fileno()},
                     cwd="/",
-                    env={**inherited(os.environ), **self.env, "CUDA_VISIBLE_DEVICES": "", "TMPDIR": directory},
+                    env={**bare(os.environ), "CUDA_VISIBLE_DEVICES": "", "TMPDIR": directory},
                     seconds=self.seconds,
                     abandoned=self.abandoned,
                     stderr=stderr,
