@@ -13,6 +13,7 @@ from ratchet_service import backup, log_format, token_command
 from ratchet_service.bounds import Bounds, parse_bounds
 from ratchet_service.database import password_of
 from ratchet_service.listening import Listening, StartError
+from ratchet_service.queue_preemption import SCOPES
 from ratchet_service.settings import Settings
 
 DEFAULT_PORT: Final = 0
@@ -39,7 +40,7 @@ def _run(home: Path, options: argparse.Namespace) -> int:
     from ratchet_service.serve import ServeOptions, reconcile, serve
 
     launchers = options.launchers.expanduser().absolute() if options.launchers else None
-    preemption = Preemption(not options.no_preemption, options.preemption_min_run)
+    preemption = Preemption(options.preemption, options.preemption_min_run)
     if options.command == "reconcile":
         settings = Settings(home, options.database_url, launchers, bounds=options.bounds)
         listen = Listening(host=options.metrics_host, port=options.metrics_port or 0)
@@ -102,7 +103,11 @@ def _parser() -> argparse.ArgumentParser:
         help="YAML file of the launchers and their settings (default: RATCHET_LAUNCHERS, else local alone)",
     )
     common.add_argument(
-        "--no-preemption", action="store_true", help="stop no job for one of higher priority that waits for slots"
+        "--preemption",
+        choices=SCOPES,
+        default="owner",
+        help="whose jobs are stopped for one of higher priority that waits for slots: its own owner's, anybody's (each submitter "
+        "can then stop all others' jobs), nobody's (default: %(default)s)",
     )
     common.add_argument(
         "--preemption-min-run",

@@ -6,13 +6,18 @@ stopped), or for a job whose room those ahead of it would take.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Literal, get_args
 
 from ratchet_service.slots import Need
 
 NOTHING = Need(0, 0)
+Scope = Literal["owner", "any", "off"]
+"""Whose jobs are stopped for one of higher priority: its own owner's, anybody's, nobody's. Everybody sets the priority of their
+own jobs, so that ``any`` lets each submitter stop all others' jobs."""
+SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,7 @@ class Running:
 
     job: str
     epoch: int
+    owner: str
     priority: int
     holds: Need
     stopping: bool = False
@@ -34,7 +40,8 @@ class Running:
 class Room:
     """What could be free while one round of launches is worked out, in the order of the queue."""
 
-    def __init__(self, running: Iterable[Running]) -> None:
+    def __init__(self, running: Iterable[Running], scope: Scope) -> None:
+        self._scope = scope
         attempts = list(running)
         self._coming = NOTHING
         for one in attempts:
@@ -44,16 +51,17 @@ class Room:
         self._left = sorted((a for a in attempts if not a.stopping and not a.spared), key=_value)
 
     def helps(self, priority: int) -> bool:
-        """Whether anybody is left who could be stopped for a job of this priority."""
-        return bool(self._left) and self._left[0].priority < priority
+        """Whether somebody may still be stopped for a job of this priority that needs CPU slots; of some owner, since one that
+        cannot be helped must be seen, so that what it lacks is kept for it."""
+        return self._scope != "off" and not self._owed.cpus and bool(self._left) and self._left[0].priority < priority
 
-    def make(self, priority: int, need: Need, lacks: Need) -> Sequence[Running]:
+    def make(self, owner: str, priority: int, need: Need, lacks: Need) -> Sequence[Running]:
         """Who to stop for a job that needs ``need`` and finds ``lacks`` of it taken; nobody where that would be in vain."""
         rest = self._take_coming(lacks)
         if rest == NOTHING:
             return ()
         contested = (need.gpus and self._owed.gpus) or (need.cpus and self._owed.cpus)
-        victims = () if contested else self._victims(priority, rest)
+        victims = () if contested else self._victims(owner, priority, rest)
         if not victims:
             self._owed = self._owed.plus(rest)
             return ()
@@ -69,11 +77,19 @@ class Room:
         self._coming = Need(self._coming.gpus - gpus, self._coming.cpus - cpus)
         return Need(lacks.gpus - gpus, lacks.cpus - cpus)
 
-    def _victims(self, priority: int, rest: Need) -> Sequence[Running]:
+    def _lower(self, owner: str, priority: int) -> Iterator[Running]:
+        """Who may be stopped for a job of this owner and priority, the cheapest first."""
+        for one in self._left:
+            if one.priority >= priority:
+                return
+            if self._scope == "any" or (self._scope == "owner" and one.owner == owner):
+                yield one
+
+    def _victims(self, owner: str, priority: int, rest: Need) -> Sequence[Running]:
         """The cheapest first, until there is room; then those that are not needed after all go on, the dearest first."""
         chosen: list[Running] = []
-        for one in self._left:
-            if one.priority >= priority or _covers(chosen, rest):
+        for one in self._lower(owner, priority):
+            if _covers(chosen, rest):
                 break
             if (rest.gpus and one.holds.gpus) or (rest.cpus and one.holds.cpus):
                 chosen.append(one)

@@ -138,7 +138,7 @@ def running(session: Session, min_run: float) -> list[Running]:
     before = aliased(Attempt)
     query = (
         sa.select(
-            Job.id, Job.priority, Job.desired, Job.preemptions, Job.step, Job.committed_step, Job.steps_per_second,
+            Job.id, Job.owner, Job.priority, Job.desired, Job.preemptions, Job.step, Job.committed_step, Job.steps_per_second,
             Job.spec["policy"].label("policy"), Attempt.number, Attempt.phase, Attempt.results, Attempt.created_at,
             Attempt.training_at, Attempt.resume_report["verdict"].as_string().label("verdict"), AttemptNode.gpus,
             AttemptNode.cpu_slots, before.cause.label("cause_before"),
@@ -165,6 +165,7 @@ def running(session: Session, min_run: float) -> list[Running]:
         one = Running(
             row.id,
             row.number,
+            row.owner,
             row.priority,
             Need(len(row.gpus), len(row.cpu_slots)),
             stopping=row.desired is not Desired.RUN or row.phase is AttemptPhase.STOPPING or bool(row.results),

@@ -23,7 +23,7 @@ from ratchet_service.decision import Action, Decision
 from ratchet_service.decision_rows import limits_of, view_of
 from ratchet_service.models import Job
 from ratchet_service.queue_order import Place, in_order
-from ratchet_service.queue_preemption import Room, Running
+from ratchet_service.queue_preemption import Room, Running, Scope
 from ratchet_service.queue_rows import Row
 from ratchet_service.slots import Board, Capacity, Grant, Need, Waiting, need_of
 from ratchet_service.transitions import apply
@@ -39,10 +39,10 @@ nobody is stopped for it."""
 
 @dataclass(frozen=True)
 class Preemption:
-    """Whether jobs are stopped for those of higher priority; ``min_run``: seconds that one which was stopped so trains before it
+    """Whose jobs are stopped for those of higher priority; ``min_run``: seconds that one which was stopped so trains before it
     is stopped so again."""
 
-    enabled: bool = True
+    scope: Scope = "owner"
     min_run: float = 60.0
 
 
@@ -64,7 +64,7 @@ class Round:
         self._slots = slots
         self._capacity = capacity
         self._board = Board(capacity, queue_rows.grants(session))
-        self._room = Room(queue_rows.running(session, preemption.min_run) if preemption.enabled else ())
+        self._room = Room(queue_rows.running(session, preemption.min_run), preemption.scope)
 
     def turns(self) -> Iterator[Turn]:
         """Jobs to start, in order. Those that wait are told why, in their rows, once the iteration ends."""
@@ -140,7 +140,7 @@ class Round:
     def _make_room(self, job: Job, need: Need, waiting: Waiting) -> None:
         if waiting.lacks is None:
             return
-        victims = self._room.make(job.priority, need, waiting.lacks)
+        victims = self._room.make(job.owner, job.priority, need, waiting.lacks)
         if not victims or not self._still_stoppable(job, victims):
             return
         for one in victims:

@@ -75,7 +75,7 @@ def test_a_higher_priority_gets_the_slots_and_the_lower_one_loses_no_step(plane:
 
 @pytest.fixture
 def queue(tmp_path: Path, database: Database) -> Queue:
-    return Queue(tmp_path, database, min_run=1000.0)
+    return Queue(tmp_path, database, scope="any", min_run=1000.0)
 
 
 def test_nobody_is_stopped_twice_in_vain_or_for_a_third(queue: Queue) -> None:
@@ -103,7 +103,7 @@ def test_nobody_is_stopped_twice_in_vain_or_for_a_third(queue: Queue) -> None:
     every = queue.submit(4, priority=9)
     assert queue.round() == [] and not queue.stopping(), "room for it would need those that were stopped a moment ago"
     assert "room" not in queue.why(every)[1]
-    little = Queue(queue.paths.home, queue.database, min_run=0.0)
+    little = Queue(queue.paths.home, queue.database, scope="any", min_run=0.0)
     for job_id in back:  # trains
         with queue.database.write() as session:
             session.get_one(Attempt, (job_id, 2)).training_at = utc_now()
@@ -116,7 +116,7 @@ def test_nobody_is_stopped_twice_in_vain_or_for_a_third(queue: Queue) -> None:
         ({"policy": {"preemptible": False}}, {}),
         ({"policy": {"max_preemptions": 0}}, {}),  # the next one would end it
         ({"priority": 5}, {}),
-        ({}, {"enabled": False}),
+        ({}, {"scope": "off"}),
     ],
 )
 def test_who_is_never_stopped(tmp_path: Path, database: Database, more: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -128,6 +128,27 @@ def test_who_is_never_stopped(tmp_path: Path, database: Database, more: dict[str
     assert queue.job(high).room_since is None
     queue.end(low)
     assert queue.round() == [high]
+
+
+@pytest.mark.parametrize(("scope", "stops"), [({}, False), ({"scope": "any"}, True), ({"scope": "off"}, False)])
+def test_another_owners_priority_stops_nobody_unless_the_operator_says_so(
+    tmp_path: Path, database: Database, scope: dict[str, Any], stops: bool
+) -> None:
+    """Everybody says how much their own jobs matter."""
+    queue = Queue(tmp_path, database, **scope)
+    low = queue.submit(4, "ann")
+    assert queue.round() == [low]
+    high = queue.submit(4, "bob", priority=1000)
+    assert queue.round() == []
+    assert queue.stopping() == ({low} if stops else set())
+    assert ("room is made" in queue.why(high)[1]) == stops
+    queue.submit(4, "ann", priority=5)
+    queue.round()
+    assert queue.stopping() == ({low} if stops else set()), "the room would be for who is ahead"
+    with queue.database.write() as session:
+        apply(session, high, Event.SUSPEND)
+    queue.round()
+    assert queue.stopping() == (set() if scope == {"scope": "off"} else {low}), "their own"
 
 
 def test_a_script_that_saves_nothing_is_never_stopped(queue: Queue) -> None:
@@ -151,6 +172,8 @@ def test_only_whose_slots_are_missing_is_stopped_and_who_waits_for_a_quota_stops
     queue.put(high, owner="limited")
     assert queue.round() == [] and not queue.stopping() and queue.why(high)[0] == "quota"
     queue.put(high, owner="free")
+    assert queue.round() == [] and not queue.stopping(), "of another owner"
+    queue.put(gpu, owner="free")
     assert queue.round() == [] and queue.stopping() == {gpu}
 
 
@@ -166,7 +189,7 @@ def test_a_job_that_is_suspended_while_room_is_made_leaves_it_to_others(queue: Q
 
 
 def test_a_large_job_is_not_starved_by_small_ones_of_who_holds_less(tmp_path: Path, database: Database) -> None:
-    queue = Queue(tmp_path, database, enabled=False)
+    queue = Queue(tmp_path, database, scope="off")
     running = [queue.submit(2, "crowd") for _ in range(2)]
     assert queue.round() == running
     large = queue.submit(4, "large")

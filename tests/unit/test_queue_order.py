@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ratchet_service.queue_order import UNLIMITED, Limit, Place, Queued, Share, in_order
-from ratchet_service.queue_preemption import Room, Running
+from ratchet_service.queue_preemption import Room, Running, Scope
 from ratchet_service.slots import Need
 
 START = datetime(2030, 1, 1, tzinfo=UTC)
@@ -148,11 +148,11 @@ def test_no_owner_starves_behind_anothers_many_jobs(many: int, ranks: int, gpus:
 
 
 def running(name: str, priority: int, cpus: int, gpus: int = 0, **facts: object) -> Running:
-    return Running(name, 1, priority, Need(gpus, cpus), **facts)  # type: ignore[arg-type]
+    return Running(name, 1, str(facts.pop("owner", "a")), priority, Need(gpus, cpus), **facts)  # type: ignore[arg-type]
 
 
-def stopped(*attempts: Running, priority: int = 5, lacks: Need) -> list[str]:
-    return [one.job for one in Room(attempts).make(priority, lacks, lacks)]
+def stopped(*attempts: Running, priority: int = 5, lacks: Need, scope: Scope = "owner") -> list[str]:
+    return [one.job for one in Room(attempts, scope).make("a", priority, lacks, lacks)]
 
 
 @pytest.mark.parametrize(
@@ -175,21 +175,35 @@ def test_who_is_stopped_for_whom(attempts: list[Running], lacks: Need, expected:
     assert stopped(*attempts, lacks=lacks) == expected
 
 
+@pytest.mark.parametrize(("scope", "expected"), [("owner", ["own"]), ("any", ["others", "own"]), ("off", [])], ids=str)
+def test_whose_jobs_are_stopped(scope: Scope, expected: list[str]) -> None:
+    attempts = [running("others", 0, 4, owner="b"), running("own", 1, 4)]
+    assert stopped(*attempts, lacks=Need(0, 4), scope=scope) == expected[:1]
+    assert stopped(*attempts, lacks=Need(0, 8), scope=scope) == (expected if scope == "any" else [])
+    room = Room(attempts, scope)
+    assert room.helps(5) == (scope != "off") and not room.helps(0)
+    lacks = Need(0, 4)
+    assert (room.make("c", 9, lacks, lacks) == ()) == (scope != "any")
+    assert (room.make("a", 5, lacks, lacks) == ()) == (scope != "any"), (
+        "what comes free would be kept for the one ahead"
+    )
+
+
 def test_nobody_is_stopped_for_a_job_whose_room_others_would_take() -> None:
-    room = Room([running("low", 0, 1), running("kept", 0, 3, spared=True)])
-    assert room.make(5, Need(0, 4), Need(0, 4)) == ()  # cannot be helped
-    assert room.make(5, Need(0, 1), Need(0, 1)) == ()  # what "low" gives back would be kept for the one ahead
-    other = Room([running("low", 0, 1), running("gpu", 0, 0, gpus=1, spared=True)])
-    assert other.make(5, Need(1, 0), Need(1, 0)) == ()
-    assert [one.job for one in other.make(5, Need(0, 1), Need(0, 1))] == [
+    room = Room([running("low", 0, 1), running("kept", 0, 3, spared=True)], "owner")
+    assert room.make("a", 5, Need(0, 4), Need(0, 4)) == ()  # cannot be helped
+    assert room.make("a", 5, Need(0, 1), Need(0, 1)) == ()  # what "low" gives back would be kept for the one ahead
+    other = Room([running("low", 0, 1), running("gpu", 0, 0, gpus=1, spared=True)], "owner")
+    assert other.make("a", 5, Need(1, 0), Need(1, 0)) == ()
+    assert [one.job for one in other.make("a", 5, Need(0, 1), Need(0, 1))] == [
         "low"
     ]  # waits for nothing that the first does
 
 
 def test_two_that_wait_do_not_stop_the_same_job_twice() -> None:
-    room = Room([running("big", 0, 4), running("small", 0, 1)])
-    assert [one.job for one in room.make(5, Need(0, 3), Need(0, 3))] == ["big"]
-    assert room.make(5, Need(0, 1), Need(0, 1)) == ()  # what is left of "big"
+    room = Room([running("big", 0, 4), running("small", 0, 1)], "owner")
+    assert [one.job for one in room.make("a", 5, Need(0, 3), Need(0, 3))] == ["big"]
+    assert room.make("a", 5, Need(0, 1), Need(0, 1)) == ()  # what is left of "big"
     assert room.helps(5) and not room.helps(0)
-    assert [one.job for one in room.make(5, Need(0, 1), Need(0, 1))] == ["small"]
+    assert [one.job for one in room.make("a", 5, Need(0, 1), Need(0, 1))] == ["small"]
     assert not room.helps(5)

@@ -31,8 +31,13 @@ Launchers = Annotated[
         help="Launchers file: which engines jobs may run on. (default: RATCHET_LAUNCHERS, else local alone)",
     ),
 ]
-NoPreemption = Annotated[
-    bool, typer.Option("--no-preemption", help="Stop no job for one of higher priority that waits for slots.")
+Preemption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="owner|any|off",
+        help="Whose jobs are stopped for one of higher priority that waits for slots: its own owner's, anybody's, nobody's. "
+        "(default: owner)",
+    ),
 ]
 MinRun = Annotated[
     float | None,
@@ -64,7 +69,7 @@ def serve(
     database_url: DatabaseUrl = None,
     cpu_slots: CpuSlots = None,
     launchers: Launchers = None,
-    no_preemption: NoPreemption = False,
+    preemption: Preemption = None,
     preemption_min_run: MinRun = None,
     log_format: LogFormat = None,
     no_reconciler: Annotated[
@@ -129,7 +134,7 @@ def serve(
     arguments = [
         "serve",
         *_common(ctx, home, cpu_slots, launchers, log_format),
-        *_preemption(no_preemption, preemption_min_run),
+        *_preemption(preemption, preemption_min_run),
         "--host",
         host,
         "--port",
@@ -151,7 +156,7 @@ def reconcile(
     database_url: DatabaseUrl = None,
     cpu_slots: CpuSlots = None,
     launchers: Launchers = None,
-    no_preemption: NoPreemption = False,
+    preemption: Preemption = None,
     preemption_min_run: MinRun = None,
     log_format: LogFormat = None,
     metrics_port: Annotated[
@@ -166,7 +171,7 @@ def reconcile(
     arguments = [
         "reconcile",
         *_common(ctx, home, cpu_slots, launchers, log_format),
-        *_preemption(no_preemption, preemption_min_run),
+        *_preemption(preemption, preemption_min_run),
     ]
     for option, value in (("--metrics-port", metrics_port), ("--metrics-host", metrics_host)):
         arguments += [] if value is None else [option, str(value)]
@@ -184,8 +189,8 @@ def _common(
     return arguments if launchers is None else [*arguments, "--launchers", str(launchers)]
 
 
-def _preemption(off: bool, min_run: float | None) -> list[str]:
-    arguments = ["--no-preemption"] * off
+def _preemption(scope: str | None, min_run: float | None) -> list[str]:
+    arguments = [] if scope is None else ["--preemption", scope]
     return arguments if min_run is None else [*arguments, "--preemption-min-run", str(min_run)]
 
 

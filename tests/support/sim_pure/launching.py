@@ -90,7 +90,7 @@ class Launching:
             if due(job, w.now)
         ]
         places = queue_order.in_order(queue, held, w.limit)
-        return slots.Board(CAPACITY, grants), queue_preemption.Room(running), places
+        return slots.Board(CAPACITY, grants), queue_preemption.Room(running, "any"), places
 
     def _running(self, job: Any, attempt: Any) -> Running:
         w = self.w
@@ -99,6 +99,7 @@ class Launching:
         return Running(
             job.id,
             attempt.number,
+            job.owner,
             job.priority,
             Need(0, len(attempt.cpus)),
             stopping=job.desired is not Desired.RUN
@@ -128,7 +129,7 @@ class Launching:
                 if isinstance(answer, Grant):
                     out.append(self._start(job, answer))
                 elif answer.lacks is not None:
-                    self._make_room(job, room.make(job.priority, need, answer.lacks))
+                    self._make_room(job, room.make(job.owner, job.priority, need, answer.lacks))
         return out
 
     def _make_room(self, job: Any, victims: Any) -> None:

@@ -101,8 +101,8 @@ def equals_preempted() -> Iterator[None]:
     """A job of equal priority is stopped for another."""
     original, able = queue_preemption.Room.make, launching.stoppable
 
-    def make(self: Any, priority: int, need: Any, lacks: Any) -> Any:
-        return original(self, priority + 1, need, lacks)
+    def make(self: Any, owner: str, priority: int, need: Any, lacks: Any) -> Any:
+        return original(self, owner, priority + 1, need, lacks)
 
     with (
         patch.object(queue_preemption.Room, "make", make),
