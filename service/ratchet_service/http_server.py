@@ -80,6 +80,7 @@ class Server(uvicorn.Server):
         self._paths = paths
         self._url = url
         self._ending = ending
+        self._known = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The second signal ends the process at once: everything that it does may be cut anywhere."""
@@ -92,16 +93,26 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            write_service_file(self._paths.service_file, self._url)
+            self._make_known()
             log.info("listening on %s", self._url)
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second. Another service of this run directory that has ended has taken its file away with it."""
+        """Ten times a second. Another service of this run directory that has ended has taken its file away with it, or there was
+        no room for ours."""
         if self._ending.over():
             self.should_exit = True
-        if counter % 20 == 0 and not self._paths.service_file.exists() and not self.should_exit:
-            write_service_file(self._paths.service_file, self._url)
+        if counter % 20 == 0 and not self.should_exit and not (self._known and self._paths.service_file.exists()):
+            self._make_known()
         return await super().on_tick(counter)
+
+    def _make_known(self) -> None:
+        """On a full disk later: who knows the address is served meanwhile, and agents go on."""
+        try:
+            write_service_file(self._paths.service_file, self._url)
+            self._known = True
+        except OSError as error:
+            self._known = False
+            log.error("%s cannot be written, trying again: %s", self._paths.service_file, error.strerror or error)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         remove_service_file(self._paths.service_file)
@@ -109,12 +120,16 @@ class Server(uvicorn.Server):
 
 
 def write_service_file(path: Path, url: str) -> None:
-    """By rename, readable by the owner alone."""
+    """By rename, readable by the owner alone. Raises ``OSError``, and leaves nothing behind then."""
     content = ServiceFile(url=url, pid=os.getpid(), started_at=utc_now().isoformat()).model_dump_json()
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".service-")  # mode 0600
-    with os.fdopen(fd, "w") as handle:
-        handle.write(content)
-    Path(temporary).rename(path)
+    try:
+        with os.fdopen(fd, "w") as handle:
+            handle.write(content)
+        Path(temporary).rename(path)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 def remove_service_file(path: Path) -> None:

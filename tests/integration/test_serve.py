@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
+from ratchet_contract.paths import HomePaths
+from ratchet_service import http_server
 from ratchet_service.__main__ import main
+from ratchet_service.health import Health
 from ratchet_service.http_server import remove_service_file, write_service_file
 from tests.support.server import wait_for
 
@@ -46,6 +52,35 @@ class Running:
             return str(data["url"]) if data["pid"] == process.pid else None
 
         return wait_for(described, "service.json", 60)
+
+
+def test_a_service_that_finds_no_room_for_its_address_serves_and_writes_it_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The full disk is a mock: a real one would need a mount, as `make chaos` has it."""
+    paths, wrote = HomePaths(tmp_path), threading.Event()
+
+    def write(path: Path, url: str) -> None:
+        if not wrote.is_set():
+            wrote.set()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_service_file(path, url)
+
+    monkeypatch.setattr(http_server, "write_service_file", write)
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        server = http_server.Server(FastAPI(), paths, url, None, http_server.Ending(Health(), 0.0, lambda: None))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+        thread.start()
+        try:
+            wait_for(wrote.is_set, "the first try", 30)
+            assert httpx.get(f"{url}/docs", trust_env=False).status_code == 200
+            wait_for(paths.service_file.exists, "service.json", 30)
+            assert json.loads(paths.service_file.read_text())["url"] == url
+        finally:
+            server.should_exit = True
+            thread.join(30)
+    assert not paths.service_file.exists()
 
 
 @pytest.fixture
