@@ -235,6 +235,8 @@ def test_callers_who_ask_too_often_are_told_when_to_come_back_and_others_are_not
         answer = client.get("/v1/jobs", headers=ann)
         assert refused(answer) == (429, "too-many-requests")
         assert 1 <= int(answer.headers["retry-after"]) <= 100
+        another = bearer(make_token(api.database, "ann", Role.SUBMITTER))
+        assert client.get("/v1/jobs", headers=another).status_code == 429  # more tokens are not more requests
         assert client.get("/v1/jobs", headers=bob).status_code == 200
         assert [client.get("/v1/jobs").status_code for _ in range(3)] == [401, 401, 429]
         assert client.get("/v1/jobs", headers=bob).status_code == 200
