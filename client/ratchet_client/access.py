@@ -46,7 +46,8 @@ class Access(Calls):
         params: Params = {"owner": owner, "gone": "true" if gone else None, "limit": PAGE}
         return self._pages("/v1/tokens", api_access.TokenView, params)
 
-    def revoke_token(self, token_id: str) -> api_access.TokenView:
-        """Have a token refused from now on. Raises ``NotFound``."""
+    def revoke_token(self, token_id: str) -> api_access.TokenRevoked:
+        """Have a token refused from now on, and all that were made with it. Raises ``NotFound``, and ``Refused``
+        (``not-allowed``) for one with a role or scopes that the caller has not."""
         answer = self._transport.request("DELETE", f"/v1/tokens/{quote(token_id, safe='')}")
-        return api_access.TokenView.model_validate(answer.json())
+        return api_access.TokenRevoked.model_validate(answer.json())

@@ -43,6 +43,7 @@ class TokenView(View):
     scopes: list[Scope] = Field(description="Empty: all that the role may.")
     created_at: datetime
     created_by: str
+    made_with: str | None = Field(None, description="Id of the token that it was made with, and is revoked with.")
     expires_at: datetime | None = Field(description="null: never.")
     revoked_at: datetime | None = None
     last_used_at: datetime | None = Field(None, description="Within a minute.")
@@ -52,6 +53,14 @@ class TokenMade(TokenView):
     token: str | None = Field(
         description="The text to send as bearer token, shown this once. null: the answer to a repeated request with the same "
         "Idempotency-Key, which cannot have it; revoke this token and make another."
+    )
+
+
+class TokenRevoked(TokenView):
+    """The answer to a revocation."""
+
+    also_revoked: int = Field(
+        description="How many others, made with it or with one of those, are refused from now on, too."
     )
 
 

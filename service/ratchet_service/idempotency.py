@@ -27,6 +27,7 @@ from ratchet_service.clock import clock_of
 from ratchet_service.database import Database
 from ratchet_service.models import IdempotencyKey
 from ratchet_service.quotas import EXCEEDED
+from ratchet_service.tokens import TOO_MANY
 
 T = TypeVar("T")
 
@@ -163,7 +164,7 @@ def _passes(error: RatchetError, status: int) -> bool:
     """Whether the same request may be answered otherwise the next time: the server's fault, too many requests, a quota that is
     used up now or that an admin raises."""
     codes = {error.code, *(problem.code for problem in error.errors)}
-    return status >= 500 or status == 429 or bool(codes & {"idempotency-claim-lost", EXCEEDED})
+    return status >= 500 or status == 429 or bool(codes & {"idempotency-claim-lost", EXCEEDED, TOO_MANY})
 
 
 def _reply_of(error: RatchetError, call: Call) -> Reply:

@@ -301,7 +301,7 @@ class ApiToken(Base):
     """A token is shown once, when it is made; the row has its hash. One that was revoked stays, for the record."""
 
     __tablename__ = "api_tokens"
-    __table_args__ = (sa.UniqueConstraint("token_hash"),)
+    __table_args__ = (sa.UniqueConstraint("token_hash"), sa.Index("ix_api_tokens_made_with", "made_with"))
 
     id: Mapped[str] = mapped_column(sa.String(16), primary_key=True)
     name: Mapped[str] = mapped_column(sa.String(63))  # for people
@@ -311,6 +311,7 @@ class ApiToken(Base):
     token_hash: Mapped[str] = mapped_column(sa.String(64))  # hex SHA-256
     created_at: Mapped[datetime]
     created_by: Mapped[str] = mapped_column(sa.String(63))
+    made_with: Mapped[str | None] = mapped_column(sa.String(16))  # id of the token whose revocation this one goes with
     expires_at: Mapped[datetime | None]
     revoked_at: Mapped[datetime | None]
     last_used_at: Mapped[datetime | None]

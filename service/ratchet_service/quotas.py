@@ -70,9 +70,7 @@ def admit(
 def _count(session: Session, owner: str, limit: Limit) -> None:
     if limit.queued is None:
         return
-    if session.get_bind().dialect.name != "sqlite":  # whose write transactions follow one another as they are
-        key = int.from_bytes(zlib.crc32(owner.encode()).to_bytes(4), signed=True)
-        session.execute(sa.select(sa.func.pg_advisory_xact_lock(sa.cast(_DOOR, sa.Integer), sa.cast(key, sa.Integer))))
+    one_at_a_time(session, owner)
     there = queued(session, owner)
     if there >= limit.queued:
         raise Conflict(
@@ -80,3 +78,10 @@ def _count(session: Session, owner: str, limit: Limit) -> None:
             "cancel one, or ask an admin for more",
             code=EXCEEDED,
         )
+
+
+def one_at_a_time(session: Session, what: str) -> None:
+    """Until the transaction's end nobody else who asks for ``what`` goes on."""
+    if session.get_bind().dialect.name != "sqlite":  # whose write transactions follow one another as they are
+        key = int.from_bytes(zlib.crc32(what.encode()).to_bytes(4), signed=True)
+        session.execute(sa.select(sa.func.pg_advisory_xact_lock(sa.cast(_DOOR, sa.Integer), sa.cast(key, sa.Integer))))

@@ -55,7 +55,8 @@ def run(settings: Settings, options: argparse.Namespace) -> int:
                 found = session.get(ApiToken, options.id)
                 if found is None:
                     raise StartError(f"there is no token {options.id!r}: `token list` shows those that are")
-                found.revoked_at = found.revoked_at or database.clock.now()
+                others = tokens.revoke(session, found, database.clock.now())
+                print(f"{found.id} is refused from now on, and {others} made with it", file=sys.stderr)
                 return 0
             if beyond := set(options.scope) - SCOPES[options.role]:
                 raise StartError(f"the role {options.role} has not the scope {', '.join(sorted(beyond))}")

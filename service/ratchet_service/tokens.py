@@ -30,6 +30,7 @@ from ratchet_service.models import ApiToken
 
 log = logging.getLogger(__name__)
 
+TOO_MANY: Final = "too-many-tokens"
 _BASE62: Final = string.ascii_letters + string.digits
 _ID_LENGTH: Final = 8
 _SECRET_LENGTH: Final = 32
@@ -61,6 +62,7 @@ def make(
     scopes: Sequence[Scope],
     expires_at: datetime | None,
     created_by: str,
+    made_with: str | None = None,
 ) -> tuple[ApiToken, str]:
     """A new token's row and its text, which is kept nowhere."""
     token_id = _new_id()
@@ -68,11 +70,40 @@ def make(
         token_id = _new_id()
     text = f"rt_{token_id}_" + "".join(secrets.choice(_BASE62) for _ in range(_SECRET_LENGTH))
     row = ApiToken(id=token_id, name=name, owner=owner, role=role, token_hash=hash_token(text), created_by=created_by)
+    row.made_with = made_with
     row.scopes = sorted(scope.value for scope in set(scopes))
     row.created_at, row.expires_at = now_in(session), expires_at
     session.add(row)
     session.flush()
     return row, text
+
+
+def revoke(session: Session, row: ApiToken, now: datetime) -> int:
+    """The token, and all that were made with it or with one of those, are refused from now on; how many of those others were not
+    already. Each row is held before those made with it are looked for, and ``hold`` is what makes one: none is made meanwhile."""
+    others, makers = 0, [row.id]
+    session.refresh(row, with_for_update=True)
+    row.revoked_at = row.revoked_at or now
+    while makers:
+        query = sa.select(ApiToken).where(ApiToken.made_with.in_(makers)).order_by(ApiToken.id).with_for_update()
+        made = session.scalars(query.execution_options(populate_existing=True)).all()
+        for child in made:
+            others += child.revoked_at is None
+            child.revoked_at = child.revoked_at or now
+        session.flush()
+        makers = [child.id for child in made]
+    return others
+
+
+def hold(session: Session, token_id: str) -> None:
+    """Keep the token as it is until the transaction's end. Raises ``Refused`` (``token-revoked``): it may have been meanwhile."""
+    row = session.get(ApiToken, token_id, with_for_update=True, populate_existing=True)
+    if row is None or row.revoked_at is not None:
+        raise _revoked(token_id)
+
+
+def _revoked(token_id: str) -> Refused:
+    return Refused(f"the token {token_id} was revoked: ask an admin for another", code="token-revoked")
 
 
 def _new_id() -> str:
@@ -90,7 +121,7 @@ def authenticate(database: Database, text: str) -> Principal:
         if row is None or not hmac.compare_digest(hash_token(text), row.token_hash):
             raise _unknown()
         if row.revoked_at is not None:
-            raise Refused(f"the token {row.id} was revoked: ask an admin for another", code="token-revoked")
+            raise _revoked(row.id)
         if row.expires_at is not None and row.expires_at <= now:
             text = f"the token {row.id} has expired: ask for another (`ratchet token create`)"
             raise Refused(text, code="token-expired")
@@ -136,6 +167,7 @@ def token_view(row: ApiToken) -> TokenView:
         scopes=[Scope(text) for text in row.scopes if text in known],
         created_at=row.created_at,
         created_by=row.created_by,
+        made_with=row.made_with,
         expires_at=row.expires_at,
         revoked_at=row.revoked_at,
         last_used_at=row.last_used_at,

@@ -5,12 +5,17 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import httpx
 import pytest
 import sqlalchemy as sa
 
 from ratchet_contract.access import SCOPES, Role, Scope
+from ratchet_contract.api_access import TokenRequest
+from ratchet_contract.errors import Refused
 from ratchet_service.database import Database
 from ratchet_service.models import Base
+from ratchet_service.tokens import Principal
+from ratchet_service.usecases import tokens as usecases
 from tests.support.team import Team, guarded, refused, team
 from tests.support.tokens import bearer
 
@@ -107,6 +112,78 @@ def test_a_revoked_token_is_refused_at_once_and_stays_on_record(team: Team) -> N
     shown = [t["id"] for t in team.ann.get("/v1/tokens").json()["items"]]
     every = [t["id"] for t in team.ann.get("/v1/tokens", params={"gone": "true"}).json()["items"]]
     assert made["id"] not in shown and made["id"] in every
+
+
+def test_what_was_made_with_a_token_goes_with_it(team: Team) -> None:
+    """Children and theirs, of other owners too; not the maker, a sister, or what was made beside the service."""
+
+    def made(client: httpx.Client, **body: Any) -> tuple[dict[str, Any], httpx.Client]:
+        answer = client.post("/v1/tokens", json=body).json()
+        return answer, team.client(answer["token"])
+
+    stolen, thief = made(team.ann)
+    first, again = made(thief)
+    second, third = made(again)[1], made(again)[1]
+    sister = made(team.ann)[1]
+    assert first["made_with"] == stolen["id"] and stolen["made_with"] == team.ann.get("/v1/whoami").json()["token"]
+    team.ann.delete(f"/v1/tokens/{second.get('/v1/whoami').json()['token']}")  # gone before: not counted again
+    answer = team.ann.delete(f"/v1/tokens/{stolen['id']}").json()
+    assert (answer["id"], answer["also_revoked"]) == (stolen["id"], 2)
+    for client in (thief, again, second, third):
+        assert refused(client.get("/v1/whoami")) == (401, "token-revoked")
+    assert sister.get("/v1/whoami").status_code == team.ann.get("/v1/whoami").status_code == 200
+    assert team.ann.delete(f"/v1/tokens/{stolen['id']}").json()["also_revoked"] == 0
+    for_carl, carl = made(team.root, owner="carl", role="submitter")
+    assert team.root.delete(f"/v1/tokens/{for_carl['made_with']}").json()["also_revoked"] == 1
+    assert refused(carl.get("/v1/whoami")) == (401, "token-revoked")
+
+
+def test_nothing_is_made_with_a_token_that_was_revoked_meanwhile(team: Team) -> None:
+    token = team.ann.get("/v1/whoami").json()["token"]
+    caller = Principal("ann", Role.SUBMITTER, SCOPES[Role.SUBMITTER], token)  # let in a moment ago
+    team.root.delete(f"/v1/tokens/{token}")
+    with pytest.raises(Refused) as error, team.database.write() as session:
+        usecases.create(session, caller, TokenRequest(name="late", owner=None, role=None, scopes=[], expires_days=1))
+    assert error.value.code == "token-revoked"
+
+
+@pytest.mark.parametrize(
+    ("role", "scopes", "allowed"),
+    [
+        (Role.ADMIN, [], False),
+        (Role.ADMIN, [Scope.JOBS_READ], False),
+        (Role.SUBMITTER, [], False),
+        (Role.SUBMITTER, [Scope.JOBS_WRITE], False),
+        (Role.SUBMITTER, [Scope.JOBS_READ], True),
+        (Role.VIEWER, [Scope.JOBS_READ], True),
+    ],
+)
+def test_a_token_revokes_no_more_than_it_could_have_made(
+    team: Team, role: Role, scopes: list[Scope], allowed: bool
+) -> None:
+    narrow = team.member("ann", Role.SUBMITTER, Scope.TOKENS_WRITE, Scope.JOBS_READ)
+    other = team.member("ann", role, *scopes)
+    text = other.headers["authorization"].split("_")[1]
+    answer = narrow.delete(f"/v1/tokens/{text}")
+    if allowed:
+        assert answer.status_code == 200 and refused(other.get("/v1/whoami")) == (401, "token-revoked")
+    else:
+        assert refused(answer) == (403, "not-allowed") and other.get("/v1/whoami").status_code == 200
+    own = narrow.get("/v1/whoami").json()["token"]
+    assert narrow.delete(f"/v1/tokens/{own}").status_code == 200
+
+
+def test_an_owner_has_so_many_tokens_and_room_again_when_some_go(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ratchet_service.usecases.tokens.MOST_ALIVE", 3)
+    team.member("ann", Role.VIEWER, expires=datetime.now(UTC) - timedelta(days=1))  # not alive
+    first = team.ann.post("/v1/tokens", json={}).json()
+    assert team.ann.post("/v1/tokens", json={}).status_code == 201
+    key = {"Idempotency-Key": "k"}
+    assert refused(team.ann.post("/v1/tokens", json={}, headers=key)) == (409, "too-many-tokens")
+    assert refused(team.root.post("/v1/tokens", json={"owner": "ann"})) == (409, "too-many-tokens")
+    assert team.bob.post("/v1/tokens", json={}).status_code == 201
+    team.ann.delete(f"/v1/tokens/{first['id']}")
+    assert team.ann.post("/v1/tokens", json={}, headers=key).status_code == 201
 
 
 def test_tokens_are_listed_newest_first_page_by_page_ones_own_alone(team: Team) -> None:

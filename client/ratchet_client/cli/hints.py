@@ -27,6 +27,7 @@ _NEXT: Final[dict[str, str]] = {
     "token-expired": "`ratchet token create`, with a token that is still good, or an admin's",
     "token-revoked": "an admin makes another: `ratchet token create --owner NAME`",
     "token-not-found": "`ratchet token list --gone` shows yours",
+    "too-many-tokens": "`ratchet token list` shows them, `ratchet token revoke ID` makes room",
     "not-allowed": "`ratchet token whoami` shows what you may",
     "invalid-spec": "docs/spec.md has every key; `ratchet submit FILE --dry-run` checks without submitting",
     "service-fault": "the service's own output tells more; try again",

@@ -99,13 +99,14 @@ def revoke(
     token: Annotated[str, typer.Argument(metavar="ID", help="As `ratchet token list` shows it.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Have a token refused from now on."""
+    """Have a token refused from now on, and all that were made with it."""
     with open_client(ctx) as client:
         gone = client.revoke_token(token)
     if as_json:
         output.emit(gone)
         return
-    output.note(f"token {gone.id} of {gone.owner} is refused from now on")
+    others = f", and {gone.also_revoked} made with it" if gone.also_revoked else ""
+    output.note(f"token {gone.id} of {gone.owner} is refused from now on{others}")
 
 
 def whoami(ctx: typer.Context, as_json: JsonFlag = False) -> None:

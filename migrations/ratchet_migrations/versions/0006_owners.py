@@ -28,11 +28,13 @@ def upgrade() -> None:
         sa.Column("token_hash", sa.String(64), nullable=False),
         sa.Column("created_at", _TIME, nullable=False),
         sa.Column("created_by", sa.String(63), nullable=False),
+        sa.Column("made_with", sa.String(16), nullable=True),
         sa.Column("expires_at", _TIME, nullable=True),
         sa.Column("revoked_at", _TIME, nullable=True),
         sa.Column("last_used_at", _TIME, nullable=True),
         sa.UniqueConstraint("token_hash", name="uq_api_tokens_token_hash"),
     )
+    op.create_index("ix_api_tokens_made_with", "api_tokens", ["made_with"])
     op.create_table(
         "quotas",
         sa.Column("owner", sa.String(63), primary_key=True),
@@ -46,6 +48,7 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     op.drop_table("quotas")
+    op.drop_index("ix_api_tokens_made_with", table_name="api_tokens")
     op.drop_table("api_tokens")
     op.drop_index("ix_jobs_owner_phase", table_name="jobs")
     op.drop_column("jobs", "owner")

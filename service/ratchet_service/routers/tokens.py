@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 
 from ratchet_contract.access import OWNER_PATTERN, Scope
 from ratchet_contract.api import Page
-from ratchet_contract.api_access import TokenMade, TokenRequest, TokenView, WhoAmI
+from ratchet_contract.api_access import TokenMade, TokenRequest, TokenRevoked, TokenView, WhoAmI
 from ratchet_service import examples, openapi
 from ratchet_service.access import Caller, needs
 from ratchet_service.bodies import parse
@@ -79,7 +79,8 @@ def get_token(service: ServiceDep, caller: Caller, token_id: str) -> TokenView:
 
 
 @router.delete("/v1/tokens/{token_id}", dependencies=[needs(Scope.TOKENS_WRITE)], summary="Revoke a token")
-def revoke_token(service: ServiceDep, caller: Caller, token_id: str) -> TokenView:
-    """It is refused from now on; its row stays for the record."""
+def revoke_token(service: ServiceDep, caller: Caller, token_id: str) -> TokenRevoked:
+    """It is refused from now on, and so are all that were made with it, and with those; their rows stay for the record. 403 for
+    one with a role or scopes that the caller has not."""
     with service.database.write() as session:
         return tokens.revoke(session, caller, token_id)

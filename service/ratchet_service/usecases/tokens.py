@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any, Final
 
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from ratchet_contract.access import SCOPES, Role
 from ratchet_contract.api import Page
-from ratchet_contract.api_access import TokenMade, TokenRequest, TokenView
-from ratchet_contract.errors import FieldProblem, NotFound, SpecError
-from ratchet_service import cursors, tokens
+from ratchet_contract.api_access import TokenMade, TokenRequest, TokenRevoked, TokenView
+from ratchet_contract.errors import Conflict, FieldProblem, NotFound, Refused, SpecError
+from ratchet_service import cursors, quotas, tokens
 from ratchet_service.clock import now_in
 from ratchet_service.models import ApiToken
-from ratchet_service.tokens import Principal, token_view
+from ratchet_service.tokens import Principal, principal_of, token_view
+
+MOST_ALIVE: Final = 200
+"""Tokens of one owner that are neither revoked nor expired."""
 
 
 def create(session: Session, caller: Principal, request: TokenRequest) -> TokenMade:
-    """Raises ``SpecError`` (``not-allowed``) for more than ``caller`` has, and for scopes that the role has not."""
+    """Raises ``SpecError`` (``not-allowed``) for more than ``caller`` has, and for scopes that the role has not; ``Refused``
+    (``token-revoked``) where the caller's own token has been meanwhile; ``Conflict`` (``too-many-tokens``)."""
     owner, role = request.owner or caller.owner, request.role or caller.role
     scopes = frozenset(request.scopes) or SCOPES[role]
     expires = None if request.expires_days is None else now_in(session) + timedelta(days=request.expires_days)
@@ -39,6 +44,9 @@ def create(session: Session, caller: Principal, request: TokenRequest) -> TokenM
         problems.append(_problem("/expires_days", f"your own token ends at {ends}: this one may not end later"))
     if problems:
         raise SpecError(f"{problems[0].pointer}: {problems[0].detail}", code="not-allowed", errors=problems)
+    if caller.token is not None:
+        tokens.hold(session, caller.token)
+    _count(session, owner)
     row, text = tokens.make(
         session,
         name=request.name,
@@ -47,8 +55,25 @@ def create(session: Session, caller: Principal, request: TokenRequest) -> TokenM
         scopes=request.scopes,
         expires_at=expires,
         created_by=caller.owner,
+        made_with=caller.token,
     )
     return TokenMade(**token_view(row).model_dump(), token=text)
+
+
+def _count(session: Session, owner: str) -> None:
+    quotas.one_at_a_time(session, f"tokens of {owner}")
+    there = session.scalar(_alive(session, sa.select(sa.func.count()).where(ApiToken.owner == owner))) or 0
+    if there >= MOST_ALIVE:
+        raise Conflict(
+            f"{owner} has {there} tokens that are good, and may have {MOST_ALIVE}: revoke those that are not used "
+            "(`ratchet token list`), and give short-lived ones an end (`--expires 1h`)",
+            code=tokens.TOO_MANY,
+        )
+
+
+def _alive(session: Session, query: sa.Select[Any]) -> sa.Select[Any]:
+    ends_later = sa.or_(ApiToken.expires_at.is_(None), ApiToken.expires_at > now_in(session))
+    return query.where(ApiToken.revoked_at.is_(None), ends_later)
 
 
 def _problem(pointer: str, text: str) -> FieldProblem:
@@ -65,8 +90,7 @@ def list_tokens(
     if owner is not None:
         query = query.where(ApiToken.owner == owner)
     if not gone:
-        alive = sa.or_(ApiToken.expires_at.is_(None), ApiToken.expires_at > now_in(session))
-        query = query.where(ApiToken.revoked_at.is_(None), alive)
+        query = _alive(session, query)
     digest = cursors.query_digest(of="tokens", owner=owner, gone=gone)
     after = cursors.decode(cursor, digest, (str,))
     ordered = query.order_by(ApiToken.created_at.desc(), ApiToken.id.desc())
@@ -90,10 +114,18 @@ def find(session: Session, caller: Principal, token_id: str) -> ApiToken:
     return row
 
 
-def revoke(session: Session, caller: Principal, token_id: str) -> TokenView:
-    """From now on it is refused. Revoking it again changes nothing. Raises ``NotFound``."""
+def revoke(session: Session, caller: Principal, token_id: str) -> TokenRevoked:
+    """From now on it is refused, and with it all that were made with it. Revoking it again changes nothing.
+
+    Raises ``NotFound``; ``Refused`` (``not-allowed``) for one that ``caller`` could not have made, as it has more rights.
+    """
     row = find(session, caller, token_id)
-    if row.revoked_at is None:
-        row.revoked_at = now_in(session)
-    session.flush()
-    return token_view(row)
+    its = principal_of(row)
+    if not caller.role.includes(its.role):
+        text = f"the token {row.id} has the role {its.role.value}, and you come as {caller.role.value}"
+        raise Refused(f"{text}: revoke it with one of its own role, or have an admin do it", code="not-allowed")
+    if beyond := sorted(its.scopes - caller.scopes):
+        text = f"the token {row.id} has the scopes {', '.join(beyond)}, which your own token has not"
+        raise Refused(f"{text}: revoke it with itself, or with one that has them", code="not-allowed")
+    others = tokens.revoke(session, row, now_in(session))
+    return TokenRevoked(**token_view(row).model_dump(), also_revoked=others)
