@@ -47,6 +47,16 @@ class Limit:
                 return name, wants, limit
         return None
 
+    def too_small(self, takes: Share) -> str | None:
+        """Why a job can never start under this quota; None: it can."""
+        never = self.never(takes)
+        if never is None:
+            return None
+        name, wants, limit = never
+        return (
+            f"needs {wants} {_NAMES[name]}, its owner's quota is {limit}: an admin may raise it (`ratchet quota set`)"
+        )
+
 
 HELD: Final = ("gpus", "ranks", "jobs")
 UNLIMITED: Final = Limit()
@@ -115,12 +125,9 @@ def _turn(head: Queued, holds: Share) -> tuple[float, int, int, datetime, str, s
 
 def _over(takes: Share, used: Share, held: Share, quota: Limit) -> str | None:
     """Why not; of several limits the first."""
-    never = quota.never(takes)
+    never = quota.too_small(takes)
     if never is not None:
-        name, wants, limit = never
-        return (
-            f"needs {wants} {_NAMES[name]}, its owner's quota is {limit}: an admin may raise it (`ratchet quota set`)"
-        )
+        return never
     for name in HELD:
         limit_, wants = getattr(quota, name), getattr(takes, name)
         if limit_ is not None and wants > 0 and getattr(used, name) + wants > limit_:

@@ -1,13 +1,13 @@
 """What the rows say of the queue: who waits, what owners hold, and what stands in the way. Reads alone.
 
 Of each owner the first ``LOOK`` jobs in order are looked at, so that one owner's many jobs hide nobody else's; they are found
-by the index of phase, owner, priority and age, however many rows the table has.
+by the index of phase, owner, priority and age, however many rows the table has. What cannot start takes no place among them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Final
@@ -25,7 +25,12 @@ from ratchet_service.queue_preemption import Running
 from ratchet_service.slots import Grant, Need
 
 LOOK: Final = 100
-"""Queued jobs of one owner that are looked at in one round, in order."""
+"""Queued jobs of one owner that are looked at in one round, in order; of those that cannot start as many again."""
+PAGE: Final = 10_000
+"""Rows that are read at most in one statement, behind those that cannot start."""
+UNMADE: Final = Cause.LAUNCHER_ERROR.value
+"""Reason of a queued job whose attempt could not be made when its turn came. Until it can, it stands behind all others, and
+nobody is stopped for it."""
 ALIVE: Final = tuple(phase for phase in AttemptPhase if phase is not AttemptPhase.ENDED)
 
 
@@ -55,8 +60,16 @@ def due(now: datetime) -> sa.ColumnElement[bool]:
     return (Job.phase == JobPhase.QUEUED) & over
 
 
-def waiting(session: Session, now: datetime, kinds: Collection[str] | None = None) -> list[Row]:
-    """Jobs that may start now, of launchers ``kinds`` (None: of any): of each owner the first ``LOOK``, in no order."""
+def waiting(
+    session: Session,
+    now: datetime,
+    kinds: Collection[str] | None = None,
+    never: Callable[[Queued], str | None] = lambda _: None,
+) -> list[Row]:
+    """Jobs that may start now, of launchers ``kinds`` (None: of any): of each owner the first ``LOOK``, in no order.
+
+    ``never``: why a job cannot start, however many others end. Of those the first ``LOOK`` that have not been told so come
+    with them, and of those whose attempt could not be made as many: neither hides a job that can start."""
     counts = sa.select(Job.owner, Job.priority, sa.func.count()).where(Job.phase == JobPhase.QUEUED)
     owners: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for owner, priority, count in session.execute(counts.group_by(Job.owner, Job.priority)):
@@ -64,11 +77,18 @@ def waiting(session: Session, now: datetime, kinds: Collection[str] | None = Non
     out: list[Row] = []
     for owner, priorities in owners.items():
         found: list[Row] = []
-        for low, high in _blocks(sorted(priorities, reverse=True), LOOK):
-            found += _of_owner(session, now, kinds, owner, low, high, LOOK - len(found))
+        untold: list[Row] = []
+        unmade: list[Row] = []
+        blocks = _blocks(sorted(priorities, reverse=True), LOOK)
+        for row in (row for block in blocks for row in _of_owner(session, now, kinds, owner, *block)):
+            why = never(row.queued)
+            if why is None:
+                (unmade if row.reason == UNMADE else found).append(row)
+            elif row.message != why:
+                untold.append(row)
             if len(found) >= LOOK:
                 break
-        out += found
+        out += [*found, *untold[:LOOK], *unmade[:LOOK]]
     return out
 
 
@@ -84,8 +104,9 @@ def _blocks(priorities: list[tuple[int, int]], look: int) -> Iterator[tuple[int,
 
 
 def _of_owner(
-    session: Session, now: datetime, kinds: Collection[str] | None, owner: str, low: int, high: int, limit: int
-) -> list[Row]:
+    session: Session, now: datetime, kinds: Collection[str] | None, owner: str, low: int, high: int
+) -> Iterator[Row]:
+    """In order, read as far as they are asked for."""
     kind = launcher_kind()
     query = sa.select(
         Job.id, Job.priority, Job.created_at, Job.room_since, Job.reason, Job.message, kind.label("kind"), *_taken()
@@ -93,11 +114,15 @@ def _of_owner(
     query = query.where(Job.priority == low) if low == high else query.where(Job.priority.between(low, high))
     if kinds is not None:
         query = query.where(launched_by(kinds))
-    out = []
-    for row in session.execute(query.order_by(Job.priority.desc(), Job.created_at, Job.id).limit(limit)):
-        queued = Queued(row.id, owner, row.priority, row.created_at, share(row.world, row.device), row.room_since)
-        out.append(Row(queued, row.kind, row.reason, row.message))
-    return out
+    query, offset, limit = query.order_by(Job.priority.desc(), Job.created_at, Job.id), 0, LOOK
+    while True:
+        rows = session.execute(query.offset(offset).limit(limit)).all()
+        for row in rows:
+            queued = Queued(row.id, owner, row.priority, row.created_at, share(row.world, row.device), row.room_since)
+            yield Row(queued, row.kind, row.reason, row.message)
+        if len(rows) < limit:
+            return
+        offset, limit = offset + limit, min(4 * limit, PAGE)
 
 
 def _taken() -> tuple[sa.ColumnElement[Any], sa.ColumnElement[str]]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,19 +22,16 @@ from ratchet_service.decide import decide
 from ratchet_service.decision import Action, Decision
 from ratchet_service.decision_rows import limits_of, view_of
 from ratchet_service.models import Job
-from ratchet_service.queue_order import Place, in_order
+from ratchet_service.queue_order import Place, Queued, in_order
 from ratchet_service.queue_preemption import Room, Running, Scope
-from ratchet_service.queue_rows import Row
-from ratchet_service.slots import Board, Capacity, Grant, Need, Waiting, need_of
+from ratchet_service.queue_rows import UNMADE, Row
+from ratchet_service.slots import Board, Capacity, Grant, Need, Waiting, need_of, too_few_gpus
 from ratchet_service.transitions import apply
 
 BATCH: Final = 16
 """Launches in one transaction; as many again of launchers without slots."""
 NO_SLOT: Final = "no-slot"
 QUOTA: Final = "quota"
-UNMADE: Final = Cause.LAUNCHER_ERROR.value
-"""Reason of a queued job whose attempt could not be made when its turn came. Until it can, it stands behind all others, and
-nobody is stopped for it."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,10 @@ class Round:
         for place in self._places(list(rows.values())):
             row = rows[place.queued.job]
             slots = self._slots[row.kind]
-            if place.over is not None:
+            gpus = too_few_gpus(place.queued.takes.gpus, self._capacity) if slots else None
+            if gpus is not None:
+                self._say(row, reason=NO_SLOT, message=gpus)
+            elif place.over is not None:
                 self._say(row, reason=QUOTA, message=place.over)
             elif given[slots] >= BATCH or (slots and self._full(place.queued.priority)):
                 left.append(row)
@@ -95,7 +95,17 @@ class Round:
         for slots in (True, False):
             kinds = [kind for kind, needs in self._slots.items() if needs is slots]
             if kinds:
-                yield from queue_rows.waiting(self._session, now_in(self._session), kinds)
+                yield from queue_rows.waiting(self._session, now_in(self._session), kinds, self._never(slots))
+
+    def _never(self, slots: bool) -> Callable[[Queued], str | None]:
+        """Why a job of launchers with or without ``slots`` cannot start as the machine and its owner's quota are now."""
+        limit = quotas.limits(self._session)
+
+        def why(queued: Queued) -> str | None:
+            gpus = too_few_gpus(queued.takes.gpus, self._capacity) if slots else None
+            return gpus or limit(queued.owner).too_small(queued.takes)
+
+        return why
 
     def _places(self, rows: Sequence[Row]) -> list[Place]:
         """A job that this machine has not enough GPUs for comes last: it keeps nothing of its owner's quota from others."""

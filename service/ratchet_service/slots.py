@@ -66,6 +66,13 @@ def oversubscribed(need: Need, capacity: Capacity) -> bool:
     return need.cpus > capacity.cpus
 
 
+def too_few_gpus(gpus: int, capacity: Capacity) -> str | None:
+    """Why a job of so many can never start on this machine; None: it can."""
+    if gpus <= len(capacity.gpus):
+        return None
+    return f"needs {gpus} GPUs, this machine has {len(capacity.gpus)}: resume it with fewer (--world N)"
+
+
 class Board:
     """The free slots while one round of launches is worked out."""
 
@@ -85,10 +92,9 @@ class Board:
 
     def ask(self, job_id: str, need: Need) -> Grant | Waiting:
         """Give ``need`` to the next job of the queue, or keep what there is for it and say why it waits."""
-        if need.gpus > len(self._capacity.gpus):  # it will never fit, so it keeps nothing from others
-            return Waiting(
-                f"needs {need.gpus} GPUs, this machine has {len(self._capacity.gpus)}: resume it with fewer (--world N)"
-            )
+        never = too_few_gpus(need.gpus, self._capacity)
+        if never is not None:  # so it keeps nothing from others
+            return Waiting(never)
         cpus = min(need.cpus, self._capacity.cpus)
         if need.gpus <= len(self._gpus) and cpus <= len(self._cpus):
             grant = Grant(tuple(self._take(self._gpus, need.gpus)), tuple(self._take(self._cpus, cpus)), job_id)

@@ -218,6 +218,40 @@ def test_owners_take_turns_and_one_owners_crowd_hides_nobody(
     assert queue.why(urgent)[0] == "no-slot"
 
 
+@pytest.mark.parametrize("stuck", ["gpus", "quota", "unmade"])
+def test_jobs_that_cannot_start_hide_no_later_one_of_their_owner(
+    tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch, stuck: str
+) -> None:
+    monkeypatch.setattr(queue_rows, "LOOK", 2)
+    queue = Queue(tmp_path, database, cpus=2)
+    device = {"device": "cuda", "ranks": 2} if stuck == "gpus" else {"ranks": 2}
+    head = [queue.submit(1, **device) for _ in range(7)]
+    if stuck == "quota":
+        with database.write() as session:
+            session.add(Quota(owner="local", ranks=1, updated_at=utc_now()))
+    if stuck == "unmade":
+        plan = LocalLauncher.plan
+
+        def refuse(launcher: LocalLauncher, launch: LaunchFile) -> LaunchPlan:
+            if launch.job_id in head:
+                raise ValueError("its profile is gone")
+            return plan(launcher, launch)
+
+        monkeypatch.setattr(LocalLauncher, "plan", refuse)
+    first, second = queue.submit(2), queue.submit(2)
+    started = [job_id for _ in range(5) for job_id in queue.round()]
+    assert started == [first]
+    words = {"gpus": "needs 2 GPUs, this machine has 0", "quota": "its owner's quota is 1", "unmade": "profile is gone"}
+    assert all(words[stuck] in queue.why(job_id)[1] for job_id in head), "each has been told"
+    queue.end(first)
+    assert queue.round() == [second]
+    queue.end(second)
+    if stuck == "quota":  # raised again
+        with database.write() as session:
+            session.get_one(Quota, "local").ranks = 2
+        assert queue.round() == head[:1]
+
+
 def test_a_job_that_cannot_be_launched_keeps_no_slot_and_says_why(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
