@@ -24,9 +24,10 @@ class Roots:
     code: tuple[Path, ...] | None = None
     uris: tuple[str, ...] | None = None
 
-    def check(self, spec: JobSpec, report: Report) -> None:
-        """Problems ``path-not-allowed`` and ``uri-not-allowed``."""
-        code = spec.code
+    def check(self, spec: JobSpec, report: Report, *, copied: bool = False) -> None:
+        """Problems ``path-not-allowed`` and ``uri-not-allowed``. ``copied``: of the code there is a snapshot already, as of a
+        fork's, so that nobody reads ``code.path``."""
+        code = None if copied else spec.code
         if code is not None and code.digest is None and (code.source == "snapshot" or spec.launcher.kind == "local"):
             self._path("/code/path", code.path, report, " or send it (`ratchet submit FILE --upload`)")
         if spec.start_from is not None:

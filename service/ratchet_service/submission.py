@@ -60,7 +60,8 @@ class LocalSubmission:
         self, spec: JobSpec, code_digest: str | None = None
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
         allowed = Report()
-        self._roots.check(spec, allowed)
+        copied = code_digest is not None and spec.code is not None and spec.code.source == "snapshot"
+        self._roots.check(spec, allowed, copied=copied)
         spec = self._on_snapshot(spec, code_digest)
         if allowed.problems:  # nothing there is looked at
             return _undecided(spec, self._own), [], allowed.problems

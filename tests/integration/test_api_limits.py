@@ -208,5 +208,10 @@ def test_what_is_not_allowed_is_refused_before_it_is_looked_at_and_what_was_sent
     assert [(p.pointer, p.code) for p in problems] == [("/code/path", "path-not-allowed")]
     assert "--code-root" in problems[0].detail and "--upload" in problems[0].detail
     assert not (tmp_path / "ran").exists()
+    assert "path-not-allowed" not in [
+        p.code for p in ports.resolve(named, "0" * 64)[2]
+    ]  # a fork, whose parent has a snapshot
+    live = parse_spec(spec(code={"path": str(tmp_path), "source": "nodes"}))
+    assert "path-not-allowed" in [p.code for p in ports.resolve(live, "0" * 64)[2]]  # and this is read where it is
     sent = parse_spec(spec(code={"path": "/home/ann/project", "digest": "0" * 64}))
     assert "path-not-allowed" not in [p.code for p in ports.resolve(sent, "0" * 64)[2]]
