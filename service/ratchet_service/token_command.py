@@ -6,18 +6,22 @@ import argparse
 import re
 import sys
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy.exc import SQLAlchemyError
 
 from ratchet_contract.access import OWNER_PATTERN, SCOPES, Role, Scope
 from ratchet_contract.api_access import DEFAULT_DAYS, MAX_DAYS
-from ratchet_service import tokens
+from ratchet_service import migrate, tokens
+from ratchet_service.database import Database
 from ratchet_service.listening import StartError
 from ratchet_service.models import ApiToken
 from ratchet_service.settings import Settings
 
 _BY: str = "command line"
+_FIRST: str = "start the service first, which makes it (--home and --database-url say where it is)"
 
 
 def add(commands: Any, database: argparse.ArgumentParser) -> None:
@@ -39,10 +43,7 @@ def add(commands: Any, database: argparse.ArgumentParser) -> None:
 
 def run(settings: Settings, options: argparse.Namespace) -> int:
     """Print what was made or found. Raises ``StartError``."""
-    from ratchet_service.serve import open_database
-
-    settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    database = open_database(settings)
+    database = _open(settings)
     try:
         if options.action == "list":
             with database.read() as session:
@@ -74,6 +75,36 @@ def run(settings: Settings, options: argparse.Namespace) -> int:
         return 0
     finally:
         database.dispose()
+
+
+def _open(settings: Settings) -> Database:
+    """Without a migration, which is the service's: this command may be of another version than the one that runs. Raises
+    ``StartError`` for a database that is not there, does not answer, or has another revision than this version's."""
+    try:
+        database = Database(settings.url)
+    except ValueError as error:
+        raise StartError(str(error)) from None
+    shown = database.url.render_as_string(hide_password=True)
+    try:
+        if database.is_sqlite and not Path(database.url.database or "").exists():  # which opening it would make
+            raise StartError(f"there is no database {shown}: {_FIRST}")
+        with database.read() as session:
+            revision = migrate.revision_of(session.connection())
+        if revision is None:
+            raise StartError(f"the database {shown} has no tables of Ratchet: {_FIRST}")
+        if revision != migrate.head():
+            older = "start this version of the service, which brings it up to date, or use the version that runs"
+            raise StartError(
+                migrate.newer(revision)
+                or f"the database {shown} has revision {revision}, this version works with {migrate.head()}: {older}"
+            )
+    except SQLAlchemyError as error:
+        database.dispose()
+        raise StartError(f"the database {shown} cannot be opened: {str(error).strip().splitlines()[0]}") from error
+    except StartError:
+        database.dispose()
+        raise
+    return database
 
 
 def _line(row: ApiToken, now: datetime) -> str:

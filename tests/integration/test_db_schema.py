@@ -12,6 +12,8 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
+from ratchet_service import migrate
+from ratchet_service.__main__ import main
 from ratchet_service.database import Database, normalise_url, sqlite_url, utc_now
 from ratchet_service.migrate import downgrade, upgrade
 from ratchet_service.models import Base, Job, JobLabel
@@ -173,3 +175,30 @@ def test_sqlite_keeps_what_it_acknowledged(tmp_path: Path) -> None:
 def test_databases_that_cannot_hold_jobs_are_refused(url: str) -> None:
     with pytest.raises(ValueError, match=r"in-memory|not supported"):
         normalise_url(url)
+
+
+def test_the_token_command_brings_no_database_up_to_date(
+    empty: Database, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command of a new version beside a service of an old one must not change the tables below it."""
+    url = empty.url.render_as_string(hide_password=False)
+    command = ["token", "list", "--home", str(tmp_path / "home"), "--database-url", url]
+
+    def revision() -> str | None:
+        if empty.is_sqlite and not Path(empty.url.database or "").exists():
+            return None
+        with empty.engine.connect() as connection:
+            return migrate.revision_of(connection)
+
+    assert main(command) == 2 and revision() is None
+    assert "start the service first" in capsys.readouterr().err
+    migrate.upgrade(empty, "0008")
+    assert main(command) == 2 and revision() == "0008"
+    said = capsys.readouterr().err
+    assert "0008" in said and migrate.head() in said and "brings it up to date" in said
+    migrate.upgrade(empty)
+    assert main(command) == 0
+    with empty.write() as session:
+        session.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+    assert main(command) == 2 and "newer version" in capsys.readouterr().err
+    assert not (tmp_path / "home").exists()

@@ -21,6 +21,7 @@ from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import AttemptPhase, Desired
 from ratchet_contract.spec import Resolved
 from ratchet_contract.spec_parse import parse_spec
+from ratchet_service import migrate
 from ratchet_service.__main__ import main
 from ratchet_service.database import Database, sqlite_url
 from ratchet_service.launch_files import launch_file as made_by_the_service
@@ -179,6 +180,9 @@ def test_a_token_that_cannot_be_is_refused_by_the_command_line(tmp_path: Path, w
 
 def test_a_token_that_never_ends_or_has_less_than_its_role(tmp_path: Path) -> None:
     home = ["--home", str(tmp_path)]
+    database = Database(sqlite_url(Settings(tmp_path).paths.database))
+    migrate.upgrade(database)
+    database.dispose()
     assert main(["token", "create", *home, "--owner", "ann", "--role", "viewer", "--scope", "jobs:write"]) == 2
     assert main(["token", "create", *home, "--owner", "ann", "--expires", "never", "--scope", "jobs:read"]) == 0
     database = Database(sqlite_url(Settings(tmp_path).paths.database))
