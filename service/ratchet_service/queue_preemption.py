@@ -55,6 +55,10 @@ class Room:
         cannot be helped must be seen, so that what it lacks is kept for it."""
         return self._scope != "off" and not self._owed.cpus and bool(self._left) and self._left[0].priority < priority
 
+    def coming(self, lacks: Need) -> bool:
+        """Whether attempts that are being stopped, and whose slots nobody ahead gets, give back as much."""
+        return self._coming.gpus >= lacks.gpus and self._coming.cpus >= lacks.cpus
+
     def make(self, owner: str, priority: int, need: Need, lacks: Need) -> Sequence[Running]:
         """Who to stop for a job that needs ``need`` and finds ``lacks`` of it taken; nobody where that would be in vain."""
         rest = self._take_coming(lacks)

@@ -76,7 +76,7 @@ class Round:
                 self._say(row, reason=NO_SLOT, message=gpus)
             elif place.over is not None:
                 self._say(row, reason=QUOTA, message=place.over)
-            elif given[slots] >= BATCH or (slots and self._full(place.queued.priority)):
+            elif given[slots] >= BATCH or (slots and self._full(place.queued)):
                 left.append(row)
             else:
                 turn = self._turn(row, slots)
@@ -118,9 +118,10 @@ class Round:
         places.sort(key=lambda place: place.queued.job in unmade)
         return places + [Place(queued) for queued in hopeless]
 
-    def _full(self, priority: int) -> bool:
-        """Nobody of this priority who needs a CPU slot can start, nor have room made."""
-        return self._board.exhausted and not self._room.helps(priority)
+    def _full(self, queued: Queued) -> bool:
+        """Nobody of its priority who needs a CPU slot can start, nor have room made. For whom room was made before is
+        told whether it still is."""
+        return queued.claims is None and self._board.exhausted and not self._room.helps(queued.priority)
 
     def _turn(self, row: Row, slots: bool) -> Turn | None:
         """None: it does not start now, and its row says why."""
@@ -142,17 +143,18 @@ class Round:
                 return Turn(job, spec, resolved, answer)
             if job.reason == UNMADE:
                 return None
-            self._make_room(job, need, answer)
-            room = "; room is made for it" if job.room_since is not None else ""
+            room = "; room is made for it" if self._make_room(job, need, answer) else ""
             say_why(job, NO_SLOT, answer.message + room)
         return None
 
-    def _make_room(self, job: Job, need: Need, waiting: Waiting) -> None:
+    def _make_room(self, job: Job, need: Need, waiting: Waiting) -> bool:
+        """Whether room is being made for it, since now or before; what was made before another job may have taken."""
         if waiting.lacks is None:
-            return
+            return False
+        before = job.room_since is not None and self._room.coming(waiting.lacks)
         victims = self._room.make(job.owner, job.priority, need, waiting.lacks)
         if not victims or not self._still_stoppable(job, victims):
-            return
+            return before
         for one in victims:
             message = f"stopped for job {job.id} of priority {job.priority}: it is queued again, and goes on from its checkpoint"
             apply(
@@ -166,6 +168,7 @@ class Round:
                 data={"for": job.id, "priority": job.priority},
             )
         job.room_since = now_in(self._session)
+        return True
 
     def _still_stoppable(self, job: Job, victims: Sequence[Running]) -> bool:
         """Their rows, held: an agent's report or somebody's wish may have come since they were read. Then the next round sees.

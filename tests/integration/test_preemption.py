@@ -188,6 +188,23 @@ def test_a_job_that_is_suspended_while_room_is_made_leaves_it_to_others(queue: Q
     assert queue.round() == [low] and queue.job(high).room_since is None
 
 
+def test_it_says_that_room_is_made_only_while_it_is(tmp_path: Path, database: Database) -> None:
+    """Others may take the room, where they are ahead; then nobody is stopped for it any more."""
+    queue = Queue(tmp_path, database)
+    low = queue.submit(4)
+    assert queue.round() == [low]
+    high = queue.submit(4, priority=5)
+    queue.round()
+    assert queue.stopping() == {low} and "room is made for it" in queue.why(high)[1]
+    queue.round()
+    assert "room is made for it" in queue.why(high)[1], "still"
+    urgent = queue.submit(4, priority=9)
+    queue.requeue(low)
+    assert queue.round() == [urgent]
+    assert not queue.stopping()
+    assert queue.round() == [] and "room" not in queue.why(high)[1]
+
+
 def test_a_large_job_is_not_starved_by_small_ones_of_who_holds_less(tmp_path: Path, database: Database) -> None:
     queue = Queue(tmp_path, database, scope="off")
     running = [queue.submit(2, "crowd") for _ in range(2)]
