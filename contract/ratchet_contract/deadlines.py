@@ -4,8 +4,8 @@ A deadline that is too long costs minutes once; one that is too short costs a he
 what is learned only ever takes away what is plainly too much:
 
 - Until an attempt has trained for ``SETTLED_SECONDS`` and shown ``ENOUGH`` silences of one rank in a stage, that stage's
-  deadline is the ceiling: ``DEFAULT_STEP``, or ``ROOM`` times the longest silence of an earlier attempt where that is more. An earlier
-  attempt can only lengthen it: another machine, world size or hook has another pace.
+  deadline is the ceiling: ``DEFAULT_STEP``, or ``ROOM`` times the longest silence of an earlier attempt where that is more. An
+  earlier attempt can only lengthen it: another machine, world size or hook has another pace.
 - After that it is ``FACTOR`` times the longest silence of that stage, of this attempt or an earlier one, but not less than
   ``FLOOR`` nor more than the ceiling. A job whose silences vary by less than ``FACTOR`` never meets it while they are under
   ``DEFAULT_STEP``/``FACTOR``; longer ones may vary up to the ceiling.
