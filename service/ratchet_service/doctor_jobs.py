@@ -20,7 +20,9 @@ MAX_SKEW: Final = 5.0
 """Seconds between this machine's clock and the database's, by which leases end."""
 _LOOK_TWICE: Final = 1.0
 _LOG_BYTES: Final = 256 << 20
-_LATER: Final = "docs/operations.md, Restore: submit lost ones again, or move their directories away; the service sees to others"
+_LATER: Final = (
+    "docs/operations.md, Restore: submit lost ones again, or move their directories away; the service sees to others"
+)
 
 
 def run_directory(

@@ -1,8 +1,9 @@
 """Idempotency-Key: the same POST sent again gets the first answer again, and its effect happens once.
 
 The answer is stored in the transaction that has the effect, so there is never one without the other. A request claims its
-key first; while the claim is young, a second one is refused. When the server died in between, the claim grows old and is
-taken over: the effect was not committed, or the answer would be there. Should the first request still live, its token is no
+key first; while the claim is young, a second one is refused. When the server died in between, the claim is taken over, at once
+where it is known to be dead (a process of this host), else when it grows old: the effect was not committed, or the answer would
+be there. Should the first request still live, its token is no
 longer the claim's, so its transaction fails.
 """
 
@@ -13,7 +14,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
@@ -25,6 +26,7 @@ from ratchet_contract.spec_parse import canonical_json
 from ratchet_service import problems
 from ratchet_service.clock import clock_of
 from ratchet_service.database import Database
+from ratchet_service.leases import new_owner, owner_is_dead
 from ratchet_service.models import IdempotencyKey
 from ratchet_service.quotas import EXCEEDED
 from ratchet_service.tokens import TOO_MANY
@@ -62,11 +64,16 @@ def make_call(key: str | None, caller: str, method: str, path: str, query: list[
     return Call(key, scope, digest, path)
 
 
+_CLAIMED_BY: Final = "claimed-by"
+"""Among a row's headers until it has an answer: the process that makes it. One that died answers no more."""
+
+
 class Idempotency:
     def __init__(self, database: Database, keep_seconds: float, claim_seconds: float) -> None:
         self._database = database
         self._keep = timedelta(seconds=keep_seconds)
         self._claim = timedelta(seconds=claim_seconds)
+        self._owner = new_owner()
 
     def run(self, call: Call, prepare: Callable[[], T], effect: Callable[[Session, T], Reply]) -> Reply:
         """``prepare`` outside, ``effect`` inside the one write transaction; or the stored answer.
@@ -108,7 +115,12 @@ class Idempotency:
             session.execute(sa.delete(IdempotencyKey).where(IdempotencyKey.created_at < now - self._keep))
             insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
             claim = insert(IdempotencyKey).values(
-                scope=call.scope, key=call.key, body_hash=call.body_hash, token=token, headers={}, created_at=now
+                scope=call.scope,
+                key=call.key,
+                body_hash=call.body_hash,
+                token=token,
+                headers={_CLAIMED_BY: self._owner},
+                created_at=now,
             )
             if session.scalar(claim.on_conflict_do_nothing().returning(IdempotencyKey.token)) is not None:
                 return None
@@ -124,12 +136,13 @@ class Idempotency:
                 headers = {k: v for k, v in row.headers.items() if k != "content-type"}
                 return Reply(row.status, row.body or "", headers | {"Idempotency-Replayed": "true"}, media_type)
             # one of the far future is from before the clock was set back
-            if row is None or abs(now - row.created_at) < self._claim:
+            claimed = row is None or abs(now - row.created_at) < self._claim
+            if row is None or (claimed and not owner_is_dead(row.headers.get(_CLAIMED_BY))):
                 raise Conflict(
                     "the first request with this Idempotency-Key is still running: ask again in a moment",
                     code="idempotency-in-progress",
                 )
-            row.token, row.created_at = token, now
+            row.token, row.created_at, row.headers = token, now, {_CLAIMED_BY: self._owner}
             return None
 
     def _record(self, session: Session, call: Call, token: str, reply: Reply) -> None:

@@ -94,7 +94,9 @@ def test_each_end_has_the_cause_of_the_node_that_made_it(run: Run) -> None:
     hang = run.attempts[2]["message"]
     assert "rank 1" in hang and "SIGSTOP" in hang, hang
     assert "in train_step" in run.stacks[1].partition("writes the stacks of its threads")[2], run.stacks
-    assert "in train_step" in run.stacks[0], run.stacks  # or its traceback, where its connection broke before it was asked
+    assert "in train_step" in run.stacks[0], (
+        run.stacks
+    )  # or its traceback, where its connection broke before it was asked
     assert run.attempts[1]["steps_lost"] == 0
     assert [a["resume_report"]["verdict"] for a in run.attempts[1:]] == ["exact"] * 3
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 from datetime import timedelta
 from typing import Any
@@ -14,6 +16,8 @@ from sqlalchemy.engine import Connection
 from ratchet_contract.access import Role
 from ratchet_contract.phases import JobPhase
 from ratchet_service.database import utc_now
+from ratchet_service.idempotency import make_call
+from ratchet_service.launchers.processes import start_time
 from ratchet_service.models import IdempotencyKey, Job
 from tests.support.api import Api, spec
 from tests.support.tokens import make_token
@@ -133,6 +137,19 @@ def test_a_second_request_while_the_first_runs_is_told_to_wait(api: Api, monkeyp
 def age(api: Api, seconds: float) -> None:
     with api.database.write() as session:
         session.execute(sa.update(IdempotencyKey).values(created_at=utc_now() - timedelta(seconds=seconds)))
+
+
+def test_the_claim_of_a_server_that_died_keeps_nobody_waiting(api: Api) -> None:
+    host, headers = socket.gethostname()[:80], {"Idempotency-Key": "k"}
+    with api.database.write() as session:  # a request of a process that is not there any more, killed before its answer
+        call = make_call("k", "local", "POST", "/v1/jobs", [], spec())
+        row = IdempotencyKey(scope=call.scope, key="k", body_hash=call.body_hash, token="t", created_at=utc_now())
+        row.headers = {"claimed-by": f"{host}/{os.getpid()}/{start_time(os.getpid())}"}
+        session.add(row)
+    assert api.client.post("/v1/jobs", json=spec(), headers=headers).json()["code"] == "idempotency-in-progress"
+    with api.database.write() as session:
+        session.get_one(IdempotencyKey, (call.scope, "k")).headers = {"claimed-by": f"{host}/{2**22 + 1}/1"}
+    assert api.client.post("/v1/jobs", json=spec(), headers=headers).status_code == 201
 
 
 def test_after_a_day_a_key_is_new(api: Api) -> None:
