@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -105,6 +106,7 @@ class Database:
             event.listen(self.engine, "begin", _sqlite_begin)
         self.sessions = type("DatabaseSession", (Session,), {})
         """Of write transactions: a class of its own, so that what this database commits can be listened to."""
+        self._writing = threading.Lock()
         self._info = clocks.info(self.clock)
         self._reader = self.engine.execution_options(**{_READ_ONLY: True})
 
@@ -115,8 +117,20 @@ class Database:
     @contextmanager
     def write(self) -> Iterator[Session]:
         """A session in a write transaction: committed when the block ends, rolled back when it raises."""
-        with self.sessions(self.engine, expire_on_commit=False, info=self._info) as session, session.begin():
+        make = self.sessions(self.engine, expire_on_commit=False, info=self._info)
+        with self._turn(), make as session, session.begin():
             yield session
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Who waits for SQLite's lock looks again and again, after longer and longer pauses, and may be passed over by all who
+        come later: writers of one process take turns instead. One that waits too long meets SQLite's own refusal."""
+        taken = self.is_sqlite and self._writing.acquire(timeout=BUSY_TIMEOUT_MS / 1000)
+        try:
+            yield
+        finally:
+            if taken:
+                self._writing.release()
 
     @contextmanager
     def read(self) -> Iterator[Session]:
