@@ -200,7 +200,8 @@ def test_a_slow_disk_is_waited_for_and_nothing_is_lost(place: Place, whole: Path
     assert watched.committed() == list(range(EVERY, STEPS + 1, EVERY))
     assert not attempt.messages(kind="checkpoint_failed")
     notes = [m for m in attempt.messages(kind="note") if m.type == "checkpoint-waited"]
-    assert notes and notes[0].data["step"] == 16 and "for the checkpoint before" in notes[0].message, notes
+    # a machine that others use may be slow enough for the save before, too
+    assert any(note.data["step"] == 16 and "for the checkpoint before" in note.message for note in notes), notes
     comparison = compare(whole, watched.checkpoints / whole.name)
     assert comparison.identical, render(comparison)
 
