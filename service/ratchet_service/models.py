@@ -58,7 +58,6 @@ class Job(Base):
         sa.Index("ix_jobs_created_at_id", "created_at", "id"),
         sa.Index("ix_jobs_name_id", "name", "id"),
         sa.Index("ix_jobs_priority_id", "priority", "id"),
-        sa.Index("ix_jobs_owner_phase", "owner", "phase"),
         sa.Index(
             "ix_jobs_ttl", "ttl", sqlite_where=sa.text("ttl IS NOT NULL"), postgresql_where=sa.text("ttl IS NOT NULL")
         ),

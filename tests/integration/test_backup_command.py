@@ -184,7 +184,7 @@ def test_a_database_of_a_newer_version_is_refused_in_words(home: Path, capsys: p
 def test_pg_dump_and_pg_restore_as_documented(postgres_url: str, tmp_path: Path) -> None:
     """Into a database that is empty, and over one that has gone on."""
     if shutil.which("pg_dump") is None:
-        pytest.skip("no pg_dump")
+        pytest.skip("needs pg_dump: PostgreSQL's client programs beside its server")
     page = Path("docs/operations.md").read_text()
     server = sa.create_engine(Database(postgres_url).url, isolation_level="AUTOCOMMIT")
     urls = []

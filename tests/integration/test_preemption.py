@@ -299,7 +299,7 @@ def test_a_job_that_cannot_be_launched_keeps_no_slot_and_says_why(
 def test_who_holds_a_victims_row_is_not_waited_for(tmp_path: Path, database: Database) -> None:
     """It may wait for a row that the round holds, as another reconciler does that renews its leases."""
     if database.is_sqlite:
-        pytest.skip("one writer at a time, whatever it writes")
+        pytest.skip("of PostgreSQL: SQLite has one writer at a time, whatever it writes")
     queue = Queue(tmp_path / "home", database, cpus=1)
     low = queue.submit(1, name="low")
     assert queue.round() == [low]

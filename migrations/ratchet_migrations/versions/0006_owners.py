@@ -17,7 +17,6 @@ _TIME = sa.DateTime(timezone=True)
 def upgrade() -> None:
     # Jobs from before there were owners belong to the one who has the run directory.
     op.add_column("jobs", sa.Column("owner", sa.String(63), nullable=False, server_default="local"))
-    op.create_index("ix_jobs_owner_phase", "jobs", ["owner", "phase"])
     op.create_table(
         "api_tokens",
         sa.Column("id", sa.String(16), primary_key=True),
@@ -50,5 +49,4 @@ def downgrade() -> None:
     op.drop_table("quotas")
     op.drop_index("ix_api_tokens_made_with", table_name="api_tokens")
     op.drop_table("api_tokens")
-    op.drop_index("ix_jobs_owner_phase", table_name="jobs")
     op.drop_column("jobs", "owner")
