@@ -134,7 +134,7 @@ class Cache:
             if kind == "events":
                 self._warn(object_)
             elif kind == "jobs":
-                self._jobs[str(object_["metadata"]["name"])] = entry
+                self._job(entry)
             else:
                 name = _attempt(object_)
                 if name is not None:
@@ -152,6 +152,20 @@ class Cache:
                 missing = entry.namespace == namespace and entry.object["metadata"]["uid"] not in present
                 if missing and entry.deleted_at is None and not _newer(entry.object, version):
                     entry.deleted_at = time.monotonic()
+
+    def _job(self, entry: _Entry) -> None:
+        """Of the watch, unless an answer has brought the same Job as it was later: else every poll would ask again."""
+        metadata = entry.object["metadata"]
+        known = self._jobs.get(str(metadata["name"]))
+        later = known is not None and _newer(known.object, str(metadata.get("resourceVersion", "")))
+        if (
+            known is not None
+            and later
+            and known.object["metadata"]["uid"] == metadata["uid"]
+            and entry.deleted_at is None
+        ):
+            return
+        self._jobs[str(metadata["name"])] = entry
 
     def _warn(self, event: Json) -> None:
         about = str((event.get("involvedObject") or {}).get("name", ""))
