@@ -25,8 +25,13 @@ _NEEDS: Final = {ranks: Need(0, ranks) for ranks in range(1, CPUS + 2)}
 _SHARES: Final = {ranks: Share(0, ranks, 1) for ranks in range(1, CPUS + 2)}
 _NO_SHARE: Final = Share()
 
-Points = Generator[bool, None, None]
-"""True: at the end of a round."""
+Points = Generator[int, None, None]
+"""Where a reconciler's process may be left standing: ``POINT``, ``CALL``, ``END``."""
+POINT: Final = 0
+CALL: Final = 1
+"""Right before or after a call of the engine."""
+END: Final = 2
+"""Of a round."""
 
 
 def next_number(job: Any) -> int:
@@ -51,18 +56,18 @@ class Launching:
         """On PostgreSQL others commit between this transaction's reading and its writing, but nobody else launches."""
         w = self.w
         held_at = w.t
-        yield False
+        yield POINT
         if w.postgres:
             while w.launching not in (None, self):
-                yield False
+                yield POINT
             w.launching = w.slots_lock(self)
             seen = self._queue()
-            yield False
+            yield POINT
             launched = self._turns(*seen)
             w.launching = None
         else:
             launched = self._turns(*self._queue())
-        yield False
+        yield POINT
         for lease, segments in launched:
             watch = self._begin(lease, held_at)
             if watch is None:

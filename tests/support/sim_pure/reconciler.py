@@ -17,7 +17,7 @@ from ratchet_service.leases import Lease, LeaseLost
 from ratchet_service.watch_rules import Do
 from ratchet_service.watched import KILLED, STOPPED, Timing, Watch, Wish, recall
 from tests.support.sim_pure import launching
-from tests.support.sim_pure.launching import LIMITS, Points
+from tests.support.sim_pure.launching import CALL, END, LIMITS, POINT, Points
 from tests.support.sim_pure.rows import LEASE, Checkpoint
 
 TIMING: Final = Timing(kill_after=3.0)
@@ -40,16 +40,16 @@ class Reconciler(launching.Launching):
         while True:
             w, t = self.w, self.w.t
             if self.watches and t - self.renewed >= LEASE / 4:
-                yield False
+                yield POINT
                 for job_id in w.renew([watch.lease for watch in self.watches.values()]):
                     self.watches[job_id].held_at = t
                 self.renewed = t
                 w.trusted(self)
-                yield False
+                yield POINT
             if t - self.swept_at >= _SWEEP:
                 self.swept_at = t
                 w.engine.sweep()
-                yield False
+                yield POINT
             woken, self.woken = self.woken, False
             if woken or t >= self.look_at:
                 yield from self._take_over()
@@ -60,7 +60,7 @@ class Reconciler(launching.Launching):
                 self.look_at = t + 1.0
             if self.watches:
                 yield from self._look_at_all()
-            yield True
+            yield END
 
     def _take_over(self) -> Points:
         w = self.w
@@ -68,13 +68,13 @@ class Reconciler(launching.Launching):
             return
         for found in w.free_jobs(self.watches, w.dead if w.same_host else _NOBODY):
             held_at = w.t
-            yield False
+            yield POINT
             lease = w.take(found, self.name)
             if lease is None:
                 continue
             w.trace and w.say(f"{self.name} takes {lease.job_id} over")
             self._begin(lease, held_at)
-            yield False
+            yield POINT
 
     def _begin(self, lease: Lease, held_at: float) -> Watch | None:
         w = self.w
@@ -97,23 +97,23 @@ class Reconciler(launching.Launching):
         began = self.w.t
         if leases.surely_held(watch.held_at, began, LEASE):
             return
-        yield False
+        yield POINT
         if not self.w.renew([watch.lease]):
             raise LeaseLost("another reconciler has taken it over while this one was held up")
         watch.held_at = began
         self.w.trusted(self)
-        yield False
+        yield POINT
 
     def _submit(self, watch: Watch, segments: Any) -> Points:
         w = self.w
         yield from self._sure(watch)
         watch.submitted = True
-        yield False
+        yield CALL
         if w.rnd() < w.faults.away:
             watch.submitted, watch.submit_at = False, w.now + timedelta(seconds=2.0)
             return
         w.engine.submit(watch.lease.job_id, watch.lease.epoch, segments)
-        yield False
+        yield CALL
 
     def _look_at_all(self) -> Points:
         w = self.w
@@ -137,7 +137,7 @@ class Reconciler(launching.Launching):
     def _look(self, watch: Watch, wish: Wish) -> Points:
         w, ref = self.w, watch.ref
         now, state = w.now, w.engine.poll(ref)
-        yield False
+        yield CALL
         watch_rules.looked(watch, now, TIMING)
         if state.seen and not watch.recorded:
             w.hold(watch.lease)
@@ -145,7 +145,7 @@ class Reconciler(launching.Launching):
             if attempt.begun_at is None:
                 attempt.begun_at = watch.begun_at = max(w.engine.begun(ref).begun_at, attempt.created_at)
             watch.recorded = _NODE_0
-            yield False
+            yield POINT
         deed = watch_rules.deed(watch, state, wish, now, TIMING)
         do = deed.do
         if do is Do.WAIT:
@@ -158,16 +158,16 @@ class Reconciler(launching.Launching):
             yield from self._finish(watch, state, now)
         elif do is Do.STOP:
             self._note(watch, STOPPED, deed.cause, "SIGTERM to the agent")
-            yield False
+            yield POINT
             watch_rules.stopping(watch, deed, now)
             yield from self._sure(watch)
-            yield False
+            yield CALL
             w.engine.stop(ref)
-            yield False
+            yield CALL
         else:
             text = deed.text or "it did not end"
             self._note(watch, KILLED, deed.cause, text)
-            yield False
+            yield POINT
             watch_rules.killing(watch, deed, text)
 
     def _note(self, watch: Watch, kind: str, cause: Cause | None, text: str) -> None:
@@ -179,9 +179,9 @@ class Reconciler(launching.Launching):
         watch.ending_since = watch.ending_since or now
         yield from self._sure(watch)
         w.fence(ref)
-        yield False
+        yield CALL
         left = w.engine.kill(ref)
-        yield False
+        yield CALL
         if left:
             if watch_rules.tells_unproven(watch, now):
                 self._note(watch, "not-proved-dead", None, "not ended")
@@ -191,16 +191,16 @@ class Reconciler(launching.Launching):
         if attempt is not None and attempt.acked < len(lines):  # as leftover.ingest_leftover
             job = w.hold(watch.lease)
             w.store(job, attempt, _Spool(lines))
-            yield False
+            yield POINT
         yield from self._settle(watch, watch_rules.evidence(watch, last, ""))
-        yield False
+        yield POINT
 
     def _settle(self, watch: Watch, evidence: Any) -> Points:
         """As ``ending.settle``."""
         w, lease, ref = self.w, watch.lease, watch.ref
         base, job = w.bases.get(ref), w.jobs.get(lease.job_id)
         found = adoptable(w, w.lineage(job, lease.epoch, base), job) if job is not None else []
-        yield False
+        yield POINT
         job, attempt = w.hold(lease), w.attempt(*ref)
         if attempt.base_step is None and base is not None:
             attempt.base_step, attempt.base_epoch = base.step, base.epoch

@@ -30,6 +30,7 @@ from ratchet_service.queue_order import UNLIMITED, Limit
 from tests.support.sim.processes import QUIET, Faults
 from tests.support.sim_pure.agents import GONE, Engine
 from tests.support.sim_pure.checks import Checked
+from tests.support.sim_pure.launching import END, POINT
 from tests.support.sim_pure.reconciler import Reconciler
 from tests.support.sim_pure.rows import Job
 
@@ -104,12 +105,13 @@ def story(seed: int, moves: int = MOVES) -> list[str]:
 
 
 class World(Checked):
-    def __init__(self, seed: int, *, told: bool = False) -> None:
+    def __init__(self, seed: int, *, told: bool = False, lowest: int = POINT) -> None:
+        """``lowest``: ``CALL``, and reconcilers are left standing at calls of the engine alone."""
         super().__init__()
         random_ = random.Random(seed)
         self.rnd = random_.random
         self.trace, self.lines = told, list[str]()
-        self.seed, self.moves = seed, 0
+        self.seed, self.moves, self.lowest = seed, 0, lowest
         kind = self.among(16)
         self.faults = GALE if kind & 1 else WEATHER
         self.postgres, self.same_host = bool(kind & 2), bool(kind & 4)
@@ -195,9 +197,11 @@ class World(Checked):
         if one.name in self._stalled:
             self._stalled.discard(one.name)
             self.trace and self.say(f"{one.name} goes on")
-        for ended in one.points:
-            if ended or (self.launching is not None and self.launching is not one and not rnd() < 0.5):
+        for place in one.points:
+            if place == END or (self.launching is not None and self.launching is not one and not rnd() < 0.5):
                 return
+            if place < self.lowest:
+                continue
             drawn = rnd()
             if drawn < die:
                 self.trace and self.say(f"{one.name} dies")
@@ -210,8 +214,8 @@ class World(Checked):
                 return
 
     def _whole_round(self, one: Reconciler) -> None:
-        for ended in one.points:
-            if ended:
+        for place in one.points:
+            if place == END:
                 return
 
     def _end(self, one: Reconciler) -> None:
