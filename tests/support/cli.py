@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cli_forks import Forks
+from tests.support.cli_forks import Command, Forks
 from tests.support.server import Server
 
 EXECUTABLE = Path(sys.executable).with_name("ratchet")
@@ -32,7 +32,7 @@ task: {entrypoint: "ratchet_worker.tasks.digits:DigitsTask", args: {epochs: 1}}
 world: {ranks_per_node: 2, device: cpu}
 hook: {name: powerSGD, matrix_approximation_rank: 2, start_powerSGD_iter: 10}
 """
-_FORKS = Forks(EXECUTABLE)
+FORKS = Forks(EXECUTABLE)
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]|\x1b[=>]")
 
 
@@ -60,8 +60,8 @@ class Cli:
         return [str(EXECUTABLE), *arguments]
 
     def __call__(self, *arguments: str, expect: int = 0, stdin: str = "", deadline: float = 60.0) -> Result:
-        if _FORKS.fits(self.environment):
-            ended = _FORKS.run(arguments, cwd=self.cwd, env=self.environment, stdin=stdin, deadline=deadline)
+        if FORKS.fits(self.environment):
+            ended = FORKS.run(arguments, cwd=self.cwd, env=self.environment, stdin=stdin, deadline=deadline)
         else:
             done = subprocess.run(
                 self.command(*arguments), cwd=self.cwd, env=self.environment, input=stdin, capture_output=True, text=True,
@@ -76,12 +76,17 @@ class Cli:
     def terminal(self, *arguments: str, columns: int = 80, **variables: str) -> Iterator[Terminal]:
         """The command in a terminal of its own, which is its controlling one; killed at the end if it still runs."""
         environment = {k: v for k, v in self.environment.items() if k not in ("COLUMNS", "NO_COLOR")}
+        environment |= {"TERM": "xterm-256color"} | variables
         master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-        process = subprocess.Popen(
-            self.command(*arguments), cwd=self.cwd, env=environment | {"TERM": "xterm-256color"} | variables,
-            stdin=slave, stdout=slave, stderr=slave, start_new_session=True, preexec_fn=_take_terminal,
-        )  # fmt: skip
+        process: subprocess.Popen[bytes] | Command
+        if FORKS.fits(environment):
+            process = FORKS.start(arguments, [slave] * 3, cwd=self.cwd, env=environment, terminal=True)
+        else:
+            process = subprocess.Popen(
+                self.command(*arguments), cwd=self.cwd, env=environment, stdin=slave, stdout=slave, stderr=slave,
+                start_new_session=True, preexec_fn=_take_terminal,
+            )  # fmt: skip
         os.close(slave)
         try:
             yield Terminal(process, master)
@@ -114,7 +119,7 @@ def _take_terminal() -> None:
 class Terminal:
     """``raw`` is everything the terminal got, control sequences included; ``code`` the exit code where it is known."""
 
-    def __init__(self, process: subprocess.Popen[bytes], master: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | Command, master: int) -> None:
         self._process, self._master = process, master
         self.raw = ""
         self.code: int | None = None

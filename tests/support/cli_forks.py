@@ -1,8 +1,9 @@
 """Commands of ``ratchet``, each a process of its own, forked from one that has imported the command line.
 
-Its import is most of what a command costs. As a program (``cli_forks.py SOCKET``) this is the process that forks; ``Forks`` is
-the tests' end of the socket. A request is a command's arguments, directory and environment, with five descriptors: its three
-streams, and the ends of two pipes that tell the command's pid and its exit code.
+Its import, and the making of all its options, are nearly all that a command costs. As a program (``cli_forks.py SOCKET``) this is
+the process that forks; ``Forks`` is the tests' end of the socket. A request is a command's arguments, directory, environment, and
+whether it shall have a session of its own with the terminal that is its standard input; with four descriptors: its three streams,
+and the end of a pipe that tells the command's pid and its exit code.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import importlib
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 _LONGEST = 1 << 20  # bytes of a request
 _IMPORTED = (
@@ -28,8 +31,12 @@ _IMPORTED = (
     "ratchet_client.spec_file",
     "httpcore",
     "typer._adapters",
+    "typer.rich_utils",
+    "rich.live",
+    "rich.progress",
 )
-_OWN = ("COLUMNS", "PYTEST_CURRENT_TEST")  # variables that mean nothing to the imports, beside RATCHET_...
+# Variables that mean nothing to the imports, beside RATCHET_...
+_OWN = ("COLUMNS", "NO_COLOR", "PYTEST_CURRENT_TEST", "TERM")
 
 
 def meant_for_imports(environment: Mapping[str, str]) -> dict[str, str]:
@@ -72,28 +79,69 @@ class Forks:
     ) -> tuple[int, str, str]:
         """Exit code, output and errors of ``ratchet ARGUMENTS``. Raises ``TimeoutExpired`` after ``deadline`` seconds, with the
         command killed."""
-        self._socket = self._socket or self._started()
-        request = json.dumps([[str(self._executable), *arguments], str(cwd), dict(env)]).encode()
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
             given.write(stdin.encode())
             given.seek(0)
-            ended, end = os.pipe()
             streams = [given.fileno(), out.fileno(), errors.fileno()]
-            try:
-                socket.send_fds(self._socket, [request], [*streams, end])
-            finally:
-                os.close(end)
-            with open(ended, "rb", buffering=0) as told:
-                pid, code = json.loads(told.readline()), _line(told, deadline)
-                if code is None:
-                    os.kill(pid, 9)
-                    raise subprocess.TimeoutExpired(arguments, deadline)
+            with self.start(arguments, streams, cwd=cwd, env=env) as command:
+                try:
+                    code = command.wait(deadline)
+                except subprocess.TimeoutExpired:
+                    command.kill()
+                    raise
             return code, _text(out), _text(errors)
 
+    def start(
+        self,
+        arguments: Sequence[str],
+        streams: Sequence[int],
+        *,
+        cwd: Path,
+        env: Mapping[str, str],
+        terminal: bool = False,
+    ) -> Command:
+        """``ratchet ARGUMENTS`` with three ``streams``; ``terminal``: the first one is its controlling terminal."""
+        self._socket = self._socket or self._started()
+        request = json.dumps([[str(self._executable), *arguments], str(cwd), dict(env), terminal]).encode()
+        ended, end = os.pipe()
+        try:
+            socket.send_fds(self._socket, [request], [*streams, end])
+        finally:
+            os.close(end)
+        return Command(ended)
 
-def _line(told: Any, deadline: float) -> int | None:
-    ready, _, _ = select.select([told], [], [], deadline)
-    return int(told.readline()) if ready else None
+
+class Command:
+    """What ``subprocess.Popen`` would be, of a process that is somebody else's child. A context manager."""
+
+    def __init__(self, told: int) -> None:
+        self._told = os.fdopen(told, "rb", buffering=0)
+        self.pid = int(self._told.readline())
+        self.returncode: int | None = None
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._told.close()
+
+    def poll(self) -> int | None:
+        if self.returncode is None and select.select([self._told], [], [], 0)[0]:
+            self.returncode = int(self._told.readline())
+            self._told.close()
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        if self.returncode is None:
+            select.select([self._told], [], [], timeout)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+        return code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
 
 
 def _text(file: Any) -> str:
@@ -101,11 +149,14 @@ def _text(file: Any) -> str:
     return str(file.read().decode())
 
 
-def _keep(end: int) -> None:
+def _keep(descriptors: Sequence[int]) -> None:
     """Fork the command and go on as it; its parent tells of it, and ends."""
+    *streams, end = descriptors
     pid = os.fork()
     if pid == 0:
         return
+    for descriptor in streams:
+        os.close(descriptor)
     os.write(end, b"%d\n" % pid)
     _, status = os.waitpid(pid, 0)
     os.write(end, b"%d\n" % os.waitstatus_to_exitcode(status))
@@ -127,24 +178,49 @@ def _next_command(requests: socket.socket) -> None:
         while keepers and os.waitpid(-1, os.WNOHANG)[0]:
             keepers -= 1
     requests.close()
-    _keep(descriptors[3])
-    arguments, directory, environment = json.loads(message)
+    _keep(descriptors)
+    arguments, directory, environment, terminal = json.loads(message)
     for number, descriptor in enumerate(descriptors[:3]):
         os.dup2(descriptor, number)
     for descriptor in descriptors:
         os.close(descriptor)
+    if terminal:
+        os.setsid()
+        os.close(
+            os.open(os.ttyname(0), os.O_RDWR)
+        )  # the first that a leader without one opens becomes its own: ^C is a signal
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the tests' script has it do
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
     sys.argv, sys.path[0] = arguments, str(Path(arguments[0]).parent)
 
 
+def _end(program: Callable[[], None]) -> NoReturn:
+    """Run it and end as the interpreter would, but for taking apart what was imported, which is half of what is left."""
+    code: object = None
+    try:
+        program()
+    except SystemExit as end:
+        code = end.code
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code if isinstance(code, int) else code is not None)
+
+
 if __name__ == "__main__":
     for name in _IMPORTED:
         importlib.import_module(name)
-    from ratchet_client.cli import main
+    import typer.main
 
+    from ratchet_client.cli import main
+    from ratchet_client.cli.app import app
+
+    made = typer.main.get_command(app)
+    typer.main.get_command = lambda _app: made
     gc.collect()
     gc.freeze()  # a command's first collection would copy every page
     _next_command(socket.socket(fileno=int(sys.argv[1])))
-    sys.exit(main())
+    _end(main)
