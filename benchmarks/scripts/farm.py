@@ -1,8 +1,9 @@
 """All agents of many attempts in one process: locks, ``agent.json`` and real reports over HTTP, with ranks that are made up.
 
-``python -m benchmarks.scripts.farm INBOX OUT SECONDS``: takes attempts from ``INBOX`` (``tiny_agent``) until it is killed. Each
-reports every 0.3 s, like an agent; a step lasts a second and brings two metrics, progress comes twice a second and a
-summary of the hook once. While ``OUT`` is being written to, a line per report: seconds until the answer.
+``python -m benchmarks.scripts.farm INBOX OUT``: takes attempts from ``INBOX`` (``tiny_agent``) until it is killed. Each
+has its turn every 0.3 s, and where it has nothing but figures it leaves turns out as an agent does (``waiting_turns``); a step
+lasts a second and brings two metrics, progress comes twice a second. A line per report: when, seconds until the answer, seconds
+late.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from urllib.parse import urlsplit
 from ratchet_contract.messages import AgentFile, LaunchFile
 from ratchet_contract.paths import AttemptPaths
 from ratchet_service.launchers.processes import start_time
+from ratchet_worker.spool import FIGURES
+from ratchet_worker.uplink import waiting_turns
 
 PERIOD: Final = 0.3
 _THREADS: Final = 8
@@ -46,6 +49,7 @@ class Attempt:
         self._acked = 0
         self._step = 0
         self._progress_at = 0.0
+        self._turns = 1  # in which figures alone wait still
         self._connection: http.client.HTTPConnection | None = None
 
     def _message(self, kind: str, **values: Any) -> dict[str, Any]:
@@ -62,10 +66,13 @@ class Attempt:
             self._progress_at = alive
             self._spool.append(self._message("progress", step=self._step, total_steps=100_000, steps_per_second=1.0))
 
-    def report(self, url: str) -> float:
-        """Send one; seconds until the answer was there."""
+    def report(self, url: str) -> float | None:
+        """Send one; seconds until the answer was there, None where this turn is left out."""
         self._live()
         fresh = self._spool[:500]
+        if self._turns and all(message["kind"] in FIGURES for message in fresh):
+            self._turns -= 1
+            return None
         batches = [{"rank": 0, "from_seq": self._acked + 1, "messages": fresh}] if fresh else []
         launch = self.launch
         body = {"job_id": launch.job_id, "epoch": launch.epoch, "phase": "RUNNING", "last_step": self._step}
@@ -82,10 +89,17 @@ class Attempt:
         seconds = time.perf_counter() - begin
         if answer.status != 200:
             raise RuntimeError(f"{answer.status}: {told[:500].decode(errors='replace')}")
+        self._turns = waiting_turns(seconds, PERIOD)
         acked = json.loads(told)["acked"].get("0", self._acked)
         del self._spool[: acked - self._acked]
         self._acked = acked
         return seconds
+
+    def disconnected(self) -> None:
+        """The next report makes a new connection and sends again what was not acknowledged."""
+        if self._connection is not None:
+            self._connection.close()
+        self._connection, self._turns = None, 0
 
 
 class Farm:
@@ -118,10 +132,19 @@ class Farm:
                     time.sleep(0.01 if due is None else min(0.01, due.due - now))
                     continue
                 url = json.loads(Path(due.launch.service_file).read_text())["url"]
-                seconds = due.report(url)
+                try:
+                    seconds = due.report(url)
+                except (
+                    OSError,
+                    http.client.HTTPException,
+                ) as error:  # the service has closed an idle connection
+                    print(f"{due.launch.job_id}: {error!r}", file=sys.stderr, flush=True)
+                    due.disconnected()
+                    seconds = None
                 late = now - due.due
                 due.due = time.monotonic() + PERIOD
-                out.write(f"{time.time():.3f} {seconds:.6f} {late:.6f}\n")
+                if seconds is not None:
+                    out.write(f"{time.time():.3f} {seconds:.6f} {late:.6f}\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Which reports may wait: what is only figures goes every second time, everything else at once."""
+"""Which reports may wait: what is only figures goes every second time, or less often to a service whose answers
+are slow; everything else at once."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from ratchet_contract.messages import AgentReport, Control, Metrics, Note, Progr
 from ratchet_contract.phases import AttemptPhase, Desired
 from ratchet_worker.service_link import Unreachable
 from ratchet_worker.spool import Spool
-from ratchet_worker.uplink import Status, Uplink
+from ratchet_worker.uplink import Status, Uplink, waiting_turns
 from tests.unit.test_worker_upload import launch_in
 
 AT = "2030-01-01T00:00:00Z"
@@ -62,6 +63,29 @@ def test_figures_alone_are_sent_every_second_time_and_all_of_them(group: Group) 
     assert group.reports(8) == 4
     steps = [m.step for report in group.sent for batch in report.batches for m in batch.messages if m.kind == "metrics"]
     assert steps == list(range(1, 9))
+
+
+def test_a_slow_service_is_asked_for_less_and_gets_everything(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    post = group.post
+
+    def slow(report: AgentReport, timeout: float | None = None) -> ReportAck:
+        clock[0] += 0.1
+        return post(report, timeout)
+
+    monkeypatch.setattr("ratchet_worker.uplink.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(group.uplink._link, "post", slow)
+    assert group.reports(30) == 5  # 0.1 s of 2.1: a turn in seven
+    steps = [m.step for report in group.sent for batch in report.batches for m in batch.messages if m.kind == "metrics"]
+    assert steps == list(range(1, 31))
+    group.spool.append(Note(rank=0, at=AT, type="hello", message="now"))
+    group.uplink._once()
+    assert len(group.sent) == 6
+
+
+@pytest.mark.parametrize(("answer", "turns"), [(0.0, 1), (0.02, 1), (0.1, 6), (0.2, 13), (5.0, 15)])
+def test_figures_wait_for_twenty_times_the_answer_and_five_seconds_at_most(answer: float, turns: int) -> None:
+    assert waiting_turns(answer, 0.3) == turns
 
 
 def test_what_is_no_figure_goes_at_once(group: Group) -> None:

@@ -28,6 +28,11 @@ _MAX_BYTES: Final = 256 * 1024
 _MIN_BYTES: Final = 1024
 _FIRST_DELAY: Final = 0.1
 _LAST_DELAY: Final = 2.0
+_SHARE: Final = 20.0
+"""Figures alone wait for so many times as long as the last answer took: an agent asks for a twentieth of a service's thread at
+the most, and a service with more to do than it can is asked for less instead of falling behind."""
+_MOST_TURNS: Final = 15
+"""Periods that figures wait at the most."""
 
 
 class Status(NamedTuple):
@@ -69,7 +74,8 @@ class Uplink:
         self._fence = AttemptPaths(Path(launch.attempt_dir)).fence_file
         self._max_bytes = _MAX_BYTES
         self._failures = 0
-        self._skipped = self._stopping = False
+        self._stopping = False
+        self._turns = 1  # in which figures alone wait still
         self._first = -1  # of the ranks, in the last report
         self._wake = threading.Event()
         self._end: float | None = None
@@ -140,6 +146,7 @@ class Uplink:
             address=None if self._meeting is None else self._meeting.address,
         )
         remaining = None if self._end is None else max(0.1, self._end - time.monotonic())
+        asked = time.monotonic()
         try:
             ack = self._link.post(report, timeout=remaining)
         except TooLarge:
@@ -152,6 +159,7 @@ class Uplink:
         if self._failures:
             say("uplink: the service answers again")
         self._failures = 0
+        self._turns = waiting_turns(time.monotonic() - asked, self._period)
         moved = self._acknowledge(ack.acked)
         self._stopping = ack.control.desired is not Desired.RUN
         self._listener.on_control(ack.control)  # first: a group that is complete, but has failed, starts nothing
@@ -162,8 +170,9 @@ class Uplink:
         return 0.0 if moved and more else self._period
 
     def _may_wait(self, status: Status, batches: Sequence[RankBatch], more: bool) -> bool:
-        """Nothing but figures of a group that trains is reported in every second period only: twice as many jobs can be looked
-        after, and a wish of the service's still reaches the ranks within a second."""
+        """Nothing but figures of a group that trains is reported in every second period only, and less often where answers are
+        slow (``waiting_turns``): more jobs can be looked after. A wish of the service's still reaches the ranks within a second,
+        or five with a service at its limit."""
         busy = (
             self._end is not None
             or self._failures
@@ -172,8 +181,10 @@ class Uplink:
             or status.phase is not AttemptPhase.RUNNING
         )
         news = any(message.kind not in FIGURES for batch in batches for message in batch.messages)
-        self._skipped = not (busy or news or self._skipped)
-        return self._skipped
+        if busy or news or self._turns == 0:
+            return False
+        self._turns -= 1
+        return True
 
     def _batches(self) -> tuple[list[RankBatch], bool]:
         """What is not acknowledged, up to the limits of one report; whether more is waiting. The ranks take turns to be first, so
@@ -205,3 +216,8 @@ class Uplink:
         nominal = min(_LAST_DELAY, _FIRST_DELAY * 2.0 ** min(self._failures, 10))
         self._failures += 1
         return nominal * random.uniform(0.5, 1.0)
+
+
+def waiting_turns(answer: float, period: float) -> int:
+    """Periods (``period`` seconds each) that figures alone wait after an answer that took ``answer`` seconds: at least one."""
+    return min(_MOST_TURNS, max(1, int(_SHARE * answer / period)))
