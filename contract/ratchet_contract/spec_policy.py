@@ -66,7 +66,7 @@ class PolicySpec(SpecModel):
         max_length=32,
         description="What exit codes of your own code mean: a script's `sys.exit(42)`, a process that ends itself. Codes that no "
         "rule has are failures. Three attempts in a row without a new step still end the job; not that of a script without a "
-        "Session, whose steps nobody sees: timeout bounds it.",
+        "Session, whose steps nobody sees: timeout bounds it. Retries are spaced like failures, with a growing back-off.",
     )
     on_hook_mismatch: Literal["fail", "reset", "redistribute"] = Field(
         "fail",

@@ -7,7 +7,10 @@ Whoever has a session asks ``now_in(session)``, whoever has the database ``datab
 from __future__ import annotations
 
 import time
+import uuid
 from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
 from typing import Final
 
 import sqlalchemy as sa
@@ -27,6 +30,10 @@ class Clock:
         """Seconds that nobody sets back. They pass while this process is stopped."""
         return time.monotonic()
 
+    def boot(self) -> str:
+        """Names the start of the machine that ``monotonic`` counts from: all processes of it share that clock."""
+        return _boot()
+
     def of_server(self, session: Session) -> datetime:
         """UTC, by the database's server; with SQLite this machine's, since all its writers share that."""
         if session.get_bind().dialect.name == "sqlite":
@@ -34,6 +41,15 @@ class Clock:
         now = session.scalar(sa.select(sa.func.clock_timestamp()))
         assert isinstance(now, datetime)
         return now
+
+
+@cache
+def _boot() -> str:
+    """Where the system has no such name, this process's own stands for it: its clock is then nobody else's."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return uuid.uuid4().hex
 
 
 def info(clock: Clock) -> dict[str, Clock]:

@@ -17,7 +17,8 @@ The rules for an attempt that has ended:
    whether it got on is known to the script alone.
    Its failures count as ever, and since no progress of it is seen, none is forgiven. One that gets a SIGTERM which nobody here
    sent, again and again, may be sending it itself: its starts are spaced as if it had failed, so that one that ran for longer
-   than that waits for nothing.
+   than that waits for nothing. So are those that end by a rule ``retry``, of scripts with and without a Session: later each
+   time, until one commits a new step or runs for longer than the longest back-off.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def decide(view: JobView, now: datetime) -> Decision:
         raise ValueError(f"job {view.job_id} is {view.phase} but has no attempt")
     if isinstance(view.attempt, AttemptEnd):
         return _ended(view, view.attempt, now)
-    return _alive(view, view.attempt, now)
+    return _alive(view, view.attempt)
 
 
 def backoff_seconds(job_id: str, epoch: int, nth: int, first: float) -> float:
@@ -83,7 +84,7 @@ def _queued(view: JobView, now: datetime) -> Decision:
     return Decision(Action.LAUNCH, counters=view.counters)
 
 
-def _alive(view: JobView, seen: Alive, now: datetime) -> Decision:
+def _alive(view: JobView, seen: Alive) -> Decision:
     if seen.asked is not None:
         if seen.asked >= seen.killable_after:
             return Decision(Action.KILL, cause=seen.asked_cause, counters=view.counters)
@@ -93,8 +94,7 @@ def _alive(view: JobView, seen: Alive, now: datetime) -> Decision:
     if not seen.seen and seen.age >= seen.launch_deadline:
         return Decision(Action.KILL, cause=Cause.LAUNCHER_ERROR, counters=view.counters)
     if view.desired is not Desired.RUN:
-        waited = (now - view.desired_at).total_seconds() if view.desired_at else 0.0
-        if waited >= view.limits.stop_grace:
+        if seen.wished >= view.limits.stop_grace:
             cause = Cause.API_CANCEL if view.desired is Desired.CANCEL else Cause.HANG
             return Decision(Action.STOP, cause=cause, counters=view.counters)
         return Decision(Action.NOTHING, counters=view.counters)
@@ -148,6 +148,9 @@ def count(counters: Counters, treated: Treatment, end: AttemptEnd, *, moved: boo
         counters = replace(counters, no_progress=0 if end.progress else counters.no_progress + 1)
     if end.progress:
         counters = replace(counters, failures=0, no_progress=0)
+    spaced = treated.budget is Budget.NONE and treated.rule is not None
+    got_on = end.progress or end.seconds >= MAX_BACKOFF
+    counters = replace(counters, retries=(0 if got_on else counters.retries) + 1 if spaced else 0)
     if treated.budget is Budget.PREEMPTIONS:
         return replace(counters, preemptions=counters.preemptions + 1)
     if treated.budget in (Budget.FAILURES, Budget.FATAL):
@@ -203,7 +206,7 @@ def _delay(view: JobView, treated: Treatment, counters: Counters, end: AttemptEn
         nth = counters.failures - (treated.cause in RETRIED_AT_ONCE)
         return backoff_seconds(view.job_id, view.epoch, nth, first) if nth else 0.0
     if treated.budget is Budget.NONE and treated.rule is not None:  # it counts against nothing: its starts are spaced
-        return backoff_seconds(view.job_id, view.epoch, max(1, counters.no_progress), first) - end.seconds
+        return backoff_seconds(view.job_id, view.epoch, counters.retries, first) - end.seconds
     if end.unmanaged and (treated.cause is Cause.SIGTERM or treated.rule is not None):
         return backoff_seconds(view.job_id, view.epoch, counters.preemptions, first) - end.seconds
     return 0.0

@@ -23,11 +23,12 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Counters:
-    """What was used up of the budgets; ``no_progress`` counts attempts in a row."""
+    """What was used up of the budgets; ``no_progress`` and ``retries`` (ended by a rule ``retry``) count attempts in a row."""
 
     preemptions: int = 0
     failures: int = 0
     no_progress: int = 0
+    retries: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,14 +80,15 @@ class Alive:
     """What is seen of an attempt that has not ended. Times in seconds.
 
     ``age`` is how long an attempt without any agent has been out of its engine's queue; ``waiting`` whether it is still in that
-    queue, where nobody hears a wish; ``running`` how long since its first agent began; ``asked`` how long ago the agent was told
-    to stop by signal (None: it was not); ``killable_after`` how long it then gets; ``launch_deadline`` how long the agent may
-    take to show its first sign of life.
+    queue, where nobody hears a wish; ``running`` how long since its first agent began; ``wished`` how long its end has been
+    wanted; ``asked`` how long ago the agent was told to stop by signal (None: it was not); ``killable_after`` how long it then
+    gets; ``launch_deadline`` how long the agent may take to show its first sign of life.
     """
 
     age: float
     seen: bool
     running: float = 0.0
+    wished: float = 0.0
     waiting: bool = False
     asked: float | None = None
     asked_cause: Cause | None = None
@@ -102,7 +104,6 @@ class JobView:
     phase: JobPhase
     desired: Desired = Desired.RUN
     desired_cause: Cause | None = None
-    desired_at: datetime | None = None
     epoch: int = 0
     counters: Counters = Counters()
     limits: Limits = Limits()

@@ -7,7 +7,6 @@ crash anywhere before it, and the next reconciler gathers them again and comes t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import datetime
 from typing import Final
 
@@ -18,7 +17,6 @@ from sqlalchemy.orm import Session
 from ratchet_contract.counter import finished_step
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.manifest import Manifest
-from ratchet_contract.messages import AttemptResult
 from ratchet_contract.outcome import EndSeen
 from ratchet_contract.paths import AttemptPaths, JobPaths
 from ratchet_contract.phases import AttemptPhase
@@ -72,7 +70,7 @@ def settle(
             else Base(step=attempt.base_step, epoch=attempt.base_epoch, digest=attempt.base_digest)
         )
         facts = facts_of(attempt, _newest(session, job, attempt.number, began), _last_step(evidence, paths))
-        return _end(session, job, attempt, limits, cause_of(job, evidence), facts, evidence.state.results)
+        return _end(session, job, attempt, limits, cause_of(job, evidence), facts, evidence)
 
 
 def _lost_reports(database: Database, job_paths: JobPaths, lease: Lease, base: Base | None) -> list[Manifest]:
@@ -135,10 +133,10 @@ def _end(
     limits: Limits,
     cause: EndSeen,
     facts: Facts,
-    results: Sequence[AttemptResult],
+    evidence: Evidence,
 ) -> Decision:
-    number = attempt.number
-    decision, ended_at, seconds = verdict(job, attempt, limits, cause, facts, results, now_in(session))
+    number, results = attempt.number, evidence.state.results
+    decision, ended_at, seconds = verdict(job, attempt, limits, cause, facts, evidence, now_in(session))
     assert decision.event is not None and decision.cause is not None
     attempt.phase, attempt.outcome, attempt.cause = AttemptPhase.ENDED, decision.outcome, decision.cause
     attempt.rank, attempt.exit_code, attempt.message = cause.rank, cause.exit_code, cause.message

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, Literal
 
@@ -45,6 +46,7 @@ class Beat:
     clock: Callable[[], float] = time.monotonic
     began: float = field(init=False)
     last: float | None = None
+    jump: str = ""
     _marked: float | None = None
 
     def __post_init__(self) -> None:
@@ -57,6 +59,10 @@ class Beat:
             self._marked = self.last
             with suppress(OSError):
                 self.file.touch()
+
+    def jumped(self, seconds: float) -> None:
+        """The wall clock has jumped: told from then on, so that whoever wonders about times finds it."""
+        self.jump = f"; at {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC the wall clock had jumped by {seconds:+.0f} s"
 
     def silence(self) -> float:
         """Seconds since the last round's end, or since the start."""
@@ -135,7 +141,7 @@ def _reconciler(beat: Beat | None, paths: HomePaths) -> Component:
                 code="reconciler-stalled",
             )
         last = "starting" if beat.last is None else f"last round {silence:.0f} s ago"
-        return Component(detail=f"in this process, {last}")
+        return Component(detail=f"in this process, {last}{beat.jump}")
     try:
         age = max(0.0, time.time() - paths.reconciler_mark.stat().st_mtime)
     except OSError:

@@ -26,6 +26,7 @@ from ratchet_service.ancestry import bases_of, committed_of, fork_of
 from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.clock import now_in
 from ratchet_service.database import Database
+from ratchet_service.decide import BEYOND
 from ratchet_service.ingest import hash_token
 from ratchet_service.launch_files import launch_file, newest_recorded, read_launch_file, save_seconds
 from ratchet_service.launchers.base import LaunchPlan
@@ -97,6 +98,21 @@ class Launching:
         if any(launcher.slots for launcher in self._launchers.values()) and not self._database.is_sqlite:
             with self._database.write() as session:
                 slot_host.lend(session, self._lease_seconds)
+
+    def put_off(self, seconds: float) -> None:
+        """The wall clock has jumped by so much: what waits for its back-off waits for as long as before. Of two reconcilers of
+        one machine both may do this: small jumps then count twice, and a job is tried later."""
+        now, jump = self._database.clock.now(), timedelta(seconds=seconds)
+        if -BEYOND < jump < timedelta(0):  # it waits for a little longer
+            return
+        backing_off = (
+            (Job.phase == JobPhase.QUEUED) & (Job.not_before > now - jump) & (Job.not_before <= now - jump + BEYOND)
+        )
+        with self._database.write() as session:
+            rows = session.scalars(sa.select(Job).where(backing_off).with_for_update(skip_locked=True))
+            for job in rows:
+                assert job.not_before is not None
+                job.not_before = min(job.not_before + jump, now + BEYOND)
 
     def leave_slots(self) -> None:
         """At a clean end: another host waits for half as long, in which another reconciler of this host renews them."""

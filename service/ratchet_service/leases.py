@@ -34,6 +34,8 @@ class LeaseLost(RatchetError):
     code = "lease-lost"
 
 
+LONGEST: Final = timedelta(minutes=10)
+"""No lease is given for so long."""
 TRUSTED: Final = 0.8
 """Of a lease's length, counted by this process's monotonic clock from before the lease was taken or renewed: for so long it is
 surely still held, the clocks' different speeds and the deed's own time allowed for."""
@@ -68,8 +70,9 @@ def owner_is_dead(owner: str | None) -> bool:
 
 
 def expired(token: str | None, expires: datetime | None, now: datetime) -> bool:
-    """Nobody holds that lease, or nobody any more. ``now``: by the database's clock."""
-    return token is None or expires is None or expires < now
+    """Nobody holds that lease, or nobody any more. ``now``: by the database's clock. One that ends later than any lease can was
+    written before that clock was set back: who is alive renews it, and of who is dead nobody waits for the end."""
+    return token is None or expires is None or expires < now or expires > now + LONGEST
 
 
 def surely_held(held_at: float, now: float, seconds: float) -> bool:

@@ -74,7 +74,7 @@ class Job(Base):
     phase: Mapped[JobPhase] = mapped_column(default=JobPhase.QUEUED)
     desired: Mapped[Desired] = mapped_column(default=Desired.RUN)
     desired_cause: Mapped[Cause | None]  # the cause a stop will have; None while desired is run
-    desired_at: Mapped[datetime | None]  # when the wish was set: stop_grace counts from here
+    desired_at: Mapped[datetime | None]  # when the wish was set
     reason: Mapped[str | None] = mapped_column(sa.String(64))
     message: Mapped[str | None] = mapped_column(sa.Text)
     spec: Mapped[dict[str, Any]]
@@ -94,10 +94,12 @@ class Job(Base):
     )  # newest committed step of the lineage (fork source included)
     committed_epoch: Mapped[int | None]  # epoch of that checkpoint; None: from scratch, or the fork source's
     checkpoint_request: Mapped[int] = mapped_column(default=0)  # grows by one for each "save now"
+    stacks_request: Mapped[int] = mapped_column(default=0, server_default="0")  # and for each "stacks now"
 
     preemptions: Mapped[int] = mapped_column(default=0)
     failures: Mapped[int] = mapped_column(default=0)
     no_progress: Mapped[int] = mapped_column(default=0)  # attempts in a row that committed no new step
+    retries: Mapped[int] = mapped_column(default=0, server_default="0")  # in a row, ended by a rule ``retry``
     not_before: Mapped[datetime | None]
     room_since: Mapped[datetime | None]  # another job was stopped for this one, which has not started yet
     running_seconds: Mapped[float] = mapped_column(sa.Double(), default=0.0)  # of ended attempts, for policy.timeout
@@ -159,6 +161,7 @@ class Attempt(Base):
     )  # {node: AttemptResult}; the reconciler decides on them
     created_at: Mapped[datetime]
     begun_at: Mapped[datetime | None]  # its first agent was seen; until then it may have waited in an engine's queue
+    run_clock: Mapped[dict[str, Any] | None]  # steady.Count: what it had run, by which monotonic clock
     training_at: Mapped[datetime | None]
     stop_at: Mapped[datetime | None]  # its agent heard of the stop that was asked for
     over_at: Mapped[datetime | None]  # what ended its ranks began: a hang when they last moved

@@ -17,7 +17,7 @@ from sqlalchemy.exc import NoResultFound, SQLAlchemyError
 
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import AttemptPhase, JobPhase
-from ratchet_service import disk, leases
+from ratchet_service import disk, leases, steady
 from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.database import Database
 from ratchet_service.expiry import Expiry
@@ -77,7 +77,9 @@ class Reconciler:
         self._watches: dict[str, Watch] = {}
         self._stopping = threading.Event()
         self._changed = threading.Event()
+        self._jumps = steady.Jumps(database.clock)
         self._renewed = 0.0
+        self._counts_kept = 0.0
         self._slots_kept = 0.0
         self._look_around_at = 0.0
         self._expired = 0.0
@@ -119,6 +121,7 @@ class Reconciler:
         woken = self._changed.is_set()
         self._changed.clear()
         self._renew(now)
+        self._see_jump(self._jumps.look())
         if not self._swept:  # before slots are lent that something still uses which no row knows
             self._sweep()
             self._swept = True
@@ -139,7 +142,9 @@ class Reconciler:
     def _interval(self) -> float:
         if not self._watches:
             return IDLE_INTERVAL
-        ending = any(watch.result_seen_at or watch.ending_since for watch in self._watches.values())
+        ending = any(
+            watch.result_seen_at is not None or watch.ending_since is not None for watch in self._watches.values()
+        )
         return ENDING_INTERVAL if ending else ACTIVE_INTERVAL
 
     def _renew(self, now: float) -> None:
@@ -153,6 +158,24 @@ class Reconciler:
         for job_id in renewed:
             self._watches[job_id].held_at = now
         self._renewed = now
+        if now - self._counts_kept >= steady.KEEP_SECONDS:
+            self._watcher.keep_counts(self._watches[job_id] for job_id in renewed)
+            self._counts_kept = now
+
+    def _see_jump(self, seconds: float) -> None:
+        """The wall clock was set, or this machine stood still: no deadline goes by it, but times at which jobs are tried again
+        do, and the history of what runs is to tell."""
+        if seconds == 0.0:
+            return
+        log.warning("the wall clock jumped by %+.0f s: deadlines go on by the monotonic one", seconds)
+        self.beat.jumped(seconds)
+        self._launching.put_off(seconds)
+        for job_id, watch in list(self._watches.items()):
+            try:
+                self._watcher.jumped(watch, seconds)
+            except _NOT_OURS as error:
+                log.info("%s: not looked after any more: %s", watch.ref.name, error)
+                del self._watches[job_id]
 
     def _take_over(self) -> None:
         with self._database.read() as session:

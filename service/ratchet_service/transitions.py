@@ -129,7 +129,14 @@ def _changes(job: Job, step: Step, phase: JobPhase, cause: Cause | None, now: da
         rested = max(0.0, (now - job.paused_at).total_seconds())
         out |= {"paused_at": None, "paused_seconds": job.paused_seconds + rested}
     if step.fresh_budgets:
-        out |= {"preemptions": 0, "failures": 0, "no_progress": 0, "running_seconds": 0.0, "not_before": None}
+        out |= {
+            "preemptions": 0,
+            "failures": 0,
+            "no_progress": 0,
+            "retries": 0,
+            "running_seconds": 0.0,
+            "not_before": None,
+        }
     return out
 
 

@@ -23,6 +23,7 @@ from ratchet_service.ingest_effects import UNMANAGED
 from ratchet_service.launchers.base import AttemptState
 from ratchet_service.leases import NO_LEASE
 from ratchet_service.models import Attempt, Checkpoint, Job
+from ratchet_service.steady import TOLERANCE
 from ratchet_service.storable import when
 
 
@@ -30,13 +31,14 @@ from ratchet_service.storable import when
 class Evidence:
     """The launcher's last look, and what the reconciler knows besides. ``forced`` is the cause it killed or stopped the attempt
     for; ``killed``: agents that had their time after the first one's result were ended by force; ``logs`` the end of what was
-    printed by agents that never began."""
+    printed by agents that never began; ``ran`` how many seconds it ran at the most, by a clock that nobody sets (``steady``)."""
 
     state: AttemptState
     forced: Cause | None = None
     message: str | None = None
     killed: bool = False
     logs: str = ""
+    ran: float | None = None
 
 
 @dataclass(frozen=True)
@@ -111,12 +113,12 @@ def verdict(
     limits: Limits,
     cause: EndSeen,
     facts: Facts,
-    results: Sequence[AttemptResult],
+    evidence: Evidence,
     now: datetime,
 ) -> Verdict:
     """What becomes of the job, now that nothing of its attempt is alive."""
-    ended_at = _ended_at(attempt, results, now)
-    seconds = _running_seconds(attempt, ended_at)
+    ended_at = _ended_at(attempt, evidence.state.results, now)
+    seconds = _running_seconds(attempt, ended_at, evidence.ran, now)
     end = AttemptEnd(
         cause.cause,
         base_step=facts.start,
@@ -138,9 +140,16 @@ def _ended_at(attempt: Attempt, results: Sequence[AttemptResult], now: datetime)
     return max(attempt.begun_at or attempt.created_at, min(said, now))
 
 
-def _running_seconds(attempt: Attempt, ended_at: datetime) -> float:
-    """Since its first agent began; what came before was a wait in the engine's queue."""
-    return 0.0 if attempt.begun_at is None else (ended_at - attempt.begun_at).total_seconds()
+def _running_seconds(attempt: Attempt, ended_at: datetime, ran: float | None, now: datetime) -> float:
+    """Since its first agent began; what came before was a wait in the engine's queue. Both are wall-clock times, between which
+    the clock may have been set: then what was counted (``ran``, until now) is believed."""
+    if attempt.begun_at is None:
+        return 0.0
+    told = (ended_at - attempt.begun_at).total_seconds()
+    if ran is None:
+        return told
+    counted = max(0.0, ran - max(0.0, (now - ended_at).total_seconds()))
+    return told if abs(told - counted) <= TOLERANCE else counted
 
 
 def job_values(job: Job, attempt: Attempt, decision: Decision, facts: Facts, seconds: float) -> dict[str, Any]:
@@ -149,6 +158,7 @@ def job_values(job: Job, attempt: Attempt, decision: Decision, facts: Facts, sec
         "preemptions": decision.counters.preemptions,
         "failures": decision.counters.failures,
         "no_progress": decision.counters.no_progress,
+        "retries": decision.counters.retries,
         "not_before": decision.not_before,
         "running_seconds": job.running_seconds + seconds,
         **NO_LEASE,

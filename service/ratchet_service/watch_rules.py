@@ -1,6 +1,7 @@
 """What a look at one attempt leads to: pure but for the ``Watch``, which is the reconciler's own memory. ``watching`` does it.
 
 An engine that is asked, a row that is written: neither is here, so that a simulation may walk through the very same rules.
+``now`` is this process's monotonic clock's, as the times of the ``Watch`` are; ``wall`` is for what ``decide`` says of retries.
 """
 
 from __future__ import annotations
@@ -42,19 +43,23 @@ _WAIT: Final = Deed(Do.WAIT)
 _FINISH: Final = Deed(Do.FINISH)
 
 
-def looked(watch: Watch, now: datetime, timing: Timing) -> None:
+def looked(watch: Watch, now: float, timing: Timing) -> None:
     """The engine has just answered."""
-    if (now - watch.looked_at).total_seconds() > timing.launch_deadline / 2:
+    if now - watch.looked_at > timing.launch_deadline / 2:
         watch.waited_until = now  # service or engine was away: it may have left the queue just now
     watch.looked_at = now
 
 
-def deed(watch: Watch, state: AttemptState, wish: Wish, now: datetime, timing: Timing) -> Deed:
+def deed(watch: Watch, state: AttemptState, wish: Wish, now: float, wall: datetime, timing: Timing) -> Deed:
     """The next deed, from what the engine says (``state``) and what is wanted (``wish``)."""
+    if wish.desired is Desired.RUN:
+        watch.wished_since = None
+    elif watch.wished_since is None:
+        watch.wished_since = now
     if watch.killing:
         return _FINISH
     if state.alive:
-        return _alive(watch, state, wish, now, timing)
+        return _alive(watch, state, wish, now, wall, timing)
     if not state.seen and not watch.submitted:
         if wish.desired is Desired.RUN:
             return Deed(Do.SUBMIT) if watch.submit_at is None or now >= watch.submit_at else _WAIT
@@ -62,23 +67,24 @@ def deed(watch: Watch, state: AttemptState, wish: Wish, now: datetime, timing: T
     return _FINISH
 
 
-def _alive(watch: Watch, state: AttemptState, wish: Wish, now: datetime, timing: Timing) -> Deed:
+def _alive(watch: Watch, state: AttemptState, wish: Wish, now: float, wall: datetime, timing: Timing) -> Deed:
     if is_over(state):
-        watch.result_seen_at = watch.result_seen_at or now
-        if (now - watch.result_seen_at).total_seconds() < timing.linger:
+        watch.result_seen_at = now if watch.result_seen_at is None else watch.result_seen_at
+        if now - watch.result_seen_at < timing.linger:
             return _WAIT
         text = f"agents that had not ended {timing.linger:g} s after another's end were killed"
         return Deed(Do.KILL_LINGERING, None, text)
     if state.lost:  # the others mostly see their connections break, and end by themselves
-        watch.lost_since = watch.lost_since or now
-        if (now - watch.lost_since).total_seconds() >= timing.lost:
+        watch.lost_since = now if watch.lost_since is None else watch.lost_since
+        if now - watch.lost_since >= timing.lost:
             return _end_lost(state)
     alive = Alive(
-        age=(now - watch.waited_until).total_seconds() if not state.seen else 0.0,
-        running=0.0 if watch.begun_at is None else (now - watch.begun_at).total_seconds(),
+        age=now - watch.waited_until if not state.seen else 0.0,
+        running=ran(watch, now) or 0.0,
+        wished=0.0 if watch.wished_since is None else now - watch.wished_since,
         seen=state.seen,
         waiting=state.waiting is not None,
-        asked=None if watch.stopped_at is None else (now - watch.stopped_at).total_seconds(),
+        asked=None if watch.stopped_at is None else now - watch.stopped_at,
         asked_cause=watch.forced,
         killable_after=timing.kill_after,
         launch_deadline=timing.launch_deadline,
@@ -88,10 +94,9 @@ def _alive(watch: Watch, state: AttemptState, wish: Wish, now: datetime, timing:
         phase=wish.phase,
         desired=wish.desired,
         desired_cause=wish.desired_cause,
-        desired_at=wish.desired_at,
         attempt=alive,
     )
-    decision = decide(view, now)
+    decision = decide(view, wall)
     if decision.action is Action.STOP:
         return Deed(Do.STOP, decision.cause)
     if decision.action is Action.KILL:
@@ -107,7 +112,7 @@ def _end_lost(state: AttemptState) -> Deed:
     return Deed(Do.KILL_LOST, end.cause, f"{text} ({end.message})")
 
 
-def stopping(watch: Watch, what: Deed, now: datetime) -> None:
+def stopping(watch: Watch, what: Deed, now: float) -> None:
     """The SIGTERM is on the job's history: from here on it counts as sent."""
     watch.stopped_at, watch.forced = now, what.cause
 
@@ -119,15 +124,20 @@ def killing(watch: Watch, what: Deed, text: str) -> None:
         watch.forced, watch.message = what.cause, text
 
 
-def tells_unproven(watch: Watch, now: datetime) -> bool:
+def tells_unproven(watch: Watch, now: float) -> bool:
     """What is killed and does not go is told of once, after a while."""
     if watch.unproven or watch.ending_since is None:
         return False
-    watch.unproven = (now - watch.ending_since).total_seconds() > _UNPROVEN_SECONDS
+    watch.unproven = now - watch.ending_since > _UNPROVEN_SECONDS
     return watch.unproven
 
 
-def evidence(watch: Watch, last: AttemptState, logs: str) -> Evidence:
+def ran(watch: Watch, now: float) -> float | None:
+    """Seconds that the attempt has run; None: no agent of it has begun."""
+    return None if watch.running_since is None else now - watch.running_since
+
+
+def evidence(watch: Watch, last: AttemptState, logs: str, now: float) -> Evidence:
     """``last``: the look after the proof of death. What the engine says behind a kill may be of the kill itself."""
     ends = watch.ends if watch.killing else last.ends or watch.ends
-    return Evidence(replace(last, ends=ends), watch.forced, watch.message, watch.killing, logs)
+    return Evidence(replace(last, ends=ends), watch.forced, watch.message, watch.killing, logs, ran(watch, now))

@@ -42,12 +42,12 @@ class Wish:
     phase: JobPhase
     desired: Desired
     desired_cause: Cause | None
-    desired_at: datetime | None
 
 
 @dataclass
 class Watch:
-    """One attempt under our lease."""
+    """One attempt under our lease. All its times are of this process's monotonic clock (``steady``), and none is older than the
+    watch, but for ``running_since``."""
 
     lease: Lease
     ref: AttemptRef
@@ -55,21 +55,23 @@ class Watch:
     limits: Limits
     ranks_per_node: int
     view: JobView
-    held_at: float  # monotonic, before the lease was taken or renewed last
-    waited_until: datetime  # the last look that saw it in the engine's queue, or came after a long time without one
-    looked_at: datetime
-    begun_at: datetime | None = None
+    held_at: float  # before the lease was taken or renewed last
+    made_at: float
+    waited_until: float  # the last look that saw it in the engine's queue, or came after a long time without one
+    looked_at: float
+    running_since: float | None = None  # so that what lies behind it is what the attempt has run
     submitted: bool = False
-    submit_at: datetime | None = None  # not before; the engine was away
+    submit_at: float | None = None  # not before; the engine was away
     recorded: frozenset[int] = frozenset()  # nodes whose agent's pid is in the database
     said: str | None = None  # why it waits, as the job's row has it
     unreachable: bool = False
-    stopped_at: datetime | None = None
+    wished_since: float | None = None  # the first look that saw the wish to end it
+    stopped_at: float | None = None
     forced: Cause | None = None
     killing: bool = False
-    result_seen_at: datetime | None = None
-    lost_since: datetime | None = None
-    ending_since: datetime | None = None
+    result_seen_at: float | None = None
+    lost_since: float | None = None
+    ending_since: float | None = None
     ends: tuple[EngineEnd, ...] = ()  # what the engine has said since then
     unproven: bool = False
     message: str | None = field(default=None)
@@ -84,27 +86,27 @@ def is_over(state: AttemptState) -> bool:
     )
 
 
-def remember(session: Session, watch: Watch) -> None:
-    """What an earlier reconciler did to this attempt."""
+def remember(session: Session, watch: Watch, now: float) -> None:
+    """What an earlier reconciler did to this attempt; ``now``: its deadlines count from there anew."""
     query = sa.select(models.Event).where(
         models.Event.job_id == watch.lease.job_id, models.Event.epoch == watch.lease.epoch
     )
     for event in session.scalars(query.where(models.Event.type.in_((STOPPED, KILLED))).order_by(models.Event.id)):
-        recall(watch, event)
+        recall(watch, event, now)
 
 
-def recall(watch: Watch, event: models.Event) -> None:
+def recall(watch: Watch, event: models.Event, now: float) -> None:
     """One such event. Pure: looks at its attributes alone."""
     if "cause" in event.data:  # else it was killed for what another agent's result tells
         watch.forced = Cause(event.data["cause"])
-    watch.stopped_at = event.at
+    watch.stopped_at = now
     if event.type == KILLED:
         watch.killing, watch.message = True, event.message
 
 
 def wishes(session: Session, leases: list[Lease]) -> dict[str, Wish]:
     """The rows of all watched jobs that are still ours."""
-    query = sa.select(Job.id, Job.lease_token, Job.phase, Job.desired, Job.desired_cause, Job.desired_at)
+    query = sa.select(Job.id, Job.lease_token, Job.phase, Job.desired, Job.desired_cause)
     rows = session.execute(query.where(Job.id.in_([lease.job_id for lease in leases])))
     tokens = {lease.job_id: lease.token for lease in leases}
     return {row[0]: Wish(*row[2:]) for row in rows if row[1] == tokens[row[0]]}

@@ -7,14 +7,17 @@ each with the cause. Which deed follows from a look is ``watch_rules``' to say; 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from contextlib import suppress
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Final
+
+import sqlalchemy as sa
 
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Cause
 from ratchet_contract.spec import JobSpec
-from ratchet_service import leases, watch_rules
+from ratchet_service import leases, steady, watch_rules
 from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.database import Database
 from ratchet_service.decision import Decision
@@ -53,7 +56,9 @@ WAITING: Final = "engine-queue"
 """Reason of a job that waits in its engine's queue; the message is the engine's."""
 _OVER: Final = (WAITING, NO_LAUNCHER)
 """Reasons that are taken away once the attempt is looked after and out of the queue."""
-_SUBMIT_AGAIN: Final = timedelta(seconds=2.0)
+_SUBMIT_AGAIN: Final = 2.0
+"""Seconds."""
+JUMPED: Final = "clock-jumped"
 
 
 class Watcher:
@@ -79,9 +84,12 @@ class Watcher:
 
     def begin(self, lease: Lease, held_at: float) -> Watch:
         """Start to look after a job: load it, and what was done to its attempt before. ``held_at``: as in ``Watch``."""
+        clock = self._database.clock
+        now = clock.monotonic()
         with self._database.read() as session:
             job = session.get_one(Job, lease.job_id)
             attempt = session.get_one(Attempt, (lease.job_id, lease.epoch))
+            ran = steady.counted(attempt.run_clock, attempt.begun_at, clock)
             spec = JobSpec.model_validate(job.spec)
             limits = limits_of(spec)
             paths = self._home.job(lease.job_id).attempt(lease.epoch)
@@ -93,12 +101,13 @@ class Watcher:
                 spec.world.ranks_per_node,
                 view_of(job, limits),
                 held_at=held_at,
-                waited_until=attempt.created_at,
-                looked_at=attempt.created_at,
-                begun_at=attempt.begun_at,
+                made_at=now,
+                waited_until=now,
+                looked_at=now,
+                running_since=None if ran is None else now - ran,
                 said=job.message if job.reason in _OVER else None,
             )
-            remember(session, watch)
+            remember(session, watch, now)
         return watch
 
     def submit(self, watch: Watch, plan: LaunchPlan | None = None) -> None:
@@ -113,7 +122,7 @@ class Watcher:
         try:
             watch.launcher.submit(plan)
         except EngineUnreachable:
-            watch.submitted, watch.submit_at = False, self._database.clock.now() + _SUBMIT_AGAIN
+            watch.submitted, watch.submit_at = False, self._database.clock.monotonic() + _SUBMIT_AGAIN
             raise
         except LaunchError as error:
             watch.forced, watch.message = Cause.LAUNCHER_ERROR, error.detail
@@ -132,14 +141,14 @@ class Watcher:
         return decision
 
     def _look(self, watch: Watch, wish: Wish) -> Decision | None:
-        now = self._database.clock.now()
+        now, wall = self._database.clock.monotonic(), self._database.clock.now()
         state = watch.launcher.poll(watch.ref)
         watch_rules.looked(watch, now, self._timing)
         fresh = {i for i, node in enumerate(state.nodes) if node.seen} - watch.recorded
         if fresh:
-            self._record(watch, state, fresh, now)
+            self._record(watch, state, fresh, now, wall)
         self._tell_waiting(watch, state, now)
-        deed = watch_rules.deed(watch, state, wish, now, self._timing)
+        deed = watch_rules.deed(watch, state, wish, now, wall, self._timing)
         match deed.do:
             case Do.SUBMIT:
                 self._submit(watch)
@@ -163,11 +172,11 @@ class Watcher:
         self._note(watch, KILLED, deed.cause, text + others)
         watch_rules.killing(watch, deed, text)
 
-    def _finish(self, watch: Watch, state: AttemptState, now: datetime) -> Decision | None:
+    def _finish(self, watch: Watch, state: AttemptState, now: float) -> Decision | None:
         """Prove the attempt dead, take in what it left, settle. Nothing is decided while anything of it is alive."""
         if watch.ending_since is None or not watch.killing:  # what it says of the kill itself is no news
             watch.ends = state.ends or watch.ends  # and the kill may take the engine's own record away
-        watch.ending_since = watch.ending_since or now
+        watch.ending_since = now if watch.ending_since is None else watch.ending_since
         self._sure(watch)
         files.fence(watch.ref.paths)  # whoever was held up before its submission comes too late from here on
         left = watch.launcher.kill(watch.ref)
@@ -180,7 +189,7 @@ class Watcher:
         job_paths = self._home.job(watch.lease.job_id)
         ingest_leftover(self._database, job_paths, watch.lease, watch.ref.nodes, watch.ranks_per_node, self._bounds)
         logs = "" if last.seen else watch.launcher.logs(watch.ref, LOG_TAIL)
-        evidence = watch_rules.evidence(watch, last, logs)
+        evidence = watch_rules.evidence(watch, last, logs, self._database.clock.monotonic())
         return settle(self._database, job_paths, watch.lease, watch.limits, evidence, self._bounds)
 
     def _sure(self, watch: Watch) -> None:
@@ -194,14 +203,17 @@ class Watcher:
                 raise LeaseLost(f"{watch.ref.name}: another reconciler has taken it over while this one was held up")
         watch.held_at = began
 
-    def _record(self, watch: Watch, state: AttemptState, fresh: set[int], now: datetime) -> None:
+    def _record(self, watch: Watch, state: AttemptState, fresh: set[int], now: float, wall: datetime) -> None:
         """Who the agents are, for people and for the API, and when the first of them began."""
-        begun = min(begun_at(watch.ref.paths.node(node).agent_file, now) for node in fresh)
+        begun = min(begun_at(watch.ref.paths.node(node).agent_file, wall) for node in fresh)
         with self._database.write() as session:
             job = hold(session, watch.lease)
             attempt = session.get_one(Attempt, (job.id, watch.lease.epoch))
             if attempt.begun_at is None:
-                attempt.begun_at = watch.begun_at = max(begun, attempt.created_at)
+                attempt.begun_at = max(begun, attempt.created_at)
+                ran = min(max(0.0, (wall - attempt.begun_at).total_seconds()), now - watch.made_at)
+                watch.running_since = now - ran
+                attempt.run_clock = steady.Count(ran, self._database.clock.boot(), now)._asdict()
             for number in fresh:
                 agent = state.nodes[number].agent
                 node = session.get(AttemptNode, (job.id, watch.lease.epoch, number))
@@ -209,7 +221,7 @@ class Watcher:
                     node.host, node.pid, node.start_time = agent.host, agent.pid, agent.start_time
         watch.recorded |= fresh
 
-    def _tell_waiting(self, watch: Watch, state: AttemptState, now: datetime) -> None:
+    def _tell_waiting(self, watch: Watch, state: AttemptState, now: float) -> None:
         """Why the engine has not started it, on the job's row; written when it changes, and taken away when it is over."""
         if state.waiting is not None:
             watch.waited_until = now
@@ -223,9 +235,28 @@ class Watcher:
                 job.reason = job.message = None
         watch.said = state.waiting
 
-    def _note(self, watch: Watch, type_: str, cause: Cause | None, message: str) -> None:
+    def jumped(self, watch: Watch, seconds: float) -> None:
+        """The wall clock has jumped while the attempt was looked after: its history tells, since its times do not."""
+        text = f"the wall clock of the reconciler's machine jumped by {seconds:+.0f} s: no deadline counts that"
+        self._note(watch, JUMPED, None, text, seconds=round(seconds, 3))
+
+    def keep_counts(self, watches: Iterable[Watch]) -> None:
+        """What attempts with a time limit have run, for a reconciler on another machine that takes them over."""
+        now, boot = self._database.clock.monotonic(), self._database.clock.boot()
+        rows = [
+            {"job": watch.lease.job_id, "epoch": watch.lease.epoch, "count": steady.Count(ran, boot, now)._asdict()}
+            for watch in watches
+            if watch.limits.timeout is not None and (ran := watch_rules.ran(watch, now)) is not None
+        ]
+        if not rows:
+            return
+        keep = sa.update(Attempt).where(Attempt.job_id == sa.bindparam("job"), Attempt.number == sa.bindparam("epoch"))
+        with self._database.write() as session:
+            session.connection().execute(keep.values(run_clock=sa.bindparam("count")), rows)
+
+    def _note(self, watch: Watch, type_: str, cause: Cause | None, message: str, **more: float) -> None:
         log.info("%s: %s: %s", watch.ref.name, type_, message)
         with self._database.write() as session:
             job = hold(session, watch.lease)
-            data = {} if cause is None else {"cause": cause.value}
+            data = more if cause is None else {"cause": cause.value, **more}
             add_event(session, job.id, type_, message, epoch=watch.lease.epoch, data=data)

@@ -240,8 +240,8 @@ def test_jobs_that_rest_are_left_alone(phase: JobPhase) -> None:
 
 def alive(attempt: Alive, desired: Desired = Desired.RUN, waited: float = 0.0, limits: Limits = Limits()) -> Decision:
     phase = JobPhase.RUNNING if desired is Desired.RUN else JobPhase.STOPPING
-    desired_at = None if desired is Desired.RUN else NOW - timedelta(seconds=waited)
-    view = JobView("job-1", phase, desired, desired_at=desired_at, limits=limits, running_seconds=30.0, attempt=attempt)
+    attempt = replace(attempt, wished=waited)
+    view = JobView("job-1", phase, desired, limits=limits, running_seconds=30.0, attempt=attempt)
     return decide(view, NOW)
 
 

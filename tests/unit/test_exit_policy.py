@@ -12,7 +12,7 @@ from ratchet_contract.exit_codes import CAUSE_OF_EXIT_CODE, RESERVED, own_code
 from ratchet_contract.phases import Cause, Desired, Event, JobPhase, Outcome
 from ratchet_contract.spec_parse import parse_spec
 from ratchet_contract.spec_policy import ExitRule
-from ratchet_service.decide import NO_PROGRESS_LIMIT, decide
+from ratchet_service.decide import MAX_BACKOFF, NO_PROGRESS_LIMIT, decide
 from ratchet_service.decision import AttemptEnd, Counters, Decision, JobView, Limits
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -37,9 +37,9 @@ def end(code: int | None, cause: Cause = Cause.EXCEPTION, desired: Desired = Des
 @pytest.mark.parametrize(
     ("code", "event", "outcome", "counted", "rule"),
     [
-        (42, Event.END_REQUEUE, Outcome.FAILED, Counters(1, 0, 0), "exit code 42: retry, by policy.exit_codes[0]"),
-        (10, Event.END_REQUEUE, Outcome.FAILED, Counters(1, 0, 0), "exit code 10: retry, by policy.exit_codes[0]"),
-        (19, Event.END_REQUEUE, Outcome.FAILED, Counters(1, 0, 0), "exit code 19: retry, by policy.exit_codes[0]"),
+        (42, Event.END_REQUEUE, Outcome.FAILED, Counters(1, 0, 0, 1), "exit code 42: retry, by policy.exit_codes[0]"),
+        (10, Event.END_REQUEUE, Outcome.FAILED, Counters(1, 0, 0, 1), "exit code 10: retry, by policy.exit_codes[0]"),
+        (19, Event.END_REQUEUE, Outcome.FAILED, Counters(1, 0, 0, 1), "exit code 19: retry, by policy.exit_codes[0]"),
         (20, Event.END_REQUEUE, Outcome.FAILED, Counters(1, 1, 0), None),
         (3, Event.END_FAILED, Outcome.FAILED, Counters(1, 1, 0), "exit code 3: fail, by policy.exit_codes[1]"),
         (
@@ -100,6 +100,21 @@ def test_retries_of_a_script_without_a_session_are_spaced() -> None:
     quick = end(42, committed_step=None, unmanaged=True, limits={"backoff": 60.0}, seconds=1.0)
     assert quick.not_before is not None and 46 <= (quick.not_before - NOW).total_seconds() <= 72
     assert end(42, committed_step=None, unmanaged=True, limits={"backoff": 60.0}, seconds=100.0).not_before is None
+
+
+def test_the_more_often_it_is_retried_the_longer_it_waits() -> None:
+    """A script that ends at once, each time: as failures do, up to the longest back-off. One that ran for longer begins anew."""
+    counters, waits = Counters(), []
+    for _ in range(12):
+        decision = end(42, counters=counters, committed_step=None, unmanaged=True, seconds=0.5, limits={"backoff": 1.0})
+        counters = decision.counters
+        waits.append(0.0 if decision.not_before is None else (decision.not_before - NOW).total_seconds() + 0.5)
+    assert [round(wait / waits[0]) for wait in waits[:8]] == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert waits[-1] == pytest.approx(MAX_BACKOFF) and counters.failures == 0
+    long = end(42, counters=counters, committed_step=None, unmanaged=True, seconds=MAX_BACKOFF)
+    assert (long.counters.retries, long.not_before) == (1, None)
+    assert end(1, counters=counters, committed_step=None, unmanaged=True).counters.retries == 0
+    assert end(42, counters=counters, committed_step=20).counters.retries == 1, "a new step is progress"
 
 
 def test_preemptions_by_code_are_limited_like_others() -> None:

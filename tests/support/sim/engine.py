@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+import sqlalchemy as sa
+
 from ratchet_contract.api import Warning_
 from ratchet_contract.errors import FieldProblem
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import AttemptPaths, HomePaths
+from ratchet_contract.phases import Desired
 from ratchet_contract.spec import JobSpec
 from ratchet_service.database import Database
 from ratchet_service.launchers import files
 from ratchet_service.launchers.base import AttemptRef, AttemptState, EngineUnreachable, LaunchPlan, NodeState
+from ratchet_service.models import Job
 from tests.support.sim.agents import Agent, State
 from tests.support.sim.processes import Stage
 
@@ -25,9 +29,12 @@ class SimLauncher:
     slots = True
     same_files = True
 
-    def __init__(self, stage: Stage, database: Database, home: HomePaths) -> None:
+    def __init__(self, stage: Stage, database: Database, home: HomePaths, timeout: float) -> None:
+        """``timeout``: seconds; policy.timeout of all jobs."""
         self._stage, self._database, self._home = stage, database, home
+        self._timeout = timeout
         self.agents: list[Agent] = []
+        self._begun: dict[str, float] = {}
 
     def check(self, spec: JobSpec) -> tuple[list[Warning_], list[FieldProblem]]:
         return [], []
@@ -43,6 +50,7 @@ class SimLauncher:
             self._stage.point(f"half way through submit {plan.ref.name}", stall=0.0)
             self._stage.say(f"{plan.ref.name} is submitted")
             self.agents.append(Agent(plan, self._stage, self._database, self._home))
+            self._begun.setdefault(plan.ref.name, self._stage.clock.elapsed)
         self._stage.point(f"after submit {plan.ref.name}")
 
     def poll(self, ref: AttemptRef) -> AttemptState:
@@ -55,6 +63,7 @@ class SimLauncher:
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
         self._call(f"stop {ref.name}")
+        self._due(ref)
         for agent in self._of(ref):
             agent.terminated = True
 
@@ -92,6 +101,18 @@ class SimLauncher:
             if agent.ref.name in orphans and agent.state is not State.GONE:
                 agent.die("is swept away")
         return orphans
+
+    def _due(self, ref: AttemptRef) -> None:
+        """Nobody is stopped before the time, whatever wall clocks show. Who is stopped though nobody wants it is stopped for
+        ``policy.timeout``, and cannot have run for longer than since its job's first submission."""
+        first = min(at for name, at in self._begun.items() if name.startswith(ref.job_id))
+        with self._database.read() as session:
+            found = session.execute(sa.select(Job.desired).where(Job.id == ref.job_id)).scalar()
+        passed = self._stage.clock.elapsed - first
+        if found is Desired.RUN:
+            assert passed >= self._timeout, (
+                f"{ref.name} is stopped after {passed:.0f} s, {self._timeout:g} s are allowed"
+            )
 
     def _of(self, ref: AttemptRef) -> list[Agent]:
         return [agent for agent in self.agents if agent.ref == ref]

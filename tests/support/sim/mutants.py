@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from ratchet_service import ending, ingest, launching, leases, leftover, queueing, slots, watching
+from ratchet_service import ending, ingest, launching, leases, leftover, queueing, slots, watch_rules, watching
 from ratchet_service.launchers import files
 from ratchet_service.launching import Launching
 from ratchet_service.transitions import lock_job
 from ratchet_service.watching import Watcher
 from tests.support.sim.engine import SimLauncher
+from tests.support.sim.processes import START
 
 
 def _any_token(session: Any, lease: Any) -> Any:
@@ -142,10 +143,22 @@ def epoch_again() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def counts_jumps() -> Iterator[None]:
+    """Deadlines go by the wall clock."""
+    original = watch_rules.deed
+
+    def deed(watch: Any, state: Any, wish: Any, _: float, wall: Any, timing: Any) -> Any:
+        return original(watch, state, wish, (wall - START).total_seconds(), wall, timing)
+
+    with patch.object(watch_rules, "deed", deed):
+        yield
+
+
 MUTANTS: dict[str, Callable[[], Any]] = {
     made.__name__: made
     for made in (
         no_token, no_expiry, submit_first, kill_believed, counted_twice, late_submission, no_fence, stored_twice,
-        nothing_adopted, slots_forgotten, epoch_again,
+        nothing_adopted, slots_forgotten, epoch_again, counts_jumps,
     )
 }  # fmt: skip

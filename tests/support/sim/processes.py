@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from typing import Final
 
 from sqlalchemy import event
 from sqlalchemy.orm import Session
 
 from ratchet_service.clock import Clock
 from ratchet_service.database import Database
+
+START: Final = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 class Died(BaseException):
@@ -30,15 +33,21 @@ class SimClock(Clock):
 
     def __init__(self) -> None:
         self.elapsed = 0.0
+        self.set_by = 0.0
+        """Seconds by which somebody has set the machines' wall clocks."""
 
     def now(self) -> datetime:
-        return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=self.elapsed)
+        return START + timedelta(seconds=self.elapsed + self.set_by)
 
     def monotonic(self) -> float:
         return self.elapsed
 
+    def boot(self) -> str:
+        return "sim"
+
     def of_server(self, session: Session) -> datetime:
-        return self.now()
+        """By which leases expire: nobody sets it here."""
+        return START + timedelta(seconds=self.elapsed)
 
 
 @dataclass(frozen=True)
@@ -52,10 +61,13 @@ class Faults:
     agent: float = 0.03  # an agent dies, hangs or fails
     lingers: float = 0.1  # what is killed does not go at once, or is out of reach and goes on
     jumps: float = 0.03  # time passes, and a lease or a deadline with it
+    sets: float = 0.03  # wall clocks are set, and no time passes
 
 
 STORM = Faults(die=0.02, stall=0.05, away=0.02, lost=0.3, agent=0.08, lingers=0.3, jumps=0.08)
-QUIET = Faults(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+QUIET = Faults(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+SET_BY: Final = (-7200.0, -40.0, 40.0, 3600.0, 7200.0)
+"""Seconds."""
 
 
 class Process:
@@ -127,7 +139,7 @@ class Stage:
     def __init__(self, seed: int, faults: Faults, clock: SimClock) -> None:
         self.random = random.Random(seed)
         self.clock = clock
-        clock.elapsed = 0.0
+        clock.elapsed = clock.set_by = 0.0
         self.faults = faults
         self.trace: list[str] = []
         self.running: Process | None = None

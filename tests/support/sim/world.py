@@ -37,11 +37,12 @@ from tests.support import invariants
 from tests.support.api import FakePorts, spec
 from tests.support.sim.agents import STEPS, Agent, State
 from tests.support.sim.engine import SimLauncher
-from tests.support.sim.processes import QUIET, Faults, Process, SimDatabase, Stage
+from tests.support.sim.processes import QUIET, SET_BY, Faults, Process, SimDatabase, Stage
 
 CPUS: Final = 3
 LEASE: Final = 15.0
 JOBS: Final = 3
+TIMEOUT: Final = 1800.0
 RECONCILERS: Final = 2
 _REST_SECONDS: Final = 1800.0
 _ACTIONS: Final = ("suspend", "resume", "cancel", "preempt", "checkpoint", "delete", "resume-from")
@@ -66,7 +67,7 @@ class Outcome:
 
 @cache
 def _prepared(ranks: int) -> submit.Prepared:
-    policy = {"backoff": 0.5, "max_failures": 4, "stop_grace": 5.0}
+    policy = {"backoff": 0.5, "max_failures": 4, "stop_grace": 5.0, "timeout": TIMEOUT}
     data = spec(name="sim", hook={"name": "allreduce"}, world={"ranks_per_node": ranks, "device": "cpu"}, policy=policy)
     return submit.prepare(data, FakePorts())
 
@@ -97,7 +98,7 @@ class World:
             session.execute(sa.delete(Job))  # first: events go with their job or not at all
             for table in reversed(Base.metadata.sorted_tables):
                 session.execute(sa.delete(table))
-        self.engine = SimLauncher(self.stage, database, self.home)
+        self.engine = SimLauncher(self.stage, database, self.home, TIMEOUT)
         self.processes: list[Process] = []
         self._reconcilers: dict[str, Reconciler] = {}
         self._known: set[str] = set()
@@ -133,6 +134,9 @@ class World:
         if stage.chance(stage.faults.jumps):
             stage.clock.elapsed += stage.random.choice((5.0, 20.0, 70.0))
             stage.say("time passes")
+        if stage.chance(stage.faults.sets):
+            stage.clock.set_by += stage.random.choice(SET_BY)
+            stage.say(f"wall clocks are set: {stage.clock.set_by:+.0f} s in all")
         moves: list[tuple[int, Callable[[], None]]] = [(3, self._user), (1, self._network)]
         for process in self.processes:
             moves.append((1 if process.stalled else 6, lambda p=process: self._turn(p)))  # type: ignore[misc]

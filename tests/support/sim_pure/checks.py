@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ratchet_contract.phases import AttemptPhase, JobPhase
+from ratchet_contract.phases import AttemptPhase, Cause, JobPhase
 from ratchet_service import goodput, leases
 from tests.support import invariants
 from tests.support.sim_pure.agents import GONE, STARTING, Engine
@@ -40,6 +40,13 @@ class Checked(Rows):
             if agent.job_id == job.id and agent.epoch == attempt.number and not agent.out_of_reach:
                 over = agent.state == GONE or (fenced and agent.state == STARTING)
                 assert over and not agent.orphans, f"{agent.name} is settled, and alive"
+
+    def due(self, lease: Any, cause: Any, limits: Any, timing: Any) -> None:
+        """Nobody is ended before the time, whatever wall clocks show."""
+        attempts = self.attempts[lease.job_id]
+        least = {Cause.TIMEOUT: limits.timeout, Cause.LAUNCHER_ERROR: timing.launch_deadline}.get(cause, 0.0)
+        began = attempts[0].at if cause is Cause.TIMEOUT else attempts[-1].at
+        assert self.t - began >= least, f"{lease.job_id}: {cause.value} after {self.t - began:.0f} s of {least:g}"
 
     def check_end(self) -> None:
         for job in self.jobs.values():

@@ -18,7 +18,7 @@ from ratchet_service.slots import Capacity, Grant, Need
 from ratchet_service.watched import Watch
 from tests.support.sim_pure.rows import CPUS, Attempt
 
-LIMITS: Final = Limits(max_failures=4, backoff=0.5, stop_grace=5.0)
+LIMITS: Final = Limits(max_failures=4, backoff=0.5, stop_grace=5.0, timeout=1800.0)
 CAPACITY: Final = Capacity(cpus=CPUS)
 MIN_RUN: Final = 60.0
 _NEEDS: Final = {ranks: Need(0, ranks) for ranks in range(1, CPUS + 2)}
@@ -150,10 +150,11 @@ class Launching:
 
     def _start(self, job: Any, grant: Grant) -> tuple[Lease, Any]:
         w = self.w
-        assert job.not_before is None or job.not_before <= w.now, f"{job.id} is launched within its back-off"
+        waits = job.not_before is not None and w.now < job.not_before <= w.now + decide.BEYOND
+        assert not waits, f"{job.id} is launched within its back-off"
         number, segments = next_number(job), w.lineage(job)
         assert w.attempt(job.id, number) is None, f"{job.id}: attempt {number} is there already"
-        w.attempts[job.id].append(Attempt(job.id, number, grant.cpus, segments, w.now))
+        w.attempts[job.id].append(Attempt(job.id, number, grant.cpus, segments, w.now, w.t))
         for slot in grant.cpus:
             assert w.lent[slot] is None, f"CPU slot {slot} is lent to {w.lent[slot]} and {job.id}"
             w.lent[slot] = (job.id, number)

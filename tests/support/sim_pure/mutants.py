@@ -14,7 +14,7 @@ from ratchet_service.decision import Action
 from tests.support.sim_pure import launching, reconciler
 from tests.support.sim_pure.agents import Engine
 from tests.support.sim_pure.reconciler import Reconciler
-from tests.support.sim_pure.rows import Rows
+from tests.support.sim_pure.rows import START, Rows
 from tests.support.sim_pure.world import World
 
 
@@ -210,11 +210,23 @@ def suspend_forgotten() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def counts_jumps() -> Iterator[None]:
+    """Deadlines go by the wall clock."""
+    original = watch_rules.deed
+
+    def deed(watch: Any, state: Any, wish: Any, _: float, wall: Any, timing: Any) -> Any:
+        return original(watch, state, wish, (wall - START).total_seconds(), wall, timing)
+
+    with patch.object(watch_rules, "deed", deed):
+        yield
+
+
 MUTANTS: dict[str, Callable[[], Any]] = {
     made.__name__: made
     for made in (
         cancel_ignored, settled_alive, counted_twice, no_expiry, renewed_and_taken, no_token, epoch_again, equals_preempted,
         slots_forgotten, no_slots_lock, late_submission, submit_first, no_fence, fenced_once, stored_twice, nothing_adopted,
-        backoff_forgotten, suspend_forgotten,
+        backoff_forgotten, suspend_forgotten, counts_jumps,
     )
 }  # fmt: skip

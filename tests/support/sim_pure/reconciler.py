@@ -6,12 +6,11 @@ of reads, writes and calls of the engine is that of ``reconciler``, ``watching``
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any, Final
 
 from ratchet_contract.phases import AttemptPhase, Cause
 from ratchet_contract.resume import holds
-from ratchet_service import leases, verdict, watch_rules
+from ratchet_service import leases, steady, verdict, watch_rules
 from ratchet_service.decision_rows import view_of
 from ratchet_service.leases import Lease, LeaseLost
 from ratchet_service.watch_rules import Do
@@ -82,11 +81,12 @@ class Reconciler(launching.Launching):
         if job is None or attempt is None:
             return None
         ref: Any = (lease.job_id, lease.epoch)
-        at = attempt.created_at
-        made = Watch(lease, ref, w.engine, LIMITS, 1, view_of(job, LIMITS), held_at, at, at, attempt.begun_at)
+        ran = steady.counted(attempt.run_clock, attempt.begun_at, w)
+        since = None if ran is None else w.t - ran
+        made = Watch(lease, ref, w.engine, LIMITS, 1, view_of(job, LIMITS), held_at, w.t, w.t, w.t, since)
         for event in w.events[job.id]:
             if event.epoch == lease.epoch and event.type in (STOPPED, KILLED):
-                recall(made, event)
+                recall(made, event, w.t)
         self.watches[job.id] = made
         w.trusted(self)
         return made
@@ -110,7 +110,7 @@ class Reconciler(launching.Launching):
         watch.submitted = True
         yield CALL
         if w.rnd() < w.faults.away:
-            watch.submitted, watch.submit_at = False, w.now + timedelta(seconds=2.0)
+            watch.submitted, watch.submit_at = False, w.t + 2.0
             return
         w.engine.submit(watch.lease.job_id, watch.lease.epoch, segments)
         yield CALL
@@ -121,7 +121,7 @@ class Reconciler(launching.Launching):
         for watch in self.watches.values():
             job = w.jobs.get(watch.lease.job_id)
             if job is not None and job.lease_token == watch.lease.token:
-                wishes[job.id] = Wish(job.phase, job.desired, job.desired_cause, job.desired_at)
+                wishes[job.id] = Wish(job.phase, job.desired, job.desired_cause)
         for job_id, watch in list(self.watches.items()):
             wish = wishes.get(job_id)
             if wish is None:
@@ -136,17 +136,19 @@ class Reconciler(launching.Launching):
 
     def _look(self, watch: Watch, wish: Wish) -> Points:
         w, ref = self.w, watch.ref
-        now, state = w.now, w.engine.poll(ref)
+        now, wall, state = w.t, w.now, w.engine.poll(ref)
         yield CALL
         watch_rules.looked(watch, now, TIMING)
         if state.seen and not watch.recorded:
             w.hold(watch.lease)
             attempt = w.attempt(*ref)
             if attempt.begun_at is None:
-                attempt.begun_at = watch.begun_at = max(w.engine.begun(ref).begun_at, attempt.created_at)
+                attempt.begun_at = max(w.engine.begun(ref).begun_at, attempt.created_at)
+                ran = min(max(0.0, (wall - attempt.begun_at).total_seconds()), now - watch.made_at)
+                watch.running_since, attempt.run_clock = now - ran, steady.Count(ran, "", now)._asdict()
             watch.recorded = _NODE_0
             yield POINT
-        deed = watch_rules.deed(watch, state, wish, now, TIMING)
+        deed = watch_rules.deed(watch, state, wish, now, wall, TIMING)
         do = deed.do
         if do is Do.WAIT:
             return
@@ -157,6 +159,7 @@ class Reconciler(launching.Launching):
         elif do is Do.FINISH:
             yield from self._finish(watch, state, now)
         elif do is Do.STOP:
+            w.due(watch.lease, deed.cause, LIMITS, TIMING)
             self._note(watch, STOPPED, deed.cause, "SIGTERM to the agent")
             yield POINT
             watch_rules.stopping(watch, deed, now)
@@ -165,6 +168,7 @@ class Reconciler(launching.Launching):
             w.engine.stop(ref)
             yield CALL
         else:
+            w.due(watch.lease, deed.cause, LIMITS, TIMING)
             text = deed.text or "it did not end"
             self._note(watch, KILLED, deed.cause, text)
             yield POINT
@@ -176,7 +180,7 @@ class Reconciler(launching.Launching):
 
     def _finish(self, watch: Watch, state: Any, now: Any) -> Points:
         w, ref = self.w, watch.ref
-        watch.ending_since = watch.ending_since or now
+        watch.ending_since = now if watch.ending_since is None else watch.ending_since
         yield from self._sure(watch)
         w.fence(ref)
         yield CALL
@@ -192,7 +196,7 @@ class Reconciler(launching.Launching):
             job = w.hold(watch.lease)
             w.store(job, attempt, _Spool(lines))
             yield POINT
-        yield from self._settle(watch, watch_rules.evidence(watch, last, ""))
+        yield from self._settle(watch, watch_rules.evidence(watch, last, "", w.t))
         yield POINT
 
     def _settle(self, watch: Watch, evidence: Any) -> Points:
@@ -214,7 +218,7 @@ class Reconciler(launching.Launching):
         results = evidence.state.results
         facts = verdict.facts_of(attempt, newest, max((r.last_step for r in results), default=0))
         cause = verdict.cause_of(job, evidence)
-        self._end(job, attempt, verdict.verdict(job, attempt, LIMITS, cause, facts, results, w.now), facts)
+        self._end(job, attempt, verdict.verdict(job, attempt, LIMITS, cause, facts, evidence, w.now), facts)
         del self.watches[job.id]
         self.woken = True
 

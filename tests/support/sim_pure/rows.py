@@ -34,14 +34,14 @@ class Job:
         "checkpoint_request", "committed_epoch", "committed_step", "created_at", "desired", "desired_at", "desired_cause",
         "ended_at", "epoch", "failures", "fork_source", "id", "lease_expires_at", "lease_owner", "lease_token", "message",
         "no_progress", "not_before", "owner", "paused_at", "paused_seconds", "phase", "preemptions", "priority", "ranks",
-        "reason", "resume_from", "room_since", "running_seconds", "started_at", "step", "updated_at", "version",
+        "reason", "resume_from", "retries", "room_since", "running_seconds", "started_at", "step", "updated_at", "version",
     )  # fmt: skip
 
     def __init__(self, job_id: str, owner: str, priority: int, ranks: int, now: datetime) -> None:
         self.id, self.owner, self.priority, self.ranks = job_id, owner, priority, ranks
         self.created_at = self.updated_at = now
         self.phase, self.desired = JobPhase.QUEUED, Desired.RUN
-        self.epoch = self.version = self.preemptions = self.failures = self.no_progress = 0
+        self.epoch = self.version = self.preemptions = self.failures = self.no_progress = self.retries = 0
         self.step = self.committed_step = self.checkpoint_request = 0
         self.running_seconds = self.paused_seconds = 0.0
         self.desired_cause = self.desired_at = self.not_before = self.lease_owner = self.lease_token = None
@@ -53,12 +53,15 @@ class Attempt:
     """With its one node's columns: ``cpus``, ``acked``."""
 
     __slots__ = (
-        "acked", "base_digest", "base_epoch", "base_step", "begun_at", "cause", "committed_step", "cpus", "created_at",
+        "acked", "at", "base_digest", "base_epoch", "base_step", "begun_at", "cause", "committed_step", "cpus", "created_at",
         "ended_at", "job_id", "last_step", "launch", "lineage", "number", "outcome", "phase", "result", "resume_report",
-        "steps_lost", "training_at",
+        "run_clock", "steps_lost", "training_at",
     )  # fmt: skip
 
-    def __init__(self, job_id: str, number: int, cpus: tuple[int, ...], segments: list[Segment], now: datetime) -> None:
+    def __init__(
+        self, job_id: str, number: int, cpus: tuple[int, ...], segments: list[Segment], now: datetime, at: float
+    ) -> None:
+        self.at, self.run_clock = at, None  # by the clock that nobody sets
         self.job_id, self.number, self.cpus, self.lineage, self.created_at = job_id, number, cpus, segments, now
         self.phase, self.launch, self.acked, self.last_step, self.steps_lost = (
             AttemptPhase.LAUNCHING,
@@ -113,8 +116,9 @@ class Rows:
     """``broken`` is raised as ``AssertionError`` where a commit breaks a rule by itself."""
 
     def __init__(self) -> None:
-        self.t = 0.0
-        self.now = START
+        self.t = self.set_by = 0.0
+        """Seconds that have passed; and by which somebody has set the wall clocks. Nobody sets the server's."""
+        self.now = self.served = START
         self.jobs: dict[str, Any] = {}
         self.attempts: dict[str, list[Any]] = {}
         self.checkpoints: dict[str, list[Any]] = {}
@@ -124,7 +128,8 @@ class Rows:
 
     def passes(self, seconds: float) -> None:
         self.t += seconds
-        self.now = START + timedelta(seconds=self.t)
+        self.served = START + timedelta(seconds=self.t)
+        self.now = self.served + timedelta(seconds=self.set_by) if self.set_by else self.served
 
     # --- transitions ---------------------------------------------------------------------------------------------------
 
@@ -167,7 +172,7 @@ class Rows:
 
     def new_lease(self, owner: str) -> dict[str, Any]:
         self._tokens += 1
-        expires = self.now + timedelta(seconds=LEASE)
+        expires = self.served + timedelta(seconds=LEASE)
         return {"lease_owner": owner, "lease_token": f"token {self._tokens}", "lease_expires_at": expires}
 
     def free_jobs(self, skip: Collection[str], dead: Collection[str]) -> list[Free]:
@@ -176,7 +181,7 @@ class Rows:
             for job in self.jobs.values()
             if job.phase in _LIVE
             and job.id not in skip
-            and (leases.expired(job.lease_token, job.lease_expires_at, self.now) or job.lease_owner in dead)
+            and (leases.expired(job.lease_token, job.lease_expires_at, self.served) or job.lease_owner in dead)
         ]
 
     def take(self, free: Free, owner: str) -> Lease | None:
@@ -190,7 +195,7 @@ class Rows:
         return Lease(job.id, job.epoch, job.lease_token)
 
     def renew(self, held: Iterable[Lease]) -> set[str]:
-        expires, out = self.now + timedelta(seconds=LEASE), set()
+        expires, out = self.served + timedelta(seconds=LEASE), set()
         for lease in held:
             job = self.jobs.get(lease.job_id)
             if job is not None and job.lease_token == lease.token:

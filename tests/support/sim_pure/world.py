@@ -27,7 +27,7 @@ from ratchet_contract.errors import RatchetError
 from ratchet_contract.phases import Event, JobPhase
 from ratchet_contract.resume import Base
 from ratchet_service.queue_order import UNLIMITED, Limit
-from tests.support.sim.processes import QUIET, Faults
+from tests.support.sim.processes import QUIET, SET_BY, Faults
 from tests.support.sim_pure.agents import GONE, Engine
 from tests.support.sim_pure.checks import Checked
 from tests.support.sim_pure.launching import END, POINT
@@ -37,8 +37,8 @@ from tests.support.sim_pure.rows import Job
 JOBS: Final = 3
 """At most; a seed has from one on."""
 MOVES: Final = 20
-WEATHER: Final = Faults(die=0.02, stall=0.06, away=0.01, lost=0.15, agent=0.03, lingers=0.1, jumps=0.05)
-GALE: Final = Faults(die=0.03, stall=0.12, away=0.03, lost=0.3, agent=0.08, lingers=0.3, jumps=0.1)
+WEATHER: Final = Faults(die=0.02, stall=0.06, away=0.01, lost=0.15, agent=0.03, lingers=0.1, jumps=0.05, sets=0.02)
+GALE: Final = Faults(die=0.03, stall=0.12, away=0.03, lost=0.3, agent=0.08, lingers=0.3, jumps=0.1, sets=0.05)
 _REST: Final = 1800.0
 _ONE_JOB: Final = Limit(jobs=1)
 _PLAIN: Final = (Event.SUSPEND, Event.RESUME, Event.CANCEL, Event.PREEMPT)
@@ -144,6 +144,12 @@ class World(Checked):
     def slots_lock(self, reconciler: Reconciler) -> Reconciler | None:
         return reconciler
 
+    def monotonic(self) -> float:
+        return self.t
+
+    def boot(self) -> str:
+        return ""
+
     def fence(self, ref: tuple[str, int]) -> None:
         self.fences.add(ref)
 
@@ -176,6 +182,9 @@ class World(Checked):
     def _move(self) -> None:
         """One actor's."""
         rnd, faults = self.rnd, self.faults
+        if rnd() < faults.sets:
+            self.set_by += SET_BY[self.among(len(SET_BY))]
+            self.trace and self.say(f"wall clocks are set: {self.set_by:+.0f} s in all")
         self.passes(0.02 + 0.28 * rnd() if rnd() >= faults.jumps else (5.0, 20.0, 70.0)[self.among(3)])
         agents = self.engine.agents
         if agents:

@@ -1,0 +1,103 @@
+"""The wall clock is set while jobs run: no healthy job is ended for it, and none loses an attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from ratchet_contract.phases import JobPhase
+from ratchet_service import clock as clocks
+from ratchet_service.clock import Clock
+from ratchet_service.database import Database
+from ratchet_service.models import Job
+from ratchet_service.watched import Timing
+from tests.support.plane import Plane
+from tests.support.server import wait_for
+
+
+class SetClock(Clock):
+    """Of this process; with SQLite the server's, too."""
+
+    ahead = 0.0
+
+    def now(self) -> datetime:
+        return datetime.now(UTC) + timedelta(seconds=self.ahead)
+
+
+@pytest.fixture
+def clock() -> SetClock:
+    return SetClock()
+
+
+@pytest.fixture
+def plane(tmp_path: Path, database: Database, clock: SetClock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plane]:
+    monkeypatch.setattr(database, "clock", clock)
+    monkeypatch.setattr(database, "_info", clocks.info(clock))
+    made = Plane(tmp_path, database)
+    made.serve_api()
+    yield made
+    made.close()
+
+
+def jumps(plane: Plane, job_id: str) -> list[float]:
+    return [event.data["seconds"] for event in plane.events(job_id) if event.type == "clock-jumped"]
+
+
+@pytest.mark.parametrize("by", [7200.0, -7200.0])
+def test_a_job_with_a_time_limit_outlives_a_jump_and_a_restart_after_it(
+    plane: Plane, clock: SetClock, by: float
+) -> None:
+    first = plane.reconcile()
+    job_id = plane.submit({"steps": 100_000, "every": 50}, policy={"timeout": "10m"})
+    plane.wait_job(job_id, lambda job: job.step > 0, "training")
+    clock.ahead = by
+    wait_for(lambda: jumps(plane, job_id), "the jump to be told", 30)
+    assert abs(jumps(plane, job_id)[0] - by) < 5
+    first.stop()
+    wait_for(lambda: plane.job(job_id).lease_token is None, "the first reconciler to end", 30)
+    plane.reconcile()
+    there = wait_for(lambda: plane.job(job_id).lease_token, "another to take it over", 30)
+    step = plane.job(job_id).step
+    plane.wait_job(job_id, lambda job: job.step > step + 50, "training on")
+    job, (attempt,) = plane.job(job_id), plane.attempts(job_id)
+    assert (job.phase, job.epoch, job.lease_token) == (JobPhase.RUNNING, 1, there) and attempt.ended_at is None
+    plane.post(f"/v1/jobs/{job_id}/suspend")
+    job = plane.wait(job_id, JobPhase.SUSPENDED)
+    assert (job.failures, job.preemptions) == (0, 0) and 0 <= job.running_seconds < 600
+    assert len(jumps(plane, job_id)) == 1
+
+
+def test_a_stop_that_is_under_way_keeps_its_time(plane: Plane, clock: SetClock) -> None:
+    """The rank does not hear of it; once ``stop_grace`` is over it would be ended by force, as hanging."""
+    plane.reconcile(timing=Timing(kill_after=60.0))
+    job_id = plane.submit({"steps": 100_000, "epochs": {"1": {"at": 3, "do": "deaf"}}}, policy={"stop_grace": "5m"})
+    plane.wait_job(job_id, lambda job: job.step > 3, "training")
+    plane.post(f"/v1/jobs/{job_id}/suspend")
+    plane.wait(job_id, JobPhase.STOPPING)
+    clock.ahead = 3600.0
+    wait_for(lambda: jumps(plane, job_id), "the jump to be told", 30)
+    rounds = plane.reconcilers[0][0].beat
+    last = rounds.last
+    wait_for(lambda: rounds.last != last, "another round", 30)
+    types = {event.type for event in plane.events(job_id)}
+    assert not types & {"agent-stopped", "agent-killed"} and plane.job(job_id).phase is JobPhase.STOPPING
+
+
+@pytest.mark.parametrize("by", [3600.0, -3600.0])
+def test_what_waits_to_be_tried_again_waits_for_as_long_as_before(plane: Plane, clock: SetClock, by: float) -> None:
+    job_id = plane.submit({"steps": 5})
+    with plane.database.write() as session:
+        until = clock.now() + timedelta(seconds=200)
+        session.execute(sa.update(Job).where(Job.id == job_id).values(not_before=until))
+    made = plane.reconcile()
+    wait_for(lambda: made.beat.last, "a round", 30)
+    clock.ahead = by
+    moved = wait_for(lambda: (at := plane.job(job_id).not_before) != until and at, "the jump to be seen", 30)
+    assert abs((moved - until).total_seconds() - by) < 5
+    last = made.beat.last
+    wait_for(lambda: made.beat.last != last, "another round", 30)
+    assert plane.job(job_id).phase is JobPhase.QUEUED
