@@ -1,8 +1,10 @@
 """Fixtures for all tests."""
 
 import gc
+import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -26,12 +28,33 @@ def pytest_configure(config: pytest.Config) -> None:
         interpreters.share()
 
 
+@contextmanager
+def _variables_kept() -> Iterator[None]:
+    """Imports set variables (scikit-learn's sets KMP_INIT_AT_FORK). What is started with others than the forking processes were
+    is not forked but started afresh: seconds of a core, for every rank and every command of all later tests."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        for name, value in before.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """What is imported here stays: looking through it again and again took half of the time of every worker's collection."""
-    with uncollected():
+    with uncollected(), _variables_kept():
         yield
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Generator[None, object, object]:
+    with _variables_kept():
+        return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.support.cli import FORKS
 from tests.support.interpreters import SERVICES, Program
 from tests.support.server import wait_for
 
@@ -78,3 +81,11 @@ def test_what_would_have_imported_something_else_is_started_afresh(tmp_path: Pat
     process, log = _start(tmp_path, "print('then')", PYTHONPATH=str(tmp_path))
     assert process.wait(60) == 0 and log.read_text() == "at the start\nthen\n"
     assert not isinstance(process, Program)
+
+
+@pytest.mark.parametrize("time", ["first", "second"])
+def test_variables_that_imports_set_reach_nothing_that_is_started_later(time: str) -> None:
+    """Neither those of collecting all tests nor those of a test: else what is started would be started afresh, in silence."""
+    assert FORKS.fits(os.environ), "since the tests' process began, variables were set"
+    os.environ["KMP_INIT_AT_FORK"] = "FALSE"  # as scikit-learn does
+    assert not FORKS.fits(os.environ)
