@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -38,12 +39,15 @@ from ratchet_service.queueing import NO_SLOT, QUOTA, Preemption, Round, Turn, sa
 from ratchet_service.shown import pace_before
 from ratchet_service.slots import Capacity
 from ratchet_service.transitions import apply
+from ratchet_service.unrecorded import Next
 
 log = logging.getLogger(__name__)
 
 NO_LAUNCHER: Final = "no-launcher"
 FOREIGN_PATIENCE: Final = 10.0
 """Seconds that a job waits for another reconciler, which has its launcher, before it is told that there is none."""
+_PASSES: Final = 3
+"""Transactions of one look at the queue: the first tells whose directories must be listed, in the second they start."""
 _SLOTS_LOCK: Final = 0x52_41_54_43_53_4C_4F_54  # "RATCSLOT"
 
 
@@ -85,13 +89,46 @@ class Launching:
             ready = queue_rows.due(self._database.clock.now()) & queue_rows.launched_by(self._launchers)
             if session.scalar(sa.select(Job.id).where(ready).limit(1)) is None:
                 return []
-        with self._database.write() as session:
-            if session.get_bind().dialect.name != "sqlite":
-                # One reconciler at a time hands out slots; on SQLite the write transaction itself sees to that.
-                session.execute(sa.select(sa.func.pg_advisory_xact_lock(_SLOTS_LOCK)))
-            slots = self._slots_here(session)
-            turns = Round(session, slots, self._capacity, self._preemption).turns()
-            return [launched for turn in turns for launched in self._start(session, turn)]
+        launched: list[Launched] = []
+        listed: dict[tuple[str, int], Next | OSError] = {}
+        for _ in range(_PASSES):
+            unlisted: list[tuple[str, int]] = []
+            with self._database.write() as session:
+                launched += self._pass(session, listed, unlisted)
+            if launched or not unlisted:
+                break
+            for (
+                job_id,
+                epoch,
+            ) in unlisted:  # a disk that answers slowly keeps nobody from the slots, nor from the database
+                listed[job_id, epoch] = self._following(job_id, epoch)
+        return launched
+
+    def _pass(
+        self,
+        session: Session,
+        listed: Mapping[tuple[str, int], Next | OSError],
+        unlisted: list[tuple[str, int]],
+    ) -> Iterator[Launched]:
+        """Whose turn it is starts, once it is known which attempts the disk has of it behind the newest that its row knows
+        (``listed``, by job and that attempt); else it is told to ``unlisted``, and what it is given is kept for it."""
+        if session.get_bind().dialect.name != "sqlite":
+            # One reconciler at a time hands out slots; on SQLite the write transaction itself sees to that.
+            session.execute(sa.select(sa.func.pg_advisory_xact_lock(_SLOTS_LOCK)))
+        round_ = Round(session, self._slots_here(session), self._capacity, self._preemption)
+        for turn in round_.turns():
+            key = (turn.job.id, turn.job.epoch)
+            if key in listed:
+                yield from self._start(session, turn, listed[key])
+            else:
+                round_.keep(turn)
+                unlisted.append(key)
+
+    def _following(self, job_id: str, epoch: int) -> Next | OSError:
+        try:
+            return unrecorded.next_attempt(self._home.job(job_id), epoch)
+        except OSError as error:
+            return error
 
     def keep_slots(self) -> None:
         """Renew that this host lends the slots; ``launch_ready`` sees whether it does."""
@@ -147,12 +184,10 @@ class Launching:
             told = sa.update(Job).where(foreign).values(reason=NO_LAUNCHER, message=text)
             session.execute(told.execution_options(synchronize_session=False))
 
-    def _start(self, session: Session, turn: Turn) -> list[Launched]:
+    def _start(self, session: Session, turn: Turn, following: Next | OSError) -> list[Launched]:
         job, spec, resolved, grant = turn.job, turn.spec, turn.resolved, turn.grant
-        try:
-            following = unrecorded.next_attempt(self._home.job(job.id), job.epoch)
-        except OSError as error:
-            why = f"its directory cannot be read, so no number can be given to its next attempt: {error}"
+        if isinstance(following, OSError):
+            why = f"its directory cannot be read, so no number can be given to its next attempt: {following}"
             if say_why(job, Cause.LAUNCHER_ERROR.value, why):
                 log.error("%s: %s", job.id, why)
             return []

@@ -61,7 +61,12 @@ class Round:
         self._slots = slots
         self._capacity = capacity
         self._board = Board(capacity, queue_rows.grants(session))
+        self._kept: set[str] = set()
         self._room = Room(queue_rows.running(session, preemption.min_run), preemption.scope)
+
+    def keep(self, turn: Turn) -> None:
+        """It is not started now, and will be in a moment: nobody else gets what it was given."""
+        self._kept.add(turn.job.id)
 
     def turns(self) -> Iterator[Turn]:
         """Jobs to start, in order. Those that wait are told why, in their rows, once the iteration ends."""
@@ -83,7 +88,9 @@ class Round:
                 if turn is None:
                     continue
                 yield turn
-                if turn.job.phase is JobPhase.QUEUED:  # it could not be launched: nobody waits for what it was given
+                if (
+                    turn.job.phase is JobPhase.QUEUED and turn.job.id not in self._kept
+                ):  # it could not be launched: nobody waits for what it was given
                     self._board.take_back(turn.grant)
                 else:
                     given[slots] += 1
