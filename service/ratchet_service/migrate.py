@@ -18,6 +18,7 @@ from sqlalchemy.engine import Connection
 
 from ratchet_contract.errors import Refused
 from ratchet_service.database import Database
+from ratchet_service.migrate_locks import Blocking, tried
 
 ADVISORY_LOCK: Final = 0x52_41_54_43_48_45_54  # "RATCHET" in ASCII
 
@@ -93,19 +94,28 @@ def _insist(connection: Connection) -> None:
 
 def upgrade(database: Database, revision: str = "head") -> None:
     """Run all migrations up to ``revision``. Two services that start together do it one after the other. Raises
-    ``NewerSchema``."""
-    with _locked(database) as connection:
-        _insist(connection)
-        command.upgrade(config(connection), revision)
+    ``NewerSchema``, and ``MigrationBlocked``."""
+
+    def migrate(blocking: Blocking) -> None:
+        with _locked(database, blocking) as connection:
+            _insist(connection)
+            command.upgrade(config(connection), revision)
+
+    tried(database, migrate)
 
 
 def downgrade(database: Database, revision: str) -> None:
-    with _locked(database) as connection:
-        command.downgrade(config(connection), revision)
+    """Back to ``revision``. Raises ``MigrationBlocked``."""
+
+    def migrate(blocking: Blocking) -> None:
+        with _locked(database, blocking) as connection:
+            command.downgrade(config(connection), revision)
+
+    tried(database, migrate)
 
 
 @contextmanager
-def _locked(database: Database) -> Iterator[Connection]:
+def _locked(database: Database, blocking: Blocking) -> Iterator[Connection]:
     """The one transaction of a migration, in which nobody else migrates."""
     if not database.is_sqlite:
         # The lock is the transaction's own, so that it holds behind a pooler, too, and goes with a process that dies.
@@ -113,7 +123,8 @@ def _locked(database: Database) -> Iterator[Connection]:
             connection.execute(sa.text("SET LOCAL statement_timeout = 0"))
             connection.execute(sa.text("SET LOCAL idle_in_transaction_session_timeout = 0"))
             connection.execute(sa.select(sa.func.pg_advisory_xact_lock(ADVISORY_LOCK)))
-            yield connection
+            with blocking.watching(connection):  # another process that migrates is waited for as long as it takes
+                yield connection
         return
     assert database.url.database is not None
     path = Path(database.url.database)

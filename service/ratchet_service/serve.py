@@ -29,6 +29,7 @@ from ratchet_service.launchers.table import load as load_launchers
 from ratchet_service.listening import FIRST_TOKEN, Listening, StartError, read_authorities
 from ratchet_service.machine import Machine, probe, write_machine
 from ratchet_service.metrics_port import telling
+from ratchet_service.migrate_locks import MigrationBlocked
 from ratchet_service.models import ApiToken
 from ratchet_service.queueing import Preemption
 from ratchet_service.reconciler import LEASE_SECONDS, Reconciler
@@ -181,7 +182,7 @@ def open_database(settings: Settings) -> Database:
         raise StartError(str(error)) from None
     try:
         migrate.upgrade(database)
-    except migrate.NewerSchema as error:
+    except (migrate.NewerSchema, MigrationBlocked) as error:
         database.dispose()
         raise StartError(error.detail) from None
     except Exception as error:
