@@ -34,9 +34,9 @@ from ratchet_service.models import Event as Row
 from ratchet_service.settings import Settings
 from tests.support import invariants
 from tests.support.api import FakePorts, spec
-from tests.support.sim.__main__ import stage_directory
 from tests.support.sim.agents import State
 from tests.support.sim.processes import QUIET, SimDatabase
+from tests.support.sim.stages import stage_directory
 from tests.support.sim.world import World
 
 EXAMPLES = int(os.environ.get("RATCHET_TEST_EXAMPLES", "8"))

@@ -14,10 +14,10 @@ import pytest
 from ratchet_contract.phases import JobPhase
 from ratchet_service.database import sqlite_url
 from ratchet_service.migrate import upgrade
-from tests.support.sim.__main__ import stage_directory
 from tests.support.sim.agents import State
 from tests.support.sim.mutants import MUTANTS
 from tests.support.sim.processes import QUIET, STORM, Faults, Process, SimDatabase
+from tests.support.sim.stages import stage_directory
 from tests.support.sim.world import Broken, World, play
 
 SCHEDULES = int(os.environ.get("RATCHET_TEST_SCHEDULES", "12"))

@@ -22,7 +22,10 @@ from ratchet_service.lineage import lineage
 from ratchet_service.models import Attempt, AttemptNode, Job
 from ratchet_service.models import Event as Row
 
-_MOVES: Final = frozenset(event.value for event in Event)
+_EVENT: Final = {event.value: event for event in Event}  # a look-up takes a fifth of a call of the class
+_PHASE: Final = {phase.value: phase for phase in JobPhase}
+_DESIRED: Final = {desired.value: desired for desired in Desired}
+_MOVES: Final = frozenset(_EVENT)
 _ENDS: Final = (Event.END_SUCCEEDED, Event.END_SUSPENDED, Event.END_CANCELLED, Event.END_REQUEUE, Event.END_FAILED)
 _TRAINING: Final = Event.TRAINING.value
 _RESUME: Final = Event.RESUME.value
@@ -92,13 +95,13 @@ def of_history(events: Iterable[Happening], *, forked: bool = False) -> Replay:
 
 def _move(out: Replay, event: Happening, wrong: Any) -> None:
     """A change of phase: from where the job stood, as the table has it."""
-    kind, before, after = Event(event.type), JobPhase(event.data["from"]), JobPhase(event.data["to"])
+    kind, before, after = _EVENT[event.type], _PHASE[event.data["from"]], _PHASE[event.data["to"]]
     if before is not out.phase:
         wrong(f"says it came from {before}, but the job was {out.phase}")
     step = next_step(before, kind, out.desired)
     if step.phase is not after:
         wrong(f"{before} -> {after}: the table says {step.phase}")
-    told = Desired(event.data["desired"])
+    told = _DESIRED[event.data["desired"]]
     if told is not (step.desired or out.desired):
         wrong(f"leaves the wish {told}; it was {out.desired}, and the table says {step.desired}")
     if kind is Event.LAUNCH:

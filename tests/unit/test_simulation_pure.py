@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from ratchet_contract.phases import JobPhase
-from tests.support.sim_pure.__main__ import found_after
+from tests.support.sim.stages import over
+from tests.support.sim_pure.__main__ import found_after, played
 from tests.support.sim_pure.mutants import MUTANTS
 from tests.support.sim_pure.world import fast, play, story
 
@@ -45,6 +46,14 @@ def test_the_same_seed_has_the_same_history() -> None:
     first, again = (story(12, 60) for _ in range(2))
     assert first == again and len(first) > 30
     assert story(13, 60) != first
+
+
+def test_processes_share_the_seeds_and_change_nothing() -> None:
+    portions = [range(at, at + 30) for at in range(0, 90, 30)]
+    alone, shared = (
+        [(part.moves, part.attempts, part.phases) for part in over(jobs, played, portions)] for jobs in (1, 2)
+    )
+    assert alone == shared
 
 
 def test_a_broken_schedule_tells_its_seed_and_what_happened() -> None:

@@ -1,39 +1,42 @@
-"""``python -m tests.support.sim --n 10000 [--seed 0] [--postgres]``: so many schedules, and how fast they ran."""
+"""``python -m tests.support.sim --n 10000 [--seed 0] [--postgres] [--jobs 2]``: so many schedules, and how fast they ran."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from ratchet_service.database import sqlite_url
-from ratchet_service.migrate import upgrade
-from tests.support.postgres import postgres_server
 from tests.support.sim.processes import STORM, Faults, SimDatabase
+from tests.support.sim.stages import CORES, on_stages
 from tests.support.sim.world import Broken, play
 
-MEMORY = Path("/dev/shm")
+
+@dataclass
+class Played:
+    """A process's share. ``broken``: seed, rule, and what happened."""
+
+    moves: int = 0
+    cpu: float = 0.0
+    phases: Counter[str] = field(default_factory=Counter)
+    broken: list[tuple[int, str, str]] = field(default_factory=list)
 
 
-@contextmanager
-def stage_directory() -> Iterator[Path]:
-    """In memory where the machine has such a place: nothing here has to outlive a power cut."""
-    with tempfile.TemporaryDirectory(prefix="ratchet-sim-", dir=MEMORY if MEMORY.is_dir() else None) as name:
-        yield Path(name)
-
-
-@contextmanager
-def _database(folder: Path, *, postgres: bool) -> Iterator[SimDatabase]:
-    if postgres:
-        with postgres_server() as url:
-            yield SimDatabase(url)
-        return
-    yield SimDatabase(sqlite_url(folder / "ratchet.db"))
+def played(database: SimDatabase, folder: Path, seeds: range, *, steps: int, faults: Faults) -> Played:
+    out, began = Played(), time.process_time()
+    for seed in seeds:
+        try:
+            done = play(database, folder, seed, steps=steps, faults=faults)
+        except Broken as error:
+            out.broken.append((seed, error.what, str(error)))
+            continue
+        out.moves += done.steps
+        out.phases.update(phase.value for phase in done.phases)
+    out.cpu = time.process_time() - began
+    return out
 
 
 def main() -> int:
@@ -41,27 +44,28 @@ def main() -> int:
     parser.add_argument("--n", type=int, default=1000, help="schedules (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="the first one's seed (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=60, help="moves before the faults stop (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=CORES, help="processes (default: %(default)s)")
     parser.add_argument("--storm", action="store_true", help="with many more faults")
     parser.add_argument("--postgres", action="store_true", help="on PostgreSQL instead of SQLite")
     given = parser.parse_args()
-    phases: Counter[str] = Counter()
-    moves, broken, began = 0, 0, time.monotonic()
-    with stage_directory() as folder, _database(folder, postgres=given.postgres) as database:
-        upgrade(database)
-        for seed in range(given.seed, given.seed + given.n):
-            try:
-                done = play(database, folder, seed, steps=given.steps, faults=STORM if given.storm else Faults())
-            except Broken as error:
-                broken += 1
-                print(error if broken == 1 else f"seed {error.seed}: {error.what}", flush=True)
-                continue
-            moves += done.steps
-            phases.update(phase.value for phase in done.phases)
-        database.dispose()
+    began, seeds = time.monotonic(), range(given.seed, given.seed + given.n)
+    do = partial(played, steps=given.steps, faults=STORM if given.storm else Faults())
+    shares = on_stages(given.jobs, do, seeds, postgres=given.postgres)
     took = time.monotonic() - began
-    cpu = time.process_time()
-    print(f"{given.n} schedules, {broken} broken, {moves} moves in {took:.1f} s ({cpu:.1f} s of CPU): {given.n / cpu:.1f} "
-          f"schedules and {moves / cpu:.0f} moves per second of CPU; jobs ended {dict(phases)}")  # fmt: skip
+    phases = sum((share.phases for share in shares), Counter[str]())
+    broken = sorted(one for share in shares for one in share.broken)
+    moves, cpu = sum(share.moves for share in shares), sum(share.cpu for share in shares)
+    for seed, what, told in broken:
+        print(told if seed == broken[0][0] else f"seed {seed}: {what}")
+    kind = "PostgreSQL" if given.postgres else "SQLite"
+    print(
+        f"{given.n} schedules on {kind}, {len(broken)} broken, {moves} moves of one actor; "
+        f"jobs ended {dict(sorted(phases.items()))}"
+    )
+    print(
+        f"{took:.1f} s with {given.jobs} processes ({cpu:.1f} s of CPU without a server's): {given.n / took:.1f} schedules "
+        f"and {moves / took:.0f} moves per second; {given.n / cpu:.1f} schedules per second of CPU"
+    )
     return 1 if broken else 0
 
 

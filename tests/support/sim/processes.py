@@ -79,7 +79,7 @@ class Process:
         self.dead = False
         self.error: BaseException | None = None
         self._ends = False
-        self._mine, self._theirs = threading.Semaphore(0), threading.Semaphore(0)
+        self._mine, self._theirs = _taken(), _taken()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -117,6 +117,13 @@ class Process:
         self.turn()
         self._thread.join(30)
 
+    def stand(self, where: str) -> None:
+        """Until its next turn."""
+        self.stalled = where
+        self._hand_back()
+        if self._ends:
+            raise Died
+
     def point(self, where: str, *, stall: float = 1.0) -> None:
         """The schedule may end the process here, or leave it standing (``stall`` times as often as elsewhere)."""
         if self._ends:
@@ -131,6 +138,13 @@ class Process:
             self._stage.say(f"{self.name} goes on {where}")
             if self._ends:
                 raise Died
+
+
+def _taken() -> threading.Lock:
+    """As a semaphore of one, that only the other side releases: ``threading.Semaphore`` is written in Python."""
+    made = threading.Lock()
+    made.acquire()
+    return made
 
 
 class Stage:
@@ -169,6 +183,9 @@ class SimDatabase(Database):
         super().__init__(url, self.time)
         if self.is_sqlite:
             event.listen(self.engine, "connect", _not_durable)
+        self.engine.pool._pre_ping = (
+            False  # one thread, and a server that is there: nothing to ask at every transaction
+        )
 
     @contextmanager
     def write(self) -> Iterator[Session]:

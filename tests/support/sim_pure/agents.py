@@ -9,6 +9,7 @@ rules of lineage the next attempt may begin from such a checkpoint, which is a v
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any, Final
 
@@ -142,7 +143,7 @@ class Agent:
         self.base = self.parent = max(places, default=(0, None))
         self.step = self.base[0]
         w.bases[self.job_id, self.epoch] = base_at(*self.base)
-        self.lines += (("started",), ("training", *self.base))
+        self.lines += (("started",), ("training", *self.base, w.now))
         self.become(TRAINING)
         w.trace and w.say(f"{self.name} trains from {self.base}")
 
@@ -193,7 +194,7 @@ class Agent:
             if fate == "late":
                 self.flying.append((made, False))
             elif fate == "held":
-                if self._admitted(made, True):
+                if self._admitted(made, True, held=True):
                     self.flying.append((made, True))
             elif fate != "lost":
                 self.deliver(made, heard=fate == "twice")
@@ -213,9 +214,9 @@ class Agent:
         if self._admitted(made, heard):
             self._store(made, heard=heard)
 
-    def _admitted(self, made: Report, heard: bool) -> bool:
+    def _admitted(self, made: Report, heard: bool, *, held: bool = False) -> bool:
         try:
-            self.w.admit(made)
+            self.w.admit(made, held=held)
         except (Conflict, NotFound) as error:
             self._denied(error.code, heard)
             return False
@@ -233,7 +234,7 @@ class Agent:
             self.control = (desired, cause)
 
     def _denied(self, code: str, heard: bool) -> None:
-        assert code in ("stale-epoch", "attempt-not-found"), code
+        assert code in ("stale-epoch", "attempt-not-found", "job-not-found"), code
         self.refused = self.refused or code == "stale-epoch"
         if heard and self.state in (BEGUN, TRAINING) and not self.stopped:
             self.w.trace and self.w.say(f"{self.name} is refused ({code}): it ends")
@@ -253,7 +254,7 @@ class Engine:
         if any(agent.seen or agent.state != GONE for agent in mine):
             return
         w = self.w
-        assert job_id not in w.jobs or w.attempt(job_id, epoch) is not None, (
+        assert not w.known(job_id) or w.attempt(job_id, epoch) is not None, (
             f"{job_id}-a{epoch:04d} runs, and no row knows it"
         )
         w.trace and w.say(f"{job_id}-a{epoch:04d} is submitted")
@@ -304,9 +305,13 @@ class Engine:
             agent.die("is killed by the launcher")
         return left
 
-    def sweep(self) -> None:
-        for agent in self.agents:
-            if agent.state != GONE and not agent.out_of_reach:
-                row = self.w.attempt(agent.job_id, agent.epoch)
-                if row is None or row.phase is AttemptPhase.ENDED:
-                    agent.die("is swept away")
+    def live(self) -> list[Agent]:
+        """What the engine knows to run."""
+        return [agent for agent in self.agents if agent.state != GONE and not agent.out_of_reach]
+
+    def sweep(self, known: Callable[[Agent], bool]) -> list[str]:
+        """End what runs and is not ``known``; the names."""
+        swept = [agent for agent in self.live() if not known(agent)]
+        for agent in swept:
+            agent.die("is swept away")
+        return [agent.name for agent in swept]

@@ -12,6 +12,7 @@ from ratchet_contract.phases import AttemptPhase, Cause
 from ratchet_contract.resume import holds
 from ratchet_service import leases, steady, verdict, watch_rules
 from ratchet_service.decision_rows import view_of
+from ratchet_service.expiry import INTERVAL
 from ratchet_service.leases import Lease, LeaseLost
 from ratchet_service.watch_rules import Do
 from ratchet_service.watched import KILLED, STOPPED, Timing, Watch, Wish, recall
@@ -20,19 +21,18 @@ from tests.support.sim_pure.launching import CALL, END, LIMITS, POINT, Points
 from tests.support.sim_pure.rows import LEASE, Checkpoint
 
 TIMING: Final = Timing(kill_after=3.0)
-_SWEEP: Final = 10.0
 _NOBODY: Final[frozenset[str]] = frozenset()
 
 
 class Reconciler(launching.Launching):
-    __slots__ = ("look_at", "name", "points", "renewed", "swept_at", "w", "watches", "woken")
+    __slots__ = ("look_at", "name", "points", "renewed", "swept", "swept_at", "w", "watches", "woken")
 
     def __init__(self, world: Any, name: str) -> None:
         self.w, self.name = world, name
         self.watches: dict[str, Watch] = {}
         self.look_at = self.renewed = 0.0
-        self.swept_at = -_SWEEP
-        self.woken = False
+        self.swept_at = 0.0
+        self.woken = self.swept = False
         self.points = self._rounds()
 
     def _rounds(self) -> Points:
@@ -45,9 +45,9 @@ class Reconciler(launching.Launching):
                 self.renewed = t
                 w.trusted(self)
                 yield POINT
-            if t - self.swept_at >= _SWEEP:
-                self.swept_at = t
-                w.engine.sweep()
+            if not self.swept:
+                self.swept = True
+                w.engine.sweep(w.runs)
                 yield POINT
             woken, self.woken = self.woken, False
             if woken or t >= self.look_at:
@@ -56,9 +56,13 @@ class Reconciler(launching.Launching):
                     if launching.due(job, w.now):
                         yield from self._launch()
                         break
-                self.look_at = t + 1.0
+                self.look_at = t + w.until_next()
             if self.watches:
                 yield from self._look_at_all()
+            if t - self.swept_at >= INTERVAL:
+                self.swept_at = t
+                w.engine.sweep(w.runs)
+                yield POINT
             yield END
 
     def _take_over(self) -> Points:

@@ -19,6 +19,7 @@ from ratchet_contract.resume import Base, Segment, holds
 from ratchet_service import fencing, ingest, leases, transitions
 from ratchet_service.leases import Free, Lease, LeaseLost
 from ratchet_service.lineage import lineage
+from ratchet_service.reconciler import IDLE_INTERVAL
 from ratchet_service.usecases import actions
 
 CPUS: Final = 3
@@ -215,6 +216,19 @@ class Rows:
                 return one
         return None
 
+    def runs(self, agent: Any) -> bool:
+        """Its attempt has not ended."""
+        row = self.attempt(agent.job_id, agent.epoch)
+        return row is not None and row.phase is not AttemptPhase.ENDED
+
+    def until_next(self) -> float:
+        """As ``Reconciler._until_next``."""
+        due = [
+            job.not_before for job in self.jobs.values() if job.phase is JobPhase.QUEUED and job.not_before is not None
+        ]
+        later = [at for at in due if at > self.now]
+        return min(IDLE_INTERVAL, (min(later) - self.now).total_seconds()) if later else IDLE_INTERVAL
+
     # --- lineage -------------------------------------------------------------------------------------------------------
 
     def lineage(self, job: Any, epoch: int | None = None, base: Base | None = None) -> list[Segment]:
@@ -239,8 +253,12 @@ class Rows:
 
     # --- reports -------------------------------------------------------------------------------------------------------
 
-    def admit(self, report: Report) -> tuple[Any, Any]:
-        """Is it listened to? Before anything is written, and again with the job's row held. Raises ``NotFound``, ``Stale``."""
+    def known(self, job_id: str) -> bool:
+        return job_id in self.jobs
+
+    def admit(self, report: Report, *, held: bool = False) -> tuple[Any, Any]:
+        """Is it listened to? Before anything is written (``held``: it stands there for a while), and again with the job's row
+        held. Raises ``NotFound``, ``Stale``."""
         job, attempt = self.jobs.get(report.job_id), self.attempt(report.job_id, report.epoch)
         if job is None or attempt is None:
             raise NotFound("no such attempt", code="attempt-not-found")
@@ -250,9 +268,13 @@ class Rows:
     def ingest(self, report: Report) -> tuple[int, Desired, Cause | None]:
         """The second half of a report. Returns what is acknowledged and wanted; one without news only reads."""
         job, attempt = self.admit(report)
-        if not (report.messages or report.result is not None or report.phase is not attempt.phase):
+        fresh = (
+            bool(report.messages) and report.from_seq + len(report.messages) - 1 > attempt.acked
+        )  # as ``ingest._news``
+        later = ingest._later(report.phase, attempt.phase)
+        if not (fresh or later or (report.result is not None and attempt.result is None)):
             return attempt.acked, job.desired, job.desired_cause
-        if ingest._later(report.phase, attempt.phase):
+        if later:
             attempt.phase = report.phase
         attempt.last_step = max(attempt.last_step, report.last_step)
         self.store(job, attempt, report)
@@ -273,8 +295,8 @@ class Rows:
         if kind == "started":
             self.add(job, "rank-started", attempt.number, {"rank": 0})
         elif kind == "training":
-            _, step, epoch = message
-            attempt.base_step, attempt.base_epoch, attempt.training_at = step, epoch, self.now
+            _, step, epoch, began = message
+            attempt.base_step, attempt.base_epoch, attempt.training_at = step, epoch, began
             attempt.last_step = max(attempt.last_step, step)
             if newest and job.phase.active:
                 job.step = job.committed_step = step

@@ -69,7 +69,7 @@ def play(seed: int, *, moves: int = MOVES) -> Outcome:
     except (AssertionError, RatchetError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
         what = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
         raise Broken(seed, what.splitlines()[0] if what else repr(error), "\n".join(story(seed, moves))) from error
-    phases = tuple(job.phase for job in world.jobs.values())
+    phases = tuple(job.phase for job in world.everybody())
     made = Outcome(world.moves, phases, sum(map(len, world.attempts.values())))
     world.close()
     return made
@@ -257,15 +257,22 @@ class World(Checked):
         self._submitted += 1
         job_id = f"job-{self.seed & 0xFFFF:04x}{self._submitted:08d}"
         ranks, priority, owner = 1 + self.among(3), self.among(2), ("ada", "bob")[self.among(2)]
+        self._store_job(job_id, owner, priority, ranks)
+        self.trace and self.say(f"{job_id} of {owner} is submitted: priority {priority}, {ranks} ranks")
+
+    def _store_job(self, job_id: str, owner: str, priority: int, ranks: int) -> None:
         self.jobs[job_id] = Job(job_id, owner, priority, ranks, self.now)
         self.attempts[job_id], self.checkpoints[job_id], self.events[job_id] = [], [], []
-        self.trace and self.say(f"{job_id} of {owner} is submitted: priority {priority}, {ranks} ranks")
+
+    def everybody(self) -> list[Any]:
+        """The jobs' rows as they are now, the oldest first."""
+        return list(self.jobs.values())
 
     def _user(self) -> None:
         if self._submitted < self._jobs and self.rnd() < 0.5:
             self._submit()
             return
-        jobs = list(self.jobs.values())
+        jobs = self.everybody()
         if not jobs:
             return
         job, what = jobs[self.among(len(jobs))], self.among(8)
@@ -273,8 +280,7 @@ class World(Checked):
             if what < 5:
                 self.act(job, _PLAIN[what & 3])
             elif what == 5:
-                values = {"checkpoint_request": job.checkpoint_request + 1}
-                self.apply(job, Event.CHECKPOINT, values=values)
+                self._ask_checkpoint(job)
             elif what == 6:
                 self._resume_from(job)
             else:
@@ -283,6 +289,9 @@ class World(Checked):
             assert error.code not in ("conflict", "error"), error
             return
         self.trace and self.say(f"user: wish {what} for {job.id}")
+
+    def _ask_checkpoint(self, job: Any) -> None:
+        self.apply(job, Event.CHECKPOINT, values={"checkpoint_request": job.checkpoint_request + 1})
 
     def _resume_from(self, job: Any) -> None:
         """As ``actions.resume`` with a step."""
@@ -320,5 +329,5 @@ class World(Checked):
 
     def _rested(self) -> bool:
         return all(agent.state == GONE for agent in self.engine.agents) and all(
-            job.phase.terminal or job.phase is JobPhase.SUSPENDED for job in self.jobs.values()
+            job.phase.terminal or job.phase is JobPhase.SUSPENDED for job in self.everybody()
         )

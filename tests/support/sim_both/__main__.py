@@ -1,0 +1,68 @@
+"""``python -m tests.support.sim_both --n 200 [--seed 0] [--postgres]``: does the fast lane do what the service does?"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from tests.support.sim.processes import SimDatabase
+from tests.support.sim.stages import CORES, on_stages
+from tests.support.sim_both.histories import Kept, Modelled
+from tests.support.sim_both.served import Served
+from tests.support.sim_pure.world import MOVES
+
+
+def driven(world: Kept, moves: int) -> list[str]:
+    """A whole schedule's histories, and where its choices have got to."""
+    try:
+        world.run(moves)
+    except Exception as error:
+        ended = f"{type(error).__name__}: {error}".splitlines()[0]
+    else:
+        ended = f"after {world.moves} moves: {world.rnd()}"
+    out = [f"{job_id} {line}" for job_id, lines in sorted(world.histories().items()) for line in lines]
+    world.close()
+    return [*out, ended]
+
+
+def difference(seed: int, database: SimDatabase, folder: Path, moves: int = MOVES) -> str | None:
+    """None: both lanes tell the same of the schedule ``seed``."""
+    model, served = driven(Modelled(seed), moves), driven(Served(seed, database, folder), moves)
+    if model == served:
+        return None
+    return "\n".join(difflib.unified_diff(model, served, "the fast lane", database.url.drivername, lineterm="", n=2))
+
+
+def differing(database: SimDatabase, folder: Path, seeds: range, *, moves: int = MOVES) -> list[tuple[int, str]]:
+    found = ((seed, difference(seed, database, folder, moves)) for seed in seeds)
+    return [(seed, text) for seed, text in found if text is not None]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.support.sim_both", description="One schedule, both lanes.")
+    parser.add_argument("--n", type=int, default=200, help="schedules (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="the first one's seed (default: %(default)s)")
+    parser.add_argument("--moves", type=int, default=MOVES, help="moves before the faults stop (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=CORES, help="processes (default: %(default)s)")
+    parser.add_argument("--postgres", action="store_true", help="on PostgreSQL instead of SQLite")
+    given = parser.parse_args()
+    began, seeds = time.monotonic(), range(given.seed, given.seed + given.n)
+    shares = on_stages(given.jobs, partial(differing, moves=given.moves), seeds, postgres=given.postgres)
+    took = time.monotonic() - began
+    found = sorted(one for share in shares for one in share)
+    for seed, text in found:
+        print(f"seed {seed}:\n{text}" if seed == found[0][0] else f"seed {seed} differs", flush=True)
+    kind = "PostgreSQL" if given.postgres else "SQLite"
+    print(
+        f"{given.n} schedules of {given.moves} moves in memory and over the service on {kind}: {len(found)} differ; "
+        f"{took:.1f} s with {given.jobs} processes, {given.n / took:.1f} a second"
+    )
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
