@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
@@ -229,12 +230,16 @@ class RatchetClient(Following, Access):
     # --- queue and quotas ---------------------------------------------------------------------------------------------
 
     def queue(self, limit: int = 50) -> list[api_queue.QueuedView]:
-        """Who is next, of everybody's jobs, and why each waits; at most 100.
+        """Who is next, of everybody's jobs, and why each waits: the first ``limit``.
 
         >>> [one.position for one in client.queue()] in ([], [1])
         True
         """
-        return list(self._pages("/v1/queue", api_queue.QueuedView, {"limit": limit}))
+        return list(islice(self._pages("/v1/queue", api_queue.QueuedView, {"limit": min(limit, 100)}), limit))
+
+    def queue_view(self, limit: int = 50, job_id: str | None = None) -> api_queue.QueueView:
+        """One page, at most 100, with how many wait in all; or where ``job_id`` stands: no item where it is not queued."""
+        return self._get("/v1/queue", api_queue.QueueView, {"limit": limit, "job_id": job_id})
 
     def quotas(self) -> Iterator[api_quotas.QuotaView]:
         """Those that were set, with what their owners have now."""

@@ -6,13 +6,16 @@ from datetime import datetime
 
 from pydantic import Field
 
-from ratchet_contract.api import View
+from ratchet_contract.api import Page, View
 
 
 class QueuedView(View):
     """A job that waits for an attempt."""
 
-    position: int = Field(description="From 1: in this order jobs start, each once there is room for it.")
+    position: int | None = Field(
+        description="From 1: in this order jobs start, each once there is room for it. null: a back-off holds it, or it is "
+        "behind the first 10000."
+    )
     job_id: str
     name: str
     owner: str
@@ -24,3 +27,9 @@ class QueuedView(View):
     )
     message: str | None = None
     created_at: datetime
+
+
+class QueueView(Page[QueuedView]):
+    """A page of the queue. Positions shift while pages are read, as jobs start and come."""
+
+    waiting: int = Field(description="Jobs in the queue in all, without those that a back-off holds.")

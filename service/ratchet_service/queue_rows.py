@@ -65,10 +65,11 @@ def waiting(
     now: datetime,
     kinds: Collection[str] | None = None,
     never: Callable[[Queued], str | None] = lambda _: None,
+    look: int = LOOK,
 ) -> list[Row]:
-    """Jobs that may start now, of launchers ``kinds`` (None: of any): of each owner the first ``LOOK``, in no order.
+    """Jobs that may start now, of launchers ``kinds`` (None: of any): of each owner the first ``look``, in no order.
 
-    ``never``: why a job cannot start, however many others end. Of those the first ``LOOK`` that have not been told so come
+    ``never``: why a job cannot start, however many others end. Of those the first ``look`` that have not been told so come
     with them, and of those whose attempt could not be made as many: neither hides a job that can start."""
     counts = sa.select(Job.owner, Job.priority, sa.func.count()).where(Job.phase == JobPhase.QUEUED)
     owners: dict[str, list[tuple[int, int]]] = defaultdict(list)
@@ -86,9 +87,9 @@ def waiting(
                 (unmade if row.reason == UNMADE else found).append(row)
             elif row.message != why:
                 untold.append(row)
-            if len(found) >= LOOK:
+            if len(found) >= look:
                 break
-        out += [*found, *untold[:LOOK], *unmade[:LOOK]]
+        out += [*found, *untold[:look], *unmade[:look]]
     return out
 
 

@@ -260,3 +260,5 @@ def test_quotas_and_the_queue(cli: Cli) -> None:
     assert cli("quota", "list", "--json").data == []
     (shown,) = (line for line in cli("queue", "--limit", "100").text.splitlines() if waits in line)
     assert shown.split()[1:6] == [waits, "waits", "local", "0", "2"]
+    (alone,) = (line for line in cli("queue", waits).text.splitlines() if waits in line)
+    assert alone == shown

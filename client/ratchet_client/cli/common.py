@@ -107,6 +107,16 @@ JobId = Annotated[
         autocompletion=complete.jobs,
     ),
 ]
+MaybeJobId = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="JOB",
+        help="Job id, or a name that exactly one job has.",
+        show_default=False,
+        callback=lambda ctx, value: None if value is None else _job_id(ctx, value),
+        autocompletion=complete.jobs,
+    ),
+]
 JobOrPath = Annotated[
     str,
     typer.Argument(

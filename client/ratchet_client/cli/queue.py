@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ratchet_client.cli import output
-from ratchet_client.cli.common import LOOK, JsonFlag, open_client
+from ratchet_client.cli.common import LOOK, JsonFlag, MaybeJobId, open_client
 
 
 def register(app: typer.Typer) -> None:
@@ -16,22 +16,32 @@ def register(app: typer.Typer) -> None:
 
 def queue(
     ctx: typer.Context,
+    job: MaybeJobId = None,
     limit: Annotated[int, typer.Option(min=1, max=100, help="So many jobs.")] = 50,
     as_json: JsonFlag = False,
 ) -> None:
-    """Jobs that wait, of everybody, in the order in which they start, and why each waits."""
+    """Jobs that wait, of everybody, in the order in which they start, and why each waits; with JOB, where that one stands."""
     with open_client(ctx) as client:
-        found = client.queue(limit)
+        view = client.queue_view(limit, job)
+    found = view.items
     if as_json:
         output.emit(found)
         return
     columns = ["#", "ID", "NAME", "OWNER", "PRIORITY", "RANKS", "GPUS", "AGE", "WHY"]
     rows = [
         [
-            str(one.position), one.job_id, one.name, one.owner, str(one.priority), str(one.ranks), str(one.gpus),
+            output.dash(one.position), one.job_id, one.name, one.owner, str(one.priority), str(one.ranks), str(one.gpus),
             output.age(one.created_at), one.message or one.reason or "",
         ]
         for one in found
     ]  # fmt: skip
     right = ("#", "PRIORITY", "RANKS", "GPUS", "AGE")
-    output.table(columns, rows, right=right, drop=("OWNER", "GPUS", "RANKS", "AGE"), empty="nobody waits")
+    output.table(
+        columns,
+        rows,
+        right=right,
+        drop=("OWNER", "GPUS", "RANKS", "AGE"),
+        empty="nobody waits" if job is None else f"{job} is not queued",
+    )
+    if job is None and view.waiting > len(found):
+        output.note(f"{view.waiting - len(found)} more wait (--limit N, at most 100)")

@@ -1,0 +1,45 @@
+"""The queue as people see it: page by page to its end, and where one job stands."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from ratchet_service.database import Database, utc_now
+from tests.support.api import Api
+from tests.support.queue import Queue
+
+
+@pytest.fixture
+def queue(tmp_path: Path, database: Database) -> Queue:
+    return Queue(tmp_path, database, cpus=1)
+
+
+def test_all_pages_have_every_job_once_beyond_what_a_round_looks_at(queue: Queue, api: Api) -> None:
+    ids = [queue.submit() for _ in range(130)]
+    first = api.client.get("/v1/queue?limit=100").json()
+    second = api.client.get("/v1/queue", params={"limit": 100, "cursor": first["next_cursor"]}).json()
+    items = [*first["items"], *second["items"]]
+    assert [one["job_id"] for one in items] == ids and [one["position"] for one in items] == list(range(1, 131))
+    assert (first["waiting"], second["waiting"], second["next_cursor"]) == (130, 130, None)
+    answer = api.client.get("/v1/queue?cursor=abc")
+    assert (answer.status_code, answer.json()["code"]) == (400, "bad-cursor")
+    (far,) = api.client.get("/v1/queue", params={"job_id": ids[119]}).json()["items"]
+    assert (far["position"], far["job_id"]) == (120, ids[119])
+
+
+def test_one_job_is_told_where_it_stands_and_what_it_waits_for(queue: Queue, api: Api) -> None:
+    runs, waits, later = queue.submit(), queue.submit(), queue.submit()
+    assert queue.round() == [runs]
+    queue.put(later, not_before=utc_now() + timedelta(minutes=5), reason="backoff", message="Tried again after 300 s.")
+
+    def asked(job_id: str) -> list[tuple[int | None, str | None]]:
+        answer = api.client.get("/v1/queue", params={"job_id": job_id}).json()
+        assert answer["waiting"] == 1
+        return [(one["position"], one["reason"]) for one in answer["items"]]
+
+    assert (asked(runs), asked(waits), asked(later)) == ([], [(1, "no-slot")], [(None, "backoff")])
+    answer = api.client.get("/v1/queue?job_id=job-000000000000")
+    assert (answer.status_code, answer.json()["code"]) == (404, "job-not-found")
