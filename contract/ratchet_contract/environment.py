@@ -16,6 +16,7 @@ TLS_KEY: Final = "RATCHET_TLS_KEY"
 CODE_ROOTS: Final = "RATCHET_CODE_ROOTS"  # with : between them
 URI_ROOTS: Final = "RATCHET_CHECKPOINT_URI_ROOTS"  # with spaces between them
 DATABASE_URL: Final = "RATCHET_DATABASE_URL"
+RUN_AS: Final = "RATCHET_RUN_AS"  # the user that users' code runs as: USER[:GROUP]
 LAUNCHERS: Final = "RATCHET_LAUNCHERS"  # the service's launchers file
 BOUNDS: Final = "RATCHET_BOUNDS"  # of what a service keeps of jobs' output: NAME=NUMBER,...
 LOG_FORMAT: Final = "RATCHET_LOG_FORMAT"  # of the service's log: text or json

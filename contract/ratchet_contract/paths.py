@@ -72,6 +72,11 @@ class HomePaths:
         return self.home / "service-ca.pem"
 
     @property
+    def run_as_file(self) -> Path:
+        """Name and numbers of the user that users' code runs as; empty: the service's own, and it was another before."""
+        return self.home / "run-as"
+
+    @property
     def database(self) -> Path:
         return self.home / "ratchet.db"
 

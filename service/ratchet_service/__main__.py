@@ -36,13 +36,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(home: Path, options: argparse.Namespace) -> int:
+    from ratchet_service import worker_user
     from ratchet_service.queueing import Preemption
     from ratchet_service.serve import ServeOptions, reconcile, serve
 
+    user = worker_user.find(options.run_as)
     launchers = options.launchers.expanduser().absolute() if options.launchers else None
     preemption = Preemption(options.preemption, options.preemption_min_run)
     if options.command == "reconcile":
-        settings = Settings(home, options.database_url, launchers, bounds=options.bounds)
+        settings = Settings(home, options.database_url, launchers, user=user, bounds=options.bounds)
         listen = Listening(host=options.metrics_host, port=options.metrics_port or 0)
         reconcile(settings, options.cpu_slots, preemption, None if options.metrics_port is None else listen)
         return 0
@@ -50,6 +52,7 @@ def _run(home: Path, options: argparse.Namespace) -> int:
         home,
         options.database_url,
         launchers,
+        user=user,
         code_roots=None if options.code_root is None else tuple(map(_absolute, options.code_root)),
         uri_roots=None if options.checkpoint_uri_root is None else tuple(options.checkpoint_uri_root),
         bounds=options.bounds,
@@ -101,6 +104,13 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         default=_path_of(environment.LAUNCHERS),
         help="YAML file of the launchers and their settings (default: RATCHET_LAUNCHERS, else local alone)",
+    )
+    common.add_argument(
+        "--run-as",
+        default=os.environ.get(environment.RUN_AS) or None,
+        metavar="USER[:GROUP]",
+        help="whom local agents, their ranks, and looks at users' code run as; the service must be root (default: "
+        "RATCHET_RUN_AS, else the service's own user)",
     )
     common.add_argument(
         "--preemption",

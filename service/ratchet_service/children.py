@@ -18,11 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any, Final
 
+from ratchet_service.confined import MARK, OWN, Confined, Limits
 from ratchet_service.launchers import processes
 
 log = logging.getLogger("ratchet.service")
-MARK: Final = "RATCHET_ASKED"
-"""The variable that a process started to be asked, and all that it starts, has in its environment."""
 _END_SECONDS: Final = 10.0
 _LONGEST_ANSWER: Final = 1 << 20
 
@@ -42,25 +41,31 @@ def ask(
     abandoned: Callable[[], bool] = lambda: False,
     stderr: IO[bytes] | None = None,
     pass_fds: Sequence[int] = (),
+    confined: Confined = OWN,
+    limits: Limits | None = None,
 ) -> dict[str, Any]:
     """What the process answers to ``question``, which it reads as JSON from standard input, with ``asker``, the number of this
-    process, and ``answer``, a descriptor for the answer's JSON.
+    process, and ``answer``, a descriptor for the answer's JSON. It runs as ``confined`` says, within ``limits``.
 
     ``start_seconds``: the limit until the first byte of an answer (a blank, to tell that ``seconds`` begin), where it is another.
     Raises ``TimeoutError``, ``Abandoned``, ``OSError`` where there is no process, ``ValueError`` where it ends without an answer.
     """
     mark = uuid.uuid4().hex
-    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as answer:
+    with (
+        tempfile.TemporaryFile() as stdin,
+        tempfile.TemporaryFile() as answer,
+        confined.command(command, {**env, MARK: mark}, limits) as started,
+    ):
         stdin.write(json.dumps({**question, "asker": os.getpid(), "answer": answer.fileno()}).encode())
         stdin.seek(0)
         child = subprocess.Popen(
-            command,
+            started.argv,
             stdin=stdin,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL if stderr is None else stderr,
             cwd=cwd,
-            env={**env, MARK: mark},
-            pass_fds=[answer.fileno(), *pass_fds],
+            env=started.env,
+            pass_fds=[answer.fileno(), *pass_fds, *started.fds],
             start_new_session=True,
         )
         try:

@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--home", type=Path, required=True)
     options = parser.parse_args(argv)
     settings = Settings(options.home.expanduser().absolute(), os.environ.get(environment.DATABASE_URL) or None)
-    print(ProbeReport(findings=probe(settings)).model_dump_json())
+    print(ProbeReport(findings=[*probe(settings), doctor_jobs.user(settings.paths)]).model_dump_json())
     return 0
 
 

@@ -4,17 +4,22 @@ do the clocks agree? Reads alone; ``rows`` are those of a database that perhaps 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
+from pydantic import ValidationError
+
 from ratchet_contract import environment
 from ratchet_contract.findings import Finding, not_checked, ok, warning
+from ratchet_contract.messages import ServiceFile
 from ratchet_contract.paths import HomePaths
 from ratchet_service.launchers import processes
 from ratchet_service.unrecorded import difference
+from ratchet_service.worker_user import recorded
 
 MAX_SKEW: Final = 5.0
 """Seconds between this machine's clock and the database's, by which leases end."""
@@ -39,6 +44,33 @@ def run_directory(
         return ok("jobs on disk", "as in the database")
     value = f"{len(found.lost) + len(found.ahead) + len(found.gone) + len(found.unread)} differ"
     return warning("jobs on disk", value, detail=sentences, cure=_LATER)
+
+
+def user(home: HomePaths) -> Finding:
+    """Has users' code a user of its own here?"""
+    name, user = "jobs' user", recorded(home)
+    if user is not None:
+        return ok(name, user, "local agents and ranks, and what is asked of users' code")
+    uid = _service_uid(home)
+    if uid is None:
+        uid = os.geteuid()
+    if uid != 0:
+        return ok(name, f"the service's own (user {uid})", "code of local jobs can read the database: see --run-as")
+    return warning(
+        name,
+        "root",
+        detail="the code of every local job runs as root",
+        cure="start the service with --run-as USER (docs/security.md), or as another user than root",
+    )
+
+
+def _service_uid(home: HomePaths) -> int | None:
+    """Of the service that runs; None where none does, or it cannot be told."""
+    try:
+        pid = ServiceFile.model_validate_json(home.service_file.read_bytes()).pid
+        return Path(f"/proc/{pid}").stat().st_uid
+    except (OSError, ValidationError):
+        return None
 
 
 def orphans(home: HomePaths, alive: Callable[[], set[str]]) -> Finding:

@@ -27,6 +27,7 @@ from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.clock import now_in
 from ratchet_service.database import Database
 from ratchet_service.decision import Decision, Limits
+from ratchet_service.file_owner import as_owner
 from ratchet_service.ingest_effects import tell_left_out
 from ratchet_service.leases import Lease, hold
 from ratchet_service.lineage import lineage
@@ -81,7 +82,8 @@ def _lost_reports(database: Database, job_paths: JobPaths, lease: Lease, base: B
         query = sa.select(Checkpoint.step, Checkpoint.epoch).where(Checkpoint.job_id == job.id)
         known = {(step, epoch) for step, epoch in session.execute(query)}
     try:
-        return adoptable(job_paths.checkpoints, segments, known, expected_job_id=lease.job_id, root=root)
+        with as_owner(job_paths.root):
+            return adoptable(job_paths.checkpoints, segments, known, expected_job_id=lease.job_id, root=root)
     except CheckpointError:
         return []  # unreadable or of a newer version: the next attempt meets it, and says so with all its context
 
@@ -179,11 +181,14 @@ def _last_step(evidence: Evidence, paths: AttemptPaths) -> int:
     if len(results) == len(evidence.state.nodes):
         return told
     folder = paths.counter(0).parent
-    return max([told, *(finished_step(p) for p in folder.glob("rank-*.bin"))]) if folder.is_dir() else told
+    with as_owner(folder):
+        return max([told, *(finished_step(p) for p in folder.glob("rank-*.bin"))]) if folder.is_dir() else told
 
 
 def _base(paths: AttemptPaths) -> Base | None:
     try:
-        return Base.model_validate_json(paths.base_file.read_bytes())
+        with as_owner(paths.root):
+            data = paths.base_file.read_bytes()
+        return Base.model_validate_json(data)
     except (OSError, ValidationError):
         return None

@@ -10,6 +10,7 @@ from ratchet_contract.errors import FieldProblem
 from ratchet_contract.spec import JobSpec
 from ratchet_hooks.specs import CustomSpec
 from ratchet_service import children
+from ratchet_service.confined import OWN, Confined, limits_of
 from ratchet_service.credentials import inherited
 
 HOOK_SECONDS: Final = 10.0
@@ -25,6 +26,7 @@ class Probe:
     path: Sequence[str]
     environ: Mapping[str, str]
     seconds: float = HOOK_SECONDS
+    confined: Confined = OWN
 
     def hook(self, hook: CustomSpec) -> list[FieldProblem]:
         """What is wrong with a hook of the user's own; the pointers are those of the spec."""
@@ -65,6 +67,8 @@ class Probe:
             env=self._environment(),
             seconds=self.seconds,
             start_seconds=_START_SECONDS,
+            confined=self.confined,
+            limits=limits_of(self.spec, _START_SECONDS + self.seconds),
         )
 
     def _environment(self) -> dict[str, str]:

@@ -120,12 +120,15 @@ class Server(uvicorn.Server):
 
 
 def write_service_file(path: Path, url: str) -> None:
-    """By rename, readable by the owner alone. Raises ``OSError``, and leaves nothing behind then."""
+    """By rename, readable by the owner alone, or by all where agents have a user of their own. Raises ``OSError``, and leaves
+    nothing behind then."""
     content = ServiceFile(url=url, pid=os.getpid(), started_at=utc_now().isoformat()).model_dump_json()
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".service-")  # mode 0600
     try:
         with os.fdopen(fd, "w") as handle:
             handle.write(content)
+        if HomePaths(path.parent).run_as_file.exists():  # agents of another user look for it there; it holds no secret
+            Path(temporary).chmod(0o644)
         Path(temporary).rename(path)
     except OSError:
         Path(temporary).unlink(missing_ok=True)

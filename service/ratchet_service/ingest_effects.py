@@ -31,6 +31,7 @@ from ratchet_contract.phases import Event
 from ratchet_service import transitions
 from ratchet_service.bounds import Bounds
 from ratchet_service.clock import now_in
+from ratchet_service.file_owner import as_owner
 from ratchet_service.ingest_series import Samples, Series
 from ratchet_service.models import Attempt, Checkpoint, Job
 from ratchet_service.storable import bounded_json, storable, storable_json, when
@@ -43,7 +44,8 @@ UNMANAGED: Final = "unmanaged"
 def saved_iteration(job: JobPaths, message: CheckpointCommitted) -> int | None:
     """The hook's iteration as rank 0 saved it; None where the manifest cannot be read (any more)."""
     try:
-        manifest = read_manifest(job.checkpoint(message.step, message.epoch))
+        with as_owner(job.root):
+            manifest = read_manifest(job.checkpoint(message.step, message.epoch))
     except (CheckpointError, ValueError, OverflowError):
         return None
     return next((s.iteration for s in manifest.hook_summaries if s.rank == 0), None)

@@ -1,16 +1,16 @@
-"""Asks an interpreter what it could run, in a subprocess, without importing a line of the user's code.
+"""Asks an interpreter what it could run, in a process of its own, without importing a line of the user's code.
 
-The interpreter may be the user's own, and what starts with it (``sitecustomize``, ``.pth`` files), so it gets no credentials.
+The interpreter may be the user's own, and what starts with it (``sitecustomize``, ``.pth`` files): it gets no credentials, runs
+as the worker's user where there is one, within limits, and nothing of it is left (``children``).
 
 A module is found by walking ``sys.meta_path`` name by name: ``importlib.util.find_spec("a.b")`` would import ``a``.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
-import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -22,6 +22,8 @@ from typing import Final
 
 from ratchet_contract.installation import packages, satisfies
 from ratchet_contract.version import PROTOCOL_VERSION, RATCHET_VERSION
+from ratchet_service import children
+from ratchet_service.confined import OWN, Confined, limits_of
 from ratchet_service.credentials import inherited
 from ratchet_service.snapshot import exists
 
@@ -31,7 +33,8 @@ OLDEST_PYTHON: Final = (3, 11)
 
 _PROGRAM: Final = r"""
 import ast, json, os, sys
-code, module, more = json.loads(sys.argv[1])
+asked = json.load(sys.stdin)
+code, module, more = asked["code"], asked["module"], asked["path"]
 sys.path = [p for p in sys.path if p]
 out = {"version": list(sys.version_info[:3])}
 try:
@@ -77,7 +80,7 @@ if module:
             out["syntax"] = f"{os.path.basename(spec.origin)}, line {error.lineno}: {error.msg}"
         except (ValueError, RecursionError, MemoryError):
             pass  # nested too deeply for a tree: what runs it may manage
-print(json.dumps(out))
+os.pwrite(asked["answer"], json.dumps(out).encode(), 0)
 """
 
 
@@ -104,7 +107,8 @@ class Findings:
 class Interpreters:
     """Asks and remembers for ``CACHE_SECONDS``; answers about a user's directory are never remembered. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, confined: Confined = OWN) -> None:
+        self._confined = confined
         self._lock = threading.Lock()
         self._known: dict[tuple[str, str | None], tuple[float, Findings]] = {}
 
@@ -113,35 +117,39 @@ class Interpreters:
     ) -> Findings:
         """Look for ``ratchet_worker``, torch and ``module`` with ``code``, then ``path``, first on ``sys.path``."""
         if code is not None or path:
-            return _ask(python, code, module, path)
+            return _ask(self._confined, python, code, module, path)
         with self._lock:
             found = self._known.get((python, module))
             if found is not None and time.monotonic() - found[0] < CACHE_SECONDS:
                 return found[1]
-        answer = _ask(python, None, module, ())
+        answer = _ask(self._confined, python, None, module, ())
         with self._lock:
             self._known[(python, module)] = (time.monotonic(), answer)
         return answer
 
 
-def _ask(python: str, code: str | None, module: str | None, path: Sequence[str]) -> Findings:
-    try:
-        done = subprocess.run(
-            [python, "-c", _PROGRAM, json.dumps([code, module, list(path)])],
-            capture_output=True,
-            text=True,
-            timeout=PROBE_SECONDS,
-            cwd="/",
-            env=inherited(os.environ),
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return Findings(error=f"it could not be run: {error}")
-    try:
-        data = json.loads(done.stdout.splitlines()[-1])
-        return Findings(**{**data, "version": tuple(data["version"])})
-    except (IndexError, ValueError, TypeError, KeyError):  # perhaps no Python at all
-        return Findings(error=f"it did not answer: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
+def _ask(confined: Confined, python: str, code: str | None, module: str | None, path: Sequence[str]) -> Findings:
+    with tempfile.TemporaryFile() as stderr:
+        try:
+            data = children.ask(
+                [python, "-c", _PROGRAM],
+                {"code": code, "module": module, "path": list(path)},
+                cwd="/",
+                env=inherited(os.environ),
+                seconds=PROBE_SECONDS,
+                stderr=stderr,
+                confined=confined,
+                limits=limits_of(None, PROBE_SECONDS),
+            )
+            return Findings(**{**data, "version": tuple(data["version"])})
+        except TimeoutError:
+            return Findings(error=f"it did not answer within {PROBE_SECONDS:g} s")
+        except OSError as error:
+            return Findings(error=f"it could not be run: {error}")
+        except (ValueError, TypeError, KeyError):  # perhaps no Python at all
+            stderr.seek(0)
+            said = stderr.read().decode(errors="replace").strip().splitlines()
+            return Findings(error=f"it did not answer: {(said or ['no output'])[-1]}")
 
 
 def interpreter_of(given: str) -> Path | None:

@@ -13,6 +13,7 @@ from ratchet_contract.paths import AttemptPaths, HomePaths
 from ratchet_contract.resume import Base, Segment
 from ratchet_contract.spec import JobSpec, Resolved
 from ratchet_service.ancestry import committed_of, within
+from ratchet_service.file_owner import as_owner
 from ratchet_service.models import Checkpoint
 
 SAVES_LOOK: Final = 20
@@ -81,6 +82,8 @@ def newest_recorded(session: Session, job_id: str, segments: list[Segment]) -> B
 
 def read_launch_file(paths: AttemptPaths) -> LaunchFile | None:
     try:
-        return LaunchFile.model_validate_json(paths.launch_file.read_bytes())
+        with as_owner(paths.root):
+            data = paths.launch_file.read_bytes()
+        return LaunchFile.model_validate_json(data)
     except (OSError, ValidationError):
         return None

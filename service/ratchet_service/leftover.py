@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from itertools import islice
@@ -14,6 +15,7 @@ from ratchet_contract.messages import AGENT_RANK, Note, RankBatch, RankMessage, 
 from ratchet_contract.paths import JobPaths
 from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.database import Database
+from ratchet_service.file_owner import as_owner, foreign, open_read
 from ratchet_service.ingest import hook_iterations, ingest_batches
 from ratchet_service.leases import Lease, hold
 from ratchet_service.models import Attempt, AttemptNode
@@ -57,9 +59,10 @@ def ingest_leftover(
 
 def batches(spool: Path, rank: int, acked: int) -> Iterator[RankBatch]:
     """The complete lines of a spool after the first ``acked``."""
-    if not spool.is_file():
-        return
-    with spool.open("rb") as handle:
+    with as_owner(spool):
+        if not spool.is_file() or (foreign(spool) and not os.access(spool, os.R_OK, effective_ids=True)):
+            return
+    with open_read(spool) as handle:
         lines = (line for line in handle if line.endswith(b"\n"))
         rest = islice(lines, acked, None)
         seq = acked + 1

@@ -10,6 +10,7 @@ from typing import BinaryIO, Final, NamedTuple
 
 from ratchet_contract.api import LogLine
 from ratchet_contract.log_times import LogTimes, read_times
+from ratchet_service.file_owner import as_owner, open_read
 from ratchet_store.holes import data_after, hole_after
 
 MAX_LINE: Final = 64 * 1024  # bytes; a longer line is cut into several
@@ -29,12 +30,12 @@ def lines_of(path: Path, attempt: int, rank: int, start: int, grep: str | None, 
     """Lines from byte ``start``; ``partial``: also a last one without its line end (a follower waits for the rest). With ``grep``
     only lines with that text, and those that tell of a gap."""
     try:
-        with path.open("rb") as handle:
+        with open_read(path) as handle:
             times: LogTimes | None = None
             for piece in _Log(handle, path).pieces(start, partial, grep):
-                times = times or read_times(path.with_suffix(".times"), os.fstat(handle.fileno()).st_size)
+                times = times or _times(path, os.fstat(handle.fileno()).st_size)
                 yield _line(piece, attempt, rank, times)
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         return
 
 
@@ -54,22 +55,22 @@ def tail_offset(path: Path, lines: int | None) -> int:
     if lines is None:
         return 0
     try:
-        with path.open("rb") as handle:
+        with open_read(path) as handle:
             return _Log(handle, path).tail(lines)
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         return 0
 
 
 def since_offset(path: Path, since: datetime) -> int:
     """Where the first line begins that may have been written at ``since`` or later, by the index; 0 without one."""
     try:
-        with path.open("rb") as handle:
+        with open_read(path) as handle:
             size = os.fstat(handle.fileno()).st_size
-            offset = read_times(path.with_suffix(".times"), size).before(since)
+            offset = _times(path, size).before(since)
             begin = max(0, offset - MAX_LINE)
             handle.seek(begin)
             return begin + handle.read(offset - begin).rfind(b"\n") + 1 if offset > 0 else 0
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         return 0
 
 
@@ -82,7 +83,7 @@ class _Log:
 
     def pieces(self, at: int, partial: bool, grep: str | None) -> Iterator[Piece]:
         # Asking for holes moves a descriptor's position, so that is done on one of its own.
-        probe = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        probe = self._again()
         try:
             while (data := data_after(probe, at)) is not None:
                 if data > at:
@@ -113,6 +114,10 @@ class _Log:
                     return
         finally:
             os.close(probe)
+
+    def _again(self) -> int:
+        with as_owner(self._path):
+            return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
 
     def _first_line(self, data: int) -> int:
         """Behind a gap the first whole line; what is left of the one before it belongs to the gap."""
@@ -164,7 +169,7 @@ class _Log:
 
     def _last_gap(self) -> tuple[int, int]:
         """Begin and end of the last hole; zeros where there is none."""
-        probe, at, found = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC), 0, (0, 0)
+        probe, at, found = self._again(), 0, (0, 0)
         try:
             while (data := data_after(probe, at)) is not None:
                 if data > at:
@@ -173,6 +178,11 @@ class _Log:
             return found
         finally:
             os.close(probe)
+
+
+def _times(path: Path, size: int) -> LogTimes:
+    with as_owner(path):
+        return read_times(path.with_suffix(".times"), size)
 
 
 def _has(raw: bytes, grep: str | None) -> bool:

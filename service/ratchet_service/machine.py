@@ -29,7 +29,8 @@ class Machine:
     """GPUs by CUDA index, and cores that jobs may use.
 
     ``here`` False: it is another process's, perhaps another container's machine; its interpreters, secrets and files cannot be
-    looked at from here, and ``torch_cuda`` says what its reconciler saw.
+    looked at from here, and ``torch_cuda`` says what its reconciler saw. ``trains`` False: jobs run elsewhere, so their
+    code is not run here either, to look at it.
     """
 
     gpus: tuple[int, ...] = ()
@@ -38,6 +39,7 @@ class Machine:
     python: str = sys.executable
     here: bool = True
     torch_cuda: bool = False
+    trains: bool = True
 
     @property
     def capacity(self) -> Capacity:

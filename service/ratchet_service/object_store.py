@@ -6,6 +6,7 @@ from typing import Final
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import MANIFEST_NAME, HomePaths
+from ratchet_service.file_owner import as_owner
 from ratchet_service.models import Checkpoint, Job
 from ratchet_store.fetch import fetch
 from ratchet_store.files import MISSING
@@ -24,7 +25,9 @@ def provide(homes: HomePaths, job: Job, row: Checkpoint) -> None:
     if uri is None or row.state != "committed" or row.uploaded_at is None or (directory / MANIFEST_NAME).exists():
         return
     try:
-        fetch(open_job(uri, job.id, _PATIENCE), row.name, paths.checkpoints, paths.quarantine)
+        remote = open_job(uri, job.id, _PATIENCE)
+        with as_owner(paths.root):
+            fetch(remote, row.name, paths.checkpoints, paths.quarantine)
     except CheckpointError as error:
         if error.code == MISSING:  # gone there, too: who asked finds nothing on the disk, and says so
             return

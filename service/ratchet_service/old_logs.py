@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 
 from ratchet_contract.paths import JobPaths
 from ratchet_service.bounds import Bounds
+from ratchet_service.file_owner import as_owner
 from ratchet_service.models import Job
 from ratchet_service.transitions import add_event
 from ratchet_service.usecases.logs import LogFilter, log_files
@@ -34,6 +35,11 @@ def shorten(paths: JobPaths, epoch: int, bounds: Bounds) -> Shortened | None:
     """Bound the logs up to attempt ``epoch``, which is dead; None where there is nothing to do. The first and the last
     ``bounds.log_attempts`` keep theirs, of the others the oldest go first. What the system refuses stays, and is tried again at
     the next attempt's end."""
+    with as_owner(paths.root):
+        return _bounded(paths, epoch, bounds)
+
+
+def _bounded(paths: JobPaths, epoch: int, bounds: Bounds) -> Shortened | None:
     by_attempt: dict[int, list[Path]] = defaultdict(list)
     for attempt, _, path in log_files(paths, LogFilter(last=epoch)):
         by_attempt[attempt].append(path)
@@ -57,11 +63,12 @@ def shorten(paths: JobPaths, epoch: int, bounds: Bounds) -> Shortened | None:
 
 def drop_spools(paths: JobPaths, epoch: int, bounds: Bounds) -> None:
     """Of attempts before the last ``bounds.log_attempts`` up to ``epoch``: each was stored to its end when its attempt ended."""
-    for folder in (paths.root / "attempts").glob("*"):
-        if folder.name.isdigit() and int(folder.name) <= epoch - bounds.log_attempts:
-            for spool in (folder / "spool").glob("*.jsonl"):
-                with suppress(OSError):
-                    spool.unlink()
+    with as_owner(paths.root):
+        for folder in (paths.root / "attempts").glob("*"):
+            if folder.name.isdigit() and int(folder.name) <= epoch - bounds.log_attempts:
+                for spool in (folder / "spool").glob("*.jsonl"):
+                    with suppress(OSError):
+                        spool.unlink()
 
 
 def tell(session: Session, job: Job, epoch: int, shortened: Shortened | None) -> None:

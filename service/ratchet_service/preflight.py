@@ -29,6 +29,7 @@ from ratchet_service import (
     snapshot,
     unmanaged,
 )
+from ratchet_service.confined import OWN, Confined
 from ratchet_service.credentials import withheld
 from ratchet_service.decide import MAX_BACKOFF
 from ratchet_service.hook_probe import HOOK_SECONDS, Probe
@@ -50,12 +51,13 @@ def resolve(
     environ: Mapping[str, str] | None = None,
     limits: Limits | None = None,
     hook_seconds: float = HOOK_SECONDS,
+    confined: Confined = OWN,
 ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
     """Every ``auto`` decided for ``machine``, warnings, and the problems that forbid the job (then ignore the rest).
 
     ``launchers``: those of the service; None: ``machine`` is asked, whatever the spec's launcher is.
     ``environ`` is what the launcher's environment will be (for secrets); ``code_digest`` is left to the snapshot.
-    ``hook_seconds``: how long the import of a user's own hook may take.
+    ``hook_seconds``: how long the import of a user's own hook may take; ``confined``: as whom it is made.
     """
     report, environ = Report(), os.environ if environ is None else environ
     if launchers is not None:
@@ -70,7 +72,9 @@ def resolve(
         machine = replace(machine, here=False)  # what this machine does not have, only the ranks can look into
     if machine.here:
         _check_secrets(spec, environ, report)
-        python, findings = preflight_python.check(spec, machine, interpreters or Interpreters(), code_ok, report)
+        python, findings = preflight_python.check(
+            spec, machine, interpreters or Interpreters(confined), code_ok, report, confined
+        )
     else:
         python, findings = spec.python or machine.python, Findings(torch=True, torch_cuda=machine.torch_cuda)
     if code_ok:
@@ -89,7 +93,8 @@ def resolve(
     if not report.problems:  # it waits for others
         preflight_uri.check(spec, report)
     if not report.problems:  # last: it runs the user's code
-        preflight_hook.check_own(spec, machine, Probe(python, spec, code_path(spec), environ, hook_seconds), report)
+        probe = Probe(python, spec, code_path(spec), environ, hook_seconds, confined)
+        preflight_hook.check_own(spec, machine, probe, report)
     return resolved, report.warnings, report.problems
 
 

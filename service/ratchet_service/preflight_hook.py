@@ -163,13 +163,17 @@ def _apply(rules: Iterable[Rule], spec: JobSpec, resolved: Resolved, report: Rep
 
 
 def check_own(spec: JobSpec, machine: Machine, probe: Probe, report: Report) -> None:
-    """A hook of the user's own, looked at by the job's interpreter where that is on this machine."""
+    """A hook of the user's own, looked at by the job's interpreter where jobs run on this machine; elsewhere users' code has no
+    business on it."""
     if not isinstance(spec.hook, CustomSpec):
         return
-    if machine.here:
+    if machine.here and machine.trains:
         report.problems += probe.hook(spec.hook)
         return
-    text = "the machine that trains is another one: whether the hook and its state can be used is seen by the first attempt"
+    text = (
+        "the machine that trains is another one, so the hook was not imported: whether it and its state can be used is seen by "
+        "the first attempt"
+    )
     report.warn("/hook/hook", "hook-not-checked", text)
 
 
@@ -177,5 +181,5 @@ def memory(spec: JobSpec, machine: Machine, probe: Probe) -> int | None:
     """Bytes that the hook's state will hold on each rank, once the task has told the shapes of its parameters."""
     if not needs_shapes(spec.hook):
         return hook_memory(spec.hook, ())
-    shapes = probe.shapes() if machine.here else None
+    shapes = probe.shapes() if machine.here and machine.trains else None
     return None if shapes is None else hook_memory(spec.hook, shapes)

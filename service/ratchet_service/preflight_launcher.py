@@ -50,6 +50,11 @@ def machine_of(spec: JobSpec, machine: Machine, launcher: Launcher | None) -> Ma
     wants = spec.world.device == "cuda" or (spec.world.device == "auto" and spec.resources.gpu is not None)
     threads = spec.resources.cpus_per_rank or 1
     there = replace(
-        machine, gpus=tuple(range(ranks)) if wants else (), cpus=ranks * threads, cpu_slots=None, torch_cuda=wants
+        machine,
+        gpus=tuple(range(ranks)) if wants else (),
+        cpus=ranks * threads,
+        cpu_slots=None,
+        torch_cuda=wants,
+        trains=False,
     )
     return there if launcher.same_files else replace(there, here=False, python=NODE_PYTHON)

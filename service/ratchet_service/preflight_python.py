@@ -9,20 +9,31 @@ from pathlib import Path
 from ratchet_contract.spec import JobSpec, TaskSpec
 from ratchet_contract.spec_parse import nearest
 from ratchet_service import entrypoints, snapshot
+from ratchet_service.confined import OWN, Confined
+from ratchet_service.file_owner import as_user
 from ratchet_service.interpreters import Findings, Interpreters, interpreter_of, python_fault
 from ratchet_service.machine import Machine
 from ratchet_service.preflight_report import Report
 
 
 def check(
-    spec: JobSpec, machine: Machine, interpreters: Interpreters, code_ok: bool, report: Report
+    spec: JobSpec,
+    machine: Machine,
+    interpreters: Interpreters,
+    code_ok: bool,
+    report: Report,
+    confined: Confined = OWN,
 ) -> tuple[str, Findings]:
-    """The interpreter for the ranks, and what it says about itself and the entrypoint."""
+    """The interpreter for the ranks, and what it says about itself and the entrypoint. ``confined``: as whom both are asked."""
     given = spec.python or machine.python
     path = interpreter_of(given) if Path(given).is_absolute() else None
     if path is None:
         report.refuse("/python", "python-not-found", _no_python(given))
         return given, Findings(error="not found")
+    if spec.python is not None and not machine.trains:
+        text = "it is run on the nodes alone: whether it can run the job is seen by the first attempt"
+        report.warn("/python", "python-not-checked", text)
+        return str(path), Findings(torch=True, torch_cuda=machine.torch_cuda)
     module = spec.task.entrypoint.partition(":")[0] if spec.task is not None and code_ok else None
     # Of a script nothing is asked that depends on its directory: an answer that is known already will do.
     code = spec.code.path if spec.code is not None and module is not None else None
@@ -35,7 +46,7 @@ def check(
     elif found.syntax is not None:
         report.refuse("/task/entrypoint", "syntax-error", found.syntax)
     elif found.origin is not None and spec.task is not None:
-        _check_entrypoint(spec.task, Path(found.origin), report)
+        _check_entrypoint(spec.task, Path(found.origin), confined, report)
     return str(path), found
 
 
@@ -56,9 +67,11 @@ def _no_python(given: str) -> str:
     return f"there is no interpreter {given!r} on the service's machine: name a python or its environment's directory"
 
 
-def _check_entrypoint(task: TaskSpec, origin: Path, report: Report) -> None:
+def _check_entrypoint(task: TaskSpec, origin: Path, confined: Confined, report: Report) -> None:
+    """``origin`` is what the interpreter says, which may be the submitter's own."""
     try:
-        source = origin.read_bytes()
+        with as_user(confined.user):
+            source = origin.read_bytes()
     except OSError:  # the interpreter could read it; the first attempt will tell
         return
     problem = entrypoints.check(source, task, package=origin.name == "__init__.py")

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Final
 
 import sqlalchemy as sa
@@ -17,8 +18,9 @@ from pydantic import ValidationError
 
 from ratchet_contract.messages import ServiceFile
 from ratchet_contract.paths import HomePaths
-from ratchet_service import disk, migrate, slot_host
+from ratchet_service import disk, migrate, slot_host, worker_user
 from ratchet_service.app import create_app
+from ratchet_service.confined import Confined
 from ratchet_service.database import Database
 from ratchet_service.health import Health
 from ratchet_service.http_server import Ending, Server, signals
@@ -65,11 +67,13 @@ def serve(options: ServeOptions) -> None:
     tls = listen.tls()
     settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _alone(settings), listen.bound() as bound:
+        settle_user(settings)
         database = open_database(settings)
         try:
             settings = settled(settings, tokens=listen.tokens(database.is_sqlite))
             write_authorities(settings.paths, listen)
             launchers = options.launchers or open_launchers(settings)
+            _say_as_whom(settings, launchers)
             machine = probe_machine(options.cpu_slots)
             instruments, reconciler = Instruments(), None
             if options.reconcile:
@@ -90,6 +94,7 @@ def serve(options: ServeOptions) -> None:
                 reconciler.wake if reconciler else None,
                 here=options.reconcile,
                 roots=Roots(settings.home, settings.code_roots, settings.uri_roots),
+                confined=Confined(settings.user),
             )
             url = listen.address(bound)
             _say_who_may_come_in(settings, listen, url, database)
@@ -113,10 +118,12 @@ def reconcile(
     """Run a reconciler alone until SIGTERM or SIGINT. Several may run side by side. ``metrics``: where it tells its own, and
     whether it is well. Raises ``StartError``."""
     settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    settle_user(settings)
     database = open_database(settings)
     try:
         machine = probe_machine(cpu_slots)
         launchers = open_launchers(settings)
+        _say_as_whom(settings, launchers)
         take_slots(database, launchers)
         instruments = Instruments()
         reconciler = Reconciler(
@@ -126,7 +133,7 @@ def reconcile(
         health = Health(beat=reconciler.beat)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda sig, _: _stop(sig, reconciler, health))
-        write_machine(settings.home, machine, _torch_has_cuda(machine))
+        write_machine(settings.home, machine, _torch_has_cuda(machine, settings))
         log.info(
             "reconciling for %s; %d GPUs, %d CPU slots", ", ".join(launchers), len(machine.gpus), machine.capacity.cpus
         )
@@ -157,9 +164,29 @@ def probe_machine(cpu_slots: int | None) -> Machine:
 def open_launchers(settings: Settings) -> Launchers:
     """Those of the launchers file. Raises ``StartError``."""
     try:
-        return load_launchers(settings.paths, settings.launchers_file)
+        return load_launchers(settings.paths, settings.launchers_file, settings.user)
     except ValueError as error:
         raise StartError(str(error)) from None
+
+
+def settle_user(settings: Settings) -> None:
+    """See ``worker_user.settle``. Raises ``StartError``."""
+    database = Path(settings.url.removeprefix("sqlite:///")) if settings.url.startswith("sqlite:///") else None
+    try:
+        worker_user.settle(settings.paths, settings.user, database)
+    except OSError as error:
+        raise StartError(f"{settings.home} cannot be prepared for --run-as: {error}") from None
+
+
+def _say_as_whom(settings: Settings, launchers: Launchers) -> None:
+    """Whom users' code runs as; a warning where that is root."""
+    if settings.user is not None:
+        log.info("agents, ranks, and what is asked of users' code run as %s", settings.user)
+    elif os.geteuid() == 0 and any(launcher.slots for launcher in launchers.values()):
+        log.warning(
+            "the service runs as root, and so does the code of every job of the local launcher: --run-as USER gives it a user of "
+            "its own"
+        )
 
 
 def take_slots(database: Database, launchers: Launchers) -> None:
@@ -267,5 +294,5 @@ def _say_who_may_come_in(settings: Settings, listen: Listening, url: str, databa
             log.warning("there is no token yet: %s, with the same --home and database, makes the first", FIRST_TOKEN)
 
 
-def _torch_has_cuda(machine: Machine) -> bool:
-    return Interpreters().ask(machine.python).torch_cuda
+def _torch_has_cuda(machine: Machine, settings: Settings) -> bool:
+    return Interpreters(Confined(settings.user)).ask(machine.python).torch_cuda

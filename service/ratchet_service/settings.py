@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ratchet_contract.paths import HomePaths
 from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
+from ratchet_service.confined import User
 from ratchet_service.database import sqlite_url
 
 
@@ -17,6 +18,7 @@ class Settings:
     home: Path
     database_url: str | None = None
     launchers_file: Path | None = None  # None: the local launcher alone
+    user: User | None = None  # that users' code runs as; None: the service's own
     tokens: bool = False  # demanded of every caller; ``serve`` decides, by where it listens
     code_roots: tuple[Path, ...] | None = None  # directories of the service that a spec may name; None: any
     uri_roots: tuple[str, ...] | None = None  # the same of ``checkpoint.uri``

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +17,7 @@ from ratchet_contract.spec import JobSpec, Resolved
 from ratchet_hooks.memory import needs_shapes
 from ratchet_hooks.specs import CustomSpec
 from ratchet_service import preflight, preflight_disk, preflight_hook, preflight_launcher, snapshot
+from ratchet_service.confined import OWN, Confined
 from ratchet_service.hook_probe import Probe
 from ratchet_service.interpreters import Interpreters
 from ratchet_service.launch_files import launch_file
@@ -44,16 +45,18 @@ class LocalSubmission:
         *,
         here: bool = True,
         roots: Roots | None = None,
+        confined: Confined = OWN,
     ) -> None:
         """``here`` False: jobs run on the machine of a reconciler elsewhere, which tells of itself in the run directory.
-        ``roots``: what specs may name; None: anything."""
+        ``roots``: what specs may name; None: anything. ``confined``: as whom users' code is looked at."""
         self._home = home
         self._own = machine
         self._here = here
         self._launchers = launchers
         self._wake = wake
         self._roots = roots or Roots()
-        self._interpreters = Interpreters()
+        self._confined = confined
+        self._interpreters = Interpreters(confined)
         self._looks = Turns(LOOKS, "looking at other submissions' code")
 
     def resolve(
@@ -65,8 +68,15 @@ class LocalSubmission:
         spec = self._on_snapshot(spec, code_digest)
         if allowed.problems:  # nothing there is looked at
             return _undecided(spec, self._own), [], allowed.problems
+        spec = self._readable(spec)
         with self._look(isinstance(spec.hook, CustomSpec)):
-            found = preflight.resolve(spec, self._machine(), launchers=self._launchers, interpreters=self._interpreters)
+            found = preflight.resolve(
+                spec,
+                self._machine(),
+                launchers=self._launchers,
+                interpreters=self._interpreters,
+                confined=self._confined,
+            )
         resolved, report = found[0], Report(found[1], found[2])
         preflight_disk.check(self._home.home, report)
         return resolved, report.warnings, report.problems
@@ -78,7 +88,7 @@ class LocalSubmission:
 
     def rehook(self, spec: JobSpec, resolved: Resolved) -> tuple[list[Warning_], list[FieldProblem]]:
         spec = self._on_snapshot(spec, resolved.code_digest)
-        probe = Probe(resolved.python, spec, preflight.code_path(spec), os.environ)
+        probe = Probe(resolved.python, spec, preflight.code_path(spec), os.environ, confined=self._confined)
         with self._look(isinstance(spec.hook, CustomSpec)):
             report = preflight_hook.check_other(spec, resolved, self._machine_of(spec), probe)
         return report.warnings, report.problems
@@ -89,6 +99,16 @@ class LocalSubmission:
             return spec
         code = spec.code.model_copy(update={"path": str(self._home.code / code_digest)})
         return spec.model_copy(update={"code": code})
+
+    def _readable(self, spec: JobSpec) -> JobSpec:
+        """Where the worker's user looks at code, it looks at the snapshot: the directory itself may be readable by the service
+        alone. What cannot be copied is left as it is, and refused for that."""
+        code, user = spec.code, self._confined.user
+        if user is None or code is None or code.source == "nodes" or Path(code.path).is_relative_to(self._home.code):
+            return spec
+        with suppress(SpecError):
+            return self._on_snapshot(spec, self.snapshot(Path(code.path)))
+        return spec
 
     def trains_here(self, kind: str) -> bool:
         return self._here and kind == "local"
@@ -113,7 +133,7 @@ class LocalSubmission:
 
     def hook_memory(self, spec: JobSpec, resolved: Resolved) -> int | None:
         spec = self._on_snapshot(spec, resolved.code_digest)
-        probe = Probe(resolved.python, spec, preflight.code_path(spec), os.environ)
+        probe = Probe(resolved.python, spec, preflight.code_path(spec), os.environ, confined=self._confined)
         with self._look(needs_shapes(spec.hook)):
             return preflight_hook.memory(spec, self._machine_of(spec), probe)
 

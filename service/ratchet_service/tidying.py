@@ -16,6 +16,7 @@ from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import MANIFEST_NAME, JobPaths
 from ratchet_contract.resume import Segment
 from ratchet_service.ancestry import bases_of, committed_of, within
+from ratchet_service.file_owner import as_owner
 from ratchet_service.models import Checkpoint, Job
 from ratchet_service.retention import rules_of, values_of
 from ratchet_service.transitions import add_event
@@ -44,7 +45,8 @@ def tidy(session: Session, job: Job, paths: JobPaths, segments: list[Segment], e
     values = values_of(session, job, committed, bases_of(session, job.id))
 
     def is_here(row: Checkpoint) -> bool:
-        return (paths.checkpoint(row.step, row.epoch) / MANIFEST_NAME).exists()
+        with as_owner(paths.root):
+            return (paths.checkpoint(row.step, row.epoch) / MANIFEST_NAME).exists()
 
     def delete() -> None:
         retain(
@@ -58,8 +60,8 @@ def tidy(session: Session, job: Job, paths: JobPaths, segments: list[Segment], e
         )
 
     lost = {row.name for row in committed if not is_here(row)}
-    _told(session, job, epoch, delete)
-    _told(session, job, epoch, lambda: sweep(paths.checkpoints, dead_epochs=range(1, epoch + 1)))
+    _told(session, job, epoch, paths, delete)
+    _told(session, job, epoch, paths, lambda: sweep(paths.checkpoints, dead_epochs=range(1, epoch + 1)))
     _reserves(paths, epoch)
     for row in committed:
         # Gone by a rule, or lost with its disk: then its copy still counts, and the next attempt fetches it.
@@ -75,7 +77,8 @@ def quarantine(session: Session, job: Job, row: Checkpoint, paths: JobPaths) -> 
     if not directory.is_dir() or waiting_forks(session, job.id, {row.name}):
         return False
     try:
-        set_aside(directory, paths.quarantine)
+        with as_owner(paths.root):
+            set_aside(directory, paths.quarantine)
     except CheckpointError as error:
         add_event(session, job.id, "checkpoint-not-quarantined", error.detail, epoch=row.epoch)
         return False
@@ -85,9 +88,10 @@ def quarantine(session: Session, job: Job, row: Checkpoint, paths: JobPaths) -> 
     return True
 
 
-def _told(session: Session, job: Job, epoch: int, act: Callable[[], object]) -> None:
+def _told(session: Session, job: Job, epoch: int, paths: JobPaths, act: Callable[[], object]) -> None:
     try:
-        act()
+        with as_owner(paths.root):
+            act()
     except CheckpointError as error:
         add_event(session, job.id, "checkpoint-not-deleted", error.detail, epoch=epoch)
 
@@ -95,6 +99,7 @@ def _told(session: Session, job: Job, epoch: int, act: Callable[[], object]) -> 
 def _reserves(paths: JobPaths, epoch: int) -> None:
     """The room that ranks and agents keep for their results is of no use to dead ones; who was killed has not given it back."""
     root = paths.attempt(epoch).root
-    for path in (*root.glob("*.reserve"), *root.glob("results/*.reserve"), *root.glob("node-*/*.reserve")):
-        with suppress(OSError):
-            path.unlink()
+    with as_owner(root):
+        for path in (*root.glob("*.reserve"), *root.glob("results/*.reserve"), *root.glob("node-*/*.reserve")):
+            with suppress(OSError):
+                path.unlink()

@@ -18,6 +18,7 @@ import sqlalchemy as sa
 
 from ratchet_contract.paths import AttemptPaths, HomePaths, JobPaths, is_job_id, parse_checkpoint_dir_name
 from ratchet_service.database import Database
+from ratchet_service.file_owner import as_owner
 from ratchet_service.models import Job
 
 EVENT: Final = "attempt-found"
@@ -138,7 +139,8 @@ def _epochs(folder: Path) -> Iterator[int]:
 
 def _names_in(folder: Path) -> list[str]:
     try:
-        return [entry.name for entry in folder.iterdir()]
+        with as_owner(folder):
+            return [entry.name for entry in folder.iterdir()]
     except FileNotFoundError:
         return []
 

@@ -2,9 +2,10 @@
 has imported nearly all that the program imports, and goes on as that program.
 
 It is the program's own code from its first line on, in a process with the session, directory, variables, descriptors, signals and
-name that it would have been started with; ``/proc`` shows its command line and its variables, as ever. What differs: imports
-were made in the forking process, and what is read at an interpreter's start (PYTHONHASHSEED) is that process's. Where the program
-would have seen another value of what imports read, it is started afresh.
+name that it would have been started with; ``/proc`` shows its command line and its variables, as ever. Behind ``nsenter
+--net=FILE --`` it is in that network. What differs: imports were made in the forking process, and what is read at an
+interpreter's start (PYTHONHASHSEED) is that process's. Where the program would have seen another value of what imports read, it
+is started afresh.
 
 An agent that is started so has its ranks, or the process that it forks them from, started so, too, once (``_Spare``).
 
@@ -46,6 +47,7 @@ _OF_RANKS: Final = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TORCHINDUCTOR_DETERMINISTIC": "1", "CUDA_VISIBLE_DEVICES": "",
     "PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0",
 }  # fmt: skip
+_CLONE_NEWNET: Final = 0x40000000
 _PADDING: Final = 1 << 15  # bytes that a program's variables may take beyond those of the forking process
 _AGENTS: Final = (["-P", "-m", "ratchet_worker.agent"], ["-P", "-m", "tests.support.trainer"])
 _SERVICE: Final = (
@@ -202,13 +204,17 @@ def ask(
     address: str, command: Sequence[str], log: int, env: Mapping[str, str], cwd: Path, agents: str | None = None
 ) -> tuple[int, int] | None:
     """Have ``command`` forked: its pid, and the descriptor where its exit code will be read. None: it must be started afresh."""
+    net = None
+    if Path(command[0]).name == "nsenter" and command[1].startswith("--net=") and command[2] == "--":
+        net, command = command[1].removeprefix("--net="), command[3:]
     if command[0] != sys.executable:
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.connect(address)
         assert connection.recv(32) == b"ready"
-        _send(connection, {"command": list(command), "env": dict(env), "cwd": str(cwd), "agents": agents}, [log])
+        request = {"command": list(command), "env": dict(env), "cwd": str(cwd), "agents": agents, "net": net}
+        _send(connection, request, [log])
         told = connection.recv(32)
     except OSError:
         told = b""
@@ -218,9 +224,10 @@ def ask(
     return int(told[4:]), connection.detach()
 
 
-def fork_agent(address: str, argv: Sequence[str], env: Mapping[str, str], log: Path) -> int | None:
-    """The agent's pid, or None where it must be started afresh."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+def fork_agent(address: str, argv: Sequence[str], env: Mapping[str, str], log: Path | int) -> int | None:
+    """The agent's pid, or None where it must be started afresh. ``log``: its place, or a descriptor."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    descriptor = os.dup(log) if isinstance(log, int) else os.open(log, flags, 0o600)
     try:
         found = ask(address, argv, descriptor, env, Path.cwd())
     finally:
@@ -236,7 +243,9 @@ def fork_agents(address: str) -> None:
     from ratchet_service.launchers import local
 
     start_afresh = local._spawn
-    local._spawn = lambda argv, env, log: fork_agent(address, argv, env, log) or start_afresh(argv, env, log)
+    local._spawn = lambda argv, env, log, fds=(): (
+        (None if fds else fork_agent(address, argv, env, log)) or start_afresh(argv, env, log, fds)
+    )
 
 
 def _send(connection: socket.socket, request: dict[str, Any], descriptors: Sequence[int]) -> None:
@@ -313,6 +322,7 @@ class _Server:
             _die_with(parent)
             set_by_imports = {k: v for k, v in os.environ.items() if self._environment.get(k) != v}
             told = connection.detach()
+            _enter(request["net"])
             for other in (self._listener, *self._connections.values(), *self._children.values()):
                 other.detach()  # nobody is to close a number that will be somebody else's
             _become(request, log, {}, told)
@@ -407,6 +417,14 @@ def _become(request: dict[str, Any], log: int, kept: Mapping[int, int], told: in
         sys.modules["multiprocessing.process"].ORIGINAL_DIR = str(Path.cwd())  # type: ignore[attr-defined]
     os.write(told, b"pid %d" % os.getpid())
     os.close(told)
+
+
+def _enter(net: str | None) -> None:
+    """This process, and what it starts, in the network namespace of that file, as behind ``nsenter --net``."""
+    if net is not None:
+        with open(net, "rb") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"cannot enter {net}")
 
 
 def _die_with(parent: int) -> None:

@@ -76,16 +76,23 @@ def wait_saved(paths: AttemptPaths, step: int) -> None:
 
 class Server:
     """Starts, kills and restarts ``python -m ratchet_service serve`` and talks to it as any client would. ``agents``: what
-    forks its local agents; ``afresh``: all of it in interpreters of their own, and not as ``interpreters`` has them."""
+    forks its local agents; ``afresh``: all of it in interpreters of their own, and not as ``interpreters`` has them, the service
+    by the command ``prefix``."""
 
     def __init__(
-        self, home: Path, *options: str, cpu_slots: int = 64, afresh: bool = False, agents: Interpreter = RANKS
+        self,
+        home: Path,
+        *options: str,
+        cpu_slots: int = 64,
+        afresh: bool = False,
+        agents: Interpreter = RANKS,
+        prefix: tuple[str, ...] = (),
     ) -> None:
         self.home = home
         self.paths = HomePaths(home)
         self.options = ("--cpu-slots", str(cpu_slots), *options)
         self.process: subprocess.Popen[bytes] | Program | None = None
-        self._afresh, self._agents = afresh, agents
+        self._afresh, self._agents, self._prefix = afresh, agents, prefix
         self._starts = 0
         # One for all requests, each on a connection of its own. httpx.request makes a client per request, which reads the
         # certificates each time: 20 ms of a core, ten times a second, in every test that waits for a job.
@@ -103,8 +110,8 @@ class Server:
         self.home.mkdir(parents=True, exist_ok=True)
         self._starts += 1
         with (self.home / f"service-{self._starts}.log").open("wb") as log:
-            command = [sys.executable, "-m", "ratchet_service", "serve", "--home", str(self.home), "--port", "0"]
-            command += self.options
+            command = [*self._prefix, sys.executable, "-m", "ratchet_service", "serve", "--home", str(self.home)]
+            command += ["--port", "0", *self.options]
             if self._afresh:
                 self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             else:

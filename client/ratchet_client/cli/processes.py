@@ -48,6 +48,13 @@ MinRun = Annotated[
         help="A job that was stopped so trains for so long before it is stopped so again. (default: 60)",
     ),
 ]
+RunAs = Annotated[
+    str | None,
+    typer.Option(
+        metavar="USER[:GROUP]",
+        help="Whom local jobs' code runs as; the service must be root. (default: RATCHET_RUN_AS, else the service's own user)",
+    ),
+]
 LogFormat = Annotated[
     str | None,
     typer.Option(metavar="text|json", help="Of the log on standard error. (default: RATCHET_LOG_FORMAT, else text)"),
@@ -69,6 +76,7 @@ def serve(
     database_url: DatabaseUrl = None,
     cpu_slots: CpuSlots = None,
     launchers: Launchers = None,
+    run_as: RunAs = None,
     preemption: Preemption = None,
     preemption_min_run: MinRun = None,
     log_format: LogFormat = None,
@@ -133,7 +141,7 @@ def serve(
     """Run the service (API and reconciler) in the foreground. Ctrl-C ends it; running jobs go on and are found again."""
     arguments = [
         "serve",
-        *_common(ctx, home, cpu_slots, launchers, log_format),
+        *_common(ctx, home, cpu_slots, launchers, log_format, run_as),
         *_preemption(preemption, preemption_min_run),
         "--host",
         host,
@@ -156,6 +164,7 @@ def reconcile(
     database_url: DatabaseUrl = None,
     cpu_slots: CpuSlots = None,
     launchers: Launchers = None,
+    run_as: RunAs = None,
     preemption: Preemption = None,
     preemption_min_run: MinRun = None,
     log_format: LogFormat = None,
@@ -170,7 +179,7 @@ def reconcile(
     """Run a reconciler alone, beside a service with --no-reconciler. Several may share one database."""
     arguments = [
         "reconcile",
-        *_common(ctx, home, cpu_slots, launchers, log_format),
+        *_common(ctx, home, cpu_slots, launchers, log_format, run_as),
         *_preemption(preemption, preemption_min_run),
     ]
     for option, value in (("--metrics-port", metrics_port), ("--metrics-host", metrics_host)):
@@ -179,13 +188,19 @@ def reconcile(
 
 
 def _common(
-    ctx: typer.Context, home: Path | None, cpu_slots: int | None, launchers: Path | None, log_format: str | None
+    ctx: typer.Context,
+    home: Path | None,
+    cpu_slots: int | None,
+    launchers: Path | None,
+    log_format: str | None,
+    run_as: str | None,
 ) -> list[str]:
     from ratchet_client.discovery import home_directory
 
     arguments = ["--home", str(home_directory(home or settings(ctx).home))]
     arguments += [] if cpu_slots is None else ["--cpu-slots", str(cpu_slots)]
     arguments += [] if log_format is None else ["--log-format", log_format]
+    arguments += [] if run_as is None else ["--run-as", run_as]
     return arguments if launchers is None else [*arguments, "--launchers", str(launchers)]
 
 

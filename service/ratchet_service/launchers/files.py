@@ -6,6 +6,7 @@ import fcntl
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from ratchet_contract.messages import AgentFile, AttemptResult, LaunchFile
 from ratchet_contract.paths import AttemptPaths, NodePaths
+from ratchet_service.file_owner import as_owner, foreign
 from ratchet_service.launchers.base import AttemptRef, NodeState
 
 M = TypeVar("M", bound=BaseModel)
@@ -20,18 +22,33 @@ M = TypeVar("M", bound=BaseModel)
 
 def write_launch(paths: AttemptPaths, launch: LaunchFile) -> None:
     """Write ``launch.json`` by rename, readable by the owner alone (it holds the report token). Raises ``OSError``."""
-    paths.root.mkdir(parents=True, exist_ok=True)
-    fd, temporary = tempfile.mkstemp(dir=paths.root, prefix=".launch-")  # mode 0600
-    with os.fdopen(fd, "w") as handle:
-        handle.write(launch.model_dump_json(indent=1))
-        handle.flush()
-        os.fsync(handle.fileno())
-    Path(temporary).rename(paths.launch_file)
+    with as_owner(paths.root):
+        paths.root.mkdir(parents=True, exist_ok=True)
+        fd, temporary = tempfile.mkstemp(dir=paths.root, prefix=".launch-")  # mode 0600
+        with os.fdopen(fd, "w") as handle:
+            handle.write(launch.model_dump_json(indent=1))
+            handle.flush()
+            os.fsync(handle.fileno())
+        Path(temporary).rename(paths.launch_file)
 
 
 def fence(paths: AttemptPaths) -> None:
     """No agent of the attempt starts any more, whoever submits it late. What has started is found and ended after this call.
-    Raises ``OSError``."""
+    Raises ``OSError``; not where users' code has its own user, and has made the mark impossible: what that has wrecked, no agent
+    can start from, and what runs of it must be ended all the same."""
+    with as_owner(paths.root):
+        try:
+            _fence(paths)
+        except OSError:
+            if not foreign(paths.root):
+                raise
+            with suppress(OSError):
+                paths.root.chmod(0o700)
+                paths.fence_file.unlink(missing_ok=True)
+                _fence(paths)
+
+
+def _fence(paths: AttemptPaths) -> None:
     paths.root.mkdir(parents=True, exist_ok=True)
     paths.fence_file.touch()
 
@@ -65,7 +82,8 @@ def agent_logs(ref: AttemptRef, limit: int) -> str:
 def tail(path: Path, limit: int) -> str:
     """The last ``limit`` characters of a text file, stripped; empty when it cannot be read."""
     try:
-        return path.read_text(errors="replace").strip()[-limit:]
+        with as_owner(path):
+            return path.read_text(errors="replace").strip()[-limit:]
     except OSError:
         return ""
 
@@ -74,7 +92,9 @@ def read_message(path: Path, model: type[M]) -> M | None:
     """The message in ``path``, or None. Such files are written by rename, so one that cannot be understood is no message of
     ours, and counts as none."""
     try:
-        return model.model_validate_json(path.read_bytes())
+        with as_owner(path):
+            data = path.read_bytes()
+        return model.model_validate_json(data)
     except (OSError, ValidationError):
         return None
 
@@ -82,9 +102,14 @@ def read_message(path: Path, model: type[M]) -> M | None:
 def lock_is_held(path: Path) -> bool:
     """Does a live process of this machine hold the lock? The kernel drops it with the last process that has it open."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        with as_owner(path):
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
+    except OSError:
+        if foreign(path):  # its processes are known by their environment, too
+            return False
+        raise
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +21,9 @@ from ratchet_contract.errors import FieldProblem
 from ratchet_contract.messages import AgentFile, LaunchFile
 from ratchet_contract.paths import AttemptPaths, HomePaths, is_job_id
 from ratchet_contract.spec import JobSpec
+from ratchet_service import file_owner
+from ratchet_service.confined import Confined, User
+from ratchet_service.file_owner import as_owner
 from ratchet_service.launchers import files, limits, processes
 from ratchet_service.launchers.base import AttemptRef, AttemptState, LaunchError, LaunchPlan
 from ratchet_service.launchers.planning import agent_environment, rank_commands, secret_sources
@@ -31,15 +34,16 @@ AGENT: Final = ("-P", "-m", "ratchet_worker.agent")
 _ONE_MACHINE: Final = "the local launcher is one machine"
 
 
-def make(home: HomePaths, settings: Mapping[str, Any]) -> LocalLauncher:
+def make(home: HomePaths, settings: Mapping[str, Any], user: User | None = None) -> LocalLauncher:
     """The factory that the table names. Raises ``ValueError`` for settings: there are none."""
     if settings:
         raise ValueError(f"the launcher local has no settings, but {', '.join(map(str, settings))} is given")
-    return LocalLauncher(home)
+    return LocalLauncher(home, user=user)
 
 
 class LocalLauncher:
-    """See the module. ``agent`` is the command before the launch file; ``environ`` what agents inherit from."""
+    """See the module. ``agent`` is the command before the launch file; ``environ`` what agents inherit from; ``user``: whom
+    agents and ranks run as, None: the service's own user."""
 
     kind = "local"
     max_nodes: int | None = 1
@@ -47,9 +51,14 @@ class LocalLauncher:
     same_files = True
 
     def __init__(
-        self, home: HomePaths, agent: tuple[str, ...] | None = None, environ: Mapping[str, str] | None = None
+        self,
+        home: HomePaths,
+        agent: tuple[str, ...] | None = None,
+        environ: Mapping[str, str] | None = None,
+        user: User | None = None,
     ) -> None:
         self._home = home
+        self._user = user
         self._agent = agent or (sys.executable, *AGENT)
         self._environ = dict(os.environ if environ is None else environ)
         self._children: dict[str, set[int]] = {}  # by the attempt's name
@@ -92,6 +101,7 @@ class LocalLauncher:
             return
         env = agent_environment(self._environ, plan)
         try:
+            self._own(paths)
             files.write_launch(paths, plan.launch)
             pids = [self._start(plan, node, env) for node in range(plan.ref.nodes)]
         except OSError as error:
@@ -108,7 +118,7 @@ class LocalLauncher:
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
         for agent in self._agents(ref).values():
-            if processes.is_alive(agent.pid, agent.start_time):
+            if self._is_agent(ref, agent):
                 processes.kill(agent.pid, signal.SIGTERM)
 
     def kill(self, ref: AttemptRef) -> list[str]:
@@ -117,7 +127,7 @@ class LocalLauncher:
             processes.kill(pid)
         for node, agent in self._agents(ref).items():
             if agent.pid not in found and files.lock_is_held(ref.paths.node(node).lock_file):
-                if processes.is_alive(agent.pid, agent.start_time):
+                if self._is_agent(ref, agent):
                     processes.kill(agent.pid)
                 found.append(
                     agent.pid
@@ -145,11 +155,32 @@ class LocalLauncher:
     def _start(self, plan: LaunchPlan, node: int, env: dict[str, str]) -> int:
         """Start the agent of one node; its pid. Raises ``OSError``."""
         paths = plan.ref.paths.node(node)
-        paths.root.mkdir(parents=True, exist_ok=True)
         argv = plan.argv if plan.ref.nodes == 1 else (*plan.argv, "--node", str(node))
-        pid = _spawn(argv, env, paths.agent_log)
+        with as_owner(paths.root):
+            paths.root.mkdir(parents=True, exist_ok=True)
+            log = os.open(paths.agent_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            with Confined(self._user).command(argv, env, cwd="/") as command:
+                pid = _spawn(command.argv, command.env, log, command.fds)
+        finally:
+            os.close(log)
         self._children.setdefault(plan.ref.name, set()).add(pid)
         return pid
+
+    def _own(self, paths: AttemptPaths) -> None:
+        """The job's directory is its user's. Raises ``OSError``."""
+        if self._user is None:
+            return
+        ref = self._ref(paths.root)
+        if ref is None:  # a launch file that was read again, which user code may have changed
+            raise PermissionError(f"{paths.root} is no attempt of the run directory {self._home.home}")
+        file_owner.give(self._home.job(ref.job_id).root, self._user.uid, self._user.gid)
+
+    def _is_agent(self, ref: AttemptRef, agent: AgentFile) -> bool:
+        """Is the process there, and no other user's? User code may have written another's number into ``agent.json``."""
+        owner = file_owner.owner_of(ref.paths.root)
+        own = owner is None or owner[0] == 0 or processes.is_of(agent.pid, owner[0])
+        return own and processes.is_alive(agent.pid, agent.start_time)
 
     def _found(self, ref: AttemptRef) -> list[int]:
         return processes.with_variable(names.ATTEMPT_DIR, str(ref.paths.root))
@@ -180,12 +211,14 @@ class LocalLauncher:
             self._children.pop(name, None)
 
 
-def _spawn(argv: tuple[str, ...], env: dict[str, str], log: Path) -> int:
-    """Start a process in a session of its own, with no tie to this one. Raises ``OSError``."""
+def _spawn(argv: Sequence[str], env: dict[str, str], log: int, fds: Sequence[int] = ()) -> int:
+    """Start a process in a session of its own, with no tie to this one; it prints to the descriptor ``log``, and inherits
+    ``fds``. Raises ``OSError``."""
     actions = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-        (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
+        (os.POSIX_SPAWN_DUP2, log, 1),
         (os.POSIX_SPAWN_DUP2, 1, 2),
+        *((os.POSIX_SPAWN_DUP2, fd, fd) for fd in fds),
     ]
     default = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD]
-    return os.posix_spawn(argv[0], argv, env, file_actions=actions, setsid=True, setsigmask=[], setsigdef=default)
+    return os.posix_spawn(argv[0], list(argv), env, file_actions=actions, setsid=True, setsigmask=[], setsigdef=default)

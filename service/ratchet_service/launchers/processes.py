@@ -27,6 +27,16 @@ def is_alive(pid: int, started: int) -> bool:
     return start_time(pid) == started
 
 
+def is_of(pid: int, uid: int) -> bool:
+    """Does the process run as user ``uid`` alone?"""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    numbers = next((line.split()[1:] for line in lines if line.startswith("Uid:")), [])
+    return set(numbers) == {str(uid)}
+
+
 def with_variable(name: str, value: str) -> list[int]:
     """Live processes, other than this one, whose environment at their start had ``name=value``.
 

@@ -15,6 +15,7 @@ from typing import Any, Final, cast
 import yaml
 
 from ratchet_contract.paths import HomePaths
+from ratchet_service.confined import User
 from ratchet_service.launchers.base import Launcher
 
 LAUNCHERS: Final[dict[str, str]] = {
@@ -42,10 +43,11 @@ class Launchers(Mapping[str, Launcher]):
         return len(self._launchers)
 
 
-def load(home: HomePaths, file: Path | None) -> Launchers:
-    """The launchers that ``file`` names; ``local`` without one. Raises ``ValueError`` with a sentence for people."""
+def load(home: HomePaths, file: Path | None, user: User | None = None) -> Launchers:
+    """The launchers that ``file`` names; ``local`` without one. ``user``: whom the local one starts agents as. Raises
+    ``ValueError`` with a sentence for people."""
     settings: Mapping[str, Mapping[str, Any]] = {"local": {}} if file is None else _read(file)
-    return Launchers({kind: _make(kind, home, given) for kind, given in settings.items()})
+    return Launchers({kind: _make(kind, home, given, user) for kind, given in settings.items()})
 
 
 def _read(file: Path) -> dict[str, Mapping[str, Any]]:
@@ -63,7 +65,7 @@ def _read(file: Path) -> dict[str, Mapping[str, Any]]:
     return out
 
 
-def _make(kind: str, home: HomePaths, settings: Mapping[str, Any]) -> Launcher:
+def _make(kind: str, home: HomePaths, settings: Mapping[str, Any], user: User | None) -> Launcher:
     brought = {point.name: point for point in entry_points(group=GROUP)}
     try:
         if kind in LAUNCHERS:
@@ -76,4 +78,4 @@ def _make(kind: str, home: HomePaths, settings: Mapping[str, Any]) -> Launcher:
             raise ValueError(f"there is no launcher {kind!r}; there is {known}")
     except ImportError as error:
         raise ValueError(f"the launcher {kind} cannot be loaded: {error}") from None
-    return cast(Launcher, make(home, settings))
+    return cast(Launcher, make(home, settings, user) if kind == "local" else make(home, settings))

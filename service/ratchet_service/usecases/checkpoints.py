@@ -20,6 +20,7 @@ from ratchet_service import cursors, object_store
 from ratchet_service.ancestry import bases_of
 from ratchet_service.clock import now_in
 from ratchet_service.database import Database
+from ratchet_service.file_owner import as_owner
 from ratchet_service.models import Checkpoint, Job
 from ratchet_service.retention import values_of
 from ratchet_service.tidying import quarantine
@@ -67,7 +68,8 @@ def detail(session: Session, job_id: str, checkpoint_id: str, homes: HomePaths) 
     """With the manifest, where the disk still has one that is right."""
     row = find_checkpoint(session, job_id, checkpoint_id)
     try:
-        manifest = json.loads(read_manifest(homes.job(job_id).checkpoint(row.step, row.epoch)).model_dump_json())
+        with as_owner(homes.job(job_id).root):
+            manifest = json.loads(read_manifest(homes.job(job_id).checkpoint(row.step, row.epoch)).model_dump_json())
     except CheckpointError:
         manifest = None
     (view,) = _views(session, find_job(session, job_id), [row])
@@ -89,6 +91,13 @@ def read_all_bytes(
     object_store.provide(homes, job, row)
     begin = time.monotonic()
     directory = homes.job(job_id).checkpoint(row.step, row.epoch)
+    with as_owner(directory):
+        outcome = _verified(directory, row)
+    return outcome, time.monotonic() - begin
+
+
+def _verified(directory: Path, row: Checkpoint) -> VerifyOutcome:
+    """Raises as ``read_all_bytes`` does."""
     try:
         outcome = verify(directory)
     except CheckpointError as error:
@@ -100,7 +109,7 @@ def read_all_bytes(
     _mark_verified(directory, outcome.ok)
     if not (directory / MANIFEST_NAME).exists():  # whoever deletes begins with it: what is missing is no damage
         raise Conflict(f"checkpoint {row.name} was deleted while it was read", code="checkpoint-gone")
-    return outcome, time.monotonic() - begin
+    return outcome
 
 
 def _mark_verified(directory: Path, ok: bool) -> None:
@@ -185,12 +194,17 @@ def set_pin(session: Session, row: Checkpoint, pinned: bool, homes: HomePaths) -
     so one of the two notices the other (``ratchet_store.retain``). Raises ``Conflict`` (``checkpoint-gone``).
     """
     directory = homes.job(row.job_id).checkpoint(row.step, row.epoch)
-    mark = directory / PINNED_NAME
+    name = row.name
+    with as_owner(directory):
+        _set_mark(directory, name, pinned)
+    row.pinned = pinned
+
+
+def _set_mark(directory: Path, name: str, pinned: bool) -> None:
+    mark, made = directory / PINNED_NAME, False
     if not pinned:
         mark.unlink(missing_ok=True)
-        row.pinned = False
         return
-    made = False
     try:
         made = _make(mark)
         fsync_dir(directory)
@@ -198,10 +212,7 @@ def set_pin(session: Session, row: Checkpoint, pinned: bool, homes: HomePaths) -
     except (OSError, CheckpointError):
         if made:  # one that was there before is another pin's
             mark.unlink(missing_ok=True)
-        raise Conflict(
-            f"checkpoint {row.name} is not on the disk any more, or damaged", code="checkpoint-gone"
-        ) from None
-    row.pinned = True
+        raise Conflict(f"checkpoint {name} is not on the disk any more, or damaged", code="checkpoint-gone") from None
 
 
 def _make(mark: Path) -> bool:

@@ -15,6 +15,7 @@ from ratchet_contract.paths import HomePaths, JobPaths, is_job_id
 from ratchet_contract.phases import Event
 from ratchet_service import disk, object_store
 from ratchet_service.database import Database
+from ratchet_service.file_owner import as_owner
 from ratchet_service.models import Job
 from ratchet_service.snapshot import remove_tree
 from ratchet_service.transitions import check
@@ -94,24 +95,34 @@ def _mark(paths: JobPaths, keep_checkpoints: bool, uri: str | None) -> None:
         paths.root.mkdir(parents=True, exist_ok=True)
     if not paths.root.is_dir():
         return
-    with (paths.root / MARK).open("w") as handle:
-        handle.write(_KEEP if keep_checkpoints else uri or "")
-        handle.flush()
-        os.fsync(handle.fileno())
-    fsync_dir(paths.root)
+    with as_owner(paths.root):
+        with (paths.root / MARK).open("w") as handle:
+            handle.write(_KEEP if keep_checkpoints else uri or "")
+            handle.flush()
+            os.fsync(handle.fileno())
+        fsync_dir(paths.root)
 
 
 def _remove_files(paths: JobPaths) -> str | None:
     """What is left in the object store, in a sentence; the mark stays with it, so that the next start tries again."""
+    with as_owner(paths.root):
+        left, empty = _remove_what_goes(paths)
+    if empty:
+        paths.root.rmdir()
+    return left
+
+
+def _remove_what_goes(paths: JobPaths) -> tuple[str | None, bool]:
+    """As ``_remove_files``, and whether the job's directory is to go, too."""
     mark = paths.root / MARK
     try:
         handle = mark.open()
     except FileNotFoundError:  # there were no files, or somebody else has removed them
-        return None
+        return None, False
     with handle:
         fcntl.flock(handle, fcntl.LOCK_EX)  # the sweep and the request may both be at it
         if not mark.exists():
-            return None
+            return None, False
         told = handle.read()
         keep = told == _KEEP
         if not keep:
@@ -125,8 +136,6 @@ def _remove_files(paths: JobPaths) -> str | None:
                 path.unlink()
         left = object_store.remove(told, paths.root.name) if told and not keep else None
         if left is not None:
-            return left
+            return left, False
         mark.unlink()
-        if not any(paths.root.iterdir()):
-            paths.root.rmdir()
-    return None
+        return None, not any(paths.root.iterdir())

@@ -19,8 +19,10 @@ from typing import Any, Final, Literal
 from ratchet_contract.errors import CheckpointError, Conflict, RatchetError, Refused
 from ratchet_contract.paths import HomePaths
 from ratchet_service import children, disk, object_store
+from ratchet_service.confined import OWN, Confined
 from ratchet_service.credentials import bare
 from ratchet_service.database import Database
+from ratchet_service.file_owner import as_owner
 from ratchet_service.models import Job
 from ratchet_service.turns import Turns
 from ratchet_service.usecases.queries import find_checkpoint, find_job
@@ -46,13 +48,15 @@ class Exported:
 @dataclass(frozen=True)
 class Exporter:
     """``turns``: of making a file, not of sending it. ``seconds``: the limit for making one, digest included. ``trains_here``: do
-    jobs of a launcher run on the service's machine as its user? Of all others the service's own interpreter makes the files."""
+    jobs of a launcher run on the service's machine? Of all others the service's own interpreter makes the files. ``confined``: as
+    whom."""
 
     database: Database
     homes: HomePaths
     turns: Turns
     seconds: float
     trains_here: Callable[[str], bool]
+    confined: Confined = OWN
 
     def export(
         self, job_id: str, checkpoint_id: str, form: Format, abandoned: Callable[[], bool] = lambda: False
@@ -74,7 +78,7 @@ class Exporter:
         with self.turns.taken():
             file = _unnamed(self.homes.job(job_id).root)
             try:
-                answer = _Asked(python, self.seconds, abandoned).answer(request, file)
+                answer = _Asked(python, self.seconds, abandoned, self.confined).answer(request, file)
                 if "error" in answer:
                     raise _error(answer, row.name, directory)
                 size = file.seek(0, os.SEEK_END)
@@ -102,7 +106,8 @@ class Exporter:
 def _unnamed(directory: Path) -> BufferedRandom:
     """On the disk of the checkpoints: what has no name is never left behind, whoever is killed."""
     try:
-        return tempfile.TemporaryFile(dir=directory)
+        with as_owner(directory):
+            return tempfile.TemporaryFile(dir=directory)
     except FileNotFoundError:
         raise Conflict(
             f"{directory} is not on the disk any more: there is nothing to export", code="checkpoint-gone"
@@ -120,6 +125,7 @@ class _Asked:
     python: str
     seconds: float
     abandoned: Callable[[], bool]
+    confined: Confined
 
     def answer(self, request: Mapping[str, Any], file: BufferedRandom) -> dict[str, Any]:
         directory = str(Path(request["checkpoint"]).parent)
@@ -134,6 +140,7 @@ class _Asked:
                     abandoned=self.abandoned,
                     stderr=stderr,
                     pass_fds=[file.fileno()],
+                    confined=self.confined,
                 )
             except TimeoutError:
                 return {"error": f"it took longer than {self.seconds:g} s", "code": "export-timeout"}

@@ -17,6 +17,7 @@ from ratchet_contract.api import LogLine, Page
 from ratchet_contract.errors import Refused
 from ratchet_contract.paths import JobPaths
 from ratchet_service import cursors
+from ratchet_service.file_owner import as_owner
 from ratchet_service.log_lines import lines_of, since_offset, tail_offset
 
 MAX_MARK: Final = 4096
@@ -56,6 +57,11 @@ def parse_position(text: str) -> Position:
 
 def log_files(job: JobPaths, wanted: LogFilter) -> list[tuple[int, int, Path]]:
     """``(attempt, rank, file)`` in order."""
+    with as_owner(job.root):
+        return _log_files(job, wanted)
+
+
+def _log_files(job: JobPaths, wanted: LogFilter) -> list[tuple[int, int, Path]]:
     out = []
     for folder in (job.root / "attempts").glob("*"):
         if not _ATTEMPT.fullmatch(folder.name):
@@ -146,7 +152,8 @@ class Follower:
 
     def _start(self, attempt: int, path: Path) -> int:
         if self._resumed_at is not None and attempt < self._resumed_at:
-            return path.stat().st_size  # lines come attempt by attempt: the earlier ones were done
+            with as_owner(path):
+                return path.stat().st_size  # lines come attempt by attempt: the earlier ones were done
         return first_offset(path, self._wanted)
 
     def _mark(self, attempt: int) -> str:

@@ -12,6 +12,7 @@ from ratchet_contract.api_requests import PruneRequest
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import MANIFEST_NAME, PINNED_NAME, HomePaths, JobPaths, parse_checkpoint_dir_name
 from ratchet_contract.resume import holds
+from ratchet_service.file_owner import as_owner
 from ratchet_service.models import Checkpoint, Job
 from ratchet_service.transitions import add_event
 from ratchet_service.usecases.queries import hold_job, lineage_of
@@ -35,7 +36,7 @@ def prune(session: Session, job_id: str, request: PruneRequest, homes: HomePaths
         if request.dry_run or _gone(session, job, directory):
             removed.append(directory.name)
             size += weight
-    for directory in sorted(paths.quarantine.iterdir()) if request.quarantined and paths.quarantine.is_dir() else ():
+    for directory in _set_aside(paths) if request.quarantined else ():
         weight = _size(directory)
         if request.dry_run or _gone(session, job, directory, pinned=True):
             aside.append(directory.name)
@@ -50,14 +51,24 @@ def prune(session: Session, job_id: str, request: PruneRequest, homes: HomePaths
     return PruneResult(dry_run=request.dry_run, checkpoints=removed, quarantined=aside, size=size)
 
 
+def _set_aside(paths: JobPaths) -> list[Path]:
+    with as_owner(paths.root):
+        return sorted(paths.quarantine.iterdir()) if paths.quarantine.is_dir() else []
+
+
 def _left_behind(session: Session, job: Job, paths: JobPaths) -> Iterator[Path]:
     """Oldest first."""
     segments = lineage_of(session, job)
     dead = job.epoch - 1 if job.phase.active else job.epoch
-    for step, epoch, directory in reversed(list(checkpoint_dirs(paths.checkpoints))):
+    with as_owner(paths.root):
+        found = [
+            (step, epoch, directory, (directory / PINNED_NAME).exists(), (directory / MANIFEST_NAME).exists())
+            for step, epoch, directory in checkpoint_dirs(paths.checkpoints)
+        ]
+    for step, epoch, directory, marked, committed in reversed(found):
         row = session.get(Checkpoint, (job.id, step, epoch))
-        pinned = (row is not None and row.pinned) or (directory / PINNED_NAME).exists()
-        wanted = holds(segments, step, epoch) and (directory / MANIFEST_NAME).exists()
+        pinned = (row is not None and row.pinned) or marked
+        wanted = holds(segments, step, epoch) and committed
         if epoch <= dead and not pinned and not wanted:
             yield directory
 
@@ -65,10 +76,11 @@ def _left_behind(session: Session, job: Job, paths: JobPaths) -> Iterator[Path]:
 def _gone(session: Session, job: Job, directory: Path, *, pinned: bool = False) -> bool:
     """Delete it, and let its row say so."""
     try:
-        if pinned:
-            delete(directory)
-        elif not delete_unless_pinned(directory):
-            return False
+        with as_owner(directory):
+            if pinned:
+                delete(directory)
+            elif not delete_unless_pinned(directory):
+                return False
     except CheckpointError as error:
         add_event(session, job.id, "checkpoint-not-deleted", error.detail)
         return False
@@ -82,9 +94,10 @@ def _gone(session: Session, job: Job, directory: Path, *, pinned: bool = False) 
 def _size(directory: Path) -> int:
     """Bytes of its files; what goes meanwhile counts nothing."""
     total = 0
-    for path in directory.rglob("*"):
-        try:
-            total += path.lstat().st_size
-        except OSError:
-            continue
+    with as_owner(directory):
+        for path in directory.rglob("*"):
+            try:
+                total += path.lstat().st_size
+            except OSError:
+                continue
     return total

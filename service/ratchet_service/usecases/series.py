@@ -21,6 +21,7 @@ from ratchet_hooks.registry import is_stateful
 from ratchet_hooks.specs import HookSpec
 from ratchet_hooks.summary import HookSummary
 from ratchet_service import cursors
+from ratchet_service.file_owner import as_owner
 from ratchet_service.models import Attempt, Checkpoint, HookSample, Job, Metric, MetricSeries
 from ratchet_service.usecases.queries import find_job
 from ratchet_service.usecases.views import last_checkpoint
@@ -138,7 +139,8 @@ def _saved(session: Session, job: Job, homes: HomePaths, hook: HookSpec) -> tupl
     if start is None:
         return None
     try:
-        manifest = read_manifest(start)
+        with as_owner(start):
+            manifest = read_manifest(start)
     except (CheckpointError, OSError):
         return None
     if not manifest.hook_summaries or change_of(manifest.hook.name, manifest.hook.parameters, hook) is not None:

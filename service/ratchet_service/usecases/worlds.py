@@ -23,6 +23,7 @@ from ratchet_contract.spec_parse import parse_spec
 from ratchet_hooks.changes import change_of, hook_of
 from ratchet_hooks.registry import is_stateful
 from ratchet_service.ancestry import fork_of
+from ratchet_service.file_owner import as_owner
 from ratchet_service.merge_patch import merge
 from ratchet_service.models import Job
 from ratchet_service.ports import SubmissionPorts
@@ -134,7 +135,8 @@ def mismatches(spec: JobSpec, checkpoint: Path) -> list[FieldProblem]:
     """Why a group of ``spec`` may not start from the checkpoint, since other ranks or another hook wrote it, and what to do. One
     that cannot be read now is left to the attempt, which may find another."""
     try:
-        manifest = read_manifest(checkpoint)
+        with as_owner(checkpoint):
+            manifest = read_manifest(checkpoint)
     except (CheckpointError, OSError):
         return []
     out = []

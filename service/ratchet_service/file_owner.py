@@ -1,0 +1,107 @@
+"""A job's directory belongs to the user that its code runs as, so what the service does in it, it does as that user.
+
+Were it done as root, a link that user code puts in the place of a log, a mark or a directory would have the service read or write
+what only root may. The kernel checks file accesses of a thread by its file system user: inside ``as_owner`` that is the owner of
+the job's directory, which lies in one of the service's own, so that only the service gives it away. No database is asked within:
+SQLite opens its files when it likes. Where the service is not root, or the directory is root's, nothing changes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import BinaryIO
+
+from ratchet_contract.paths import HomePaths, is_job_id
+from ratchet_service.confined import User
+
+
+@contextmanager
+def as_owner(path: Path) -> Iterator[None]:
+    """While the block runs, this thread's file accesses are those of the owner of the job whose directory ``path`` is, or lies
+    in. Not around a ``yield``, nor across threads. Raises ``PermissionError`` where the kernel does not change the user."""
+    owner = owner_of(path) if os.geteuid() == 0 else None
+    if owner is None or owner[0] == 0:
+        yield
+        return
+    with _acting(*owner):
+        yield
+
+
+@contextmanager
+def as_user(user: User | None) -> Iterator[None]:
+    """Likewise as ``user``; None: as the service."""
+    if user is None:
+        yield
+        return
+    with _acting(user.uid, user.gid):
+        yield
+
+
+@contextmanager
+def _acting(uid: int, gid: int) -> Iterator[None]:
+    libc = _libc()
+    before = libc.setfsuid(-1), libc.setfsgid(-1)
+    try:
+        libc.setfsgid(gid)
+        libc.setfsuid(uid)
+        if libc.setfsuid(-1) != uid or libc.setfsgid(-1) != gid:
+            raise PermissionError(f"files cannot be opened as user {uid}, group {gid}")
+        yield
+    finally:
+        libc.setfsuid(before[0])
+        libc.setfsgid(before[1])
+
+
+def foreign(path: Path) -> bool:
+    """Do the files of the job in whose directory ``path`` lies belong to another user than the service's? Then that user decides
+    what the service can open of them, and may have taken it all away: that must not keep the attempt from being ended."""
+    owner = owner_of(path)
+    return owner is not None and owner[0] != os.geteuid()
+
+
+def owner_of(path: Path) -> tuple[int, int] | None:
+    """User and group of the job's directory that ``path`` is, or lies in; None where there is none, and in a run directory that
+    was never made ready for another user (``worker_user.settle``), who could not even reach it."""
+    for folder in (path, *path.parents):
+        if is_job_id(folder.name):
+            if not HomePaths(folder.parent.parent).run_as_file.exists():
+                return None
+            try:
+                found = folder.lstat()
+            except FileNotFoundError:
+                return None
+            return found.st_uid, found.st_gid
+    return None
+
+
+def open_read(path: Path) -> BinaryIO:
+    """A file of a job's, by its owner's rights. Raises ``OSError``."""
+    with as_owner(path):
+        return path.open("rb")
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def give(root: Path, uid: int, gid: int) -> None:
+    """Make the job's directory ``root``, or hand it over with all that is in it: what the service's own user, or the worker's
+    user before, had made there. Raises ``OSError``, also for what is another's: user code may have linked it there."""
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    former = root.lstat().st_uid
+    if former == uid:
+        return
+    root.chmod(0o700)
+    for _, folders, files, fd in os.fwalk(root):
+        for name in (*folders, *files):
+            found = os.lstat(name, dir_fd=fd)
+            if found.st_uid not in (former, uid):
+                raise PermissionError(f"{root} holds {name}, which belongs to user {found.st_uid}")
+            os.chown(name, uid, gid, dir_fd=fd, follow_symlinks=False)
+    os.chown(root, uid, gid)  # last: a walk that was cut short begins again

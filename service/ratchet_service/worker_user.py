@@ -1,0 +1,153 @@
+"""The user that users' code runs as: agents, their ranks, and what is asked beside the API (``--run-as USER[:GROUP]``)."""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import stat
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from ratchet_contract.paths import HomePaths
+from ratchet_service.confined import Confined, User
+from ratchet_service.credentials import bare
+from ratchet_service.listening import StartError
+
+_SECONDS: Final = 60.0
+_TRY: Final = """
+import os, sys
+import ratchet_worker.agent
+os.chdir(sys.argv[1])
+print("here", flush=True)
+sys.stdin.read()
+"""
+
+
+def find(text: str | None) -> User | None:
+    """The user that ``USER[:GROUP]`` names, each by name or number; None where that is the service's own, or nothing is named.
+    Raises ``StartError`` for one that is not there, and where the service, not being root, cannot become it."""
+    if text is None:
+        return None
+    user, _, group = text.partition(":")
+    entry = _user(user)
+    if entry is None and not _is_number(user):
+        raise StartError(f"--run-as {text}: this machine has no user {user!r}")
+    uid = int(user) if entry is None else entry.pw_uid
+    if not group and entry is None:
+        raise StartError(
+            f"--run-as {text}: user {uid} has no entry in the user database, so name a group, too: {uid}:GROUP"
+        )
+    gid = _group(text, group) if group else (entry.pw_gid if entry is not None else uid)
+    if uid == os.geteuid() and (not group or gid == os.getegid()):
+        return None
+    if os.geteuid() != 0:
+        raise StartError(
+            f"--run-as {text}: the service runs as user {os.geteuid()}, and only root can start processes as another: start it "
+            "as root, or leave --run-as out"
+        )
+    if uid == 0 or gid == 0:
+        raise StartError(f"--run-as {text}: root's own group would open root's files to users' code: name another one")
+    if entry is None:
+        return User(uid, gid, (gid,), "/", str(uid))
+    groups = tuple(g for g in os.getgrouplist(entry.pw_name, gid) if g != 0)
+    return User(uid, gid, groups, entry.pw_dir, entry.pw_name)
+
+
+def _user(text: str) -> pwd.struct_passwd | None:
+    try:
+        return pwd.getpwuid(int(text)) if _is_number(text) else pwd.getpwnam(text)
+    except (KeyError, OverflowError):
+        return None
+
+
+def _group(text: str, group: str) -> int:
+    if _is_number(group):
+        return int(group)
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise StartError(f"--run-as {text}: this machine has no group {group!r}") from None
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10
+
+
+def settle(paths: HomePaths, user: User | None, database: Path | None) -> None:
+    """Before anything is started: the run directory lets ``user`` through to its jobs' directories and to no other file, and
+    the user can work there. ``database``: its file, where it is one. Raises ``StartError``."""
+    if user is None:
+        if paths.run_as_file.exists():  # directories of jobs still belong to the user before
+            paths.run_as_file.write_text("", encoding="utf-8")
+        return
+    os.umask(0o077)
+    os.setgroups([])  # else what is read in the name of ``user`` (``file_owner``) would be read with root's groups
+    _shut(paths, database)
+    paths.run_as_file.write_text(f"{user.name} {user.uid} {user.gid}\n", encoding="utf-8")
+    paths.run_as_file.chmod(0o644)
+    _try(paths, user)
+
+
+def recorded(paths: HomePaths) -> str | None:
+    """The user of the service that was started last in this run directory, for people; None: users' code runs as the service."""
+    try:
+        name, uid, gid = paths.run_as_file.read_text(encoding="utf-8").split()
+    except (OSError, ValueError):
+        return None
+    return f"{name} (user {uid}, group {gid})"
+
+
+def _shut(paths: HomePaths, database: Path | None) -> None:
+    for folder in (paths.home, paths.jobs, paths.code):
+        folder.mkdir(mode=0o711, parents=True, exist_ok=True)
+        folder.chmod(0o711)
+    private = list(paths.home.iterdir())
+    if database is not None:
+        private += [path for end in ("", "-wal", "-shm") if (path := database.with_name(database.name + end)).exists()]
+    for path in private:
+        with suppress(FileNotFoundError):  # another process of this run directory is at work
+            found = path.lstat()
+            if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+                path.chmod(found.st_mode & 0o700)
+
+
+def _try(paths: HomePaths, user: User) -> None:
+    """Can the user run the agent and reach the jobs? Can its processes be seen, by which an attempt is proved dead?"""
+    with (
+        Confined(user).command([sys.executable, "-P", "-c", _TRY, str(paths.jobs)], bare(os.environ)) as command,
+        subprocess.Popen(
+            command.argv,
+            env=command.env,
+            pass_fds=command.fds,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd="/",
+        ) as child,
+    ):
+        assert child.stdout is not None
+        here = child.stdout.readline().strip() == b"here"
+        try:
+            seen = bool(Path(f"/proc/{child.pid}/environ").read_bytes())
+        except OSError:
+            seen = False
+        try:
+            _, said = child.communicate(timeout=_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            raise StartError(f"--run-as {user.name}: {sys.executable} did not answer within {_SECONDS:g} s") from None
+    if not here:
+        last = (said.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
+        raise StartError(
+            f"--run-as {user.name}: that user cannot run {sys.executable} with ratchet_worker, or cannot reach {paths.jobs}: "
+            f"{last}. All directories above both must let others through (mode o+x)"
+        )
+    if not seen:
+        raise StartError(
+            f"--run-as {user.name}: processes of that user cannot be looked at (/proc/PID/environ), so no attempt could be "
+            "proved dead: in a container, add the capability SYS_PTRACE"
+        )

@@ -1,0 +1,184 @@
+"""``ratchet serve --run-as``, for real: what users' code finds it may do, and that everything else goes on as ever."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet_service.launchers import processes
+from ratchet_store.compare import compare, render
+from tests.e2e.exactness import final_checkpoint
+from tests.support.launch import wait_freeze
+from tests.support.projects import make_project
+from tests.support.run_as import AS_ROOT, UID, open_directory, through
+from tests.support.server import Server, rank_pid, wait_for
+
+pytestmark = [AS_ROOT, pytest.mark.slow]
+
+EXPLORE = """
+import json, os, subprocess, sys
+from pathlib import Path
+
+def tried(act):
+    try:
+        act()
+        return "done"
+    except Exception as error:
+        return getattr(error, "strerror", None) or type(error).__name__
+
+def explore(out, home, service, snapshot):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    status = {line.split(":")[0]: line.split(":")[1].split() for line in lines}
+    found = {
+        "uid": status["Uid"], "gid": status["Gid"], "groups": status["Groups"], "nnp": status["NoNewPrivs"],
+        "capabilities": [status[name][0] for name in ("CapPrm", "CapEff", "CapBnd")],
+        "root again": tried(lambda: os.setuid(0)),
+        "database": tried(lambda: open(f"{home}/ratchet.db", "rb").read()),
+        "names of the home": tried(lambda: os.listdir(home)),
+        "names of the jobs": tried(lambda: os.listdir(f"{home}/jobs")),
+        "a file in the home": tried(lambda: open(f"{home}/made", "w")),
+        "the address": tried(lambda: open(f"{home}/service.json").read()),
+        "environment of the service": tried(lambda: open(f"/proc/{service}/environ", "rb").read()),
+        "end the service": tried(lambda: os.kill(service, 0)),
+        "code to change": tried(lambda: open(f"{snapshot}/explored.py", "a")),
+        "code to replace": tried(lambda: os.rename(f"{snapshot}/explored.py", f"{snapshot}/x.py")),
+        "code to unlock": tried(lambda: os.chmod(snapshot, 0o777)),
+        "variables": sorted(name for name, value in os.environ.items() if "top-secret" in value),
+        "HOME": os.environ["HOME"],
+    }
+    with open(out + ".new", "w") as file:
+        json.dump(found, file)
+    os.rename(out + ".new", out)
+"""
+SCRIPT = """
+import os, sys, time
+import explored
+out, home, service = sys.argv[1:]
+launch = __import__("json").load(open(os.environ["RATCHET_LAUNCH_FILE"]))
+explored.explore(out, home, int(service), launch["code_dir"])
+print("explored", flush=True)
+"""
+HOOK = """
+import os
+import explored
+explored.explore(os.environ["OUT"], os.environ["AT"], int(os.environ["SERVICE"]), os.path.dirname(__file__))
+def f(state, bucket): ...
+class T:
+    def build(self, ctx): ...
+    def loss(self, model, batch): ...
+"""
+DENIED = "Permission denied"
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Path]:
+    with open_directory() as root:
+        (root / "out").mkdir()
+        (root / "out").chmod(0o777)
+        yield root
+
+
+@pytest.fixture(scope="module")
+def confined(place: Path) -> Iterator[Server]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RATCHET_TOKEN_OF_SOMETHING", "top-secret")
+        patch.setenv("PGPASSWORD", "top-secret")
+        prefix = through(place)
+        server = Server(place / "home", "--run-as", f"{UID}:{UID}", afresh=True, prefix=prefix)
+        try:
+            yield server.start()
+        finally:
+            server.stop()
+
+
+def project(place: Path, **texts: str) -> Path:
+    """A directory that nobody but the service can look into."""
+    root = place / "projects"
+    root.mkdir(mode=0o700, exist_ok=True)
+    code = root / "-".join(texts)
+    code.mkdir()
+    (code / "explored.py").write_text(EXPLORE)
+    for name, text in texts.items():
+        (code / f"{name}.py").write_text(text)
+    return code
+
+
+def assert_harmless(found: dict[str, Any]) -> None:
+    assert found["uid"] == found["gid"] == [str(UID)] * 4 and found["groups"] == [str(UID)] and found["nnp"] == ["1"]
+    assert set(found["capabilities"]) == {"0" * 16} and found["root again"] == "Operation not permitted"
+    kept = ("database", "names of the home", "names of the jobs", "a file in the home", "environment of the service")
+    assert {name: found[name] for name in kept} == dict.fromkeys(kept, DENIED)
+    assert found["end the service"] == "Operation not permitted" and found["the address"] == "done"
+    assert {found[name] for name in ("code to change", "code to replace")} == {DENIED}
+    assert found["code to unlock"] == "Operation not permitted"
+    assert found["variables"] == [] and found["HOME"] == "/"
+
+
+def test_what_a_rank_may_do(confined: Server, place: Path) -> None:
+    assert confined.process is not None
+    code, out = project(place, train=SCRIPT), place / "out" / "rank"
+    script = ["train.py", str(out), str(confined.home), str(confined.process.pid)]
+    world = {"ranks_per_node": 1, "device": "cpu"}
+    job_id = confined.submit({"name": "explores", "script": script, "code": {"path": str(code)}, "world": world})
+    confined.wait_phase(job_id, "SUCCEEDED")
+    assert_harmless(json.loads(out.read_text()))
+    lines = confined.call("GET", f"/v1/jobs/{job_id}/logs").json()["items"]
+    assert any(line["text"] == "explored" for line in lines)
+    assert (confined.home.stat().st_mode & 0o777, confined.paths.database.stat().st_mode & 0o777) == (0o711, 0o600)
+    confined.call("DELETE", f"/v1/jobs/{job_id}")
+    assert not confined.paths.job(job_id).root.exists()
+
+
+def test_what_a_look_at_a_hook_may_do(confined: Server, place: Path) -> None:
+    assert confined.process is not None
+    code, out = project(place, mine=HOOK), place / "out" / "look"
+    more = {"OUT": str(out), "AT": str(confined.home), "SERVICE": str(confined.process.pid)}
+    spec = {"name": "looks", "task": {"entrypoint": "mine:T"}, "code": {"path": str(code)}, "env": more}
+    spec |= {"world": {"ranks_per_node": 2, "device": "cpu"}, "hook": {"name": "custom", "hook": "mine:f"}}
+    confined.call("POST", "/v1/jobs?dry_run=true", json=spec)
+    assert_harmless(json.loads(out.read_text()))
+
+
+def test_two_ranks_go_through_a_restart_and_a_preemption_into_the_bits_of_an_undisturbed_run(
+    confined: Server, place: Path
+) -> None:
+    gate = place / "out" / "gate"
+    gate.mkdir()
+    gate.chmod(0o777)
+    (gate / "step13").touch()
+    code = make_project(place / "projects" / "trains")
+    spec: dict[str, Any] = {
+        "name": "trains", "code": {"path": str(code)}, "world": {"ranks_per_node": 2, "device": "cpu"},
+        "hook": {"name": "powerSGD", "start_powerSGD_iter": 6}, "checkpoint": {"every_steps": 6, "keep_last": 2},
+    }  # fmt: skip
+    task = {"entrypoint": "mine:Mine", "args": {"steps": 24}}
+    quiet = confined.submit({**spec, "task": task})
+    gated = confined.submit({**spec, "task": {**task, "args": {"steps": 24, "gate": str(gate)}}})
+    wait_for(lambda: (gate / "step13.reached.1").exists(), "the ranks to wait", 90)
+    _, paths = confined.wait_step(gated, 12, saved=True)
+    pids = [rank_pid(paths, rank) for rank in (0, 1)]
+    assert all(processes.is_of(pid, UID) for pid in pids)
+    confined.kill()
+    confined.start()
+    confined.call("POST", f"/v1/jobs/{gated}/preempt")
+    wait_freeze(paths, 0)
+    (gate / "step13").unlink()
+    confined.wait_phase(quiet, "SUCCEEDED")
+    confined.wait_phase(gated, "SUCCEEDED")
+    first, second = confined.attempts(gated)
+    assert (first["cause"], second["base"]["epoch"]) == ("api-preempt", 1)
+    report = compare(final_checkpoint(confined, quiet), final_checkpoint(confined, gated))
+    assert report.identical, render(report)
+    root = confined.paths.job(gated).root
+    assert {path.lstat().st_uid for path in (root, *root.rglob("*"))} == {UID} and root.stat().st_mode & 0o077 == 0
+    assert len(list((root / "checkpoints").glob("*/MANIFEST.json"))) == 2
+    name = final_checkpoint(confined, gated).name
+    confined.call("POST", f"/v1/jobs/{gated}/checkpoints/{name}/verify", json={})
+    confined.call("POST", f"/v1/jobs/{gated}/checkpoints/{name}/pin", json={"pinned": True})
+    assert confined.call("GET", f"/v1/jobs/{gated}/checkpoints/{name}/export").content[8:9] == b"{"
+    confined.call("DELETE", f"/v1/jobs/{gated}")
+    assert not root.exists() and not list(confined.home.glob("made"))
