@@ -94,7 +94,6 @@ class Job(Base):
     )  # newest committed step of the lineage (fork source included)
     committed_epoch: Mapped[int | None]  # epoch of that checkpoint; None: from scratch, or the fork source's
     checkpoint_request: Mapped[int] = mapped_column(default=0)  # grows by one for each "save now"
-    stacks_request: Mapped[int] = mapped_column(default=0, server_default="0")  # and for each "stacks now"
 
     preemptions: Mapped[int] = mapped_column(default=0)
     failures: Mapped[int] = mapped_column(default=0)

@@ -1,4 +1,4 @@
-"""What an attempt has run is counted by monotonic clocks; retries in a row are counted; stacks may be asked for."""
+"""What an attempt has run is counted by monotonic clocks; retries in a row are counted."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ depends_on = None
 def upgrade() -> None:
     op.add_column("attempts", sa.Column("run_clock", sa.JSON(), nullable=True))
     op.add_column("jobs", sa.Column("retries", sa.BigInteger(), nullable=False, server_default="0"))
-    op.add_column("jobs", sa.Column("stacks_request", sa.BigInteger(), nullable=False, server_default="0"))
 
 
 def downgrade() -> None:
-    op.drop_column("jobs", "stacks_request")
     op.drop_column("jobs", "retries")
     op.drop_column("attempts", "run_clock")
