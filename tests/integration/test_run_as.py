@@ -31,7 +31,7 @@ from ratchet_service.settings import Settings
 from ratchet_service.usecases.logs import LogFilter, read_lines
 from tests.integration.test_local_launcher import launch
 from tests.support.run_as import AS_ROOT, UID, USER, open_directory
-from tests.support.server import wait_for
+from tests.support.server import processes_below, wait_for
 
 TELL = "cat /proc/self/status; env; pwd; ulimit -Hn; ulimit -Hd; ulimit -Ht"
 JOB = "job-0123456789ab"
@@ -46,10 +46,9 @@ def home() -> Iterator[HomePaths]:
             folder.chmod(0o711)
         paths.run_as_file.touch()
         yield paths
-        for pid in [
-            int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and processes.is_of(int(p.name), UID)
-        ]:
+        for pid in processes_below(root):
             processes.kill(pid)
+        wait_for(lambda: not processes_below(root), "the test's processes to go", 10)
 
 
 def said(confined: Confined, environ: dict[str, str], limits: Limits | None = None, script: str = TELL) -> str:
@@ -294,13 +293,17 @@ def test_users_code_that_locks_its_own_directory_is_ended_all_the_same(home: Hom
 
 
 @AS_ROOT
-def test_users_code_that_names_another_process_as_its_agent_has_it_not_ended(home: HomePaths) -> None:
+def test_users_code_that_names_another_process_as_its_agent_has_it_not_ended(
+    home: HomePaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launcher, ref = submitted(home)
+    ended: list[int] = []
+    monkeypatch.setattr(processes, "kill", lambda pid, number=signal.SIGKILL: ended.append(pid))
     with subprocess.Popen(["sleep", "60"]) as other:
         started = processes.start_time(other.pid)
         assert started is not None
         forged = AgentFile(pid=other.pid, start_time=started, host="here").model_dump_json()
-        write = f"cat > {ref.paths.agent_file}; exec flock {ref.paths.lock_file} sleep 60"
+        write = f"cat > {ref.paths.agent_file}; exec 9>{ref.paths.lock_file}; flock 9; exec sleep 60"
         with subprocess.Popen(["/bin/sh", "-c", write], user=UID, group=UID, stdin=subprocess.PIPE) as holder:
             assert holder.stdin is not None
             holder.stdin.write(forged.encode())
@@ -308,7 +311,8 @@ def test_users_code_that_names_another_process_as_its_agent_has_it_not_ended(hom
             wait_for(lambda: files.lock_is_held(ref.paths.lock_file), "the lock to be held", 10)
             launcher.stop(ref, 1.0)
             assert f"process {other.pid}" in launcher.kill(ref)  # the lock is held: nothing is proved
-            assert other.poll() is None
+            assert other.pid not in ended and ended  # but the agent itself
+            monkeypatch.undo()
             holder.send_signal(signal.SIGKILL)
         other.kill()
 
