@@ -49,7 +49,7 @@ def small(migrated: Database, tmp_path: Path) -> Iterator[tuple[httpx.Client, Pa
     settings = Settings(home=tmp_path / "home")
     app = create_app(settings, FakePorts(), migrated)
     app.state.service = replace(app.state.service, uploads=Uploads(settings.paths, Limits(1000, 3)))
-    with Server(app) as url, httpx.Client(base_url=url, timeout=30) as client:
+    with Server(app) as url, httpx.Client(base_url=url, timeout=30, verify=False) as client:
         yield client, settings.paths.code
 
 

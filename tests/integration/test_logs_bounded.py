@@ -268,7 +268,7 @@ def test_a_follower_goes_on_over_restarts_of_the_service_a_gap_and_the_next_atte
     def follow(stop: int) -> list[str]:
         with (
             Server(create_app(api.settings, FakePorts(), database)) as url,
-            httpx.Client(base_url=url, timeout=30) as client,
+            httpx.Client(base_url=url, timeout=30, verify=False) as client,
         ):
             found = stream(replace(api, client=client), job, seen[-1][0] if seen else None, stop)
         seen.extend(found)
@@ -297,7 +297,7 @@ def test_a_follower_of_events_goes_on_over_restarts_of_the_service(api: Api, dat
             add_event(session, lock_job(session, job).id, "n", str(number), epoch=1)
         with (
             Server(create_app(api.settings, FakePorts(), database)) as url,
-            httpx.Client(base_url=url, timeout=30) as client,
+            httpx.Client(base_url=url, timeout=30, verify=False) as client,
             client.stream(
                 "GET",
                 f"/v1/jobs/{job}/events?follow=true",

@@ -107,14 +107,18 @@ def test_a_reconciler_alone_tells_its_own_on_a_port(plane: Plane) -> None:
     listen = Listening(port=0)
     with telling(listen, health, plane.database, plane.paths, instruments) as port:
         base = f"http://127.0.0.1:{port}"
-        assert samples(httpx.get(f"{base}/metrics").text)["ratchet_reconciler_failed_rounds_total"] == 1
-        assert httpx.get(f"{base}/healthz").json()["status"] == "ok"
-        assert set(httpx.get(f"{base}/readyz").json()["components"]) == {"database", "run_directory", "reconciler"}
-        assert httpx.get(f"{base}/v1/jobs").status_code == 404
+        assert samples(httpx.get(f"{base}/metrics", verify=False).text)["ratchet_reconciler_failed_rounds_total"] == 1
+        assert httpx.get(f"{base}/healthz", verify=False).json()["status"] == "ok"
+        assert set(httpx.get(f"{base}/readyz", verify=False).json()["components"]) == {
+            "database",
+            "run_directory",
+            "reconciler",
+        }
+        assert httpx.get(f"{base}/v1/jobs", verify=False).status_code == 404
         health.stopping = True
-        answer = httpx.get(f"{base}/readyz")
+        answer = httpx.get(f"{base}/readyz", verify=False)
         assert (answer.status_code, answer.json()["code"]) == (503, "shutting-down")
-        assert httpx.get(f"{base}/healthz").status_code == 200
+        assert httpx.get(f"{base}/healthz", verify=False).status_code == 200
 
 
 def test_every_reason_to_wait_is_a_label_of_its_own() -> None:

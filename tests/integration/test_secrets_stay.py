@@ -47,7 +47,7 @@ def plane(tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch) -
 def test_no_log_no_answer_and_no_file_has_a_planted_secret(plane: Plane) -> None:
     plane.start_process()
     url = json.loads(plane.paths.service_file.read_text())["url"]
-    client = httpx.Client(base_url=url, headers=bearer(plane.token), timeout=30)
+    client = httpx.Client(base_url=url, headers=bearer(plane.token), timeout=30, verify=False)
     wanted = trainer_spec({"steps": 3, "epochs": {"1": {"at": 2, "do": "kill-agent"}}})
     wanted["env"]["API_KEY"], wanted["secret_env"] = VALUE, ["API_KEY"]
     wanted["secrets"] = {"OTHER_KEY": {"from_env": "PLANTED_SECRET"}}

@@ -198,7 +198,10 @@ def served(migrated: Database, tmp_path_factory: pytest.TempPathFactory) -> Iter
         report_rate=1e6,
     )
     ports = FakePorts()
-    with Server(create_app(settings, ports, migrated)) as url, httpx.Client(base_url=url, timeout=30) as client:
+    with (
+        Server(create_app(settings, ports, migrated)) as url,
+        httpx.Client(base_url=url, timeout=30, verify=False) as client,
+    ):
         yield Api(client, migrated, settings, ports)
 
 

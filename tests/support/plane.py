@@ -157,7 +157,7 @@ class Plane:
 
     def post(self, path: str, body: Any = None) -> Any:
         url = json.loads(self.paths.service_file.read_text())["url"]
-        answer = httpx.post(url + path, json=body, timeout=30, headers=bearer(self.token))
+        answer = httpx.post(url + path, json=body, timeout=30, verify=False, headers=bearer(self.token))
         assert answer.is_success, answer.text
         return answer.json()
 

@@ -95,7 +95,10 @@ class Part:
         if self.role == "reconciler":
             return self.alive
         with suppress(httpx.HTTPError):
-            return self.url is not None and httpx.get(f"{self.url}/readyz", timeout=2, trust_env=False).is_success
+            return (
+                self.url is not None
+                and httpx.get(f"{self.url}/readyz", timeout=2, verify=False, trust_env=False).is_success
+            )
         return False
 
     def log(self) -> str:
