@@ -16,6 +16,7 @@ from fastapi.responses import Response
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -31,6 +32,8 @@ _PROTOCOL: Final = (
 )
 REQUEST_ID: Final = b"x-request-id"
 _GIVEN_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_LEFT: Final = 499
+"""How a request is counted whose client went before it was whole: nginx's number; nobody is there for an answer."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"})
 
 
@@ -166,6 +169,11 @@ class Edge:
 
         try:
             await self._app(scope, receive, watch)
+        except ClientDisconnect:
+            if status:
+                raise
+            log.info("%s %s: the client left before its request was whole", scope["method"], scope["path"])
+            self._instruments.observe(_method(scope), _route(scope), _LEFT, time.monotonic() - begin)
         except Exception as error:
             if status:
                 raise  # the answer has begun; the server cuts the connection, so that nobody takes it for whole

@@ -25,6 +25,7 @@ from ratchet_service.settings import Settings
 from ratchet_service.storable import MAX_TEXT
 from ratchet_service.submission import LocalSubmission
 from tests.support.api import Api, FakePorts, Server, spec
+from tests.support.server import wait_for
 
 
 class Hasty(HeadDeadline):
@@ -75,6 +76,18 @@ def test_a_body_that_stands_still_is_refused(limited: tuple[str, int]) -> None:
     head = b"POST /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
     answer = exchange(limited, head + b"{")
     assert answer.startswith(b"HTTP/1.1 408") and b"body-too-slow" in answer
+
+
+def test_who_leaves_in_the_middle_of_a_body_is_counted_and_is_no_fault_of_the_service(
+    limited: tuple[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    head = b"POST /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+    with socket.create_connection(limited, timeout=20) as connection:
+        connection.sendall(head + b"{")
+    asked = b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+    counted = b'ratchet_http_requests_total{method="POST",route="/v1/jobs",status="499"} 1.0'
+    wait_for(lambda: counted in exchange(limited, asked), "the request to be counted", 20)
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 def test_a_body_that_goes_on_behind_its_answer_ends_the_connection(limited: tuple[str, int]) -> None:
