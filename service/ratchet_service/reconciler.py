@@ -42,6 +42,8 @@ ENDING_INTERVAL: Final = 0.03
 """While an agent has told its result and is about to exit: the next attempt waits for nothing else."""
 IDLE_INTERVAL: Final = 1.0
 LEASE_SECONDS: Final = 15.0
+EXPIRY_RESTS: Final = 600.0
+"""After a jump nothing is deleted at its ttl for so long: a clock that was set wrong may be set right by then."""
 _ERROR_PAUSE: Final = 1.0
 _NOT_OURS: Final = (LeaseLost, NoResultFound)
 """While this process was held up, another has taken the job over; in the end its user may have deleted it."""
@@ -83,6 +85,7 @@ class Reconciler:
         self._slots_kept = 0.0
         self._look_around_at = 0.0
         self._expired = 0.0
+        self._expiry_rests_until = 0.0
         self._swept = False
         self.beat = Beat(home.reconciler_mark)
 
@@ -133,7 +136,8 @@ class Reconciler:
             self._look()
         if now - self._expired >= self._expiry.interval:
             self._expired = now
-            self._expiry.run()
+            if now >= self._expiry_rests_until:
+                self._expiry.run()
             self._launching.tell_the_others()
             self._sweep()
         pause = self._look_around_at - self._database.clock.monotonic()
@@ -169,6 +173,7 @@ class Reconciler:
             return
         log.warning("the wall clock jumped by %+.0f s: deadlines go on by the monotonic one", seconds)
         self.beat.jumped(seconds)
+        self._expiry_rests_until = self._database.clock.monotonic() + EXPIRY_RESTS
         self._launching.put_off(seconds)
         for job_id, watch in list(self._watches.items()):
             try:

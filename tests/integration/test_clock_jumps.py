@@ -13,7 +13,9 @@ from ratchet_contract.phases import JobPhase
 from ratchet_service import clock as clocks
 from ratchet_service.clock import Clock
 from ratchet_service.database import Database
+from ratchet_service.expiry import Expiry
 from ratchet_service.models import Job
+from ratchet_service.reconciler import Reconciler
 from ratchet_service.watched import Timing
 from tests.support.plane import Plane
 from tests.support.server import wait_for
@@ -41,6 +43,18 @@ def plane(tmp_path: Path, database: Database, clock: SetClock, monkeypatch: pyte
     made.serve_api()
     yield made
     made.close()
+
+
+def looks(made: Reconciler) -> None:
+    """Two rounds, of which the second began after now."""
+    for _ in range(2):
+        last = made.beat.last
+        wait_for(lambda: made.beat.last != last, "another round", 30)  # noqa: B023
+
+
+def gone(plane: Plane, job_id: str) -> bool:
+    with plane.database.read() as session:
+        return session.get(Job, job_id) is None
 
 
 def jumps(plane: Plane, job_id: str) -> list[float]:
@@ -73,16 +87,15 @@ def test_a_job_with_a_time_limit_outlives_a_jump_and_a_restart_after_it(
 
 def test_a_stop_that_is_under_way_keeps_its_time(plane: Plane, clock: SetClock) -> None:
     """The rank does not hear of it; once ``stop_grace`` is over it would be ended by force, as hanging."""
-    plane.reconcile(timing=Timing(kill_after=60.0))
+    made = plane.reconcile(timing=Timing(kill_after=60.0))
     job_id = plane.submit({"steps": 100_000, "epochs": {"1": {"at": 3, "do": "deaf"}}}, policy={"stop_grace": "5m"})
     plane.wait_job(job_id, lambda job: job.step > 3, "training")
     plane.post(f"/v1/jobs/{job_id}/suspend")
     plane.wait(job_id, JobPhase.STOPPING)
+    looks(made)
     clock.ahead = 3600.0
     wait_for(lambda: jumps(plane, job_id), "the jump to be told", 30)
-    rounds = plane.reconcilers[0][0].beat
-    last = rounds.last
-    wait_for(lambda: rounds.last != last, "another round", 30)
+    looks(made)
     types = {event.type for event in plane.events(job_id)}
     assert not types & {"agent-stopped", "agent-killed"} and plane.job(job_id).phase is JobPhase.STOPPING
 
@@ -94,10 +107,27 @@ def test_what_waits_to_be_tried_again_waits_for_as_long_as_before(plane: Plane, 
         until = clock.now() + timedelta(seconds=200)
         session.execute(sa.update(Job).where(Job.id == job_id).values(not_before=until))
     made = plane.reconcile()
-    wait_for(lambda: made.beat.last, "a round", 30)
+    looks(made)
     clock.ahead = by
-    moved = wait_for(lambda: (at := plane.job(job_id).not_before) != until and at, "the jump to be seen", 30)
+    wait_for(lambda: plane.job(job_id).not_before != until, "the jump to be seen", 30)
+    moved = plane.job(job_id).not_before
+    assert moved is not None
     assert abs((moved - until).total_seconds() - by) < 5
-    last = made.beat.last
-    wait_for(lambda: made.beat.last != last, "another round", 30)
+    looks(made)
     assert plane.job(job_id).phase is JobPhase.QUEUED
+
+
+def test_nothing_is_deleted_at_its_ttl_right_after_a_jump(
+    plane: Plane, clock: SetClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Expiry, "interval", 0.05)
+    made = plane.reconcile()
+    job_id = plane.submit({"steps": 5}, ttl="1h")
+    plane.wait(job_id, JobPhase.SUCCEEDED)
+    looks(made)
+    clock.ahead = 7200.0
+    wait_for(lambda: made.beat.jump, "the jump to be seen", 30)
+    looks(made)
+    assert plane.job(job_id).phase is JobPhase.SUCCEEDED
+    made._expiry_rests_until = 0.0
+    wait_for(lambda: gone(plane, job_id), "its ttl", 30)
