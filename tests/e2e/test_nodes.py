@@ -18,6 +18,7 @@ from ratchet_store.compare import Comparison, compare, render
 from tests.e2e.exactness import final_checkpoint, run_undisturbed
 from tests.support import twin
 from tests.support.exact_cells import Cell
+from tests.support.interpreters import Interpreter
 from tests.support.server import Server, agent_pid, rank_pid
 
 CODE = Path(__file__).parents[1] / "support" / "exact_job"
@@ -50,12 +51,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         why = str(error)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", twin.installed()["PYTHONPATH"])
-        server = Server(folder / "home", "--launchers", str(twin.launchers_file(folder / "side-by-side.yaml")))
+        services, agents = (
+            Interpreter(kind, own=True) for kind in ("service", "ranks")
+        )  # they see the launcher's package
+        launchers = ("--launchers", str(twin.launchers_file(folder / "side-by-side.yaml")))
+        server = Server(folder / "home", *launchers, agents=agents, services=services)
         try:
             reference = run_undisturbed(server.start(), SPEC)
             yield disturbed(server, folder, reference, hosts, why)
         finally:
             server.stop()
+            services.close()
+            agents.close()
             if hosts is not None:
                 hosts.close()
 

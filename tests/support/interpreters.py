@@ -31,7 +31,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -111,10 +111,12 @@ class Program:
 
 class Interpreter:
     """The forking process: ``kind`` tells what it imports, when it is asked for something for the first time. It ends, with all
-    that was forked, when the process ends that started it."""
+    that was forked, when the process ends that started it, or closes it. ``own``: not that of who has started this process, for
+    what shall see other variables."""
 
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
+    def __init__(self, kind: str, *, own: bool = False) -> None:
+        self._kind, self._own = kind, own
+        self.close: Callable[[], None] = lambda: None
         self._environment: dict[str, str] | None = None
         self._directory = ""
 
@@ -125,7 +127,7 @@ class Interpreter:
 
     @property
     def address(self) -> str:
-        if self.variable in os.environ:
+        if self.variable in os.environ and not self._own:
             return os.environ[self.variable]
         if self._environment is None:
             self._start()
@@ -183,8 +185,9 @@ class Interpreter:
             os.close(owned)
             process.wait(30)
             shutil.rmtree(self._directory, ignore_errors=True)
+            atexit.unregister(end)
 
-        atexit.register(end)
+        self.close = atexit.register(end)
 
 
 SERVICES: Final = Interpreter("service")

@@ -75,9 +75,9 @@ def wait_saved(paths: AttemptPaths, step: int) -> None:
 
 
 class Server:
-    """Starts, kills and restarts ``python -m ratchet_service serve`` and talks to it as any client would. ``agents``: what
-    forks its local agents; ``afresh``: all of it in interpreters of their own, and not as ``interpreters`` has them, the service
-    by the command ``prefix``."""
+    """Starts, kills and restarts ``python -m ratchet_service serve`` and talks to it as any client would. ``services``,
+    ``agents``: what forks it, and its local agents; ``afresh``: all of it in interpreters of their own, and not as
+    ``interpreters`` has them, the service by the command ``prefix``."""
 
     def __init__(
         self,
@@ -85,6 +85,7 @@ class Server:
         *options: str,
         cpu_slots: int = 64,
         afresh: bool = False,
+        services: Interpreter = SERVICES,
         agents: Interpreter = RANKS,
         prefix: tuple[str, ...] = (),
     ) -> None:
@@ -92,7 +93,7 @@ class Server:
         self.paths = HomePaths(home)
         self.options = ("--cpu-slots", str(cpu_slots), *options)
         self.process: subprocess.Popen[bytes] | Program | None = None
-        self._afresh, self._agents, self._prefix = afresh, agents, prefix
+        self._afresh, self._services, self._agents, self._prefix = afresh, services, agents, prefix
         self._starts = 0
         # One for all requests, each on a connection of its own. httpx.request makes a client per request, which reads the
         # certificates each time: 20 ms of a core, ten times a second, in every test that waits for a job.
@@ -116,7 +117,9 @@ class Server:
                 self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             else:
                 local = "--no-reconciler" not in self.options
-                self.process = SERVICES.start(command, log.fileno(), agents=self._agents.address if local else None)
+                self.process = self._services.start(
+                    command, log.fileno(), agents=self._agents.address if local else None
+                )
                 if local:
                     self._agents.ready()  # a launcher is not to wait for it
         wait_for(self._ready, "the service to be ready", 60)
