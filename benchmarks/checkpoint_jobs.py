@@ -30,7 +30,7 @@ _PATIENCE: Final = 180.0  # seconds in which a job gets on by a round
 @dataclass(frozen=True)
 class Setup:
     """One job. ``ways``: of other packages, in the first ``way_rounds`` of its ``rounds``, and the limit, in all. ``restores``:
-    rounds of loading what was saved. ``batch``: samples per rank, by which a step takes longer."""
+    rounds of loading what was saved. ``batch``: samples per rank, by which a step takes longer. ``cycle``: see ``CYCLE``."""
 
     megabytes: int
     ranks: int
@@ -40,6 +40,7 @@ class Setup:
     way_rounds: int = 0
     restores: int = 0
     batch: int = 16
+    cycle: int = CYCLE
 
     def __str__(self) -> str:
         others = f" and {len(self.ways)} other{'s' * (len(self.ways) > 1)}" if self.ways else ""
@@ -106,7 +107,7 @@ def measure(service: Service, setup: Setup, folder: Path) -> Measured:
     place = Path(tempfile.mkdtemp(dir=folder))
     told = {
         "megabytes": setup.megabytes, "batch": setup.batch, "rounds": setup.rounds, "ways": json.dumps(setup.ways),
-        "way_rounds": setup.way_rounds, "cycle": CYCLE, "restores": setup.restores, "folder": place,
+        "way_rounds": setup.way_rounds, "cycle": setup.cycle, "restores": setup.restores, "folder": place,
     }  # fmt: skip
     spec = {
         "name": "bench-checkpoint",
@@ -115,7 +116,7 @@ def measure(service: Service, setup: Setup, folder: Path) -> Measured:
         "world": {"ranks_per_node": setup.ranks, "device": "cpu"},
         "resources": {"cpus_per_rank": 1},
         "determinism": "off",  # it would fill every new tensor, which costs the others more than Ratchet
-        "checkpoint": {"every_steps": CYCLE, "staging": setup.staging, "keep_last": 2},
+        "checkpoint": {"every_steps": setup.cycle, "staging": setup.staging, "keep_last": 2},
         "policy": {"backoff": 0.1},
     }
     begin = time.monotonic()

@@ -64,12 +64,15 @@ class Service:
             *self.options,
         ]
         with self.log.open("ab") as log:
-            # A session of its own: Ctrl-C reaches only the demo, which then ends everything in order.
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=_environment()
-            )
+            self._process = self._begin(command, log.fileno(), _environment())
         wait_for("the service to answer", lambda: self._announced(file) and self.client.ready(), 60.0, self.log)
         return str(json.loads(file.read_text())["url"])
+
+    def _begin(self, command: list[str], log: int, env: dict[str, str]) -> subprocess.Popen[bytes]:
+        """In a session of its own: Ctrl-C reaches only the demo, which then ends everything in order."""
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=env
+        )
 
     def _announced(self, file: Path) -> bool:
         if self._process is not None and self._process.poll() is not None:

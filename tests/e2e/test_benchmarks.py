@@ -11,13 +11,14 @@ import pytest
 from benchmarks import startup, step
 from benchmarks.stats import estimate, machine
 from examples.demo.processes import Service, living
+from tests.support.forked_benchmarks import ForkedService
 
 FIGURE = r"(\d+\.\d{3}) \[(\d+\.\d{3}), (\d+\.\d{3})\]"
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    service = Service(tmp_path_factory.mktemp("home"))
+    service = ForkedService(tmp_path_factory.mktemp("home"))
     try:
         service.start()
         yield service

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import network, paper
+from benchmarks import network, network_groups, paper
 from benchmarks.namespaces import Link, NoNamespaces
+from tests.support.forked_benchmarks import start_forked
 from tests.support.server import wait_for
 
 HELD = "import time; from benchmarks.namespaces import Link; link = Link(); print(link.command(0)[1], flush=True); time.sleep(60)"
@@ -35,8 +36,11 @@ def test_the_paper_counts_what_the_hook_counts(capsys: pytest.CaptureFixture[str
     assert re.search(r"biases and norms +41 +9610 +9610 +at every rank$", out, re.MULTILINE)
 
 
-def test_real_ranks_and_torchs_own_train_over_the_slow_link(capsys: pytest.CaptureFixture[str]) -> None:
+def test_real_ranks_and_torchs_own_train_over_the_slow_link(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     namespaces()
+    monkeypatch.setattr(network_groups, "_start", start_forked)
     cases = {name: network.CASES[name] for name in (network.ALLREDUCE, "powerSGD rank 1")}
     network.tables(cases, network.Model(256, 4, 4), {"slow": 50_000_000}, 2)
     out = capsys.readouterr().out
