@@ -1,16 +1,20 @@
-"""One cell of the exactness matrix, under every kind of kill, before compression starts and after. The groups without a service
-walk through hooks and instants in ``tests/integration``; ``make exactness`` runs all of it with any number of seeds."""
+"""One cell of the exactness matrix, killed before compression starts and preempted after; ``RATCHET_TEST_STRIKES=all``: under
+every kind of kill. The groups without a service walk through hooks and instants in ``tests/integration``; ``make exactness`` runs
+all of it with any number of seeds."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.exactness import line, run_case
+from tests.e2e.exactness import KILLS, Kill, line, run_case
 from tests.support.exact_cells import Cell
 from tests.support.server import Server
+
+CHOSEN: tuple[Kill, ...] = KILLS if os.environ.get("RATCHET_TEST_STRIKES") == "all" else ("rank", "preempt")
 
 
 @pytest.fixture
@@ -26,6 +30,6 @@ def server(tmp_path: Path) -> Iterator[Server]:
 @pytest.mark.slow
 def test_interrupted_job_ends_with_the_same_bits(server: Server) -> None:
     cell = Cell("powerSGD+bf16", "many", 2, "digits")
-    outcome, _ = run_case(server, cell, seed=11, reference=None)
+    outcome, _ = run_case(server, cell, seed=11, reference=None, kinds=CHOSEN)
     print(line(cell, outcome))
     assert not outcome.problems
