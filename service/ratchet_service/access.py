@@ -16,7 +16,7 @@ from ratchet_contract.access import SCOPES, Role, Scope
 from ratchet_contract.errors import RatchetError, Refused
 from ratchet_contract.paths import is_job_id
 from ratchet_service.database import Database
-from ratchet_service.ingest import authorised, hash_token
+from ratchet_service.ingest import authorised, hash_token, shape_of
 from ratchet_service.models import Job
 from ratchet_service.rates import Buckets
 from ratchet_service.settings import Settings
@@ -35,7 +35,8 @@ class Gate:
         self._requests = Buckets(settings.request_rate, settings.request_burst)
         self._reports = Buckets(settings.report_rate, settings.report_burst)
         self._refused = Buckets(settings.refused_rate, settings.refused_burst)
-        self._agents: OrderedDict[tuple[str, int], str] = OrderedDict()  # hashes of tokens that were right
+        self._agents: OrderedDict[tuple[str, int], tuple[str, int]] = OrderedDict()
+        """Of attempts: the hash of the token that was right, and how many nodes there are."""
 
     async def enter(self, request: Request) -> Principal:
         """Raises ``Refused`` (``token-missing`` and its like, ``too-many-requests``)."""
@@ -63,27 +64,39 @@ class Gate:
     async def agent(self, request: Request) -> None:
         """An agent, before anything that it sends is read; the use case looks again, in the transaction that it acts in.
 
-        Raises ``Refused`` (``token-missing``, ``token-wrong``, ``too-many-requests``), ``NotFound`` (``attempt-not-found``).
+        All agents of an attempt together may ask as often as its nodes may (``of_node``): many of them may come from one
+        address, through an ingress or a proxy. Raises ``Refused`` (``token-missing``, ``token-wrong``, ``too-many-requests``) and
+        ``NotFound`` (``attempt-not-found``).
         """
         token = bearer(request.headers.get("authorization"))
         job_id, number = request.path_params["job_id"], request.path_params["number"]
         attempt = (job_id, int(number) if number.isascii() and number.isdigit() and len(number) < 19 else 0)
         digest = hash_token(token or "")
+        known, nodes = self._agents.get(attempt, ("", 1))
         try:
-            if self._agents.get(attempt) != digest:
-                await run_in_threadpool(self._authorise, attempt, token)
+            if known != digest:
+                nodes = await run_in_threadpool(self._authorise, attempt, token)
         except RatchetError:
             self._refused.take(_peer(request), time.monotonic())
             raise
-        self._agents[attempt] = digest
+        self._agents[attempt] = (digest, nodes)
         self._agents.move_to_end(attempt)
         if len(self._agents) > _ATTEMPTS:
             self._agents.popitem(last=False)
-        self._reports.take(f"{job_id}/{number}@{_peer(request)}", time.monotonic())
+        self._reports.take(f"{job_id}/{number}", time.monotonic(), nodes)
 
-    def _authorise(self, attempt: tuple[str, int], token: str | None) -> None:
+    def of_node(self, job_id: str, number: int, node: int) -> None:
+        """A report, once it is read: no node takes what the others of its attempt may ask. Raises ``Refused``
+        (``too-many-requests``). A node that does not exist is the use case's to refuse."""
+        _, nodes = self._agents.get((job_id, number), ("", 1))
+        if nodes > 1 and 0 <= node < nodes:
+            self._reports.take(f"{job_id}/{number}/{node}", time.monotonic())
+
+    def _authorise(self, attempt: tuple[str, int], token: str | None) -> int:
+        """How many nodes the attempt has. Raises like ``authorised``."""
         with self._database.read() as session:
-            authorised(session, *attempt, token)
+            _, job = authorised(session, *attempt, token)
+            return shape_of(session, job).nodes
 
     async def require_own(self, caller: Principal, job_id: str) -> None:
         """Raises ``Refused`` (``not-allowed``) for a job of somebody else. A job that is not there is the route's to tell."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,6 +24,8 @@ ROUND_SECONDS: Final = 60.0
 """A reconciler of this process that has finished no round for so long hangs, on a file system that does not answer perhaps."""
 BEAT_SECONDS: Final = 2.0
 """Between two marks of a reconciler in the run directory."""
+PROBE_SECONDS: Final = 1.0
+"""For so long an answer of the run directory's stands: anybody may ask ``/readyz``, and none can make the disk write at will."""
 _SILENT_SECONDS: Final = 15.0
 """Other processes' reconcilers that have left no mark for so long are told as silent."""
 
@@ -70,12 +73,38 @@ class Beat:
 
 
 @dataclass
+class Disk:
+    """Can the run directory be written? Tried once in ``PROBE_SECONDS``, however many ask; they wait for who tries."""
+
+    clock: Callable[[], float] = time.monotonic
+    _tried_at: float | None = None
+    _found: str | Refused = ""
+    _one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
+
+    def look(self, home: Path) -> str:
+        """Raises ``Unready``, or the refusal of a full disk."""
+        with self._one_at_a_time:
+            now = self.clock()
+            if self._tried_at is None or now - self._tried_at >= PROBE_SECONDS:
+                try:
+                    self._found = _writable(home)
+                except Refused as error:
+                    self._found = error
+                self._tried_at = now
+            found = self._found
+        if isinstance(found, Refused):
+            raise found
+        return found
+
+
+@dataclass
 class Health:
     """``stopping``: SIGTERM has come. ``beat``: of this process's reconciler, None where it has none."""
 
     stopping: bool = False
     beat: Beat | None = None
     told: str | None = None
+    disk: Disk = field(default_factory=Disk)
 
     def is_news(self, code: str | None) -> bool:
         """Is it another answer than the last one? Probes ask every few seconds, and the log is to have it once."""
@@ -93,7 +122,7 @@ def check(health: Health, database: Database, paths: HomePaths) -> dict[str, Com
     full = disk.without_room(database)
     if full is not None:
         raise full
-    found["run_directory"] = Component(detail=_writable(paths.home))
+    found["run_directory"] = Component(detail=health.disk.look(paths.home))
     found["reconciler"] = _reconciler(health.beat, paths)
     return found
 

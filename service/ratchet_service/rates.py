@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from typing import Final
 
@@ -12,24 +13,28 @@ _CALLERS: Final = 10_000
 
 
 class Buckets:
-    """``rate`` requests a second for each caller, ``burst`` at once. Not thread-safe: the event loop's own."""
+    """``rate`` requests a second for each caller, ``burst`` at once. Thread-safe."""
 
     def __init__(self, rate: float, burst: int) -> None:
         self._rate, self._burst = rate, burst
         self._levels: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._one_at_a_time = threading.Lock()
 
-    def take(self, caller: str, now: float) -> None:
-        """One request at ``now`` (seconds, monotonic). Raises ``Refused`` (``too-many-requests``) with ``retry_after``."""
-        level, before = self._levels.pop(caller, (float(self._burst), now))
-        level = min(float(self._burst), level + (now - before) * self._rate)
-        allowed = level >= 1.0
-        self._levels[caller] = (level - 1.0 if allowed else level, now)
-        if len(self._levels) > _CALLERS:
-            self._levels.popitem(last=False)
+    def take(self, caller: str, now: float, times: int = 1) -> None:
+        """One request at ``now`` (seconds, monotonic) of a caller that has ``times`` the rate and the burst. Raises ``Refused``
+        (``too-many-requests``) with ``retry_after``."""
+        rate, burst = self._rate * times, self._burst * times
+        with self._one_at_a_time:
+            level, before = self._levels.pop(caller, (float(burst), now))
+            level = min(float(burst), level + max(0.0, now - before) * rate)
+            allowed = level >= 1.0
+            self._levels[caller] = (level - 1.0 if allowed else level, now)
+            if len(self._levels) > _CALLERS:
+                self._levels.popitem(last=False)
         if not allowed:
-            wait = (1.0 - level) / self._rate
+            wait = (1.0 - level) / rate
             raise Refused(
-                f"more than {self._rate:g} requests a second, {self._burst} at once: go on in {wait:.1f} s",
+                f"more than {rate:g} requests a second, {burst} at once: go on in {wait:.1f} s",
                 code="too-many-requests",
                 retry_after=wait,
             )

@@ -24,7 +24,7 @@ class Settings:
     uri_roots: tuple[str, ...] | None = None  # the same of ``checkpoint.uri``
     request_rate: float = 100.0  # requests a second of one caller
     request_burst: int = 1000  # of these at once
-    report_rate: float = 100.0  # the same of an attempt's agents at one address: each reports some three times a second
+    report_rate: float = 100.0  # the same of each node of an attempt: its agent reports some three times a second
     report_burst: int = 1000
     refused_rate: float = 1.0  # of tokens that are not ours, from one address
     refused_burst: int = 60

@@ -17,7 +17,7 @@ from ratchet_contract.phases import AttemptPhase, JobPhase
 from ratchet_service.access import Agents, Needs, Open, guard_of
 from ratchet_service.app import create_app
 from ratchet_service.database import Database
-from ratchet_service.models import ApiToken
+from ratchet_service.models import ApiToken, Job
 from ratchet_service.settings import Settings
 from ratchet_service.tokens import hash_token
 from tests.support.api import TOKEN, Api, FakePorts, Server, spec
@@ -243,6 +243,23 @@ def test_callers_who_ask_too_often_are_told_when_to_come_back_and_others_are_not
         agent = Api(client, api.database, settings, FakePorts())
         assert [agent.report(job_id).status_code for _ in range(3)] == [200, 200, 429]
         assert client.get("/healthz").status_code == 200
+
+
+def test_the_nodes_of_a_job_behind_one_address_do_not_starve_one_another(api: Api, tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path, report_rate=0.01, report_burst=3)
+    job_id = api.submit()
+    with api.database.write() as session:
+        job = session.get_one(Job, job_id)
+        job.spec = job.spec | {"world": job.spec["world"] | {"nodes": 2}}
+    api.attempt(job_id)
+    with Server(create_app(settings, FakePorts(), api.database)) as url, httpx.Client(base_url=url) as client:
+        agents = Api(client, api.database, settings, FakePorts())
+        assert [agents.report(job_id, node=0).status_code for _ in range(4)] == [200, 200, 200, 429]
+        assert [agents.report(job_id, node=1).status_code for _ in range(2)] == [200, 200]
+        assert refused(agents.report(job_id, node=0)) == (
+            429,
+            "too-many-requests",
+        )  # all of them: more than two nodes may
 
 
 @pytest.mark.parametrize("role", list(Role))

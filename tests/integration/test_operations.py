@@ -52,6 +52,7 @@ def test_a_run_directory_that_cannot_be_written(api: Api, monkeypatch: pytest.Mo
     def refuse(**_: Any) -> None:
         raise OSError(30, "Read-only file system")
 
+    monkeypatch.setattr(health, "PROBE_SECONDS", 0.0)
     monkeypatch.setattr(health.tempfile, "TemporaryFile", refuse)
     assert ready(api) == (503, "run-directory-unwritable")
 
@@ -61,6 +62,35 @@ def test_a_run_directory_that_cannot_be_written(api: Api, monkeypatch: pytest.Mo
     monkeypatch.setattr(health.tempfile, "TemporaryFile", full)
     assert ready(api) == (507, disk.CODE)
     assert api.client.get("/healthz").status_code == 200
+    monkeypatch.undo()
+    wait_for(lambda: ready(api) == (200, "ok"), "a second later it is tried again")
+
+
+def test_who_asks_again_and_again_does_not_make_the_disk_write(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, real = [0.0], health.tempfile.TemporaryFile
+    written: list[str] = []
+
+    def counted(**arguments: Any) -> Any:
+        written.append("once")
+        if len(written) == 2:
+            raise OSError(30, "Read-only file system")
+        return real(**arguments)
+
+    monkeypatch.setattr(health.tempfile, "TemporaryFile", counted)
+    probe = health.Disk(clock=lambda: seconds[0])
+    home = api.settings.paths.home
+    assert {probe.look(home)[:7] for _ in range(20)} == {"written"} and len(written) == 1
+    seconds[0] += health.PROBE_SECONDS
+    for _ in range(5):
+        with pytest.raises(health.Unready, match="Read-only"):
+            probe.look(home)
+    assert len(written) == 2
+    seconds[0] += health.PROBE_SECONDS
+    assert probe.look(home).startswith("written")
+    before = len(written)
+    for _ in range(10):
+        ready(api)
+    assert len(written) <= before + 2, "each call of /readyz wrote"
 
 
 def test_a_reconciler_of_this_process_that_hangs_and_those_of_others(database: Database, tmp_path: Path) -> None:

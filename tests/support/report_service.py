@@ -32,6 +32,7 @@ class ReportService:
         self.given = 0
         self.faults: list[str] = []
         self.refuse: tuple[int, str] | None = None
+        self.retry_after: str | None = None
         self.requests = 0
         self.repeated = 0
         self._file, self._nodes, self._host = service_file, nodes, host
@@ -147,6 +148,8 @@ class ReportService:
         request.send_response(status)
         request.send_header("Content-Type", kind)
         request.send_header(GROWTH_HEADER, str(PROTOCOL_GROWTH))
+        if self.retry_after is not None and status >= 400:
+            request.send_header("Retry-After", self.retry_after)
         request.send_header("Content-Length", str(len(body)))
         request.end_headers()
         request.wfile.write(body)

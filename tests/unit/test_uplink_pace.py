@@ -9,9 +9,10 @@ import pytest
 
 from ratchet_contract.messages import AgentReport, Control, Metrics, Note, Progress, ReportAck
 from ratchet_contract.phases import AttemptPhase, Desired
-from ratchet_worker.service_link import Unreachable
+from ratchet_worker.service_link import Unreachable, retry_after
 from ratchet_worker.spool import Spool
 from ratchet_worker.uplink import Status, Uplink, waiting_turns
+from tests.support.report_service import TOKEN, ReportService
 from tests.unit.test_worker_upload import launch_in
 
 AT = "2030-01-01T00:00:00Z"
@@ -112,3 +113,32 @@ def test_an_outage_ends_as_soon_as_somebody_answers(group: Group) -> None:
     assert group.reports(5) == 0
     group.away = False
     assert group.reports(1) == 1
+
+
+def test_a_service_that_says_when_to_come_back_is_asked_no_earlier_and_gets_everything(tmp_path: Path) -> None:
+    """429 with Retry-After, over HTTP; then the same lines by the same numbers."""
+    launch = launch_in(tmp_path).model_copy(update={"report_token": TOKEN})
+    service = ReportService(Path(launch.service_file))
+    service.start()
+    spool = Spool(tmp_path / "rank.jsonl")
+    uplink = Uplink(launch, {0: tmp_path / "rank.jsonl"}, Group(tmp_path), period=0.3)
+    try:
+        for step in (1, 2, 3):
+            spool.append(Note(rank=0, at=AT, type="step", message=str(step)))
+        service.refuse, service.retry_after = (429, "too-many-requests"), "7"
+        assert uplink._once() >= 7.0 and service.messages == {}
+        service.retry_after = "Wed, 21 Oct 2026 07:28:00 GMT"
+        assert uplink._once() < 7.0
+        service.refuse = None
+        uplink._once()
+        assert [m.message for m in service.messages[0]] == ["1", "2", "3"] and service.repeated == 0
+    finally:
+        uplink._link._close()
+        service.stop()
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"), [(None, 0.0), ("3", 3.0), (" 3 ", 3.0), ("-1", 0.0), ("9" * 30, 60.0), ("\u0663", 0.0)]
+)
+def test_what_retry_after_says(header: str | None, seconds: float) -> None:
+    assert retry_after(header) == seconds

@@ -26,10 +26,14 @@ _MAX_ANSWER: Final = 1024 * 1024
 _LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 _DENIALS: Final = 3  # and at least _DENIAL_TIME seconds apart, first to last
 _DENIAL_TIME: Final = 0.3
+LONGEST_WAIT: Final = 60.0
+"""Seconds that a ``Retry-After`` is obeyed for at most: a wish of the service's must still reach the ranks."""
 
 
 class Unreachable(Exception):
-    """No usable answer now; try again later."""
+    """No usable answer now; try again later, and not before ``wait`` seconds where the service has said so (429, 503)."""
+
+    wait: float = 0.0
 
 
 class TooLarge(Exception):
@@ -56,6 +60,7 @@ class ServiceLink:
         self._prefix = ""
         self._denied: list[float] = []
         self.growth = 0  # as the service has told of itself
+        self._wait = 0.0  # Retry-After of the last answer
 
     def known(self) -> bool:
         """Whether a service has left its address at all."""
@@ -125,6 +130,7 @@ class ServiceLink:
         answer = connection.getresponse()
         grown = answer.getheader(GROWTH_HEADER, "0")
         self.growth = int(grown[:9]) if grown.isascii() and grown.isdigit() else 0
+        self._wait = retry_after(answer.getheader("Retry-After"))
         return answer
 
     def _connect(self) -> http.client.HTTPConnection:
@@ -170,7 +176,10 @@ class ServiceLink:
         self._close()  # whoever answered, look the address up again
         if status in (401, 403, 404, 410) and code is not None:
             self._deny(f"{status} {code}: {detail}")
-        raise Unreachable(f"the service answered {status} {code or ''}")
+        unreachable = Unreachable(f"the service answered {status} {code or ''}")
+        if status in (429, 503):
+            unreachable.wait = self._wait
+        raise unreachable
 
     def _deny(self, what: str) -> None:
         """The job or its token is unknown there. Believed only from the service that this run directory names, and only when
@@ -193,6 +202,14 @@ class ServiceLink:
         except PermissionError:
             pass
         return True
+
+
+def retry_after(header: str | None) -> float:
+    """Seconds, at most ``LONGEST_WAIT``; 0.0 where nothing is said that can be read (a date, as proxies may give, is not)."""
+    text = (header or "").strip()
+    if not (text.isascii() and text.isdigit()):
+        return 0.0
+    return min(LONGEST_WAIT, float(text[:9]))
 
 
 def trusted(launch: LaunchFile) -> ssl.SSLContext:

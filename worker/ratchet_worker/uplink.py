@@ -155,7 +155,7 @@ class Uplink:
         except Unreachable as error:
             if self._failures == 0:
                 say(f"uplink: {error}; trying again until it answers")
-            return self._back_off()
+            return max(self._back_off(), error.wait)
         if self._failures:
             say("uplink: the service answers again")
         self._failures = 0

@@ -40,6 +40,7 @@ def report(
         raise NotFound(
             f"the report is of attempt {told.epoch} of {told.job_id}, the path of another", code="attempt-not-found"
         )
+    service.gate.of_node(told.job_id, told.epoch, told.node)
     log_format.now_about(node=told.node)
     with instruments.reporting():
         ack = ingest(service.database, told, bearer(authorization), service.settings.paths, service.settings.bounds)
