@@ -1,7 +1,8 @@
 """Which directories and object stores a spec may name, where others than the run directory's owner submit.
 
 The service reads what a spec names with its own rights: without this a submitter could have any file of the service's machine
-snapshotted and look at it. Links are followed before the comparison, and the snapshot itself takes no link that leads out.
+snapshotted and look at it. Links are followed before the comparison, and the snapshot itself takes no link that leads out. A path
+may lead elsewhere by the time it is copied: the snapshot asks again of every file that it has opened (``Roots.allows``).
 """
 
 from __future__ import annotations
@@ -41,16 +42,19 @@ class Roots:
                 "/checkpoint/uri", "uri-not-allowed", _refusal(uri, self.uris, "--checkpoint-uri-root", "object stores")
             )
 
-    def _path(self, pointer: str, text: str, report: Report, other: str = "") -> None:
+    def allows(self, real: Path) -> bool:
+        """``real``: without links, as ``realpath`` gives it, or ``/proc/self/fd`` of what was opened."""
         if self.code is None:
-            return
-        real = Path(os.path.realpath(text))
+            return True
         roots = [Path(os.path.realpath(root)) for root in self.code]
         home = Path(os.path.realpath(self.home))
         covering = [root for root in roots if real.is_relative_to(root)]
         if real.is_relative_to(home) or home.is_relative_to(real):
             covering = [root for root in covering if root.is_relative_to(home) and root != home]
-        if not covering:
+        return bool(covering)
+
+    def _path(self, pointer: str, text: str, report: Report, other: str = "") -> None:
+        if self.code is not None and not self.allows(Path(os.path.realpath(text))):
             shown = _refusal(text, [str(root) for root in self.code], "--code-root", "directories of its machine")
             report.refuse(pointer, "path-not-allowed", shown + other)
 

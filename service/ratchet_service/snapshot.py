@@ -24,7 +24,6 @@ from ratchet_contract.code_tree import (
     Entry,
     Limits,
     TreeError,
-    chunks,
     digest,
     entries,
     file_entry,
@@ -34,6 +33,7 @@ from ratchet_service import disk
 from ratchet_store.files import fsync_dir
 
 GRACE: Final = 600.0
+_CHUNK: Final = 1 << 20
 
 
 def inspect(path: str | Path, limits: Limits | None = None) -> None:
@@ -41,7 +41,15 @@ def inspect(path: str | Path, limits: Limits | None = None) -> None:
     _entries(Path(path), limits or Limits())
 
 
-def snapshot(path: str | Path, code_root: Path, limits: Limits | None = None) -> str:
+Allowed = Callable[[Path], bool]
+"""Of the real path of something that is open: may it be copied?"""
+
+
+def anything(_: Path) -> bool:
+    return True
+
+
+def snapshot(path: str | Path, code_root: Path, limits: Limits | None = None, *, allowed: Allowed = anything) -> str:
     """Copy the directory below ``code_root`` and return its digest. Raises ``SpecError`` at ``/code/path``.
 
     Safe against a crash (temporary directory, fsync, rename) and against itself (the loser of a race uses the winner's).
@@ -50,7 +58,7 @@ def snapshot(path: str | Path, code_root: Path, limits: Limits | None = None) ->
     """
     found = _entries(Path(path), limits or Limits())
     try:
-        return _snapshot(found, code_root)
+        return _snapshot(found, code_root, allowed)
     except OSError as error:
         if not disk.is_full(error, code_root):
             raise
@@ -58,12 +66,12 @@ def snapshot(path: str | Path, code_root: Path, limits: Limits | None = None) ->
         raise disk.full(code_root, what, sum(entry.size for entry in found)) from error
 
 
-def snapshot_file(path: str | Path, code_root: Path) -> str:
+def snapshot_file(path: str | Path, code_root: Path, *, allowed: Allowed = anything) -> str:
     """One file, of any size, likewise: below ``code_root/<digest>`` under its own name. Raises ``SpecError`` at
     ``/start_from/path``, ``Refused`` (``disk-full``)."""
     source = Path(path)
     try:
-        return _snapshot([file_entry(source)], code_root)
+        return _snapshot([file_entry(source)], code_root, allowed)
     except SpecError as error:
         problems = [p.model_copy(update={"pointer": "/start_from/path"}) for p in error.errors]
         raise SpecError(f"/start_from/path: {problems[0].detail}", errors=problems) from None
@@ -74,12 +82,12 @@ def snapshot_file(path: str | Path, code_root: Path) -> str:
         raise disk.full(code_root, f"{str(path)!r} cannot be copied there, and the job was not stored", size) from error
 
 
-def _snapshot(found: list[Entry], code_root: Path) -> str:
+def _snapshot(found: list[Entry], code_root: Path, allowed: Allowed) -> str:
     code_root.mkdir(parents=True, exist_ok=True)
     with _guard(code_root):
         temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=code_root))
         try:
-            made = _copy(found, temporary)
+            made = _copy(found, temporary, allowed)
             target = code_root / made
             if not target.exists():
                 temporary.chmod(0o755)  # a directory must be writable to be renamed
@@ -187,7 +195,7 @@ def names_in(directory: str) -> list[str]:
     return [name for name in found if name not in IGNORED_NAMES and not name.endswith(IGNORED_SUFFIXES)]
 
 
-def _copy(found: list[Entry], target: Path) -> str:
+def _copy(found: list[Entry], target: Path, allowed: Allowed) -> str:
     """Copy and hash in one pass; files and directories end up read-only and synced."""
     folders = {target}
 
@@ -199,19 +207,21 @@ def _copy(found: list[Entry], target: Path) -> str:
 
     for entry in found:
         if entry.link is not None:
+            _look_again(entry, allowed)
             place_of(entry).symlink_to(entry.link)
-    made = digest(found, lambda entry: _copy_file(entry, place_of(entry)))
+    made = digest(found, lambda entry: _copy_file(entry, place_of(entry), allowed))
     for folder in sorted(folders, reverse=True):
         fsync_dir(folder)
         folder.chmod(0o555)
     return made
 
 
-def _copy_file(entry: Entry, place: Path) -> bytes:
+def _copy_file(entry: Entry, place: Path, allowed: Allowed) -> bytes:
     inner = hashlib.sha256()
     try:
-        with place.open("xb") as out:
-            for chunk in chunks(entry.source):
+        with entry.source.open("rb") as file, place.open("xb") as out:
+            _must_be(allowed, file.fileno(), entry)
+            while chunk := file.read(_CHUNK):
                 inner.update(chunk)
                 out.write(chunk)
             out.flush()
@@ -220,6 +230,28 @@ def _copy_file(entry: Entry, place: Path) -> bytes:
         raise _refuse("unreadable", f"cannot read {str(entry.source)!r}: {error.strerror}") from None
     place.chmod(entry.mode)
     return inner.digest()
+
+
+def _look_again(entry: Entry, allowed: Allowed) -> None:
+    """Is the link still where it was found? Its text alone is copied."""
+    try:
+        folder = os.open(entry.source.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _refuse("unreadable", f"cannot read {str(entry.source)!r}: {error.strerror}") from None
+    try:
+        _must_be(allowed, folder, entry)
+    finally:
+        os.close(folder)
+
+
+def _must_be(allowed: Allowed, fd: int, entry: Entry) -> None:
+    """What was opened, not what the path leads to by now: links may be put into it between a check and the copy."""
+    real = Path(f"/proc/self/fd/{fd}").readlink()
+    if not allowed(real):
+        text = (
+            f"{str(entry.source)!r} leads to another place than when it was checked, which is not allowed (--code-root)"
+        )
+        raise _refuse("path-not-allowed", text)
 
 
 def remove_tree(folder: Path) -> None:

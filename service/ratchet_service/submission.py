@@ -114,7 +114,7 @@ class LocalSubmission:
         return self._here and kind == "local"
 
     def snapshot(self, path: Path) -> str:
-        return snapshot.snapshot(path, self._home.code)
+        return snapshot.snapshot(path, self._home.code, allowed=self._roots.allows)
 
     def uploaded(self, digest: str) -> str:
         if not snapshot.keep(digest, self._home.code):
@@ -123,7 +123,7 @@ class LocalSubmission:
         return digest
 
     def snapshot_file(self, path: Path) -> str:
-        return snapshot.snapshot_file(path, self._home.code)
+        return snapshot.snapshot_file(path, self._home.code, allowed=self._roots.allows)
 
     def plan(self, spec: JobSpec, resolved: Resolved) -> dict[str, Any]:
         """The launch of a first attempt; the job's id and the GPU indices are only known when there is one."""

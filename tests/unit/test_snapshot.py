@@ -11,6 +11,8 @@ import pytest
 
 from ratchet_contract.code_tree import Limits
 from ratchet_contract.errors import SpecError
+from ratchet_service import snapshot as snapshots
+from ratchet_service.roots import Roots
 from ratchet_service.snapshot import inspect, remove_unreferenced, snapshot
 
 
@@ -124,3 +126,42 @@ def test_two_submissions_at_once_make_one_copy(code: Path, tmp_path: Path) -> No
     assert [run.returncode for run in runs] == [0, 0]
     assert len(digests) == 1
     assert {p.name for p in (tmp_path / "code").iterdir()} == digests | {".lock"}
+
+
+@pytest.mark.parametrize("what", ["the directory", "a directory in it", "a link's directory", "a file"])
+def test_a_path_that_leads_elsewhere_once_it_was_checked_is_not_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """The check of what a spec may name, then a link is put into the path, then the copy."""
+    home, allowed, secret = tmp_path / "home", tmp_path / "allowed", tmp_path / "secret"
+    for folder in (home, allowed / "job" / "sub", secret / "sub"):
+        folder.mkdir(parents=True)
+    for folder in (allowed / "job", allowed / "job" / "sub", secret, secret / "sub"):
+        if what == "a link's directory":
+            (folder / "link").symlink_to("nothing")
+        else:
+            (folder / "main.py").write_text(f"# {folder.name}\n")
+    roots = Roots(home, (allowed,), ())
+    named = allowed / "named"
+    named.symlink_to("job" if what != "a file" else "job/main.py")
+    assert roots.allows(named.resolve()) and not roots.allows(secret)
+
+    def swap() -> None:
+        if what in ("the directory", "a file"):
+            named.unlink()
+            named.symlink_to(secret if what == "the directory" else secret / "main.py")
+        else:
+            (allowed / "job" / "sub").rename(allowed / "job" / "was")
+            (allowed / "job" / "sub").symlink_to(secret / "sub")
+
+    if what in ("the directory", "a file"):
+        swap()
+    else:
+        entries = snapshots._entries
+        monkeypatch.setattr(snapshots, "_entries", lambda *given: (entries(*given), swap())[0])
+    copy = snapshots.snapshot_file if what == "a file" else snapshots.snapshot
+    with pytest.raises(SpecError) as refused:
+        copy(named, home / "code", allowed=roots.allows)
+    pointer = "/start_from/path" if what == "a file" else "/code/path"
+    assert [(p.pointer, p.code) for p in refused.value.errors] == [(pointer, "path-not-allowed")]
+    assert [entry.name for entry in (home / "code").iterdir()] == [".lock"], "nothing half copied stays"
