@@ -13,11 +13,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.docs import ROOT
 from tests.support.doctor import FORGETS_RESIDUALS, Doctor, by_name, contents
+from tests.support.interpreters import Interpreter
 from tests.support.server import Server, processes_below, wait_for
 
 HOOKS = ("allreduce", "fp16_compress", "powerSGD") if os.environ.get("RATCHET_TEST_HOOKS") == "all" else ("powerSGD",)
 CHOSEN = [word for hook in HOOKS for word in ("--hook", hook)]
+
+FORKS_AGENTS = """
+if "ratchet_service" in sys.orig_argv:
+    from tests.support.interpreters import fork_agents
+    fork_agents(os.environ["TEST_RANKS"])
+"""
 
 
 @pytest.mark.slow
@@ -37,12 +45,19 @@ def test_a_machine_that_keeps_the_promise(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_hook_that_forgets_its_residuals_is_found_out(idle_server: Server, tmp_path: Path) -> None:
-    """As JSON, beside a service that runs: of its directory only SQLite's own shared memory may change."""
-    (tmp_path / "sitecustomize.py").write_text(FORGETS_RESIDUALS)
+def test_a_hook_that_forgets_its_residuals_is_found_out(
+    idle_server: Server, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """As JSON, beside a service that runs: of its directory only SQLite's own shared memory may change. Ranks are forked."""
+    (tmp_path / "sitecustomize.py").write_text(FORGETS_RESIDUALS + FORKS_AGENTS)
     before = contents(idle_server.home)
     doctor = Doctor(idle_server.home, tmp_path)
-    doctor.environment["PYTHONPATH"] = str(tmp_path)
+    doctor.environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{ROOT}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", doctor.environment["PYTHONPATH"])
+        ranks = Interpreter("ranks", own=True)
+        doctor.environment["TEST_RANKS"] = ranks.address
+    request.addfinalizer(lambda: ranks.close())
     rows = by_name(doctor("--exactness", "--hook", "powerSGD", "--json", expect=1, deadline=280))
     found = rows.pop("exactness powerSGD cpu")
     assert (found["status"], found["value"]) == ("failed", "not identical")
