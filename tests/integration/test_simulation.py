@@ -20,7 +20,7 @@ from tests.support.sim.processes import QUIET, STORM, Faults, Process, SimDataba
 from tests.support.sim.stages import stage_directory
 from tests.support.sim.world import Broken, World, play
 
-SCHEDULES = int(os.environ.get("RATCHET_TEST_SCHEDULES", "12"))
+SCHEDULES = int(os.environ.get("RATCHET_TEST_SCHEDULES", "6"))
 QUICK = ("no_expiry", "slots_forgotten", "epoch_again")
 """Planted faults that the first few schedules find; the others are looked for by ``make simulate``."""
 
