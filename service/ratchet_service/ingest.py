@@ -36,6 +36,7 @@ from ratchet_service.database import Database
 from ratchet_service.fencing import fence, refusals
 from ratchet_service.ingest_effects import MAX_NUMBER, Effects, saved_iteration
 from ratchet_service.ingest_series import look_is_due
+from ratchet_service.launchers.results import cut
 from ratchet_service.models import Attempt, AttemptNode, Job
 from ratchet_service.storable import storable_json
 from ratchet_service.transitions import add_event, lock_job
@@ -244,7 +245,7 @@ def _advance(attempt: Attempt, node: AttemptNode, report: AgentReport) -> Attemp
     attempt.last_step = max(attempt.last_step, min(report.last_step, MAX_NUMBER))
     if report.result is None or str(report.node) in attempt.results:
         return None
-    attempt.results = attempt.results | {str(report.node): storable_json(report.result.model_dump(mode="json"))}
+    attempt.results = attempt.results | {str(report.node): storable_json(cut(report.result).model_dump(mode="json"))}
     return report.result
 
 

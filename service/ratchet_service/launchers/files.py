@@ -12,10 +12,11 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from ratchet_contract.messages import AgentFile, AttemptResult, LaunchFile
-from ratchet_contract.paths import AttemptPaths, NodePaths
+from ratchet_contract.messages import AgentFile, LaunchFile
+from ratchet_contract.paths import AttemptPaths
 from ratchet_service.file_owner import as_owner, foreign
 from ratchet_service.launchers.base import AttemptRef, NodeState
+from ratchet_service.launchers.results import MOST_BYTES, read_bounded, read_result
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -58,15 +59,16 @@ def node_states(
 ) -> tuple[NodeState, ...]:
     """What the agents' files say, node by node. ``gone(node)``: is an agent that has begun known not to run any more? ``notes``:
     the engine's word on some of them."""
-    return tuple(_node_state(ref.paths.node(i), i, gone, (notes or {}).get(i)) for i in range(ref.nodes))
+    return tuple(_node_state(ref, i, gone, (notes or {}).get(i)) for i in range(ref.nodes))
 
 
-def _node_state(paths: NodePaths, node: int, gone: Callable[[int], bool], note: str | None) -> NodeState:
+def _node_state(ref: AttemptRef, node: int, gone: Callable[[int], bool], note: str | None) -> NodeState:
+    paths = ref.paths.node(node)
     agent = read_message(paths.agent_file, AgentFile)
     if agent is None:
         return NodeState(note=note)
     ended = gone(node)  # asked first: its last word is there by then
-    return NodeState(True, ended, agent, read_message(paths.result_file, AttemptResult), note)
+    return NodeState(True, ended, agent, read_result(paths.result_file, ref.job_id, ref.epoch, node), note)
 
 
 def agent_logs(ref: AttemptRef, limit: int) -> str:
@@ -92,9 +94,8 @@ def read_message(path: Path, model: type[M]) -> M | None:
     """The message in ``path``, or None. Such files are written by rename, so one that cannot be understood is no message of
     ours, and counts as none."""
     try:
-        with as_owner(path):
-            data = path.read_bytes()
-        return model.model_validate_json(data)
+        data = read_bounded(path)
+        return None if data is None or len(data) > MOST_BYTES else model.model_validate_json(data)
     except (OSError, ValidationError):
         return None
 

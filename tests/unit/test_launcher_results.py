@@ -1,0 +1,71 @@
+"""The attempt's user may write anything where its agent's last word lies: it is bounded before it is parsed, and that is told."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ratchet_contract.messages import AgentFile, AttemptResult
+from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.phases import Cause, Desired
+from ratchet_service.launchers import files
+from ratchet_service.launchers.base import AttemptRef, AttemptState
+from ratchet_service.launchers.results import MOST_BYTES, MOST_TEXT
+from ratchet_service.verdict import Evidence, cause_of
+
+AT = "2030-01-01T00:00:00+00:00"
+JOB: Any = SimpleNamespace(desired=Desired.RUN, desired_cause=None)
+
+
+@pytest.fixture
+def ref(tmp_path: Path) -> AttemptRef:
+    ref = AttemptRef("job-000000000001", 1, AttemptPaths(tmp_path), 1)
+    ref.paths.node(0).agent_file.write_text(AgentFile(pid=1, start_time=1, host="h").model_dump_json())
+    return ref
+
+
+def written(ref: AttemptRef, message: str) -> None:
+    result = AttemptResult(
+        job_id=ref.job_id, epoch=1, cause=Cause.EXCEPTION, message=message, last_step=3, started_at=AT, ended_at=AT,
+        ranks=[],
+    )  # fmt: skip
+    ref.paths.node(0).result_file.write_text(result.model_dump_json())
+
+
+def end_of(ref: AttemptRef) -> tuple[Cause, str | None]:
+    found = cause_of(JOB, Evidence(AttemptState(False, files.node_states(ref))))
+    return found.cause, found.message
+
+
+def test_a_result_is_believed_as_it_is(ref: AttemptRef) -> None:
+    written(ref, "x" * MOST_TEXT)
+    assert end_of(ref) == (Cause.EXCEPTION, "x" * MOST_TEXT)
+
+
+def test_a_huge_result_is_not_parsed_and_the_attempt_says_so(ref: AttemptRef, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(ref, "x" * MOST_BYTES)
+
+    def parsed(*_: Any) -> None:
+        raise AssertionError("it was parsed")
+
+    monkeypatch.setattr(AttemptResult, "model_validate_json", parsed)
+    cause, message = end_of(ref)
+    assert cause is Cause.UNKNOWN
+    assert message == "result.json of node 0 has more than 4 MiB, which no agent writes: it was not read"
+
+
+def test_a_long_text_is_cut_and_says_so(ref: AttemptRef) -> None:
+    written(ref, "x" * (MOST_TEXT + 7))
+    assert end_of(ref) == (Cause.EXCEPTION, "x" * MOST_TEXT + " ... (7 more characters are left out)")
+
+
+def test_what_is_no_file_keeps_nobody_waiting(ref: AttemptRef) -> None:
+    os.mkfifo(ref.paths.node(0).result_file)
+    assert files.node_states(ref)[0].result is None
+    ref.paths.node(0).agent_file.unlink()
+    ref.paths.node(0).agent_file.symlink_to("/dev/zero")
+    assert not files.node_states(ref)[0].seen
