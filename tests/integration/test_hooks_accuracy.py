@@ -42,8 +42,8 @@ def test_a_compressed_run_reaches_the_uncompressed_accuracy(two: Ranks, plain: l
 
 @pytest.mark.slow
 def test_without_error_feedback_it_does_not(two: Ranks, plain: list[float]) -> None:
-    compressed = accuracy(two, POWERSGD | {"use_error_feedback": False}, 2)
-    assert difference(compressed, plain[:2]) < -ALLOWED, (compressed, plain)
+    compressed = accuracy(two, POWERSGD | {"use_error_feedback": False}, 1)
+    assert difference(compressed, plain[:1]) < -ALLOWED, (compressed, plain)
 
 
 def test_the_benchmark_prints_what_is_lost_and_what_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
