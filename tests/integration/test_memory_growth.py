@@ -1,4 +1,4 @@
-"""A service that has seen many jobs holds no more than one that has seen few. RATCHET_TEST_JOBS sets how many (default 60); with
+"""A service that has seen many jobs holds no more than one that has seen few. RATCHET_TEST_JOBS sets how many (default 40); with
 10000 about twenty minutes.
 """
 
@@ -19,7 +19,7 @@ from ratchet_service.launchers.local import LocalLauncher
 from tests.support.plane import Plane
 from tests.support.server import wait_for
 
-JOBS = int(os.environ.get("RATCHET_TEST_JOBS", "60"))
+JOBS = int(os.environ.get("RATCHET_TEST_JOBS", "40"))
 
 
 class OverAtOnce(LocalLauncher):
