@@ -5,12 +5,16 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import obstore
 import pytest
 import uvicorn
+from obstore.store import S3Store
 
+from ratchet_contract.errors import SpecError
 from ratchet_contract.spec_parse import parse_spec
 from ratchet_service import bodies
 from ratchet_service.app import create_app
@@ -206,6 +210,18 @@ def test_a_store_lies_below_a_prefix_by_whole_parts(uri: str, allowed: bool) -> 
     report = Report()
     Roots(Path("/h"), None, ("s3://team/jobs/",)).check(parse_spec(spec(checkpoint={"uri": uri})), report)
     assert [p.pointer for p in report.problems] == ([] if allowed else ["/checkpoint/uri"])
+
+
+@pytest.mark.parametrize("way_out", ["..", ".", "", "../others"])
+def test_no_uri_leads_out_of_the_prefix_that_it_begins_with(way_out: str) -> None:
+    with pytest.raises(SpecError, match="checkpoint/uri"):
+        parse_spec(spec(checkpoint={"uri": f"s3://team/jobs/{way_out}/others"}))
+
+
+def test_an_encoded_way_out_is_a_name_like_any_other() -> None:
+    """What is asked of the store is the prefix as it was compared, letter by letter."""
+    store = S3Store("team", prefix="jobs/%2e%2e/others", region="r", access_key_id="a", secret_access_key="b")
+    assert "/team/jobs/%252e%252e/others/file?" in obstore.sign(store, "GET", "file", timedelta(seconds=60))
 
 
 def test_what_is_not_allowed_is_refused_before_it_is_looked_at_and_what_was_sent_is(tmp_path: Path) -> None:
