@@ -21,6 +21,7 @@ has ended as no-progress (three attempts in a row were struck before they could 
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import signal
 import subprocess
@@ -29,6 +30,7 @@ import tempfile
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NoReturn
 
 from tests.support.chaos.planted import PLANTED
 from tests.support.chaos.run import Run, Wanted
@@ -106,7 +108,7 @@ def main() -> int:
     given = parser.parse_args()
     if _MARK not in os.environ:
         _with_mounts()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
+    signal.signal(signal.SIGTERM, _end)
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     engines: list[Engine] = ["sqlite", "postgresql"] if given.engine == "both" else [given.engine]
     runs: list[tuple[Engine, Wanted]] = []
@@ -119,11 +121,24 @@ def main() -> int:
         header, struck = read_log(given.replay)
         runs = [(header.pop("engine"), Wanted(**header | {"replay": struck}))]
     log = given.log or str(Path(tempfile.gettempdir()) / f"ratchet-chaos-{'replay' if given.replay else given.seed}")
-    verdicts = [_one(engine, wanted, given.planted, Path(f"{log}.{engine}.jsonl")) for engine, wanted in runs]
+    try:
+        verdicts = [_one(engine, wanted, given.planted, Path(f"{log}.{engine}.jsonl")) for engine, wanted in runs]
+    except (SystemExit, KeyboardInterrupt) as end:
+        atexit._run_exitfuncs()
+        os._exit(
+            end.code if isinstance(end, SystemExit) and isinstance(end.code, int) else 130
+        )  # clients may still try
     if given.log is None and not any(verdict.breaches for verdict in verdicts):
         for engine, _ in runs:  # nobody asked for them, and nobody will play them again
             Path(f"{log}.{engine}.jsonl").unlink(missing_ok=True)
     return 1 if any(verdict.breaches for verdict in verdicts) else 0
+
+
+def _end(number: int, _frame: object) -> NoReturn:
+    """In order: nothing of the run is left behind. A second signal does not cut that short; SIGKILL does, and the processes that
+    all others are forked from end with this one, and take them along."""
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def _one(engine: Engine, wanted: Wanted, planted: str | None, log: Path) -> Verdict:

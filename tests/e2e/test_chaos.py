@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,8 @@ from tests.support.chaos.planted import PLANTED
 from tests.support.chaos.run import Wanted
 from tests.support.chaos.schedule import Log, Struck, draws, read_log
 from tests.support.chaos.world import Engine
+from tests.support.interpreters import ROOT
+from tests.support.server import processes_below, wait_for
 
 FAULTS: dict[Engine, int] = {"sqlite": 12, "postgresql": 8}
 SEED = int(os.environ.get("RATCHET_TEST_SEED", "11"))
@@ -37,6 +42,45 @@ def test_no_job_is_lost_none_runs_twice_and_all_end_as_undisturbed(tmp_path: Pat
     assert verdict.ends.total() == 3
     assert verdict.identical == verdict.compared > 0
     assert verdict.tensors >= 5 * verdict.compared
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_ended_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    """While clients try again and again: the service that they ask is stopped. Nor a directory, but for SIGKILL."""
+    log = tmp_path / "log"
+    words = f"--engine sqlite --n 90 --jobs 30 --real 0 --pace 0.3 --only stop-rank --log {log}"
+    command = [sys.executable, "-m", "tests.e2e.chaos", *words.split()]
+    env = {
+        k: v for k, v in os.environ.items() if not k.startswith("RATCHET_TEST_")
+    }  # it has forking processes of its own
+    place = tmp_path / "temporary"
+    place.mkdir()
+    process = subprocess.Popen(command, cwd=ROOT, env=env | {"TMPDIR": str(place)}, start_new_session=True)
+
+    def struck() -> int:
+        assert process.poll() is None
+        told = Path(f"{log}.sqlite.jsonl")
+        return told.read_text().count("stop-rank") - 1 if told.exists() else 0  # the header names it
+
+    try:
+        before = wait_for(struck, "a fault", 120)
+        for pid in _services(place):
+            os.kill(pid, signal.SIGSTOP)
+        wait_for(lambda: struck() > before + 4, "a job more for every three faults", 90)
+        process.send_signal(number)
+        assert process.wait(40) in (143, -signal.SIGKILL)
+        wait_for(lambda: not processes_below(place), "all its processes to end", 20)
+    finally:
+        process.kill()
+        process.wait(10)
+        for pid in processes_below(place):
+            os.kill(pid, signal.SIGKILL)
+    assert number == signal.SIGKILL or not list(place.glob("ratchet-*"))
+
+
+def _services(place: Path) -> list[int]:
+    return [p for p in processes_below(place) if b"chaos.process" in Path(f"/proc/{p}/cmdline").read_bytes()]
 
 
 @pytest.mark.skipif(not PLANT, reason="RATCHET_TEST_PLANTED names none")

@@ -50,14 +50,15 @@ class Tally:
 
 
 class Clients:
-    """Each call is a client of its own, in a thread. ``close`` waits for all of them."""
+    """Each call is a client of its own, in a thread."""
 
     def __init__(self, world: World, tally: Tally, seed: int) -> None:
         self._world, self._tally, self._seed = world, tally, seed
         self._pool = ThreadPoolExecutor(24)
 
-    def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+    def close(self, *, wait: bool = True) -> None:
+        """Begin no more, and ``wait`` for those under way, which may be at it for minutes; else they end with the process."""
+        self._pool.shutdown(wait=wait, cancel_futures=True)
 
     def begin(self, plan: Plan) -> Submitted:
         """It is under way; where the plan says so, two do it at the same time."""

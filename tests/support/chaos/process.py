@@ -70,7 +70,10 @@ class MixedLauncher(LocalLauncher):
         return replace(plan, argv=(*agent, str(plan.ref.paths.launch_file)))
 
     def _start(self, plan: LaunchPlan, node: int, env: dict[str, str]) -> int:
-        interpreter = TRAINERS if "TRAINER" in plan.launch.spec.env else RANKS
+        interpreter = TRAINERS
+        if "TRAINER" not in plan.launch.spec.env:
+            # Real ranks do without the tests. Nor had what they are forked from, without which they would outlive the run.
+            interpreter, env = RANKS, {name: value for name, value in env.items() if name != "PYTHONPATH"}
         paths = plan.ref.paths.node(node)
         paths.root.mkdir(parents=True, exist_ok=True)
         return fork_agent(interpreter.address, plan.argv, env, paths.agent_log) or super()._start(plan, node, env)

@@ -93,14 +93,18 @@ class Run:
 
     def play(self) -> None:
         """Raises ``AssertionError`` where even the undisturbed jobs do not end."""
+        wait = True
         try:
             self._undisturbed()
             self.began = time.monotonic()
             self.world.relay.rate = BASE_RATE
             self._strike_all()
             self._settle()
+        except (SystemExit, KeyboardInterrupt):
+            wait = False
+            raise
         finally:
-            self.clients.close()
+            self.clients.close(wait=wait)
 
     def _undisturbed(self) -> None:
         """One job of each kind, first of all: what the others must come to."""
