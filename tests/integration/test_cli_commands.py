@@ -261,4 +261,4 @@ def test_quotas_and_the_queue(cli: Cli) -> None:
     (shown,) = (line for line in cli("queue", "--limit", "100").text.splitlines() if waits in line)
     assert shown.split()[1:6] == [waits, "waits", "local", "0", "2"]
     (alone,) = (line for line in cli("queue", waits).text.splitlines() if waits in line)
-    assert alone == shown
+    assert alone.split() == shown.split()  # columns are as wide as their page needs
