@@ -39,7 +39,10 @@ def without(directory: Path, *packages: str) -> Path:
 def answering(directory: Path, rank: str = "exit 1", **findings: Any) -> Path:
     """An interpreter that answers the service's question with ``findings``, and runs ``rank`` (shell) for anything else."""
     answer = {"version": [3, 11, 9], "protocol": 1, "torch": True, "torch_version": "2.13.0+cpu", **findings}
-    body = f'if [ "$1" = -c ]; then echo {shlex.quote(json.dumps(answer))}; exit; fi\n{rank}'
+    where = (
+        """/proc/self/fd/$(sed -n 's/.*"answer": *\\([0-9]*\\).*/\\1/p')"""  # the descriptor that the question names
+    )
+    body = f'if [ "$1" = -c ]; then printf %s {shlex.quote(json.dumps(answer))} > {where}; exit; fi\n{rank}'
     return _script(directory / f"python-{len(list(directory.iterdir()))}", body)
 
 
