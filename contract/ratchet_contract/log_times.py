@@ -13,7 +13,6 @@ from __future__ import annotations
 import struct
 from bisect import bisect_left, bisect_right
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Final
 
 RECORD: Final = struct.Struct("<QQ")
@@ -58,11 +57,3 @@ class LogTimes:
 
 def _time(micros: int) -> datetime | None:
     return datetime.fromtimestamp(micros / _MICRO, UTC) if micros <= _LAST else None
-
-
-def read_times(path: Path, size: int) -> LogTimes:
-    """The index of a log of ``size`` bytes; an empty one where the file is missing or cannot be read."""
-    try:
-        return LogTimes(path.read_bytes(), size)
-    except OSError:
-        return LogTimes(b"", size)

@@ -24,6 +24,7 @@ from ratchet_service.launchers import processes
 log = logging.getLogger("ratchet.service")
 _END_SECONDS: Final = 10.0
 _LONGEST_ANSWER: Final = 1 << 20
+_LONGEST_LINE: Final = 4096
 
 
 class Abandoned(Exception):
@@ -77,6 +78,12 @@ def ask(
             raise ValueError(_ending(child.returncode))
         found: dict[str, Any] = json.loads(said)
         return found
+
+
+def last_line(stderr: IO[bytes]) -> str:
+    """Of what a process has printed, however much; empty where it has printed nothing."""
+    stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - _LONGEST_LINE))
+    return (stderr.read(_LONGEST_LINE).decode(errors="replace").strip().splitlines() or [""])[-1]
 
 
 def _wait(

@@ -98,6 +98,8 @@ class Confined:
         env = {key: value for key, value in os.environ.items() if key.startswith(_OF_ROOT)}
         env |= {key: environ[key] for key in _MARKS if key in environ}
         with os.fdopen(os.memfd_create("told"), "w+") as file:  # no argument: those are for everybody to see
+            # Such a file is open to all at first, and a link of user code's may lead the service to /proc/self/fd in its name.
+            os.fchmod(file.fileno(), 0)
             json.dump(told, file)
             file.flush()
             file.seek(0)

@@ -27,7 +27,7 @@ from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.clock import now_in
 from ratchet_service.database import Database
 from ratchet_service.decision import Decision, Limits
-from ratchet_service.file_owner import as_owner
+from ratchet_service.file_owner import as_owner, open_read
 from ratchet_service.ingest_effects import tell_left_out
 from ratchet_service.leases import Lease, hold
 from ratchet_service.lineage import lineage
@@ -38,6 +38,7 @@ from ratchet_service.verdict import Evidence, Facts, cause_of, facts_of, job_val
 from ratchet_store.lineage import adoptable
 
 LOG_TAIL: Final = 600
+_MOST_BASE: Final = 64 << 10  # bytes; it has three values
 
 
 def settle(
@@ -187,8 +188,7 @@ def _last_step(evidence: Evidence, paths: AttemptPaths) -> int:
 
 def _base(paths: AttemptPaths) -> Base | None:
     try:
-        with as_owner(paths.root):
-            data = paths.base_file.read_bytes()
-        return Base.model_validate_json(data)
+        with open_read(paths.base_file) as file:
+            return Base.model_validate_json(file.read(_MOST_BASE))
     except (OSError, ValidationError):
         return None

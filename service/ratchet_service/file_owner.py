@@ -9,7 +9,9 @@ SQLite opens its files when it likes. Where the service is not root, or the dire
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -80,9 +82,21 @@ def owner_of(path: Path) -> tuple[int, int] | None:
 
 
 def open_read(path: Path) -> BinaryIO:
-    """A file of a job's, by its owner's rights. Raises ``OSError``."""
-    with as_owner(path):
-        return path.open("rb")
+    """A file of a job's, by its owner's rights. Raises ``OSError``, ``PermissionError`` for what is no regular file, and might
+    never begin (a FIFO) or never end (``/dev/zero``), and for a link where the job's code has a user of its own: by
+    ``/proc/self`` it leads to what the service itself has open."""
+    link = os.O_NOFOLLOW if foreign(path) else 0
+    try:
+        with as_owner(path):
+            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | link)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise PermissionError(f"{path} is a link") from None
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise PermissionError(f"{path} is no regular file")
+    return os.fdopen(fd, "rb")
 
 
 @cache

@@ -147,9 +147,7 @@ def _ask(confined: Confined, python: str, code: str | None, module: str | None, 
         except OSError as error:
             return Findings(error=f"it could not be run: {error}")
         except (ValueError, TypeError, KeyError):  # perhaps no Python at all
-            stderr.seek(0)
-            said = stderr.read().decode(errors="replace").strip().splitlines()
-            return Findings(error=f"it did not answer: {(said or ['no output'])[-1]}")
+            return Findings(error=f"it did not answer: {children.last_line(stderr) or 'no output'}")
 
 
 def interpreter_of(given: str) -> Path | None:

@@ -13,11 +13,13 @@ from ratchet_contract.paths import AttemptPaths, HomePaths
 from ratchet_contract.resume import Base, Segment
 from ratchet_contract.spec import JobSpec, Resolved
 from ratchet_service.ancestry import committed_of, within
-from ratchet_service.file_owner import as_owner
+from ratchet_service.file_owner import open_read
 from ratchet_service.models import Checkpoint
 
 SAVES_LOOK: Final = 20
 """Saves whose time tells how much notice the next stop needs."""
+_MOST_BYTES: Final = 16 << 20
+"""Of a ``launch.json``, most of which is the spec, a request's body. User code may have written another in its place."""
 
 
 def launch_file(
@@ -82,8 +84,8 @@ def newest_recorded(session: Session, job_id: str, segments: list[Segment]) -> B
 
 def read_launch_file(paths: AttemptPaths) -> LaunchFile | None:
     try:
-        with as_owner(paths.root):
-            data = paths.launch_file.read_bytes()
-        return LaunchFile.model_validate_json(data)
+        with open_read(paths.launch_file) as file:
+            data = file.read(_MOST_BYTES + 1)
+        return LaunchFile.model_validate_json(data) if len(data) <= _MOST_BYTES else None
     except (OSError, ValidationError):
         return None

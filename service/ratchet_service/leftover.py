@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -21,6 +21,7 @@ from ratchet_service.leases import Lease, hold
 from ratchet_service.models import Attempt, AttemptNode
 
 BATCH: Final = 500
+_LONGEST: Final = 16 << 20  # bytes of a line: as much as a report may have
 _MESSAGE: Final[TypeAdapter[RankMessage]] = TypeAdapter(RankMessage)
 
 
@@ -63,13 +64,22 @@ def batches(spool: Path, rank: int, acked: int) -> Iterator[RankBatch]:
         if not spool.is_file() or (foreign(spool) and not os.access(spool, os.R_OK, effective_ids=True)):
             return
     with open_read(spool) as handle:
-        lines = (line for line in handle if line.endswith(b"\n"))
-        rest = islice(lines, acked, None)
+        rest = islice(_lines(handle), acked, None)
         seq = acked + 1
         while chunk := list(islice(rest, BATCH)):
             messages = [_parse(line, rank, seq + i, spool.name) for i, line in enumerate(chunk)]
             yield RankBatch(rank=rank, from_seq=seq, messages=messages)
             seq += len(chunk)
+
+
+def _lines(handle: BinaryIO) -> Iterator[bytes]:
+    """Whole lines; of one that is longer than any report may be its beginning, as the last: user code has written it."""
+    while line := handle.readline(_LONGEST):
+        whole = line.endswith(b"\n")
+        if whole or len(line) == _LONGEST:
+            yield line
+        if not whole:
+            return
 
 
 def _parse(line: bytes, rank: int, seq: int, name: str) -> RankMessage:

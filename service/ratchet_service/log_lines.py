@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
 from ratchet_contract.api import LogLine
-from ratchet_contract.log_times import LogTimes, read_times
-from ratchet_service.file_owner import as_owner, open_read
+from ratchet_contract.log_times import LogTimes
+from ratchet_service.file_owner import open_read
 from ratchet_store.holes import data_after, hole_after
 
 MAX_LINE: Final = 64 * 1024  # bytes; a longer line is cut into several
 _BLOCK: Final = 64 * 1024
+_MOST_TIMES: Final = 64 << 20  # bytes of an index; four records a second for twelve days
 _SEARCHED: Final = 1 << 20  # bytes that are searched for a text at once
 
 
@@ -116,8 +117,8 @@ class _Log:
             os.close(probe)
 
     def _again(self) -> int:
-        with as_owner(self._path):
-            return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        with open_read(self._path) as file:
+            return os.dup(file.fileno())
 
     def _first_line(self, data: int) -> int:
         """Behind a gap the first whole line; what is left of the one before it belongs to the gap."""
@@ -181,8 +182,11 @@ class _Log:
 
 
 def _times(path: Path, size: int) -> LogTimes:
-    with as_owner(path):
-        return read_times(path.with_suffix(".times"), size)
+    try:
+        with open_read(path.with_suffix(".times")) as file:
+            return LogTimes(file.read(_MOST_TIMES), size)
+    except OSError:
+        return LogTimes(b"", size)
 
 
 def _has(raw: bytes, grep: str | None) -> bool:

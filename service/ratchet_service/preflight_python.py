@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from pathlib import Path
+from typing import Final
 
 from ratchet_contract.spec import JobSpec, TaskSpec
 from ratchet_contract.spec_parse import nearest
@@ -14,6 +16,9 @@ from ratchet_service.file_owner import as_user
 from ratchet_service.interpreters import Findings, Interpreters, interpreter_of, python_fault
 from ratchet_service.machine import Machine
 from ratchet_service.preflight_report import Report
+
+_MOST_SOURCE: Final = 16 << 20
+"""Bytes of a module. What an interpreter of a submitter's own names as its file may have no end."""
 
 
 def check(
@@ -71,8 +76,12 @@ def _check_entrypoint(task: TaskSpec, origin: Path, confined: Confined, report: 
     """``origin`` is what the interpreter says, which may be the submitter's own."""
     try:
         with as_user(confined.user):
-            source = origin.read_bytes()
-    except OSError:  # the interpreter could read it; the first attempt will tell
+            fd = os.open(origin, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as file:
+            source = file.read(_MOST_SOURCE + 1) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+        if not 0 < len(source) <= _MOST_SOURCE:
+            return
+    except (OSError, ValueError):  # the interpreter could read it; the first attempt will tell
         return
     problem = entrypoints.check(source, task, package=origin.name == "__init__.py")
     if problem is not None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratchet_contract.log_times import RECORD, LogTimes, read_times
+from ratchet_contract.log_times import RECORD, LogTimes
 from ratchet_contract.paths import AttemptPaths
 from ratchet_service.log_lines import lines_of, since_offset, tail_offset
 from ratchet_worker.log_keeper import LogKeeper
@@ -72,7 +72,7 @@ def test_a_clock_that_is_set_back_does_not_turn_the_index_around(tmp_path: Path)
     for count, at in enumerate((100.0, 40.0, 120.0), 1):
         log.write_text("x\n" * 40_000 * count)
         kept.look(BEGIN + at)
-    times = read_times(AttemptPaths(tmp_path).log_times(0), log.stat().st_size)
+    times = LogTimes(AttemptPaths(tmp_path).log_times(0).read_bytes(), log.stat().st_size)
     assert [times.at(80_000 * i) for i in (1, 2, 3)] == [moment(100), moment(100), moment(120)]
 
 

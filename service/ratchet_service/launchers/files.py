@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from ratchet_contract.messages import AgentFile, LaunchFile
 from ratchet_contract.paths import AttemptPaths
-from ratchet_service.file_owner import as_owner, foreign
+from ratchet_service.file_owner import as_owner, foreign, open_read
 from ratchet_service.launchers.base import AttemptRef, NodeState
 from ratchet_service.launchers.results import MOST_BYTES, read_bounded, read_result
 
@@ -84,8 +84,9 @@ def agent_logs(ref: AttemptRef, limit: int) -> str:
 def tail(path: Path, limit: int) -> str:
     """The last ``limit`` characters of a text file, stripped; empty when it cannot be read."""
     try:
-        with as_owner(path):
-            return path.read_text(errors="replace").strip()[-limit:]
+        with open_read(path) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 4 * limit))
+            return file.read(4 * limit).decode(errors="replace").strip()[-limit:]
     except OSError:
         return ""
 

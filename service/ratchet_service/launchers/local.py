@@ -31,6 +31,7 @@ from ratchet_service.launchers.planning import agent_environment, rank_commands,
 AGENT: Final = ("-P", "-m", "ratchet_worker.agent")
 """-P: the directory that the service was started in must not be on the agent's import path."""
 
+_APPEND: Final = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 _ONE_MACHINE: Final = "the local launcher is one machine"
 
 
@@ -158,7 +159,7 @@ class LocalLauncher:
         argv = plan.argv if plan.ref.nodes == 1 else (*plan.argv, "--node", str(node))
         with as_owner(paths.root):
             paths.root.mkdir(parents=True, exist_ok=True)
-            log = os.open(paths.agent_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            log = os.open(paths.agent_log, _APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         try:
             with Confined(self._user).command(argv, env, cwd="/") as command:
                 pid = _spawn(command.argv, command.env, log, command.fds)

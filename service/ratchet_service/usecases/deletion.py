@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import tempfile
+from pathlib import Path
 from typing import Final
 
 from sqlalchemy.exc import DBAPIError
@@ -15,7 +17,7 @@ from ratchet_contract.paths import HomePaths, JobPaths, is_job_id
 from ratchet_contract.phases import Event
 from ratchet_service import disk, object_store
 from ratchet_service.database import Database
-from ratchet_service.file_owner import as_owner
+from ratchet_service.file_owner import as_owner, open_read
 from ratchet_service.models import Job
 from ratchet_service.snapshot import remove_tree
 from ratchet_service.transitions import check
@@ -28,6 +30,7 @@ log = logging.getLogger(__name__)
 
 MARK: Final = "DELETING"
 _KEEP: Final = "keep-checkpoints"
+_MOST_TOLD: Final = 64 << 10  # bytes of a mark
 
 
 def delete(
@@ -96,10 +99,12 @@ def _mark(paths: JobPaths, keep_checkpoints: bool, uri: str | None) -> None:
     if not paths.root.is_dir():
         return
     with as_owner(paths.root):
-        with (paths.root / MARK).open("w") as handle:
+        fd, temporary = tempfile.mkstemp(dir=paths.root, prefix=".deleting-")
+        with os.fdopen(fd, "w") as handle:
             handle.write(_KEEP if keep_checkpoints else uri or "")
             handle.flush()
             os.fsync(handle.fileno())
+        Path(temporary).rename(paths.root / MARK)  # whatever user code has put there: a link, a FIFO
         fsync_dir(paths.root)
 
 
@@ -116,14 +121,14 @@ def _remove_what_goes(paths: JobPaths) -> tuple[str | None, bool]:
     """As ``_remove_files``, and whether the job's directory is to go, too."""
     mark = paths.root / MARK
     try:
-        handle = mark.open()
+        handle = open_read(mark)
     except FileNotFoundError:  # there were no files, or somebody else has removed them
         return None, False
     with handle:
         fcntl.flock(handle, fcntl.LOCK_EX)  # the sweep and the request may both be at it
         if not mark.exists():
             return None, False
-        told = handle.read()
+        told = handle.read(_MOST_TOLD).decode()
         keep = told == _KEEP
         if not keep:
             delete_all(paths)

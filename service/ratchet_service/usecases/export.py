@@ -149,9 +149,8 @@ class _Asked:
             except OSError as error:
                 return {"error": f"{self.python} cannot be started: {error.strerror}", "code": "export-failed"}
             except ValueError as error:
-                stderr.seek(0)
-                last = stderr.read().decode(errors="replace").strip().splitlines()[-1:]
-                said = f": {last[0][:500]}" if last else ""
+                last = children.last_line(stderr)
+                said = f": {last[:500]}" if last else ""
                 return {"error": f"{self.python} ended, {error}{said}", "code": "export-failed"}
 
 
