@@ -144,7 +144,7 @@ def ingest_batches(
     effects = Effects(session, job, attempt, hook_iterations or {}, bounds, shape.best)
     world, agent_speaks = shape.nodes * shape.ranks_per_node, node.node == 0 and shape.copies
     stored, to_count = 0, set[int]()
-    for batch in batches:
+    for batch in sorted(batches, key=lambda batch: batch.rank < 0):  # agents speak of what ranks have said
         of_agent = batch.rank == node_rank(node.node) or (batch.rank == AGENT_RANK and agent_speaks)
         if not (0 <= batch.rank < world or of_agent):
             raise Refused(f"there is no rank {batch.rank} in a group of {world}", code="invalid-report")

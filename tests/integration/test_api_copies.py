@@ -44,6 +44,12 @@ def test_a_copy_is_recorded_once_however_often_it_is_told(api: Api, job: str) ->
     assert [e["data"]["nbytes"] for e in told] == [1200]
 
 
+def test_a_copy_is_recorded_whichever_of_a_report_comes_first(api: Api, job: str) -> None:
+    api.report(job, (-1, 1, [uploaded(5)]), (0, 1, [training_message(), checkpoint_message(5)]))
+    (row,) = api.client.get(f"/v1/jobs/{job}/checkpoints").json()["items"]
+    assert row["uri"] == f"{URI}/x"
+
+
 def test_a_copy_of_other_bytes_is_told_and_not_recorded(api: Api, job: str) -> None:
     api.report(job, (0, 1, [training_message(), checkpoint_message(5)]), (-1, 1, [uploaded(5, digest="other")]))
     (row,) = api.client.get(f"/v1/jobs/{job}/checkpoints").json()["items"]

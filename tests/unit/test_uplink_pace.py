@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet_contract.messages import AgentReport, Control, Metrics, Note, Progress, ReportAck
+from ratchet_contract.messages import AGENT_RANK, AgentReport, Control, Metrics, Note, Progress, ReportAck
 from ratchet_contract.phases import AttemptPhase, Desired
 from ratchet_worker.service_link import Unreachable, retry_after
 from ratchet_worker.spool import Spool
@@ -21,11 +21,13 @@ AT = "2030-01-01T00:00:00Z"
 class Group:
     """The supervisor's part of the agent, and the service's: the connection is the one thing that is not real."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *ranks: int) -> None:
         self.phase, self.desired, self.away = AttemptPhase.RUNNING, Desired.RUN, False
         self.sent: list[AgentReport] = []
-        self.spool = Spool(folder / "rank.jsonl")
-        self.uplink = Uplink(launch_in(folder), {0: folder / "rank.jsonl"}, self, period=0.3)
+        spools = {rank: folder / f"{rank}.jsonl" for rank in ranks or (0,)}
+        self.spools = [Spool(path) for path in spools.values()]
+        self.spool = self.spools[0]
+        self.uplink = Uplink(launch_in(folder), spools, self, period=0.3)
         self.uplink._link.post = self.post  # type: ignore[method-assign]
 
     def status(self) -> Status:
@@ -87,6 +89,20 @@ def test_a_slow_service_is_asked_for_less_and_gets_everything(group: Group, monk
 @pytest.mark.parametrize(("answer", "turns"), [(0.0, 1), (0.02, 1), (0.1, 6), (0.2, 13), (5.0, 15)])
 def test_figures_wait_for_twenty_times_the_answer_and_five_seconds_at_most(answer: float, turns: int) -> None:
     assert waiting_turns(answer, 0.3) == turns
+
+
+def test_what_an_agent_says_of_checkpoints_comes_behind_all_that_rank_0_has_said(tmp_path: Path) -> None:
+    ranks = [0, 1, 2, AGENT_RANK]
+    group = Group(tmp_path, *ranks)
+    for rank, spool in zip(ranks, group.spools, strict=True):
+        for number in range(700 if rank in (0, 1) else 2):
+            spool.append(Note(rank=rank, at=AT, type="hello", message=str(number)))
+    for _ in range(8):
+        group.uplink._once()
+    heard = [batch.rank for report in group.sent for batch in report.batches for _ in batch.messages]
+    assert heard.count(AGENT_RANK) == 2 and heard.count(0) == heard.count(1) == 700
+    assert AGENT_RANK not in heard[: len(heard) - heard[::-1].index(0)]
+    assert heard.index(2) < heard.index(AGENT_RANK)  # and keeps no other rank from being heard
 
 
 def test_what_is_no_figure_goes_at_once(group: Group) -> None:

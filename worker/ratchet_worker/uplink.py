@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
-from ratchet_contract.messages import AgentReport, AttemptResult, Control, LaunchFile, RankBatch
+from ratchet_contract.messages import AGENT_RANK, AgentReport, AttemptResult, Control, LaunchFile, RankBatch
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import AttemptPhase, Desired
 from ratchet_contract.version import PROTOCOL_GROWTH
@@ -188,21 +188,29 @@ class Uplink:
 
     def _batches(self) -> tuple[list[RankBatch], bool]:
         """What is not acknowledged, up to the limits of one report; whether more is waiting. The ranks take turns to be first, so
-        that one that says much does not keep the others from being heard."""
+        that one that says much does not keep the others from being heard. What the agent says of rank 0's checkpoints comes
+        behind all that rank 0 has said: of one that the service has not heard of, it could not take it down."""
         batches: list[RankBatch] = []
         lines, size, more = _MAX_LINES, self._max_bytes, False
-        readers = list(self._readers.values())
-        self._first = (self._first + 1) % max(1, len(readers))
-        for reader in readers[self._first :] + readers[: self._first]:
-            if lines <= 0 or size <= 0:
-                more = more or reader.has_more(0)
-                continue
-            batch, used = reader.batch(lines, size)
-            if batch is not None:
-                batches.append(batch)
-                lines -= len(batch.messages)
-                size -= used
-                more = more or reader.has_more(used)
+        ranks = [rank for rank in self._readers if rank != AGENT_RANK]
+        self._first = (self._first + 1) % max(1, len(ranks))
+        turns = ranks[self._first :] + ranks[: self._first]
+        if AGENT_RANK in self._readers:
+            turns.insert(turns.index(0) + 1 if 0 in turns else 0, AGENT_RANK)
+        behind = False  # is there more of rank 0 than this report takes?
+        for rank in turns:
+            reader = self._readers[rank]
+            if lines <= 0 or size <= 0 or (rank == AGENT_RANK and behind):
+                waits = reader.has_more(0)
+            else:
+                batch, used = reader.batch(lines, size)
+                if batch is not None:
+                    batches.append(batch)
+                    lines -= len(batch.messages)
+                    size -= used
+                waits = batch is not None and reader.has_more(used)
+            more = more or waits
+            behind = waits if rank == 0 else behind
         return batches, more
 
     def _acknowledge(self, acked: Mapping[int, int]) -> bool:
