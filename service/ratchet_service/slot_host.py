@@ -1,7 +1,8 @@
 """Which host's GPUs and cores the slots of a database are. Slot numbers are of one machine: two would lend the same ones twice.
 
 The host keeps one row, with a time at which that ends unless it is renewed, by the server's clock; several reconcilers of the
-host share it. A SQLite file is one host's as it is.
+host share it. A SQLite file is one host's as it is. A time that ends later than any can was written before that clock was set
+back: as of a lease, nobody waits for it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.orm import Session
 
 from ratchet_service.database import Database
-from ratchet_service.leases import database_now
+from ratchet_service.leases import LONGEST, database_now
 from ratchet_service.models import SlotHost
 
 _ONE: Final = 1
@@ -34,7 +35,7 @@ def lend(session: Session, seconds: float) -> str | None:
     now, host = database_now(session), own_host()
     until = now + timedelta(seconds=seconds)
     first = postgresql.insert(SlotHost).values(id=_ONE, host=host, expires_at=until)
-    free = (SlotHost.host == host) | (SlotHost.expires_at < now)
+    free = (SlotHost.host == host) | (SlotHost.expires_at < now) | (SlotHost.expires_at > now + LONGEST)
     taken = first.on_conflict_do_update(index_elements=["id"], set_={"host": host, "expires_at": until}, where=free)
     if session.scalar(taken.returning(SlotHost.host)) is not None:
         return None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from ratchet_service import slot_host
 from ratchet_service.database import Database
+from ratchet_service.models import SlotHost
 from ratchet_service.serve import StartError, take_slots
 from tests.support.plane import launchers, trainer_launcher
 from tests.support.queue import Queue
@@ -42,6 +45,20 @@ def test_a_second_host_lends_nothing_while_the_first_one_lives(
         slot_host.leave(session, -1.0)
     monkeypatch.setattr(slot_host, "own_host", here)
     assert queue.round() == [job]
+
+
+def test_a_host_of_before_the_servers_clock_was_set_back_keeps_no_slots(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if database.is_sqlite:
+        pytest.skip("a file of one host")
+    monkeypatch.setattr(slot_host, "own_host", lambda: "there")
+    assert lend(database, 15.0) is None
+    monkeypatch.setattr(slot_host, "own_host", lambda: "here")
+    assert lend(database, 15.0) == "there"
+    with database.write() as session:
+        session.scalars(sa.select(SlotHost)).one().expires_at += timedelta(hours=1)
+    assert lend(database, 15.0) is None
 
 
 def test_a_start_is_refused_by_a_host_that_lives_and_waits_for_one_that_does_not(
