@@ -27,7 +27,8 @@ TRIES: Final = 24
 PAUSE: Final = 2.0
 """Seconds between two, in which the others get on."""
 _LOOK: Final = 0.5
-_LOCK_NOT_AVAILABLE: Final = "55P03"
+_NOT_NOW: Final = ("55P03", "40P01")
+"""lock_not_available; deadlock_detected: the other one holds what is changed next, and wants what has been changed."""
 _BLOCKING: Final = sa.text(
     "SELECT pid, usename, application_name, state, extract(epoch FROM clock_timestamp() - xact_start) AS seconds "
     "FROM pg_stat_activity WHERE pid = ANY(pg_blocking_pids(:pid)) ORDER BY pid"
@@ -92,7 +93,7 @@ def tried(database: Database, migrate: Callable[[Blocking], None]) -> None:
             migrate(blocking)
             return
         except OperationalError as error:
-            if getattr(error.orig, "sqlstate", None) != _LOCK_NOT_AVAILABLE:
+            if getattr(error.orig, "sqlstate", None) not in _NOT_NOW:
                 raise
         cure = "".join(f" SELECT pg_terminate_backend({pid});" for pid in blocking.pids) or " see pg_stat_activity"
         text = f"the migration waits for a table that {blocking.told} holds; end that transaction, or:{cure}"
