@@ -171,10 +171,11 @@ class Reconciler:
         do, and the history of what runs is to tell."""
         if seconds == 0.0:
             return
+        self._expiry_rests_until = self._database.clock.monotonic() + EXPIRY_RESTS
+        self._launching.put_off(seconds)  # where the database does not answer, the next round does it
+        self._jumps.seen(seconds)
         log.warning("the wall clock jumped by %+.0f s: deadlines go on by the monotonic one", seconds)
         self.beat.jumped(seconds)
-        self._expiry_rests_until = self._database.clock.monotonic() + EXPIRY_RESTS
-        self._launching.put_off(seconds)
         for job_id, watch in list(self._watches.items()):
             try:
                 self._watcher.jumped(watch, seconds)

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from ratchet_service.clock import Clock
 
 TOLERANCE: Final = 5.0
-"""Seconds by which a wall clock may leave the monotonic one between two looks, before that is called a jump."""
+"""Seconds by which a wall clock may leave the monotonic one, at once or little by little, before that is called a jump."""
 KEEP_SECONDS: Final = 30.0
 """Between two times at which the counts of attempts with a ``policy.timeout`` are written: so much another machine's
 reconciler may count too little."""
@@ -54,20 +54,20 @@ def counted(stored: Any, begun_at: datetime | None, clock: Clock) -> float | Non
 
 
 class Jumps:
-    """Tells when the wall clock has left the monotonic one since the last look."""
+    """Tells when the wall clock has left the monotonic one since the start, or since the last jump that was ``seen``."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._level = self._between()
 
     def look(self) -> float:
-        """By how many seconds the wall clock has jumped, forwards if positive; 0.0: it has not."""
-        level = self._between()
-        jump = level - self._level
-        if abs(jump) <= TOLERANCE:
-            return 0.0
-        self._level = level
-        return jump
+        """By how many seconds the wall clock has jumped, forwards if positive; 0.0: it has not. Told until it is ``seen``."""
+        jump = self._between() - self._level
+        return jump if abs(jump) > TOLERANCE else 0.0
+
+    def seen(self, jump: float) -> None:
+        """What had to be done for it is done."""
+        self._level += jump
 
     def _between(self) -> float:
         """Wall minus monotonic. This process may be stopped between two readings: then both are read again."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from sqlalchemy.exc import OperationalError
 
 from ratchet_contract.phases import JobPhase
 from ratchet_service import clock as clocks
+from ratchet_service import reconciler
 from ratchet_service.clock import Clock
 from ratchet_service.database import Database
 from ratchet_service.expiry import Expiry
@@ -25,9 +28,18 @@ class SetClock(Clock):
     """Of this process; with SQLite the server's, too."""
 
     ahead = 0.0
+    passed = 0.0
+    """Beyond what has passed in truth; ``ahead`` has it, too."""
+    machine = "here"
 
     def now(self) -> datetime:
         return datetime.now(UTC) + timedelta(seconds=self.ahead)
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.passed
+
+    def boot(self) -> str:
+        return self.machine
 
 
 @pytest.fixture
@@ -115,6 +127,60 @@ def test_what_waits_to_be_tried_again_waits_for_as_long_as_before(plane: Plane, 
     assert abs((moved - until).total_seconds() - by) < 5
     looks(made)
     assert plane.job(job_id).phase is JobPhase.QUEUED
+
+
+def test_a_jump_while_the_database_is_away_counts_once_it_answers(
+    plane: Plane, clock: SetClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a machine goes on that had stood still: its connections are broken."""
+    monkeypatch.setattr(reconciler, "_ERROR_PAUSE", 0.01)
+    job_id, until = plane.submit({"steps": 5}), clock.now() + timedelta(seconds=200)
+    with plane.database.write() as session:
+        session.execute(sa.update(Job).where(Job.id == job_id).values(not_before=until))
+    made = plane.reconcile()
+    looks(made)
+    put_off, asked = made._launching.put_off, list[float]()
+
+    def away(seconds: float) -> None:
+        asked.append(seconds)
+        if len(asked) < 3:
+            raise OperationalError("UPDATE", {}, Exception("the connection is closed"))
+        put_off(seconds)
+
+    monkeypatch.setattr(made._launching, "put_off", away)
+    clock.ahead = 3600.0
+    wait_for(lambda: made.beat.jump, "the jump to be seen", 30)
+    looks(made)
+    job = plane.job(job_id)
+    assert job.not_before is not None and abs((job.not_before - until).total_seconds() - 3600) < 5
+    assert (job.phase, len(asked)) == (JobPhase.QUEUED, 3)
+
+
+def test_what_a_job_with_a_time_limit_has_run_is_known_on_another_machine(plane: Plane, clock: SetClock) -> None:
+    """Whose clock counts from another start, and nobody told it when the attempt began."""
+
+    def passes(seconds: float) -> None:
+        clock.passed, clock.ahead = clock.passed + seconds, clock.ahead + seconds
+
+    def kept() -> float:
+        (attempt,) = plane.attempts(job_id)
+        return 0.0 if attempt.run_clock is None else attempt.run_clock["seconds"]
+
+    first = plane.reconcile()
+    job_id = plane.submit({"steps": 100_000, "every": 50}, policy={"timeout": "10m"})
+    plane.wait_job(job_id, lambda job: job.step > 0, "training")
+    looks(first)
+    passes(400.0)
+    wait_for(lambda: kept() >= 400.0, "its count to be kept", 30)
+    first.stop()
+    wait_for(lambda: plane.job(job_id).lease_token is None, "the first reconciler to end", 30)
+    clock.machine, clock.passed = "there", 0.0
+    second = plane.reconcile()
+    wait_for(lambda: plane.job(job_id).lease_token, "another to take it over", 30)
+    looks(second)
+    assert plane.job(job_id).phase is JobPhase.RUNNING
+    passes(250.0)
+    assert plane.wait(job_id, JobPhase.FAILED).reason == "timeout"
 
 
 def test_nothing_is_deleted_at_its_ttl_right_after_a_jump(
