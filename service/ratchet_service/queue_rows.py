@@ -80,8 +80,8 @@ def waiting(
         found: list[Row] = []
         untold: list[Row] = []
         unmade: list[Row] = []
-        blocks = _blocks(sorted(priorities, reverse=True), LOOK)
-        for row in (row for block in blocks for row in _of_owner(session, now, kinds, owner, *block)):
+        blocks = _blocks(sorted(priorities, reverse=True), look)
+        for row in (row for block in blocks for row in _of_owner(session, now, kinds, owner, *block, look)):
             why = never(row.queued)
             if why is None:
                 (unmade if row.reason == UNMADE else found).append(row)
@@ -105,9 +105,9 @@ def _blocks(priorities: list[tuple[int, int]], look: int) -> Iterator[tuple[int,
 
 
 def _of_owner(
-    session: Session, now: datetime, kinds: Collection[str] | None, owner: str, low: int, high: int
+    session: Session, now: datetime, kinds: Collection[str] | None, owner: str, low: int, high: int, first: int
 ) -> Iterator[Row]:
-    """In order, read as far as they are asked for."""
+    """In order, read as far as they are asked for: ``first`` rows, then more and more."""
     kind = launcher_kind()
     query = sa.select(
         Job.id, Job.priority, Job.created_at, Job.room_since, Job.reason, Job.message, kind.label("kind"), *_taken()
@@ -115,7 +115,7 @@ def _of_owner(
     query = query.where(Job.priority == low) if low == high else query.where(Job.priority.between(low, high))
     if kinds is not None:
         query = query.where(launched_by(kinds))
-    query, offset, limit = query.order_by(Job.priority.desc(), Job.created_at, Job.id), 0, LOOK
+    query, offset, limit = query.order_by(Job.priority.desc(), Job.created_at, Job.id), 0, min(first, PAGE)
     while True:
         rows = session.execute(query.offset(offset).limit(limit)).all()
         for row in rows:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from ratchet_service.database import Database, utc_now
+from ratchet_service.queue_rows import UNMADE
+from ratchet_service.usecases import queue as shown
 from tests.support.api import Api
 from tests.support.queue import Queue
 
@@ -28,6 +30,31 @@ def test_all_pages_have_every_job_once_beyond_what_a_round_looks_at(queue: Queue
     assert (answer.status_code, answer.json()["code"]) == (400, "bad-cursor")
     (far,) = api.client.get("/v1/queue", params={"job_id": ids[119]}).json()["items"]
     assert (far["position"], far["job_id"]) == (120, ids[119])
+
+
+def placed(api: Api, job_id: str) -> int | None:
+    (one,) = api.client.get("/v1/queue", params={"job_id": job_id}).json()["items"]
+    position: int | None = one["position"]
+    return position
+
+
+def test_nobody_is_told_a_position_behind_the_deepest(queue: Queue, api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each owner no more are looked at: behind it positions would be wrong."""
+    monkeypatch.setattr(shown, "DEEPEST", 3)
+    ids = [queue.submit(owner=owner) for owner in ("ada", "bob") for _ in range(3)]
+    listed = api.client.get("/v1/queue").json()
+    assert (len(listed["items"]), listed["waiting"], listed["next_cursor"]) == (3, 6, None)
+    first = {one["job_id"]: one["position"] for one in listed["items"]}
+    assert {job: placed(api, job) for job in ids} == {job: first.get(job) for job in ids}
+
+
+def test_a_job_whose_attempt_cannot_be_made_is_shown_behind_the_others(queue: Queue, api: Api) -> None:
+    """As the reconciler goes through them."""
+    ids = [queue.submit() for _ in range(3)]
+    queue.put(ids[0], reason=UNMADE, message="its directory cannot be read")
+    items = api.client.get("/v1/queue").json()["items"]
+    assert [one["job_id"] for one in items] == [*ids[1:], ids[0]]
+    assert [placed(api, job) for job in ids] == [3, 1, 2]
 
 
 def test_one_job_is_told_where_it_stands_and_what_it_waits_for(queue: Queue, api: Api) -> None:

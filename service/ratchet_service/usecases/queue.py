@@ -14,7 +14,7 @@ from ratchet_service import cursors, queue_rows, quotas
 from ratchet_service.clock import now_in
 from ratchet_service.models import Job
 from ratchet_service.queue_order import Queued, in_order
-from ratchet_service.queue_rows import LOOK, Row
+from ratchet_service.queue_rows import LOOK, UNMADE, Row
 from ratchet_service.usecases.queries import find_job
 
 DEEPEST: Final = 10_000
@@ -41,19 +41,33 @@ def of_job(session: Session, job_id: str) -> QueueView:
     waiting = session.scalar(sa.select(sa.func.count()).select_from(Job).where(queue_rows.due(now_in(session)))) or 0
     if job.phase is not JobPhase.QUEUED:
         return QueueView(items=[], waiting=waiting)
-    found = [(n, row) for n, row in enumerate(_places(session, DEEPEST), 1) if row.queued.job == job_id]
-    if found:
-        return QueueView(items=_views(session, found), waiting=waiting)
+    found = _place(session, job_id, waiting)
+    if found is not None:
+        return QueueView(items=_views(session, [found]), waiting=waiting)
     takes = queue_rows.share(job.spec.get("world"), job.resolved.get("device"))
     queued = Queued(job.id, job.owner, job.priority, job.created_at, takes)
     return QueueView(items=_views(session, [(None, Row(queued, "", job.reason, job.message))]), waiting=waiting)
 
 
+def _place(session: Session, job_id: str, waiting: int) -> tuple[int, Row] | None:
+    """None: a back-off holds it, or it is behind ``DEEPEST``. First the first ones are looked at: to read far into a long queue
+    of many owners takes seconds."""
+    held = sa.select(Job.id).where(Job.id == job_id, queue_rows.due(now_in(session)))
+    deep = 0 if session.scalar(held) is None else min(LOOK, DEEPEST)
+    while deep:
+        for n, row in enumerate(_places(session, deep)[:deep], 1):
+            if row.queued.job == job_id:
+                return n, row
+        deep = 0 if deep >= min(waiting, DEEPEST) else min(10 * deep, DEEPEST)
+    return None
+
+
 def _places(session: Session, deep: int) -> list[Row]:
-    """Of each owner so many are looked at as are asked for, and no fewer than the reconciler looks at."""
+    """Of each owner so many are looked at as are asked for, and no fewer than the reconciler looks at: the first ``deep`` stand
+    where they are told to."""
     rows = {row.queued.job: row for row in queue_rows.waiting(session, now_in(session), look=max(LOOK, deep))}
     places = in_order((row.queued for row in rows.values()), queue_rows.held(session), quotas.limits(session))
-    return [rows[place.queued.job] for place in places]
+    return sorted((rows[place.queued.job] for place in places), key=lambda row: row.reason == UNMADE)
 
 
 def _views(session: Session, rows: Iterable[tuple[int | None, Row]]) -> list[QueuedView]:
