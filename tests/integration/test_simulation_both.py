@@ -22,7 +22,7 @@ from tests.support.sim_both.__main__ import difference, driven
 from tests.support.sim_both.histories import Modelled
 from tests.support.sim_both.served import Calls
 from tests.support.sim_pure import reconciler
-from tests.support.sim_pure.world import MOVES
+from tests.support.sim_pure.world import MOVES, World
 
 SCHEDULES = int(os.environ.get("RATCHET_TEST_SCHEDULES_BOTH", "5"))
 
@@ -91,6 +91,15 @@ def test_a_difference_is_found(tmp_path: Path, planted: Callable[[], Any]) -> No
         found = next((text for seed in range(first, first + 6) if (text := difference(seed, database, folder))), None)
     database.dispose()
     assert found is not None and "--- the fast lane" in found and "\n+" in found
+
+
+def test_a_schedule_that_neither_lane_plays_to_its_end_is_told(tmp_path: Path) -> None:
+    database = SimDatabase(sqlite_url(tmp_path / "ratchet.db"))
+    upgrade(database)
+    with stage_directory() as folder, patch.object(World, "run", side_effect=LookupError("planted")):
+        found = difference(0, database, folder)
+    database.dispose()
+    assert found is not None and "planted" in found
 
 
 def _first_that_shows(planted: Callable[[], Any]) -> int:

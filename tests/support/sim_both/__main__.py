@@ -8,12 +8,15 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from tests.support.sim.processes import SimDatabase
 from tests.support.sim.stages import CORES, on_stages
 from tests.support.sim_both.histories import Kept, Modelled
 from tests.support.sim_both.served import Served
 from tests.support.sim_pure.world import MOVES
+
+PLAYED: Final = "after"
 
 
 def driven(world: Kept, moves: int) -> list[str]:
@@ -23,17 +26,17 @@ def driven(world: Kept, moves: int) -> list[str]:
     except Exception as error:
         ended = f"{type(error).__name__}: {error}".splitlines()[0]
     else:
-        ended = f"after {world.moves} moves: {world.rnd()}"
+        ended = f"{PLAYED} {world.moves} moves: {world.rnd()}"
     out = [f"{job_id} {line}" for job_id, lines in sorted(world.histories().items()) for line in lines]
     world.close()
     return [*out, ended]
 
 
 def difference(seed: int, database: SimDatabase, folder: Path, moves: int = MOVES) -> str | None:
-    """None: both lanes tell the same of the schedule ``seed``."""
+    """None: both lanes play the schedule ``seed`` to its end, and tell the same of it."""
     model, served = driven(Modelled(seed), moves), driven(Served(seed, database, folder), moves)
     if model == served:
-        return None
+        return None if model[-1].startswith(PLAYED) else f"neither lane plays it to its end: {model[-1]}"
     return "\n".join(difflib.unified_diff(model, served, "the fast lane", database.url.drivername, lineterm="", n=2))
 
 
