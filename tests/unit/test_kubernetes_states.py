@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ratchet_contract.phases import Budget, Cause
+from ratchet_service.launchers.kubernetes import cache as cache_module
 from ratchet_service.launchers.kubernetes.api import Api
 from ratchet_service.launchers.kubernetes.cache import Cache
-from ratchet_service.launchers.kubernetes.pods import Patience, Pod
+from ratchet_service.launchers.kubernetes.pods import Patience, Pod, first_seen
 from ratchet_service.launchers.kubernetes.states import Seen, View, concludes, finished, look
 from tests.support.kube_jobs import site
 
@@ -61,13 +63,14 @@ def pod(
     gone: bool = False,
     **status: Any,
 ) -> Pod:
-    """``deletion``: seconds at which the grace of its deletion ends."""
+    """``deletion``: seconds at which the grace of its deletion ends. Its states are seen as soon as they are there, by a clock
+    that shows 0 at ``START``."""
     metadata: dict[str, Any] = {
         "name": f"{NAME}-{node}-x", "uid": f"p{node}", "namespace": "ratchet",
         "annotations": {"batch.kubernetes.io/job-completion-index": str(node)},
     }  # fmt: skip
     if deletion is not None:
-        metadata["deletionTimestamp"] = at(deletion)
+        metadata |= {"deletionTimestamp": at(deletion), "deletionGracePeriodSeconds": 30}
     spec: dict[str, Any] = {
         "containers": [{"name": "agent", "image": "team/train:2", "resources": {"limits": {"memory": "4Gi"}}}]
     }
@@ -79,7 +82,14 @@ def pod(
         state = RUNNING
     statuses = [] if state is None else [{"name": "agent", "state": state}]
     told = {"phase": phase, "conditions": own, "containerStatuses": statuses, **status}
-    return Pod({"metadata": metadata, "spec": spec, "status": told}, gone)
+    made = {"metadata": metadata, "spec": spec, "status": told}
+    since = first_seen(made, {}, 0.0)
+    over = (state or {}).get("terminated", {}).get("finishedAt")
+    if over is not None:
+        since = first_seen(made, {"scheduled": 0.0}, (datetime.fromisoformat(over) - START).total_seconds())
+    if deletion is not None:
+        since |= {f"leaves at {at(deletion)}": deletion - 30}
+    return Pod(made, gone, since)
 
 
 def ended(code: int, reason: str = "Error", finished_at: float = 50, message: str = "") -> dict[str, Any]:
@@ -103,8 +113,7 @@ def seen(made: dict[str, Any] | None, *pods: Pod, **more: Any) -> Seen:
 def view(
     what: Seen, *, nodes: int = 1, results: tuple[int, ...] = (), began: bool = True, seconds: float = 100
 ) -> View:
-    now = START + timedelta(seconds=seconds)
-    return look(what, nodes, lambda: began, lambda node: node in results, now, PATIENCE)
+    return look(what, nodes, lambda: began, lambda node: node in results, seconds, PATIENCE)
 
 
 FAILED = (
@@ -369,6 +378,30 @@ def test_an_answer_that_comes_after_the_watchs_word_brings_nothing_back() -> Non
     assert cache.seen(NAME).deleted
     cache.add_job(listed(14, uid="another of this name"), "ratchet")
     assert not cache.seen(NAME).deleted
+
+
+def test_patience_counts_from_when_a_state_was_first_seen_by_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the cluster's clocks nor news of the same state shorten or lengthen it; a service that starts anew counts anew."""
+    clock = [1000.0]
+    monkeypatch.setattr(cache_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    first, second = (Cache(Api(site().settings), ("ratchet",), "") for _ in range(2))
+
+    def told(cache: Cache, deletion: float | None = None) -> Pod:
+        made = pod(0, "Pending", waiting("ContainerCreating", str(clock[0])), deletion=deletion).object
+        made["metadata"]["labels"] = {"ratchet.dev/job-id": "job-0123456789ab", "ratchet.dev/epoch": "3"}
+        cache.apply("pods", made, "ratchet")
+        (seen_,) = cache.seen(NAME).pods
+        return seen_
+
+    told(first)
+    clock[0] += 100.0
+    assert (told(first).scheduled_since, told(second).scheduled_since) == (1000.0, 1100.0)
+    told(first, deletion=-9000)
+    clock[0] += 39.0
+    assert not told(first, deletion=-9000).overdue(clock[0])
+    clock[0] += 2.0
+    assert told(first, deletion=-9000).overdue(clock[0]) and not told(second, deletion=-9000).overdue(clock[0])
+    assert not told(first, deletion=-9020).overdue(clock[0]), "somebody hurries it: a new grace"
 
 
 def test_a_deleted_pod_is_remembered_as_it_was_last() -> None:

@@ -7,49 +7,33 @@ took away stays here for a while as it was last: it may be the only evidence of 
 
 from __future__ import annotations
 
-import json
-import logging
-import random
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
-from ratchet_service.launchers.base import EngineUnreachable, attempt_name
-from ratchet_service.launchers.kubernetes.api import Api, Json, Refusal, Stream
+from ratchet_service.launchers.base import attempt_name
+from ratchet_service.launchers.kubernetes.api import Api, Json
 from ratchet_service.launchers.kubernetes.manifests import EPOCH, JOB_ID
-from ratchet_service.launchers.kubernetes.pods import Pod
+from ratchet_service.launchers.kubernetes.pods import Pod, first_seen
 from ratchet_service.launchers.kubernetes.states import Seen, finished
-
-log = logging.getLogger(__name__)
+from ratchet_service.launchers.kubernetes.watcher import Kind, Watcher
 
 _SYNC_PATIENCE: Final = 10.0
-_WATCH_SECONDS: Final = 290
-_PAGE: Final = 500
-_BACKOFF: Final = (0.2, 10.0)
-"""First and longest delay between tries to connect, seconds; with jitter."""
-_SHORTEST: Final = 1.0
-"""Seconds that a watch should last: a server that ends them sooner is not asked again at once."""
 _KEPT: Final = 900.0
 """Seconds that what is deleted is remembered."""
 _EVENTS_KEPT: Final = 5000
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of objects that is watched. ``needed``: nothing is known without it."""
-
-    name: str
-    path: str
-    query: str
-    needed: bool = True
-
-
 @dataclass
 class _Entry:
+    """``since``: of a pod's states (``first_seen``)."""
+
     object: Json
     namespace: str
     deleted_at: float | None = None
+    since: Mapping[str, float] = field(default_factory=dict)
 
 
 class Cache:
@@ -88,7 +72,7 @@ class Cache:
     def seen(self, name: str) -> Seen:
         with self._lock:
             job = self._jobs.get(name)
-            pods = [Pod(e.object, e.deleted_at is not None) for e in self._pods.get(name, {}).values()]
+            pods = [Pod(e.object, e.deleted_at is not None, e.since) for e in self._pods.get(name, {}).values()]
             warnings = {key: self._warnings[key] for key in [name, *(p.name for p in pods)] if key in self._warnings}
         return Seen(
             job=None if job is None else job.object,
@@ -129,7 +113,8 @@ class Cache:
     def apply(self, kind: str, object_: Json, namespace: str, *, deleted: bool = False) -> None:
         """One event of a watch, or one item of a list."""
         object_["metadata"].pop("managedFields", None)  # long, and of no use here
-        entry = _Entry(object_, namespace, time.monotonic() if deleted else None)
+        now = time.monotonic()
+        entry = _Entry(object_, namespace, now if deleted else None)
         with self._lock:
             if kind == "events":
                 self._warn(object_)
@@ -138,7 +123,9 @@ class Cache:
             else:
                 name = _attempt(object_)
                 if name is not None:
-                    self._pods.setdefault(name, {})[str(object_["metadata"]["uid"])] = entry
+                    pods, uid = self._pods.setdefault(name, {}), str(object_["metadata"]["uid"])
+                    entry.since = first_seen(object_, pods[uid].since if uid in pods else {}, now)
+                    pods[uid] = entry
             self._prune()
 
     def replace(self, kind: str, items: list[Json], namespace: str, version: str) -> None:
@@ -188,125 +175,6 @@ class Cache:
                 self._pods[name] = kept
             else:
                 del self._pods[name]
-
-
-class Watcher:
-    """Keeps one kind in one namespace current, on a thread of its own."""
-
-    def __init__(self, api: Api, kind: Kind, namespace: str, selector: str, cache: Cache) -> None:
-        self._api, self._kind, self._namespace, self._cache = api, kind, namespace, cache
-        self._path = kind.path.format(namespace)
-        self._query = {kind.query: selector if kind.query == "labelSelector" else "type=Warning"}
-        self._closing, self._changed = threading.Event(), threading.Condition()
-        self._listed, self._fault = False, ""
-        self._stream: Stream | None = None
-        self._thread = threading.Thread(target=self._run, name=f"watch-{kind.name}-{namespace}", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        self._closing.set()
-        stream = self._stream
-        if stream is not None:
-            stream.shut()
-        self._thread.join(timeout=5)
-
-    def ready(self, deadline: float) -> None:
-        if not self._kind.needed:
-            return
-        with self._changed:
-            told = self._changed.wait_for(lambda: self._listed or self._fault, max(deadline - time.monotonic(), 0.0))
-            if self._fault:
-                raise EngineUnreachable(self._fault)
-            if not told:
-                raise EngineUnreachable(f"Kubernetes has not listed its {self._kind.name} yet")
-
-    def _run(self) -> None:
-        version, delay = "", 0.0
-        while not self._closing.is_set():
-            began = time.monotonic()
-            try:
-                version = version or self._list()
-                version = self._watch(version)
-                delay = 0.0 if time.monotonic() - began > _SHORTEST else _SHORTEST
-            except _Cut as cut:
-                version, delay = cut.version, _BACKOFF[0]
-            except EngineUnreachable as error:
-                delay = self._failed(error.detail, delay)
-            except Refusal as refusal:
-                if refusal.code == 410:
-                    version, delay = "", _BACKOFF[0]
-                elif not self._kind.needed:
-                    log.warning("events are not watched, so waiting jobs tell less: %s", refusal.message)
-                    return
-                else:
-                    delay = self._failed(f"Kubernetes refuses to list {self._kind.name}: {refusal.message}", delay)
-            except Exception as error:  # no fault of one answer may leave a cache that stands still
-                log.exception("the watch of %s", self._kind.name)
-                version, delay = "", self._failed(f"the watch of {self._kind.name} failed: {error!r}", delay)
-            self._closing.wait(delay * random.uniform(0.75, 1.25))
-
-    def _failed(self, detail: str, delay: float) -> float:
-        self._tell(fault=detail)
-        return min(max(2 * delay, _BACKOFF[0]), _BACKOFF[1])
-
-    def _tell(self, fault: str = "") -> None:
-        with self._changed:
-            self._fault = fault
-            self._listed = self._listed or not fault
-            self._changed.notify_all()
-
-    def _list(self) -> str:
-        items: list[Json] = []
-        more: dict[str, str | int] = {}
-        while True:
-            page = self._api.get(self._path, limit=_PAGE, **self._query, **more)
-            items += page.get("items") or []
-            more = {"continue": page["metadata"].get("continue") or ""}
-            if not more["continue"]:
-                break
-        version = str(page["metadata"]["resourceVersion"])
-        self._cache.replace(self._kind.name, items, self._namespace, version)
-        self._tell()
-        return version
-
-    def _watch(self, version: str) -> str:
-        """Follow from ``version`` until the server ends the watch; the version to go on from. Raises ``_Cut`` where the
-        connection broke, ``Refusal`` (410) where the version is forgotten."""
-        query: dict[str, str | int] = {"watch": "true", "allowWatchBookmarks": "true", "resourceVersion": version}
-        with self._api.stream(
-            self._path, _WATCH_SECONDS, timeoutSeconds=_WATCH_SECONDS, **self._query, **query
-        ) as stream:
-            self._stream = stream
-            self._tell()
-            try:
-                for line in stream.lines():
-                    version = self._take(json.loads(line)) or version
-                    if self._closing.is_set():
-                        break
-            except EngineUnreachable:
-                raise _Cut(version) from None
-            finally:
-                self._stream = None
-        return version
-
-    def _take(self, event: Json) -> str | None:
-        object_ = event["object"]
-        if event["type"] == "ERROR":
-            raise Refusal(int(object_.get("code", 500)), json.dumps(object_).encode())
-        if event["type"] != "BOOKMARK":
-            self._cache.apply(self._kind.name, object_, self._namespace, deleted=event["type"] == "DELETED")
-        version: str | None = object_["metadata"].get("resourceVersion")
-        return version
-
-
-class _Cut(Exception):
-    """A watch's connection broke after it had been made."""
-
-    def __init__(self, version: str) -> None:
-        super().__init__(version)
-        self.version = version
 
 
 def _stays(entry: _Entry) -> bool:

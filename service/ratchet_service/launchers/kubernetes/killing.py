@@ -12,14 +12,13 @@ import logging
 import time
 from collections.abc import Collection
 from contextlib import suppress
-from datetime import UTC, datetime
 from typing import Final
 
 from ratchet_service.launchers.base import AttemptRef, EngineUnreachable
 from ratchet_service.launchers.kubernetes import manifests
 from ratchet_service.launchers.kubernetes.api import Api, Refusal
 from ratchet_service.launchers.kubernetes.creation import JOBS, PODS, delete, told
-from ratchet_service.launchers.kubernetes.pods import OVERDUE, Pod
+from ratchet_service.launchers.kubernetes.pods import Pod
 from ratchet_service.launchers.kubernetes.settings import Site
 from ratchet_service.launchers.kubernetes.states import Seen, concludes, finished
 
@@ -106,7 +105,7 @@ class Killing:
         """What is to be said of pods on machines that do not answer; those that have been silent for long enough are given up."""
         patience, now, out = self._site.settings.lost_after, time.monotonic(), []
         for pod in pods:
-            if pod.over or pod.deadline is None or datetime.now(UTC) < pod.deadline + OVERDUE:
+            if pod.over or not pod.overdue(now):
                 continue
             waited = now - self._overdue.setdefault(pod.uid, now)
             text = f"the machine of {pod.name} does not answer"

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -170,7 +170,7 @@ class KubernetesLauncher:
         return self._seen(ref) if job is not None else replace(seen, deleted=True, ours=marked(ref))
 
     def _view(self, ref: AttemptRef, seen: Seen) -> View:
-        now = datetime.now(UTC)
+        now = time.monotonic()
         return look(seen, ref.nodes, lambda: _began(ref), lambda node: _has_result(ref, node), now, self._patience)
 
     def _log(self, pod: Pod) -> str:

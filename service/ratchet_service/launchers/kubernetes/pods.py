@@ -1,13 +1,17 @@
 """One pod: why it waits, why it ended, and whether it can still begin. Pure, on plain JSON.
 
+What has taken too long is told by this process's monotonic clock, from when it first saw the state (``first_seen``): the times in
+objects are of the cluster's clocks, which may differ from ours, and either may be set. After a restart of the service patience
+begins anew: it may be late, never early.
+
 Reasons: of the DisruptionTarget condition, kubernetes.io "Disruptions"; of a pod's status and of waiting containers, kubelet's
 source (``pkg/kubelet/eviction``, ``nodeshutdown``, ``images/types.go``, ``container/sync_result.go``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ratchet_contract.exit_codes import CAUSE_OF_EXIT_CODE
@@ -17,8 +21,12 @@ from ratchet_service.launchers.kubernetes.patch import AGENT
 Json = dict[str, Any]
 
 INDEX: Final = "batch.kubernetes.io/job-completion-index"
-OVERDUE: Final = timedelta(seconds=10)
-"""Beyond the end of its grace, after which a pod that is not reported dead has lost its machine. Two clocks are compared."""
+OVERDUE: Final = 10.0
+"""Seconds beyond the end of its grace, after which a pod that is not reported dead has lost its machine."""
+_GRACE: Final = 30.0
+"""Kubernetes' own, for objects that do not say it."""
+_SCHEDULED: Final = "scheduled"
+_ENDED: Final = "ended"
 GOES_ON: Final = "the job goes on from its last checkpoint in a new attempt"
 
 DISRUPTIONS: Final[dict[str, tuple[Cause, str]]] = {
@@ -66,10 +74,12 @@ class Patience:
 
 @dataclass(frozen=True)
 class Pod:
-    """``deleted``: the object is gone; what is here is what it was last."""
+    """``deleted``: the object is gone; what is here is what it was last. ``since``: of its states, when this process first saw
+    them (``first_seen``)."""
 
     object: Json
     deleted: bool = False
+    since: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -105,10 +115,11 @@ class Pod:
         """It runs no more, or there is no such pod any more."""
         return self.deleted or self.phase in ("Succeeded", "Failed")
 
-    @property
-    def deadline(self) -> datetime | None:
-        """When the grace of its deletion ends; None: nobody deletes it."""
-        return _time(self.object["metadata"].get("deletionTimestamp"))
+    def overdue(self, now: float) -> bool:
+        """Somebody deletes it, its grace is over, and nobody has told of its end. ``now``: monotonic."""
+        metadata = self.object["metadata"]
+        since = self.since.get(_leaving(self.object) or "")
+        return since is not None and now > since + float(metadata.get("deletionGracePeriodSeconds", _GRACE)) + OVERDUE
 
     @property
     def status(self) -> Json:
@@ -123,8 +134,14 @@ class Pod:
         return found
 
     @property
-    def finished(self) -> datetime | None:
-        return _time((self.terminated or {}).get("finishedAt"))
+    def ended_since(self) -> float | None:
+        """When its container was first seen to have ended, monotonic."""
+        return self.since.get(_ENDED)
+
+    @property
+    def scheduled_since(self) -> float | None:
+        """When it was first seen to have been given a machine, monotonic."""
+        return self.since.get(_SCHEDULED)
 
     @property
     def ended_at(self) -> str:
@@ -142,6 +159,15 @@ class Pod:
         """For people: what runs where."""
         where = f" on {self.machine}" if self.machine else ""
         return f"pod {self.name}{where}: {'deleted' if self.deleted and not self.terminated else self.phase}"
+
+
+def first_seen(object_: Json, before: Mapping[str, float], now: float) -> dict[str, float]:
+    """The states that patience is counted from, and when each was first seen, monotonic. ``before``: of the same pod until now. A
+    deletion that is hurried (a shorter grace) is a state of its own."""
+    ended = Pod(object_).terminated is not None
+    scheduled = _condition(object_, "PodScheduled") is not None
+    there = (_SCHEDULED if scheduled else None, _ENDED if ended else None, _leaving(object_))
+    return {state: before.get(state, now) for state in there if state is not None}
 
 
 def disruption(pod: Pod) -> tuple[Cause, str] | None:
@@ -194,14 +220,13 @@ def container_end(pod: Pod) -> tuple[Cause, str] | None:
     return Cause.UNKNOWN, f"it ended with code {code}{signal}, and Kubernetes does not say why{said}"
 
 
-def hopeless(pod: Pod, now: datetime, patience: Patience) -> tuple[Cause, str] | None:
-    """Why a pod that has not begun will not."""
+def hopeless(pod: Pod, now: float, patience: Patience) -> tuple[Cause, str] | None:
+    """Why a pod that has not begun will not. ``now``: monotonic."""
     reason, message = _waits(pod)
-    scheduled = _condition(pod.object, "PodScheduled")
-    since = _time((scheduled or {}).get("lastTransitionTime"))
-    if pod.over or scheduled is None or since is None or pod.status.get("state", {}).keys() & {"running", "terminated"}:
+    since = pod.scheduled_since
+    if pod.over or since is None or pod.status.get("state", {}).keys() & {"running", "terminated"}:
         return None  # a pod outlives its container, as long as a sidecar ends
-    waited, image = (now - since).total_seconds(), pod.object["spec"]["containers"][0].get("image")
+    waited, image = now - since, pod.object["spec"]["containers"][0].get("image")
     if reason in _IMAGE_NEVER or (reason in _IMAGE_TRIES and waited > patience.fault):
         text = (
             f"the image {image} cannot be pulled ({reason}): check its name, and launcher.image_pull_secrets{message}"
@@ -257,5 +282,7 @@ def _quoted(message: Any) -> str:
     return f": {text[-600:]}" if text else ""
 
 
-def _time(text: Any) -> datetime | None:
-    return None if not text else datetime.fromisoformat(str(text)).astimezone(UTC)
+def _leaving(object_: Json) -> str | None:
+    """Names its deletion; None: nobody deletes it."""
+    at = object_["metadata"].get("deletionTimestamp")
+    return None if not at else f"leaves at {at}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
 from typing import Any
 
 from ratchet_contract.exit_codes import CAUSE_OF_EXIT_CODE
@@ -18,7 +17,6 @@ from ratchet_service.launchers.base import EngineEnd
 from ratchet_service.launchers.kubernetes.manifests import QUEUE
 from ratchet_service.launchers.kubernetes.pods import (
     GOES_ON,
-    OVERDUE,
     Patience,
     Pod,
     container_end,
@@ -66,10 +64,11 @@ def look(
     nodes: int,
     began: Callable[[], bool],
     has_result: Callable[[int], bool],
-    now: datetime,
+    now: float,
     patience: Patience,
 ) -> View:
-    """``began``: has an agent of the attempt begun at some time? ``has_result``: has this node's agent left its last word?"""
+    """``began``: has an agent of the attempt begun at some time? ``has_result``: has this node's agent left its last word?
+    ``now``: monotonic."""
     live = [pod for pod in seen.pods if not pod.over]
     revoked = _revoked(seen, began)
     ends = _ends(seen, has_result, now, patience, revoked)
@@ -117,7 +116,7 @@ def _revoked(seen: Seen, began: Callable[[], bool]) -> bool:
 
 
 def _ends(
-    seen: Seen, has_result: Callable[[int], bool], now: datetime, patience: Patience, revoked: bool
+    seen: Seen, has_result: Callable[[int], bool], now: float, patience: Patience, revoked: bool
 ) -> tuple[EngineEnd, ...]:
     found: list[tuple[str, bool, EngineEnd]] = []
     for pod in seen.pods:
@@ -134,13 +133,13 @@ def _ends(
     return tuple(ordered) if conclusion is None else (conclusion,)
 
 
-def _end_of(pod: Pod, has_result: Callable[[int], bool], now: datetime, patience: Patience) -> tuple[Cause, str] | None:
+def _end_of(pod: Pod, has_result: Callable[[int], bool], now: float, patience: Patience) -> tuple[Cause, str] | None:
     announced = disruption(pod)
     if announced is not None:
         return announced
     if pod.over:
         return status_end(pod) or (None if has_result(pod.node) else container_end(pod))
-    if pod.phase == "Unknown" or (pod.deadline is not None and now > pod.deadline + OVERDUE):
+    if pod.phase == "Unknown" or pod.overdue(now):
         return Cause.NODE_LOST, f"its machine {pod.machine or ''} does not answer; {GOES_ON}"
     return hopeless(pod, now, patience)
 
@@ -187,20 +186,20 @@ def _conclusion(seen: Seen) -> EngineEnd | None:
     return EngineEnd(cause, f"the Job failed ({failed.get('reason')}): {text}")
 
 
-def _result_may_come(pod: Pod, has_result: Callable[[int], bool], now: datetime, patience: Patience) -> bool:
+def _result_may_come(pod: Pod, has_result: Callable[[int], bool], now: float, patience: Patience) -> bool:
     """An agent that ended by a code of its own has written its result, which a shared file system may show later."""
     ended = pod.terminated
     if ended is None or ended.get("exitCode") not in CAUSE_OF_EXIT_CODE or has_result(pod.node):
         return False
-    return pod.finished is not None and now < pod.finished + timedelta(seconds=patience.result)
+    return pod.ended_since is not None and now < pod.ended_since + patience.result
 
 
-def _gone(seen: Seen, nodes: int, late: Sequence[Pod], now: datetime, may_start: bool) -> frozenset[int]:
+def _gone(seen: Seen, nodes: int, late: Sequence[Pod], now: float, may_start: bool) -> frozenset[int]:
     """Nodes that nothing runs on. One whose machine does not answer after its pod's grace is given up with them."""
     out = set()
     for node in range(nodes):
         pods = [pod for pod in seen.pods if pod.node == node]
-        running = [pod for pod in pods if not pod.over and (pod.deadline is None or now <= pod.deadline + OVERDUE)]
+        running = [pod for pod in pods if not pod.over and not pod.overdue(now)]
         if running or any(pod.node == node for pod in late) or (not pods and may_start):
             continue
         out.add(node)
