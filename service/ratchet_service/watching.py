@@ -27,6 +27,7 @@ from ratchet_service.launchers import files
 from ratchet_service.launchers.base import (
     AttemptRef,
     AttemptState,
+    EngineBusy,
     EngineUnreachable,
     LaunchError,
     LaunchPlan,
@@ -132,6 +133,8 @@ class Watcher:
         is told later: nothing is concluded from its silence."""
         try:
             decision = self._look(watch, wish)
+        except EngineBusy:
+            return None
         except EngineUnreachable as error:
             if not watch.unreachable:
                 watch.unreachable = True

@@ -19,6 +19,7 @@ from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Desired
 from ratchet_contract.spec import Resolved
 from ratchet_contract.spec_parse import parse_spec
+from ratchet_service.launchers import apart
 from ratchet_service.launchers.base import AttemptRef, Launcher, LaunchPlan
 from ratchet_service.launchers.local import LocalLauncher
 from ratchet_service.launchers.table import load
@@ -208,9 +209,12 @@ ENGINES: dict[str, type[Engine]] = {"local": Local, "kubernetes": Kubernetes, "s
 
 @contextmanager
 def engine_of(kind: str, directory: Path) -> Iterator[Engine]:
-    """The engine, and nothing of it left afterwards."""
-    made = ENGINES[kind](directory)
-    try:
-        yield made
-    finally:
-        made.close()
+    """The engine, and nothing of it left afterwards. On a machine that is busy its answers are waited for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(apart, "BRIEF", 60.0)
+        patch.setattr(apart, "BRIEFER", 60.0)
+        made = ENGINES[kind](directory)
+        try:
+            yield made
+        finally:
+            made.close()

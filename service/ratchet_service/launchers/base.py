@@ -39,6 +39,10 @@ class EngineUnreachable(RatchetError):
     code = "engine-unreachable"
 
 
+class EngineBusy(EngineUnreachable):
+    """The engine was asked a moment ago and has not answered yet. Nobody need be told: whoever asks again gets the answer."""
+
+
 def attempt_name(job_id: str, epoch: int) -> str:
     """``job-0123456789ab-a0007``: a DNS label, and what follows ``-a`` is the epoch."""
     return f"{job_id}-a{epoch:04d}"
@@ -148,8 +152,9 @@ class AttemptState:
 
 
 class Launcher(Protocol):
-    """One engine. All calls return soon; none raises for an attempt that is gone. ``plan`` and ``check`` ask no engine; any
-    other may raise ``EngineUnreachable``.
+    """One engine. All calls end, with a deadline for each question to the engine; none raises for an attempt that is gone.
+    ``plan`` and ``check`` ask no engine; any other may raise ``EngineUnreachable``. Where the engine is not this machine
+    (``slots``), a service makes these others on a thread of the launcher's own, one at a time (``apart``).
 
     ``max_nodes``: None without a limit. ``slots``: jobs get CPU slots and GPU indices of the service's machine. ``same_files``:
     its nodes see the service's machine's files (interpreters, the user's environment) at the same paths.

@@ -16,6 +16,7 @@ import yaml
 
 from ratchet_contract.paths import HomePaths
 from ratchet_service.confined import User
+from ratchet_service.launchers.apart import Apart
 from ratchet_service.launchers.base import Launcher
 
 LAUNCHERS: Final[dict[str, str]] = {
@@ -44,10 +45,11 @@ class Launchers(Mapping[str, Launcher]):
 
 
 def load(home: HomePaths, file: Path | None, user: User | None = None) -> Launchers:
-    """The launchers that ``file`` names; ``local`` without one. ``user``: whom the local one starts agents as. Raises
-    ``ValueError`` with a sentence for people."""
+    """The launchers that ``file`` names; ``local`` without one. ``user``: whom the local one starts agents as. Those of other
+    engines than this machine are set ``Apart``. Raises ``ValueError`` with a sentence for people."""
     settings: Mapping[str, Mapping[str, Any]] = {"local": {}} if file is None else _read(file)
-    return Launchers({kind: _make(kind, home, given, user) for kind, given in settings.items()})
+    made = {kind: _make(kind, home, given, user) for kind, given in settings.items()}
+    return Launchers({kind: launcher if launcher.slots else Apart(launcher) for kind, launcher in made.items()})
 
 
 def _read(file: Path) -> dict[str, Mapping[str, Any]]:
