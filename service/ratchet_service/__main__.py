@@ -188,7 +188,7 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=_split(environment.CODE_ROOTS, ":"),
         help="a directory below which specs may name code and files; may be repeated (or RATCHET_CODE_ROOTS, with : between "
-        "them). Default: any where no token is needed, else none but what is sent",
+        "them). Default: any where no token is needed and --run-as is not given, else none but what is sent",
     )
     parser.add_argument(
         "--checkpoint-uri-root",

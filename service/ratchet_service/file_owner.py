@@ -114,8 +114,12 @@ def give(root: Path, uid: int, gid: int) -> None:
     root.chmod(0o700)
     for _, folders, files, fd in os.fwalk(root):
         for name in (*folders, *files):
-            found = os.lstat(name, dir_fd=fd)
-            if found.st_uid not in (former, uid):
-                raise PermissionError(f"{root} holds {name}, which belongs to user {found.st_uid}")
-            os.chown(name, uid, gid, dir_fd=fd, follow_symlinks=False)
+            inner = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+            try:
+                found = os.fstat(inner)
+                if found.st_uid not in (former, uid):
+                    raise PermissionError(f"{root} holds {name}, which belongs to user {found.st_uid}")
+                os.chown(f"/proc/self/fd/{inner}", uid, gid)  # what was looked at, whatever has that name by now
+            finally:
+                os.close(inner)
     os.chown(root, uid, gid)  # last: a walk that was cut short begins again

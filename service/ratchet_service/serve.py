@@ -262,8 +262,11 @@ def _alone(settings: Settings) -> Iterator[None]:
 
 
 def settled(settings: Settings, *, tokens: bool) -> Settings:
-    """Where others than the run directory's owner submit, specs name no directory and no object store that was not allowed."""
-    roots = settings.code_roots if settings.code_roots is not None or not tokens else ()
+    """Where others than the run directory's owner submit, specs name no directory and no object store that was not allowed. No
+    directory either where jobs have a user of their own: it can read the copies that root makes, and may ask for them itself
+    where no token is needed."""
+    bounded = tokens or settings.user is not None
+    roots = settings.code_roots if settings.code_roots is not None or not bounded else ()
     uris = settings.uri_roots if settings.uri_roots is not None or not tokens else ()
     return replace(settings, tokens=tokens, code_roots=roots, uri_roots=uris)
 
@@ -283,6 +286,8 @@ def _say_who_may_come_in(settings: Settings, listen: Listening, url: str, databa
             "for tokens",
             url,
         )
+        if settings.user is not None:
+            log.warning("the code of jobs reaches it, too, and is its admin: --auth token keeps it out")
         return
     log.info("tokens are needed at %s", url)
     if listen.insecure_http and listen.open:

@@ -102,17 +102,24 @@ def recorded(paths: HomePaths) -> str | None:
 
 
 def _shut(paths: HomePaths, database: Path | None) -> None:
-    for folder in (paths.home, paths.jobs, paths.code):
+    """Directories of others' making (copies of the database, perhaps) are closed where only the run directory's mode has kept
+    everybody from them until now."""
+    opened = (paths.home, paths.jobs, paths.code)
+    closed = not paths.home.exists() or not paths.home.stat().st_mode & stat.S_IXOTH
+    for folder in opened:
         folder.mkdir(mode=0o711, parents=True, exist_ok=True)
-        folder.chmod(0o711)
-    private = list(paths.home.iterdir())
+    private = [path for path in paths.home.iterdir() if path not in opened]
     if database is not None:
         private += [path for end in ("", "-wal", "-shm") if (path := database.with_name(database.name + end)).exists()]
     for path in private:
         with suppress(FileNotFoundError):  # another process of this run directory is at work
             found = path.lstat()
-            if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+            if found.st_uid == os.geteuid() and (
+                stat.S_ISREG(found.st_mode) or (closed and stat.S_ISDIR(found.st_mode))
+            ):
                 path.chmod(found.st_mode & 0o700)
+    for folder in opened:
+        folder.chmod(0o711)
 
 
 def _try(paths: HomePaths, user: User) -> None:

@@ -88,7 +88,8 @@ def confined(place: Path) -> Iterator[Server]:
         patch.setenv("RATCHET_TOKEN_OF_SOMETHING", "top-secret")
         patch.setenv("PGPASSWORD", "top-secret")
         prefix = through(place)
-        server = Server(place / "home", "--run-as", f"{UID}:{UID}", afresh=True, prefix=prefix)
+        options = ("--run-as", f"{UID}:{UID}", "--code-root", str(place / "projects"))
+        server = Server(place / "home", *options, afresh=True, prefix=prefix)
         try:
             yield server.start()
         finally:

@@ -10,30 +10,27 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ratchet_contract.counter import finished_step
 from ratchet_contract.messages import AgentFile
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.spec import JobSpec
-from ratchet_service import children, doctor_jobs, ending, file_owner, preflight_python, serve, worker_user
+from ratchet_service import children, doctor_jobs, file_owner, serve, worker_user
 from ratchet_service.__main__ import main
-from ratchet_service.confined import OWN, Command, Confined, Limits, limits_of
+from ratchet_service.confined import OWN, Command, Confined, Limits, User, limits_of
 from ratchet_service.hook_probe import Probe
-from ratchet_service.launch_files import read_launch_file
 from ratchet_service.launchers import files, processes
 from ratchet_service.launchers.base import AttemptRef, LaunchError
 from ratchet_service.launchers.local import LocalLauncher
 from ratchet_service.launchers.table import load
-from ratchet_service.leftover import batches
 from ratchet_service.listening import StartError
-from ratchet_service.log_lines import tail_offset
 from ratchet_service.machine import Machine
 from ratchet_service.preflight import resolve
 from ratchet_service.preflight_report import Report
+from ratchet_service.roots import Roots
 from ratchet_service.settings import Settings
-from ratchet_service.usecases import deletion
 from ratchet_service.usecases.logs import LogFilter, read_lines
 from tests.integration.test_local_launcher import launch
 from tests.support.run_as import AS_ROOT, UID, USER, open_directory
@@ -164,6 +161,20 @@ def test_root_without_a_user_for_jobs_is_warned_of(
     home.run_as_file.write_text("jobs 1 2\n")
     found = doctor_jobs.user(home)
     assert (found.status, found.value) == ("ok", "jobs (user 1, group 2)")
+
+
+@pytest.mark.parametrize("user", [None, USER])
+def test_with_a_user_for_jobs_root_reads_nothing_that_was_not_allowed(tmp_path: Path, user: User | None) -> None:
+    """Its copies can be read by that user, who may submit like everybody where no token is needed: the database, say."""
+    spec = {"name": "a", "script": ["t.py"], "code": {"path": str(tmp_path)}, "world": {"device": "cpu"}}
+    spec["start_from"] = {"path": str(tmp_path / "ratchet.db")}
+    settings, report = serve.settled(Settings(tmp_path, user=user), tokens=False), Report()
+    Roots(settings.home, settings.code_roots, settings.uri_roots).check(JobSpec.model_validate(spec), report)
+    refused = [(p.pointer, p.code) for p in report.problems]
+    named = [(pointer, "path-not-allowed") for pointer in ("/code/path", "/start_from/path")]
+    assert refused == ([] if user is None else named)
+    given = serve.settled(Settings(tmp_path, user=user, code_roots=(tmp_path,)), tokens=False)
+    assert given.code_roots == (tmp_path,)
 
 
 @AS_ROOT
@@ -332,9 +343,6 @@ def test_a_launch_file_that_leads_elsewhere_starts_nothing(home: HomePaths) -> N
     assert not elsewhere.exists()
 
 
-# --- what user code may leave in the place of a file -------------------------------------------------------------------------
-
-
 def test_what_a_starting_process_is_told_is_open_to_nobody_else() -> None:
     """It says whom to become: who could write it, by a link of his that the service follows to its own /proc, would be root."""
     with Confined(USER).command(["/bin/true"], {"KEY": "secret"}) as started:
@@ -354,55 +362,37 @@ def test_no_link_leads_to_what_the_service_has_open(home: HomePaths) -> None:
     launcher.kill(ref)
 
 
-@pytest.mark.parametrize("endless", [False, True])
-def test_what_never_begins_or_never_ends_in_the_place_of_a_file_keeps_nobody(tmp_path: Path, endless: bool) -> None:
-    """A FIFO that nobody writes to, and /dev/zero: neither holds a thread of the service's, nor fills its memory."""
-    job = HomePaths(tmp_path).job(JOB)
-    paths = job.attempt(1)
-    places = (paths.agent_log, paths.launch_file, paths.base_file, paths.log(0), paths.spool(0), paths.counter(0))
-    for place in places:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        if endless:
-            place.symlink_to("/dev/zero")
-        else:
-            os.mkfifo(place)
-    assert files.tail(paths.agent_log, 100) == "" and read_launch_file(paths) is None and ending._base(paths) is None
-    assert list(read_lines(job, LogFilter())) == [] and tail_offset(paths.log(0), 5) == 0
-    assert list(batches(paths.spool(0), 0, 0)) == [] and finished_step(paths.counter(0)) == 0
+@AS_ROOT
+def test_a_name_that_changes_hands_while_a_directory_is_handed_over_takes_nothing_with_it(
+    home: HomePaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the former user's processes do between the look and the act."""
+    root, secret, real = home.job(JOB).root, home.home / "secret", os.chown
+    root.mkdir(parents=True)
+    (root / "own.pt").write_text("x")
+    secret.write_text("x")
+    mine = (root / "own.pt").stat().st_ino
+
+    def swapped(path: str, uid: int, gid: int, **more: Any) -> None:
+        if os.stat(path, dir_fd=more.get("dir_fd")).st_ino == mine:
+            (root / "own.pt").unlink()
+            os.link(secret, root / "own.pt")
+        real(path, uid, gid, **more)
+
+    monkeypatch.setattr(os, "chown", swapped)
+    file_owner.give(root, UID, UID)
+    assert secret.stat().st_uid == 0
 
 
-def test_a_message_without_an_end_is_not_read_to_its_end(tmp_path: Path) -> None:
-    spool = tmp_path / "spool.jsonl"
-    with spool.open("wb") as file:
-        file.write(b"{}\n")
-        file.truncate(1 << 40)
-    (batch,) = batches(spool, 0, 0)
-    assert [message.kind for message in batch.messages] == ["note", "note"]
-
-
-def test_a_module_without_an_end_is_not_read(tmp_path: Path) -> None:
-    """An interpreter of the submitter's own says which file the module is."""
-    spec = {"name": "a", "task": {"entrypoint": "m:T"}, "world": {"device": "cpu"}}
-    task, report = JobSpec.model_validate(spec).task, Report()
-    os.mkfifo(tmp_path / "m.py")
-    assert task is not None
-    for origin in (Path("/dev/zero"), tmp_path / "m.py"):
-        preflight_python._check_entrypoint(task, origin, OWN, report)
-    assert report.problems == []
-
-
-def test_of_what_a_process_prints_the_last_line_is_read_alone(tmp_path: Path) -> None:
-    with (tmp_path / "stderr").open("w+b") as file:
-        file.truncate(1 << 40)
-        file.seek(0, os.SEEK_END)
-        file.write(b"\nat last\n")
-        assert children.last_line(file) == "at last"
-
-
-def test_no_fifo_in_the_place_of_a_deletions_mark_keeps_it_from_being_made(tmp_path: Path) -> None:
-    job = HomePaths(tmp_path).job(JOB)
-    job.root.mkdir(parents=True)
-    os.mkfifo(job.root / deletion.MARK)
-    deletion._mark(job, keep_checkpoints=True, uri=None)
-    assert (job.root / deletion.MARK).read_text() == "keep-checkpoints"
-    assert deletion._remove_files(job) is None and not job.root.exists()
+@pytest.mark.parametrize(("before", "after"), [(0o700, 0o700), (0o755, 0o755)])
+def test_what_the_run_directory_kept_from_everybody_stays_so(before: int, after: int) -> None:
+    """Copies of the database in a directory of their own: the run directory is opened, they are not."""
+    with open_directory() as root:
+        home = HomePaths(root / "home")
+        (home.home / "copies").mkdir(parents=True)
+        (home.home / "copies").chmod(0o755)
+        home.home.chmod(before)
+        worker_user._shut(home, None)
+        worker_user._shut(home, None)  # the next start
+        assert home.home.stat().st_mode & 0o777 == home.jobs.stat().st_mode & 0o777 == 0o711
+        assert (home.home / "copies").stat().st_mode & 0o777 == after

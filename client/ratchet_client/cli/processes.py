@@ -124,7 +124,7 @@ def serve(
         typer.Option(
             metavar="DIR",
             help="Specs may name code and files below it; may be repeated. (default: RATCHET_CODE_ROOTS; "
-            "else any where no token is needed, none elsewhere)",
+            "else any where no token is needed and --run-as is not given, none elsewhere)",
         ),
     ] = None,
     checkpoint_uri_root: Annotated[
