@@ -76,7 +76,12 @@ def ask(
         said = os.pread(answer.fileno(), _LONGEST_ANSWER, 0)
         if not said.strip():
             raise ValueError(_ending(child.returncode))
-        found: dict[str, Any] = json.loads(said)
+        try:
+            found = json.loads(said)
+        except RecursionError:
+            raise ValueError("its answer is nested too deeply") from None
+        if not isinstance(found, dict):
+            raise ValueError("its answer is no object")
         return found
 
 

@@ -8,7 +8,7 @@ from typing import Final
 
 import sqlalchemy as sa
 
-from ratchet_contract.errors import Conflict, NotFound
+from ratchet_contract.errors import CheckpointError, Conflict, NotFound
 from ratchet_contract.paths import HomePaths
 from ratchet_service import disk, snapshot
 from ratchet_service.database import Database
@@ -45,7 +45,7 @@ class Expiry:
                 result = delete(self._database, job_id, keep_checkpoints=False, if_match=None, homes=self._home)
             except (NotFound, Conflict) as error:
                 log.info("%s: not deleted at its ttl: %s", job_id, error.detail)
-            except OSError as error:  # of its files; the others must go all the same
+            except (OSError, CheckpointError) as error:  # of its files; the others must go all the same
                 log.error("%s: not deleted at its ttl: %s", job_id, error)
             else:
                 log.info("%s: deleted at its ttl", job_id)

@@ -20,6 +20,8 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Final
 
+from pydantic import TypeAdapter
+
 from ratchet_contract.installation import packages, satisfies
 from ratchet_contract.version import PROTOCOL_VERSION, RATCHET_VERSION
 from ratchet_service import children
@@ -104,6 +106,9 @@ class Findings:
     syntax: str | None = None
 
 
+_FINDINGS: Final = TypeAdapter(Findings)
+
+
 class Interpreters:
     """Asks and remembers for ``CACHE_SECONDS``; answers about a user's directory are never remembered. Thread-safe."""
 
@@ -141,7 +146,7 @@ def _ask(confined: Confined, python: str, code: str | None, module: str | None, 
                 confined=confined,
                 limits=limits_of(None, PROBE_SECONDS),
             )
-            return Findings(**{**data, "version": tuple(data["version"])})
+            return _FINDINGS.validate_python({**data, "version": data["version"]})
         except TimeoutError:
             return Findings(error=f"it did not answer within {PROBE_SECONDS:g} s")
         except OSError as error:

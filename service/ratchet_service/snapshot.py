@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ from ratchet_contract.code_tree import (
 )
 from ratchet_contract.errors import FieldProblem, SpecError
 from ratchet_service import disk
-from ratchet_store.files import fsync_dir
+from ratchet_store.files import fsync_dir, remove_tree
 
 GRACE: Final = 600.0
 _CHUNK: Final = 1 << 20
@@ -219,8 +219,11 @@ def _copy(found: list[Entry], target: Path, allowed: Allowed) -> str:
 def _copy_file(entry: Entry, place: Path, allowed: Allowed) -> bytes:
     inner = hashlib.sha256()
     try:
-        with entry.source.open("rb") as file, place.open("xb") as out:
-            _must_be(allowed, file.fileno(), entry)
+        fd = os.open(entry.source, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as file, place.open("xb") as out:
+            _must_be(allowed, fd, entry)
+            if not stat.S_ISREG(os.fstat(fd).st_mode):  # not any more
+                raise _refuse("unreadable", f"cannot read {str(entry.source)!r}: it is no regular file")
             while chunk := file.read(_CHUNK):
                 inner.update(chunk)
                 out.write(chunk)
@@ -252,14 +255,3 @@ def _must_be(allowed: Allowed, fd: int, entry: Entry) -> None:
             f"{str(entry.source)!r} leads to another place than when it was checked, which is not allowed (--code-root)"
         )
         raise _refuse("path-not-allowed", text)
-
-
-def remove_tree(folder: Path) -> None:
-    """Delete a directory whatever modes its directories have. Raises ``OSError``."""
-    folder.chmod(0o755)
-    for current, below, _ in os.walk(folder):
-        for name in below:
-            path = Path(current, name)
-            if not path.is_symlink():
-                path.chmod(0o755)
-    shutil.rmtree(folder)

@@ -33,6 +33,7 @@ UNREADABLE: Final = "checkpoint-unreadable"
 NOT_WRITTEN: Final = "checkpoint-not-written"
 EXISTS: Final = "checkpoint-exists"
 
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CACHESTAT: Final = 451  # the same on every architecture
 _GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO})
 
@@ -207,3 +208,60 @@ def open_regular(path: Path) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def remove_tree(folder: Path) -> None:
+    """Delete a directory whatever modes its directories have, and however deep they lie: user code may have made more levels than
+    a path can name. Links are not followed; what another process removes meanwhile is fine, what it moves is left. Raises
+    ``OSError``."""
+    try:
+        folder.chmod(0o700)
+        here = os.open(folder, _FOLDER)
+    except FileNotFoundError:
+        return
+    way: list[
+        tuple[str, list[str], tuple[int, int]]
+    ] = []  # down to here: the name; of its parent what is left, and which it is
+    try:
+        left = _remove_files(here)
+        while way or left:
+            if left:
+                name = left.pop()
+                try:
+                    os.chmod(name, 0o700, dir_fd=here)
+                    inner = os.open(name, _FOLDER, dir_fd=here)
+                except FileNotFoundError:
+                    continue
+                way.append((name, left, _identity(here)))
+                os.close(here)
+                here = inner
+                left = _remove_files(here)
+                continue
+            outer = os.open("..", _FOLDER, dir_fd=here)
+            os.close(here)
+            here = outer
+            name, left, expected = way.pop()
+            if _identity(here) != expected:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(folder))
+            with suppress(FileNotFoundError):
+                os.rmdir(name, dir_fd=here)
+    finally:
+        os.close(here)
+    with suppress(FileNotFoundError):
+        folder.rmdir()
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino
+
+
+def _remove_files(fd: int) -> list[str]:
+    """All but the directories in the directory ``fd``, whose names it returns."""
+    with os.scandir(fd) as found:
+        entries = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in found]
+    for name, is_dir in entries:
+        if not is_dir:
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=fd)
+    return [name for name, is_dir in entries if is_dir]

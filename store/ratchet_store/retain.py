@@ -19,7 +19,7 @@ from ratchet_contract.paths import DELETED_MANIFEST_NAME, MANIFEST_NAME, PINNED_
 from ratchet_contract.resume import Segment, holds
 from ratchet_contract.spec_checkpoint import BestSpec
 from ratchet_store.commit import MAX_MANIFEST, check_files, checkpoint_dirs, read_manifest
-from ratchet_store.files import TMP_SUFFIX, UNREADABLE, fsync_dir, open_regular
+from ratchet_store.files import TMP_SUFFIX, UNREADABLE, fsync_dir, open_regular, remove_tree
 from ratchet_store.header import refuse_json_bomb
 from ratchet_store.keeping import Id, Rules
 
@@ -67,7 +67,7 @@ def delete_unless_pinned(directory: Path) -> bool:
         if _uncommit(directory) and _is_pinned(directory):
             _commit_again(directory)
             return False
-        _remove_tree(directory)
+        _remove_checkpoint(directory)
     except OSError as error:
         raise _not_deleted(directory, error) from error
     return True
@@ -80,7 +80,7 @@ def delete(directory: Path) -> None:
     """
     try:
         _uncommit(directory)
-        _remove_tree(directory)
+        _remove_checkpoint(directory)
     except OSError as error:
         raise _not_deleted(directory, error) from error
 
@@ -141,7 +141,7 @@ def delete_all(job: JobPaths) -> list[tuple[int, int]]:
         delete(directory)
     for directory in (job.checkpoints, job.quarantine):
         try:
-            _remove_tree(directory)
+            _remove_checkpoint(directory)
         except OSError as error:
             raise _not_deleted(directory, error) from error
     return [(step, epoch) for step, epoch, _ in reversed(found)]
@@ -173,7 +173,7 @@ def _looks_whole(directory: Path) -> bool:
     return True
 
 
-def _remove_tree(directory: Path) -> None:
+def _remove_checkpoint(directory: Path) -> None:
     """Remove a directory and what is in it, links not followed; what another process removes meanwhile is fine. The uncommitted
     manifest goes last of the files: it is what tells ``sweep`` that the rest may go. Nothing is synced: what comes back after
     a power loss is not committed."""
@@ -186,7 +186,7 @@ def _remove_tree(directory: Path) -> None:
             if name == DELETED_MANIFEST_NAME:
                 continue
             if is_dir:
-                _remove_tree(directory / name)
+                remove_tree(directory / name)
             else:
                 (directory / name).unlink(missing_ok=True)
         (directory / DELETED_MANIFEST_NAME).unlink(missing_ok=True)

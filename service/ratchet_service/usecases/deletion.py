@@ -12,18 +12,17 @@ from typing import Final
 from sqlalchemy.exc import DBAPIError
 
 from ratchet_contract.api import DeleteResult
-from ratchet_contract.errors import Conflict
+from ratchet_contract.errors import Conflict, RatchetError
 from ratchet_contract.paths import HomePaths, JobPaths, is_job_id
 from ratchet_contract.phases import Event
 from ratchet_service import disk, object_store
 from ratchet_service.database import Database
 from ratchet_service.file_owner import as_owner, open_read
 from ratchet_service.models import Job
-from ratchet_service.snapshot import remove_tree
 from ratchet_service.transitions import check
 from ratchet_service.usecases.jobs import require_match
 from ratchet_service.usecases.queries import hold_job, waiting_forks
-from ratchet_store.files import fsync_dir
+from ratchet_store.files import fsync_dir, remove_tree
 from ratchet_store.retain import delete_all
 
 log = logging.getLogger(__name__)
@@ -85,7 +84,11 @@ def sweep_deleted(database: Database, homes: HomePaths) -> list[str]:
         with database.read() as session:
             there = session.get(Job, job_id) is not None
         if not there:
-            left = _remove_files(homes.job(job_id))
+            try:
+                left = _remove_files(homes.job(job_id))
+            except (OSError, RatchetError) as error:  # the others must go all the same
+                log.error("%s: its deletion could not be finished: %s", job_id, error)
+                continue
             if left is not None:
                 log.warning("%s: %s", job_id, left)
             done.append(job_id)
