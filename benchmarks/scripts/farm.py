@@ -89,7 +89,7 @@ class Attempt:
         seconds = time.perf_counter() - begin
         if answer.status != 200:
             raise RuntimeError(f"{answer.status}: {told[:500].decode(errors='replace')}")
-        self._turns = waiting_turns(seconds, PERIOD)
+        self._turns = waiting_turns(seconds, PERIOD, self.launch.spec.policy.stop_grace)
         acked = json.loads(told)["acked"].get("0", self._acked)
         del self._spool[: acked - self._acked]
         self._acked = acked

@@ -3,12 +3,22 @@ are slow; everything else at once."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
-from ratchet_contract.messages import AGENT_RANK, AgentReport, Control, Metrics, Note, Progress, ReportAck
-from ratchet_contract.phases import AttemptPhase, Desired
+from ratchet_contract.messages import (
+    AGENT_RANK,
+    AgentReport,
+    AttemptResult,
+    Control,
+    Metrics,
+    Note,
+    Progress,
+    ReportAck,
+)
+from ratchet_contract.phases import AttemptPhase, Cause, Desired
 from ratchet_worker.service_link import Unreachable, retry_after
 from ratchet_worker.spool import Spool
 from ratchet_worker.uplink import Status, Uplink, waiting_turns
@@ -90,7 +100,12 @@ def test_a_slow_service_is_asked_for_less_and_gets_everything(group: Group, monk
 
 @pytest.mark.parametrize(("answer", "turns"), [(0.0, 1), (0.02, 1), (0.1, 6), (0.2, 13), (5.0, 15)])
 def test_figures_wait_for_twenty_times_the_answer_and_five_seconds_at_most(answer: float, turns: int) -> None:
-    assert waiting_turns(answer, 0.3) == turns
+    assert waiting_turns(answer, 0.3, 120.0) == turns
+
+
+@pytest.mark.parametrize(("grace", "turns"), [(4.0, 3), (1.0, 1), (0.0, 1), (18.0, 15)])
+def test_a_wish_to_stop_comes_within_a_quarter_of_the_time_that_it_gives(grace: float, turns: int) -> None:
+    assert waiting_turns(5.0, 0.3, grace) == turns
 
 
 def test_what_an_agent_says_of_checkpoints_comes_behind_all_that_rank_0_has_said(tmp_path: Path) -> None:
@@ -160,3 +175,35 @@ def test_a_service_that_says_when_to_come_back_is_asked_no_earlier_and_gets_ever
 )
 def test_what_retry_after_says(header: str | None, seconds: float) -> None:
     assert retry_after(header) == seconds
+
+
+def test_the_last_word_is_not_kept_back_by_a_wait_beyond_the_end(tmp_path: Path) -> None:
+    launch = launch_in(tmp_path).model_copy(update={"report_token": TOKEN})
+    service = ReportService(Path(launch.service_file))
+    service.start()
+    uplink = Uplink(launch, {}, Group(tmp_path), period=0.3)
+    delays: list[float] = []
+
+    def pause(delay: float) -> None:
+        delays.append(delay)
+        service.refuse = None
+
+    try:
+        service.refuse, service.retry_after = (503, "busy"), "60"
+        uplink._pause = pause  # type: ignore[method-assign]
+        uplink._end = time.monotonic() + 8.0
+        uplink._result = AttemptResult(
+            job_id=launch.job_id,
+            epoch=launch.epoch,
+            cause=Cause.UNKNOWN,
+            last_step=0,
+            started_at=AT,
+            ended_at=AT,
+            ranks=[],
+        )
+        uplink._run()
+        assert uplink._result is None and len(delays) == 1 and 3.0 < delays[0] <= 4.0
+        assert list(service.results) == [0]
+    finally:
+        uplink._link._close()
+        service.stop()

@@ -32,7 +32,8 @@ _SHARE: Final = 20.0
 """Figures alone wait for so many times as long as the last answer took: an agent asks for a twentieth of a service's thread at
 the most, and a service with more to do than it can is asked for less instead of falling behind."""
 _MOST_TURNS: Final = 15
-"""Periods that figures wait at the most."""
+"""Periods that figures wait at the most; and never longer than a quarter of ``policy.stop_grace``, since the wish to stop comes with
+an answer."""
 
 
 class Status(NamedTuple):
@@ -155,11 +156,12 @@ class Uplink:
         except Unreachable as error:
             if self._failures == 0:
                 say(f"uplink: {error}; trying again until it answers")
-            return max(self._back_off(), error.wait)
+            # At the end it is asked once more in any case: whoever is told to come back in a minute has no minute.
+            return max(self._back_off(), error.wait if remaining is None else min(error.wait, remaining / 2))
         if self._failures:
             say("uplink: the service answers again")
         self._failures = 0
-        self._turns = waiting_turns(time.monotonic() - asked, self._period)
+        self._turns = waiting_turns(time.monotonic() - asked, self._period, self._launch.spec.policy.stop_grace)
         moved = self._acknowledge(ack.acked)
         self._stopping = ack.control.desired is not Desired.RUN
         self._listener.on_control(ack.control)  # first: a group that is complete, but has failed, starts nothing
@@ -226,6 +228,7 @@ class Uplink:
         return nominal * random.uniform(0.5, 1.0)
 
 
-def waiting_turns(answer: float, period: float) -> int:
+def waiting_turns(answer: float, period: float, stop_grace: float) -> int:
     """Periods (``period`` seconds each) that figures alone wait after an answer that took ``answer`` seconds: at least one."""
-    return min(_MOST_TURNS, max(1, int(_SHARE * answer / period)))
+    most = min(_MOST_TURNS, int(stop_grace / 4 / period))
+    return max(1, min(most, int(_SHARE * answer / period)))
