@@ -32,7 +32,7 @@ _SHARE: Final = 20.0
 """Figures alone wait for so many times as long as the last answer took: an agent asks for a twentieth of a service's thread at
 the most, and a service with more to do than it can is asked for less instead of falling behind."""
 _MOST_TURNS: Final = 15
-"""Periods that figures wait at the most; and never longer than a quarter of ``policy.stop_grace``, since the wish to stop comes with
+"""Periods that figures wait at the most; and never longer than a quarter of ``policy.stop_grace``: the wish to stop comes with
 an answer."""
 
 
