@@ -86,8 +86,9 @@ class Gate:
         self._reports.take(f"{job_id}/{number}", time.monotonic(), nodes)
 
     def of_node(self, job_id: str, number: int, node: int) -> None:
-        """A report, once it is read: no node takes what the others of its attempt may ask. Raises ``Refused``
-        (``too-many-requests``). A node that does not exist is the use case's to refuse."""
+        """A report, once it is read: a node may ask as often as its share of the attempt's rate. What is refused here has been
+        read, and counts for the attempt all the same: a node that does not obey ``Retry-After`` takes from the others. Raises
+        ``Refused`` (``too-many-requests``). A node that does not exist is the use case's to refuse."""
         _, nodes = self._agents.get((job_id, number), ("", 1))
         if nodes > 1 and 0 <= node < nodes:
             self._reports.take(f"{job_id}/{number}/{node}", time.monotonic())
