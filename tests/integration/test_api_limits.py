@@ -83,14 +83,20 @@ def test_a_body_that_stands_still_is_refused(limited: tuple[str, int]) -> None:
 
 
 def test_who_leaves_in_the_middle_of_a_body_is_counted_and_is_no_fault_of_the_service(
-    limited: tuple[str, int], caplog: pytest.LogCaptureFixture
+    limited: tuple[str, int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(bodies, "PART_SECONDS", 60.0)  # who leaves is not to be taken for who is slow
     head = b"POST /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
-    with socket.create_connection(limited, timeout=20) as connection:
-        connection.sendall(head + b"{")
     asked = b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
-    counted = b'ratchet_http_requests_total{method="POST",route="/v1/jobs",status="499"} 1.0'
-    wait_for(lambda: counted in exchange(limited, asked), "the request to be counted", 20)
+    counted = b'ratchet_http_requests_total{method="POST",route="/v1/jobs",status="499"}'
+
+    def left() -> bool:
+        """Again where a busy machine made the head late: such a connection is ended before it is a request."""
+        with socket.create_connection(limited, timeout=20) as connection:
+            connection.sendall(head + b"{")
+        return counted in exchange(limited, asked)
+
+    wait_for(left, "a request to be counted", 60)
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
 
