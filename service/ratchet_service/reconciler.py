@@ -41,12 +41,23 @@ ACTIVE_INTERVAL: Final = 0.2
 ENDING_INTERVAL: Final = 0.03
 """While an agent has told its result and is about to exit: the next attempt waits for nothing else."""
 IDLE_INTERVAL: Final = 1.0
+_LOOKS_SHARE: Final = 0.2
+"""Of a core, at the most, for looking at what runs: with some hundred attempts of one reconciler the looks become rarer, down to
+one in ``_LOOKS_REST`` seconds. What an agent tells the service is not held up by that."""
+_LOOKS_REST: Final = 2.0
+_SHORT_LOOK: Final = 0.05
 LEASE_SECONDS: Final = 15.0
 EXPIRY_RESTS: Final = 600.0
 """After a jump nothing is deleted at its ttl for so long: a clock that was set wrong may be set right by then."""
 _ERROR_PAUSE: Final = 1.0
 _NOT_OURS: Final = (LeaseLost, NoResultFound)
 """While this process was held up, another has taken the job over; in the end its user may have deleted it."""
+
+
+def rested(began: float, ended: float) -> float:
+    """When the next look at what runs may be, behind one that took from ``began`` to ``ended``; seconds, monotonic."""
+    took = ended - began
+    return ended + (min(took * (1 / _LOOKS_SHARE - 1), _LOOKS_REST) if took > _SHORT_LOOK else 0.0)
 
 
 class Reconciler:
@@ -83,7 +94,7 @@ class Reconciler:
         self._renewed = 0.0
         self._counts_kept = 0.0
         self._slots_kept = 0.0
-        self._look_around_at = 0.0
+        self._look_around_at = self._looks_at = 0.0
         self._expired = 0.0
         self._expiry_rests_until = 0.0
         self._swept = False
@@ -132,16 +143,19 @@ class Reconciler:
             self._take_over()
             self._launch()
             self._look_around_at = now + self._until_next()
-        if self._watches:
+        if self._watches and now >= self._looks_at:
+            began = self._database.clock.monotonic()
             self._look()
+            self._looks_at = rested(began, self._database.clock.monotonic())
         if now - self._expired >= self._expiry.interval:
             self._expired = now
             if now >= self._expiry_rests_until:
                 self._expiry.run()
             self._launching.tell_the_others()
             self._sweep()
-        pause = self._look_around_at - self._database.clock.monotonic()
-        return max(0.0, min(self._interval(), pause))
+        now = self._database.clock.monotonic()
+        pause = max(self._interval(), self._looks_at - now)
+        return max(0.0, min(pause, self._look_around_at - now))
 
     def _interval(self) -> float:
         if not self._watches:

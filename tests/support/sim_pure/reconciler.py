@@ -14,6 +14,7 @@ from ratchet_service import leases, steady, verdict, watch_rules
 from ratchet_service.decision_rows import view_of
 from ratchet_service.expiry import INTERVAL
 from ratchet_service.leases import Lease, LeaseLost
+from ratchet_service.reconciler import rested
 from ratchet_service.watch_rules import Do
 from ratchet_service.watched import KILLED, STOPPED, Timing, Watch, Wish, recall
 from tests.support.sim_pure import launching
@@ -25,12 +26,12 @@ _NOBODY: Final[frozenset[str]] = frozenset()
 
 
 class Reconciler(launching.Launching):
-    __slots__ = ("look_at", "name", "points", "renewed", "swept", "swept_at", "w", "watches", "woken")
+    __slots__ = ("look_at", "looks_at", "name", "points", "renewed", "swept", "swept_at", "w", "watches", "woken")
 
     def __init__(self, world: Any, name: str) -> None:
         self.w, self.name = world, name
         self.watches: dict[str, Watch] = {}
-        self.look_at = self.renewed = 0.0
+        self.look_at = self.renewed = self.looks_at = 0.0
         self.swept_at = 0.0
         self.woken = self.swept = False
         self.points = self._rounds()
@@ -57,8 +58,10 @@ class Reconciler(launching.Launching):
                         yield from self._launch()
                         break
                 self.look_at = t + w.until_next()
-            if self.watches:
+            if self.watches and t >= self.looks_at:
+                began = w.t
                 yield from self._look_at_all()
+                self.looks_at = rested(began, w.t)
             if t - self.swept_at >= INTERVAL:
                 self.swept_at = t
                 w.engine.sweep(w.runs)
