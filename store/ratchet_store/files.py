@@ -219,9 +219,8 @@ def remove_tree(folder: Path) -> None:
         here = os.open(folder, _FOLDER)
     except FileNotFoundError:
         return
-    way: list[
-        tuple[str, list[str], tuple[int, int]]
-    ] = []  # down to here: the name; of its parent what is left, and which it is
+    # Down to here: the name; of its parent what is left, and which it is.
+    way: list[tuple[str, list[str], tuple[int, int]]] = []
     try:
         left = _remove_files(here)
         while way or left:
