@@ -5,9 +5,11 @@ import os
 import signal
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
+from ratchet_service.database import Database
 from ratchet_worker.imports import uncollected
 from tests.support import interpreters
 from tests.support.api import api, served
@@ -15,6 +17,7 @@ from tests.support.cli import cli
 from tests.support.databases import database, migrated, postgres_url
 from tests.support.groups import Ranks
 from tests.support.launch import jobs
+from tests.support.plane import Plane
 from tests.support.server import idle_server, server
 
 __all__ = ["api", "cli", "database", "idle_server", "jobs", "migrated", "postgres_url", "served", "server"]
@@ -78,3 +81,12 @@ def two() -> Iterator[Ranks]:
 def three() -> Iterator[Ranks]:
     with Ranks(3) as ranks:
         yield ranks
+
+
+@pytest.fixture
+def plane(tmp_path: Path, database: Database) -> Iterator[Plane]:
+    """An API on the test's database; who needs it otherwise makes its own."""
+    made = Plane(tmp_path, database)
+    made.serve_api()
+    yield made
+    made.close()

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from ratchet_contract.phases import JobPhase
-from ratchet_service.database import Database
 from ratchet_service.launchers import apart
 from ratchet_service.launchers.table import Launchers, load
 from ratchet_service.models import Job
@@ -79,14 +78,6 @@ class Scripts:
             os.close(os.open(self.folder / "gate", os.O_WRONLY | os.O_NONBLOCK))
             return True
         return False
-
-
-@pytest.fixture
-def plane(tmp_path: Path, database: Database) -> Iterator[Plane]:
-    made = Plane(tmp_path, database)
-    made.serve_api()
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -22,14 +22,6 @@ from tests.support.server import agent_pid
 
 
 @pytest.fixture
-def plane(tmp_path: Path, database: Database) -> Iterator[Plane]:
-    made = Plane(tmp_path, database)
-    made.serve_api()
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def small(tmp_path: Path) -> Iterator[Plane]:
     """On SQLite alone: for what does not depend on the database."""
     database = Database(sqlite_url(tmp_path / "ratchet.db"))

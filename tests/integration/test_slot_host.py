@@ -51,7 +51,7 @@ def test_a_host_of_before_the_servers_clock_was_set_back_keeps_no_slots(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if database.is_sqlite:
-        pytest.skip("a file of one host")
+        pytest.skip("of PostgreSQL: an SQLite file belongs to one host")
     monkeypatch.setattr(slot_host, "own_host", lambda: "there")
     assert lend(database, 15.0) is None
     monkeypatch.setattr(slot_host, "own_host", lambda: "here")
@@ -65,7 +65,7 @@ def test_a_start_is_refused_by_a_host_that_lives_and_waits_for_one_that_does_not
     tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if database.is_sqlite:
-        pytest.skip("a file of one host")
+        pytest.skip("of PostgreSQL: an SQLite file belongs to one host")
     kinds = launchers(trainer_launcher(Queue(tmp_path, database).paths))
     ended = threading.Event()
 

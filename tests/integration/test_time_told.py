@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,20 +10,11 @@ import pytest
 
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.phases import JobPhase
-from ratchet_service.database import Database
 from tests.support.plane import Plane
 from tests.support.tokens import bearer
 
 PARTS = ("queued", "launching", "useful", "lost", "stall", "stopping", "unseen")
 RULES = [{"codes": [code], "action": action} for code, action in ((42, "retry"), (43, "fail"), (44, "preempted"))]
-
-
-@pytest.fixture
-def plane(tmp_path: Path, database: Database) -> Iterator[Plane]:
-    made = Plane(tmp_path, database)
-    made.serve_api()
-    yield made
-    made.close()
 
 
 def get(plane: Plane, path: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections import Counter
@@ -11,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.support.sim.processes import STORM, Faults, SimDatabase
-from tests.support.sim.stages import CORES, on_stages
+from tests.support.sim.stages import arguments, on_stages
 from tests.support.sim.world import Broken, play
 
 
@@ -40,16 +39,12 @@ def played(database: SimDatabase, folder: Path, seeds: range, *, steps: int, fau
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.support.sim", description="Simulate schedules by seed.")
-    parser.add_argument("--n", type=int, default=1000, help="schedules (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="the first one's seed (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=60, help="moves before the faults stop (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=CORES, help="processes (default: %(default)s)")
+    parser = arguments("tests.support.sim", "Simulate schedules by seed.", n=1000, moves=60)
     parser.add_argument("--storm", action="store_true", help="with many more faults")
     parser.add_argument("--postgres", action="store_true", help="on PostgreSQL instead of SQLite")
     given = parser.parse_args()
     began, seeds = time.monotonic(), range(given.seed, given.seed + given.n)
-    do = partial(played, steps=given.steps, faults=STORM if given.storm else Faults())
+    do = partial(played, steps=given.moves, faults=STORM if given.storm else Faults())
     shares = on_stages(given.jobs, do, seeds, postgres=given.postgres)
     took = time.monotonic() - began
     phases = sum((share.phases for share in shares), Counter[str]())

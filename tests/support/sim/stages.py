@@ -6,6 +6,7 @@ is made once.
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import tempfile
@@ -28,6 +29,16 @@ MEMORY = Path("/dev/shm")
 CORES = os.cpu_count() or 1
 In = TypeVar("In")
 Out = TypeVar("Out")
+
+
+def arguments(prog: str, description: str, *, n: int, moves: int) -> argparse.ArgumentParser:
+    """What every simulation asks for; ``n`` and ``moves`` are its defaults."""
+    parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=description)
+    parser.add_argument("--n", type=int, default=n, help="schedules (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="the first one's seed (default: %(default)s)")
+    parser.add_argument("--moves", type=int, default=moves, help="moves before the faults stop (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=CORES, help="processes (default: %(default)s)")
+    return parser
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import sys
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.support.sim.processes import SimDatabase
-from tests.support.sim.stages import CORES, on_stages
+from tests.support.sim.stages import arguments, on_stages
 from tests.support.sim_both.histories import Kept, Modelled
 from tests.support.sim_both.served import Served
 from tests.support.sim_pure.world import MOVES
@@ -46,11 +45,7 @@ def differing(database: SimDatabase, folder: Path, seeds: range, *, moves: int =
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.support.sim_both", description="One schedule, both lanes.")
-    parser.add_argument("--n", type=int, default=200, help="schedules (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="the first one's seed (default: %(default)s)")
-    parser.add_argument("--moves", type=int, default=MOVES, help="moves before the faults stop (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=CORES, help="processes (default: %(default)s)")
+    parser = arguments("tests.support.sim_both", "One schedule, both lanes.", n=200, moves=MOVES)
     parser.add_argument("--postgres", action="store_true", help="on PostgreSQL instead of SQLite")
     given = parser.parse_args()
     began, seeds = time.monotonic(), range(given.seed, given.seed + given.n)

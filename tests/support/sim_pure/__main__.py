@@ -5,7 +5,6 @@ What is played depends on the seeds alone, and so does what is printed but for t
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections import Counter
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from tests.support.sim.stages import CORES, over
+from tests.support.sim.stages import arguments, over
 from tests.support.sim_pure.mutants import MUTANTS
 from tests.support.sim_pure.world import MOVES, Broken, fast, play
 
@@ -72,11 +71,7 @@ def found_after(seeds: Iterable[int], moves: int = MOVES) -> tuple[int, Broken] 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.support.sim_pure", description="Simulate schedules by seed.")
-    parser.add_argument("--n", type=int, default=100_000, help="schedules (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="the first one's seed (default: %(default)s)")
-    parser.add_argument("--moves", type=int, default=MOVES, help="moves before the faults stop (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=CORES, help="processes (default: %(default)s)")
+    parser = arguments("tests.support.sim_pure", "Simulate schedules by seed.", n=100_000, moves=MOVES)
     parser.add_argument("--mutants", action="store_true", help="how many schedules it takes to find each planted fault")
     given = parser.parse_args()
     seeds = range(given.seed, given.seed + given.n)

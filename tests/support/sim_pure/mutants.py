@@ -11,10 +11,11 @@ from unittest.mock import patch
 from ratchet_contract.phases import Desired, Event
 from ratchet_service import decide, fencing, ingest, leases, queue_preemption, slots, verdict, watch_rules
 from ratchet_service.decision import Action
+from tests.support.sim.mutants import counts_jumps
 from tests.support.sim_pure import launching, reconciler
 from tests.support.sim_pure.agents import Engine
 from tests.support.sim_pure.reconciler import Reconciler
-from tests.support.sim_pure.rows import START, Rows
+from tests.support.sim_pure.rows import Rows
 from tests.support.sim_pure.world import World
 
 
@@ -207,18 +208,6 @@ def suspend_forgotten() -> Iterator[None]:
         return replace(found, event=Event.END_REQUEUE) if found.event is Event.END_SUSPENDED else found
 
     with patch.object(verdict, "decide", restless):
-        yield
-
-
-@contextmanager
-def counts_jumps() -> Iterator[None]:
-    """Deadlines go by the wall clock."""
-    original = watch_rules.deed
-
-    def deed(watch: Any, state: Any, wish: Any, _: float, wall: Any, timing: Any) -> Any:
-        return original(watch, state, wish, (wall - START).total_seconds(), wall, timing)
-
-    with patch.object(watch_rules, "deed", deed):
         yield
 
 

@@ -8,7 +8,7 @@ The rows carry the names of the real columns, so that the service's own function
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import cache
 from typing import Any, Final
 
@@ -21,11 +21,11 @@ from ratchet_service.leases import Free, Lease, LeaseLost
 from ratchet_service.lineage import lineage
 from ratchet_service.reconciler import IDLE_INTERVAL
 from ratchet_service.usecases import actions
+from tests.support.sim.processes import START
 
 CPUS: Final = 3
 LEASE: Final = 15.0
 STEPS: Final = 4
-START: Final = datetime(2026, 1, 1, tzinfo=UTC)
 ENDS: Final = (Event.END_SUCCEEDED, Event.END_SUSPENDED, Event.END_CANCELLED, Event.END_REQUEUE, Event.END_FAILED)
 _LIVE: Final = (JobPhase.STARTING, JobPhase.RUNNING, JobPhase.STOPPING)
 
