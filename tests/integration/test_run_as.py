@@ -215,7 +215,9 @@ def test_a_setuid_program_gives_root_to_nobody() -> None:
         program.chmod(0o4755)
         without = subprocess.run([str(program), "-u"], user=UID, group=UID, capture_output=True, text=True, check=True)
         if without.stdout.strip() != "0":
-            pytest.skip("setuid programs do nothing in this temporary directory (mounted nosuid): give another with TMPDIR")
+            pytest.skip(
+                "setuid programs do nothing in this temporary directory (mounted nosuid): give another with TMPDIR"
+            )
         assert said(Confined(USER), {}, script=f"{program} -u").strip() == str(UID)
 
 
