@@ -17,6 +17,7 @@ CODE_ROOTS: Final = "RATCHET_CODE_ROOTS"  # with : between them
 URI_ROOTS: Final = "RATCHET_CHECKPOINT_URI_ROOTS"  # with spaces between them
 DATABASE_URL: Final = "RATCHET_DATABASE_URL"
 RUN_AS: Final = "RATCHET_RUN_AS"  # the user that users' code runs as: USER[:GROUP]
+RUN_AS_LIMITS: Final = "RATCHET_RUN_AS_LIMITS"  # what that user may take: processes=NUMBER,file_size=SIZE
 LAUNCHERS: Final = "RATCHET_LAUNCHERS"  # the service's launchers file
 BOUNDS: Final = "RATCHET_BOUNDS"  # of what a service keeps of jobs' output: NAME=NUMBER,...
 LOG_FORMAT: Final = "RATCHET_LOG_FORMAT"  # of the service's log: text or json

@@ -11,6 +11,7 @@ from typing import Final
 from ratchet_contract import environment
 from ratchet_service import backup, log_format, token_command
 from ratchet_service.bounds import Bounds, parse_bounds
+from ratchet_service.confined import Limits
 from ratchet_service.database import password_of
 from ratchet_service.listening import Listening, StartError
 from ratchet_service.queue_preemption import SCOPES
@@ -36,15 +37,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(home: Path, options: argparse.Namespace) -> int:
-    from ratchet_service import worker_user
+    from ratchet_service import user_limits, worker_user
     from ratchet_service.queueing import Preemption
     from ratchet_service.serve import ServeOptions, reconcile, serve
 
     user = worker_user.find(options.run_as)
+    limits = user_limits.settled(options.run_as_limits, user)
     launchers = options.launchers.expanduser().absolute() if options.launchers else None
     preemption = Preemption(options.preemption, options.preemption_min_run)
     if options.command == "reconcile":
-        settings = Settings(home, options.database_url, launchers, user=user, bounds=options.bounds)
+        settings = Settings(home, options.database_url, launchers, user=user, user_limits=limits, bounds=options.bounds)
         listen = Listening(host=options.metrics_host, port=options.metrics_port or 0)
         reconcile(settings, options.cpu_slots, preemption, None if options.metrics_port is None else listen)
         return 0
@@ -53,6 +55,7 @@ def _run(home: Path, options: argparse.Namespace) -> int:
         options.database_url,
         launchers,
         user=user,
+        user_limits=limits,
         code_roots=None if options.code_root is None else tuple(map(_absolute, options.code_root)),
         uri_roots=None if options.checkpoint_uri_root is None else tuple(options.checkpoint_uri_root),
         bounds=options.bounds,
@@ -110,7 +113,16 @@ def _parser() -> argparse.ArgumentParser:
         default=os.environ.get(environment.RUN_AS) or None,
         metavar="USER[:GROUP]",
         help="whom local agents, their ranks, and looks at users' code run as; the service must be root (default: "
-        "RATCHET_RUN_AS, else the service's own user)",
+        "RATCHET_RUN_AS, else the service's own user). Tokens are needed then: --auth token",
+    )
+    common.add_argument(
+        "--run-as-limits",
+        type=_run_as_limits,
+        default=os.environ.get(environment.RUN_AS_LIMITS) or "",
+        metavar="processes=NUMBER,file_size=SIZE",
+        help="what that user may take, with all jobs together: processes and threads (default: half of what the machine "
+        "allows), and how large a file may be that it writes, a checkpoint's, too (like 100Gi; default: no limit), or "
+        "RATCHET_RUN_AS_LIMITS",
     )
     common.add_argument(
         "--preemption",
@@ -234,6 +246,15 @@ def _seconds(text: str) -> float:
 def _bounds(text: str) -> Bounds:
     try:
         return parse_bounds(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _run_as_limits(text: str) -> Limits:
+    from ratchet_service.user_limits import parse
+
+    try:
+        return parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -11,7 +11,6 @@ from starlette.concurrency import run_in_threadpool
 from ratchet_contract.version import RATCHET_VERSION
 from ratchet_service import edge, migrate, openapi
 from ratchet_service.access import Gate
-from ratchet_service.confined import Confined
 from ratchet_service.database import Database
 from ratchet_service.health import Health
 from ratchet_service.http import Service, refuse_unknown_parameters
@@ -86,9 +85,7 @@ def create_app(
     )
     idempotency = Idempotency(shared, settings.idempotency_seconds, settings.claim_seconds)
     turns = Turns(settings.exports, "making other exports")
-    exporter = Exporter(
-        shared, settings.paths, turns, settings.export_seconds, ports.trains_here, Confined(settings.user)
-    )
+    exporter = Exporter(shared, settings.paths, turns, settings.export_seconds, ports.trains_here, settings.confined)
     app.state.service = Service(
         settings,
         shared,

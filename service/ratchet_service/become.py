@@ -1,8 +1,8 @@
 """``python -I -S become.py FD COMMAND...``: this process becomes COMMAND, as another user and within limits (``confined``).
 
-FD holds JSON: ``user``, null or ``[uid, gid, groups]``; ``limits``, null: none; ``cwd``, null: as it is; ``environ``, COMMAND's.
-Of the standard library alone, since it starts before every agent. A process of its own, and not code between fork and exec, since
-the service has many threads.
+FD holds JSON: ``user``, null or ``[uid, gid, groups]``; ``limits``, each null: none; ``cwd``, null: as it is; ``environ``,
+COMMAND's. Of the standard library alone, since it starts before every agent. A process of its own, and not code between fork and
+exec, since the service has many threads.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ def main(argv: list[str]) -> int:
         told: dict[str, Any] = json.load(file)
     command = argv[2:]
     try:
-        if told["limits"] is not None:
-            _limit(told["limits"])
+        _limit(told["limits"])
         _become(told["user"])
         if told["cwd"] is not None:
             os.chdir(told["cwd"])
@@ -37,8 +36,14 @@ def main(argv: list[str]) -> int:
 
 
 def _limit(limits: dict[str, int | None]) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    kinds = {"memory": resource.RLIMIT_DATA, "open_files": resource.RLIMIT_NOFILE, "cpu": resource.RLIMIT_CPU}
+    kinds = {
+        "memory": resource.RLIMIT_DATA,
+        "open_files": resource.RLIMIT_NOFILE,
+        "cpu": resource.RLIMIT_CPU,
+        "core": resource.RLIMIT_CORE,
+        "processes": resource.RLIMIT_NPROC,
+        "file_size": resource.RLIMIT_FSIZE,
+    }
     for name, kind in kinds.items():
         wanted = limits[name]
         if wanted is None:

@@ -116,12 +116,10 @@ def _end(child: subprocess.Popen[bytes], mark: str) -> None:
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     end = time.monotonic() + _END_SECONDS
-    while others := [pid for pid in processes.with_variable(MARK, mark) if pid != child.pid]:
+    while others := processes.end_all(lambda: [p for p in processes.with_variable(MARK, mark) if p != child.pid]):
         if time.monotonic() > end:
             log.error("processes %s, started by one that was asked, could not be ended", others)
             break
-        for pid in others:
-            processes.kill(pid)
         time.sleep(0.001)
     child.wait()
 

@@ -46,19 +46,32 @@ class User:
 
 @dataclass(frozen=True)
 class Limits:
-    """Of each process: ``memory`` in bytes (RLIMIT_DATA), ``open_files``, ``cpu`` in seconds of processor time; None: as the
-    service has it. Hard limits; never above what the service itself may have."""
+    """Of each process: ``memory`` in bytes (RLIMIT_DATA), ``open_files``, ``cpu`` in seconds of processor time, ``core`` and
+    ``file_size``, of what it writes to (RLIMIT_FSIZE), in bytes; of its user: ``processes``, threads counted (RLIMIT_NPROC).
+    None: as the service has it. Hard limits; never above what the service itself may have."""
 
     memory: int | None = None
     open_files: int | None = None
     cpu: int | None = None
+    core: int | None = None
+    processes: int | None = None
+    file_size: int | None = None
+
+    def beside(self, other: Limits) -> Limits:
+        """Of each the smaller one."""
+        mine, others = asdict(self), asdict(other)
+        given = {name: [value for value in (mine[name], others[name]) if value is not None] for name in mine}
+        return Limits(**{name: min(values) for name, values in given.items() if values})
+
+
+NO_LIMITS: Final = Limits()
 
 
 def limits_of(spec: JobSpec | None, seconds: float) -> Limits:
     """For a look at code or interpreter of ``spec`` of at most ``seconds``: its own limits, else what a look never needs."""
     share = None if spec is None else spec.memory_of_a_rank
     files = None if spec is None else spec.resources.open_files
-    return Limits(share or _MEMORY, files or _OPEN_FILES, int(seconds) + 1)
+    return Limits(share or _MEMORY, files or _OPEN_FILES, int(seconds) + 1, core=0)
 
 
 class Command(NamedTuple):
@@ -71,9 +84,11 @@ class Command(NamedTuple):
 
 @dataclass(frozen=True)
 class Confined:
-    """``user`` None: users' code runs as the service's own user."""
+    """``user`` None: users' code runs as the service's own user. ``most``: what that user may take, whatever a process's own
+    limits are."""
 
     user: User | None = None
+    most: Limits = NO_LIMITS
 
     @contextmanager
     def command(
@@ -82,6 +97,7 @@ class Confined:
         """``argv`` with ``environ`` as a command to start within the block. The process keeps its number and its descriptors,
         and, without ``cwd``, its directory. From its first moment it is known by its marks (``RATCHET_ATTEMPT_DIR``,
         ``RATCHET_ASKED``). Raises ``OSError`` for a program that even the service cannot run."""
+        within = (limits or NO_LIMITS).beside(self.most)
         if self.user is None and limits is None:
             yield Command(list(argv), dict(environ))
             return
@@ -91,7 +107,7 @@ class Confined:
         user = None if self.user is None else [self.user.uid, self.user.gid, list(self.user.groups)]
         told = {
             "user": user,
-            "limits": None if limits is None else asdict(limits),
+            "limits": asdict(within),
             "cwd": cwd,
             "environ": self.environment(environ),
         }

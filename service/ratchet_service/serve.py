@@ -20,7 +20,6 @@ from ratchet_contract.messages import ServiceFile
 from ratchet_contract.paths import HomePaths
 from ratchet_service import disk, migrate, slot_host, worker_user
 from ratchet_service.app import create_app
-from ratchet_service.confined import Confined
 from ratchet_service.database import Database
 from ratchet_service.health import Health
 from ratchet_service.http_server import Ending, Server, signals
@@ -64,6 +63,7 @@ def serve(options: ServeOptions) -> None:
     """Run until SIGTERM or SIGINT. Raises ``StartError``. Agents are not touched by the end: training goes on."""
     settings, listen = options.settings, options.listen
     listen.check()
+    _keep_jobs_out(settings, listen)
     tls = listen.tls()
     settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _alone(settings), listen.bound() as bound:
@@ -94,7 +94,7 @@ def serve(options: ServeOptions) -> None:
                 reconciler.wake if reconciler else None,
                 here=options.reconcile,
                 roots=Roots(settings.home, settings.code_roots, settings.uri_roots),
-                confined=Confined(settings.user),
+                confined=settings.confined,
             )
             url = listen.address(bound)
             _say_who_may_come_in(settings, listen, url, database)
@@ -164,7 +164,7 @@ def probe_machine(cpu_slots: int | None) -> Machine:
 def open_launchers(settings: Settings) -> Launchers:
     """Those of the launchers file. Raises ``StartError``."""
     try:
-        return load_launchers(settings.paths, settings.launchers_file, settings.user)
+        return load_launchers(settings.paths, settings.launchers_file, settings.confined)
     except ValueError as error:
         raise StartError(str(error)) from None
 
@@ -181,7 +181,12 @@ def settle_user(settings: Settings) -> None:
 def _say_as_whom(settings: Settings, launchers: Launchers) -> None:
     """Whom users' code runs as; a warning where that is root."""
     if settings.user is not None:
-        log.info("agents, ranks, and what is asked of users' code run as %s", settings.user)
+        log.info(
+            "agents, ranks, and what is asked of users' code run as %s, of all owners: one owner's code can read and change "
+            "another's jobs (docs/security.md). That user has %s processes at the most, threads counted",
+            settings.user,
+            settings.user_limits.processes,
+        )
     elif os.geteuid() == 0 and any(launcher.slots for launcher in launchers.values()):
         log.warning(
             "the service runs as root, and so does the code of every job of the local launcher: --run-as USER gives it a user of "
@@ -279,6 +284,17 @@ def write_authorities(paths: HomePaths, listen: Listening) -> None:
         paths.service_authorities.write_text(read_authorities(listen.ca_file), encoding="ascii")
 
 
+def _keep_jobs_out(settings: Settings, listen: Listening) -> None:
+    """Who gives jobs a user of their own does not trust their code, and it reaches every port of this machine. Raises
+    ``StartError`` where it would be admin there."""
+    if settings.user is not None and not listen.tokens(settings.url.startswith("sqlite")):
+        raise StartError(
+            f"--run-as {settings.user.name}: without tokens the code of jobs, which reaches {listen.host} like everybody on this "
+            "machine, would be admin of the service: add --auth token (or RATCHET_AUTH=token); then "
+            f"`{FIRST_TOKEN}`, with the same --home and database, makes the first token"
+        )
+
+
 def _say_who_may_come_in(settings: Settings, listen: Listening, url: str, database: Database) -> None:
     if not settings.tokens:
         log.info(
@@ -286,8 +302,6 @@ def _say_who_may_come_in(settings: Settings, listen: Listening, url: str, databa
             "for tokens",
             url,
         )
-        if settings.user is not None:
-            log.warning("the code of jobs reaches it, too, and is its admin: --auth token keeps it out")
         return
     log.info("tokens are needed at %s", url)
     if listen.insecure_http and listen.open:
@@ -300,4 +314,4 @@ def _say_who_may_come_in(settings: Settings, listen: Listening, url: str, databa
 
 
 def _torch_has_cuda(machine: Machine, settings: Settings) -> bool:
-    return Interpreters(Confined(settings.user)).ask(machine.python).torch_cuda
+    return Interpreters(settings.confined).ask(machine.python).torch_cuda

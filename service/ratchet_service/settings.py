@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ratchet_contract.paths import HomePaths
 from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
-from ratchet_service.confined import User
+from ratchet_service.confined import NO_LIMITS, Confined, Limits, User
 from ratchet_service.database import sqlite_url
 
 
@@ -19,6 +19,7 @@ class Settings:
     database_url: str | None = None
     launchers_file: Path | None = None  # None: the local launcher alone
     user: User | None = None  # that users' code runs as; None: the service's own
+    user_limits: Limits = NO_LIMITS  # what all that runs as that user may take
     tokens: bool = False  # demanded of every caller; ``serve`` decides, by where it listens
     code_roots: tuple[Path, ...] | None = None  # directories of the service that a spec may name; None: any
     uri_roots: tuple[str, ...] | None = None  # the same of ``checkpoint.uri``
@@ -42,6 +43,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", HomePaths(self.home.resolve()))
+
+    @property
+    def confined(self) -> Confined:
+        """How users' code is started."""
+        return Confined(self.user, self.user_limits)
 
     @property
     def url(self) -> str:

@@ -19,10 +19,15 @@ from ratchet_service.listening import StartError
 
 _SECONDS: Final = 60.0
 _TRY: Final = """
-import os, sys
+import os, resource, sys, threading
 import ratchet_worker.agent
 os.chdir(sys.argv[1])
-print("here", flush=True)
+resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+try:
+    threading.Thread(target=print).start()
+    print("uncounted", flush=True)
+except RuntimeError:
+    print("here", flush=True)
 sys.stdin.read()
 """
 
@@ -123,7 +128,8 @@ def _shut(paths: HomePaths, database: Path | None) -> None:
 
 
 def _try(paths: HomePaths, user: User) -> None:
-    """Can the user run the agent and reach the jobs? Can its processes be seen, by which an attempt is proved dead?"""
+    """Can the user run the agent and reach the jobs? Does the kernel count its processes? Can they be seen, by which an attempt
+    is proved dead? Without the user's limits: a job of before that has used them up must not keep the service from starting."""
     with (
         Confined(user).command([sys.executable, "-P", "-c", _TRY, str(paths.jobs)], bare(os.environ)) as command,
         subprocess.Popen(
@@ -137,7 +143,7 @@ def _try(paths: HomePaths, user: User) -> None:
         ) as child,
     ):
         assert child.stdout is not None
-        here = child.stdout.readline().strip() == b"here"
+        told = child.stdout.readline().strip()
         try:
             seen = bool(Path(f"/proc/{child.pid}/environ").read_bytes())
         except OSError:
@@ -147,7 +153,12 @@ def _try(paths: HomePaths, user: User) -> None:
         except subprocess.TimeoutExpired:
             child.kill()
             raise StartError(f"--run-as {user.name}: {sys.executable} did not answer within {_SECONDS:g} s") from None
-    if not here:
+    if told == b"uncounted":
+        raise StartError(
+            f"--run-as {user.name}: this kernel does not count a user's processes (RLIMIT_NPROC), so a job that forks without an "
+            "end would take all of the machine's: use another one, or Kubernetes"
+        )
+    if told != b"here":
         last = (said.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
         raise StartError(
             f"--run-as {user.name}: that user cannot run {sys.executable} with ratchet_worker, or cannot reach {paths.jobs}: "

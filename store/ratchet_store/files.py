@@ -64,7 +64,8 @@ def not_written(path: Path, error: OSError, needed: int | None = None) -> Checkp
     advice = {
         errno.ENOSPC: "the disk is full: free space, lower checkpoint.keep_last, or move the run directory",
         errno.EDQUOT: "the disk quota is used up: free space, lower checkpoint.keep_last, or raise the quota",
-        errno.EFBIG: "the file is larger than the file system or the process limit (ulimit -f) allows",
+        errno.EFBIG: "the file is larger than the file system or the process limit allows (ulimit -f, or file_size of "
+        "the service's --run-as-limits)",
         errno.EROFS: "the file system is mounted read-only: look at the kernel log for the reason",
         errno.EIO: "the disk reported an input/output error: look at the kernel log, do not trust this disk",
         errno.EACCES: "the process may not write there: check owner and mode",

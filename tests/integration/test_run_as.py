@@ -17,7 +17,7 @@ import pytest
 from ratchet_contract.messages import AgentFile
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.spec import JobSpec
-from ratchet_service import children, doctor_jobs, file_owner, serve, worker_user
+from ratchet_service import children, doctor_jobs, file_owner, serve, user_limits, worker_user
 from ratchet_service.__main__ import main
 from ratchet_service.confined import OWN, Command, Confined, Limits, User, limits_of
 from ratchet_service.hook_probe import Probe
@@ -25,7 +25,7 @@ from ratchet_service.launchers import files, processes
 from ratchet_service.launchers.base import AttemptRef, LaunchError
 from ratchet_service.launchers.local import LocalLauncher
 from ratchet_service.launchers.table import load
-from ratchet_service.listening import StartError
+from ratchet_service.listening import Listening, StartError
 from ratchet_service.machine import Machine
 from ratchet_service.preflight import resolve
 from ratchet_service.preflight_report import Report
@@ -81,7 +81,7 @@ def test_a_look_has_hard_limits_no_core_and_cannot_gain_rights() -> None:
 def test_limits_are_the_jobs_own_where_it_has_some_and_never_above_the_services() -> None:
     spec = {"name": "a", "task": {"entrypoint": "m:T"}, "world": {"ranks_per_node": 2, "device": "cpu"}}
     spec["resources"] = {"memory": "4Gi", "open_files": 199}
-    assert limits_of(JobSpec.model_validate(spec), 70) == Limits(2 << 30, 199, 71)
+    assert limits_of(JobSpec.model_validate(spec), 70) == Limits(2 << 30, 199, 71, core=0)
     assert limits_of(None, 60).memory is not None
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     assert said(OWN, {}, Limits(open_files=1 << 40)).splitlines()[-3] == str(most)
@@ -97,6 +97,60 @@ def test_a_hook_that_takes_too_much_is_ended_by_its_limits(tmp_path: Path) -> No
         made = JobSpec.model_validate({**spec, "hook": {"name": "custom", "hook": hook}})
         (problem,) = Probe(sys.executable, made, [str(tmp_path)], os.environ).hook(made.hook)  # type: ignore[arg-type]
         assert problem.code == "hook-import-failed" and word in problem.detail
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", Limits()),
+        ("processes=400", Limits(processes=400)),
+        ("processes=400, file_size=2Gi", Limits(processes=400, file_size=2 << 30)),
+    ],
+)
+def test_what_the_user_of_jobs_may_take_is_said_in_one_option(text: str, expected: Limits) -> None:
+    assert user_limits.parse(text) == expected
+
+
+@pytest.mark.parametrize("text", ["processes=1", "processes=many", "file_size=100", "file_size=1Ki", "threads=9", "7"])
+def test_a_limit_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--home", str(tmp_path / "home"), "--run-as-limits", text])
+    assert "is no limit: processes=NUMBER" in capsys.readouterr().err
+
+
+def test_limits_of_a_user_need_one_and_are_never_above_the_machines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(StartError, match="needs --run-as"):
+        user_limits.settled(Limits(processes=100), None)
+    assert user_limits.settled(Limits(), None) == Limits()
+    assert user_limits.settled(Limits(processes=100), USER) == Limits(processes=100)
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (500, 1000))
+    assert user_limits.settled(Limits(), USER) == Limits(processes=500)
+    for limits in (Limits(processes=1001), Limits(file_size=1 << 30)):
+        with pytest.raises(StartError, match="may have 1000 at the most"):
+            user_limits.settled(limits, USER)
+
+
+def test_of_the_machines_processes_control_groups_say_how_many(tmp_path: Path) -> None:
+    for kind, groups in (("0::/a/b", tmp_path / "two"), ("7:cpu,pids:/a/b", tmp_path / "one")):
+        top = groups if kind[0] == "0" else groups / "pids"
+        (top / "a" / "b").mkdir(parents=True)
+        (top / "a" / "pids.max").write_text("77\n")
+        (top / "a" / "b" / "pids.max").write_text("max\n")
+        (tmp_path / "cgroup").write_text(f"3:memory:/x\n{kind}\n")
+        assert user_limits.most_processes(tmp_path / "cgroup", groups) == 77
+    assert user_limits.most_processes(tmp_path / "none", tmp_path) > 77
+
+
+def test_every_process_of_the_users_has_that_users_limits_and_its_own() -> None:
+    most = Limits(processes=300, file_size=1 << 30, open_files=200)
+    for limits, expected in ((Limits(), "200"), (Limits(open_files=100, core=0), "100")):
+        text = said(Confined(USER if os.geteuid() == 0 else None, most), {}, limits, "cat /proc/self/limits")
+        hard = {line[:26].strip(): line[47:68].strip() for line in text.splitlines()}
+        found = hard["Max processes"], hard["Max file size"], hard["Max open files"]
+        assert found == ("300", str(1 << 30), expected)
+        assert limits.core is None or hard["Max core file size"] == "0"
 
 
 def test_what_a_submitter_chose_is_in_no_process_of_root(tmp_path: Path) -> None:
@@ -177,6 +231,32 @@ def test_with_a_user_for_jobs_root_reads_nothing_that_was_not_allowed(tmp_path: 
     assert given.code_roots == (tmp_path,)
 
 
+@pytest.mark.parametrize("url", [None, "postgresql://somewhere/else"])
+def test_who_does_not_trust_jobs_lets_nobody_in_without_a_token(tmp_path: Path, url: str | None) -> None:
+    """Their code reaches the port of this machine alone, too. Nothing is touched before the refusal."""
+    settings = Settings(tmp_path / "home", url, user=USER)
+    if url is None:
+        with pytest.raises(StartError, match=r"--auth token.*token create"):
+            serve.serve(serve.ServeOptions(settings))
+        assert not settings.home.exists()
+    else:
+        serve._keep_jobs_out(settings, Listening())
+    serve._keep_jobs_out(settings, Listening(auth="token"))
+    serve._keep_jobs_out(Settings(tmp_path), Listening())
+
+
+@AS_ROOT
+def test_the_command_refuses_too_and_takes_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["serve", "--home", str(tmp_path / "home"), "--run-as", f"{UID}:{UID}"]
+    assert main(arguments) == 2
+    assert "would be admin of the service: add --auth token" in capsys.readouterr().err
+    monkeypatch.setenv("RATCHET_AUTH", "token")
+    assert main([*arguments, "--host", "no.such.host.invalid"]) == 2  # gets as far as that
+    assert "admin of the service" not in capsys.readouterr().err
+
+
 @AS_ROOT
 def test_roots_group_is_refused() -> None:
     with pytest.raises(StartError, match="root's own group"):
@@ -240,7 +320,7 @@ sleep 3600
 
 def submitted(home: HomePaths) -> tuple[LocalLauncher, AttemptRef]:
     """An attempt whose agent is a shell, so that no interpreter need be reached by the user."""
-    launcher = LocalLauncher(home, ("/bin/sh", "-c", AGENT), {"PATH": os.environ["PATH"]}, USER)
+    launcher = LocalLauncher(home, ("/bin/sh", "-c", AGENT), {"PATH": os.environ["PATH"]}, Confined(USER))
     plan = launcher.plan(launch(home))
     launcher.submit(plan)
     wait_for(lambda: "may-read" in files.tail(plan.ref.paths.root / "told", 10_000), "the agent to tell", 30)
@@ -256,12 +336,48 @@ def test_an_agent_is_its_user_has_its_jobs_directory_and_can_be_proved_dead(home
     assert (root.stat().st_mode & 0o777, root.parent.stat().st_uid) == (0o700, 0)
     assert {path.lstat().st_uid for path in (root, *root.rglob("*"))} == {UID}
     assert ref.paths.launch_file.stat().st_mode & 0o777 == 0o600
-    again = LocalLauncher(home, user=USER)  # after a restart
+    again = LocalLauncher(home, confined=Confined(USER))  # after a restart
     assert again.poll(ref).alive
     found = [pid for pid, _ in processes.values_of("RATCHET_ATTEMPT_DIR") if processes.is_of(pid, UID)]
     assert again.sweep(lambda names: names) == [] and found
     assert again.kill(ref)
     wait_for(lambda: launcher.kill(ref) == [], "the attempt to be dead", 10)
+
+
+BOMB = "while (1) { defined(fork) or select(undef, undef, undef, 0.002) }"
+
+
+@AS_ROOT
+def test_what_forks_without_an_end_stops_at_its_users_limit_and_is_ended(home: HomePaths) -> None:
+    uid, most = UID + 1, 12  # a user that no other test has processes of
+    user = User(uid, uid, (uid,), "/", "bomb")
+    launcher = LocalLauncher(home, ("/usr/bin/perl", "-e", BOMB), {}, Confined(user, Limits(processes=most, cpu=30)))
+    plan = launcher.plan(launch(home))
+    launcher.submit(plan)
+
+    def theirs() -> list[int]:
+        return [pid for pid, _ in processes.values_of("RATCHET_ATTEMPT_DIR") if processes.is_of(pid, uid)]
+
+    try:
+        wait_for(lambda: len(theirs()) >= most, "the user to have all that it may", 30)
+        assert len(theirs()) <= most
+        assert launcher.kill(plan.ref)
+        wait_for(lambda: theirs() == [], "nothing to be left", 10)
+        assert launcher.kill(plan.ref) == []
+    finally:
+        with Confined(user).command(["/bin/sh", "-c", "kill -9 -1"], {}, cwd="/") as command:
+            subprocess.run(command.argv, env=command.env, pass_fds=command.fds, check=False)
+
+
+def test_what_appears_while_an_attempt_is_killed_is_stopped_before_it_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else there is always one more, made while the last list was read."""
+    looks, done = iter([[1], [1, 2], [2, 3], [3], [3]]), list[tuple[str, int]]()
+    monkeypatch.setattr(processes, "kill", lambda pid: done.append(("killed", pid)))
+    monkeypatch.setattr(processes, "_stop_group", lambda pid: done.append(("stopped", pid)))
+    assert processes.end_all(lambda: next(looks)) == [1, 2, 3]
+    assert done == [("killed", 1), ("stopped", 2), ("stopped", 3), ("killed", 2), ("killed", 3)]
 
 
 @AS_ROOT
@@ -338,7 +454,7 @@ def test_users_code_that_names_another_process_as_its_agent_has_it_not_ended(
 
 @AS_ROOT
 def test_a_launch_file_that_leads_elsewhere_starts_nothing(home: HomePaths) -> None:
-    launcher = LocalLauncher(home, ("/bin/true",), {}, USER)
+    launcher = LocalLauncher(home, ("/bin/true",), {}, Confined(USER))
     elsewhere = home.home / "elsewhere" / "attempts" / "0001"
     with pytest.raises(LaunchError, match="no attempt of the run directory"):
         launcher.submit(launcher.plan(launch(home).model_copy(update={"attempt_dir": str(elsewhere)})))

@@ -52,7 +52,16 @@ RunAs = Annotated[
     str | None,
     typer.Option(
         metavar="USER[:GROUP]",
-        help="Whom local jobs' code runs as; the service must be root. (default: RATCHET_RUN_AS, else the service's own user)",
+        help="Whom local jobs' code runs as; the service must be root, and needs --auth token. (default: RATCHET_RUN_AS, else "
+        "the service's own user)",
+    ),
+]
+RunAsLimits = Annotated[
+    str | None,
+    typer.Option(
+        metavar="processes=NUMBER,file_size=SIZE",
+        help="What that user may take, with all jobs together: processes and threads, the size of a file that it writes. "
+        "(default: RATCHET_RUN_AS_LIMITS, else half of the machine's processes)",
     ),
 ]
 LogFormat = Annotated[
@@ -77,6 +86,7 @@ def serve(
     cpu_slots: CpuSlots = None,
     launchers: Launchers = None,
     run_as: RunAs = None,
+    run_as_limits: RunAsLimits = None,
     preemption: Preemption = None,
     preemption_min_run: MinRun = None,
     log_format: LogFormat = None,
@@ -141,7 +151,7 @@ def serve(
     """Run the service (API and reconciler) in the foreground. Ctrl-C ends it; running jobs go on and are found again."""
     arguments = [
         "serve",
-        *_common(ctx, home, cpu_slots, launchers, log_format, run_as),
+        *_common(ctx, home, cpu_slots, launchers, log_format, run_as, run_as_limits),
         *_preemption(preemption, preemption_min_run),
         "--host",
         host,
@@ -165,6 +175,7 @@ def reconcile(
     cpu_slots: CpuSlots = None,
     launchers: Launchers = None,
     run_as: RunAs = None,
+    run_as_limits: RunAsLimits = None,
     preemption: Preemption = None,
     preemption_min_run: MinRun = None,
     log_format: LogFormat = None,
@@ -179,7 +190,7 @@ def reconcile(
     """Run a reconciler alone, beside a service with --no-reconciler. Several may share one database."""
     arguments = [
         "reconcile",
-        *_common(ctx, home, cpu_slots, launchers, log_format, run_as),
+        *_common(ctx, home, cpu_slots, launchers, log_format, run_as, run_as_limits),
         *_preemption(preemption, preemption_min_run),
     ]
     for option, value in (("--metrics-port", metrics_port), ("--metrics-host", metrics_host)):
@@ -194,6 +205,7 @@ def _common(
     launchers: Path | None,
     log_format: str | None,
     run_as: str | None,
+    run_as_limits: str | None,
 ) -> list[str]:
     from ratchet_client.discovery import home_directory
 
@@ -201,6 +213,7 @@ def _common(
     arguments += [] if cpu_slots is None else ["--cpu-slots", str(cpu_slots)]
     arguments += [] if log_format is None else ["--log-format", log_format]
     arguments += [] if run_as is None else ["--run-as", run_as]
+    arguments += [] if run_as_limits is None else ["--run-as-limits", run_as_limits]
     return arguments if launchers is None else [*arguments, "--launchers", str(launchers)]
 
 

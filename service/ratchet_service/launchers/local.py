@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ from ratchet_contract.messages import AgentFile, LaunchFile
 from ratchet_contract.paths import AttemptPaths, HomePaths, is_job_id
 from ratchet_contract.spec import JobSpec
 from ratchet_service import file_owner
-from ratchet_service.confined import Confined, User
+from ratchet_service.confined import OWN, Confined
 from ratchet_service.file_owner import as_owner
 from ratchet_service.launchers import files, limits, processes
 from ratchet_service.launchers.base import AttemptRef, AttemptState, LaunchError, LaunchPlan
@@ -35,16 +36,16 @@ _APPEND: Final = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 _ONE_MACHINE: Final = "the local launcher is one machine"
 
 
-def make(home: HomePaths, settings: Mapping[str, Any], user: User | None = None) -> LocalLauncher:
+def make(home: HomePaths, settings: Mapping[str, Any], confined: Confined = OWN) -> LocalLauncher:
     """The factory that the table names. Raises ``ValueError`` for settings: there are none."""
     if settings:
         raise ValueError(f"the launcher local has no settings, but {', '.join(map(str, settings))} is given")
-    return LocalLauncher(home, user=user)
+    return LocalLauncher(home, confined=confined)
 
 
 class LocalLauncher:
-    """See the module. ``agent`` is the command before the launch file; ``environ`` what agents inherit from; ``user``: whom
-    agents and ranks run as, None: the service's own user."""
+    """See the module. ``agent`` is the command before the launch file; ``environ`` what agents inherit from;
+    ``confined``: whom agents and ranks run as, and within what."""
 
     kind = "local"
     max_nodes: int | None = 1
@@ -56,10 +57,10 @@ class LocalLauncher:
         home: HomePaths,
         agent: tuple[str, ...] | None = None,
         environ: Mapping[str, str] | None = None,
-        user: User | None = None,
+        confined: Confined = OWN,
     ) -> None:
         self._home = home
-        self._user = user
+        self._confined = confined
         self._agent = agent or (sys.executable, *AGENT)
         self._environ = dict(os.environ if environ is None else environ)
         self._children: dict[str, set[int]] = {}  # by the attempt's name
@@ -123,9 +124,7 @@ class LocalLauncher:
                 processes.kill(agent.pid, signal.SIGTERM)
 
     def kill(self, ref: AttemptRef) -> list[str]:
-        found = self._found(ref)
-        for pid in found:
-            processes.kill(pid)
+        found = processes.end_all(lambda: self._found(ref))
         for node, agent in self._agents(ref).items():
             if agent.pid not in found and files.lock_is_held(ref.paths.node(node).lock_file):
                 if self._is_agent(ref, agent):
@@ -142,15 +141,14 @@ class LocalLauncher:
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> list[str]:
         for name in list(self._children):  # of attempts that another reconciler looks after now
             self._reap(name)
-        found: dict[str, list[int]] = {}
+        found: dict[str, list[tuple[int, str]]] = {}
         for pid, folder in processes.values_of(names.ATTEMPT_DIR):
             ref = self._ref(Path(folder))
             if ref is not None:
-                found.setdefault(ref.name, []).append(pid)
+                found.setdefault(ref.name, []).append((pid, folder))
         orphans = sorted(set(found) - set(known(list(found)))) if found else []
         for name in orphans:
-            for pid in found[name]:
-                processes.kill(pid)
+            processes.end_all(partial(self._of_folders, {folder for _, folder in found[name]}))
         return orphans
 
     def _start(self, plan: LaunchPlan, node: int, env: dict[str, str]) -> int:
@@ -161,7 +159,7 @@ class LocalLauncher:
             paths.root.mkdir(parents=True, exist_ok=True)
             log = os.open(paths.agent_log, _APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         try:
-            with Confined(self._user).command(argv, env, cwd="/") as command:
+            with self._confined.command(argv, env, cwd="/") as command:
                 pid = _spawn(command.argv, command.env, log, command.fds)
         finally:
             os.close(log)
@@ -170,12 +168,13 @@ class LocalLauncher:
 
     def _own(self, paths: AttemptPaths) -> None:
         """The job's directory is its user's. Raises ``OSError``."""
-        if self._user is None:
+        user = self._confined.user
+        if user is None:
             return
         ref = self._ref(paths.root)
         if ref is None:  # a launch file that was read again, which user code may have changed
             raise PermissionError(f"{paths.root} is no attempt of the run directory {self._home.home}")
-        file_owner.give(self._home.job(ref.job_id).root, self._user.uid, self._user.gid)
+        file_owner.give(self._home.job(ref.job_id).root, user.uid, user.gid)
 
     def _is_agent(self, ref: AttemptRef, agent: AgentFile) -> bool:
         """Is the process there, and no other user's? User code may have written another's number into ``agent.json``."""
@@ -185,6 +184,9 @@ class LocalLauncher:
 
     def _found(self, ref: AttemptRef) -> list[int]:
         return processes.with_variable(names.ATTEMPT_DIR, str(ref.paths.root))
+
+    def _of_folders(self, folders: Collection[str]) -> list[int]:
+        return [pid for pid, folder in processes.values_of(names.ATTEMPT_DIR) if folder in folders]
 
     def _agents(self, ref: AttemptRef) -> dict[int, AgentFile]:
         agents = {node: state.agent for node, state in enumerate(files.node_states(ref))}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 _EXEC_PATIENCE: Final = 5.0  # seconds; on a loaded machine tens of milliseconds were seen
+_FREEZE_SECONDS: Final = 5.0
 _PF_KTHREAD: Final = 0x00200000  # include/linux/sched.h
 
 
@@ -93,6 +95,41 @@ def _within_exec(pid: int) -> bool:
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def end_all(look: Callable[[], list[int]]) -> list[int]:
+    """Kill what ``look`` finds, and what that has started by the next look; the numbers of all that were found.
+
+    What forks faster than it is looked for gets ahead of every list of it, above all where the parent ends and the child goes on.
+    So what a second look finds is stopped first, with its whole process group, which the kernel does at one stroke: a stopped
+    process forks no more, and takes up its place in its user's limit. Once no look finds another, or after ``_FREEZE_SECONDS``,
+    all of them are killed.
+    """
+    found = look()
+    for pid in found:
+        kill(pid)
+    known = set(found)
+    stopped = list[int]()
+    deadline = time.monotonic() + _FREEZE_SECONDS
+    while found and (more := [pid for pid in look() if pid not in known]):
+        for pid in more:
+            _stop_group(pid)
+        known.update(more)
+        stopped += more
+        if time.monotonic() > deadline:
+            break
+    for pid in stopped:
+        kill(pid)
+    return sorted(known)
+
+
+def _stop_group(pid: int) -> None:
+    """The process with its group, or alone where that is in this process's own session, and so no attempt's."""
+    with suppress(ProcessLookupError):
+        if os.getsid(pid) == os.getsid(0):
+            os.kill(pid, signal.SIGSTOP)
+        else:
+            os.killpg(os.getpgid(pid), signal.SIGSTOP)
 
 
 def _stat(pid: int) -> list[str] | None:

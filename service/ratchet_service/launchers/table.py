@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 import yaml
 
 from ratchet_contract.paths import HomePaths
-from ratchet_service.confined import User
+from ratchet_service.confined import OWN, Confined
 from ratchet_service.launchers.apart import Apart
 from ratchet_service.launchers.base import Launcher
 
@@ -44,11 +44,11 @@ class Launchers(Mapping[str, Launcher]):
         return len(self._launchers)
 
 
-def load(home: HomePaths, file: Path | None, user: User | None = None) -> Launchers:
-    """The launchers that ``file`` names; ``local`` without one. ``user``: whom the local one starts agents as. Those of other
+def load(home: HomePaths, file: Path | None, confined: Confined = OWN) -> Launchers:
+    """The launchers that ``file`` names; ``local`` without one. ``confined``: whom the local one starts agents as. Those of other
     engines than this machine are set ``Apart``. Raises ``ValueError`` with a sentence for people."""
     settings: Mapping[str, Mapping[str, Any]] = {"local": {}} if file is None else _read(file)
-    made = {kind: _make(kind, home, given, user) for kind, given in settings.items()}
+    made = {kind: _make(kind, home, given, confined) for kind, given in settings.items()}
     return Launchers({kind: launcher if launcher.slots else Apart(launcher) for kind, launcher in made.items()})
 
 
@@ -67,7 +67,7 @@ def _read(file: Path) -> dict[str, Mapping[str, Any]]:
     return out
 
 
-def _make(kind: str, home: HomePaths, settings: Mapping[str, Any], user: User | None) -> Launcher:
+def _make(kind: str, home: HomePaths, settings: Mapping[str, Any], confined: Confined) -> Launcher:
     brought = {point.name: point for point in entry_points(group=GROUP)}
     try:
         if kind in LAUNCHERS:
@@ -80,4 +80,4 @@ def _make(kind: str, home: HomePaths, settings: Mapping[str, Any], user: User | 
             raise ValueError(f"there is no launcher {kind!r}; there is {known}")
     except ImportError as error:
         raise ValueError(f"the launcher {kind} cannot be loaded: {error}") from None
-    return cast(Launcher, make(home, settings, user) if kind == "local" else make(home, settings))
+    return cast(Launcher, make(home, settings, confined) if kind == "local" else make(home, settings))
