@@ -61,7 +61,7 @@ def submit(url: str, token: str, number: int, seed: int) -> str:
         except (
             RatchetError
         ) as error:  # the service was away for longer than a client waits, or another client has the key
-            assert error.code in ("service-unreachable", "idempotency-in-progress"), error.code
+            assert error.code in ("service-unreachable", "idempotency-in-progress"), f"{error.code}: {error.detail}"
             time.sleep(0.2)  # another client has the key now
     if twin.ident is not None:
         twin.join()
@@ -88,7 +88,10 @@ def test_one_job_for_each_key_whatever_is_lost_on_the_way(plane: Plane) -> None:
                 kills += 1
                 service = plane.start_process()
             wait_for(lambda done=done: sum(each.done() for each in asked) > done, "the next answer", 120)
-        ids = [each.result() for each in asked]
+        try:
+            ids = [each.result() for each in asked]
+        except AssertionError as error:
+            raise AssertionError(f"{error}; the services' log: {plane.log()}") from error
     with plane.database.read() as session:
         names = Counter(session.scalars(sa.select(Job.name)))
         submitted = Counter(session.scalars(sa.select(Event.job_id).where(Event.type == "submitted")))
