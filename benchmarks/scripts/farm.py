@@ -22,7 +22,9 @@ from urllib.parse import urlsplit
 
 from ratchet_contract.messages import AgentFile, LaunchFile
 from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.version import REPORT_AFTER_HEADER
 from ratchet_service.launchers.processes import start_time
+from ratchet_worker.service_link import seconds_of
 from ratchet_worker.spool import FIGURES
 from ratchet_worker.uplink import waiting_turns
 
@@ -89,7 +91,8 @@ class Attempt:
         seconds = time.perf_counter() - begin
         if answer.status != 200:
             raise RuntimeError(f"{answer.status}: {told[:500].decode(errors='replace')}")
-        self._turns = waiting_turns(seconds, PERIOD, self.launch.spec.policy.stop_grace)
+        after = seconds_of(answer.getheader(REPORT_AFTER_HEADER))
+        self._turns = waiting_turns(seconds, PERIOD, self.launch.spec.policy.stop_grace, after)
         acked = json.loads(told)["acked"].get("0", self._acked)
         del self._spool[: acked - self._acked]
         self._acked = acked

@@ -12,3 +12,6 @@ PROTOCOL_GROWTH: Final = 1
 PROTOCOL_HEADER: Final = "Ratchet-Protocol"
 GROWTH_HEADER: Final = "Ratchet-Protocol-Growth"
 """In every answer of the service, so that a client knows a service of another version, and what is none."""
+REPORT_AFTER_HEADER: Final = "Ratchet-Report-After"
+"""In the answer to a report, where the service has much to do: seconds (with a fraction) until the agent's next one, if that has
+nothing but figures to tell. Agents of a version that does not know it keep their own pace."""

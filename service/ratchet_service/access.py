@@ -16,7 +16,7 @@ from ratchet_contract.access import SCOPES, Role, Scope
 from ratchet_contract.errors import RatchetError, Refused
 from ratchet_contract.paths import is_job_id
 from ratchet_service.database import Database
-from ratchet_service.ingest import authorised, hash_token, shape_of
+from ratchet_service.ingest import authorised, hash_token
 from ratchet_service.models import Job
 from ratchet_service.rates import Buckets
 from ratchet_service.settings import Settings
@@ -96,8 +96,7 @@ class Gate:
     def _authorise(self, attempt: tuple[str, int], token: str | None) -> int:
         """How many nodes the attempt has. Raises like ``authorised``."""
         with self._database.read() as session:
-            _, job = authorised(session, *attempt, token)
-            return shape_of(session, job).nodes
+            return authorised(session, *attempt, token).shape.nodes
 
     async def require_own(self, caller: Principal, job_id: str) -> None:
         """Raises ``Refused`` (``not-allowed``) for a job of somebody else. A job that is not there is the route's to tell."""

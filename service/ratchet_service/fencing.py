@@ -17,6 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from ratchet_contract.errors import Conflict
 from ratchet_contract.phases import AttemptPhase
 from ratchet_service.database import Database
+from ratchet_service.ingest_rows import AttemptRow, JobRow
 from ratchet_service.models import Attempt, Job
 from ratchet_service.transitions import add_event
 
@@ -31,7 +32,7 @@ class Stale(Conflict):
     code = "stale-epoch"
 
 
-def fence(job: Job, attempt: Attempt) -> None:
+def fence(job: Job | JobRow, attempt: Attempt | AttemptRow) -> None:
     """Raises ``Stale`` for an attempt that is not the job's newest one, or has ended."""
     if attempt.number != job.epoch or attempt.phase is AttemptPhase.ENDED:
         raise Stale(f"attempt {attempt.number} is over (the newest one is {job.epoch}): end its ranks")

@@ -7,7 +7,7 @@ import difflib
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, TypeVar
 
 from fastapi import Depends, Query, Request, Response
@@ -22,6 +22,8 @@ from ratchet_service.bodies import RawBody, decode, read_body
 from ratchet_service.database import Database
 from ratchet_service.health import Health
 from ratchet_service.idempotency import Call, Idempotency, Reply, make_call
+from ratchet_service.ingest_news import Told
+from ratchet_service.pacing import Pacing
 from ratchet_service.ports import SubmissionPorts
 from ratchet_service.settings import Settings
 from ratchet_service.usecases.export import Exporter
@@ -42,6 +44,8 @@ class Service:
     uploads: Uploads
     gate: Gate
     health: Health
+    pacing: Pacing = field(default_factory=Pacing)
+    told: Told = field(default_factory=Told)
 
 
 async def get_service(request: Request) -> Service:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Final, cast
 
 import sqlalchemy as sa
 from sqlalchemy.orm import Session, defer
@@ -30,11 +30,14 @@ from ratchet_contract.messages import (
 from ratchet_contract.paths import HomePaths, JobPaths, is_job_id
 from ratchet_contract.phases import AttemptPhase, Cause, Outcome
 from ratchet_contract.version import PROTOCOL_VERSION
+from ratchet_service import ingest_rows
 from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.clock import now_in
 from ratchet_service.database import Database
 from ratchet_service.fencing import fence, refusals
 from ratchet_service.ingest_effects import MAX_NUMBER, Effects, saved_iteration
+from ratchet_service.ingest_news import Told, figures, figures_alone, has_news, later
+from ratchet_service.ingest_rows import AttemptRow, JobRow, NodeRow, Rows, Shape
 from ratchet_service.ingest_series import look_is_due
 from ratchet_service.launchers.results import cut
 from ratchet_service.models import Attempt, AttemptNode, Job
@@ -44,34 +47,6 @@ from ratchet_service.transitions import add_event, lock_job
 UNREAD: Final = (defer(Job.spec), defer(Job.resolved), defer(Job.warnings), defer(Job.fork_source))
 """Columns that a report has no use for, and that are most of the row."""
 UNREAD_OF_ATTEMPT: Final = (defer(Attempt.launch), defer(Attempt.resume_report))
-
-_ORDER = [AttemptPhase.LAUNCHING, AttemptPhase.RUNNING, AttemptPhase.STOPPING, AttemptPhase.ENDED]
-
-
-class Shape(NamedTuple):
-    """What a report needs to know of the job's spec."""
-
-    nodes: int
-    ranks_per_node: int
-    copies: bool  # are there any in an object store, of which node 0's agent tells
-    best: str | None  # the metric that ``keep_best`` judges by
-
-
-def shape_of(session: Session, job: Job) -> Shape:
-    """Asked of the database by paths into the spec: reading all of it takes longer than the rest of a small report."""
-    return _shape(*session.execute(sa.select(*_SHAPE).where(Job.id == job.id)).one())
-
-
-def _shape(nodes: int, ranks_per_node: int, uri: str | None, best: str | None) -> Shape:
-    return Shape(nodes, ranks_per_node, uri is not None, best)
-
-
-_SHAPE: Final = (
-    Job.spec[("world", "nodes")].as_integer(),
-    Job.spec[("world", "ranks_per_node")].as_integer(),
-    Job.spec[("checkpoint", "uri")].as_string(),
-    Job.spec[("checkpoint", "keep_best", "metric")].as_string(),
-)
 
 
 def hash_token(token: str) -> str:
@@ -85,8 +60,10 @@ def ingest(
     token: str | None,
     homes: HomePaths,
     bounds: Bounds = DEFAULT_BOUNDS,
+    told: Told | None = None,
 ) -> ReportAck:
-    """Store what is new of a report and answer what is stored and wanted. An empty report only reads.
+    """Store what is new of a report and answer what is stored and wanted. An empty report only reads. ``told``: what answers
+    before this one have told; with it, a look is saved where they show that there is news.
 
     Raises ``Refused`` (``protocol-mismatch``, ``token-missing``, ``token-wrong``), ``NotFound``, and ``Stale``
     (409 ``stale-epoch``) for an attempt that is not the newest one or has ended.
@@ -97,31 +74,49 @@ def ingest(
             code="protocol-mismatch",
         )
     with refusals(database, report.job_id, report.epoch, "a report"):
-        return _ingest(database, report, token, homes, bounds)
+        ack = _ingest(database, report, token, homes, bounds, told)
+    if told is not None:
+        told.keep(report, ack.acked)
+    return ack
 
 
-def _ingest(database: Database, report: AgentReport, token: str | None, homes: HomePaths, bounds: Bounds) -> ReportAck:
-    with database.read() as session:
-        attempt, job, shape, node = _seen(session, report.job_id, report.epoch, token, report.node)
-        if not 0 <= report.node < shape.nodes:
-            raise Refused(f"there is no node {report.node} in this job", code="invalid-report")
-        fence(job, attempt)
-        if node is not None and not _news(report, attempt, node):
-            return _ack(session, job, attempt, node, shape)
-    iterations = hook_iterations(report.batches, homes.job(report.job_id))
+def _ingest(
+    database: Database, report: AgentReport, token: str | None, homes: HomePaths, bounds: Bounds, told: Told | None
+) -> ReportAck:
+    iterations: dict[tuple[int, int], int] = {}
+    if told is None or not (figures(report) and told.less_than(report)):
+        with database.read() as session:
+            rows = _seen(session, report, token)
+            fence(rows.job, rows.attempt)
+            if rows.node is not None and not has_news(report, rows.attempt, rows.node):
+                return _ack(session, rows.job, rows.attempt, rows.node, rows.shape)
+        iterations = hook_iterations(report.batches, homes.job(report.job_id))
     with database.write() as session:
-        job = lock_job(session, report.job_id, UNREAD)
-        held = session.get(Attempt, (report.job_id, report.epoch), populate_existing=True, options=UNREAD_OF_ATTEMPT)
-        if held is None:
-            raise _no_attempt(report.job_id, report.epoch)
-        fence(job, held)
-        node = _node(session, report)
-        ended = _advance(held, node, report)
-        ingest_batches(session, job, held, node, report.batches, iterations, bounds, shape)
-        if ended is not None:
-            _tell_end(session, held, ended)  # behind what it has told before
-        session.flush()
-        return _ack(session, job, held, node, shape)
+        held = _seen(session, report, token, hold=True)
+        fence(held.job, held.attempt)
+        if held.node is None or not figures_alone(report, held.attempt, held.node):
+            return _whole(session, report, iterations, bounds, held.shape)
+        # These rows have all the columns that figures touch, by the same names.
+        job, attempt, node = cast("Job", held.job), cast("Attempt", held.attempt), cast("AttemptNode", held.node)
+        with ingest_rows.written(session, held):
+            attempt.last_step = max(attempt.last_step, min(report.last_step, MAX_NUMBER))
+            ingest_batches(session, job, attempt, node, report.batches, iterations, bounds, held.shape)
+        return _ack(session, job, attempt, node, held.shape)
+
+
+def _whole(
+    session: Session, report: AgentReport, iterations: dict[tuple[int, int], int], bounds: Bounds, shape: Shape
+) -> ReportAck:
+    """A report that may change anything. The job's row is held."""
+    job = lock_job(session, report.job_id, UNREAD)
+    attempt = session.get_one(Attempt, (report.job_id, report.epoch), options=UNREAD_OF_ATTEMPT)
+    node = _node(session, report)
+    ended = _advance(attempt, node, report)
+    ingest_batches(session, job, attempt, node, report.batches, iterations, bounds, shape)
+    if ended is not None:
+        _tell_end(session, attempt, ended)  # behind what it has told before
+    session.flush()
+    return _ack(session, job, attempt, node, shape)
 
 
 def ingest_batches(
@@ -140,7 +135,7 @@ def ingest_batches(
     only while the attempt is its newest one.
     """
     acked = dict(node.acked)
-    shape = shape or shape_of(session, job)
+    shape = shape or ingest_rows.shape_of(session, job.id)
     effects = Effects(session, job, attempt, hook_iterations or {}, bounds, shape.best)
     world, agent_speaks = shape.nodes * shape.ranks_per_node, node.node == 0 and shape.copies
     stored, to_count = 0, set[int]()
@@ -181,46 +176,44 @@ def hook_iterations(batches: Sequence[RankBatch], job: JobPaths) -> dict[tuple[i
     return out
 
 
-def authorised(session: Session, job_id: str, epoch: int, token: str | None) -> tuple[Attempt, Job]:
-    """The attempt whose token this is, and its job. Raises ``Refused`` (``token-missing``, ``token-wrong``), ``NotFound``."""
-    return _seen(session, job_id, epoch, token, 0)[:2]
+def authorised(session: Session, job_id: str, epoch: int, token: str | None) -> Rows:
+    """The attempt whose token this is, its job, and its first node. Raises ``Refused`` (``token-missing``, ``token-wrong``),
+    ``NotFound``."""
+    return _authorised(ingest_rows.seen, session, (job_id, epoch, 0), token)
 
 
-def _seen(
-    session: Session, job_id: str, epoch: int, token: str | None, node: int
-) -> tuple[Attempt, Job, Shape, AttemptNode | None]:
-    """All that a report without news needs, in one query. Raises like ``authorised``."""
+def _seen(session: Session, report: AgentReport, token: str | None, *, hold: bool = False) -> Rows:
+    """What a report is judged by; ``hold``: with the job's row held. Raises like ``authorised``, and ``Refused``
+    (``invalid-report``) for a node that the job does not have."""
+    node = report.node if 0 <= report.node <= MAX_NUMBER else -1
+    read = ingest_rows.hold if hold else ingest_rows.seen
+    found = _authorised(read, session, (report.job_id, report.epoch, node), token)
+    if not 0 <= node < found.shape.nodes:
+        raise Refused(f"there is no node {report.node} in this job", code="invalid-report")
+    return found
+
+
+def _authorised(
+    read: Callable[[Session, str, int, int], Rows | None],
+    session: Session,
+    key: tuple[str, int, int],
+    token: str | None,
+) -> Rows:
+    job_id, epoch, _ = key
     if not token:
         raise Refused("agents give the attempt's token: Authorization: Bearer ...", code="token-missing")
     if not is_job_id(job_id) or not 0 < epoch <= MAX_NUMBER:
         raise _no_attempt(job_id, epoch)
-    node = node if 0 <= node <= MAX_NUMBER else -1  # none; the caller says so
-    here = (AttemptNode.job_id == Attempt.job_id) & (AttemptNode.attempt == Attempt.number) & (AttemptNode.node == node)
-    query = (
-        sa.select(Attempt, Job, AttemptNode, *_SHAPE).join(Job, Job.id == Attempt.job_id).outerjoin(AttemptNode, here)
-    )
-    query = query.where(Attempt.job_id == job_id, Attempt.number == epoch).options(*UNREAD, *UNREAD_OF_ATTEMPT)
-    found = session.execute(query).one_or_none()
+    found = read(session, *key)
     if found is None:
         raise _no_attempt(job_id, epoch)
-    attempt, job, row, *shape = found
-    if not hmac.compare_digest(hash_token(token), attempt.report_token_hash):
+    if not hmac.compare_digest(hash_token(token), found.attempt.report_token_hash):
         raise Refused("this is not the token of that attempt", code="token-wrong")
-    return attempt, job, _shape(*shape), row
+    return found
 
 
 def _no_attempt(job_id: str, epoch: int) -> NotFound:
     return NotFound(f"job {job_id} has no attempt {epoch}", code="attempt-not-found")
-
-
-def _news(report: AgentReport, attempt: Attempt, node: AttemptNode) -> bool:
-    fresh = any(b.from_seq + len(b.messages) - 1 > node.acked.get(str(b.rank), 0) for b in report.batches)
-    result = report.result is not None and str(report.node) not in attempt.results
-    return fresh or result or _later(report.phase, node.phase) or report.address not in (None, node.address)
-
-
-def _later(new: AttemptPhase, old: AttemptPhase) -> bool:
-    return _ORDER.index(new) > _ORDER.index(old)
 
 
 def _node(session: Session, report: AgentReport) -> AttemptNode:
@@ -236,11 +229,11 @@ def _node(session: Session, report: AgentReport) -> AttemptNode:
 
 def _advance(attempt: Attempt, node: AttemptNode, report: AgentReport) -> AttemptResult | None:
     """Phases only go forward, and only the reconciler ends an attempt. Returns the result, where it is new."""
-    if _later(report.phase, node.phase):
+    if later(report.phase, node.phase):
         node.phase = report.phase
     if report.address is not None:
         node.address = report.address
-    if report.phase is not AttemptPhase.ENDED and _later(report.phase, attempt.phase):
+    if report.phase is not AttemptPhase.ENDED and later(report.phase, attempt.phase):
         attempt.phase = report.phase
     attempt.last_step = max(attempt.last_step, min(report.last_step, MAX_NUMBER))
     if report.result is None or str(report.node) in attempt.results:
@@ -255,7 +248,9 @@ def _tell_end(session: Session, attempt: Attempt, result: AttemptResult) -> None
     add_event(session, attempt.job_id, "result", text, epoch=attempt.number, data=facts)
 
 
-def _ack(session: Session, job: Job, attempt: Attempt, node: AttemptNode, shape: Shape) -> ReportAck:
+def _ack(
+    session: Session, job: Job | JobRow, attempt: Attempt | AttemptRow, node: AttemptNode | NodeRow, shape: Shape
+) -> ReportAck:
     several = shape.nodes > 1
     peer = _peer_end(attempt, node.node) if several else None
     control = Control(
@@ -269,7 +264,7 @@ def _ack(session: Session, job: Job, attempt: Attempt, node: AttemptNode, shape:
     return ReportAck(acked=acked, control=control, group=_group(session, attempt) if several else None)
 
 
-def _peer_end(attempt: Attempt, node: int) -> tuple[Cause, str] | None:
+def _peer_end(attempt: Attempt | AttemptRow, node: int) -> tuple[Cause, str] | None:
     """What another node's agent ended with, if it failed or was stopped before it had started any rank: this node's ranks can
     only wait for those."""
     for other, result in sorted(attempt.results.items()):
@@ -280,7 +275,7 @@ def _peer_end(attempt: Attempt, node: int) -> tuple[Cause, str] | None:
     return None
 
 
-def _group(session: Session, attempt: Attempt) -> Group:
+def _group(session: Session, attempt: Attempt | AttemptRow) -> Group:
     """Which nodes have told where they are. Ranks start once all have, so nobody waits for an address that comes late."""
     query = sa.select(AttemptNode.node, AttemptNode.address).where(
         AttemptNode.job_id == attempt.job_id, AttemptNode.attempt == attempt.number, AttemptNode.address.is_not(None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from sqlalchemy.orm import Session
 
@@ -39,6 +39,15 @@ from ratchet_store.commit import read_manifest
 
 MAX_NUMBER: Final = 2**63 - 1
 UNMANAGED: Final = "unmanaged"
+FIGURES: Final = (Metrics, Progress, HookState)
+"""What changes no more of rows than ``ingest_rows`` has of them; the very kinds that agents may keep back for a while."""
+
+_NUMBERS: Final = {
+    kind: [
+        n for n in ("step", "epoch", "total_steps", "data_epoch", "size", "files", "nbytes") if n in kind.model_fields
+    ]
+    for kind in get_args(get_args(RankMessage)[0])
+}
 
 
 def saved_iteration(job: JobPaths, message: CheckpointCommitted) -> int | None:
@@ -285,8 +294,8 @@ class Effects:
 
 def _numbers(message: RankMessage) -> Iterator[int | None]:
     """Those that end up in 64-bit columns."""
-    for name in ("step", "epoch", "total_steps", "data_epoch", "size", "files", "nbytes"):
-        yield getattr(message, name, 0)
+    for name in _NUMBERS[type(message)]:
+        yield getattr(message, name)
     if isinstance(message, HookState):
         yield from (message.summary.step, message.summary.iteration)
     if isinstance(message, Training):

@@ -13,7 +13,9 @@ become ones.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any, Final
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from typing import Any, Final, cast
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
@@ -26,6 +28,37 @@ _CHUNK: Final = 500
 _LOOK: Final = 256
 """Messages of a rank between two looks at how many of its hook summaries there are."""
 Row = dict[str, Any]
+_metrics, _series = cast("sa.Table", Metric.__table__), cast("sa.Table", MetricSeries.__table__)
+
+
+@dataclass(slots=True)
+class Kept:
+    """A row of ``MetricSeries``."""
+
+    job_id: str
+    name: str
+    stride: int = 1
+    phase: int = 0
+    points: int = 0
+    top: int = -1
+    newest: int = -1
+    epoch: int = 0
+
+
+_KEPT: Final = tuple(field.name for field in fields(Kept))
+_COUNTS: Final = _KEPT[2:]
+_OF_SERIES: Final = _series.c.job_id == sa.bindparam("job_id_"), _series.c.name == sa.bindparam("name_")
+# Made once: to build a statement takes longer than SQLite needs to carry it out.
+_READ: Final = sa.select(*(_series.c[name] for name in _KEPT)).where(
+    _series.c.job_id == sa.bindparam("job_id_"), _series.c.name.in_(sa.bindparam("names", expanding=True))
+)
+_MAKE: Final = sa.insert(_series)
+_CHANGE: Final = sa.update(_series).where(*_OF_SERIES)
+_FORGET: Final = sa.delete(_metrics).where(
+    _metrics.c.job_id == sa.bindparam("job_id_"),
+    _metrics.c.name == sa.bindparam("name_"),
+    _metrics.c.step == sa.bindparam("step_"),
+)
 
 
 class Series:
@@ -45,54 +78,63 @@ class Series:
         """Write what was gathered; returns the names that there is no room for, once for each value of theirs."""
         if not self._rows:
             return []
-        names = list(self._rows)
-        known: dict[str, MetricSeries] = {}
-        for begin in range(0, len(names), _CHUNK):  # a job may put the step's number into the name
-            some = MetricSeries.name.in_(names[begin : begin + _CHUNK])
-            found = self._session.scalars(sa.select(MetricSeries).where(MetricSeries.job_id == self._job.id, some))
-            known |= {series.name: series for series in found}
+        connection, names = self._session.connection(), list(self._rows)
+        known = self._read(names)
+        before = {name: replace(series) for name, series in known.items()}
         refused = set(self._make(known, [name for name in names if name not in known]))
         rows: list[Row] = []
+        gone: list[Row] = []
         for name in names:
             if name not in refused:
-                rows += self._chosen(known[name], self._rows[name])
-        upsert(self._session, Metric, ["job_id", "name", "step"], rows)
+                rows += self._chosen(known[name], self._rows[name], gone)
+        if gone:
+            connection.execute(_FORGET, gone)
+        upsert(self._session, Metric, ("job_id", "name", "step"), rows)
         for series in known.values():
             if series.points > self._bounds.points:
                 self._thin(series)
+        fresh = [asdict(series) for name, series in known.items() if name not in before]
+        if fresh:
+            connection.execute(_MAKE, fresh)
+        changed = [_change(series) for name, series in known.items() if name in before and series != before[name]]
+        if changed:
+            connection.execute(_CHANGE, changed)
         left_out = [name for name in names if name in refused for _ in self._rows[name]]
         self._rows = {}
         return left_out
 
     def committed(self) -> None:
         """A checkpoint more is known: what could have been one up to it, and is none, need not be kept for ``keep_best``."""
-        series = None if self._best is None else self._session.get(MetricSeries, (self._job.id, self._best))
+        series = None if self._best is None else self._read([self._best]).get(self._best)
         if series is not None and series.stride > 1:
             self._session.execute(sa.delete(Metric).where(*self._beside(series)))
 
-    def _make(self, known: dict[str, MetricSeries], fresh: list[str]) -> list[str]:
-        """Rows for new series while there is room for their names; the rest."""
+    def _read(self, names: list[str]) -> dict[str, Kept]:
+        found: dict[str, Kept] = {}
+        for begin in range(0, len(names), _CHUNK):  # a job may put the step's number into the name
+            some = {"job_id_": self._job.id, "names": names[begin : begin + _CHUNK]}
+            found |= {row.name: Kept(*row) for row in self._session.connection().execute(_READ, some)}
+        return found
+
+    def _make(self, known: dict[str, Kept], fresh: list[str]) -> list[str]:
+        """New series while there is room for their names; the rest."""
         if not fresh:
             return []
         count = sa.select(sa.func.count()).select_from(MetricSeries).where(MetricSeries.job_id == self._job.id)
         room = max(0, self._bounds.series - (self._session.scalar(count) or 0))
-        for name in fresh[:room]:
-            known[name] = MetricSeries(
-                job_id=self._job.id, name=name, stride=1, phase=0, points=0, top=-1, newest=-1, epoch=0
-            )
-            self._session.add(known[name])
-        self._session.flush()
+        known |= {name: Kept(self._job.id, name) for name in fresh[:room]}
         return fresh[room:]
 
-    def _chosen(self, series: MetricSeries, rows: dict[int, Row]) -> list[Row]:
-        """Those of ``rows`` that are stored; the series' counts are brought up to date."""
+    def _chosen(self, series: Kept, rows: dict[int, Row], gone: list[Row]) -> list[Row]:
+        """Those of ``rows`` that are stored; the series' counts are brought up to date. ``gone``: gets the key of the point that
+        need not be kept any longer."""
         before = series.newest
         if self._epoch > series.epoch:
             series.newest, series.epoch = max(rows), self._epoch
         elif self._epoch == series.epoch:
             series.newest = max(series.newest, *rows)
         if before not in (-1, series.newest) and not _on_grid(series, before) and series.name != self._best:
-            self._session.execute(sa.delete(Metric).where(*self._of(series), Metric.step == before))
+            gone.append({"job_id_": series.job_id, "name_": series.name, "step_": before})
         grid = [step for step in rows if _on_grid(series, step)]
         series.points += len(grid) - self._there(series, grid)
         series.top = max(series.top, *grid) if grid else series.top
@@ -101,7 +143,7 @@ class Series:
         newest = series.newest if self._epoch == series.epoch else None
         return [row for step, row in rows.items() if step == newest or _on_grid(series, step)]
 
-    def _there(self, series: MetricSeries, steps: list[int]) -> int:
+    def _there(self, series: Kept, steps: list[int]) -> int:
         """How many of these steps have a point already: none, where all come behind the last."""
         again = [step for step in steps if step <= series.top]
         if not again:
@@ -110,7 +152,7 @@ class Series:
         found = self._session.scalars(sa.select(Metric.step).where(*self._of(series), between))
         return len(set(again).intersection(found))
 
-    def _thin(self, series: MetricSeries) -> None:
+    def _thin(self, series: Kept) -> None:
         """Points of branches left behind go first, then every second one, until there are few enough."""
         later = sa.exists().where(
             Attempt.job_id == Metric.job_id, Attempt.number > Metric.epoch, Attempt.base_step < Metric.step
@@ -128,26 +170,31 @@ class Series:
         top = self._session.scalar(sa.select(sa.func.max(Metric.step)).where(*self._of(series), on_grid))
         series.top = -1 if top is None else top
 
-    def _count(self, series: MetricSeries, stride: int, phase: int) -> int:
+    def _count(self, series: Kept, stride: int, phase: int) -> int:
         found = sa.select(sa.func.count()).select_from(Metric).where(*self._of(series), Metric.step % stride == phase)
         return self._session.scalar(found) or 0
 
-    def _of(self, series: MetricSeries) -> tuple[sa.ColumnElement[bool], ...]:
+    def _of(self, series: Kept) -> tuple[sa.ColumnElement[bool], ...]:
         return Metric.job_id == series.job_id, Metric.name == series.name
 
-    def _beside(self, series: MetricSeries) -> tuple[sa.ColumnElement[bool], ...]:
+    def _beside(self, series: Kept) -> tuple[sa.ColumnElement[bool], ...]:
         """Points beside the grid that nothing keeps."""
         beside = (Metric.step % series.stride != series.phase, Metric.step != series.newest)
         return (*self._of(series), *beside, *self._unprotected(series))
 
-    def _unprotected(self, series: MetricSeries) -> tuple[sa.ColumnElement[bool], ...]:
+    def _unprotected(self, series: Kept) -> tuple[sa.ColumnElement[bool], ...]:
         if series.name != self._best:
             return ()
         kept = sa.select(Checkpoint.step).where(Checkpoint.job_id == self._job.id, Checkpoint.state == "committed")
         return Metric.step <= self._job.committed_step, Metric.step.not_in(kept)
 
 
-def _on_grid(series: MetricSeries, step: int) -> bool:
+def _change(series: Kept) -> Row:
+    counts = {name: getattr(series, name) for name in _COUNTS}
+    return {"job_id_": series.job_id, "name_": series.name, **counts}
+
+
+def _on_grid(series: Kept, step: int) -> bool:
     return step % series.stride == series.phase
 
 
@@ -163,7 +210,7 @@ class Samples:
 
     def store(self, ranks: Collection[int]) -> None:
         """Write what was gathered. ``ranks``: whose summaries are to be counted, and thinned if there are too many."""
-        upsert(self._session, HookSample, ["job_id", "rank", "step"], self._rows.values())
+        upsert(self._session, HookSample, ("job_id", "rank", "step"), self._rows.values())
         for rank in {rank for rank, _ in self._rows}.intersection(ranks):
             thin_samples(self._session, self._job_id, rank, self._bounds.samples)
         self._rows = {}
@@ -186,15 +233,19 @@ def thin_samples(session: Session, job_id: str, rank: int, most: int) -> None:
     )
 
 
-def upsert(session: Session, table: Any, keys: list[str], values: Iterable[Row]) -> None:
-    """Later epochs replace earlier ones, never the other way round."""
+def upsert(session: Session, table: Any, keys: tuple[str, ...], values: Iterable[Row]) -> None:
+    """Later epochs replace earlier ones, never the other way round. All rows have the same columns."""
     rows = list(values)
-    if not rows:
-        return
-    insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
+    if rows:
+        statement = _upsert(session.get_bind().dialect.name, table, keys, tuple(rows[0]))
+        session.connection().execute(statement, rows)  # one statement, compiled once, whatever the number of rows
+
+
+@cache
+def _upsert(dialect: str, table: Any, keys: tuple[str, ...], columns: tuple[str, ...]) -> Any:
+    insert = postgresql.insert if dialect == "postgresql" else sqlite.insert
     statement = insert(table.__table__)
-    new = {c: statement.excluded[c] for c in rows[0] if c not in keys}
-    statement = statement.on_conflict_do_update(
-        index_elements=keys, set_=new, where=table.epoch <= statement.excluded.epoch
+    new = {name: statement.excluded[name] for name in columns if name not in keys}
+    return statement.on_conflict_do_update(
+        index_elements=keys, set_=new, where=table.__table__.c.epoch <= statement.excluded.epoch
     )
-    session.connection().execute(statement, rows)  # one statement, compiled once, whatever the number of rows

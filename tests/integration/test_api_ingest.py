@@ -14,6 +14,7 @@ from ratchet_contract.phases import AttemptPhase, JobPhase
 from ratchet_service.ingest import ingest_batches
 from ratchet_service.ingest_series import thin_samples
 from ratchet_service.models import Attempt, AttemptNode, HookSample
+from ratchet_service.pacing import Agent, Pacing
 from ratchet_service.transitions import lock_job
 from tests.support.api import Api, checkpoint_message, message, training_message
 
@@ -113,6 +114,21 @@ def test_a_gap_is_not_stored_and_the_answer_says_where_to_go_on(api: Api, job: s
     assert "note.late" not in event_types(api, job)
 
 
+@pytest.mark.parametrize(("after", "header"), [(0.0, None), (4.25, "4.2")])
+def test_a_service_with_much_to_do_says_when_it_wants_the_next_figures(
+    api: Api, job: str, monkeypatch: pytest.MonkeyPatch, after: float, header: str | None
+) -> None:
+    told: list[tuple[Agent, float]] = []
+
+    def reported(_: Pacing, agent: Agent, cpu_seconds: float) -> float:
+        told.append((agent, cpu_seconds))
+        return after
+
+    monkeypatch.setattr(Pacing, "reported", reported)
+    assert api.report(job, (0, 1, [training_message()])).headers.get("Ratchet-Report-After") == header
+    assert [agent for agent, _ in told] == [(job, 1, 0)] and 0.0 < told[0][1] < 5.0
+
+
 def test_agents_that_send_the_same_at_the_same_time_store_it_once(api: Api, job: str) -> None:
     start = threading.Barrier(6)
     lines = [message("note", type="n", message=str(i)) for i in range(20)]
@@ -156,6 +172,23 @@ def test_a_fenced_attempt_is_told_so_and_stores_nothing(api: Api, job: str, how:
     assert api.report(job, token="another").status_code == 403
     with api.database.read() as session:
         assert session.get_one(Attempt, (job, 1)).refused == 12, "only who has the token is counted"
+
+
+def test_figures_of_a_fenced_attempt_are_refused_without_a_first_look(api: Api, job: str) -> None:
+    """The service knows from its own last answer that the next report has news, and takes it in by one transaction."""
+
+    def figures(step: int) -> tuple[int, int, list[dict[str, Any]]]:
+        return (0, step, [message("metrics", step=step, values={"loss": float(step)})])
+
+    assert [api.report(job, figures(step)).status_code for step in (1, 2)] == [200, 200]
+    assert api.report(job, figures(3), token="another").status_code == 403
+    assert api.report(job, figures(3), node=1).json()["code"] == "invalid-report"
+    api.attempt(job, number=2)
+    answer = api.report(job, figures(3))
+    assert (answer.status_code, answer.json()["code"]) == (409, "stale-epoch")
+    [loss] = api.client.get(f"/v1/jobs/{job}/metrics").json()["series"]
+    assert [point["step"] for point in loss["points"]] == [1, 2]
+    assert event_types(api, job).count("stale-request") == 1
 
 
 def test_an_attempt_fenced_while_its_report_is_read_stores_nothing(

@@ -20,6 +20,7 @@ from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import AttemptPhase
 from ratchet_service.bounds import Bounds
 from ratchet_service.ingest import ingest
+from ratchet_service.ingest_news import Told
 from ratchet_service.models import Base, Job
 from ratchet_worker import uplink as uplink_module
 from ratchet_worker.service_link import Unreachable
@@ -101,12 +102,13 @@ def tell(api: Api, attempts: list[dict[int, list[dict[str, Any]]]], draw: random
             for rank, lines in said.items():
                 ingest(api.database, report(job, epoch, [(rank, 0, lines)]), TOKEN, homes, BOUNDS)
             continue
-        sent = portions(said, draw)
+        sent, told = portions(said, draw), Told()
         acked: dict[int, int] = {}
         while any(acked.get(rank, 0) < len(lines) for rank, lines in said.items()):
             for parts in sent:  # until all is there; what leaves a gap is refused, and comes again
                 batches = [(rank, begin, said[rank][begin:end]) for rank, begin, end in parts]
-                acked = ingest(api.database, report(job, epoch, batches), TOKEN, homes, BOUNDS).acked
+                known = draw.choice((told, None))  # one of two services, of which the other has told nothing yet
+                acked = ingest(api.database, report(job, epoch, batches), TOKEN, homes, BOUNDS, known).acked
             draw.shuffle(sent)
     return job
 
@@ -144,6 +146,8 @@ class Deaf:
 
 class Link:
     """In the place of the HTTP connection: the service's own ``ingest``, away for a while, and losing every third answer."""
+
+    report_after = 0.0
 
     def __init__(self, api: Api) -> None:
         self.api, self.away, self.requests, self.largest = api, True, 0, 0

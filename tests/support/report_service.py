@@ -12,7 +12,7 @@ from typing import Any
 
 from ratchet_contract.messages import AgentReport, AttemptResult, Control, Group, ReportAck, ServiceFile
 from ratchet_contract.phases import Cause, Outcome
-from ratchet_contract.version import GROWTH_HEADER, PROTOCOL_GROWTH
+from ratchet_contract.version import GROWTH_HEADER, PROTOCOL_GROWTH, REPORT_AFTER_HEADER
 
 TOKEN = "token-of-this-attempt"
 
@@ -33,6 +33,7 @@ class ReportService:
         self.faults: list[str] = []
         self.refuse: tuple[int, str] | None = None
         self.retry_after: str | None = None
+        self.report_after: str | None = None
         self.requests = 0
         self.repeated = 0
         self._file, self._nodes, self._host = service_file, nodes, host
@@ -150,6 +151,8 @@ class ReportService:
         request.send_header(GROWTH_HEADER, str(PROTOCOL_GROWTH))
         if self.retry_after is not None and status >= 400:
             request.send_header("Retry-After", self.retry_after)
+        if self.report_after is not None:
+            request.send_header(REPORT_AFTER_HEADER, self.report_after)
         request.send_header("Content-Length", str(len(body)))
         request.end_headers()
         request.wfile.write(body)

@@ -108,6 +108,44 @@ def test_a_wish_to_stop_comes_within_a_quarter_of_the_time_that_it_gives(grace: 
     assert waiting_turns(5.0, 0.3, grace) == turns
 
 
+@pytest.mark.parametrize(
+    ("asked", "grace", "turns"), [(0.0, 120.0, 1), (0.5, 120.0, 1), (6.0, 120.0, 20), (6.0, 4.0, 3), (60.0, 120.0, 33)]
+)
+def test_figures_wait_as_long_as_the_service_asks_and_ten_seconds_at_most(
+    asked: float, grace: float, turns: int
+) -> None:
+    assert waiting_turns(0.0, 0.3, grace, asked) == turns
+
+
+def test_figures_come_when_the_service_has_asked_for_them_and_the_rest_at_once(tmp_path: Path) -> None:
+    """Over HTTP: the header of one answer counts until the next one."""
+    launch = launch_in(tmp_path).model_copy(update={"report_token": TOKEN})
+    service = ReportService(Path(launch.service_file))
+    service.start()
+    spool = Spool(tmp_path / "rank.jsonl")
+    uplink = Uplink(launch, {0: tmp_path / "rank.jsonl"}, Group(tmp_path), period=0.3)
+
+    def told(*steps: int) -> list[int]:
+        """Figures of these steps, one in each round; the steps that the service has heard of then."""
+        for step in steps:
+            spool.append(Metrics(rank=0, at=AT, step=step, values={"loss": 1.0}))
+            uplink._once()
+        return [m.step for m in service.messages[0] if m.kind == "metrics"]
+
+    try:
+        service.report_after = "9.0"  # thirty periods: twice what a slow answer makes them wait
+        assert told(1, 2) == [1, 2]
+        assert told(*range(3, 33)) == [1, 2]
+        assert told(33) == list(range(1, 34))
+        service.report_after = None
+        spool.append(Note(rank=0, at=AT, type="hello", message="now"))
+        assert told(34) == list(range(1, 35))
+        assert uplink._turns <= 15 and service.repeated == 0
+    finally:
+        uplink._link._close()
+        service.stop()
+
+
 def test_what_an_agent_says_of_checkpoints_comes_behind_all_that_rank_0_has_said(tmp_path: Path) -> None:
     ranks = [0, 1, 2, AGENT_RANK]
     group = Group(tmp_path, *ranks)

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from ratchet_contract.errors import PROBLEM_TYPE_PREFIX
 from ratchet_contract.messages import AgentReport, LaunchFile, ReportAck, ServiceFile
 from ratchet_contract.paths import HomePaths
-from ratchet_contract.version import GROWTH_HEADER, PROTOCOL_VERSION
+from ratchet_contract.version import GROWTH_HEADER, PROTOCOL_VERSION, REPORT_AFTER_HEADER
 
 _TIMEOUT: Final = 5.0
 _MAX_ANSWER: Final = 1024 * 1024
@@ -61,6 +61,7 @@ class ServiceLink:
         self._denied: list[float] = []
         self.growth = 0  # as the service has told of itself
         self._wait = 0.0  # Retry-After of the last answer
+        self.report_after = 0.0  # seconds that figures are to wait, as the last answer has told
 
     def known(self) -> bool:
         """Whether a service has left its address at all."""
@@ -131,6 +132,7 @@ class ServiceLink:
         grown = answer.getheader(GROWTH_HEADER, "0")
         self.growth = int(grown[:9]) if grown.isascii() and grown.isdigit() else 0
         self._wait = retry_after(answer.getheader("Retry-After"))
+        self.report_after = seconds_of(answer.getheader(REPORT_AFTER_HEADER))
         return answer
 
     def _connect(self) -> http.client.HTTPConnection:
@@ -210,6 +212,15 @@ def retry_after(header: str | None) -> float:
     if not (text.isascii() and text.isdigit()):
         return 0.0
     return min(LONGEST_WAIT, float(text[:9]))
+
+
+def seconds_of(header: str | None) -> float:
+    """Seconds with a fraction, at most ``LONGEST_WAIT``; 0.0 where nothing is said that can be read."""
+    try:
+        seconds = float((header or "")[:20])
+    except ValueError:
+        return 0.0
+    return min(LONGEST_WAIT, seconds) if seconds > 0 else 0.0  # false for NaN as well
 
 
 def trusted(launch: LaunchFile) -> ssl.SSLContext:

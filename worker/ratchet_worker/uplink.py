@@ -32,8 +32,10 @@ _SHARE: Final = 20.0
 """Figures alone wait for so many times as long as the last answer took: an agent asks for a twentieth of a service's thread at
 the most, and a service with more to do than it can is asked for less instead of falling behind."""
 _MOST_TURNS: Final = 15
-"""Periods that figures wait at the most; and never longer than a quarter of ``policy.stop_grace``: the wish to stop comes with
-an answer."""
+"""Periods that figures wait for a slow answer at the most; and never longer than a quarter of ``policy.stop_grace``: the wish to
+stop comes with an answer."""
+_LONGEST: Final = 10.0
+"""Seconds that they wait at the most where the service asks for it, within the same quarter."""
 
 
 class Status(NamedTuple):
@@ -161,7 +163,9 @@ class Uplink:
         if self._failures:
             say("uplink: the service answers again")
         self._failures = 0
-        self._turns = waiting_turns(time.monotonic() - asked, self._period, self._launch.spec.policy.stop_grace)
+        self._turns = waiting_turns(
+            time.monotonic() - asked, self._period, self._launch.spec.policy.stop_grace, self._link.report_after
+        )
         moved = self._acknowledge(ack.acked)
         self._stopping = ack.control.desired is not Desired.RUN
         self._listener.on_control(ack.control)  # first: a group that is complete, but has failed, starts nothing
@@ -173,8 +177,8 @@ class Uplink:
 
     def _may_wait(self, status: Status, batches: Sequence[RankBatch], more: bool) -> bool:
         """Nothing but figures of a group that trains is reported in every second period only, and less often where answers are
-        slow (``waiting_turns``): more jobs can be looked after. A wish of the service's still reaches the ranks within a second,
-        or five with a service at its limit."""
+        slow or say so (``waiting_turns``): more jobs can be looked after. A wish of the service's still reaches the ranks within a
+        second, or ten with a service that looks after hundreds of jobs."""
         busy = (
             self._end is not None
             or self._failures
@@ -228,7 +232,10 @@ class Uplink:
         return nominal * random.uniform(0.5, 1.0)
 
 
-def waiting_turns(answer: float, period: float, stop_grace: float) -> int:
-    """Periods (``period`` seconds each) that figures alone wait after an answer that took ``answer`` seconds: at least one."""
-    most = min(_MOST_TURNS, int(stop_grace / 4 / period))
-    return max(1, min(most, int(_SHARE * answer / period)))
+def waiting_turns(answer: float, period: float, stop_grace: float, asked: float = 0.0) -> int:
+    """Periods (``period`` seconds each) that figures alone wait after an answer that took ``answer`` seconds and asked for
+    ``asked`` seconds: at least one."""
+    quarter = stop_grace / 4
+    slow = min(_MOST_TURNS, int(_SHARE * answer / period))
+    told = int(min(_LONGEST, asked) / period)
+    return max(1, min(int(quarter / period), max(slow, told)))

@@ -9,6 +9,7 @@ from ratchet_contract.errors import NotFound
 from ratchet_contract.paths import HomePaths
 from ratchet_service.fencing import fence
 from ratchet_service.ingest import authorised
+from ratchet_service.models import Job
 
 
 def number_of(text: str) -> int:
@@ -22,10 +23,11 @@ def find(session: Session, homes: HomePaths, job_id: str, number: str, digest: s
     Raises ``Refused`` (``token-missing``, ``token-wrong``), ``NotFound`` (``attempt-not-found``, ``code-not-found``),
     ``Stale`` (``stale-epoch``).
     """
-    attempt, job = authorised(session, job_id, number_of(number), token)
-    fence(job, attempt)
+    found = authorised(session, job_id, number_of(number), token)
+    fence(found.job, found.attempt)
+    resolved = session.get_one(Job, job_id).resolved
     folder = homes.code / digest
-    start = digest == job.resolved.get("start_digest")
-    if not (start or digest == job.resolved.get("code_digest")) or not folder.is_dir():
+    start = digest == resolved.get("start_digest")
+    if not (start or digest == resolved.get("code_digest")) or not folder.is_dir():
         raise NotFound(f"job {job_id} has no code or file with the digest {digest[:64]!r}", code="code-not-found")
     return [file_entry(path) for path in folder.iterdir()] if start else entries(folder, UNLIMITED)

@@ -16,7 +16,7 @@ from ratchet_contract.errors import NotFound
 from ratchet_contract.messages import ForkSource
 from ratchet_contract.phases import AttemptPhase, Cause, Desired, Event, JobPhase
 from ratchet_contract.resume import Base, Segment, holds
-from ratchet_service import fencing, ingest, leases, transitions
+from ratchet_service import fencing, ingest, ingest_news, leases, transitions
 from ratchet_service.leases import Free, Lease, LeaseLost
 from ratchet_service.lineage import lineage
 from ratchet_service.reconciler import IDLE_INTERVAL
@@ -270,8 +270,8 @@ class Rows:
         job, attempt = self.admit(report)
         fresh = (
             bool(report.messages) and report.from_seq + len(report.messages) - 1 > attempt.acked
-        )  # as ``ingest._news``
-        later = ingest._later(report.phase, attempt.phase)
+        )  # as ``ingest_news.has_news``
+        later = ingest_news.later(report.phase, attempt.phase)
         if not (fresh or later or (report.result is not None and attempt.result is None)):
             return attempt.acked, job.desired, job.desired_cause
         if later:
