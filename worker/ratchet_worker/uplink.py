@@ -177,8 +177,8 @@ class Uplink:
 
     def _may_wait(self, status: Status, batches: Sequence[RankBatch], more: bool) -> bool:
         """Nothing but figures of a group that trains is reported in every second period only, and less often where answers are
-        slow or say so (``waiting_turns``): more jobs can be looked after. A wish of the service's still reaches the ranks within a
-        second, or ten with a service that looks after hundreds of jobs."""
+        slow or say so (``waiting_turns``): more jobs can be looked after. A wish of the service's still reaches the ranks within
+        a second, or ten with a service that looks after hundreds of jobs."""
         busy = (
             self._end is not None
             or self._failures
