@@ -7,7 +7,9 @@ crash anywhere before it, and the next reconciler gathers them again and comes t
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
+from itertools import islice
 from typing import Final
 
 import sqlalchemy as sa
@@ -27,7 +29,7 @@ from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.clock import now_in
 from ratchet_service.database import Database
 from ratchet_service.decision import Decision, Limits
-from ratchet_service.file_owner import as_owner, open_read
+from ratchet_service.file_owner import as_owner, names_in, open_read
 from ratchet_service.ingest_effects import tell_left_out
 from ratchet_service.leases import Lease, hold
 from ratchet_service.lineage import lineage
@@ -39,6 +41,8 @@ from ratchet_store.lineage import adoptable
 
 LOG_TAIL: Final = 600
 _MOST_BASE: Final = 64 << 10  # bytes; it has three values
+_MOST_COUNTERS: Final = 4096
+_COUNTER: Final = re.compile(r"rank-\d{5,6}\.bin", re.ASCII)
 
 
 def settle(
@@ -183,7 +187,8 @@ def _last_step(evidence: Evidence, paths: AttemptPaths) -> int:
         return told
     folder = paths.counter(0).parent
     with as_owner(folder):
-        return max([told, *(finished_step(p) for p in folder.glob("rank-*.bin"))]) if folder.is_dir() else told
+        counters = (folder / name for name in names_in(folder) if _COUNTER.fullmatch(name))
+        return max([told, *map(finished_step, islice(counters, _MOST_COUNTERS))])
 
 
 def _base(paths: AttemptPaths) -> Base | None:

@@ -15,17 +15,22 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
 from ratchet_contract.paths import HomePaths, is_job_id
 from ratchet_service.confined import User
+
+MOST_NAMES: Final = 200_000
+"""Of a directory that user code writes to; a tenth of a second of a core."""
 
 
 @contextmanager
 def as_owner(path: Path) -> Iterator[None]:
     """While the block runs, this thread's file accesses are those of the owner of the job whose directory ``path`` is, or lies
-    in. Not around a ``yield``, nor across threads. Raises ``PermissionError`` where the kernel does not change the user."""
+    in. Not around a ``yield``. A thread that is started within keeps these rights. Raises ``PermissionError`` where the kernel
+    does not change the user."""
     owner = owner_of(path) if os.geteuid() == 0 else None
     if owner is None or owner[0] == 0:
         yield
@@ -41,6 +46,16 @@ def as_user(user: User | None) -> Iterator[None]:
         yield
         return
     with _acting(user.uid, user.gid):
+        yield
+
+
+@contextmanager
+def as_service() -> Iterator[None]:
+    """Within ``as_owner``, or in a thread that was started there and has taken over its rights: the service's own again."""
+    if os.geteuid() != 0:
+        yield
+        return
+    with _acting(0, os.getegid()):
         yield
 
 
@@ -97,6 +112,16 @@ def open_read(path: Path) -> BinaryIO:
         os.close(fd)
         raise PermissionError(f"{path} is no regular file")
     return os.fdopen(fd, "rb")
+
+
+def names_in(folder: Path, most: int = MOST_NAMES) -> list[str]:
+    """At most ``most`` names of the directory, in no order; none where it is not there, or not to be listed. Call it within
+    ``as_owner``. User code may have made millions of files where a handful belong: what is beyond ``most`` is not looked at."""
+    try:
+        with os.scandir(folder) as found:
+            return [entry.name for entry in islice(found, max(0, most))]
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return []
 
 
 @cache

@@ -6,12 +6,12 @@ from typing import Final
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import MANIFEST_NAME, HomePaths
-from ratchet_service.file_owner import as_owner
+from ratchet_service.file_owner import as_owner, as_service
 from ratchet_service.models import Checkpoint, Job
 from ratchet_store.fetch import fetch
 from ratchet_store.files import MISSING
-from ratchet_store.objects import BRIEF, Patience
-from ratchet_store.remote import open_job
+from ratchet_store.objects import BRIEF, Found, ObjectStore, Patience
+from ratchet_store.remote import RemoteCheckpoints, open_job
 
 _PATIENCE: Final = Patience(connect=5.0, request=60.0, retry=10.0)
 
@@ -25,7 +25,7 @@ def provide(homes: HomePaths, job: Job, row: Checkpoint) -> None:
     if uri is None or row.state != "committed" or row.uploaded_at is None or (directory / MANIFEST_NAME).exists():
         return
     try:
-        remote = open_job(uri, job.id, _PATIENCE)
+        remote = RemoteCheckpoints(_ByService(open_job(uri, job.id, _PATIENCE).objects), job.id)
         with as_owner(paths.root):
             fetch(remote, row.name, paths.checkpoints, paths.quarantine)
     except CheckpointError as error:
@@ -33,6 +33,27 @@ def provide(homes: HomePaths, job: Job, row: Checkpoint) -> None:
             return
         text = f"checkpoint {row.name} is not on this disk any more, and its copy cannot be fetched: {error.detail}"
         raise CheckpointError(text, code=error.code) from None
+
+
+class _ByService(ObjectStore):
+    """Requests by the service's rights, whoever writes what comes: the client reads its credentials again and again, perhaps
+    from files that the job's user may not read, and what threads it starts, later requests use, too."""
+
+    def __init__(self, inner: ObjectStore) -> None:
+        self._inner = inner
+        self.where = inner.where
+
+    def get_range(self, name: str, begin: int, end: int) -> memoryview:
+        with as_service():
+            return self._inner.get_range(name, begin, end)
+
+    def head(self, name: str) -> Found:
+        with as_service():
+            return self._inner.head(name)
+
+    def list(self, prefix: str = "") -> dict[str, int]:
+        with as_service():
+            return self._inner.list(prefix)
 
 
 def remove(uri: str, job_id: str) -> str | None:

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from ratchet_contract.paths import JobPaths
 from ratchet_service.bounds import Bounds
-from ratchet_service.file_owner import as_owner
+from ratchet_service.file_owner import as_owner, names_in
 from ratchet_service.models import Job
 from ratchet_service.transitions import add_event
 from ratchet_service.usecases.logs import LogFilter, log_files
@@ -64,11 +64,13 @@ def _bounded(paths: JobPaths, epoch: int, bounds: Bounds) -> Shortened | None:
 def drop_spools(paths: JobPaths, epoch: int, bounds: Bounds) -> None:
     """Of attempts before the last ``bounds.log_attempts`` up to ``epoch``: each was stored to its end when its attempt ended."""
     with as_owner(paths.root):
-        for folder in (paths.root / "attempts").glob("*"):
-            if folder.name.isdigit() and int(folder.name) <= epoch - bounds.log_attempts:
-                for spool in (folder / "spool").glob("*.jsonl"):
-                    with suppress(OSError):
-                        spool.unlink()
+        attempts = paths.attempt(0).root.parent
+        for attempt in names_in(attempts):
+            if attempt.isdigit() and int(attempt) <= epoch - bounds.log_attempts:
+                for spool in names_in(attempts / attempt / "spool"):
+                    if spool.endswith(".jsonl"):
+                        with suppress(OSError):
+                            (attempts / attempt / "spool" / spool).unlink()
 
 
 def tell(session: Session, job: Job, epoch: int, shortened: Shortened | None) -> None:

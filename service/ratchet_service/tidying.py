@@ -16,7 +16,7 @@ from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import MANIFEST_NAME, JobPaths
 from ratchet_contract.resume import Segment
 from ratchet_service.ancestry import bases_of, committed_of, within
-from ratchet_service.file_owner import as_owner
+from ratchet_service.file_owner import as_owner, names_in
 from ratchet_service.models import Checkpoint, Job
 from ratchet_service.retention import rules_of, values_of
 from ratchet_service.transitions import add_event
@@ -100,6 +100,9 @@ def _reserves(paths: JobPaths, epoch: int) -> None:
     """The room that ranks and agents keep for their results is of no use to dead ones; who was killed has not given it back."""
     root = paths.attempt(epoch).root
     with as_owner(root):
-        for path in (*root.glob("*.reserve"), *root.glob("results/*.reserve"), *root.glob("node-*/*.reserve")):
-            with suppress(OSError):
-                path.unlink()
+        nodes = [root / name for name in names_in(root) if name.startswith("node-")]
+        for folder in (root, root / "results", *nodes):
+            for name in names_in(folder):
+                if name.endswith(".reserve"):
+                    with suppress(OSError):
+                        (folder / name).unlink()

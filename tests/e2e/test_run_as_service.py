@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ratchet_client import RatchetClient
 from ratchet_service.launchers import processes
 from ratchet_store.compare import compare, render
 from tests.e2e.exactness import final_checkpoint
@@ -88,17 +90,18 @@ def confined(place: Path) -> Iterator[Server]:
         patch.setenv("RATCHET_TOKEN_OF_SOMETHING", "top-secret")
         patch.setenv("PGPASSWORD", "top-secret")
         prefix = through(place)
-        options = ("--run-as", f"{UID}:{UID}", "--code-root", str(place / "projects"))
+        options = ("--run-as", f"{UID}:{UID}", "--auth", "token", "--code-root", str(place / "projects"))
         server = Server(place / "home", *options, afresh=True, prefix=prefix)
         try:
-            yield server.start()
+            server.start().show_token()
+            yield server
         finally:
             server.stop()
 
 
-def project(place: Path, **texts: str) -> Path:
+def project(place: Path, folder: str = "projects", **texts: str) -> Path:
     """A directory that nobody but the service can look into."""
-    root = place / "projects"
+    root = place / folder
     root.mkdir(mode=0o700, exist_ok=True)
     code = root / "-".join(texts)
     code.mkdir()
@@ -121,10 +124,13 @@ def assert_harmless(found: dict[str, Any]) -> None:
 
 def test_what_a_rank_may_do(confined: Server, place: Path) -> None:
     assert confined.process is not None
-    code, out = project(place, train=SCRIPT), place / "out" / "rank"
+    code, out = project(place, "elsewhere", train=SCRIPT), place / "out" / "rank"
     script = ["train.py", str(out), str(confined.home), str(confined.process.pid)]
     world = {"ranks_per_node": 1, "device": "cpu"}
-    job_id = confined.submit({"name": "explores", "script": script, "code": {"path": str(code)}, "world": world})
+    spec = {"name": "explores", "script": script, "code": {"path": str(code)}, "world": world}
+    confined.call("POST", "/v1/jobs", json=spec, expect=422)  # no --code-root has it
+    with RatchetClient(confined.url, token=confined.token) as client:
+        job_id = client.submit(spec, upload=True).id
     confined.wait_phase(job_id, "SUCCEEDED")
     assert_harmless(json.loads(out.read_text()))
     lines = confined.call("GET", f"/v1/jobs/{job_id}/logs").json()["items"]
@@ -165,6 +171,7 @@ def test_two_ranks_go_through_a_restart_and_a_preemption_into_the_bits_of_an_und
     assert all(processes.is_of(pid, UID) for pid in pids)
     confined.kill()
     confined.start()
+    shutil.rmtree(code)  # what was submitted is what goes on
     confined.call("POST", f"/v1/jobs/{gated}/preempt")
     wait_freeze(paths, 0)
     (gate / "step13").unlink()
@@ -181,5 +188,29 @@ def test_two_ranks_go_through_a_restart_and_a_preemption_into_the_bits_of_an_und
     confined.call("POST", f"/v1/jobs/{gated}/checkpoints/{name}/verify", json={})
     confined.call("POST", f"/v1/jobs/{gated}/checkpoints/{name}/pin", json={"pinned": True})
     assert confined.call("GET", f"/v1/jobs/{gated}/checkpoints/{name}/export").content[8:9] == b"{"
+    source = min((root / "checkpoints").glob("*/MANIFEST.json")).parent.name
+    fork = confined.call("POST", f"/v1/jobs/{gated}/fork", json={"checkpoint_id": source}).json()["id"]
+    confined.wait_phase(fork, "SUCCEEDED")
+    assert confined.attempts(fork)[0]["base"]["step"] == 18
+    report = compare(final_checkpoint(confined, quiet), final_checkpoint(confined, fork))
+    assert report.identical, render(report)
     confined.call("DELETE", f"/v1/jobs/{gated}")
     assert not root.exists() and not list(confined.home.glob("made"))
+
+
+def test_a_rank_that_hangs_shows_its_stacks_and_the_next_attempt_goes_on(confined: Server, place: Path) -> None:
+    gate = place / "out" / "hang"
+    gate.mkdir()
+    gate.chmod(0o777)
+    (gate / "step7").touch()
+    code = make_project(place / "projects" / "hangs")
+    task = {"entrypoint": "mine:Mine", "args": {"steps": 8, "gate": str(gate)}}
+    spec = {"name": "hangs", "code": {"path": str(code)}, "world": {"device": "cpu"}, "task": task}
+    more = {"checkpoint": {"every_steps": 6}, "policy": {"step_deadline": 3, "backoff": 0.1}}
+    job_id = confined.submit({**spec, **more})
+    wait_for(lambda: confined.attempts(job_id)[:1] and confined.attempts(job_id)[0]["cause"], "the hang to be seen", 90)
+    (gate / "step7").unlink()
+    confined.wait_phase(job_id, "SUCCEEDED")
+    assert confined.attempts(job_id)[0]["cause"] == "hang"
+    log = confined.paths.job(job_id).attempt(1).log(0).read_text()
+    assert "mine.py" in log.partition("writes the stacks of its threads")[2], log

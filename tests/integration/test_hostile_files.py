@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ from ratchet_contract.counter import finished_step
 from ratchet_contract.errors import SpecError
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.spec import JobSpec
-from ratchet_service import children, ending, preflight_python, snapshot
+from ratchet_service import children, ending, file_owner, preflight_python, snapshot
 from ratchet_service.confined import OWN
 from ratchet_service.interpreters import Interpreters
 from ratchet_service.launch_files import read_launch_file
@@ -23,7 +24,7 @@ from ratchet_service.launchers import files
 from ratchet_service.leftover import batches
 from ratchet_service.log_lines import tail_offset
 from ratchet_service.preflight_report import Report
-from ratchet_service.usecases import deletion
+from ratchet_service.usecases import deletion, logs
 from ratchet_service.usecases.logs import LogFilter, read_lines
 from ratchet_store.files import remove_tree
 from tests.support.api import Api
@@ -46,6 +47,39 @@ def test_what_never_begins_or_never_ends_in_the_place_of_a_file_keeps_nobody(tmp
     assert files.tail(paths.agent_log, 100) == "" and read_launch_file(paths) is None and ending._base(paths) is None
     assert list(read_lines(job, LogFilter())) == [] and tail_offset(paths.log(0), 5) == 0
     assert list(batches(paths.spool(0), 0, 0)) == [] and finished_step(paths.counter(0)) == 0
+
+
+def test_of_a_million_files_in_a_jobs_directory_so_many_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of logs, a follower's every line would carry a mark of them all; each request would list and open them."""
+    job = HomePaths(tmp_path).job(JOB)
+    paths = job.attempt(1)
+    for folder in (paths.log(0).parent, paths.spool(0).parent, paths.counter(0).parent):
+        folder.mkdir(parents=True)
+    for rank in range(400):
+        paths.log(rank).write_text("line\n")
+        paths.spool(rank).touch()
+    (job.root / "attempts" / "00001").mkdir()  # the same number once more
+    listed = list[str]()
+    real = os.scandir
+
+    def scanned(folder: Any) -> Any:
+        with real(folder) as found:
+            for entry in found:
+                listed.append(entry.name)
+                yield entry
+
+    monkeypatch.setattr(os, "scandir", lambda folder: contextlib.closing(scanned(folder)))
+    monkeypatch.setattr(logs, "MOST_NAMES", 300)
+    monkeypatch.setattr(logs, "MAX_MARK", 50)
+    found = logs.log_files(job, LogFilter())
+    assert len(listed) <= 302 and len(found) == 50 and {attempt for attempt, _, _ in found} == {1}
+    listed.clear()
+    assert [rank for _, rank, _ in logs.log_files(job, LogFilter(rank=399))] == [399] and len(listed) == 2
+    with file_owner.as_owner(job.root):
+        assert len(file_owner.names_in(paths.spool(0).parent, 7)) == 7
+        assert file_owner.names_in(paths.log(0), 7) == file_owner.names_in(job.root / "none") == []
 
 
 def test_a_message_without_an_end_is_not_read_to_its_end(tmp_path: Path) -> None:

@@ -20,7 +20,10 @@ from typing import Final
 
 import pytest
 
-from ratchet_service.confined import User
+from ratchet_contract.paths import HomePaths
+from ratchet_service.confined import Command, Confined, Limits, User
+from ratchet_service.launchers import processes
+from tests.support.server import processes_below, wait_for
 
 UID: Final = 48213
 USER: Final = User(UID, UID, (UID,), "/", str(UID))
@@ -65,3 +68,40 @@ def open_directory() -> Iterator[Path]:
         yield root
     finally:
         shutil.rmtree(root, ignore_errors=True)
+
+
+@contextmanager
+def open_home() -> Iterator[HomePaths]:
+    """A run directory made ready for ``USER``; afterwards no process that names it is alive."""
+    with open_directory() as root:
+        paths = HomePaths(root / "home")
+        for folder in (paths.home, paths.jobs):
+            folder.mkdir(mode=0o711)
+            folder.chmod(0o711)
+        paths.run_as_file.touch()
+        yield paths
+        for pid in processes_below(root):
+            processes.kill(pid)
+        wait_for(lambda: not processes_below(root), "the test's processes to go", 10)
+
+
+TELL: Final = "cat /proc/self/status; env; pwd; ulimit -Hn; ulimit -Hd; ulimit -Ht"
+
+
+def said(confined: Confined, environ: dict[str, str], limits: Limits | None = None, script: str = TELL) -> str:
+    """What a shell started so says of itself."""
+    with confined.command(["/bin/sh", "-c", script], environ, limits, cwd="/") as started:
+        return run(started)
+
+
+def run(started: Command) -> str:
+    done = subprocess.run(
+        started.argv, env=started.env, pass_fds=started.fds, capture_output=True, text=True, check=True, timeout=60
+    )
+    return done.stdout
+
+
+def status(text: str) -> dict[str, list[str]]:
+    """Of ``/proc/PID/status``, words by name."""
+    rows = (line.partition(":") for line in text.splitlines())
+    return {key: value.split() for key, _, value in rows}

@@ -95,6 +95,7 @@ class Server:
         self.process: subprocess.Popen[bytes] | Program | None = None
         self._afresh, self._services, self._agents, self._prefix = afresh, services, agents, prefix
         self._starts = 0
+        self.token: str | None = None
         # One for all requests, each on a connection of its own. httpx.request makes a client per request, which reads the
         # certificates each time: 20 ms of a core, ten times a second, in every test that waits for a job.
         self._client = httpx.Client(
@@ -104,7 +105,8 @@ class Server:
     def show_token(self) -> None:
         """From now on, an admin's: for a service that wants one. There is a database by then."""
         database = Database(sqlite_url(self.paths.database))
-        self._client.headers.update(bearer(make_token(database, LOCAL_OWNER, Role.ADMIN)))
+        self.token = make_token(database, LOCAL_OWNER, Role.ADMIN)
+        self._client.headers.update(bearer(self.token))
         database.dispose()
 
     def start(self) -> Server:

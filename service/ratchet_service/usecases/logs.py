@@ -6,6 +6,7 @@ A line's id is ``<attempt>.<rank>.<byte offset after the line>``. Lines come att
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from ratchet_contract.api import LogLine, Page
 from ratchet_contract.errors import Refused
 from ratchet_contract.paths import JobPaths
 from ratchet_service import cursors
-from ratchet_service.file_owner import as_owner
+from ratchet_service.file_owner import MOST_NAMES, as_owner, names_in
 from ratchet_service.log_lines import lines_of, since_offset, tail_offset
 
 MAX_MARK: Final = 4096
@@ -62,26 +63,32 @@ def log_files(job: JobPaths, wanted: LogFilter) -> list[tuple[int, int, Path]]:
 
 
 def _log_files(job: JobPaths, wanted: LogFilter) -> list[tuple[int, int, Path]]:
+    """Of what user code may have put there: of each attempt the ``MAX_MARK`` lowest ranks, as a follower's mark has no more, and
+    no more of the disk than ``MOST_NAMES`` in all."""
     out = []
-    for folder in (job.root / "attempts").glob("*"):
-        if not _ATTEMPT.fullmatch(folder.name):
-            continue
-        attempt = int(folder.name)
+    names = names_in(job.root / "attempts")
+    left = MOST_NAMES - len(names)
+    for attempt in sorted({int(name) for name in names if _ATTEMPT.fullmatch(name)}):
         if attempt < wanted.first or (wanted.last is not None and attempt > wanted.last):
             continue
-        for path in (folder / "logs").glob("rank-*.log"):
-            match = _LOG.fullmatch(path.name)
-            if match is None or (wanted.rank is not None and int(match[1]) != wanted.rank):
-                continue
-            if wanted.since is None or _written_since(path, wanted.since):
-                out.append((attempt, int(match[1]), path))
-    return sorted(out)
+        paths = job.attempt(attempt)
+        if wanted.rank is not None:
+            ranks = (
+                [wanted.rank] if os.path.exists(paths.log(wanted.rank)) else []
+            )  # False, too, where it is locked away
+        else:
+            names = names_in(paths.log(0).parent, left)
+            left -= len(names)
+            ranks = sorted({int(match[1]) for name in names if (match := _LOG.fullmatch(name))})[:MAX_MARK]
+        found = ((attempt, rank, paths.log(rank)) for rank in ranks)
+        out += [one for one in found if wanted.since is None or _written_since(one[2], wanted.since)]
+    return out
 
 
 def _written_since(path: Path, since: datetime) -> bool:
     try:
         return path.stat().st_mtime >= since.timestamp()
-    except FileNotFoundError:
+    except OSError:
         return False
 
 
