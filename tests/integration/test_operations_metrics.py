@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 import sqlalchemy as sa
+from sqlalchemy.orm import Session
 
 from ratchet_contract.phases import JobPhase
 from ratchet_service import instruments as instruments_module
@@ -78,8 +80,32 @@ def test_the_queue_by_reason_and_ended_jobs_once_a_minute(api: Api) -> None:
     found = samples(told.render(api.database).decode())
     assert (found['ratchet_jobs{phase="QUEUED"}'], found['ratchet_jobs{phase="SUCCEEDED"}']) == (2, 0)
     assert 'ratchet_queue_jobs{reason="no-slot"}' not in found
-    now[0] += 61
+    now[0] += 121
     assert samples(told.render(api.database).decode())['ratchet_jobs{phase="SUCCEEDED"}'] == 1
+
+
+def test_no_scrape_waits_until_jobs_that_have_ended_are_counted(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    told = Instruments(clock=lambda: now[0])
+    job = api.submit()
+
+    def succeeded() -> float:
+        return samples(told.render(api.database).decode())['ratchet_jobs{phase="SUCCEEDED"}']
+
+    assert succeeded() == 0
+    api.put(job, JobPhase.SUCCEEDED)
+    now[0] += 61
+    count, may_count = instruments_module._counted, threading.Event()
+
+    def slow(session: Session, phases: tuple[JobPhase, ...]) -> dict[JobPhase, int]:
+        if JobPhase.SUCCEEDED in phases:
+            assert may_count.wait(60)
+        return count(session, phases)
+
+    monkeypatch.setattr(instruments_module, "_counted", slow)
+    assert [succeeded(), succeeded()] == [0, 0]
+    may_count.set()
+    wait_for(lambda: succeeded() == 1, "the next count")
 
 
 def test_reports_by_what_became_of_them(api: Api) -> None:
