@@ -6,7 +6,6 @@ A line's id is ``<attempt>.<rank>.<byte offset after the line>``. Lines come att
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -73,23 +72,24 @@ def _log_files(job: JobPaths, wanted: LogFilter) -> list[tuple[int, int, Path]]:
             continue
         paths = job.attempt(attempt)
         if wanted.rank is not None:
-            ranks = (
-                [wanted.rank] if os.path.exists(paths.log(wanted.rank)) else []
-            )  # False, too, where it is locked away
+            ranks = [wanted.rank]
         else:
             names = names_in(paths.log(0).parent, left)
             left -= len(names)
             ranks = sorted({int(match[1]) for name in names if (match := _LOG.fullmatch(name))})[:MAX_MARK]
         found = ((attempt, rank, paths.log(rank)) for rank in ranks)
-        out += [one for one in found if wanted.since is None or _written_since(one[2], wanted.since)]
+        sure = wanted.rank is None and wanted.since is None
+        out += [one for one in found if sure or _written_since(one[2], wanted.since)]
     return out
 
 
-def _written_since(path: Path, since: datetime) -> bool:
+def _written_since(path: Path, since: datetime | None) -> bool:
+    """None: ever. False, too, for what is not there, or locked away."""
     try:
-        return path.stat().st_mtime >= since.timestamp()
+        written = path.stat().st_mtime
     except OSError:
         return False
+    return since is None or written >= since.timestamp()
 
 
 def read_lines(job: JobPaths, wanted: LogFilter, after: Position | None = None) -> Iterator[LogLine]:
