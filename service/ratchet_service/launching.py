@@ -22,7 +22,7 @@ from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Cause, Event, JobPhase
 from ratchet_contract.resume import Base
 from ratchet_contract.spec import JobSpec, Resolved
-from ratchet_service import found_attempt, queue_rows, slot_host, unrecorded
+from ratchet_service import found_attempt, marks, queue_rows, slot_host, unrecorded
 from ratchet_service.ancestry import bases_of, committed_of, fork_of
 from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.clock import now_in
@@ -136,20 +136,17 @@ class Launching:
             with self._database.write() as session:
                 slot_host.lend(session, self._lease_seconds)
 
-    def put_off(self, seconds: float) -> None:
-        """The wall clock has jumped by so much: what waits for its back-off waits for as long as before. Of two reconcilers of
-        one machine both may do this: small jumps then count twice, and a job is tried later."""
+    def put_off(self, session: Session, seconds: float) -> None:
+        """The wall clock has jumped by so much: what waits for its back-off waits for as long as before. Jobs of other launchers
+        are others' to put off; of two machines that have the same one, with clocks of their own, the one that jumps does."""
         now, jump = self._database.clock.now(), timedelta(seconds=seconds)
         if -BEYOND < jump < timedelta(0):  # it waits for a little longer
             return
-        backing_off = (
-            (Job.phase == JobPhase.QUEUED) & (Job.not_before > now - jump) & (Job.not_before <= now - jump + BEYOND)
-        )
-        with self._database.write() as session:
-            rows = session.scalars(sa.select(Job).where(backing_off).with_for_update(skip_locked=True))
-            for job in rows:
-                assert job.not_before is not None
-                job.not_before = min(job.not_before + jump, now + BEYOND)
+        due = (Job.not_before > now - jump) & (Job.not_before <= now - jump + BEYOND)
+        backing_off = (Job.phase == JobPhase.QUEUED) & due & queue_rows.launched_by(self._launchers)
+        for job in session.scalars(sa.select(Job).where(backing_off).with_for_update(skip_locked=True)):
+            assert job.not_before is not None
+            job.not_before = min(job.not_before + jump, now + BEYOND)
 
     def leave_slots(self) -> None:
         """At a clean end: another host waits for half as long, in which another reconciler of this host renews them."""
@@ -212,8 +209,9 @@ class Launching:
             return []
         lease = lease_values(session, self._owner, self._lease_seconds)
         attempt = Attempt(
-            job_id=job.id, number=epoch, report_token_hash=hash_token(token), launch=plan.printable(), created_at=now
-        )
+            job_id=job.id, number=epoch, report_token_hash=hash_token(token), launch=plan.printable(), created_at=now,
+            clocks=marks.made(self._database.clock),
+        )  # fmt: skip
         session.add(attempt)
         session.flush()
         for node in range(spec.world.nodes):  # slots are of one machine, whose jobs have one node

@@ -143,6 +143,14 @@ def _ours(leases: Iterable[Lease]) -> sa.ColumnElement[bool]:
     return Job.id.in_([lease.job_id for lease in held]) & Job.lease_token.in_([lease.token for lease in held])
 
 
+def held(session: Session, leases: Iterable[Lease]) -> set[Lease]:
+    """Those that are still ours, their jobs' rows held until the transaction ends."""
+    asked = list(leases)
+    mine = _ours(asked) & Job.phase.in_(ACTIVE)
+    query = sa.select(Job.id, Job.epoch, Job.lease_token).where(mine).order_by(Job.id).with_for_update()
+    return set(asked) & {Lease(job_id, epoch, token or "") for job_id, epoch, token in session.execute(query)}
+
+
 def hold(session: Session, lease: Lease) -> Job:
     """The job's row, held until the transaction ends, with our token seen on it. Raises ``LeaseLost``."""
     try:

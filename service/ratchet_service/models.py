@@ -160,7 +160,7 @@ class Attempt(Base):
     )  # {node: AttemptResult}; the reconciler decides on them
     created_at: Mapped[datetime]
     begun_at: Mapped[datetime | None]  # its first agent was seen; until then it may have waited in an engine's queue
-    run_clock: Mapped[dict[str, Any] | None]  # steady.Count: what it had run, by which monotonic clock
+    clocks: Mapped[dict[str, Any] | None]  # marks: what it had run, and what had been counted of its deadlines
     training_at: Mapped[datetime | None]
     stop_at: Mapped[datetime | None]  # its agent heard of the stop that was asked for
     over_at: Mapped[datetime | None]  # what ended its ranks began: a hang when they last moved
@@ -329,6 +329,18 @@ class Quota(Base):
     ranks: Mapped[int | None]  # of such attempts
     gpus: Mapped[int | None]
     updated_at: Mapped[datetime]
+
+
+class ClockLevel(Base):
+    """What all processes of one machine know of a clock that somebody may set (``jumps``), by the start of the machine."""
+
+    __tablename__ = "clock_levels"
+
+    boot: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
+    clock: Mapped[str] = mapped_column(sa.String(16), primary_key=True)
+    level: Mapped[float] = mapped_column(sa.Double())  # seconds by which it was ahead of the monotonic clock
+    rests_until: Mapped[float | None] = mapped_column(sa.Double())  # monotonic: until then nothing is to go by it
+    seen_at: Mapped[datetime]
 
 
 class SlotHost(Base):

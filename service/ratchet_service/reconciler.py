@@ -17,7 +17,7 @@ from sqlalchemy.exc import NoResultFound, SQLAlchemyError
 
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import AttemptPhase, JobPhase
-from ratchet_service import disk, leases, steady
+from ratchet_service import disk, jumps, leases, steady
 from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.database import Database
 from ratchet_service.expiry import Expiry
@@ -47,8 +47,6 @@ one in ``_LOOKS_REST`` seconds. What an agent tells the service is not held up b
 _LOOKS_REST: Final = 2.0
 _SHORT_LOOK: Final = 0.05
 LEASE_SECONDS: Final = 15.0
-EXPIRY_RESTS: Final = 600.0
-"""After a jump nothing is deleted at its ttl for so long: a clock that was set wrong may be set right by then."""
 _ERROR_PAUSE: Final = 1.0
 _NOT_OURS: Final = (LeaseLost, NoResultFound)
 """While this process was held up, another has taken the job over; in the end its user may have deleted it."""
@@ -90,13 +88,12 @@ class Reconciler:
         self._watches: dict[str, Watch] = {}
         self._stopping = threading.Event()
         self._changed = threading.Event()
-        self._jumps = steady.Jumps(database.clock)
+        self._jumps = jumps.Jumps(database.clock, jumps.MACHINE, database.clock.now)
         self._renewed = 0.0
         self._counts_kept = 0.0
         self._slots_kept = 0.0
         self._look_around_at = self._looks_at = 0.0
         self._expired = 0.0
-        self._expiry_rests_until = 0.0
         self._swept = False
         self.beat = Beat(home.reconciler_mark)
 
@@ -149,8 +146,7 @@ class Reconciler:
             self._looks_at = rested(began, self._database.clock.monotonic())
         if now - self._expired >= self._expiry.interval:
             self._expired = now
-            if now >= self._expiry_rests_until:
-                self._expiry.run()
+            self._expiry.run()
             self._launching.tell_the_others()
             self._sweep()
         now = self._database.clock.monotonic()
@@ -171,31 +167,38 @@ class Reconciler:
             self._slots_kept = now
         if not self._watches or now - self._renewed < self._lease_seconds / 4:
             return
+        keeps = now - self._counts_kept >= steady.KEEP_SECONDS
         with self._database.write() as session:
             renewed = leases.renew(session, [w.lease for w in self._watches.values()], self._lease_seconds)
+            self._watcher.keep(session, [self._watches[job_id] for job_id in renewed], runs=keeps)
         for job_id in renewed:
             self._watches[job_id].held_at = now
         self._renewed = now
-        if now - self._counts_kept >= steady.KEEP_SECONDS:
-            self._watcher.keep_counts(self._watches[job_id] for job_id in renewed)
+        if keeps:
             self._counts_kept = now
 
-    def _see_jump(self, seconds: float) -> None:
+    def _see_jump(self, seconds: float | None) -> None:
         """The wall clock was set, or this machine stood still: no deadline goes by it, but times at which jobs are tried again
-        do, and the history of what runs is to tell."""
+        do, and the history of what runs is to tell. Where the database does not answer, the next round does it."""
         if seconds == 0.0:
             return
-        self._expiry_rests_until = self._database.clock.monotonic() + EXPIRY_RESTS
-        self._launching.put_off(seconds)  # where the database does not answer, the next round does it
-        self._jumps.seen(seconds)
-        log.warning("the wall clock jumped by %+.0f s: deadlines go on by the monotonic one", seconds)
-        self.beat.jumped(seconds)
-        for job_id, watch in list(self._watches.items()):
-            try:
-                self._watcher.jumped(watch, seconds)
-            except _NOT_OURS as error:
-                log.info("%s: not looked after any more: %s", watch.ref.name, error)
-                del self._watches[job_id]
+        if seconds is None:
+            with self._database.read() as session:
+                if self._jumps.learn(session):
+                    return
+        with self._database.write() as session:
+            seen = self._jumps.settle(session)
+            if seen.fresh != 0.0:
+                self._launching.put_off(session, seen.fresh)
+            lost = self._watcher.tell_jump(session, self._watches.values(), seconds) if seconds is not None else []
+        self._jumps.settled(seen)
+        for watch in lost:
+            log.info("%s: looked after by another reconciler now", watch.ref.name)
+            del self._watches[watch.lease.job_id]
+        jump = seen.fresh if seconds is None else seconds
+        if jump != 0.0:
+            log.warning("the wall clock jumped by %+.0f s: deadlines go on by the monotonic one", jump)
+            self.beat.jumped(jump)
 
     def _take_over(self) -> None:
         with self._database.read() as session:

@@ -1,13 +1,15 @@
 """Time that no clock's step lengthens: what a reconciler's deadlines go by.
 
 Stored times are wall-clock times, of whichever machine wrote them, and wall clocks are set: by NTP, by hand, when a virtual
-machine is resumed. So a deadline is counted by this process's monotonic clock, from the moment at which it first saw what
-began: after a restart it may be late, never early. Only what an attempt has run in all (``policy.timeout``) is carried on, as
-a ``Count`` in its row: a monotonic clock goes on from process to process, for as long as the machine is not started anew.
+machine is resumed. So a deadline is counted by monotonic clocks alone. What has been counted is kept in the attempt's row as a
+``Count`` (``marks``), and the next process counts on from there: a monotonic clock goes on from process to process, for as long
+as the machine is not started anew. Nothing is counted that nobody may have seen: late, never early, and never from 0 again.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
@@ -33,13 +35,14 @@ class Count(NamedTuple):
     def read(stored: Any) -> Count | None:
         """None: nothing is stored, or it cannot be read."""
         try:
-            return Count(float(stored["seconds"]), str(stored["boot"]), float(stored["monotonic"]))
-        except (TypeError, KeyError, ValueError):
+            found = Count(float(stored["seconds"]), str(stored["boot"]), float(stored["monotonic"]))
+        except (TypeError, KeyError, ValueError, OverflowError):
             return None
+        return found if 0.0 <= found.seconds < math.inf and math.isfinite(found.monotonic) else None
 
 
 def counted(stored: Any, begun_at: datetime | None, clock: Clock) -> float | None:
-    """Seconds that an attempt has run by now; None: no agent of it has begun. ``stored``: its row's ``run_clock``.
+    """Seconds that an attempt has run by now; None: no agent of it has begun. ``stored``: its ``Count``.
 
     While nobody was there on this start of the machine, the time since the last count is not known and not counted. Of an
     attempt without a count (the version before made it) the wall clock is believed."""
@@ -53,28 +56,29 @@ def counted(stored: Any, begun_at: datetime | None, clock: Clock) -> float | Non
     return count.seconds + max(0.0, clock.monotonic() - count.monotonic)
 
 
-class Jumps:
-    """Tells when the wall clock has left the monotonic one since the start, or since the last jump that was ``seen``."""
+def carried(stored: Any, clock: Clock, most: float) -> float | None:
+    """Seconds that reconcilers before this one had counted of a deadline (``stored``: its ``Count``); None: nothing that can be
+    read. Of the time since then no more than ``most`` is counted, for as long counts are kept up while somebody looks: behind
+    that perhaps nobody did, and nobody answered the agents either."""
+    count = Count.read(stored)
+    if count is None:
+        return None
+    since = clock.monotonic() - count.monotonic if count.boot == clock.boot() else 0.0
+    return count.seconds + min(max(0.0, since), most)
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._level = self._between()
 
-    def look(self) -> float:
-        """By how many seconds the wall clock has jumped, forwards if positive; 0.0: it has not. Told until it is ``seen``."""
-        jump = self._between() - self._level
-        return jump if abs(jump) > TOLERANCE else 0.0
+def between(clock: Clock, wall: Callable[[], datetime]) -> float:
+    """``wall`` minus monotonic, seconds. This process may be stopped between two readings: then both are read again."""
+    for _ in range(_LOOKS):
+        before = clock.monotonic()
+        shown = wall().timestamp()
+        after = clock.monotonic()
+        if after - before < _NEAR:
+            break
+    return shown - after
 
-    def seen(self, jump: float) -> None:
-        """What had to be done for it is done."""
-        self._level += jump
 
-    def _between(self) -> float:
-        """Wall minus monotonic. This process may be stopped between two readings: then both are read again."""
-        for _ in range(_LOOKS):
-            before = self._clock.monotonic()
-            wall = self._clock.now().timestamp()
-            after = self._clock.monotonic()
-            if after - before < _NEAR:
-                break
-        return wall - after
+def jumped(level: float, before: float) -> float:
+    """By how many seconds a wall clock has jumped, forwards if positive, that stood ``before`` and now stands ``level`` ahead of
+    the monotonic one; 0.0: it has not, or has drifted by no more than ``TOLERANCE``."""
+    return level - before if abs(level - before) > TOLERANCE else 0.0

@@ -54,8 +54,8 @@ def deed(watch: Watch, state: AttemptState, wish: Wish, now: float, wall: dateti
     """The next deed, from what the engine says (``state``) and what is wanted (``wish``)."""
     if wish.desired is Desired.RUN:
         watch.wished_since = None
-    elif watch.wished_since is None:
-        watch.wished_since = now
+    elif watch.wished_since is None or watch.wish_of != wish.which:
+        watch.wished_since, watch.wish_of = now, wish.which
     if watch.killing:
         return _FINISH
     if state.alive:

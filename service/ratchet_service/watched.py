@@ -42,12 +42,18 @@ class Wish:
     phase: JobPhase
     desired: Desired
     desired_cause: Cause | None
+    desired_at: datetime | None
+
+    @property
+    def which(self) -> float | None:
+        """Tells this wish from one that is made after it was taken back."""
+        return None if self.desired_at is None else self.desired_at.timestamp()
 
 
 @dataclass
 class Watch:
-    """One attempt under our lease. All its times are of this process's monotonic clock (``steady``), and none is older than the
-    watch, but for ``running_since``."""
+    """One attempt under our lease. All its times are of this process's monotonic clock. What began under an earlier reconciler
+    began so long ago as has been counted of it (``marks``)."""
 
     lease: Lease
     ref: AttemptRef
@@ -56,7 +62,7 @@ class Watch:
     ranks_per_node: int
     view: JobView
     held_at: float  # before the lease was taken or renewed last
-    made_at: float
+    made_at: float  # the attempt was made then at the latest
     waited_until: float  # the last look that saw it in the engine's queue, or came after a long time without one
     looked_at: float
     running_since: float | None = None  # so that what lies behind it is what the attempt has run
@@ -66,6 +72,7 @@ class Watch:
     said: str | None = None  # why it waits, as the job's row has it
     unreachable: bool = False
     wished_since: float | None = None  # the first look that saw the wish to end it
+    wish_of: float | None = None  # which wish that is: ``Wish.which``
     stopped_at: float | None = None
     forced: Cause | None = None
     killing: bool = False
@@ -75,6 +82,7 @@ class Watch:
     ends: tuple[EngineEnd, ...] = ()  # what the engine has said since then
     unproven: bool = False
     message: str | None = field(default=None)
+    marked: dict[str, float] = field(default_factory=dict)  # ``marks.running`` as the attempt's row has it
 
 
 def is_over(state: AttemptState) -> bool:
@@ -87,7 +95,7 @@ def is_over(state: AttemptState) -> bool:
 
 
 def remember(session: Session, watch: Watch, now: float) -> None:
-    """What an earlier reconciler did to this attempt; ``now``: its deadlines count from there anew."""
+    """What an earlier reconciler did to this attempt; ``now``: when, unless ``marks`` tells more."""
     query = sa.select(models.Event).where(
         models.Event.job_id == watch.lease.job_id, models.Event.epoch == watch.lease.epoch
     )
@@ -106,7 +114,7 @@ def recall(watch: Watch, event: models.Event, now: float) -> None:
 
 def wishes(session: Session, leases: list[Lease]) -> dict[str, Wish]:
     """The rows of all watched jobs that are still ours."""
-    query = sa.select(Job.id, Job.lease_token, Job.phase, Job.desired, Job.desired_cause)
+    query = sa.select(Job.id, Job.lease_token, Job.phase, Job.desired, Job.desired_cause, Job.desired_at)
     rows = session.execute(query.where(Job.id.in_([lease.job_id for lease in leases])))
     tokens = {lease.job_id: lease.token for lease in leases}
     return {row[0]: Wish(*row[2:]) for row in rows if row[1] == tokens[row[0]]}

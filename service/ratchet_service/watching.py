@@ -7,17 +7,18 @@ each with the cause. Which deed follows from a look is ``watch_rules``' to say; 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from typing import Final
 
-import sqlalchemy as sa
+from sqlalchemy.orm import Session
 
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Cause
 from ratchet_contract.spec import JobSpec
-from ratchet_service import leases, steady, watch_rules
+from ratchet_service import leases, marks, steady, watch_rules
 from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.database import Database
 from ratchet_service.decision import Decision
@@ -90,7 +91,8 @@ class Watcher:
         with self._database.read() as session:
             job = session.get_one(Job, lease.job_id)
             attempt = session.get_one(Attempt, (lease.job_id, lease.epoch))
-            ran = steady.counted(attempt.run_clock, attempt.begun_at, clock)
+            clocks = attempt.clocks if isinstance(attempt.clocks, dict) else {}
+            ran = steady.counted(clocks.get(marks.RUN), attempt.begun_at, clock)
             spec = JobSpec.model_validate(job.spec)
             limits = limits_of(spec)
             paths = self._home.job(lease.job_id).attempt(lease.epoch)
@@ -109,15 +111,22 @@ class Watcher:
                 said=job.message if job.reason in _OVER else None,
             )
             remember(session, watch, now)
+        marks.recall(watch, clocks, clock, self._lease_seconds / 4, self._timing.launch_deadline)
         return watch
 
-    def submit(self, watch: Watch, plan: LaunchPlan | None = None) -> None:
-        """Hand the attempt to the launcher; ``plan`` None: make it again from what is stored."""
+    def submit(self, watch: Watch, plan: LaunchPlan) -> None:
+        """Hand the attempt to the launcher."""
         with suppress(EngineUnreachable):  # a look tries again, and tells of it
             self._submit(watch, plan)
 
-    def _submit(self, watch: Watch, plan: LaunchPlan | None = None) -> None:
-        plan = plan or self._launching.relaunch(watch.lease)
+    def _submit_again(self, watch: Watch, now: float) -> None:
+        """Made again from what is stored: nothing of it is there, so its start is counted from here on."""
+        plan = self._launching.relaunch(watch.lease)
+        watch.waited_until = now
+        self._mark(watch, now)
+        self._submit(watch, plan)
+
+    def _submit(self, watch: Watch, plan: LaunchPlan) -> None:
         self._sure(watch)
         watch.submitted = True
         try:
@@ -154,9 +163,9 @@ class Watcher:
         deed = watch_rules.deed(watch, state, wish, now, wall, self._timing)
         match deed.do:
             case Do.SUBMIT:
-                self._submit(watch)
+                self._submit_again(watch, now)
             case Do.STOP:
-                self._note(watch, STOPPED, deed.cause, "SIGTERM to the agent")
+                self._note(watch, STOPPED, deed.cause, "SIGTERM to the agent", stopped_at=now)
                 watch_rules.stopping(watch, deed, now)
                 self._sure(watch)
                 watch.launcher.stop(watch.ref, self._timing.kill_after)
@@ -165,7 +174,8 @@ class Watcher:
             case Do.FINISH:
                 return self._finish(watch, state, now)
             case Do.WAIT:
-                pass
+                if marks.due(watch, now):
+                    self._mark(watch, now)
         return None
 
     def _kill(self, watch: Watch, state: AttemptState, deed: Deed) -> None:
@@ -216,7 +226,7 @@ class Watcher:
                 attempt.begun_at = max(begun, attempt.created_at)
                 ran = min(max(0.0, (wall - attempt.begun_at).total_seconds()), now - watch.made_at)
                 watch.running_since = now - ran
-                attempt.run_clock = steady.Count(ran, self._database.clock.boot(), now)._asdict()
+                marks.write(session, watch, now, self._database.clock.boot())
             for number in fresh:
                 agent = state.nodes[number].agent
                 node = session.get(AttemptNode, (job.id, watch.lease.epoch, number))
@@ -236,30 +246,45 @@ class Watcher:
                 job.reason, job.message = WAITING, state.waiting
             elif job.reason in _OVER:
                 job.reason = job.message = None
+            marks.write(session, replace(watch, said=state.waiting), now, self._database.clock.boot())
         watch.said = state.waiting
 
-    def jumped(self, watch: Watch, seconds: float) -> None:
-        """The wall clock has jumped while the attempt was looked after: its history tells, since its times do not."""
+    def tell_jump(self, session: Session, watches: Collection[Watch], seconds: float) -> list[Watch]:
+        """The wall clock has jumped while attempts were looked after: their histories tell, since their times do not. Returns
+        those that are not ours any more."""
+        ours = leases.held(session, [watch.lease for watch in watches])
         text = f"the wall clock of the reconciler's machine jumped by {seconds:+.0f} s: no deadline counts that"
-        self._note(watch, JUMPED, None, text, seconds=round(seconds, 3))
+        for watch in watches:
+            if watch.lease in ours:
+                data = {"seconds": round(seconds, 3)}
+                add_event(session, watch.lease.job_id, JUMPED, text, epoch=watch.lease.epoch, data=data)
+        return [watch for watch in watches if watch.lease not in ours]
 
-    def keep_counts(self, watches: Iterable[Watch]) -> None:
-        """What attempts with a time limit have run, for a reconciler on another machine that takes them over."""
-        now, boot = self._database.clock.monotonic(), self._database.clock.boot()
-        rows = [
-            {"job": watch.lease.job_id, "epoch": watch.lease.epoch, "count": steady.Count(ran, boot, now)._asdict()}
+    def keep(self, session: Session, watches: Iterable[Watch], *, runs: bool) -> None:
+        """What has been counted of their deadlines, for a reconciler that takes them over; with ``runs`` also what attempts with
+        a time limit have run. Their leases were renewed in this transaction."""
+        now = self._database.clock.monotonic()
+        kept = [
+            watch
             for watch in watches
-            if watch.limits.timeout is not None and (ran := watch_rules.ran(watch, now)) is not None
+            if marks.running(watch) or (runs and watch.limits.timeout is not None and watch.running_since is not None)
         ]
-        if not rows:
-            return
-        keep = sa.update(Attempt).where(Attempt.job_id == sa.bindparam("job"), Attempt.number == sa.bindparam("epoch"))
-        with self._database.write() as session:
-            session.connection().execute(keep.values(run_clock=sa.bindparam("count")), rows)
+        marks.keep(session, kept, now, self._database.clock.boot())
 
-    def _note(self, watch: Watch, type_: str, cause: Cause | None, message: str, **more: float) -> None:
+    def _mark(self, watch: Watch, now: float) -> None:
+        with self._database.write() as session:
+            hold(session, watch.lease)
+            marks.write(session, watch, now, self._database.clock.boot())
+
+    def _note(
+        self, watch: Watch, type_: str, cause: Cause | None, message: str, *, stopped_at: float | None = None
+    ) -> None:
+        """``stopped_at``: the time of a stop that counts once this is committed."""
         log.info("%s: %s: %s", watch.ref.name, type_, message)
         with self._database.write() as session:
             job = hold(session, watch.lease)
-            data = more if cause is None else {"cause": cause.value, **more}
+            data = {} if cause is None else {"cause": cause.value}
             add_event(session, job.id, type_, message, epoch=watch.lease.epoch, data=data)
+            if stopped_at is not None:
+                stopped = replace(watch, stopped_at=stopped_at)
+                marks.write(session, stopped, stopped_at, self._database.clock.boot())

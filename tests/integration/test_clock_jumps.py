@@ -6,14 +6,16 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import Session
 
 from ratchet_contract.phases import JobPhase
 from ratchet_service import clock as clocks
-from ratchet_service import reconciler
+from ratchet_service import expiry, reconciler, watching
 from ratchet_service.clock import Clock
 from ratchet_service.database import Database
 from ratchet_service.expiry import Expiry
@@ -25,9 +27,11 @@ from tests.support.server import wait_for
 
 
 class SetClock(Clock):
-    """Of this process; with SQLite the server's, too."""
+    """Of this machine; with SQLite the server's, too."""
 
     ahead = 0.0
+    server_ahead = 0.0
+    """Of a server that has a clock of its own."""
     passed = 0.0
     """Beyond what has passed in truth; ``ahead`` has it, too."""
     machine = "here"
@@ -40,6 +44,19 @@ class SetClock(Clock):
 
     def boot(self) -> str:
         return self.machine
+
+    def of_server(self, session: Session) -> datetime:
+        lite = session.get_bind().dialect.name == "sqlite"
+        return self.now() if lite else super().of_server(session) + timedelta(seconds=self.server_ahead)
+
+    def jumps(self, seconds: float) -> None:
+        """All wall clocks do."""
+        self.ahead, self.server_ahead = self.ahead + seconds, self.server_ahead + seconds
+
+    def passes(self, seconds: float) -> None:
+        """In truth."""
+        self.passed += seconds
+        self.jumps(seconds)
 
 
 @pytest.fixture
@@ -141,11 +158,11 @@ def test_a_jump_while_the_database_is_away_counts_once_it_answers(
     looks(made)
     put_off, asked = made._launching.put_off, list[float]()
 
-    def away(seconds: float) -> None:
+    def away(session: Session, seconds: float) -> None:
         asked.append(seconds)
         if len(asked) < 3:
             raise OperationalError("UPDATE", {}, Exception("the connection is closed"))
-        put_off(seconds)
+        put_off(session, seconds)
 
     monkeypatch.setattr(made._launching, "put_off", away)
     clock.ahead = 3600.0
@@ -159,18 +176,15 @@ def test_a_jump_while_the_database_is_away_counts_once_it_answers(
 def test_what_a_job_with_a_time_limit_has_run_is_known_on_another_machine(plane: Plane, clock: SetClock) -> None:
     """Whose clock counts from another start, and nobody told it when the attempt began."""
 
-    def passes(seconds: float) -> None:
-        clock.passed, clock.ahead = clock.passed + seconds, clock.ahead + seconds
-
     def kept() -> float:
         (attempt,) = plane.attempts(job_id)
-        return 0.0 if attempt.run_clock is None else attempt.run_clock["seconds"]
+        return float((attempt.clocks or {}).get("run", {}).get("seconds", 0.0))
 
     first = plane.reconcile()
     job_id = plane.submit({"steps": 100_000, "every": 50}, policy={"timeout": "10m"})
     plane.wait_job(job_id, lambda job: job.step > 0, "training")
     looks(first)
-    passes(400.0)
+    clock.passes(400.0)
     wait_for(lambda: kept() >= 400.0, "its count to be kept", 30)
     first.stop()
     wait_for(lambda: plane.job(job_id).lease_token is None, "the first reconciler to end", 30)
@@ -179,21 +193,141 @@ def test_what_a_job_with_a_time_limit_has_run_is_known_on_another_machine(plane:
     wait_for(lambda: plane.job(job_id).lease_token, "another to take it over", 30)
     looks(second)
     assert plane.job(job_id).phase is JobPhase.RUNNING
-    passes(250.0)
+    clock.passes(250.0)
     assert plane.wait(job_id, JobPhase.FAILED).reason == "timeout"
 
 
-def test_nothing_is_deleted_at_its_ttl_right_after_a_jump(
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Expiry, "interval", 0.05)
+    monkeypatch.setattr(reconciler, "IDLE_INTERVAL", 0.05)
+
+
+def over(plane: Plane) -> None:
+    """The newest reconciler ends, and has given back what it had."""
+    made, thread = plane.reconcilers[-1]
+    made.stop()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_two_reconcilers_of_one_machine_put_off_what_waits_once_and_only_what_is_theirs(
+    plane: Plane, clock: SetClock
+) -> None:
+    mine, foreign = plane.submit({"steps": 5}), plane.submit({"steps": 5})
+    until = clock.now() + timedelta(seconds=200)
+    with plane.database.write() as session:
+        session.execute(sa.update(Job).values(not_before=until))
+        job = session.get_one(Job, foreign)
+        job.spec = {**job.spec, "launcher": {"kind": "slurm"}}
+    made = [plane.reconcile() for _ in range(2)]
+    for one in made:
+        looks(one)
+    clock.jumps(100.0)
+    for one in made:
+        wait_for(lambda: one.beat.jump, "the jump to be seen", 30)  # noqa: B023
+    over(plane)
+    looks(plane.reconcile())  # which starts behind it
+    moved = plane.job(mine).not_before
+    assert moved is not None and abs((moved - until).total_seconds() - 100.0) < 5
+    assert plane.job(foreign).not_before == until
+
+
+def test_a_jump_while_nobody_was_there_puts_off_what_waits(plane: Plane, clock: SetClock) -> None:
+    job_id, until = plane.submit({"steps": 5}), clock.now() + timedelta(seconds=200)
+    with plane.database.write() as session:
+        session.execute(sa.update(Job).values(not_before=until))
+    looks(plane.reconcile())
+    over(plane)
+    clock.jumps(3600.0)
+    looks(plane.reconcile())
+    moved = plane.job(job_id).not_before
+    assert moved is not None and abs((moved - until).total_seconds() - 3600.0) < 5
+    assert plane.job(job_id).phase is JobPhase.QUEUED
+
+
+def test_a_jump_is_told_to_all_that_runs_in_one_transaction(
     plane: Plane, clock: SetClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Expiry, "interval", 0.05)
+    """And the job that another reconciler has by then is left to it."""
+    made = plane.reconcile()
+    jobs = [plane.submit({"steps": 100_000, "every": 50}) for _ in range(3)]
+    for job_id in jobs:
+        plane.wait_job(job_id, lambda job: job.step > 0, "training")
+    add, sessions = watching.add_event, list[Session]()
+
+    def added(session: Session, job_id: str, type_: str, *rest: Any, **more: Any) -> None:
+        if type_ == watching.JUMPED:
+            sessions.append(session)
+        add(session, job_id, type_, *rest, **more)
+
+    monkeypatch.setattr(watching, "add_event", added)
+    clock.ahead = 3600.0
+    with plane.database.write() as session:
+        session.get_one(Job, jobs[0]).lease_token = "another's"
+    wait_for(lambda: jumps(plane, jobs[2]), "the jump to be told", 30)
+    assert [len(jumps(plane, job_id)) for job_id in jobs[1:]] == [1, 1]
+    if not jumps(plane, jobs[0]):  # else the jump was seen before the lease was another's
+        assert jobs[0] not in made._watches
+    assert len({id(session) for session in sessions}) == 1
+
+
+@pytest.mark.parametrize("when", ["seen", "unseen", "started-anew"])
+def test_nothing_is_deleted_at_its_ttl_right_after_a_jump(
+    plane: Plane, clock: SetClock, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Not by a process that starts behind it, be it that nobody was there when it came, or that the machine was started anew:
+    a clock that was set wrong may be set right by then."""
+    quick(monkeypatch)
+    looks(plane.reconcile())
+    job_id = plane.submit({"steps": 5}, ttl="1h")
+    plane.wait(job_id, JobPhase.SUCCEEDED)
+    looks(plane.reconcilers[-1][0])
+    if when == "seen":
+        clock.jumps(7200.0)
+        wait_for(lambda: plane.reconcilers[-1][0].beat.jump, "the jump to be seen", 30)
+        looks(plane.reconcilers[-1][0])
+        assert plane.job(job_id).phase is JobPhase.SUCCEEDED
+    over(plane)
+    if when != "seen":
+        clock.jumps(7200.0)
+    if when == "started-anew":
+        clock.machine, clock.passed = "there", -1000.0
+    looks(plane.reconcile())
+    assert plane.job(job_id).phase is JobPhase.SUCCEEDED
+    over(plane)
+    clock.passes(expiry.RESTS - 10.0)
+    looks(plane.reconcile())
+    assert plane.job(job_id).phase is JobPhase.SUCCEEDED
+    clock.passes(20.0)
+    wait_for(lambda: gone(plane, job_id), "its ttl", 30)
+
+
+@pytest.mark.parametrize("migrated", ["postgresql"], indirect=True)
+def test_a_clock_that_jumps_beside_the_databases_deletes_nothing(
+    plane: Plane, clock: SetClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick(monkeypatch)
     made = plane.reconcile()
     job_id = plane.submit({"steps": 5}, ttl="1h")
     plane.wait(job_id, JobPhase.SUCCEEDED)
     looks(made)
     clock.ahead = 7200.0
     wait_for(lambda: made.beat.jump, "the jump to be seen", 30)
+    clock.passes(expiry.RESTS + 10.0)
     looks(made)
     assert plane.job(job_id).phase is JobPhase.SUCCEEDED
-    made._expiry_rests_until = 0.0
+    clock.passes(3600.0)
+    wait_for(lambda: gone(plane, job_id), "its ttl", 30)
+
+
+def test_a_service_that_is_restarted_beside_a_right_clock_deletes_at_the_ttl(
+    plane: Plane, clock: SetClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick(monkeypatch)
+    looks(plane.reconcile())
+    job_id = plane.submit({"steps": 5}, ttl="1h")
+    plane.wait(job_id, JobPhase.SUCCEEDED)
+    over(plane)
+    clock.passes(3700.0)
+    plane.reconcile()
     wait_for(lambda: gone(plane, job_id), "its ttl", 30)

@@ -11,7 +11,7 @@ import pytest
 from ratchet_service import verdict
 from ratchet_service.clock import Clock
 from ratchet_service.leases import expired
-from ratchet_service.steady import TOLERANCE, Count, Jumps, counted
+from ratchet_service.steady import TOLERANCE, Count, between, carried, counted, jumped
 
 BEGUN = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -31,16 +31,26 @@ class Watched(Clock):
 
 
 @pytest.mark.parametrize("by", [3600.0, -3600.0, TOLERANCE + 1])
-def test_a_jump_is_told_with_its_length_until_it_is_seen_and_a_little_drift_is_none(by: float) -> None:
+def test_a_jump_is_told_with_its_length_and_a_little_drift_is_none(by: float) -> None:
     clock = Watched()
-    jumps = Jumps(clock)
+    level = between(clock, clock.now)
     clock.passed += 500.0
     clock.set_by += TOLERANCE / 2
-    assert jumps.look() == 0.0
+    assert jumped(between(clock, clock.now), level) == 0.0
     clock.set_by += by
-    assert jumps.look() == jumps.look() == pytest.approx(by + TOLERANCE / 2)
-    jumps.seen(jumps.look())
-    assert jumps.look() == 0.0
+    assert jumped(between(clock, clock.now), level) == pytest.approx(by + TOLERANCE / 2)
+
+
+@pytest.mark.parametrize("by", [3600.0, -3600.0])
+def test_of_a_deadline_is_carried_what_was_counted_and_little_of_what_nobody_saw(by: float) -> None:
+    clock = Watched()
+    stored = Count(5.0, "one", clock.monotonic())._asdict()
+    clock.passed, clock.set_by = 2.0, by
+    assert carried(stored, clock, 3.75) == 7.0
+    clock.passed = 3600.0
+    assert carried(stored, clock, 3.75) == 8.75
+    clock.start, clock.passed = "two", -900.0
+    assert carried(stored, clock, 3.75) == 5.0
 
 
 @pytest.mark.parametrize("by", [3600.0, -3600.0])
@@ -60,9 +70,23 @@ def test_after_a_start_of_the_machine_what_nobody_saw_is_not_counted(by: float) 
     assert counted(stored, BEGUN, clock) == 5.0
 
 
-@pytest.mark.parametrize("stored", [None, {}, {"seconds": "x", "boot": 1, "monotonic": None}])
-def test_an_attempt_of_the_version_before_is_counted_by_its_stored_times(stored: Any) -> None:
+@pytest.mark.parametrize(
+    "stored",
+    [
+        None,
+        {},
+        [],
+        "x",
+        {"seconds": "x", "boot": 1, "monotonic": None},
+        {"seconds": 10**400, "boot": "one", "monotonic": 0},
+        {"seconds": float("nan"), "boot": "one", "monotonic": 0.0},
+        {"seconds": -1.0, "boot": "one", "monotonic": 0.0},
+        {"seconds": 1.0, "boot": "one", "monotonic": float("inf")},
+    ],
+)
+def test_what_cannot_be_read_or_the_version_before_left_out_counts_as_none(stored: Any) -> None:
     clock = Watched()
+    assert carried(stored, clock, 3.75) is None
     clock.passed = 70.0
     assert counted(stored, BEGUN, clock) == 70.0
     assert counted(stored, None, clock) is None

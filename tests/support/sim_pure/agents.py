@@ -44,6 +44,7 @@ class Agent:
         "base",
         "begun_at",
         "control",
+        "deaf",
         "epoch",
         "flying",
         "job_id",
@@ -70,7 +71,7 @@ class Agent:
         self.lines: list[Any] = []
         self.flying: list[tuple[Report, bool]] = []
         self.control: tuple[Desired, Cause | None] = (Desired.RUN, None)
-        self.seen = self.stopped = self.out_of_reach = self.terminated = self.refused = False
+        self.seen = self.stopped = self.deaf = self.out_of_reach = self.terminated = self.refused = False
         self.lingers = self.orphans = self.step = self.acked = 0
         self.base: tuple[int, int | None] = (0, None)
         self.parent = self.base
@@ -123,8 +124,11 @@ class Agent:
 
     def _fail(self) -> None:
         w = self.w
-        kind = w.among(4)
-        if kind == 0 or self.state == STARTING:
+        kind = w.among(5)
+        if kind == 4:  # nothing but a kill ends it
+            w.trace and w.say(f"{self.name} hangs for good")
+            self.stopped = self.deaf = True
+        elif kind == 0 or self.state == STARTING:
             if self.state == TRAINING and w.rnd() < w.faults.lingers:
                 self.orphans = 1 + w.among(3)
             self.die("is killed, its ranks are not" if self.orphans else "is killed")
@@ -243,6 +247,8 @@ class Agent:
 
 class Engine:
     """Idempotent by name, slow to kill, sometimes wrong about who is gone."""
+
+    slots = True
 
     def __init__(self, world: Any) -> None:
         self.w = world

@@ -46,6 +46,8 @@ class Checked(Rows):
         attempts = self.attempts[lease.job_id]
         least = {Cause.TIMEOUT: limits.timeout, Cause.LAUNCHER_ERROR: timing.launch_deadline}.get(cause, 0.0)
         began = attempts[0].at if cause is Cause.TIMEOUT else attempts[-1].at
+        if cause in (Cause.API_CANCEL, Cause.HANG) and self.jobs[lease.job_id].wished is not None:
+            least, began = limits.stop_grace, self.jobs[lease.job_id].wished
         assert self.t - began >= least, f"{lease.job_id}: {cause.value} after {self.t - began:.0f} s of {least:g}"
 
     def check_end(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from typing import Any, Final
 
 from ratchet_contract.phases import AttemptPhase, Cause, Desired, Event, JobPhase
-from ratchet_service import decide, queue_order, queue_preemption, slots
+from ratchet_service import decide, marks, queue_order, queue_preemption, slots
 from ratchet_service.decision import Action, Limits
 from ratchet_service.decision_rows import view_of
 from ratchet_service.leases import Lease, LeaseLost
@@ -154,7 +154,7 @@ class Launching:
         assert not waits, f"{job.id} is launched within its back-off"
         number, segments = next_number(job), w.lineage(job)
         assert w.attempt(job.id, number) is None, f"{job.id}: attempt {number} is there already"
-        w.attempts[job.id].append(Attempt(job.id, number, grant.cpus, segments, w.now, w.t))
+        w.attempts[job.id].append(Attempt(job.id, number, grant.cpus, segments, w.now, w.t, marks.made(w)))
         for slot in grant.cpus:
             assert w.lent[slot] is None, f"CPU slot {slot} is lent to {w.lent[slot]} and {job.id}"
             w.lent[slot] = (job.id, number)

@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 from ratchet_contract.phases import Desired, Event
-from ratchet_service import decide, fencing, ingest, leases, queue_preemption, slots, verdict, watch_rules
+from ratchet_service import decide, fencing, ingest, leases, queue_preemption, slots, steady, verdict, watch_rules
 from ratchet_service.decision import Action
 from tests.support.sim.mutants import counts_jumps
 from tests.support.sim_pure import launching, reconciler
@@ -211,11 +211,26 @@ def suspend_forgotten() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def restarts_deadlines() -> Iterator[None]:
+    """Who takes a job over counts its deadlines from 0."""
+    with patch.object(steady, "carried", lambda *_: None):
+        yield
+
+
+@contextmanager
+def believes_gaps() -> Iterator[None]:
+    """Who takes a job over counts of a deadline what nobody saw: wishes that no agent can have heard of."""
+    original = steady.carried
+    with patch.object(steady, "carried", lambda *asked: None if original(*asked) is None else 3600.0):
+        yield
+
+
 MUTANTS: dict[str, Callable[[], Any]] = {
     made.__name__: made
     for made in (
         cancel_ignored, settled_alive, counted_twice, no_expiry, renewed_and_taken, no_token, epoch_again, equals_preempted,
         slots_forgotten, no_slots_lock, late_submission, submit_first, no_fence, fenced_once, stored_twice, nothing_adopted,
-        backoff_forgotten, suspend_forgotten, counts_jumps,
+        backoff_forgotten, suspend_forgotten, counts_jumps, restarts_deadlines, believes_gaps,
     )
 }  # fmt: skip

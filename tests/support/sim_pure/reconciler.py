@@ -6,11 +6,12 @@ of reads, writes and calls of the engine is that of ``reconciler``, ``watching``
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final
 
 from ratchet_contract.phases import AttemptPhase, Cause
 from ratchet_contract.resume import holds
-from ratchet_service import leases, steady, verdict, watch_rules
+from ratchet_service import leases, marks, steady, verdict, watch_rules
 from ratchet_service.decision_rows import view_of
 from ratchet_service.expiry import INTERVAL
 from ratchet_service.leases import Lease, LeaseLost
@@ -43,6 +44,7 @@ class Reconciler(launching.Launching):
                 yield POINT
                 for job_id in w.renew([watch.lease for watch in self.watches.values()]):
                     self.watches[job_id].held_at = t
+                    self._keep(self.watches[job_id])
                 self.renewed = t
                 w.trusted(self)
                 yield POINT
@@ -88,15 +90,26 @@ class Reconciler(launching.Launching):
         if job is None or attempt is None:
             return None
         ref: Any = (lease.job_id, lease.epoch)
-        ran = steady.counted(attempt.run_clock, attempt.begun_at, w)
+        ran = steady.counted(attempt.clocks.get(marks.RUN), attempt.begun_at, w)
         since = None if ran is None else w.t - ran
         made = Watch(lease, ref, w.engine, LIMITS, 1, view_of(job, LIMITS), held_at, w.t, w.t, w.t, since)
         for event in w.events[job.id]:
             if event.epoch == lease.epoch and event.type in (STOPPED, KILLED):
                 recall(made, event, w.t)
+        marks.recall(made, attempt.clocks, w, LEASE / 4, TIMING.launch_deadline)
         self.watches[job.id] = made
         w.trusted(self)
         return made
+
+    def _keep(self, watch: Watch) -> None:
+        """As ``Watcher.keep``; that runs are kept for other machines makes no difference here."""
+        if marks.running(watch):
+            self._mark(watch, self.w.t)
+
+    def _mark(self, watch: Watch, now: float) -> None:
+        """As ``marks.write``."""
+        self.w.attempt(*watch.ref).clocks = marks.stored(watch, now, "")
+        watch.marked = marks.running(watch)
 
     # --- one attempt ---------------------------------------------------------------------------------------------------
 
@@ -128,7 +141,7 @@ class Reconciler(launching.Launching):
         for watch in self.watches.values():
             job = w.jobs.get(watch.lease.job_id)
             if job is not None and job.lease_token == watch.lease.token:
-                wishes[job.id] = Wish(job.phase, job.desired, job.desired_cause)
+                wishes[job.id] = Wish(job.phase, job.desired, job.desired_cause, job.desired_at)
         for job_id, watch in list(self.watches.items()):
             wish = wishes.get(job_id)
             if wish is None:
@@ -152,22 +165,32 @@ class Reconciler(launching.Launching):
             if attempt.begun_at is None:
                 attempt.begun_at = max(w.engine.begun(ref).begun_at, attempt.created_at)
                 ran = min(max(0.0, (wall - attempt.begun_at).total_seconds()), now - watch.made_at)
-                watch.running_since, attempt.run_clock = now - ran, steady.Count(ran, "", now)._asdict()
+                watch.running_since = now - ran
+                self._mark(watch, now)
             watch.recorded = _NODE_0
             yield POINT
         deed = watch_rules.deed(watch, state, wish, now, wall, TIMING)
         do = deed.do
         if do is Do.WAIT:
+            if marks.due(watch, now):
+                w.hold(watch.lease)
+                self._mark(watch, now)
+                yield POINT
             return
         if do is Do.SUBMIT:
             attempt = w.attempt(*ref)
             if attempt is not None:
+                w.hold(watch.lease)
+                watch.waited_until = now
+                self._mark(watch, now)
+                yield POINT
                 yield from self._submit(watch, attempt.lineage)
         elif do is Do.FINISH:
             yield from self._finish(watch, state, now)
         elif do is Do.STOP:
             w.due(watch.lease, deed.cause, LIMITS, TIMING)
             self._note(watch, STOPPED, deed.cause, "SIGTERM to the agent")
+            self._mark(replace(watch, stopped_at=now), now)
             yield POINT
             watch_rules.stopping(watch, deed, now)
             yield from self._sure(watch)

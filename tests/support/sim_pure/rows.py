@@ -36,6 +36,7 @@ class Job:
         "ended_at", "epoch", "failures", "fork_source", "id", "lease_expires_at", "lease_owner", "lease_token", "message",
         "no_progress", "not_before", "owner", "paused_at", "paused_seconds", "phase", "preemptions", "priority", "ranks",
         "reason", "resume_from", "retries", "room_since", "running_seconds", "started_at", "step", "updated_at", "version",
+        "wished",
     )  # fmt: skip
 
     def __init__(self, job_id: str, owner: str, priority: int, ranks: int, now: datetime) -> None:
@@ -47,6 +48,7 @@ class Job:
         self.running_seconds = self.paused_seconds = 0.0
         self.desired_cause = self.desired_at = self.not_before = self.lease_owner = self.lease_token = None
         self.lease_expires_at = self.reason = self.message = self.room_since = self.paused_at = self.ended_at = None
+        self.wished: float | None = None  # when the wish was made, by the clock that nobody sets
         self.started_at = self.resume_from = self.committed_epoch = self.fork_source = None
 
 
@@ -54,15 +56,22 @@ class Attempt:
     """With its one node's columns: ``cpus``, ``acked``."""
 
     __slots__ = (
-        "acked", "at", "base_digest", "base_epoch", "base_step", "begun_at", "cause", "committed_step", "cpus", "created_at",
-        "ended_at", "job_id", "last_step", "launch", "lineage", "number", "outcome", "phase", "result", "resume_report",
-        "run_clock", "steps_lost", "training_at",
+        "acked", "at", "base_digest", "base_epoch", "base_step", "begun_at", "cause", "clocks", "committed_step", "cpus",
+        "created_at", "ended_at", "job_id", "last_step", "launch", "lineage", "number", "outcome", "phase", "result",
+        "resume_report", "steps_lost", "training_at",
     )  # fmt: skip
 
     def __init__(
-        self, job_id: str, number: int, cpus: tuple[int, ...], segments: list[Segment], now: datetime, at: float
+        self,
+        job_id: str,
+        number: int,
+        cpus: tuple[int, ...],
+        segments: list[Segment],
+        now: datetime,
+        at: float,
+        clocks: dict[str, Any],
     ) -> None:
-        self.at, self.run_clock = at, None  # by the clock that nobody sets
+        self.at, self.clocks = at, clocks  # by the clock that nobody sets
         self.job_id, self.number, self.cpus, self.lineage, self.created_at = job_id, number, cpus, segments, now
         self.phase, self.launch, self.acked, self.last_step, self.steps_lost = (
             AttemptPhase.LAUNCHING,
@@ -158,6 +167,8 @@ class Rows:
         for name, value in changes.items():
             setattr(job, name, value)
         job.version += 1
+        if wanted is not job.desired:
+            job.wished = None if job.desired is Desired.RUN else self.t if job.wished is None else job.wished
         facts = {"from": before._value_, "to": job.phase._value_, "desired": job.desired._value_}
         if data:
             facts |= data

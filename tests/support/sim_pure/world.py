@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ratchet_contract.errors import RatchetError
-from ratchet_contract.phases import Event, JobPhase
+from ratchet_contract.phases import Desired, Event, JobPhase
 from ratchet_contract.resume import Base
 from ratchet_service.queue_order import UNLIMITED, Limit
 from tests.support.sim.processes import QUIET, SET_BY, Faults
-from tests.support.sim_pure.agents import GONE, Engine
+from tests.support.sim_pure.agents import BEGUN, GONE, TRAINING, Engine
 from tests.support.sim_pure.checks import Checked
 from tests.support.sim_pure.launching import END, POINT
 from tests.support.sim_pure.reconciler import Reconciler
@@ -40,6 +40,8 @@ MOVES: Final = 20
 WEATHER: Final = Faults(die=0.02, stall=0.06, away=0.01, lost=0.15, agent=0.03, lingers=0.1, jumps=0.05, sets=0.02)
 GALE: Final = Faults(die=0.03, stall=0.12, away=0.03, lost=0.3, agent=0.08, lingers=0.3, jumps=0.1, sets=0.05)
 _REST: Final = 1800.0
+_LIFE: Final = 3
+"""Rounds of a restless reconciler, a second or more between two: less than ``stop_grace``."""
 _ONE_JOB: Final = Limit(jobs=1)
 _PLAIN: Final = (Event.SUSPEND, Event.RESUME, Event.CANCEL, Event.PREEMPT)
 
@@ -115,6 +117,8 @@ class World(Checked):
         kind = self.among(16)
         self.faults = GALE if kind & 1 else WEATHER
         self.postgres, self.same_host = bool(kind & 2), bool(kind & 4)
+        self.restless = self.among(4) == 0
+        """A reconciler is killed and started again and again, more often than any deadline passes, until all rests."""
         self._quota = _ONE_JOB if kind == 8 else UNLIMITED
         self.engine = Engine(self)
         self.disk: dict[str, dict[tuple[int, int], bool]] = {}
@@ -163,11 +167,15 @@ class World(Checked):
             self._move()
         self.moves = moves
         self._heal()
-        limit = self.t + _REST
+        limit, rounds = self.t + _REST, 0
         while not self._rested():
             assert self.t < limit, "not all jobs came to rest"
             self._whole_round(self.reconcilers[0])
             self.moves += 1
+            rounds += 1
+            if self.restless and rounds % _LIFE == 0:
+                self._end(self.reconcilers[0])
+                self._start_reconciler()
             busy = False
             for agent in self.engine.agents:
                 if agent.state != GONE:
@@ -241,7 +249,7 @@ class World(Checked):
 
     def _move_agent(self, agent: Any) -> None:
         rnd = self.rnd
-        if agent.stopped and agent.lingers == 0 and rnd() < 0.2:
+        if agent.stopped and not agent.deaf and agent.lingers == 0 and rnd() < 0.2:
             agent.stopped = False
             self.trace and self.say(f"{agent.name} goes on")
         if agent.flying and rnd() < 0.3:
@@ -312,7 +320,8 @@ class World(Checked):
     # --- the end -------------------------------------------------------------------------------------------------------
 
     def _heal(self) -> None:
-        """Faults stop: who stands goes on, what is on its way arrives; one reconciler is left, and finds the others' leases."""
+        """Faults stop: who stands goes on, what is on its way arrives; one reconciler is left, and finds the others' leases. Who
+        hangs for good does so, and its job is cancelled."""
         self.faults = QUIET
         self.trace and self.say("faults stop")
         for one in list(self.reconcilers):
@@ -323,9 +332,14 @@ class World(Checked):
         for one in self.reconcilers[:-1]:
             self._end(one)
         for agent in self.engine.agents:
-            agent.stopped, agent.lingers = False, 0
+            agent.deaf = agent.deaf and not agent.out_of_reach and (agent.job_id, agent.epoch) not in self.fences
+            agent.stopped, agent.lingers = agent.deaf, 0
             while agent.flying:
                 agent.land()
+        hanging = {agent.job_id for agent in self.engine.agents if agent.deaf and agent.state in (BEGUN, TRAINING)}
+        for job in self.everybody():
+            if job.id in hanging and job.phase.active and job.desired is not Desired.CANCEL:
+                self.act(job, Event.CANCEL)
 
     def _rested(self) -> bool:
         return all(agent.state == GONE for agent in self.engine.agents) and all(

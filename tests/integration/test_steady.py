@@ -1,0 +1,369 @@
+"""A reconciler that is restarted more often than a deadline passes: the deadline passes all the same, and never before its time.
+
+The first tests move a real reconciler round by round over a real database, with a clock that is theirs and an engine that only
+answers; the last kills real services while a real agent hangs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from ratchet_contract.access import LOCAL_OWNER
+from ratchet_contract.messages import AgentFile, AttemptResult, LaunchFile, RankEnd
+from ratchet_contract.paths import AttemptPaths, HomePaths
+from ratchet_contract.phases import Cause, Event, JobPhase
+from ratchet_service import clock as clocks
+from ratchet_service.clock import Clock
+from ratchet_service.database import Database
+from ratchet_service.launchers.base import AttemptRef, AttemptState, LaunchPlan, NodeState
+from ratchet_service.launchers.table import Launchers
+from ratchet_service.models import Attempt, Job
+from ratchet_service.models import Event as Row
+from ratchet_service.reconciler import Reconciler
+from ratchet_service.slots import Capacity
+from ratchet_service.usecases import actions, submit
+from ratchet_service.watched import Timing
+from tests.support.api import FakePorts, spec
+from tests.support.plane import Plane
+from tests.support.server import wait_for
+
+LIFE = 4
+"""Rounds of one reconciler, a second between two."""
+DEADLINE = 10.0
+"""Seconds; of whichever deadline a test is about."""
+LEASE = 15.0
+_AGENT = AgentFile(pid=1, start_time=1, host="there")
+UNBEGUN = AttemptState(True, (NodeState(),))
+RUNS = AttemptState(True, (NodeState(True, False, _AGENT, None),))
+HALF_GONE = AttemptState(True, (NodeState(True, False, _AGENT, None), NodeState(True, True, _AGENT, None)))
+QUEUED = AttemptState(True, (NodeState(),), waiting="Pending")
+
+
+class OwnClock(Clock):
+    """``elapsed`` is the truth; each machine's monotonic clock counts from a start of its own."""
+
+    def __init__(self) -> None:
+        self.elapsed, self.machine, self.offset = 0.0, "here", 1000.0
+
+    def now(self) -> datetime:
+        return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=self.elapsed)
+
+    def monotonic(self) -> float:
+        return self.elapsed + self.offset
+
+    def boot(self) -> str:
+        return self.machine
+
+    def of_server(self, session: Any) -> datetime:
+        return self.now()
+
+
+class Engine:
+    """Says ``state`` of whatever was submitted, until it is killed."""
+
+    kind = "local"
+    max_nodes: int | None = None
+    same_files = True
+
+    def __init__(self, slots: bool = True) -> None:
+        self.slots, self.state, self.killed = slots, UNBEGUN, False
+
+    def check(self, spec: Any) -> tuple[list[Any], list[Any]]:
+        return [], []
+
+    def plan(self, launch: LaunchFile) -> LaunchPlan:
+        paths = AttemptPaths(Path(launch.attempt_dir))
+        return LaunchPlan(AttemptRef(launch.job_id, launch.epoch, paths, 1), launch, ("agent",))
+
+    def submit(self, plan: LaunchPlan) -> None:
+        pass
+
+    def poll(self, ref: AttemptRef) -> AttemptState:
+        return AttemptState(False, self.state.nodes) if self.killed else self.state
+
+    def stop(self, ref: AttemptRef, grace: float) -> None:
+        pass
+
+    def kill(self, ref: AttemptRef) -> list[str]:
+        self.killed = True
+        return []
+
+    def logs(self, ref: AttemptRef, limit: int) -> str:
+        return ""
+
+    def sweep(self, known: Any) -> list[str]:
+        return []
+
+
+class Stage:
+    """One job and its engine, under one reconciler after another."""
+
+    def __init__(self, database: Database, home: HomePaths, clock: OwnClock) -> None:
+        self.database, self.home, self.clock = database, home, clock
+        self.engine = Engine()
+        self.timing = Timing(launch_deadline=DEADLINE, kill_after=DEADLINE, linger=DEADLINE, lost=DEADLINE)
+        self.job_id = ""
+
+    def submit(self) -> None:
+        data = spec(name="n", world={"ranks_per_node": 1, "device": "cpu"}, policy={"stop_grace": DEADLINE})
+        with self.database.write() as session:
+            self.job_id = submit.store(session, submit.prepare(data, FakePorts()), LOCAL_OWNER).id
+
+    def life(self, until: Callable[[], bool] = lambda: False) -> None:
+        """A reconciler starts, looks after the job for a while, and ends."""
+        launchers: Any = Launchers({"local": self.engine})
+        made = Reconciler(
+            self.database, self.home, launchers, Capacity(cpus=2), timing=self.timing, lease_seconds=LEASE
+        )
+        for _ in range(LIFE):
+            made.round()
+            self.clock.elapsed += 1.0
+            if until():
+                break
+        made._give_back()
+
+    def lives(self, until: Callable[[], bool], *, elsewhere: bool = False) -> float:
+        """Reconcilers one after the other; seconds until then."""
+        began = self.clock.elapsed
+        while not until():
+            assert self.clock.elapsed - began < 20 * DEADLINE, "the deadline never passes"
+            self.life(until)
+            if elsewhere:
+                self.clock.machine += "'"
+                self.clock.offset -= 50.0
+        return self.clock.elapsed - began
+
+    def told(self, type_: str) -> bool:
+        with self.database.read() as session:
+            query = sa.select(Row.id).where(Row.job_id == self.job_id, Row.type == type_)
+            return session.scalar(query) is not None
+
+    def wish(self, event: Event) -> None:
+        with self.database.write() as session:
+            actions.act(session, self.job_id, event)
+
+    def set_attempt(self, **values: Any) -> None:
+        with self.database.write() as session:
+            session.execute(sa.update(Attempt).where(Attempt.job_id == self.job_id).values(**values))
+
+    def job(self) -> Job:
+        with self.database.read() as session:
+            return session.get_one(Job, self.job_id)
+
+
+@pytest.fixture
+def stage(database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    clock = OwnClock()
+    monkeypatch.setattr(database, "clock", clock)
+    monkeypatch.setattr(database, "_info", clocks.info(clock))
+    home = HomePaths(tmp_path)
+    home.jobs.mkdir(parents=True)
+    made = Stage(database, home, clock)
+    made.submit()
+    return made
+
+
+def _launch(stage: Stage) -> str:
+    stage.engine.state = UNBEGUN
+    stage.life()
+    return "agent-killed"
+
+
+def _wish(stage: Stage) -> str:
+    stage.engine.state = RUNS
+    stage.life()
+    stage.wish(Event.CANCEL)
+    return "agent-stopped"
+
+
+def _stop(stage: Stage) -> str:
+    told = _wish(stage)
+    stage.lives(lambda: stage.told(told))
+    return "agent-killed"
+
+
+def _result(stage: Stage) -> str:
+    at = stage.clock.now().isoformat()
+    ends = [RankEnd(rank=0, exit_code=0, last_step=4)]
+    result = AttemptResult(
+        job_id=stage.job_id, epoch=1, cause=Cause.COMPLETED, last_step=4, started_at=at, ended_at=at, ranks=ends
+    )
+    stage.engine.state = RUNS
+    stage.life()
+    stage.engine.state = AttemptState(True, (NodeState(True, False, _AGENT, result),))
+    return "agent-killed"
+
+
+def _lost(stage: Stage) -> str:
+    stage.engine.state = RUNS
+    stage.life()
+    stage.engine.state = HALF_GONE
+    return "agent-killed"
+
+
+DEADLINES = [_launch, _wish, _stop, _result, _lost]
+
+
+@pytest.mark.parametrize("begun", DEADLINES)
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "elsewhere"])
+def test_a_deadline_passes_however_often_the_reconciler_is_restarted(
+    stage: Stage, begun: Callable[[Stage], str], elsewhere: bool
+) -> None:
+    """Later than without restarts, where each is on another machine; and never early."""
+    told = begun(stage)
+    before = LIFE if begun is _launch else 0
+    assert not stage.told(told)
+    took = before + stage.lives(lambda: stage.told(told), elsewhere=elsewhere)
+    assert DEADLINE <= took <= (8 * DEADLINE if elsewhere else DEADLINE + 2 * LIFE)
+    if told == "agent-killed":
+        stage.lives(lambda: not stage.job().phase.active or stage.job().phase is JobPhase.QUEUED)
+
+
+@pytest.mark.parametrize("begun", DEADLINES)
+def test_what_nobody_saw_brings_no_deadline_nearer(stage: Stage, begun: Callable[[Stage], str]) -> None:
+    """A service that was away for an hour: no agent could hear of the wish, or tell of its end."""
+    told = begun(stage)
+    if begun is not _launch:  # which has had a life already
+        stage.life()
+    stage.clock.elapsed += 3600.0
+    stage.life(lambda: stage.told(told))
+    assert not stage.told(told)
+    stage.lives(lambda: stage.told(told))
+
+
+@pytest.mark.parametrize("kept", [None, [], "x", {"wish": "x"}, {"wish": {"seconds": -1, "boot": "here"}}])
+def test_what_the_row_does_not_tell_begins_anew(stage: Stage, kept: Any) -> None:
+    told = _wish(stage)
+    stage.life()
+    stage.life()
+    stage.set_attempt(clocks=kept)
+    assert stage.lives(lambda: stage.told(told)) >= DEADLINE
+
+
+def test_another_wish_begins_anew(stage: Stage) -> None:
+    told = _wish(stage)
+    stage.life()
+    stage.life()
+    with stage.database.write() as session:
+        session.get_one(Job, stage.job_id).desired_at = stage.clock.now()
+    assert stage.lives(lambda: stage.told(told)) >= DEADLINE
+
+
+def test_time_in_the_engines_queue_is_no_part_of_a_start(stage: Stage) -> None:
+    stage.engine.slots = False
+    stage.life()
+    stage.engine.state = QUEUED
+    for _ in range(5):
+        stage.life()
+    stage.engine.state = UNBEGUN
+    assert DEADLINE - 1.0 <= stage.lives(lambda: stage.told("agent-killed")) <= DEADLINE + 2 * LIFE
+
+
+def test_where_nobody_looked_it_may_have_been_in_the_engines_queue(stage: Stage) -> None:
+    stage.engine.slots = False
+    stage.life()
+    stage.clock.elapsed += DEADLINE
+    assert stage.lives(lambda: stage.told("agent-killed")) >= DEADLINE
+
+
+def test_a_start_is_counted_from_the_submission_that_was_made_again(stage: Stage) -> None:
+    """Of an attempt whose reconciler ended before it had called the engine there was nothing that could begin."""
+    stage.engine.state = AttemptState(False, (NodeState(),))
+    submit_ = stage.engine.submit
+
+    def away(plan: LaunchPlan) -> None:
+        raise KeyboardInterrupt
+
+    stage.engine.submit = away  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        stage.life()
+    stage.clock.elapsed += 3600.0
+    submitted: list[float] = []
+
+    def begins(plan: LaunchPlan) -> None:
+        submit_(plan)
+        submitted.append(stage.clock.elapsed)
+        stage.engine.state = UNBEGUN
+
+    stage.engine.submit = begins  # type: ignore[method-assign]
+    stage.lives(lambda: stage.told("agent-killed"))
+    assert len(submitted) == 1 and stage.clock.elapsed - submitted[0] >= DEADLINE
+
+
+def test_a_job_that_comes_to_its_end_writes_nothing_for_its_deadlines_alone(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But with the renewals of its lease: what is soon over is in no row."""
+    marked: list[float] = []
+    stage.engine.state = RUNS
+    stage.life()
+    monkeypatch.setattr("ratchet_service.watching.Watcher._mark", lambda *asked: marked.append(stage.clock.elapsed))
+    at = stage.clock.now().isoformat()
+    result = AttemptResult(
+        job_id=stage.job_id, epoch=1, cause=Cause.COMPLETED, last_step=4, started_at=at, ended_at=at,
+        ranks=[RankEnd(rank=0, exit_code=0, last_step=4)],
+    )  # fmt: skip
+    stage.engine.state = AttemptState(False, (NodeState(True, True, _AGENT, result),))
+    stage.lives(lambda: not stage.job().phase.active)
+    assert marked == []
+
+
+# --- real processes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plane(tmp_path: Path, database: Database) -> Iterator[Plane]:
+    made = Plane(tmp_path, database)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("migrated", ["sqlite"], indirect=True)
+def test_services_that_are_killed_again_and_again_end_an_agent_that_hangs(plane: Plane) -> None:
+    """It holds its lock, hears nothing and answers no SIGTERM. Each service lives for less than ``stop_grace``."""
+    process = plane.start_process()
+    job_id = plane.submit({"steps": 100_000}, policy={"stop_grace": 6})
+    plane.wait_job(job_id, lambda job: job.step > 0, "training")
+    pid = _agent(plane, job_id)
+    os.kill(pid, signal.SIGSTOP)
+    plane.post(f"/v1/jobs/{job_id}/cancel")
+    for _ in range(12):
+        _lives(plane, job_id, 3.0)
+        process.kill()
+        process.wait(10)
+        if not plane.job(job_id).phase.active:
+            break
+        process = plane.start_process()
+    job = plane.job(job_id)
+    assert job.phase is JobPhase.CANCELLED
+    assert {"agent-stopped", "agent-killed"} <= {event.type for event in plane.events(job_id)}
+
+
+def _agent(plane: Plane, job_id: str) -> int:
+    def found() -> int | None:
+        path = plane.attempt_paths(job_id, 1).node(0).agent_file
+        return AgentFile.model_validate_json(path.read_bytes()).pid if path.exists() else None
+
+    return int(wait_for(found, "the agent's file", 30))
+
+
+def _lives(plane: Plane, job_id: str, seconds: float) -> None:
+    """The newest service has the job for so long, or ends it."""
+    pid = plane.processes[-1].pid
+
+    def has_it() -> bool:
+        job = plane.job(job_id)
+        return not job.phase.active or f"/{pid}/" in (job.lease_owner or "")
+
+    wait_for(has_it, "the service to look after the job", 30)
+    until = time.monotonic() + seconds
+    wait_for(lambda: time.monotonic() >= until or not plane.job(job_id).phase.active, "its time", 30)
