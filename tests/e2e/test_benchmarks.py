@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +16,7 @@ from benchmarks import startup, step
 from benchmarks.stats import estimate, machine
 from examples.demo.processes import Service, living
 from tests.support.forked_benchmarks import ForkedService
+from tests.support.server import processes_below, wait_for
 
 FIGURE = r"(\d+\.\d{3}) \[(\d+\.\d{3}), (\d+\.\d{3})\]"
 
@@ -52,3 +57,25 @@ def test_step_prints_a_ratio_with_its_interval(
 def test_startup_prints_what_the_control_plane_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     startup.control_plane(tmp_path, 1)
     assert "libtorch in its maps: no" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_benchmark_that_is_interrupted_leaves_no_process_and_no_directory(tmp_path: Path) -> None:
+    """With its service up, and a job of it just started."""
+    environ = {**os.environ, "TMPDIR": str(tmp_path), "RATCHET_BENCH_SIZES": "small"}
+    command = [sys.executable, "-m", "benchmarks", "--only", "step"]
+    with subprocess.Popen(
+        command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            wait_for(lambda: list(tmp_path.glob("ratchet-bench-*/home/jobs/*/attempts/0001/agent.json")), "a job", 90)
+            assert len(processes_below(tmp_path)) >= 2  # this command's, its service, the agent
+            process.send_signal(signal.SIGINT)
+            said = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
+    assert process.returncode != 0 and "KeyboardInterrupt" in said, said
+    left = processes_below(tmp_path)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == [] and list(tmp_path.iterdir()) == []

@@ -22,6 +22,7 @@ from tests.support import words
 from tests.support.api import FakePorts
 from tests.support.docs import PAGES as USER_PAGES
 from tests.support.docs import anchors
+from tests.support.postgres import URL_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -141,6 +142,16 @@ def _run_directory() -> list[Path]:
         if isinstance(getattr(type(thing), name), property)
     ]
     return [*(p for p in properties if isinstance(p, Path)), *per_rank, *files, attempt.node(1).root]
+
+
+def test_every_variable_of_the_tests_is_explained_to_who_runs_them() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    texts = [path.read_text() for path in (ROOT / "tests").rglob("*.py")]
+    read = {name for text in texts for name in re.findall(r'environ(?:\.get\(|\[)"(RATCHET_TEST_\w+)"', text)}
+    shown = set(re.findall(r"`(RATCHET_TEST_\w+)`", page)) | {
+        "RATCHET_TEST_SCHEDULES" + end for end in re.findall(r"`(_[A-Z]+)`", page)
+    }
+    assert len(read) > 10 and read | {URL_VARIABLE} == shown
 
 
 @pytest.mark.parametrize("package", sorted(path.parent.name for path in ROOT.glob("[a-z]*/ratchet_*/py.typed")))
