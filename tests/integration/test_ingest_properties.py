@@ -9,6 +9,7 @@ import json
 import os
 import random
 from collections import Counter
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ratchet_contract.phases import AttemptPhase
 from ratchet_service.bounds import Bounds
 from ratchet_service.ingest import ingest
 from ratchet_service.ingest_news import Told
-from ratchet_service.models import Base, Job
+from ratchet_service.models import AttemptNode, Base, Job
 from ratchet_worker import uplink as uplink_module
 from ratchet_worker.service_link import Unreachable
 from ratchet_worker.spool import Spool
@@ -122,6 +123,37 @@ def test_duplicates_delays_and_other_portions_change_nothing(api: Api, seed: int
     for table, expected in once.items():
         assert again[table] == expected, (table, again[table] - expected, expected - again[table])
     assert sum(once["metrics"].values()) > 20 and sum(once["checkpoints"].values()) > 2
+
+
+@pytest.mark.parametrize("size", [1, 7])
+def test_figures_that_come_alone_leave_what_they_leave_among_other_messages(api: Api, size: int) -> None:
+    """Reports of nothing else are written by statements of their own."""
+    zero: list[dict[str, Any]] = [training_message()]
+    for step in range(1, 40):
+        zero.append(message("metrics", step=step, values={"loss": 1 / step, f"x{step % 6}": "NaN"}))
+        more = {"total_steps": 50, "data_epoch": step // 20} if step % 3 else {"steps_per_second": float(step)}
+        zero.append(message("progress", step=step, **more) if step % 10 else message("progress", step=-1))
+    one = [hook_message(step, 1) for step in range(1, 30)]
+    together, alone = api.submit(), api.submit()
+    for job in (together, alone):
+        api.attempt(job)
+    homes, told = api.settings.paths, Told()
+    ingest(api.database, report(together, 1, [(0, 0, zero), (1, 0, one)]), TOKEN, homes, BOUNDS)
+    ingest(api.database, report(alone, 1, [(0, 0, zero[:1])]), TOKEN, homes, BOUNDS, told)
+
+    def times() -> list[datetime]:
+        with api.database.read() as session:
+            query = sa.select(Job.updated_at, AttemptNode.reported_at).join(AttemptNode, AttemptNode.job_id == Job.id)
+            return list(session.execute(query.where(Job.id == alone)).one())
+
+    first_times = times()
+    for rank, lines, first in ((0, zero, 1), (1, one, 0)):
+        for begin in range(first, len(lines), size):
+            ingest(
+                api.database, report(alone, 1, [(rank, begin, lines[begin : begin + size])]), TOKEN, homes, BOUNDS, told
+            )
+    assert rows(api, alone) == rows(api, together)
+    assert all(after > before for before, after in zip(first_times, times(), strict=True))
 
 
 def test_order_of_one_rank_is_the_order_of_its_events(api: Api) -> None:
