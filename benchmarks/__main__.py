@@ -16,6 +16,7 @@ BENCHMARKS: Final[dict[str, str]] = {
     "network": "benchmarks.network",
     "accuracy": "benchmarks.accuracy",
     "service": "benchmarks.service",
+    "queue": "benchmarks.service_queue",
     "series": "benchmarks.series",
 }
 """Name on the command line -> module with ``main() -> None``, imported only when it is run."""

@@ -26,22 +26,49 @@ def fill(database: Database, first: int, last: int, template: str) -> None:
     for begin in range(first, last + 1, _BATCH):
         with database.write() as session:
             _copy(session.connection(), database.is_sqlite, begin, min(begin + _BATCH - 1, last), template)
+    _analyse(database)
+
+
+def queue(database: Database, jobs: int, owners: int, template: str) -> None:
+    """So many queued copies of ``template``, a queued job that has been told why it waits, by turns of ``owners``; ten
+    seconds apart, the last one the newest."""
+    sqlite = database.is_sqlite
+    ident, when = _ident(sqlite), _when(sqlite, f"({jobs} - i)")
+    numbers = _numbers(sqlite, 1, jobs)
+    with database.write() as session:
+        insert = _Insert(session.connection(), numbers)
+        insert(Job, {"id": ident, "owner": f"'o-' || (i % {owners})", "created_at": when, "updated_at": when}, template)
+    _analyse(database)
+
+
+def _ident(sqlite: bool) -> str:
+    return "printf('job-%012d', i)" if sqlite else "'job-' || lpad(i::text, 12, '0')"
+
+
+def _when(sqlite: bool, number: str) -> str:
+    """``number`` times ten seconds ago."""
+    return (
+        f"strftime('%Y-%m-%d %H:%M:%f000', 'now', '-' || ({number} * 10) || ' seconds')"
+        if sqlite
+        else f"now() - {number} * interval '10 seconds'"
+    )
+
+
+def _numbers(sqlite: bool, first: int, last: int) -> str:
+    return (
+        f"WITH RECURSIVE n(i) AS (SELECT {first} UNION ALL SELECT i + 1 FROM n WHERE i < {last})"
+        if sqlite
+        else f"WITH n(i) AS (SELECT generate_series({first}, {last}))"
+    )
+
+
+def _analyse(database: Database) -> None:
     with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.exec_driver_sql("ANALYZE" if database.is_sqlite else "VACUUM ANALYZE")
 
 
 def _copy(connection: sa.Connection, sqlite: bool, first: int, last: int, template: str) -> None:
-    ident = "printf('job-%012d', i)" if sqlite else "'job-' || lpad(i::text, 12, '0')"
-    when = (
-        "strftime('%Y-%m-%d %H:%M:%f000', 'now', '-' || (i * 10) || ' seconds')"
-        if sqlite
-        else "now() - i * interval '10 seconds'"
-    )
-    numbers = (
-        f"WITH RECURSIVE n(i) AS (SELECT {first} UNION ALL SELECT i + 1 FROM n WHERE i < {last})"
-        if sqlite
-        else f"WITH n(i) AS (SELECT generate_series({first}, {last}))"
-    )
+    ident, when, numbers = _ident(sqlite), _when(sqlite, "i"), _numbers(sqlite, first, last)
     insert = _Insert(connection, numbers)
     name = "'n-' || (i % 50)"
     now = {"created_at": when, "updated_at": when, "started_at": when, "ended_at": when}

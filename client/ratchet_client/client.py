@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
@@ -11,6 +12,7 @@ from urllib.parse import quote
 
 from pydantic import BaseModel
 
+from ratchet_client import queue_older
 from ratchet_client.access import Access
 from ratchet_client.calls import PAGE, checkpoint_path, job_path, quota_path
 from ratchet_client.errors import ServiceFault, ServiceUnreachable
@@ -230,16 +232,23 @@ class RatchetClient(Following, Access):
     # --- queue and quotas ---------------------------------------------------------------------------------------------
 
     def queue(self, limit: int = 50) -> list[api_queue.QueuedView]:
-        """Who is next, of everybody's jobs, and why each waits: the first ``limit``.
+        """Who is next, of everybody's jobs, and why each waits: the first ``limit``, of a service that is older than pages 100 at
+        most.
 
         >>> [one.position for one in client.queue()] in ([], [1])
         True
         """
-        return list(islice(self._pages("/v1/queue", api_queue.QueuedView, {"limit": min(limit, 100)}), limit))
+        with queue_older.said():
+            return list(islice(self._pages("/v1/queue", api_queue.QueuedView, {"limit": min(limit, 100)}), limit))
 
     def queue_view(self, limit: int = 50, job_id: str | None = None) -> api_queue.QueueView:
-        """One page, at most 100, with how many wait in all; or where ``job_id`` stands: no item where it is not queued."""
-        return self._get("/v1/queue", api_queue.QueueView, {"limit": limit, "job_id": job_id})
+        """One page, at most 100, with how many wait in all; or where ``job_id`` stands: no item where it is not queued.
+
+        Of an older service ``waiting`` is None: it is not known how many wait, and where ``job_id`` stands only if it is among
+        the first 100. Raises ``NotFound`` (``no-such-route``) where a service has no queue to show yet.
+        """
+        get = partial(self._get, "/v1/queue", api_queue.QueueView)
+        return queue_older.asked(get, limit) if job_id is None else queue_older.of_job(get, job_id, self.job)
 
     def quotas(self) -> Iterator[api_quotas.QuotaView]:
         """Those that were set, with what their owners have now."""

@@ -104,6 +104,15 @@ class JobView(View):
         None, description="Current directory of its ranks, once an attempt has made it; told where one job is read."
     )
     goodput: GoodputView | None = Field(None, description="Where its time went; told where one job is read.")
+    position: int | None = Field(
+        None,
+        description="In the queue, from 1; told where one job is read. null: it is not queued, a back-off holds it, or it is "
+        "too far behind among several owners' jobs (`ahead_at_least`).",
+    )
+    ahead_at_least: int | None = Field(
+        None,
+        description="Where it is queued too far behind to be given a position here: so many jobs, or more, are ahead.",
+    )
     created_at: datetime
     updated_at: datetime
     started_at: datetime | None = None

@@ -13,8 +13,11 @@ class QueuedView(View):
     """A job that waits for an attempt."""
 
     position: int | None = Field(
-        description="From 1: in this order jobs start, each once there is room for it. null: a back-off holds it, or it is "
-        "behind the first 10000."
+        description="From 1: in this order jobs start, each once there is room for it. null: a back-off holds it, or it is too "
+        "far behind to be placed among several owners' jobs (`ahead_at_least`)."
+    )
+    ahead_at_least: int | None = Field(
+        None, description="Where it is too far behind to have a position: so many jobs, or more, are ahead of it."
     )
     job_id: str
     name: str
@@ -32,4 +35,8 @@ class QueuedView(View):
 class QueueView(Page[QueuedView]):
     """A page of the queue. Positions shift while pages are read, as jobs start and come."""
 
-    waiting: int = Field(description="Jobs in the queue in all, without those that a back-off holds.")
+    waiting: int | None = Field(
+        None,
+        description="Jobs in the queue in all, without those that a back-off holds. A service always tells; null stands in a "
+        "client for the answer of an older one that did not.",
+    )

@@ -28,6 +28,7 @@ from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.clock import now_in
 from ratchet_service.database import Database
 from ratchet_service.decide import BEYOND
+from ratchet_service.foreseen import Foreseen
 from ratchet_service.ingest import hash_token
 from ratchet_service.launch_files import launch_file, newest_recorded, read_launch_file, save_seconds
 from ratchet_service.launchers.base import LaunchPlan
@@ -35,7 +36,7 @@ from ratchet_service.launchers.table import Launchers
 from ratchet_service.leases import ACTIVE, Lease, hold, lease_values
 from ratchet_service.lineage import fork_for_launch, lineage
 from ratchet_service.models import Attempt, AttemptNode, Job
-from ratchet_service.queueing import NO_SLOT, QUOTA, Preemption, Round, Turn, say_why
+from ratchet_service.queueing import NO_SLOT, QUOTA, Plan, Preemption, Round, Turn, say_why
 from ratchet_service.shown import pace_before
 from ratchet_service.slots import Capacity
 from ratchet_service.transitions import apply
@@ -47,7 +48,7 @@ NO_LAUNCHER: Final = "no-launcher"
 FOREIGN_PATIENCE: Final = 10.0
 """Seconds that a job waits for another reconciler, which has its launcher, before it is told that there is none."""
 _PASSES: Final = 3
-"""Transactions of one look at the queue: the first tells whose directories must be listed, in the second they start."""
+"""Transactions of one look at the queue: more than one where others change meanwhile what it was made for."""
 _SLOTS_LOCK: Final = 0x52_41_54_43_53_4C_4F_54  # "RATCSLOT"
 
 
@@ -84,45 +85,58 @@ class Launching:
         self._bounds = bounds
 
     def launch_ready(self) -> list[Launched]:
-        """Start attempts for as many queued jobs as there are slots for, and tell the others why they wait."""
+        """Start attempts for as many queued jobs as there are slots for, and tell the others why they wait.
+
+        Who that concerns is found first, without a lock, and the directories of those that start are listed then: a long queue
+        keeps nobody from the database, and a disk that answers slowly nobody from the slots."""
+        launched: list[Launched] = []
+        listed: dict[tuple[str, int], Next | OSError] = {}
+        tried: set[tuple[str, int]] = set()
+        for _ in range(_PASSES):
+            plan = self._foreseen()
+            if plan is None:
+                break
+            for key in plan.starts:
+                if key not in listed:
+                    listed[key] = self._following(*key)
+            done: set[tuple[str, int]] = set()
+            with self._database.write() as session:
+                launched += self._pass(session, plan, listed, done)
+            # What is launched waits for nobody's disk. What others took, or could not be made, leaves its slots to those behind.
+            if launched or tried.issuperset(plan.starts):
+                break
+            tried |= done
+        return launched
+
+    def _foreseen(self) -> Plan | None:
+        """None: there is nothing to do."""
+        slots = {kind: launcher.slots for kind, launcher in self._launchers.items()}
         with self._database.read() as session:
             ready = queue_rows.due(self._database.clock.now()) & queue_rows.launched_by(self._launchers)
             if session.scalar(sa.select(Job.id).where(ready).limit(1)) is None:
-                return []
-        launched: list[Launched] = []
-        listed: dict[tuple[str, int], Next | OSError] = {}
-        for _ in range(_PASSES):
-            unlisted: list[tuple[str, int]] = []
-            with self._database.write() as session:
-                launched += self._pass(session, listed, unlisted)
-            if launched or not unlisted:
-                break
-            for (
-                job_id,
-                epoch,
-            ) in unlisted:  # a disk that answers slowly keeps nobody from the slots, nor from the database
-                listed[job_id, epoch] = self._following(job_id, epoch)
-        return launched
+                return None
+            return Foreseen(session, slots, self._capacity, self._preemption).plan() or None
 
     def _pass(
         self,
         session: Session,
+        plan: Plan,
         listed: Mapping[tuple[str, int], Next | OSError],
-        unlisted: list[tuple[str, int]],
+        done: set[tuple[str, int]],
     ) -> Iterator[Launched]:
         """Whose turn it is starts, once it is known which attempts the disk has of it behind the newest that its row knows
-        (``listed``, by job and that attempt); else it is told to ``unlisted``, and what it is given is kept for it."""
+        (``listed``, by job and that attempt); else what it is given is kept for it. ``done``: whose turn it was."""
         if session.get_bind().dialect.name != "sqlite":
             # One reconciler at a time hands out slots; on SQLite the write transaction itself sees to that.
             session.execute(sa.select(sa.func.pg_advisory_xact_lock(_SLOTS_LOCK)))
-        round_ = Round(session, self._slots_here(session), self._capacity, self._preemption)
+        round_ = Round(session, self._slots_here(session), self._capacity, self._preemption, plan)
         for turn in round_.turns():
             key = (turn.job.id, turn.job.epoch)
             if key in listed:
+                done.add(key)
                 yield from self._start(session, turn, listed[key])
             else:
                 round_.keep(turn)
-                unlisted.append(key)
 
     def _following(self, job_id: str, epoch: int) -> Next | OSError:
         try:

@@ -61,6 +61,20 @@ class Job(Base):
         sa.Index(
             "ix_jobs_ttl", "ttl", sqlite_where=sa.text("ttl IS NOT NULL"), postgresql_where=sa.text("ttl IS NOT NULL")
         ),
+        sa.Index(
+            "ix_jobs_room_since",
+            "room_since",
+            sqlite_where=sa.text("room_since IS NOT NULL"),
+            postgresql_where=sa.text("room_since IS NOT NULL"),
+        ),
+        sa.Index(
+            "ix_jobs_queued",
+            "phase",
+            "reason",
+            "not_before",
+            sqlite_where=sa.text("phase = 'QUEUED'"),
+            postgresql_where=sa.text("phase = 'QUEUED'"),
+        ),
         sa.Index("ix_jobs_phase_owner_priority_created_at_id", "phase", "owner", "priority", "created_at", "id"),
         *(
             sa.Index(f"ix_jobs_{column}_created_at_id", column, "created_at", "id")

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, NamedTuple
@@ -41,7 +41,7 @@ class Limit:
 
     def never(self, takes: Share) -> tuple[str, int, int] | None:
         """Of what one job takes more than the quota has: its name, how much it takes, the limit."""
-        for name in HELD:
+        for name in HELD if self is not UNLIMITED else ():
             limit, wants = getattr(self, name), getattr(takes, name)
             if limit is not None and wants > limit:
                 return name, wants, limit
@@ -63,8 +63,7 @@ UNLIMITED: Final = Limit()
 _NAMES: Final = {"gpus": "GPUs", "ranks": "ranks", "jobs": "jobs"}
 
 
-@dataclass(frozen=True)
-class Queued:
+class Queued(NamedTuple):
     """A job that waits for an attempt. ``claims``: since when another one is stopped for it."""
 
     job: str
@@ -79,13 +78,8 @@ class Queued:
         """In the order of claims; those without one come last."""
         return math.inf if self.claims is None else self.claims.timestamp()
 
-    @property
-    def age(self) -> tuple[float, datetime, str]:
-        return (self.claim, self.created_at, self.job)
 
-
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """``over``: why the owner's quota holds it back; None: its turn comes."""
 
     queued: Queued
@@ -94,33 +88,46 @@ class Place:
 
 def in_order(queue: Iterable[Queued], held: Mapping[str, Share], limit: Callable[[str], Limit]) -> list[Place]:
     """Every job of ``queue`` once, in order. ``held``: by owner, of attempts that have not ended; ``limit``: an owner's quota."""
+    lines: dict[str, list[Queued]] = defaultdict(list)
+    for one in queue:
+        lines[one.owner].append(one)
+    return list(in_turns({owner: iter(sorted(line, key=in_line)) for owner, line in lines.items()}, held, limit))
+
+
+def in_line(one: Queued) -> tuple[int, float, datetime, str]:
+    """By this an owner's jobs stand one behind the other."""
+    return (-one.priority, one.claim, one.created_at, one.job)
+
+
+def in_turns(
+    lines: Mapping[str, Iterator[Queued]], held: Mapping[str, Share], limit: Callable[[str], Limit]
+) -> Iterator[Place]:
+    """``in_order`` of lines that are read only as far as places are asked for: each owner's, in the order of ``in_line``."""
     counted = defaultdict(Share, held)  # with what was placed: whose turn it is
     used = defaultdict(Share, held)  # with what waits for the quota, too: what is left of it
-    by_priority: dict[int, dict[str, list[Queued]]] = defaultdict(lambda: defaultdict(list))
-    for one in queue:
-        by_priority[one.priority][one.owner].append(one)
-    out: list[Place] = []
-    for priority in sorted(by_priority, reverse=True):
-        lines = {owner: deque(sorted(jobs, key=lambda j: j.age)) for owner, jobs in by_priority[priority].items()}
-        turns = [_turn(line[0], counted[owner]) for owner, line in lines.items()]
-        heapq.heapify(turns)
-        while turns:
-            owner = heapq.heappop(turns)[-1]
-            one = lines[owner].popleft()
-            quota = limit(owner)
+    heads = ((owner, next(line, None)) for owner, line in lines.items())
+    turns = [_turn(head, counted[owner]) for owner, head in heads if head is not None]
+    heapq.heapify(turns)
+    while turns:
+        one = turns[0][-1]
+        owner, quota, over = one.owner, limit(one.owner), None
+        if quota is not UNLIMITED:
             over = _over(one.takes, used[owner], held.get(owner, Share()), quota)
             if quota.never(one.takes) is None:
                 used[owner] = used[owner].plus(one.takes)
-            if over is None:
-                counted[owner] = counted[owner].plus(one.takes)
-            out.append(Place(one, over))
-            if lines[owner]:
-                heapq.heappush(turns, _turn(lines[owner][0], counted[owner]))
-    return out
+        if over is None:
+            counted[owner] = counted[owner].plus(one.takes)
+        yield Place(one, over)
+        following = next(lines[owner], None)
+        if following is None:
+            heapq.heappop(turns)
+        else:
+            heapq.heapreplace(turns, _turn(following, counted[owner]))
 
 
-def _turn(head: Queued, holds: Share) -> tuple[float, int, int, datetime, str, str]:
-    return (head.claim, holds.gpus, holds.ranks, head.created_at, head.job, head.owner)
+def _turn(head: Queued, holds: Share) -> tuple[int, float, int, int, datetime, str, Queued]:
+    """No two are equal, and none comes before the one that its own line had before it: so the heads alone are compared."""
+    return (-head.priority, head.claim, holds.gpus, holds.ranks, head.created_at, head.job, head)
 
 
 def _over(takes: Share, used: Share, held: Share, quota: Limit) -> str | None:

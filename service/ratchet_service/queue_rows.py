@@ -6,11 +6,12 @@ by the index of phase, owner, priority and age, however many rows the table has.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
-from datetime import datetime, timedelta
-from typing import Any, Final
+from collections.abc import Callable, Collection, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy.orm import Session, aliased
@@ -31,11 +32,17 @@ PAGE: Final = 10_000
 UNMADE: Final = Cause.LAUNCHER_ERROR.value
 """Reason of a queued job whose attempt could not be made when its turn came. Until it can, it stands behind all others, and
 nobody is stopped for it."""
+_LONG_AGO: Final = datetime(1970, 1, 1, tzinfo=UTC)
+TOLD: Final = 2_000
+"""Jobs that are told in one look why they wait, of those that were not looked at; the others in the next ones."""
+_AT_ONCE: Final = 1_000
+"""Ids in one statement."""
+QUEUED: Final = sa.text("jobs.phase = 'QUEUED'")
+"""In the words of ``ix_jobs_queued``, which is of queued jobs alone, so that it is used."""
 ALIVE: Final = tuple(phase for phase in AttemptPhase if phase is not AttemptPhase.ENDED)
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A queued job, with what its row says of why it waits."""
 
     queued: Queued
@@ -65,32 +72,107 @@ def waiting(
     now: datetime,
     kinds: Collection[str] | None = None,
     never: Callable[[Queued], str | None] = lambda _: None,
-    look: int = LOOK,
 ) -> list[Row]:
-    """Jobs that may start now, of launchers ``kinds`` (None: of any): of each owner the first ``look``, in no order.
+    """Jobs that may start now, of launchers ``kinds`` (None: of any): of each owner the first ``LOOK``, in no order.
 
-    ``never``: why a job cannot start, however many others end. Of those the first ``look`` that have not been told so come
-    with them, and of those whose attempt could not be made as many: neither hides a job that can start."""
-    counts = sa.select(Job.owner, Job.priority, sa.func.count()).where(Job.phase == JobPhase.QUEUED)
-    owners: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for owner, priority, count in session.execute(counts.group_by(Job.owner, Job.priority)):
-        owners[owner].append((priority, count))
-    out: list[Row] = []
-    for owner, priorities in owners.items():
+    ``never``: why a job cannot start, however many others end. Of those the first ``LOOK`` that have not been told so come
+    with them, and of those whose attempt could not be made as many: neither hides a job that can start. Nor does the place of
+    one for which another was stopped: it comes from wherever its row stands."""
+    out = {row.queued.job: row for row in claiming(session, now, kinds)}
+    lines = Lines(session, now, kinds)
+    for owner, priorities in owners(session).items():
         found: list[Row] = []
         untold: list[Row] = []
         unmade: list[Row] = []
-        blocks = _blocks(sorted(priorities, reverse=True), look)
-        for row in (row for block in blocks for row in _of_owner(session, now, kinds, owner, *block, look)):
+        for row in lines.of(owner, priorities, LOOK):
             why = never(row.queued)
             if why is None:
                 (unmade if row.reason == UNMADE else found).append(row)
             elif row.message != why:
                 untold.append(row)
-            if len(found) >= look:
+            if len(found) >= LOOK:
                 break
-        out += [*found, *untold[:look], *unmade[:look]]
+        out.update((row.queued.job, row) for row in (*found, *untold[:LOOK], *unmade[:LOOK]))
+    return list(out.values())
+
+
+def these(session: Session, now: datetime, kinds: Collection[str] | None, ids: Sequence[str]) -> list[Row]:
+    """Those of the jobs ``ids`` that may start now, of launchers ``kinds``; in no order."""
+    query = _rows(now, kinds)
+    portions = (ids[at : at + _AT_ONCE] for at in range(0, len(ids), _AT_ONCE))
+    return [_row(row) for portion in portions for row in session.execute(query.where(Job.id.in_(portion)))]
+
+
+def claiming(session: Session, now: datetime, kinds: Collection[str] | None = None) -> list[Row]:
+    """Those for which another job was stopped; in no order."""
+    ids = session.scalars(sa.select(Job.id).where(Job.room_since.is_not(None))).all()
+    return these(session, now, kinds, ids)
+
+
+def unmade(session: Session, now: datetime) -> list[Row]:
+    """Those whose attempt could not be made; in no order."""
+    return these(session, now, None, session.scalars(sa.select(Job.id).where(QUEUED, Job.reason == UNMADE)).all())
+
+
+def untold(session: Session, now: datetime, kinds: Collection[str], told: Collection[str]) -> list[str]:
+    """Ids of jobs of launchers ``kinds`` that may start now and have none of the reasons ``told``: the first ``TOLD`` found."""
+    reasons = session.scalars(sa.select(Job.reason).where(QUEUED).group_by(Job.reason)).all()
+    out: list[str] = []
+    for reason in (reason for reason in reasons if reason not in told):
+        which = Job.reason.is_(None) if reason is None else Job.reason == reason
+        query = sa.select(Job.id).where(QUEUED, which, due(now), launched_by(kinds))
+        out += session.scalars(query.limit(TOLD - len(out)))
     return out
+
+
+def tell(session: Session, ids: Sequence[str], kinds: Collection[str], reason: str, message: str) -> None:
+    """Why jobs wait, those of ``ids`` that still do, of launchers ``kinds``; progress of a kind, so their versions stay."""
+    still = due(now_in(session)) & launched_by(kinds) & (sa.func.coalesce(Job.reason, "") != UNMADE)
+    for at in range(0, len(ids), _AT_ONCE):
+        told = sa.update(Job).where(Job.id.in_(ids[at : at + _AT_ONCE]), still).values(reason=reason, message=message)
+        session.execute(told.execution_options(synchronize_session=False))
+
+
+def owners(session: Session) -> dict[str, list[tuple[int, int]]]:
+    """Owners of queued jobs: their priorities, high ones first, and how many jobs of each are queued, back-offs or not."""
+    counts = sa.select(Job.owner, Job.priority, sa.func.count()).where(Job.phase == JobPhase.QUEUED)
+    out: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for owner, priority, count in session.execute(counts.group_by(Job.owner, Job.priority)):
+        out[owner].append((priority, count))
+    return {owner: sorted(priorities, reverse=True) for owner, priorities in out.items()}
+
+
+class Lines:
+    """Jobs that may start now, of launchers ``kinds`` (None: of any), owner by owner. Its statements are made once."""
+
+    def __init__(self, session: Session, now: datetime, kinds: Collection[str] | None) -> None:
+        self._session = session
+        query = _rows(now, kinds).where(Job.owner == sa.bindparam("of"))
+        query = query.order_by(Job.priority.desc(), Job.created_at, Job.id)
+        low: sa.BindParameter[int] = sa.bindparam("low")
+        high: sa.BindParameter[int] = sa.bindparam("high")
+        at: sa.BindParameter[datetime] = sa.bindparam("at", type_=Job.created_at.type)
+        behind = (Job.created_at >= at) & ((Job.created_at > at) | (Job.id > sa.bindparam("after")))
+        self._one = query.where(Job.priority == low, behind).limit(sa.bindparam("many"))
+        self._several = query.where(Job.priority.between(low, high))
+
+    def of(self, owner: str, priorities: list[tuple[int, int]], first: int) -> Iterator[Row]:
+        """By priority, then age, read as far as they are asked for: ``first`` rows, then more and more. ``priorities``: as
+        ``owners`` tells them."""
+        for low, high in _blocks(priorities, first):
+            if low != high:  # about as many as are asked for
+                yield from map(
+                    _row, self._session.execute(self._several, {"of": owner, "low": low, "high": high}).all()
+                )
+                continue
+            values, limit = {"of": owner, "low": low, "at": _LONG_AGO, "after": ""}, min(first, PAGE)
+            while True:
+                rows = self._session.execute(self._one, values | {"many": limit}).all()
+                yield from map(_row, rows)
+                if len(rows) < limit:
+                    break
+                values |= {"at": rows[-1].created_at, "after": rows[-1].id}
+                limit = min(2 * limit, PAGE)
 
 
 def _blocks(priorities: list[tuple[int, int]], look: int) -> Iterator[tuple[int, int]]:
@@ -104,30 +186,25 @@ def _blocks(priorities: list[tuple[int, int]], look: int) -> Iterator[tuple[int,
             high, jobs = None, 0
 
 
-def _of_owner(
-    session: Session, now: datetime, kinds: Collection[str] | None, owner: str, low: int, high: int, first: int
-) -> Iterator[Row]:
-    """In order, read as far as they are asked for: ``first`` rows, then more and more."""
-    kind = launcher_kind()
-    query = sa.select(
-        Job.id, Job.priority, Job.created_at, Job.room_since, Job.reason, Job.message, kind.label("kind"), *_taken()
-    ).where(Job.phase == JobPhase.QUEUED, Job.owner == owner, due(now))
-    query = query.where(Job.priority == low) if low == high else query.where(Job.priority.between(low, high))
-    if kinds is not None:
-        query = query.where(launched_by(kinds))
-    query, offset, limit = query.order_by(Job.priority.desc(), Job.created_at, Job.id), 0, min(first, PAGE)
-    while True:
-        rows = session.execute(query.offset(offset).limit(limit)).all()
-        for row in rows:
-            queued = Queued(row.id, owner, row.priority, row.created_at, share(row.world, row.device), row.room_since)
-            yield Row(queued, row.kind, row.reason, row.message)
-        if len(rows) < limit:
-            return
-        offset, limit = offset + limit, min(4 * limit, PAGE)
+def _rows(now: datetime, kinds: Collection[str] | None) -> sa.Select[Any]:
+    """Of queued jobs that no back-off holds, what ``_row`` takes; ``kind`` only where ``kinds`` are asked for."""
+    kind = sa.literal("") if kinds is None else launcher_kind()
+    columns: list[Any] = [
+        Job.id, Job.owner, Job.priority, Job.created_at, Job.room_since, Job.reason, Job.message, kind.label("kind"), *_taken()
+    ]  # fmt: skip
+    query = sa.select(*columns).where(due(now))
+    return query if kinds is None else query.where(launched_by(kinds))
 
 
-def _taken() -> tuple[sa.ColumnElement[Any], sa.ColumnElement[str]]:
-    return Job.spec["world"].label("world"), Job.resolved["device"].as_string().label("device")
+def _row(row: Any) -> Row:
+    takes = _share_of(row.world, row.device)
+    queued = Queued(row.id, row.owner, row.priority, row.created_at, takes, row.room_since)
+    return Row(queued, row.kind, row.reason, row.message)
+
+
+def _taken() -> tuple[sa.ColumnElement[str], sa.ColumnElement[str]]:
+    """The world as JSON's text: one is like another, and read once."""
+    return Job.spec["world"].as_string().label("world"), Job.resolved["device"].as_string().label("device")
 
 
 def share(world: Any, device: str | None) -> Share:
@@ -139,12 +216,20 @@ def share(world: Any, device: str | None) -> Share:
     return Share(gpus=ranks if device == "cuda" else 0, ranks=ranks, jobs=1)
 
 
+@lru_cache(maxsize=4096)
+def _share_of(world: str | None, device: str | None) -> Share:
+    try:
+        return share(json.loads(world or "null"), device)
+    except ValueError:
+        return Share()
+
+
 def held(session: Session) -> dict[str, Share]:
     """By owner, of attempts that have not ended, on whichever launcher."""
     query = sa.select(Job.owner, *_taken()).join(Attempt, Attempt.job_id == Job.id).where(Attempt.phase.in_(ALIVE))
     out: dict[str, Share] = {}
     for name, world, device in session.execute(query):
-        out[name] = out.get(name, Share()).plus(share(world, device))
+        out[name] = out.get(name, Share()).plus(_share_of(world, device))
     return out
 
 

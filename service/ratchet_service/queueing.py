@@ -1,12 +1,14 @@
-"""One look at the queue, within the transaction that launches: whose turn it is, why the others wait, who makes room.
+"""A look at the queue: whose turn it is, why the others wait, who makes room.
 
-``queue_order`` says in which order, ``slots`` what is free, ``queue_preemption`` who is stopped for whom; this carries it out.
+``queue_order`` says in which order, ``slots`` what is free, ``queue_preemption`` who is stopped for whom. ``Foreseen`` looks in a
+session that only reads, at all that a look takes in; ``Round`` looks again, within the transaction that launches, at those whom
+that concerns, and carries it out. So the lock under which slots are lent is held for a moment, however long the queue is.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -53,7 +55,22 @@ class Turn:
     grant: Grant
 
 
-class Round:
+@dataclass(frozen=True)
+class Plan:
+    """What a look at the queue found to do. ``starts``: jobs with their newest attempt, as far as that could be told.
+
+    ``looked_at``: all that come before the last one whom something concerns, and those that count with their owners as if they
+    did. ``rest``: who is to be told that nobody else can start."""
+
+    starts: Sequence[tuple[str, int]]
+    looked_at: Sequence[str]
+    rest: Sequence[str]
+
+    def __bool__(self) -> bool:
+        return bool(self.looked_at or self.rest)
+
+
+class Look:
     """``slots``: the launchers, and whether Ratchet keeps their slots."""
 
     def __init__(self, session: Session, slots: Mapping[str, bool], capacity: Capacity, preemption: Preemption) -> None:
@@ -63,24 +80,26 @@ class Round:
         self._board = Board(capacity, queue_rows.grants(session))
         self._kept: set[str] = set()
         self._room = Room(queue_rows.running(session, preemption.min_run), preemption.scope)
+        self._passed: list[str] = []
 
     def keep(self, turn: Turn) -> None:
         """It is not started now, and will be in a moment: nobody else gets what it was given."""
         self._kept.add(turn.job.id)
 
     def turns(self) -> Iterator[Turn]:
-        """Jobs to start, in order. Those that wait are told why, in their rows, once the iteration ends."""
+        """Jobs to start, in order. Those that wait are told why once the iteration ends."""
         rows = {row.queued.job: row for row in self._rows()}
         given: Counter[bool] = Counter()
         left: list[Row] = []
         for place in self._places(list(rows.values())):
             row = rows[place.queued.job]
+            self._passed.append(row.queued.job)
             slots = self._slots[row.kind]
             gpus = too_few_gpus(place.queued.takes.gpus, self._capacity) if slots else None
             if gpus is not None:
-                self._say(row, reason=NO_SLOT, message=gpus)
+                self._say(row, NO_SLOT, gpus)
             elif place.over is not None:
-                self._say(row, reason=QUOTA, message=place.over)
+                self._say(row, QUOTA, place.over)
             elif given[slots] >= BATCH or (slots and self._full(place.queued)):
                 left.append(row)
             else:
@@ -98,21 +117,39 @@ class Round:
             self._tell_the_rest([row for row in left if self._slots[row.kind]])
 
     def _rows(self) -> Iterator[Row]:
-        """Those that need slots and those that do not, each as far as is looked: neither hides the other."""
-        for slots in (True, False):
-            kinds = [kind for kind, needs in self._slots.items() if needs is slots]
-            if kinds:
-                yield from queue_rows.waiting(self._session, now_in(self._session), kinds, self._never(slots))
+        """Those that are looked at."""
+        raise NotImplementedError
 
-    def _never(self, slots: bool) -> Callable[[Queued], str | None]:
-        """Why a job of launchers with or without ``slots`` cannot start as the machine and its owner's quota are now."""
-        limit = quotas.limits(self._session)
+    def _queued(self, job_id: str) -> Job | None:
+        """The job's row; None if it is not queued any more."""
+        raise NotImplementedError
 
-        def why(queued: Queued) -> str | None:
-            gpus = too_few_gpus(queued.takes.gpus, self._capacity) if slots else None
-            return gpus or limit(queued.owner).too_small(queued.takes)
+    def _say(self, row: Row, reason: str, message: str) -> None:
+        """Why a job waits that was not asked for what it needs."""
+        raise NotImplementedError
 
-        return why
+    def _told(self, job: Job, message: str) -> None:
+        """Which slots a job waits for."""
+        raise NotImplementedError
+
+    def _unreadable(self, job: Job, error: ValidationError) -> None:
+        """A spec stored by another version must not keep the rest of the queue from running."""
+        raise NotImplementedError
+
+    def _give_up(self, job: Job, decision: Decision) -> None:
+        """The job ends here."""
+        raise NotImplementedError
+
+    def _stop(self, job: Job, victims: Sequence[Running]) -> bool:
+        """Whether these are stopped for the job."""
+        raise NotImplementedError
+
+    def _tell_the_rest(self, left: Sequence[Row]) -> None:
+        """Nobody else who needs a slot can start. ``left``: those that were looked at."""
+        raise NotImplementedError
+
+    def _no_slot(self) -> str:
+        return f"waits for CPU slots: all {self._capacity.cpus} are taken, or kept for jobs ahead of it"
 
     def _places(self, rows: Sequence[Row]) -> list[Place]:
         """A job that this machine has not enough GPUs for comes last: it keeps nothing of its owner's quota from others."""
@@ -131,18 +168,18 @@ class Round:
         return queued.claims is None and self._board.exhausted and not self._room.helps(queued.priority)
 
     def _turn(self, row: Row, slots: bool) -> Turn | None:
-        """None: it does not start now, and its row says why."""
-        job = _hold_queued(self._session, row.queued.job)
+        """None: it does not start now."""
+        job = self._queued(row.queued.job)
         if job is None:
             return None
         try:
             spec, resolved = JobSpec.model_validate(job.spec), Resolved.model_validate(job.resolved)
         except ValidationError as error:
-            _unreadable(self._session, job, error)
+            self._unreadable(job, error)
             return None
         decision = decide(view_of(job, limits_of(spec)), now_in(self._session))
         if decision.action is Action.END:
-            _give_up(self._session, job, decision)
+            self._give_up(job, decision)
         elif decision.action is Action.LAUNCH:
             need = need_of(spec, resolved)
             answer = self._board.ask(job.id, need) if slots else Grant()
@@ -151,7 +188,7 @@ class Round:
             if job.reason == UNMADE:
                 return None
             room = "; room is made for it" if self._make_room(job, need, answer) else ""
-            say_why(job, NO_SLOT, answer.message + room)
+            self._told(job, answer.message + room)
         return None
 
     def _make_room(self, job: Job, need: Need, waiting: Waiting) -> bool:
@@ -160,8 +197,30 @@ class Round:
             return False
         before = job.room_since is not None and self._room.coming(waiting.lacks)
         victims = self._room.make(job.owner, job.priority, need, waiting.lacks)
-        if not victims or not self._still_stoppable(job, victims):
-            return before
+        return (bool(victims) and self._stop(job, victims)) or before
+
+
+class Round(Look):
+    """Within the transaction that launches: what ``plan`` found to do, as it is now. Rows are held; those that wait are told
+    why in theirs."""
+
+    def __init__(
+        self, session: Session, slots: Mapping[str, bool], capacity: Capacity, preemption: Preemption, plan: Plan
+    ) -> None:
+        super().__init__(session, slots, capacity, preemption)
+        self._plan = plan
+
+    def _rows(self) -> Iterator[Row]:
+        yield from queue_rows.these(self._session, now_in(self._session), list(self._slots), self._plan.looked_at)
+
+    def _queued(self, job_id: str) -> Job | None:
+        """Held; None also if somebody holds it now: then its turn comes again."""
+        query = sa.select(Job).where(Job.id == job_id, Job.phase == JobPhase.QUEUED).with_for_update(skip_locked=True)
+        return self._session.scalar(query.execution_options(populate_existing=True))
+
+    def _stop(self, job: Job, victims: Sequence[Running]) -> bool:
+        if not self._still_stoppable(job, victims):
+            return False
         for one in victims:
             message = f"stopped for job {job.id} of priority {job.priority}: it is queued again, and goes on from its checkpoint"
             apply(
@@ -191,7 +250,7 @@ class Round:
             for row in rows
         )
 
-    def _say(self, row: Row, *, reason: str, message: str) -> None:
+    def _say(self, row: Row, reason: str, message: str) -> None:
         """Progress of a kind, so the version stays; written only when it changes."""
         if (row.reason, row.message) == (reason, message):
             return
@@ -200,21 +259,22 @@ class Round:
         values = told.values(reason=reason, message=message)
         self._session.execute(values.execution_options(synchronize_session=False))
 
+    def _told(self, job: Job, message: str) -> None:
+        say_why(job, NO_SLOT, message)
+
+    def _unreadable(self, job: Job, error: ValidationError) -> None:
+        first = error.errors(include_url=False, include_input=False)[0]
+        text = f"this version of Ratchet cannot read the stored spec: {first['msg']} at {first['loc']}; submit the job again"
+        apply(self._session, job.id, Event.END_FAILED, reason="spec-unreadable", message=text)
+
+    def _give_up(self, job: Job, decision: Decision) -> None:
+        assert decision.event is not None
+        apply(self._session, job.id, decision.event, reason=decision.reason, message=decision.message)
+
     def _tell_the_rest(self, left: Sequence[Row]) -> None:
-        """Nobody else who needs a slot can start: say so in one statement, to those that have not heard it."""
-        text = f"waits for CPU slots: all {self._capacity.cpus} are taken, or kept for jobs ahead of it"
-        for row in left:
-            if row.reason == QUOTA:
-                self._say(row, reason=NO_SLOT, message=text)
-        kinds = [kind for kind, slots in self._slots.items() if slots]
-        others = sa.update(Job).where(
-            queue_rows.due(now_in(self._session)),
-            sa.or_(Job.reason.is_(None), Job.reason.not_in([NO_SLOT, QUOTA, UNMADE])),
-            queue_rows.launcher_kind().in_(kinds),
-        )
         self._session.flush()
-        told = others.values(reason=NO_SLOT, message=text)
-        self._session.execute(told.execution_options(synchronize_session=False))
+        kinds = [kind for kind, slots in self._slots.items() if slots]
+        queue_rows.tell(self._session, self._plan.rest, kinds, NO_SLOT, self._no_slot())
 
 
 def say_why(job: Job, reason: str, message: str) -> bool:
@@ -223,23 +283,3 @@ def say_why(job: Job, reason: str, message: str) -> bool:
         return False
     job.reason, job.message = reason, message
     return True
-
-
-def _hold_queued(session: Session, job_id: str) -> Job | None:
-    """The job's row, held; None if it is not queued any more, or somebody holds it now: then its turn comes again."""
-    query = sa.select(Job).where(Job.id == job_id, Job.phase == JobPhase.QUEUED).with_for_update(skip_locked=True)
-    return session.scalar(query.execution_options(populate_existing=True))
-
-
-def _unreadable(session: Session, job: Job, error: ValidationError) -> None:
-    """A spec stored by another version must not keep the rest of the queue from running."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    text = (
-        f"this version of Ratchet cannot read the stored spec: {first['msg']} at {first['loc']}; submit the job again"
-    )
-    apply(session, job.id, Event.END_FAILED, reason="spec-unreadable", message=text)
-
-
-def _give_up(session: Session, job: Job, decision: Decision) -> None:
-    assert decision.event is not None
-    apply(session, job.id, decision.event, reason=decision.reason, message=decision.message)

@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 
 from ratchet_contract.paths import JobPaths
-from ratchet_service import unrecorded
+from ratchet_contract.phases import Event
+from ratchet_service import queue_rows, unrecorded
 from ratchet_service.database import Database
+from ratchet_service.foreseen import Foreseen
+from ratchet_service.queueing import Plan
+from ratchet_service.transitions import apply
 from ratchet_service.unrecorded import Next
 from tests.support.queue import Queue
 
@@ -60,3 +64,55 @@ def test_a_number_that_appears_on_the_disk_before_the_listing_is_not_given_again
     checkpoints = queue.paths.job(job).checkpoints
     (checkpoints / "step-000000000010.a0007").mkdir(parents=True)
     assert queue.round() == [job] and queue.job(job).epoch == 8
+
+
+def test_what_changes_behind_the_look_is_seen_and_nobody_waits_for_it(
+    tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue is looked at without a lock: somebody cancels the job that was to start, and another one has its slot."""
+    queue = Queue(tmp_path, database, cpus=1)
+    first, second, third = (queue.submit() for _ in range(3))
+    look, changed = Foreseen.plan, list[str]()
+
+    def plan(self: Foreseen) -> Plan:
+        found = look(self)
+        if not changed:
+            changed.append(found.starts[0][0])
+            with database.write() as session:  # it would wait for the lock
+                apply(session, first, Event.CANCEL)
+        return found
+
+    monkeypatch.setattr(Foreseen, "plan", plan)
+    assert queue.round() == [second] and changed == [first]
+    assert queue.round() == [] and queue.why(third)[0] == "no-slot"
+
+
+def test_a_look_that_finds_nothing_to_do_writes_nothing(
+    tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = Queue(tmp_path, database, cpus=1)
+    runs, *waiting = (queue.submit() for _ in range(4))
+    assert queue.round() == [runs]
+
+    def write() -> None:
+        raise AssertionError("a look writes that has nothing to say")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(database, "write", write)
+        assert queue.round() == []
+    assert {queue.why(job)[0] for job in waiting} == {"no-slot"}
+
+
+def test_very_many_are_told_in_several_looks_why_they_wait(
+    tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that no look keeps others from the database for long."""
+    monkeypatch.setattr(queue_rows, "TOLD", 2)
+    queue = Queue(tmp_path, database, cpus=1)
+    runs, *waiting = (queue.submit() for _ in range(6))
+    assert queue.round() == [runs]
+    told = [sum(queue.why(job)[0] == "no-slot" for job in waiting)]
+    for _ in range(2):
+        assert queue.round() == []
+        told.append(sum(queue.why(job)[0] == "no-slot" for job in waiting))
+    assert told[0] < told[1] < len(waiting) == told[2], told

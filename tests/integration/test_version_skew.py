@@ -17,8 +17,11 @@ import httpx
 import pytest
 import sqlalchemy as sa
 
+from ratchet_client import RatchetClient
+from ratchet_contract.errors import NotFound
 from ratchet_contract.paths import HomePaths
-from tests.support.old_version import REVISION, ROOT, environ, unpack
+from tests.support.cli import Cli
+from tests.support.old_version import FIRST_QUEUE, REVISION, ROOT, environ, unpack
 from tests.support.plane import trainer_spec
 from tests.support.server import processes_below, wait_for
 
@@ -189,3 +192,33 @@ def test_a_replica_of_the_version_before_runs_on_beside_this_one(home: Home, bef
     home.ready()
     assert [j["id"] for j in home.call("GET", "/v1/jobs?label=team%3Dx")["items"]] == [job_id]
     assert home.call("GET", f"/v1/jobs/{job_id}")["owner"] == "local"
+
+
+def test_this_versions_client_shows_what_an_older_service_tells_of_its_queue(
+    home: Home, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """What it does not tell is unknown, and said to be; nothing else is made up for it."""
+    older = unpack(tmp_path_factory.mktemp("first-queue"), FIRST_QUEUE)
+    home.serve(older, older)
+    home.ready()
+    runs = home.submit(steps=100_000)
+    home.wait(runs, lambda job: job["phase"] == "RUNNING", "the first to run")
+    resources = {"cpus_per_rank": 4}
+    waits = [str(home.call("POST", "/v1/jobs", trainer_spec({}, resources=resources))["id"]) for _ in range(2)]
+    with RatchetClient(home=home.paths.home) as client:
+        assert [(one.position, one.job_id) for one in client.queue()] == [(1, waits[0]), (2, waits[1])]
+        view = client.queue_view()
+        assert (view.waiting, len(view.items)) == (None, 2)
+        (second,) = client.queue_view(job_id=waits[1]).items
+        assert (second.position, second.job_id) == (2, waits[1])
+        assert client.queue_view(job_id=runs).items == []
+        assert (client.job(waits[1]).position, client.job(waits[1]).ahead_at_least) == (None, None)
+    shown = Cli(home.paths.home, home.paths.home)("queue")
+    assert waits[1] in shown.text and "is not known" in shown.errors
+
+
+def test_a_service_without_a_queue_to_show_is_told_to_be_older(home: Home, before: Path) -> None:
+    home.serve(before, before)
+    home.ready()
+    with RatchetClient(home=home.paths.home) as client, pytest.raises(NotFound, match="older than this client"):
+        client.queue_view()

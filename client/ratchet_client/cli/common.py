@@ -188,3 +188,10 @@ def steps(job: JobView) -> str:
 
 def why(job: JobView) -> str:
     return job.message or job.reason or ""
+
+
+def place_words(job: JobView) -> str:
+    """``position 12 in the queue``; empty where it has none, or the service does not tell."""
+    if job.position is not None:
+        return f"position {job.position} in the queue"
+    return "" if job.ahead_at_least is None else f"{job.ahead_at_least} jobs or more ahead of it in the queue"

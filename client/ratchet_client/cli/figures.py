@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ratchet_client.cli import output
-from ratchet_client.cli.common import steps, why
+from ratchet_client.cli.common import place_words, steps, why
 
 if TYPE_CHECKING:
     from ratchet_client.client import RatchetClient
@@ -86,6 +86,7 @@ def facts(now: Snapshot) -> dict[str, Any]:
         "loss": now.loss, "hook": job.hook, "hook_phase": hook and hook.phase, "hook_iteration": hook and hook.iteration,
         "compression_rate": hook and hook.compression_rate, "checkpoint": job.last_checkpoint,
         "checkpoint_at": output.moment(now.checkpoint_at), "reason": job.reason, "message": job.message,
+        "position": job.position, "ahead_at_least": job.ahead_at_least,
     }  # fmt: skip
 
 
@@ -129,7 +130,8 @@ def waiting_words(job: JobView) -> str:
     if job.not_before is not None and not job.phase.terminal:
         left = (job.not_before - datetime.now(UTC)).total_seconds()
         text += f" (next try in {output.duration(left)})" if left > 0 else ""
-    return text.strip()
+    place = place_words(job)
+    return f"{text}{' ' if text else ''}({place})" if place else text.strip()
 
 
 def sparkline(values: Sequence[float]) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ratchet_client.cli import output
 from ratchet_client.cli.common import LOOK, JsonFlag, MaybeJobId, open_client
+
+if TYPE_CHECKING:
+    from ratchet_contract.api_queue import QueuedView
 
 
 def register(app: typer.Typer) -> None:
@@ -30,7 +33,7 @@ def queue(
     columns = ["#", "ID", "NAME", "OWNER", "PRIORITY", "RANKS", "GPUS", "AGE", "WHY"]
     rows = [
         [
-            output.dash(one.position), one.job_id, one.name, one.owner, str(one.priority), str(one.ranks), str(one.gpus),
+            _place(one), one.job_id, one.name, one.owner, str(one.priority), str(one.ranks), str(one.gpus),
             output.age(one.created_at), one.message or one.reason or "",
         ]
         for one in found
@@ -43,5 +46,16 @@ def queue(
         drop=("OWNER", "GPUS", "RANKS", "AGE"),
         empty="nobody waits" if job is None else f"{job} is not queued",
     )
-    if job is None and view.waiting > len(found):
+    if job is None and view.waiting is not None and view.waiting > len(found):
         output.note(f"{view.waiting - len(found)} more wait (--limit N, at most 100)")
+    if view.waiting is None:
+        output.note(
+            "the service is older than this command: how many wait, and where they stand behind the first 100, is not known"
+        )
+
+
+def _place(one: QueuedView) -> str:
+    """``12``; ``>1000`` where that many are ahead of it at least; ``-`` where a back-off holds it, or it is not known."""
+    if one.position is None and one.ahead_at_least is not None:
+        return f">{one.ahead_at_least}"
+    return output.dash(one.position)

@@ -19,6 +19,7 @@ from ratchet_client.cli.common import (
     known_phases,
     open_client,
     pairs,
+    place_words,
     steps,
     why,
 )
@@ -91,7 +92,8 @@ def get(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
             ("id", found.id), ("name", found.name), ("owner", found.owner if found.owner != LOCAL_OWNER else None),
             ("phase", found.phase),
             ("desired", found.desired if found.desired != "run" else None), ("reason", found.reason),
-            ("message", found.message), ("step", steps(found)), ("steps at risk", found.progress.steps_at_risk),
+            ("message", found.message), ("queue", place_words(found)),
+            ("step", steps(found)), ("steps at risk", found.progress.steps_at_risk),
             ("steps per second", _rate(found.progress.steps_per_second)),
             ("attempt", found.epoch), ("hook", found.hook), ("device", found.resolved.device),
             ("backend", found.resolved.backend), ("threads per rank", found.resolved.threads_per_rank),

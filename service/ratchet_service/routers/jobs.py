@@ -17,7 +17,7 @@ from ratchet_service.access import Caller, needs
 from ratchet_service.bodies import decode, parse
 from ratchet_service.http import BodyDep, Cursor, Limit, ServiceDep, SpecPost, reply, respond
 from ratchet_service.idempotency import Reply
-from ratchet_service.usecases import deletion, jobs, listing, submit
+from ratchet_service.usecases import deletion, jobs, listing, queue, submit
 from ratchet_service.usecases.queries import find_job
 from ratchet_service.usecases.spent import of_job
 from ratchet_service.usecases.views import job_view
@@ -86,8 +86,11 @@ def get_job(service: ServiceDep, job_id: str, response: Response) -> JobView:
         response.headers["ETag"] = jobs.etag(job)
         view = job_view(session, job)
         spent = of_job(session, job)
+        place = queue.place(session, job)
     work = service.settings.paths.job(job_id).work
-    more: dict[str, Any] = {"goodput": spent} | ({"work_dir": str(work)} if work.is_dir() else {})
+    more: dict[str, Any] = {"goodput": spent, "position": place.position, "ahead_at_least": place.at_least} | (
+        {"work_dir": str(work)} if work.is_dir() else {}
+    )
     full = None if job.phase.terminal else disk.without_room(service.database)
     if full is not None:
         more.update(reason="disk-full", message=full.detail)

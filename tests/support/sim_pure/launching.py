@@ -53,20 +53,24 @@ class Launching:
         raise NotImplementedError
 
     def _launch(self) -> Points:
-        """On PostgreSQL others commit between this transaction's reading and its writing, but nobody else launches."""
+        """What is to be done is found first, and others commit before the transaction that does it. On PostgreSQL others commit
+        between that transaction's reading and its writing, too, but nobody else launches."""
         w = self.w
         held_at = w.t
+        foreseen = self._foreseen()
         yield POINT
+        if not foreseen:
+            return
         if w.postgres:
             while w.launching not in (None, self):
                 yield POINT
             w.launching = w.slots_lock(self)
-            seen = self._queue()
+            seen = self._queue(foreseen)
             yield POINT
             launched = self._turns(*seen)
             w.launching = None
         else:
-            launched = self._turns(*self._queue())
+            launched = self._turns(*self._queue(foreseen))
         yield POINT
         for lease, segments in launched:
             watch = self._begin(lease, held_at)
@@ -77,8 +81,31 @@ class Launching:
             except LeaseLost:
                 self.watches.pop(lease.job_id, None)
 
-    def _queue(self) -> tuple[Any, Any, list[Any]]:
-        """Who holds what, who could make room, and whose turn it is."""
+    def _foreseen(self) -> set[str]:
+        """As ``foreseen``: all that come before the last one whom something concerns. Nobody is told why it waits here."""
+        w = self.w
+        board, room, places = self._queue()
+        passed: list[str] = []
+        upto = 0
+        for place in places:
+            job = w.jobs[place.queued.job]
+            passed.append(job.id)
+            if place.over is not None or (board.exhausted and not room.helps(place.queued.priority)):
+                continue
+            decision = decide.decide(view_of(job, LIMITS), w.now)
+            if decision.action is Action.END:
+                upto = len(passed)
+            elif decision.action is Action.LAUNCH:
+                need = _NEEDS[job.ranks]
+                answer = board.ask(job.id, need)
+                if isinstance(answer, Grant) or (
+                    answer.lacks is not None and room.make(job.owner, job.priority, need, answer.lacks)
+                ):
+                    upto = len(passed)
+        return set(passed[:upto])
+
+    def _queue(self, foreseen: set[str] | None = None) -> tuple[Any, Any, list[Any]]:
+        """Who holds what, who could make room, and whose turn it is; of ``foreseen``, or of all."""
         w = self.w
         grants, running = [], []
         held: dict[str, Share] = {}
@@ -92,7 +119,7 @@ class Launching:
         queue = [
             Queued(job.id, job.owner, job.priority, job.created_at, _SHARES[job.ranks], job.room_since)
             for job in w.jobs.values()
-            if due(job, w.now)
+            if due(job, w.now) and (foreseen is None or job.id in foreseen)
         ]
         places = queue_order.in_order(queue, held, w.limit)
         return slots.Board(CAPACITY, grants), queue_preemption.Room(running, "any"), places

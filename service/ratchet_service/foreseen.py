@@ -1,0 +1,90 @@
+"""What a look at the queue would do, found in a session that only reads: no lock is held meanwhile, and nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import sqlalchemy as sa
+from pydantic import ValidationError
+
+from ratchet_contract.phases import JobPhase
+from ratchet_service import queue_rows, quotas
+from ratchet_service.clock import now_in
+from ratchet_service.decision import Decision
+from ratchet_service.models import Job
+from ratchet_service.queue_order import Queued
+from ratchet_service.queue_preemption import Running
+from ratchet_service.queue_rows import UNMADE, Row
+from ratchet_service.queueing import NO_SLOT, QUOTA, Look, Plan
+from ratchet_service.slots import too_few_gpus
+
+
+class Foreseen(Look):
+    """Over the first jobs of each owner, in order."""
+
+    _upto = 0
+
+    def plan(self) -> Plan:
+        """What is to be done now; false where that is nothing. What was true of a job may have changed by then."""
+        self._rest: list[str] = []
+        self._unmade: list[str] = []
+        starts = []
+        for turn in self.turns():
+            self.keep(turn)
+            self._acts()
+            starts.append((turn.job.id, turn.job.epoch))
+        looked_at = dict.fromkeys(self._passed[: self._upto])
+        if looked_at:  # their owners' later jobs have their turn as if these came before
+            looked_at |= dict.fromkeys(self._unmade)
+        return Plan(starts, list(looked_at), self._rest)
+
+    def _acts(self) -> None:
+        self._upto = len(self._passed)
+
+    def _rows(self) -> Iterator[Row]:
+        """Those that need slots and those that do not, each as far as is looked: neither hides the other."""
+        for slots in (True, False):
+            kinds = [kind for kind, needs in self._slots.items() if needs is slots]
+            if kinds:
+                for row in queue_rows.waiting(self._session, now_in(self._session), kinds, self._never(slots)):
+                    if row.reason == UNMADE:
+                        self._unmade.append(row.queued.job)
+                    yield row
+
+    def _never(self, slots: bool) -> Callable[[Queued], str | None]:
+        """Why a job of launchers with or without ``slots`` cannot start as the machine and its owner's quota are now."""
+        limit = quotas.limits(self._session)
+
+        def why(queued: Queued) -> str | None:
+            gpus = too_few_gpus(queued.takes.gpus, self._capacity) if slots else None
+            return gpus or limit(queued.owner).too_small(queued.takes)
+
+        return why
+
+    def _queued(self, job_id: str) -> Job | None:
+        return self._session.scalar(sa.select(Job).where(Job.id == job_id, Job.phase == JobPhase.QUEUED))
+
+    def _say(self, row: Row, reason: str, message: str) -> None:
+        if (row.reason, row.message) != (reason, message):
+            self._acts()
+
+    def _told(self, job: Job, message: str) -> None:
+        if (job.reason, job.message) != (NO_SLOT, message):
+            self._acts()
+
+    def _unreadable(self, job: Job, error: ValidationError) -> None:
+        self._acts()
+
+    def _give_up(self, job: Job, decision: Decision) -> None:
+        self._acts()
+
+    def _stop(self, job: Job, victims: Sequence[Running]) -> bool:
+        self._acts()
+        return True
+
+    def _tell_the_rest(self, left: Sequence[Row]) -> None:
+        kinds = [kind for kind, slots in self._slots.items() if slots]
+        told = set(self._passed).difference(row.queued.job for row in left)
+        untold = queue_rows.untold(self._session, now_in(self._session), kinds, [NO_SLOT, QUOTA, UNMADE])
+        self._rest = [row.queued.job for row in left if row.reason == QUOTA]
+        self._rest += [job_id for job_id in untold if job_id not in told]
