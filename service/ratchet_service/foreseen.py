@@ -28,12 +28,15 @@ class Foreseen(Look):
         """What is to be done now; false where that is nothing. What was true of a job may have changed by then."""
         self._rest: list[str] = []
         self._unmade: list[str] = []
+        self._asked: list[str] = []
         starts = []
         for turn in self.turns():
             self.keep(turn)
             self._acts()
             starts.append((turn.job.id, turn.job.epoch))
         looked_at = dict.fromkeys(self._passed[: self._upto])
+        if self._rest:  # nobody else can start because of what these keep
+            looked_at |= dict.fromkeys(self._asked)
         if looked_at:  # their owners' later jobs have their turn as if these came before
             looked_at |= dict.fromkeys(self._unmade)
         return Plan(starts, list(looked_at), self._rest)
@@ -62,6 +65,7 @@ class Foreseen(Look):
         return why
 
     def _queued(self, job_id: str) -> Job | None:
+        self._asked.append(job_id)
         return self._session.scalar(sa.select(Job).where(Job.id == job_id, Job.phase == JobPhase.QUEUED))
 
     def _say(self, row: Row, reason: str, message: str) -> None:

@@ -60,7 +60,7 @@ class Plan:
     """What a look at the queue found to do. ``starts``: jobs with their newest attempt, as far as that could be told.
 
     ``looked_at``: all that come before the last one whom something concerns, and those that count with their owners as if they
-    did. ``rest``: who is to be told that nobody else can start."""
+    did. ``rest``: who is to be told that nobody else can start; then those that keep slots are looked at, too."""
 
     starts: Sequence[tuple[str, int]]
     looked_at: Sequence[str]

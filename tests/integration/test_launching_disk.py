@@ -103,6 +103,20 @@ def test_a_look_that_finds_nothing_to_do_writes_nothing(
     assert {queue.why(job)[0] for job in waiting} == {"no-slot"}
 
 
+def test_who_comes_behind_a_job_that_keeps_the_free_slots_is_told_so_once(
+    tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = Queue(tmp_path, database, cpus=4)
+    assert queue.round() == [] and queue.submit() in queue.round()
+    large = queue.submit(cpus=4)
+    assert queue.round() == [] and queue.why(large)[0] == "no-slot"
+    small = queue.submit()
+    assert queue.round() == []
+    assert queue.why(small) == ("no-slot", "waits for CPU slots: all 4 are taken, or kept for jobs ahead of it")
+    monkeypatch.setattr(database, "write", None)
+    assert queue.round() == [], "and nothing is left to say"
+
+
 def test_very_many_are_told_in_several_looks_why_they_wait(
     tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

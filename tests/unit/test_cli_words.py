@@ -71,6 +71,15 @@ def test_a_waiting_job_says_why_and_when() -> None:
     assert waiting_words(snapshot(message="old news").job) == ""
 
 
+def test_a_waiting_job_says_where_it_stands() -> None:
+    waits = {"phase": "QUEUED", "message": "waits for 1 of 4 CPU slots"}
+    assert waiting_words(snapshot(**waits, position=12).job) == "waits for 1 of 4 CPU slots (position 12 in the queue)"
+    assert waiting_words(snapshot(**waits, ahead_at_least=1000).job).endswith(
+        "(1000 jobs or more ahead of it in the queue)"
+    )
+    assert waiting_words(snapshot(**waits).job) == "waits for 1 of 4 CPU slots", "a service that does not tell"
+
+
 @pytest.mark.parametrize(
     ("values", "drawing"),
     [((), ""), ((1.0,), ""), ((1.0, 1.0), "▁▁"), ((3.0, 2.0, 1.0), "█▄▁"), ((1.0, math.nan, 2.0), "▁ █"),
