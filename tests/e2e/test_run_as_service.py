@@ -22,7 +22,7 @@ from tests.support.server import Server, rank_pid, wait_for
 pytestmark = [AS_ROOT, pytest.mark.slow]
 
 EXPLORE = """
-import json, os, subprocess, sys
+import json, os, resource, subprocess, sys
 from pathlib import Path
 
 def tried(act):
@@ -51,6 +51,7 @@ def explore(out, home, service, snapshot):
         "code to unlock": tried(lambda: os.chmod(snapshot, 0o777)),
         "variables": sorted(name for name, value in os.environ.items() if "top-secret" in value),
         "HOME": os.environ["HOME"],
+        "limits": [resource.getrlimit(kind)[1] for kind in (resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE)],
     }
     with open(out + ".new", "w") as file:
         json.dump(found, file)
@@ -91,6 +92,7 @@ def confined(place: Path) -> Iterator[Server]:
         patch.setenv("PGPASSWORD", "top-secret")
         prefix = through(place)
         options = ("--run-as", f"{UID}:{UID}", "--auth", "token", "--code-root", str(place / "projects"))
+        options += ("--run-as-limits", "processes=3000,file_size=2Gi")
         server = Server(place / "home", *options, afresh=True, prefix=prefix)
         try:
             server.start().show_token()
@@ -119,7 +121,7 @@ def assert_harmless(found: dict[str, Any]) -> None:
     assert found["end the service"] == "Operation not permitted" and found["the address"] == "done"
     assert {found[name] for name in ("code to change", "code to replace")} == {DENIED}
     assert found["code to unlock"] == "Operation not permitted"
-    assert found["variables"] == [] and found["HOME"] == "/"
+    assert found["variables"] == [] and found["HOME"] == "/" and found["limits"] == [3000, 2 << 30]
 
 
 def test_what_a_rank_may_do(confined: Server, place: Path) -> None:

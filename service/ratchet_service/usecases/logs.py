@@ -21,6 +21,7 @@ from ratchet_service.file_owner import MOST_NAMES, as_owner, names_in
 from ratchet_service.log_lines import lines_of, since_offset, tail_offset
 
 MAX_MARK: Final = 4096
+_MOST_ATTEMPTS: Final = 10_000
 _ID: Final = re.compile(r"(\d{1,9})\.(\d{1,6})\.(\d{1,18})", re.ASCII)
 _LOG: Final = re.compile(r"rank-(\d{5,6})\.log", re.ASCII)
 _ATTEMPT: Final = re.compile(r"\d{4,9}", re.ASCII)
@@ -62,14 +63,14 @@ def log_files(job: JobPaths, wanted: LogFilter) -> list[tuple[int, int, Path]]:
 
 
 def _log_files(job: JobPaths, wanted: LogFilter) -> list[tuple[int, int, Path]]:
-    """Of what user code may have put there: of each attempt the ``MAX_MARK`` lowest ranks, as a follower's mark has no more, and
-    no more of the disk than ``MOST_NAMES`` in all."""
+    """Of what user code may have put there: of ``_MOST_ATTEMPTS``, the oldest of those wanted, the ``MAX_MARK`` lowest ranks (a
+    follower's mark has no more), and no more of the disk than ``MOST_NAMES`` in all."""
     out = []
     names = names_in(job.root / "attempts")
     left = MOST_NAMES - len(names)
-    for attempt in sorted({int(name) for name in names if _ATTEMPT.fullmatch(name)}):
-        if attempt < wanted.first or (wanted.last is not None and attempt > wanted.last):
-            continue
+    numbers = {int(name) for name in names if _ATTEMPT.fullmatch(name)}
+    asked = sorted(n for n in numbers if wanted.first <= n and (wanted.last is None or n <= wanted.last))
+    for attempt in asked[:_MOST_ATTEMPTS]:
         paths = job.attempt(attempt)
         if wanted.rank is not None:
             ranks = [wanted.rank]
