@@ -3,7 +3,8 @@
 Stored times are wall-clock times, of whichever machine wrote them, and wall clocks are set: by NTP, by hand, when a virtual
 machine is resumed. So a deadline is counted by monotonic clocks alone. What has been counted is kept in the attempt's row as a
 ``Count`` (``marks``), and the next process counts on from there: a monotonic clock goes on from process to process, for as long
-as the machine is not started anew. Nothing is counted that nobody may have seen: late, never early, and never from 0 again.
+as the machine is not started anew. Of a deadline no time is counted in which nobody may have looked: it is late, never early,
+and never begins from 0 again.
 """
 
 from __future__ import annotations
