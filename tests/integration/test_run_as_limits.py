@@ -21,6 +21,7 @@ from ratchet_service.launchers import processes
 from ratchet_service.launchers.local import LocalLauncher
 from ratchet_service.listening import StartError
 from tests.integration.test_local_launcher import launch
+from tests.support.deployment import options_of
 from tests.support.run_as import AS_ROOT, UID, USER, open_home, said, status
 from tests.support.server import wait_for
 
@@ -76,6 +77,12 @@ def test_a_limit_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         main(["serve", "--home", str(tmp_path / "home"), "--run-as-limits", text])
     assert "is no limit: processes=NUMBER" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "reconcile"])
+def test_the_command_line_hands_them_on(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    options = options_of([command, "--run-as", "jobs", "--run-as-limits", "processes=99"], monkeypatch)
+    assert (options.run_as, options.run_as_limits) == ("jobs", Limits(processes=99))
 
 
 def test_limits_of_a_user_need_one_and_are_never_above_the_machines(
