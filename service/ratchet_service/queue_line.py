@@ -22,7 +22,7 @@ from ratchet_service.queue_order import Queued, in_line, in_turns
 from ratchet_service.queue_rows import QUEUED, UNMADE, Row
 
 _FIRST: Final = 16
-"""Rows of one owner that are read at first."""
+"""Rows of one owner that are read at first, at the least."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def waiting(session: Session, now: datetime) -> int:
 
 
 def _walked(session: Session, now: datetime, job_id: str, deepest: int, ahead: int) -> Standing:
-    for n, row in enumerate(everybody(session, now), 1):
+    for n, row in enumerate(everybody(session, now, deepest, ahead + 1), 1):
         if row.queued.job == job_id:
             return Standing(n, n - 1)
         if n >= deepest:
@@ -67,8 +67,9 @@ def _walked(session: Session, now: datetime, job_id: str, deepest: int, ahead: i
     return Standing(None, max(ahead, deepest))
 
 
-def everybody(session: Session, now: datetime) -> Iterator[Row]:
-    """All of the queue, in order."""
+def everybody(session: Session, now: datetime, likely: int, of_each: int | None = None) -> Iterator[Row]:
+    """All of the queue, in order. How much is read at once goes by how many will be asked for: about ``likely``, and of each owner
+    hardly more than ``of_each``."""
     claims: dict[str, list[Row]] = {}
     for row in queue_rows.claiming(session, now):
         claims.setdefault(row.queued.owner, []).append(row)
@@ -78,12 +79,15 @@ def everybody(session: Session, now: datetime) -> Iterator[Row]:
     def line(owner: str, priorities: list[tuple[int, int]]) -> Iterator[Queued]:
         mine = sorted(claims.get(owner, ()), key=lambda row: in_line(row.queued))
         ids = {row.queued.job for row in mine}
-        others = (row for row in rows.of(owner, priorities, _FIRST) if row.queued.job not in ids)
+        others = (row for row in rows.of(owner, priorities, first) if row.queued.job not in ids)
         for row in merge(mine, others, key=lambda row: in_line(row.queued)) if mine else others:
             read[row.queued.job] = row
             yield row.queued
 
-    lines = {owner: line(owner, priorities) for owner, priorities in queue_rows.owners(session).items()}
+    owners = queue_rows.owners(session)
+    share = likely * 5 // 4 // max(1, len(owners))  # they take turns, some a little more often than others
+    first = max(_FIRST, share if of_each is None else min(share, of_each))
+    lines = {owner: line(owner, priorities) for owner, priorities in owners.items()}
     last = []
     for place in in_turns(lines, queue_rows.held(session), quotas.limits(session)):
         row = read.pop(place.queued.job)

@@ -30,7 +30,8 @@ def page(session: Session, limit: int, cursor: str | None) -> QueueView:
     digest, now = cursors.query_digest(of="queue"), now_in(session)
     (after,) = cursors.decode(cursor, digest, (int,)) or [0]
     after = min(max(0, after), DEEPEST)
-    shown = list(islice(queue_line.everybody(session, now), after, min(after + limit, DEEPEST)))
+    end = min(after + limit, DEEPEST)
+    shown = list(islice(queue_line.everybody(session, now, end), after, end))
     end, waiting = after + len(shown), queue_line.waiting(session, now)
     following = cursors.encode(digest, [end]) if shown and end < min(waiting, DEEPEST) else None
     views = _views(session, [(Standing(after + n, after + n - 1), row) for n, row in enumerate(shown, 1)])
