@@ -68,8 +68,8 @@ def _walked(session: Session, now: datetime, job_id: str, deepest: int, ahead: i
 
 
 def everybody(session: Session, now: datetime, likely: int, of_each: int | None = None) -> Iterator[Row]:
-    """All of the queue, in order. How much is read at once goes by how many will be asked for: about ``likely``, and of each owner
-    hardly more than ``of_each``."""
+    """All of the queue, in order. How much is read at once goes by how many will be asked for: about ``likely``, and of each
+    owner hardly more than ``of_each``."""
     claims: dict[str, list[Row]] = {}
     for row in queue_rows.claiming(session, now):
         claims.setdefault(row.queued.owner, []).append(row)
