@@ -26,12 +26,12 @@ def running(engine: str, url: str | None, folder: Path, jobs: int) -> None:
     with process(farmed, folder / "farm.log") as farm, process(command, log) as service:
         address = json.loads(until_written(HomePaths(home).service_file, service, log))["url"]
         link = Link(address, admin_token(url))
-        begin = time.monotonic()
+        begin, at_rest = time.monotonic(), cpu_seconds(service.pid)
         for _ in range(jobs):
             link.call("POST", "/v1/jobs", SPEC)
         submitted = time.monotonic() - begin
         _until_running(link, jobs, log, folder / "farm.log")
-        started = time.monotonic() - begin
+        started, spent = time.monotonic() - begin, cpu_seconds(service.pid) - at_rest
         time.sleep(5.0)
         _forget(folder)
         before, farm_before, wall = cpu_seconds(service.pid), cpu_seconds(farm.pid), time.monotonic()
@@ -47,7 +47,8 @@ def running(engine: str, url: str | None, folder: Path, jobs: int) -> None:
         late = quantiles([float(parts[2]) for parts in lines])
         listed = quantiles(gets)
         rate = len(lines) / seconds
-        print(f"\n{engine}: {jobs} jobs, submitted in {submitted:.1f} s, all running after {started:.1f} s")
+        print(f"\n{engine}: {jobs} jobs, submitted in {submitted:.1f} s, all running after {started:.1f} s", end="")
+        print(f" and {spent:.1f} s of the service's processor time")
         print(f"  service: {share * 100:.0f} % of a core, {memory_mb(service.pid):.0f} MB; {rate:.0f} reports a second")
         print(
             f"  a report's answer: p50 {answers[0]:.1f} ms, p99 {answers[1]:.1f} ms; late by {late[0]:.1f}, {late[1]:.1f} ms"
