@@ -24,11 +24,15 @@ from ratchet_contract.paths import HomePaths
 from ratchet_service.database import utc_now
 from ratchet_service.health import Health
 from ratchet_service.http_limits import MAX_HEADERS, HeadDeadline, most_connections
+from ratchet_service.pacing import LONGEST
 
 log = logging.getLogger(__name__)
 
 GRACE: Final = 3
 """Seconds that requests in flight get at a clean end, once nobody may connect any more."""
+KEEP_ALIVE: Final = int(LONGEST) + 5
+"""Seconds that a connection may be idle: agents that are asked to keep figures back for as long as ``pacing`` does come by the
+connection that they have. To one that was closed meanwhile they would report in vain first, and say that no service answers."""
 
 
 class Ending:
@@ -67,6 +71,7 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=GRACE,
+            timeout_keep_alive=KEEP_ALIVE,
             server_header=False,
             proxy_headers=False,  # whoever sends them could be anybody
             http=HeadDeadline,

@@ -22,6 +22,7 @@ from ratchet_service import http_server
 from ratchet_service.__main__ import main
 from ratchet_service.health import Health
 from ratchet_service.http_server import remove_service_file, write_service_file
+from ratchet_service.pacing import LONGEST
 from tests.support.server import wait_for
 
 COMMAND = [sys.executable, "-m", "ratchet_service"]
@@ -81,6 +82,14 @@ def test_a_service_that_finds_no_room_for_its_address_serves_and_writes_it_later
             server.should_exit = True
             thread.join(30)
     assert not paths.service_file.exists()
+
+
+def test_an_agent_that_is_asked_to_keep_figures_back_finds_its_connection_open(tmp_path: Path) -> None:
+    """Between two of its reports lie as much as ``LONGEST`` seconds, a period of its own, and the answer."""
+    server = http_server.Server(
+        FastAPI(), HomePaths(tmp_path), "", None, http_server.Ending(Health(), 0.0, lambda: None)
+    )
+    assert server.config.timeout_keep_alive >= LONGEST + 2.0
 
 
 @pytest.fixture
