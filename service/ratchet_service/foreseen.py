@@ -68,7 +68,7 @@ class Foreseen(Look):
         self._asked.append(job_id)
         return self._session.scalar(sa.select(Job).where(Job.id == job_id, Job.phase == JobPhase.QUEUED))
 
-    def _say(self, row: Row, reason: str, message: str) -> None:
+    def _say(self, row: Row, *, reason: str, message: str) -> None:
         if (row.reason, row.message) != (reason, message):
             self._acts()
 

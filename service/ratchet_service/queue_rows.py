@@ -125,7 +125,7 @@ def untold(session: Session, now: datetime, kinds: Collection[str], told: Collec
     return out
 
 
-def tell(session: Session, ids: Sequence[str], kinds: Collection[str], reason: str, message: str) -> None:
+def tell(session: Session, ids: Sequence[str], kinds: Collection[str], *, reason: str, message: str) -> None:
     """Why jobs wait, those of ``ids`` that still do, of launchers ``kinds``; progress of a kind, so their versions stay."""
     still = due(now_in(session)) & launched_by(kinds) & (sa.func.coalesce(Job.reason, "") != UNMADE)
     for at in range(0, len(ids), _AT_ONCE):

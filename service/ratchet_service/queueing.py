@@ -97,9 +97,9 @@ class Look:
             slots = self._slots[row.kind]
             gpus = too_few_gpus(place.queued.takes.gpus, self._capacity) if slots else None
             if gpus is not None:
-                self._say(row, NO_SLOT, gpus)
+                self._say(row, reason=NO_SLOT, message=gpus)
             elif place.over is not None:
-                self._say(row, QUOTA, place.over)
+                self._say(row, reason=QUOTA, message=place.over)
             elif given[slots] >= BATCH or (slots and self._full(place.queued)):
                 left.append(row)
             else:
@@ -124,7 +124,7 @@ class Look:
         """The job's row; None if it is not queued any more."""
         raise NotImplementedError
 
-    def _say(self, row: Row, reason: str, message: str) -> None:
+    def _say(self, row: Row, *, reason: str, message: str) -> None:
         """Why a job waits that was not asked for what it needs."""
         raise NotImplementedError
 
@@ -250,7 +250,7 @@ class Round(Look):
             for row in rows
         )
 
-    def _say(self, row: Row, reason: str, message: str) -> None:
+    def _say(self, row: Row, *, reason: str, message: str) -> None:
         """Progress of a kind, so the version stays; written only when it changes."""
         if (row.reason, row.message) == (reason, message):
             return
@@ -274,7 +274,7 @@ class Round(Look):
     def _tell_the_rest(self, left: Sequence[Row]) -> None:
         self._session.flush()
         kinds = [kind for kind, slots in self._slots.items() if slots]
-        queue_rows.tell(self._session, self._plan.rest, kinds, NO_SLOT, self._no_slot())
+        queue_rows.tell(self._session, self._plan.rest, kinds, reason=NO_SLOT, message=self._no_slot())
 
 
 def say_why(job: Job, reason: str, message: str) -> bool:
