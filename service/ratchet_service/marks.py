@@ -1,6 +1,6 @@
 """An attempt's clocks, in its row: what has been counted of its deadlines, for the reconciler that takes it over.
 
-Written with what is written anyway (the attempt, the history's ``agent-stopped``), once a deadline that nobody writes of is
+Written with what is written anyway (the attempt), once the engine has taken a SIGTERM, once a deadline that nobody writes of is
 ``_AFTER`` old, and with each renewal of the lease for as long as one runs. Who takes over counts on (``steady.carried``); a wish
 that was taken back and made again is another one. Unreadable rows, and those of the version before, count as none.
 """
@@ -44,7 +44,7 @@ def running(watch: Watch) -> dict[str, float]:
     since = {
         LAUNCH: watch.waited_until if starts else None,
         WISH: watch.wished_since,
-        STOP: watch.stopped_at,
+        STOP: None if watch.unsent else watch.stopped_at,
         RESULT: watch.result_seen_at,
         LOST: watch.lost_since,
     }
@@ -109,7 +109,7 @@ def recall(watch: Watch, clocks: Any, clock: Clock, most: float, launch_deadline
         watch.wish_of = counts[WISH].get(_OF)
     stopped = since(STOP)
     if watch.stopped_at is not None and stopped is not None:
-        watch.stopped_at = stopped
+        watch.stopped_at, watch.unsent = stopped, False
     watch.marked = running(watch)
 
 

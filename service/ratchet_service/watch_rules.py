@@ -25,6 +25,7 @@ class Do(StrEnum):
     WAIT = "wait"
     SUBMIT = "submit"  # no agent is there, and this process has submitted none
     STOP = "stop"  # SIGTERM, with ``cause``
+    SIGNAL = "signal"  # the SIGTERM of a STOP that may not have come to the agent, again
     KILL = "kill"  # with ``cause``
     KILL_LOST = "kill-lost"  # the others of an agent that died without a word, with ``cause``
     KILL_LINGERING = "kill-lingering"  # who did not end when the others did: the cause is what their results tell
@@ -78,6 +79,8 @@ def _alive(watch: Watch, state: AttemptState, wish: Wish, now: float, wall: date
         watch.lost_since = now if watch.lost_since is None else watch.lost_since
         if now - watch.lost_since >= timing.lost:
             return _end_lost(state)
+    if watch.stopped_at is not None and watch.unsent:  # before it is killed for not having ended
+        return Deed(Do.SIGNAL)
     alive = Alive(
         age=now - watch.waited_until if not state.seen else 0.0,
         running=ran(watch, now) or 0.0,
@@ -113,8 +116,13 @@ def _end_lost(state: AttemptState) -> Deed:
 
 
 def stopping(watch: Watch, what: Deed, now: float) -> None:
-    """The SIGTERM is on the job's history: from here on it counts as sent."""
-    watch.stopped_at, watch.forced = now, what.cause
+    """The SIGTERM is on the job's history: it is sent, however often the engine has to be asked."""
+    watch.stopped_at, watch.forced, watch.unsent = now, what.cause, True
+
+
+def signalled(watch: Watch, now: float) -> None:
+    """The engine has taken the SIGTERM: from here on the agent's time runs."""
+    watch.stopped_at, watch.unsent = now, False
 
 
 def killing(watch: Watch, what: Deed, text: str) -> None:

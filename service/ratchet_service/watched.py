@@ -74,6 +74,7 @@ class Watch:
     wished_since: float | None = None  # the first look that saw the wish to end it
     wish_of: float | None = None  # which wish that is: ``Wish.which``
     stopped_at: float | None = None
+    unsent: bool = False  # the history tells of a SIGTERM; that the engine has taken it is not known
     forced: Cause | None = None
     killing: bool = False
     result_seen_at: float | None = None
@@ -107,7 +108,7 @@ def recall(watch: Watch, event: models.Event, now: float) -> None:
     """One such event. Pure: looks at its attributes alone."""
     if "cause" in event.data:  # else it was killed for what another agent's result tells
         watch.forced = Cause(event.data["cause"])
-    watch.stopped_at = now
+    watch.stopped_at, watch.unsent = now, True
     if event.type == KILLED:
         watch.killing, watch.message = True, event.message
 

@@ -165,10 +165,11 @@ class Watcher:
             case Do.SUBMIT:
                 self._submit_again(watch, now)
             case Do.STOP:
-                self._note(watch, STOPPED, deed.cause, "SIGTERM to the agent", stopped_at=now)
+                self._note(watch, STOPPED, deed.cause, "SIGTERM to the agent")
                 watch_rules.stopping(watch, deed, now)
-                self._sure(watch)
-                watch.launcher.stop(watch.ref, self._timing.kill_after)
+                self._signal(watch)
+            case Do.SIGNAL:
+                self._signal(watch)
             case Do.KILL | Do.KILL_LOST | Do.KILL_LINGERING:
                 self._kill(watch, state, deed)
             case Do.FINISH:
@@ -177,6 +178,13 @@ class Watcher:
                 if marks.due(watch, now):
                     self._mark(watch, now)
         return None
+
+    def _signal(self, watch: Watch) -> None:
+        self._sure(watch)
+        watch.launcher.stop(watch.ref, self._timing.kill_after)
+        now = self._database.clock.monotonic()
+        watch_rules.signalled(watch, now)
+        self._mark(watch, now)  # else the next reconciler sends it again, and counts from there
 
     def _kill(self, watch: Watch, state: AttemptState, deed: Deed) -> None:
         """Say so first: ``_finish`` kills, in the next round."""
@@ -276,15 +284,9 @@ class Watcher:
             hold(session, watch.lease)
             marks.write(session, watch, now, self._database.clock.boot())
 
-    def _note(
-        self, watch: Watch, type_: str, cause: Cause | None, message: str, *, stopped_at: float | None = None
-    ) -> None:
-        """``stopped_at``: the time of a stop that counts once this is committed."""
+    def _note(self, watch: Watch, type_: str, cause: Cause | None, message: str) -> None:
         log.info("%s: %s: %s", watch.ref.name, type_, message)
         with self._database.write() as session:
             job = hold(session, watch.lease)
             data = {} if cause is None else {"cause": cause.value}
             add_event(session, job.id, type_, message, epoch=watch.lease.epoch, data=data)
-            if stopped_at is not None:
-                stopped = replace(watch, stopped_at=stopped_at)
-                marks.write(session, stopped, stopped_at, self._database.clock.boot())

@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from ratchet_contract.phases import Cause, Event, JobPhase
 from ratchet_service import clock as clocks
 from ratchet_service.clock import Clock
 from ratchet_service.database import Database
-from ratchet_service.launchers.base import AttemptRef, AttemptState, LaunchPlan, NodeState
+from ratchet_service.launchers.base import AttemptRef, AttemptState, EngineUnreachable, LaunchPlan, NodeState
 from ratchet_service.launchers.table import Launchers
 from ratchet_service.models import Attempt, Job
 from ratchet_service.models import Event as Row
@@ -315,6 +316,30 @@ def test_a_start_is_counted_from_the_submission_that_was_made_again(stage: Stage
     stage.engine.submit = begins  # type: ignore[method-assign]
     stage.lives(lambda: stage.told("agent-killed"))
     assert len(submitted) == 1 and stage.clock.elapsed - submitted[0] >= DEADLINE
+
+
+@one_database
+@pytest.mark.parametrize("fault", [KeyboardInterrupt, EngineUnreachable])
+def test_no_agent_is_killed_for_a_sigterm_that_never_came(stage: Stage, fault: type[BaseException]) -> None:
+    """The history tells of it first: then the reconciler dies, or the engine is away for longer than the agent would have had."""
+    told = _wish(stage)
+    came: list[float] = []
+    failed: list[float] = []
+
+    def stop(ref: AttemptRef, grace: float) -> None:
+        failed.append(stage.clock.elapsed)
+        if len(failed) == 1 or (fault is EngineUnreachable and failed[-1] - failed[0] < 2 * DEADLINE):
+            raise fault("away")
+        came.append(stage.clock.elapsed)
+
+    stage.engine.stop = stop  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt) if fault is KeyboardInterrupt else nullcontext():
+        stage.lives(lambda: stage.told(told))
+    stage.lives(lambda: stage.told("agent-killed"))
+    assert came and came[0] < stage.clock.elapsed and (fault is KeyboardInterrupt or len(failed) > 2)
+    assert DEADLINE <= stage.clock.elapsed - came[0] <= DEADLINE + 2 * LIFE
+    with stage.database.read() as session:
+        assert session.scalar(sa.select(sa.func.count(Row.id)).where(Row.type == told)) == 1
 
 
 @one_database

@@ -218,7 +218,7 @@ class Apart:
         return self._line.ask(("poll", ref.name), partial(self._launcher.poll, ref))
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
-        """It is asked for once, and the job's history says that it was done: it is done, however late."""
+        """The job's history says that it was done: it is done, however late, also where who asked is gone."""
         self._line.ask(("stop", ref.name), partial(self._launcher.stop, ref, grace), lasting=True)
 
     def kill(self, ref: AttemptRef) -> Sequence[str]:

@@ -6,7 +6,6 @@ of reads, writes and calls of the engine is that of ``reconciler``, ``watching``
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Final
 
 from ratchet_contract.phases import AttemptPhase, Cause
@@ -190,19 +189,27 @@ class Reconciler(launching.Launching):
         elif do is Do.STOP:
             w.due(watch.lease, deed.cause, LIMITS, TIMING)
             self._note(watch, STOPPED, deed.cause, "SIGTERM to the agent")
-            self._mark(replace(watch, stopped_at=now), now)
             yield POINT
             watch_rules.stopping(watch, deed, now)
-            yield from self._sure(watch)
-            yield CALL
-            w.engine.stop(ref)
-            yield CALL
+            yield from self._signal(watch)
+        elif do is Do.SIGNAL:
+            yield from self._signal(watch)
         else:
             w.due(watch.lease, deed.cause, LIMITS, TIMING)
             text = deed.text or "it did not end"
             self._note(watch, KILLED, deed.cause, text)
             yield POINT
             watch_rules.killing(watch, deed, text)
+
+    def _signal(self, watch: Watch) -> Points:
+        yield from self._sure(watch)
+        yield CALL
+        self.w.engine.stop(watch.ref)
+        yield CALL
+        watch_rules.signalled(watch, self.w.t)
+        self.w.hold(watch.lease)
+        self._mark(watch, self.w.t)
+        yield POINT
 
     def _note(self, watch: Watch, kind: str, cause: Cause | None, text: str) -> None:
         job = self.w.hold(watch.lease)
