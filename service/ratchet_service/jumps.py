@@ -70,10 +70,11 @@ class Jumps:
         key, old = (boot, self._name), ClockLevel.seen_at < now - _FORGOTTEN
         session.execute(sa.delete(ClockLevel).where(ClockLevel.boot != boot, old))
         row = session.get(ClockLevel, key, with_for_update=True)
-        unknown = row is None
-        if row is None:
+        unknown = row is None and self._level is None
+        if row is None:  # a process that has gone on for long still knows what its row said, though that was forgotten
+            before = level if self._level is None else self._level
             insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
-            made = insert(ClockLevel).values(boot=boot, clock=self._name, level=level, seen_at=now)
+            made = insert(ClockLevel).values(boot=boot, clock=self._name, level=before, seen_at=now)
             session.execute(made.on_conflict_do_nothing())
             row = session.get_one(ClockLevel, key, with_for_update=True)
         fresh = steady.jumped(level, row.level)

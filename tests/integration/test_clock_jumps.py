@@ -16,10 +16,12 @@ from sqlalchemy.orm import Session
 from ratchet_contract.phases import JobPhase
 from ratchet_service import clock as clocks
 from ratchet_service import expiry, leases, reconciler, watching
+from ratchet_service import jumps as jumps_
 from ratchet_service.clock import Clock
 from ratchet_service.database import Database
 from ratchet_service.expiry import Expiry
-from ratchet_service.models import Job
+from ratchet_service.jumps import Jumps
+from ratchet_service.models import ClockLevel, Job
 from ratchet_service.reconciler import Reconciler
 from ratchet_service.watched import Timing
 from tests.support.plane import Plane
@@ -331,3 +333,23 @@ def test_a_service_that_is_restarted_beside_a_right_clock_deletes_at_the_ttl(
     clock.passes(3700.0)
     plane.reconcile()
     wait_for(lambda: gone(plane, job_id), "its ttl", 30)
+
+
+def test_a_process_that_runs_for_months_sees_a_jump_though_its_machines_row_was_forgotten(database: Database) -> None:
+    clock, other = SetClock(), SetClock()
+    other.machine = "there"
+
+    def settle(process: Jumps) -> tuple[float, bool]:
+        with database.write() as session:
+            seen = process.settle(session)
+        process.settled(seen)
+        return round(seen.fresh), seen.unknown
+
+    here, there = Jumps(clock, jumps_.MACHINE, clock.now), Jumps(other, jumps_.MACHINE, other.now)
+    assert settle(here) == (0, True)
+    with database.write() as session:
+        session.execute(sa.update(ClockLevel).values(seen_at=clock.now() - timedelta(days=40)))
+    assert settle(there) == (0, True)
+    clock.jumps(3600.0)
+    assert settle(here) == (3600, False)
+    assert settle(Jumps(clock, jumps_.MACHINE, clock.now)) == (0, False)
