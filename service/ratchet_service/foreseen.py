@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import sqlalchemy as sa
 from pydantic import ValidationError
+from sqlalchemy.orm import Session
 
 from ratchet_contract.phases import JobPhase
 from ratchet_service import queue_rows, quotas
@@ -15,14 +16,26 @@ from ratchet_service.models import Job
 from ratchet_service.queue_order import Queued
 from ratchet_service.queue_preemption import Running
 from ratchet_service.queue_rows import UNMADE, Row
-from ratchet_service.queueing import NO_SLOT, QUOTA, Look, Plan
-from ratchet_service.slots import too_few_gpus
+from ratchet_service.queueing import BATCH, NO_SLOT, QUOTA, Look, Plan, Preemption
+from ratchet_service.slots import Capacity, too_few_gpus
 
 
 class Foreseen(Look):
     """Over the first jobs of each owner, in order."""
 
     _upto = 0
+
+    def __init__(
+        self,
+        session: Session,
+        slots: Mapping[str, bool],
+        capacity: Capacity,
+        preemption: Preemption,
+        tried: Collection[tuple[str, int]],
+    ) -> None:
+        """``tried``: jobs, each with its newest attempt, whose turn it was a moment ago, in vain."""
+        super().__init__(session, slots, capacity, preemption)
+        self._tried = tried
 
     def plan(self) -> Plan:
         """What is to be done now; false where that is nothing. What was true of a job may have changed by then."""
@@ -31,9 +44,14 @@ class Foreseen(Look):
         self._asked: list[str] = []
         starts = []
         for turn in self.turns():
-            self.keep(turn)
+            key = (turn.job.id, turn.job.epoch)
+            if key in self._tried:
+                continue
+            # What could not be made before may fail again, for ever: those behind it are tried in the same look, not never.
+            if turn.job.reason != UNMADE or len(starts) >= BATCH:
+                self.keep(turn)
             self._acts()
-            starts.append((turn.job.id, turn.job.epoch))
+            starts.append(key)
         looked_at = dict.fromkeys(self._passed[: self._upto])
         if self._rest:  # nobody else can start because of what these keep
             looked_at |= dict.fromkeys(self._asked)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -93,7 +93,7 @@ class Launching:
         listed: dict[tuple[str, int], Next | OSError] = {}
         tried: set[tuple[str, int]] = set()
         for _ in range(_PASSES):
-            plan = self._foreseen()
+            plan = self._foreseen(tried)
             if plan is None:
                 break
             for key in plan.starts:
@@ -103,19 +103,19 @@ class Launching:
             with self._database.write() as session:
                 launched += self._pass(session, plan, listed, done)
             # What is launched waits for nobody's disk. What others took, or could not be made, leaves its slots to those behind.
-            if launched or tried.issuperset(plan.starts):
+            if launched or not plan.starts:
                 break
             tried |= done
         return launched
 
-    def _foreseen(self) -> Plan | None:
-        """None: there is nothing to do."""
+    def _foreseen(self, tried: Collection[tuple[str, int]]) -> Plan | None:
+        """None: there is nothing to do. ``tried``: whose turn it was before in this look."""
         slots = {kind: launcher.slots for kind, launcher in self._launchers.items()}
         with self._database.read() as session:
             ready = queue_rows.due(self._database.clock.now()) & queue_rows.launched_by(self._launchers)
             if session.scalar(sa.select(Job.id).where(ready).limit(1)) is None:
                 return None
-            return Foreseen(session, slots, self._capacity, self._preemption).plan() or None
+            return Foreseen(session, slots, self._capacity, self._preemption, tried).plan() or None
 
     def _pass(
         self,

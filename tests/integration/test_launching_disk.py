@@ -130,3 +130,25 @@ def test_very_many_are_told_in_several_looks_why_they_wait(
         assert queue.round() == []
         told.append(sum(queue.why(job)[0] == "no-slot" for job in waiting))
     assert told[0] < told[1] < len(waiting) == told[2], told
+
+
+def test_a_directory_that_cannot_be_read_keeps_nobody_whose_own_can_be_read_again(
+    tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both could not be made, and there is one slot: the older one fails again in every look."""
+    queue = Queue(tmp_path, database, cpus=1)
+    older, newer = queue.submit(), queue.submit()
+    listing, unreadable, asked = unrecorded.next_attempt, {older, newer}, list[str]()
+
+    def listed(paths: JobPaths, epoch: int) -> Next:
+        asked.append(paths.root.name)
+        if paths.root.name in unreadable:
+            raise OSError("the disk does not answer")
+        return listing(paths, epoch)
+
+    monkeypatch.setattr(unrecorded, "next_attempt", listed)
+    assert queue.round() == [] and {queue.why(job)[0] for job in (older, newer)} == {queue_rows.UNMADE}
+    asked.clear()
+    assert queue.round() == [] and asked == [older, newer], "each is tried once in a look"
+    unreadable.remove(newer)
+    assert queue.round() == [newer]
