@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ratchet_service import clock as clocks
 from ratchet_service import verdict
 from ratchet_service.clock import Clock
 from ratchet_service.leases import expired
@@ -113,3 +114,29 @@ def test_what_an_ended_attempt_has_run_is_what_was_counted(ended: float, now: fl
 def test_a_lease_of_before_its_clock_was_set_back_keeps_nobody_from_the_job() -> None:
     assert not expired("token", BEGUN + timedelta(seconds=15), BEGUN)
     assert expired("token", BEGUN + timedelta(hours=1), BEGUN)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "boot"),
+    [
+        (None, "b"),
+        ("monotonic           0         0\nboottime            0         0\n", "b"),
+        ("monotonic     1000000         5\nboottime            0         0\n", "b+1000000.5"),
+    ],
+)
+def test_a_container_with_a_time_of_its_own_shares_its_clock_with_nobody_else(
+    monkeypatch: pytest.MonkeyPatch, offsets: str | None, boot: str
+) -> None:
+    class File:
+        def __init__(self, path: str) -> None:
+            self.path = path
+
+        def read_text(self) -> str:
+            if self.path == "/proc/sys/kernel/random/boot_id":
+                return "b\n"
+            if offsets is None:
+                raise FileNotFoundError(self.path)
+            return offsets
+
+    monkeypatch.setattr(clocks, "Path", File)
+    assert clocks._boot.__wrapped__() == boot
