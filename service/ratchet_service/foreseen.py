@@ -42,7 +42,7 @@ class Foreseen(Look):
         self._rest: list[str] = []
         self._unmade: list[str] = []
         self._asked: list[str] = []
-        starts = []
+        starts: list[tuple[str, int]] = []
         for turn in self.turns():
             key = (turn.job.id, turn.job.epoch)
             if key in self._tried:

@@ -110,11 +110,11 @@ class Launching:
 
     def _foreseen(self, tried: Collection[tuple[str, int]]) -> Plan | None:
         """None: there is nothing to do. ``tried``: whose turn it was before in this look."""
-        slots = {kind: launcher.slots for kind, launcher in self._launchers.items()}
         with self._database.read() as session:
             ready = queue_rows.due(self._database.clock.now()) & queue_rows.launched_by(self._launchers)
             if session.scalar(sa.select(Job.id).where(ready).limit(1)) is None:
                 return None
+            slots = self._slots_here(slot_host.elsewhere(session))
             return Foreseen(session, slots, self._capacity, self._preemption, tried).plan() or None
 
     def _pass(
@@ -129,7 +129,8 @@ class Launching:
         if session.get_bind().dialect.name != "sqlite":
             # One reconciler at a time hands out slots; on SQLite the write transaction itself sees to that.
             session.execute(sa.select(sa.func.pg_advisory_xact_lock(_SLOTS_LOCK)))
-        round_ = Round(session, self._slots_here(session), self._capacity, self._preemption, plan)
+        lent = slot_host.lend(session, self._lease_seconds) if self._lends else None
+        round_ = Round(session, self._slots_here(lent), self._capacity, self._preemption, plan)
         for turn in round_.turns():
             key = (turn.job.id, turn.job.epoch)
             if key in listed:
@@ -146,7 +147,7 @@ class Launching:
 
     def keep_slots(self) -> None:
         """Renew that this host lends the slots; ``launch_ready`` sees whether it does."""
-        if any(launcher.slots for launcher in self._launchers.values()) and not self._database.is_sqlite:
+        if self._lends and not self._database.is_sqlite:
             with self._database.write() as session:
                 slot_host.lend(session, self._lease_seconds)
 
@@ -168,11 +169,14 @@ class Launching:
             with self._database.write() as session:
                 slot_host.leave(session, self._lease_seconds / 2)
 
-    def _slots_here(self, session: Session) -> dict[str, bool]:
-        """Launchers, and whether Ratchet keeps their slots; without those that do, while another host lends them."""
+    @property
+    def _lends(self) -> bool:
+        return any(launcher.slots for launcher in self._launchers.values())
+
+    def _slots_here(self, other: str | None) -> dict[str, bool]:
+        """Launchers, and whether Ratchet keeps their slots; without those that do, while the ``other`` host lends them."""
         slots = {kind: launcher.slots for kind, launcher in self._launchers.items()}
-        other = slot_host.lend(session, self._lease_seconds) if any(slots.values()) else None
-        if other is None:
+        if other is None or not self._lends:
             return slots
         log.error("%s lends the slots of this database now: no job that needs one is started here", other)
         return {kind: needs for kind, needs in slots.items() if not needs}

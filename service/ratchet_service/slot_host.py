@@ -42,6 +42,15 @@ def lend(session: Session, seconds: float) -> str | None:
     return session.scalar(sa.select(SlotHost.host).where(SlotHost.id == _ONE)) or None
 
 
+def elsewhere(session: Session) -> str | None:
+    """The host that has the slots as ``lend`` would tell it, without taking them."""
+    row = None if session.get_bind().dialect.name == "sqlite" else session.get(SlotHost, _ONE)
+    if row is None or row.host == own_host():
+        return None
+    now = database_now(session)
+    return row.host if now <= row.expires_at <= now + LONGEST else None
+
+
 def leave(session: Session, seconds: float) -> None:
     """This host's time ends in so long, unless another reconciler of it renews it until then."""
     until = database_now(session) + timedelta(seconds=seconds)
