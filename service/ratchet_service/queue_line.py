@@ -45,7 +45,7 @@ def standing(session: Session, now: datetime, job: Job, deepest: int) -> Standin
         return Standing()
     if job.reason == UNMADE:
         last = len(queue_rows.unmade(session, now))
-        made = waiting(session, now) - last
+        made = max(0, waiting(session, now) - last)
         return Standing(made + 1, made) if last == 1 else _walked(session, now, job.id, deepest, made)
     ahead, alone = _ahead(session, now, job)
     if alone:
@@ -105,7 +105,8 @@ def _ahead(session: Session, now: datetime, job: Job) -> tuple[int, bool]:
         higher += sum(count for priority, count in priorities if priority > job.priority)
         others |= owner != job.owner and any(priority == job.priority for priority, _ in priorities)
     higher -= _absent(session, now, Job.priority > job.priority)
-    return higher + _ahead_in_line(session, now, job), not others
+    # Several statements: on PostgreSQL a job that backs off between two of them is taken off without having been counted.
+    return max(0, higher + _ahead_in_line(session, now, job)), not others
 
 
 def _ahead_in_line(session: Session, now: datetime, job: Job) -> int:

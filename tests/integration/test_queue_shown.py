@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import sqlalchemy as sa
+from sqlalchemy.orm import Session
 
+from ratchet_service import queue_line
 from ratchet_service.database import Database, utc_now
 from ratchet_service.models import Quota
-from ratchet_service.queue_rows import UNMADE
+from ratchet_service.queue_rows import UNMADE, Row
 from ratchet_service.usecases import queue as shown
 from tests.support.api import Api
 from tests.support.queue import Queue
@@ -136,3 +141,25 @@ def test_a_job_of_its_own_tells_where_it_stands_and_lists_do_not(queue: Queue, a
     views = [api.client.get(f"/v1/jobs/{job}").json() for job in (runs, *waits)]
     assert [one["position"] for one in views] == [None, 1, 2]
     assert {one["position"] for one in api.client.get("/v1/jobs").json()["items"]} == {None}
+
+
+def test_what_changes_while_the_queue_is_read_is_no_fault_of_the_readers(
+    queue: Queue, api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PostgreSQL shows every statement what has been committed until then: a job ends and is deleted, another one backs off."""
+    gone, stays = queue.submit(), queue.submit()
+    walk, count = queue_line.everybody, queue_line._count
+
+    def walked(*of: Any) -> Iterator[Row]:
+        for row in walk(*of):
+            renamed = row.queued._replace(job="job-000000000000") if row.queued.job == gone else row.queued
+            yield row._replace(queued=renamed)
+
+    monkeypatch.setattr(queue_line, "everybody", walked)
+    assert [one["job_id"] for one in api.client.get("/v1/queue").json()["items"]] == [stays]
+
+    def counted(session: Session, which: sa.ColumnElement[bool]) -> int:
+        return count(session, which) - 2
+
+    monkeypatch.setattr(queue_line, "_count", counted)
+    assert placed(api, stays) == 1

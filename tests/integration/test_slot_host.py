@@ -37,7 +37,9 @@ def test_a_second_host_lends_nothing_while_the_first_one_lives(
     assert lend(database, 600.0) == "there"
     with monkeypatch.context() as patched:
         patched.setattr(database, "write", None)
-        assert queue.round() == [], "nothing is started that would share its slots, and nothing is tried again and again"
+        assert queue.round() == [], (
+            "nothing is started that would share its slots, and nothing is tried again and again"
+        )
     with database.write() as session:
         slot_host.leave(session, -1.0)
     assert lend(database, 600.0) == "there", "only its own"

@@ -56,6 +56,7 @@ def place(session: Session, job: Job) -> Standing:
 
 
 def _views(session: Session, rows: Iterable[tuple[Standing, Row]]) -> list[QueuedView]:
+    """Without those that have been deleted since their rows were read, as PostgreSQL tells."""
     places = list(rows)
     shown = sa.select(Job.id, Job.name).where(Job.id.in_([row.queued.job for _, row in places]))
     names = {job_id: name for job_id, name in session.execute(shown)}  # noqa: C416
@@ -74,4 +75,5 @@ def _views(session: Session, rows: Iterable[tuple[Standing, Row]]) -> list[Queue
             created_at=row.queued.created_at,
         )
         for place, row in places
+        if row.queued.job in names
     ]
