@@ -42,6 +42,8 @@ class Foreseen(Look):
         self._rest: list[str] = []
         self._unmade: list[str] = []
         self._asked: list[str] = []
+        self._held_back: dict[str, str] = {}
+        self._owners_told: set[str] = set()
         starts: list[tuple[str, int]] = []
         for turn in self.turns():
             key = (turn.job.id, turn.job.epoch)
@@ -52,7 +54,8 @@ class Foreseen(Look):
                 self.keep(turn)
             self._acts()
             starts.append(key)
-        looked_at = dict.fromkeys(self._passed[: self._upto])
+        quiet = {job for job, owner in self._held_back.items() if owner not in self._owners_told}
+        looked_at = dict.fromkeys(job for job in self._passed[: self._upto] if job not in quiet)
         if self._rest:  # nobody else can start because of what these keep
             looked_at |= dict.fromkeys(self._asked)
         if looked_at:  # their owners' later jobs have their turn as if these came before
@@ -86,9 +89,13 @@ class Foreseen(Look):
         self._asked.append(job_id)
         return self._session.scalar(sa.select(Job).where(Job.id == job_id, Job.phase == JobPhase.QUEUED))
 
-    def _say(self, row: Row, *, reason: str, message: str) -> None:
-        if (row.reason, row.message) != (reason, message):
-            self._acts()
+    def _knows(self, row: Row) -> None:
+        if row.reason == QUOTA:
+            self._held_back[row.queued.job] = row.queued.owner
+
+    def _tell(self, row: Row, reason: str, message: str) -> None:
+        self._owners_told.add(row.queued.owner)
+        self._acts()
 
     def _told(self, job: Job, message: str) -> None:
         if (job.reason, job.message) != (NO_SLOT, message):

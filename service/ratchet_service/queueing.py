@@ -32,6 +32,8 @@ from ratchet_service.transitions import apply
 
 BATCH: Final = 16
 """Launches in one transaction; as many again of launchers without slots."""
+SAID: Final = 1_000
+"""Jobs that are told in one look why they wait, of those that were not asked for what they need; the others in the next ones."""
 NO_SLOT: Final = "no-slot"
 QUOTA: Final = "quota"
 
@@ -60,7 +62,8 @@ class Plan:
     """What a look at the queue found to do. ``starts``: jobs with their newest attempt, as far as that could be told.
 
     ``looked_at``: all that come before the last one whom something concerns, and those that count with their owners as if they
-    did. ``rest``: who is to be told that nobody else can start; then those that keep slots are looked at, too."""
+    did; without those that a quota holds back, where all of their owner's know it: they have no part in the others' order.
+    ``rest``: who is to be told that nobody else can start; then those that keep slots are looked at, too."""
 
     starts: Sequence[tuple[str, int]]
     looked_at: Sequence[str]
@@ -81,6 +84,7 @@ class Look:
         self._kept: set[str] = set()
         self._room = Room(queue_rows.running(session, preemption.min_run), preemption.scope)
         self._passed: list[str] = []
+        self._said = 0
 
     def keep(self, turn: Turn) -> None:
         """It is not started now, and will be in a moment: nobody else gets what it was given."""
@@ -125,7 +129,18 @@ class Look:
         raise NotImplementedError
 
     def _say(self, row: Row, *, reason: str, message: str) -> None:
-        """Why a job waits that was not asked for what it needs."""
+        """Why a job waits that was not asked for what it needs; told only when it changes."""
+        if (row.reason, row.message) == (reason, message):
+            self._knows(row)
+            return
+        self._said += 1
+        if self._said <= SAID:
+            self._tell(row, reason, message)
+
+    def _knows(self, row: Row) -> None:
+        """It was told so before."""
+
+    def _tell(self, row: Row, reason: str, message: str) -> None:
         raise NotImplementedError
 
     def _told(self, job: Job, message: str) -> None:
@@ -250,10 +265,8 @@ class Round(Look):
             for row in rows
         )
 
-    def _say(self, row: Row, *, reason: str, message: str) -> None:
-        """Progress of a kind, so the version stays; written only when it changes."""
-        if (row.reason, row.message) == (reason, message):
-            return
+    def _tell(self, row: Row, reason: str, message: str) -> None:
+        """Progress of a kind, so the version stays."""
         self._session.flush()
         told = sa.update(Job).where(Job.id == row.queued.job, Job.phase == JobPhase.QUEUED)
         values = told.values(reason=reason, message=message)

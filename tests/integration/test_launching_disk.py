@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection, Sequence
+from datetime import datetime
 from pathlib import Path
 
 import pytest
+from sqlalchemy.orm import Session
 
 from ratchet_contract.paths import JobPaths
 from ratchet_contract.phases import Event
-from ratchet_service import queue_rows, unrecorded
-from ratchet_service.database import Database
+from ratchet_service import queue_rows, queueing, unrecorded
+from ratchet_service.database import Database, utc_now
 from ratchet_service.foreseen import Foreseen
+from ratchet_service.models import Quota
+from ratchet_service.queue_rows import Row
 from ratchet_service.queueing import Plan
 from ratchet_service.transitions import apply
 from ratchet_service.unrecorded import Next
@@ -152,3 +157,31 @@ def test_a_directory_that_cannot_be_read_keeps_nobody_whose_own_can_be_read_agai
     assert queue.round() == [] and asked == [older, newer], "each is tried once in a look"
     unreadable.remove(newer)
     assert queue.round() == [newer]
+
+
+def test_whose_quota_is_used_up_takes_no_part_in_what_others_are_started_for(
+    tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many wait so: the transaction reads none of those that know it, and tells it to some in each look."""
+    monkeypatch.setattr(queueing, "SAID", 3)
+    queue = Queue(tmp_path, database, cpus=4)
+    with database.write() as session:
+        session.add(Quota(owner="ada", jobs=1, updated_at=utc_now()))
+    runs, *waiting = (queue.submit(owner="ada") for _ in range(6))
+    assert queue.round() == [runs]
+    told = [sum(queue.why(job)[0] == "quota" for job in waiting)]
+    for _ in range(3):  # what is held has changed with the first one: it is told in the second one
+        assert queue.round() == []
+        told.append(sum(queue.why(job)[0] == "quota" for job in waiting))
+    assert told == [3, 3, 5, 5]
+    read, these = list[str](), queue_rows.these
+
+    def reads(session: Session, now: datetime, kinds: Collection[str] | None, ids: Sequence[str]) -> list[Row]:
+        read.extend(ids)
+        return these(session, now, kinds, ids)
+
+    monkeypatch.setattr(queue_rows, "these", reads)
+    other = queue.submit(owner="bob")
+    assert queue.round() == [other] and read == [other]
+    queue.end(runs)
+    assert queue.round() == [waiting[0]], "and whose owner's quota is free again starts in their order"
