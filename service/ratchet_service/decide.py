@@ -28,6 +28,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
 
+from ratchet_contract.hearing import hears_within
 from ratchet_contract.phases import Budget, Cause, Desired, Event, JobPhase, Outcome
 from ratchet_service.decision import Action, Alive, AttemptEnd, Counters, Decision, JobView
 from ratchet_service.treatment import Treatment, treatment
@@ -94,7 +95,8 @@ def _alive(view: JobView, seen: Alive) -> Decision:
     if not seen.seen and seen.age >= seen.launch_deadline:
         return Decision(Action.KILL, cause=Cause.LAUNCHER_ERROR, counters=view.counters)
     if view.desired is not Desired.RUN:
-        if seen.wished >= view.limits.stop_grace:
+        # It may only have heard of the wish so late, and then its ranks have all of their time from there.
+        if seen.wished >= view.limits.stop_grace + hears_within(view.limits.stop_grace):
             cause = Cause.API_CANCEL if view.desired is Desired.CANCEL else Cause.HANG
             return Decision(Action.STOP, cause=cause, counters=view.counters)
         return Decision(Action.NOTHING, counters=view.counters)

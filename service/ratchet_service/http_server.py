@@ -19,12 +19,12 @@ import uvicorn
 from fastapi import FastAPI
 from pydantic import ValidationError
 
+from ratchet_contract.hearing import LONGEST
 from ratchet_contract.messages import ServiceFile
 from ratchet_contract.paths import HomePaths
 from ratchet_service.database import utc_now
 from ratchet_service.health import Health
 from ratchet_service.http_limits import MAX_HEADERS, HeadDeadline, most_connections
-from ratchet_service.pacing import LONGEST
 
 log = logging.getLogger(__name__)
 

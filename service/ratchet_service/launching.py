@@ -153,12 +153,13 @@ class Launching:
 
     def put_off(self, session: Session, seconds: float) -> None:
         """The wall clock has jumped by so much: what waits for its back-off waits for as long as before. Jobs of other launchers
-        are others' to put off; of two machines that have the same one, with clocks of their own, the one that jumps does."""
+        may be another machine's, which puts them off by its own clock; with SQLite all are this one's."""
         now, jump = self._database.clock.now(), timedelta(seconds=seconds)
         if -BEYOND < jump < timedelta(0):  # it waits for a little longer
             return
         due = (Job.not_before > now - jump) & (Job.not_before <= now - jump + BEYOND)
-        backing_off = (Job.phase == JobPhase.QUEUED) & due & queue_rows.launched_by(self._launchers)
+        ours = sa.true() if self._database.is_sqlite else queue_rows.launched_by(self._launchers)
+        backing_off = (Job.phase == JobPhase.QUEUED) & due & ours
         for job in session.scalars(sa.select(Job).where(backing_off).with_for_update(skip_locked=True)):
             assert job.not_before is not None
             job.not_before = min(job.not_before + jump, now + BEYOND)

@@ -12,10 +12,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
+from ratchet_contract.hearing import LONGEST
+
 SHARE: Final = 0.2
 """Of a core, for all reports together."""
-LONGEST: Final = 10.0
-"""Seconds; an agent hears of a wish with the answer to a report, so it bounds that as well."""
 _NOTICED: Final = 0.6
 """Seconds; agents wait as long as this of their own accord."""
 _AWAY: Final = 2 * LONGEST

@@ -67,11 +67,22 @@ def settled(limits: Limits, user: User | None) -> Limits:
 
 
 def most_processes(cgroup: Path = _CGROUP, cgroups: Path = _CGROUPS) -> int:
-    """That this process and all beside it may come to: by the kernel, by its control group and those above, by its own limit."""
-    found = [int(path.read_text()) for path in _MACHINE]
+    """That this process and all beside it may come to: by the kernel, by its control group and those above, by its own limit.
+    Raises ``StartError`` where nothing tells."""
+    found = list(_of_machine())
     found += _of_groups(cgroup, cgroups)
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
-    return min(found if hard == resource.RLIM_INFINITY else [*found, hard])
+    found += [] if hard == resource.RLIM_INFINITY else [hard]
+    if not found:
+        raise StartError(f"nothing tells how many processes this machine allows: say {_OPTION} processes=NUMBER")
+    return min(found)
+
+
+def _of_machine() -> Iterator[int]:
+    """A container may hide either file; then what else there is counts."""
+    for path in _MACHINE:
+        with suppress(OSError, ValueError):
+            yield int(path.read_text())
 
 
 def _of_groups(cgroup: Path, cgroups: Path) -> Iterator[int]:

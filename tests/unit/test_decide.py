@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from ratchet_contract.hearing import hears_within
 from ratchet_contract.phases import Budget, Cause, Desired, Event, JobPhase, Outcome
 from ratchet_service.decide import MAX_BACKOFF, backoff_seconds, decide
 from ratchet_service.decision import Action, Alive, AttemptEnd, Counters, Decision, JobView, Limits
@@ -248,7 +249,7 @@ def alive(attempt: Alive, desired: Desired = Desired.RUN, waited: float = 0.0, l
 def test_a_running_attempt_is_left_alone() -> None:
     assert alive(Alive(age=1e6, seen=True)).action is Action.NOTHING
     assert alive(Alive(age=1.0, seen=False)).action is Action.NOTHING
-    assert alive(Alive(age=1.0, seen=True), Desired.SUSPEND, waited=119).action is Action.NOTHING
+    assert alive(Alive(age=1.0, seen=True), Desired.SUSPEND, waited=129).action is Action.NOTHING
 
 
 def test_an_agent_that_never_shows_up_is_given_up() -> None:
@@ -261,12 +262,20 @@ def test_an_agent_that_never_shows_up_is_given_up() -> None:
     [(Desired.CANCEL, Cause.API_CANCEL), (Desired.SUSPEND, Cause.HANG), (Desired.PREEMPT, Cause.HANG)],
 )
 def test_a_stop_that_is_not_obeyed_is_enforced(desired: Desired, cause: Cause) -> None:
-    first = alive(Alive(age=500.0, seen=True), desired, waited=120)
+    first = alive(Alive(age=500.0, seen=True), desired, waited=130)
     assert (first.action, first.cause) == (Action.STOP, cause)
     asked = Alive(age=505.0, seen=True, asked=5.0, asked_cause=cause)
-    assert alive(asked, desired, waited=125).action is Action.NOTHING
+    assert alive(asked, desired, waited=135).action is Action.NOTHING
     late = Alive(age=510.0, seen=True, asked=10.0, asked_cause=cause)
-    assert alive(late, desired, waited=130) == Decision(Action.KILL, cause=cause)
+    assert alive(late, desired, waited=140) == Decision(Action.KILL, cause=cause)
+
+
+@pytest.mark.parametrize(("grace", "stopped_after"), [(120.0, 130.0), (8.0, 10.0)])
+def test_ranks_have_all_of_their_time_however_late_their_agent_hears(grace: float, stopped_after: float) -> None:
+    limits, seen = Limits(stop_grace=grace), Alive(age=500.0, seen=True)
+    assert alive(seen, Desired.CANCEL, waited=stopped_after - 0.1, limits=limits).action is Action.NOTHING
+    assert alive(seen, Desired.CANCEL, waited=stopped_after, limits=limits).action is Action.STOP
+    assert hears_within(grace) == stopped_after - grace
 
 
 def test_the_timeout_counts_all_attempts() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ratchet_contract.hearing import LONGEST
 from ratchet_service.ingest_effects import FIGURES
-from ratchet_service.pacing import LONGEST, SHARE, Pacing
+from ratchet_service.pacing import SHARE, Pacing
 from ratchet_worker import spool
 
 

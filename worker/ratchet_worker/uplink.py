@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
+from ratchet_contract.hearing import hears_within
 from ratchet_contract.messages import AGENT_RANK, AgentReport, AttemptResult, Control, LaunchFile, RankBatch
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import AttemptPhase, Desired
@@ -32,10 +33,8 @@ _SHARE: Final = 20.0
 """Figures alone wait for so many times as long as the last answer took: an agent asks for a twentieth of a service's thread at
 the most, and a service with more to do than it can is asked for less instead of falling behind."""
 _MOST_TURNS: Final = 15
-"""Periods that figures wait for a slow answer at the most; and never longer than a quarter of ``policy.stop_grace``: the wish to
-stop comes with an answer."""
-_LONGEST: Final = 10.0
-"""Seconds that they wait at the most where the service asks for it, within the same quarter."""
+"""Periods that figures wait for a slow answer at the most; and, where the service asks for more, never longer than
+``hears_within``: the wish to stop comes with an answer."""
 
 
 class Status(NamedTuple):
@@ -235,7 +234,6 @@ class Uplink:
 def waiting_turns(answer: float, period: float, stop_grace: float, asked: float = 0.0) -> int:
     """Periods (``period`` seconds each) that figures alone wait after an answer that took ``answer`` seconds and asked for
     ``asked`` seconds: at least one."""
-    quarter = stop_grace / 4
     slow = min(_MOST_TURNS, int(_SHARE * answer / period))
-    told = int(min(_LONGEST, asked) / period)
-    return max(1, min(int(quarter / period), max(slow, told)))
+    most = int(hears_within(stop_grace) / period)
+    return max(1, min(most, max(slow, int(asked / period))))

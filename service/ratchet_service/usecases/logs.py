@@ -63,14 +63,14 @@ def log_files(job: JobPaths, wanted: LogFilter) -> list[tuple[int, int, Path]]:
 
 
 def _log_files(job: JobPaths, wanted: LogFilter) -> list[tuple[int, int, Path]]:
-    """Of what user code may have put there: of ``_MOST_ATTEMPTS``, the oldest of those wanted, the ``MAX_MARK`` lowest ranks (a
+    """Of what user code may have put there: of ``_MOST_ATTEMPTS``, the newest of those wanted, the ``MAX_MARK`` lowest ranks (a
     follower's mark has no more), and no more of the disk than ``MOST_NAMES`` in all."""
     out = []
     names = names_in(job.root / "attempts")
     left = MOST_NAMES - len(names)
     numbers = {int(name) for name in names if _ATTEMPT.fullmatch(name)}
     asked = sorted(n for n in numbers if wanted.first <= n and (wanted.last is None or n <= wanted.last))
-    for attempt in asked[:_MOST_ATTEMPTS]:
+    for attempt in asked[-_MOST_ATTEMPTS:]:
         paths = job.attempt(attempt)
         if wanted.rank is not None:
             ranks = [wanted.rank]
