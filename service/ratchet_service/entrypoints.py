@@ -14,6 +14,7 @@ from typing import Any, Final
 from ratchet_contract.errors import FieldProblem
 from ratchet_contract.spec import TaskSpec
 from ratchet_contract.spec_parse import nearest
+from ratchet_service import syntax
 
 _OPENING: Final = frozenset(
     {"exec", "eval", "globals", "f_globals", "vars", "locals", "setattr", "modules", "__dict__", "__builtins__"}
@@ -26,7 +27,7 @@ def check(source: bytes, task: TaskSpec, *, package: bool = False) -> FieldProbl
     """The first certain fault of ``task`` in its module's ``source``. ``package``: it is an ``__init__.py``, whose submodules
     may be attributes too."""
     try:
-        return _check(ast.parse(source), task, package)
+        return _check(syntax.parse(source), task, package)
     except (SyntaxError, ValueError):  # perhaps of a newer Python than this one; the interpreter itself has looked
         return None
     except (RecursionError, MemoryError):  # nested too deeply to be looked into: long chains of elif or of operators

@@ -7,7 +7,6 @@ warning. Nothing of the user's is imported and nothing imports torch.
 
 from __future__ import annotations
 
-import ast
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from ratchet_service import (
     preflight_start,
     preflight_uri,
     snapshot,
+    syntax,
     unmanaged,
 )
 from ratchet_service.confined import OWN, Confined
@@ -198,7 +198,7 @@ def _check_script(spec: JobSpec, version: tuple[int, ...], report: Report) -> No
 
 def _syntax_fault(source: bytes, name: str) -> str | None:
     try:
-        ast.parse(source, name)
+        syntax.parse(source, name)
     except (SyntaxError, ValueError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         return f"{name}{line}: {getattr(error, 'msg', error)}"

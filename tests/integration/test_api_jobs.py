@@ -36,7 +36,8 @@ def test_a_submitted_job_is_there_with_everything_decided(api: Api) -> None:
     job = answer.json()
     assert answer.headers["location"] == f"/v1/jobs/{job['id']}"
     read = api.client.get(f"/v1/jobs/{job['id']}")
-    assert read.json() | {"goodput": None} == job
+    assert read.json()["position"] == 1
+    assert read.json() | {"goodput": None, "position": None} == job
     assert read.headers["etag"] == answer.headers["etag"]
     assert (job["phase"], job["desired"], job["epoch"], job["priority"]) == ("QUEUED", "run", 0, 7)
     assert job["hook"] == "powerSGD"

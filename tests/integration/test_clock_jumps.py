@@ -231,7 +231,8 @@ def test_two_reconcilers_of_one_machine_put_off_what_waits_once_and_only_what_is
     looks(plane.reconcile())  # which starts behind it
     moved = plane.job(mine).not_before
     assert moved is not None and abs((moved - until).total_seconds() - 100.0) < 5
-    assert plane.job(foreign).not_before == until
+    others = plane.job(foreign).not_before  # on a server it may be another machine's, whose clock has not jumped
+    assert others == (moved if plane.database.is_sqlite else until)
 
 
 def test_a_jump_while_nobody_was_there_puts_off_what_waits(plane: Plane, clock: SetClock) -> None:

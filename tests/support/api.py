@@ -107,11 +107,11 @@ class Api:
         return str(answer.json()["id"])
 
     def job(self, job_id: str) -> dict[str, Any]:
-        """But for its goodput, which the clock alone changes."""
+        """But for its goodput and its place in the queue, which are told only where a job is read."""
         answer = self.client.get(f"/v1/jobs/{job_id}")
         assert answer.status_code == 200, answer.text
         found: dict[str, Any] = answer.json()
-        return found | {"goodput": None}
+        return found | {"goodput": None, "position": None}
 
     def put(self, job_id: str, phase: JobPhase, desired: Desired = Desired.RUN, **columns: Any) -> None:
         """Set a phase as the past might have left it."""

@@ -355,14 +355,14 @@ def _beside_a_spare(imported_in: Mapping[str, str], set_by_imports: Mapping[str,
     if pid == 0:
         _die_with(agent)
         ours.close()
-        for number in _IGNORED_MEANWHILE:
-            signal.signal(number, signal.SIG_IGN)
+        ignored = [n for n in _IGNORED_MEANWHILE if signal.signal(n, signal.SIG_IGN) is not signal.SIG_IGN]
         received = _receive(theirs)
         if received is None:
             os._exit(0)
         request, (log, *kept) = received
         try:
-            _become(request, log, dict(zip(request["numbers"], kept, strict=True)), theirs.detach())
+            numbered = dict(zip(request["numbers"], kept, strict=True))
+            _become(request | {"ignored": ignored}, log, numbered, theirs.detach())
         except OSError:
             os._exit(1)  # the agent will meet the error itself
         os.environ.update(set_by_imports)
@@ -406,7 +406,7 @@ def _become(request: dict[str, Any], log: int, kept: Mapping[int, int], told: in
         os.close(fd)
     signal.set_wakeup_fd(-1)
     for each in signal.valid_signals():
-        if callable(signal.getsignal(each)) or each in _IGNORED_MEANWHILE:
+        if callable(signal.getsignal(each)) or each in request.get("ignored", ()):
             signal.signal(each, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, request.get("mask", ()))
