@@ -180,8 +180,15 @@ class Watcher:
         return None
 
     def _signal(self, watch: Watch) -> None:
+        """Raises ``EngineUnreachable``: then it is sent again. A launcher that fails otherwise would fail again: the agent
+        is killed when its time is over."""
         self._sure(watch)
-        watch.launcher.stop(watch.ref, self._timing.kill_after)
+        try:
+            watch.launcher.stop(watch.ref, self._timing.kill_after)
+        except EngineUnreachable:
+            raise
+        except Exception:
+            log.exception("%s: its launcher cannot send a SIGTERM", watch.ref.name)
         now = self._database.clock.monotonic()
         watch_rules.signalled(watch, now)
         self._mark(watch, now)  # else the next reconciler sends it again, and counts from there

@@ -25,7 +25,14 @@ from ratchet_contract.phases import Cause, Event, JobPhase
 from ratchet_service import clock as clocks
 from ratchet_service.clock import Clock
 from ratchet_service.database import Database
-from ratchet_service.launchers.base import AttemptRef, AttemptState, EngineUnreachable, LaunchPlan, NodeState
+from ratchet_service.launchers.base import (
+    AttemptRef,
+    AttemptState,
+    EngineUnreachable,
+    LaunchError,
+    LaunchPlan,
+    NodeState,
+)
 from ratchet_service.launchers.table import Launchers
 from ratchet_service.models import Attempt, Job
 from ratchet_service.models import Event as Row
@@ -316,6 +323,17 @@ def test_a_start_is_counted_from_the_submission_that_was_made_again(stage: Stage
     stage.engine.submit = begins  # type: ignore[method-assign]
     stage.lives(lambda: stage.told("agent-killed"))
     assert len(submitted) == 1 and stage.clock.elapsed - submitted[0] >= DEADLINE
+
+
+@one_database
+def test_an_agent_that_no_sigterm_can_be_sent_to_is_killed_in_the_end(stage: Stage) -> None:
+    def stop(ref: AttemptRef, grace: float) -> None:
+        raise LaunchError("the engine knows no such signal")
+
+    told = _wish(stage)
+    stage.engine.stop = stop  # type: ignore[method-assign]
+    stage.lives(lambda: stage.told(told))
+    stage.lives(lambda: stage.told("agent-killed"))
 
 
 @one_database
