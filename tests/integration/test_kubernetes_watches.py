@@ -286,7 +286,7 @@ def test_a_job_that_ended_by_itself_stays_for_people(site: Site) -> None:
     wait_for(lambda: site.running(plan.ref), "the pod to run", 30)
     site.cluster.oom(site.cluster.pods(plan.ref.name)[0])
     state = ended(site, plan.ref)
-    assert [end.cause for end in state.ends] == [Cause.OOM]
+    assert [end.cause for end in state.ends] == [Cause.OOM], state.ends
     gone(site, plan.ref)
     assert [job["metadata"]["name"] for job in site.cluster.store.select(JOBS)] == [plan.ref.name]
     assert ("delete", "jobs") not in site.asked()
