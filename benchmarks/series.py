@@ -11,23 +11,21 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import sqlalchemy as sa
 
+from benchmarks.databases import opened
 from benchmarks.stats import Estimate, estimate, machine
 from ratchet_contract.messages import RankBatch
 from ratchet_service.bounds import Bounds
-from ratchet_service.database import Database, sqlite_url, utc_now
+from ratchet_service.database import Database, utc_now
 from ratchet_service.ingest import ingest_batches
-from ratchet_service.migrate import upgrade
 from ratchet_service.models import Attempt, AttemptNode, Job, Metric
 from ratchet_service.transitions import lock_job
 from ratchet_service.usecases.series import metrics
-from tests.support.postgres import postgres_server
 
 NAMES: Final = tuple(f"metric-{i}" for i in range(10))
 _BATCH: Final = 500
@@ -41,21 +39,6 @@ def main() -> None:
     for engine in ("sqlite", "postgresql"):
         with tempfile.TemporaryDirectory(prefix="ratchet-bench-") as folder, opened(engine, Path(folder)) as database:
             measure(engine, database, steps, calls)
-
-
-@contextmanager
-def opened(engine: str, folder: Path) -> Iterator[Database]:
-    if engine == "sqlite":
-        database = Database(sqlite_url(folder / "ratchet.db"))
-        upgrade(database)
-        yield database
-        database.dispose()
-        return
-    with postgres_server(durable=True) as url:
-        database = Database(url)
-        upgrade(database)
-        yield database
-        database.dispose()
 
 
 class Told:

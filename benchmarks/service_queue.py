@@ -15,23 +15,20 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-import psycopg
 import sqlalchemy as sa
 from sqlalchemy import event
 
+from benchmarks.databases import opened
 from benchmarks.service_rows import queue
 from benchmarks.stats import machine
 from ratchet_service import cursors
-from ratchet_service.database import Database, sqlite_url
-from ratchet_service.migrate import upgrade
+from ratchet_service.database import Database
 from ratchet_service.models import Job
 from ratchet_service.usecases import queue as shown
-from tests.support.postgres import postgres_server
 from tests.support.queue import Queue
 
 _LOOKS: Final = 7
@@ -48,26 +45,9 @@ def main() -> None:
         for jobs, owners in ((1_000, 1), (1_000, 100), (many, 1), (many, 100)):
             with (
                 tempfile.TemporaryDirectory(prefix="ratchet-bench-") as folder,
-                database_of(engine, Path(folder)) as made,
+                opened(engine, Path(folder)) as made,
             ):
                 print(f"  {jobs:>7} jobs of {owners:>3}: {_row(made, Path(folder), jobs, owners)}", flush=True)
-
-
-@contextmanager
-def database_of(engine: str, folder: Path) -> Iterator[Database]:
-    if engine == "sqlite":
-        made = Database(sqlite_url(folder / "ratchet.db"))
-        upgrade(made)
-        yield made
-        made.dispose()
-        return
-    with postgres_server(durable=True) as url:
-        with psycopg.connect(url, autocommit=True) as connection:
-            connection.execute("CREATE DATABASE one")
-        made = Database(url.replace("/postgres?", "/one?"))
-        upgrade(made)
-        yield made
-        made.dispose()
 
 
 def _row(database: Database, folder: Path, jobs: int, owners: int) -> str:

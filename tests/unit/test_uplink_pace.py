@@ -4,6 +4,8 @@ are slow; everything else at once."""
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -117,22 +119,32 @@ def test_figures_wait_as_long_as_the_service_asks_and_ten_seconds_at_most(
     assert waiting_turns(0.0, 0.3, grace, asked) == turns
 
 
-def test_figures_come_when_the_service_has_asked_for_them_and_the_rest_at_once(tmp_path: Path) -> None:
-    """Over HTTP: the header of one answer counts until the next one."""
+@contextmanager
+def over_http(tmp_path: Path) -> Iterator[tuple[ReportService, Spool, Uplink]]:
+    """A service, what rank 0 has to tell, and the uplink that tells it."""
     launch = launch_in(tmp_path).model_copy(update={"report_token": TOKEN})
     service = ReportService(Path(launch.service_file))
     service.start()
     spool = Spool(tmp_path / "rank.jsonl")
     uplink = Uplink(launch, {0: tmp_path / "rank.jsonl"}, Group(tmp_path), period=0.3)
-
-    def told(*steps: int) -> list[int]:
-        """Figures of these steps, one in each round; the steps that the service has heard of then."""
-        for step in steps:
-            spool.append(Metrics(rank=0, at=AT, step=step, values={"loss": 1.0}))
-            uplink._once()
-        return [m.step for m in service.messages[0] if m.kind == "metrics"]
-
     try:
+        yield service, spool, uplink
+    finally:
+        uplink._link._close()
+        service.stop()
+
+
+def test_figures_come_when_the_service_has_asked_for_them_and_the_rest_at_once(tmp_path: Path) -> None:
+    """Over HTTP: the header of one answer counts until the next one."""
+    with over_http(tmp_path) as (service, spool, uplink):
+
+        def told(*steps: int) -> list[int]:
+            """Figures of these steps, one in each round; the steps that the service has heard of then."""
+            for step in steps:
+                spool.append(Metrics(rank=0, at=AT, step=step, values={"loss": 1.0}))
+                uplink._once()
+            return [m.step for m in service.messages[0] if m.kind == "metrics"]
+
         service.report_after = "9.0"  # thirty periods: twice what a slow answer makes them wait
         assert told(1, 2) == [1, 2]
         assert told(*range(3, 33)) == [1, 2]
@@ -141,9 +153,6 @@ def test_figures_come_when_the_service_has_asked_for_them_and_the_rest_at_once(t
         spool.append(Note(rank=0, at=AT, type="hello", message="now"))
         assert told(34) == list(range(1, 35))
         assert uplink._turns <= 15 and service.repeated == 0
-    finally:
-        uplink._link._close()
-        service.stop()
 
 
 def test_what_an_agent_says_of_checkpoints_comes_behind_all_that_rank_0_has_said(tmp_path: Path) -> None:
@@ -188,12 +197,7 @@ def test_an_outage_ends_as_soon_as_somebody_answers(group: Group) -> None:
 
 def test_a_service_that_says_when_to_come_back_is_asked_no_earlier_and_gets_everything(tmp_path: Path) -> None:
     """429 with Retry-After, over HTTP; then the same lines by the same numbers."""
-    launch = launch_in(tmp_path).model_copy(update={"report_token": TOKEN})
-    service = ReportService(Path(launch.service_file))
-    service.start()
-    spool = Spool(tmp_path / "rank.jsonl")
-    uplink = Uplink(launch, {0: tmp_path / "rank.jsonl"}, Group(tmp_path), period=0.3)
-    try:
+    with over_http(tmp_path) as (service, spool, uplink):
         for step in (1, 2, 3):
             spool.append(Note(rank=0, at=AT, type="step", message=str(step)))
         service.refuse, service.retry_after = (429, "too-many-requests"), "7"
@@ -203,9 +207,6 @@ def test_a_service_that_says_when_to_come_back_is_asked_no_earlier_and_gets_ever
         service.refuse = None
         uplink._once()
         assert [m.message for m in service.messages[0]] == ["1", "2", "3"] and service.repeated == 0
-    finally:
-        uplink._link._close()
-        service.stop()
 
 
 @pytest.mark.parametrize(
