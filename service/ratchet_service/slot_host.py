@@ -17,7 +17,7 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.orm import Session
 
 from ratchet_service.database import Database
-from ratchet_service.leases import LONGEST, database_now
+from ratchet_service.leases import LONGEST, database_now, expired
 from ratchet_service.models import SlotHost
 
 _ONE: Final = 1
@@ -47,8 +47,7 @@ def elsewhere(session: Session) -> str | None:
     row = None if session.get_bind().dialect.name == "sqlite" else session.get(SlotHost, _ONE)
     if row is None or row.host == own_host():
         return None
-    now = database_now(session)
-    return row.host if now <= row.expires_at <= now + LONGEST else None
+    return None if expired(row.host, row.expires_at, database_now(session)) else row.host
 
 
 def leave(session: Session, seconds: float) -> None:

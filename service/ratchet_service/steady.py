@@ -49,12 +49,8 @@ def counted(stored: Any, begun_at: datetime | None, clock: Clock) -> float | Non
     attempt without a count (the version before made it) the wall clock is believed."""
     if begun_at is None:
         return None
-    count = Count.read(stored)
-    if count is None:
-        return max(0.0, (clock.now() - begun_at).total_seconds())
-    if count.boot != clock.boot():
-        return count.seconds
-    return count.seconds + max(0.0, clock.monotonic() - count.monotonic)
+    found = carried(stored, clock, math.inf)
+    return max(0.0, (clock.now() - begun_at).total_seconds()) if found is None else found
 
 
 def carried(stored: Any, clock: Clock, most: float) -> float | None:
