@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Dialect
@@ -36,6 +36,9 @@ class UtcDateTime(TypeDecorator[datetime]):
 
 BigId = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 """SQLite gives automatic row numbers to INTEGER keys only."""
+
+MAX_NUMBER: Final = 2**63 - 1
+"""The largest that a 64-bit column takes."""
 
 Json = sa.JSON(none_as_null=True)
 

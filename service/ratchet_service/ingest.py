@@ -19,7 +19,6 @@ from ratchet_contract.messages import (
     AGENT_RANK,
     AgentReport,
     AttemptResult,
-    CheckpointCommitted,
     Control,
     Group,
     RankBatch,
@@ -27,15 +26,17 @@ from ratchet_contract.messages import (
     ReportAck,
     node_rank,
 )
-from ratchet_contract.paths import HomePaths, JobPaths, is_job_id
+from ratchet_contract.paths import HomePaths, is_job_id
 from ratchet_contract.phases import AttemptPhase, Cause, Outcome
 from ratchet_contract.version import PROTOCOL_VERSION
 from ratchet_service import ingest_rows
 from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.clock import now_in
+from ratchet_service.columns import MAX_NUMBER
 from ratchet_service.database import Database
 from ratchet_service.fencing import fence, refusals
-from ratchet_service.ingest_effects import MAX_NUMBER, Effects, saved_iteration
+from ratchet_service.ingest_checkpoints import hook_iterations
+from ratchet_service.ingest_effects import Effects
 from ratchet_service.ingest_news import Told, figures, figures_alone, has_news, later
 from ratchet_service.ingest_rows import AttemptRow, JobRow, NodeRow, Rows, Shape
 from ratchet_service.ingest_series import look_is_due
@@ -145,6 +146,7 @@ def ingest_batches(
             raise Refused(f"there is no rank {batch.rank} in a group of {world}", code="invalid-report")
         done = acked.get(str(batch.rank), 0)
         fresh = unstored(batch, done)
+        effects.foresee(fresh)
         for message in fresh:
             effects.apply(batch.rank, message)
         if fresh:
@@ -162,18 +164,6 @@ def ingest_batches(
 def unstored(batch: RankBatch, done: int) -> list[RankMessage]:
     """Its messages behind number ``done``; none where numbers are missing in between: they come again."""
     return [] if batch.from_seq > done + 1 else batch.messages[done + 1 - batch.from_seq :]
-
-
-def hook_iterations(batches: Sequence[RankBatch], job: JobPaths) -> dict[tuple[int, int], int]:
-    """Iteration of the hook in each checkpoint that the batches report, from its manifest. Read outside of transactions."""
-    out = {}
-    for batch in batches:
-        for message in batch.messages:
-            if isinstance(message, CheckpointCommitted):
-                found = saved_iteration(job, message)
-                if found is not None:
-                    out[message.step, message.epoch] = found
-    return out
 
 
 def authorised(session: Session, job_id: str, epoch: int, token: str | None) -> Rows:

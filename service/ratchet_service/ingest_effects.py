@@ -4,12 +4,11 @@ one, so text is made storable and a message that cannot count becomes an event t
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, get_args
 
 from sqlalchemy.orm import Session
 
-from ratchet_contract.errors import CheckpointError
 from ratchet_contract.messages import (
     CheckpointCommitted,
     CheckpointDeleted,
@@ -26,18 +25,16 @@ from ratchet_contract.messages import (
     Training,
     node_that_speaks,
 )
-from ratchet_contract.paths import JobPaths, checkpoint_dir_name
 from ratchet_contract.phases import Event
 from ratchet_service import transitions
 from ratchet_service.bounds import Bounds
 from ratchet_service.clock import now_in
-from ratchet_service.file_owner import as_owner
+from ratchet_service.columns import MAX_NUMBER
+from ratchet_service.ingest_checkpoints import Checkpoints, Key
 from ratchet_service.ingest_series import Samples, Series
-from ratchet_service.models import Attempt, Checkpoint, Job
+from ratchet_service.models import Attempt, Job
 from ratchet_service.storable import bounded_json, storable, storable_json, when
-from ratchet_store.commit import read_manifest
 
-MAX_NUMBER: Final = 2**63 - 1
 UNMANAGED: Final = "unmanaged"
 FIGURES: Final = (Metrics, Progress, HookState)
 """What changes no more of rows than ``ingest_rows`` has of them; the very kinds that agents may keep back for a while."""
@@ -50,16 +47,6 @@ _NUMBERS: Final = {
 }
 
 
-def saved_iteration(job: JobPaths, message: CheckpointCommitted) -> int | None:
-    """The hook's iteration as rank 0 saved it; None where the manifest cannot be read (any more)."""
-    try:
-        with as_owner(job.root):
-            manifest = read_manifest(job.checkpoint(message.step, message.epoch))
-    except (CheckpointError, ValueError, OverflowError):
-        return None
-    return next((s.iteration for s in manifest.hook_summaries if s.rank == 0), None)
-
-
 class Effects:
     """Applies messages of one attempt, in order, within the caller's transaction; ``finish`` writes what was gathered."""
 
@@ -68,21 +55,25 @@ class Effects:
         session: Session,
         job: Job,
         attempt: Attempt,
-        iterations: dict[tuple[int, int], int],
+        iterations: Mapping[Key, int],
         bounds: Bounds,
         best: str | None,
     ) -> None:
         """``best``: the metric that ``keep_best`` judges by."""
-        self._session, self._job, self._attempt, self._iterations = session, job, attempt, iterations
+        self._session, self._job, self._attempt = session, job, attempt
+        self._checkpoints = Checkpoints(session, job, attempt, iterations, self._event)
         self._bounds = bounds
         self._series = Series(session, job, attempt.number, bounds, best)
         self._samples = Samples(session, job.id, bounds)
-        self._commits = False
         self._now = now_in(session)
 
     @property
     def _newest(self) -> bool:
         return self._attempt.number == self._job.epoch
+
+    def foresee(self, messages: Sequence[RankMessage]) -> None:
+        """These are to be applied: what they will ask for is read at once."""
+        self._checkpoints.foresee(messages)
 
     def apply(self, rank: int, message: RankMessage) -> None:
         """``rank`` is the batch's: a message cannot speak for another rank."""
@@ -103,16 +94,16 @@ class Effects:
             case HookState():
                 self._hook(rank, message)
             case CheckpointCommitted():
-                self._committed(message)
+                self._checkpoints.committed(message)
             case CheckpointUploaded():
-                self._uploaded(message)
+                self._checkpoints.uploaded(message)
             case CheckpointFailed():
                 text = f"the checkpoint of step {message.step} failed: {storable(message.error)}"
                 self._event("checkpoint-failed", text, {"step": message.step})
             case CheckpointDeleted():
-                self._set_state(message.step, message.epoch, "deleted")
+                self._checkpoints.deleted(message)
             case Quarantined():
-                self._quarantined(message)
+                self._checkpoints.quarantined(message)
             case Note():
                 node = node_that_speaks(rank)
                 who = {"rank": rank} if node is None else {"node": node}
@@ -130,7 +121,7 @@ class Effects:
             text = f"a job keeps {self._bounds.series} metrics: values of {refused[0]!r} and of other new names are left out"
             self._event("metrics-dropped", text, {"name": refused[0], "series": self._bounds.series})
         self._attempt.values_refused += len(refused)
-        if self._commits:
+        if self._checkpoints.commits:
             self._series.committed()
         self._samples.store(count_samples_of)
         self._session.flush()
@@ -225,71 +216,6 @@ class Effects:
             "at": when(message.at, self._now),
         }  # fmt: skip
         self._samples.add(rank, step, row)
-
-    def _committed(self, message: CheckpointCommitted) -> None:
-        name = checkpoint_dir_name(message.step, message.epoch)
-        if message.epoch != self._attempt.number:
-            self._event("checkpoint-ignored", f"{name} is not of attempt {self._attempt.number}", {"checkpoint": name})
-            return
-        row = self._session.get(Checkpoint, (self._job.id, message.step, message.epoch))
-        if row is None:
-            row = Checkpoint(job_id=self._job.id, step=message.step, epoch=message.epoch, state="committed")
-            row.created_at = when(message.at, self._now)
-            self._session.add(row)
-        elif row.digest != storable(message.digest)[:64]:
-            text = f"{name} is recorded with digest {row.digest}, the report says {storable(message.digest)[:64]}"
-            self._event("checkpoint-ignored", text, {"checkpoint": name})
-            return
-        ended = row.finished is False and message.finished  # None: a new row
-        row.digest, row.size, row.files = storable(message.digest)[:64], message.size, message.files
-        row.seconds = message.seconds if math.isfinite(message.seconds) else None
-        stall = message.stall
-        if stall is not None and math.isfinite(stall):  # not told again with what showed behind the commit
-            row.stall = stall
-        row.reason, row.finished = message.reason, message.finished
-        row.parent = storable_json(message.parent.model_dump(mode="json"))
-        row.hook_iteration = self._iterations.get((message.step, message.epoch), row.hook_iteration)
-        attempt = self._attempt
-        attempt.committed_step = max(attempt.committed_step or 0, message.step)
-        attempt.last_step = max(attempt.last_step, message.step)
-        if self._newest and message.step >= self._job.committed_step:
-            self._job.committed_step, self._job.committed_epoch = message.step, message.epoch
-        self._session.flush()
-        self._commits = True
-        data = {"checkpoint": name, "step": message.step, "reason": message.reason, "size": message.size}
-        text = "is the job's last" if ended else f"committed ({message.reason})"
-        self._event("checkpoint", f"checkpoint {name} {text}", data)
-
-    def _uploaded(self, message: CheckpointUploaded) -> None:
-        """Its copy is whole. One that the row says was deleted or set aside is here again: fetched, since its disk had lost or
-        damaged it."""
-        name = checkpoint_dir_name(message.step, message.epoch)
-        row = self._session.get(Checkpoint, (self._job.id, message.step, message.epoch))
-        if row is None:
-            return  # its commit has not been reported yet; agents say this once more
-        if row.digest != storable(message.digest)[:64]:
-            text = f"{name} was copied to {storable(message.uri)}, but is recorded with digest {row.digest}"
-            self._event("checkpoint-ignored", text, {"checkpoint": name})
-            return
-        if row.state == "quarantined":  # what was found was found in what lay here before
-            row.verified_at = row.verification = row.verification_error = None
-        row.state = "committed"
-        if row.uploaded_at is None:
-            row.uri, row.uploaded_at = storable(message.uri)[:2000], when(message.at, self._now)
-            seconds = message.seconds if math.isfinite(message.seconds) else None
-            data = {"checkpoint": name, "uri": row.uri, "nbytes": message.nbytes, "seconds": seconds}
-            self._event("checkpoint-uploaded", f"checkpoint {name} is copied to {row.uri}", data)
-
-    def _quarantined(self, message: Quarantined) -> None:
-        self._set_state(message.step, message.epoch, "quarantined")
-        name = checkpoint_dir_name(message.step, message.epoch)
-        text = f"checkpoint {name} is damaged and was set aside: {storable(message.error)}"
-        self._event("checkpoint-quarantined", text, {"checkpoint": name})
-
-    def _set_state(self, step: int, epoch: int, state: str) -> None:
-        row = self._session.get(Checkpoint, (self._job.id, step, epoch))
-        if row is not None:
-            row.state = state
 
 
 def _numbers(message: RankMessage) -> Iterator[int | None]:

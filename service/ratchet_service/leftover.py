@@ -16,7 +16,8 @@ from ratchet_contract.paths import JobPaths
 from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.database import Database
 from ratchet_service.file_owner import as_owner, foreign, open_read
-from ratchet_service.ingest import hook_iterations, ingest_batches
+from ratchet_service.ingest import ingest_batches
+from ratchet_service.ingest_checkpoints import hook_iterations
 from ratchet_service.leases import Lease, hold
 from ratchet_service.models import Attempt, AttemptNode
 

@@ -211,6 +211,25 @@ def test_a_checkpoint_of_another_epoch_is_not_recorded(api: Api, job: str) -> No
     assert api.job(job)["last_checkpoint"] is None
 
 
+def test_a_report_of_many_saves(api: Api, job: str) -> None:
+    """A job that saves at every step deletes what it has just told, and the hook's iteration is known without its manifest."""
+    steps = range(1, 6)
+    told = [(hook_message(step), checkpoint_message(step, parent=step - 1)) for step in steps]
+    gone = [message("checkpoint_deleted", step=step, epoch=1) for step in steps[:3]]
+    api.report(job, (0, 1, [*(m for pair in told for m in pair), *gone]))
+    api.report(job, (0, 14, [message("checkpoint_deleted", step=4, epoch=1), checkpoint_message(6, parent=5)]))
+    every = {"state": ["committed", "deleted"]}
+    stored = api.client.get(f"/v1/jobs/{job}/checkpoints", params=every).json()["items"]
+    assert [(c["step"], c["state"], c["hook_iteration"]) for c in stored] == [
+        (6, "committed", None),
+        (5, "committed", 5),
+        *((step, "deleted", step) for step in (4, 3, 2, 1)),
+    ]
+    events = api.client.get(f"/v1/jobs/{job}/events").json()["items"]
+    assert [e["data"]["step"] for e in events if e["type"] == "checkpoint"] == [1, 2, 3, 4, 5, 6]
+    assert api.job(job)["last_checkpoint"] == "step-000000000006.a0001"
+
+
 def test_checkpoints_change_state_as_the_worker_says(api: Api, job: str) -> None:
     api.report(
         job, (0, 1, [checkpoint_message(5), checkpoint_message(10, parent=5), checkpoint_message(15, parent=10)])
