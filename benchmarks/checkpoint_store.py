@@ -8,11 +8,13 @@ else uses it.
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.checkpoint_tables import aim
@@ -54,7 +56,13 @@ class _Bench:
         self.folder = folder
         self.numbers = _sizes(nbytes)
         self.nbytes = sum(self.numbers)
-        self.source = memoryview(bytearray(os.urandom(1 << 20) * (self.nbytes // (1 << 20) + 1)))[: self.nbytes]
+        memory = mmap.mmap(-1, self.nbytes)  # from a page's beginning on, as a training's copies lie
+        with suppress(AttributeError, OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self.source = memoryview(memory)
+        some = os.urandom(1 << 20)
+        for offset in range(0, self.nbytes, len(some)):
+            self.source[offset : offset + len(some)] = some[: self.nbytes - offset]
         self.target = memoryview(bytearray(b"\1" * self.nbytes))
         self.raw = folder / "raw.bin"
         self.manifest: Manifest | None = None
@@ -86,12 +94,8 @@ class _Bench:
         directory = self.folder / "checkpoints" / checkpoint_dir_name(1, 1)
         shutil.rmtree(directory, ignore_errors=True)
         begin = time.perf_counter()
-        pieces, offset = [], 0
-        for index, number in enumerate(self.numbers):
-            data = self.source[offset : offset + number]
-            pieces.append(Piece(f"shared/model/{index}", "F32", (number // 4,), 0, data))
-            offset += number
-        file, tensors, _ = RankWriter(0, 1).write(directory, pieces, {})
+        pieces = [Piece(f"shared/model/{i}", "F32", (size // 4,), 0, size) for i, size in enumerate(self.numbers)]
+        file, tensors, _ = RankWriter(0, 1).write(directory, pieces, self.source, {})
         self.manifest = ManifestWriter().commit(directory, _manifest(file, list(tensors)))
         return time.perf_counter() - begin
 

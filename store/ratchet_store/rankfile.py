@@ -2,48 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
-
-import xxhash
+from typing import Any, NamedTuple
 
 from ratchet_contract.errors import CheckpointError, StateError
 from ratchet_contract.manifest import RANK_PREFIX, FileEntry, TensorEntry, dump_entries
 from ratchet_contract.paths import DELETED_MANIFEST_NAME, MANIFEST_NAME, rank_file_name
-from ratchet_store.files import EXISTS, ensure_dir, fsync_dir, not_written, replacing, start_writeback
+from ratchet_store.blockwise import BLOCK, Blockwise
+from ratchet_store.files import EXISTS, ensure_dir, fsync_dir, not_written, replacing
 from ratchet_store.header import ITEMSIZE, MAX_DIMENSIONS, Stored, build_header, is_whole, members_of
+from ratchet_store.state_text import JsonValue, encode_state
 
-JsonValue = Any
 BytesLike = Any
 """Anything with a contiguous buffer: bytes, bytearray, memoryview, a numpy array of uint8."""
 
-BLOCK: Final = 16 << 20  # bytes of the file under one digest: what a reader reads at least
-CHUNK: Final = 1 << 20  # hashed, then written while still in the processor's cache; divides a block
-_WRITEBACK: Final = 8 << 20  # bytes after which the disk is told to begin: write + fsync then take about half the time
-_BATCH: Final = 256  # buffers per writev; Linux allows 1024
-_SMALL: Final = 4096  # bytes: below, a copy costs less than what Python does for a buffer of its own
-_EMPTY: Final = memoryview(b"")
-_MAX_DEPTH: Final = 64
-_KEYS: Final = frozenset({str})
-_ATOMS: Final = frozenset({str, int, bool, type(None)})
-
 
 class Piece(NamedTuple):
-    """A tensor, or consecutive elements of one.
+    """A tensor, or ``nbytes`` bytes of consecutive elements of one.
 
-    ``shape`` is the whole tensor's, ``start`` the first element (row-major) in ``data``, ``dtype`` safetensors' name ("F32",
-    "I64", "BF16", "BOOL", ...). ``data`` is not copied: it must not change until the file is written.
+    ``shape`` is the whole tensor's, ``start`` the first element (row-major) of the piece, ``dtype`` safetensors' name ("F32",
+    "I64", "BF16", "BOOL", ...).
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     start: int
-    data: BytesLike
+    nbytes: int
 
 
 class Written(NamedTuple):
@@ -55,6 +43,22 @@ class Written(NamedTuple):
     listing: str
 
 
+def file_order(names: Sequence[str], dtypes: Sequence[str]) -> list[int]:
+    """The numbers of pieces in the order of a rank file: wide elements first, so that without gaps between them every one starts
+    on a multiple of its element size; among those of a width what all ranks share, since it is what other ranks read of it.
+    Raises ``StateError`` for a dtype that cannot be stored."""
+    for name, dtype in zip(names, dtypes, strict=True):
+        if dtype not in ITEMSIZE:
+            raise StateError(
+                f"tensor {name!r} has dtype {dtype!r}, which safetensors cannot hold; known: {', '.join(ITEMSIZE)}"
+            )
+    return sorted(range(len(names)), key=lambda i: _place_of(names[i], dtypes[i]))
+
+
+def _place_of(name: str, dtype: str) -> tuple[int, bool]:
+    return -ITEMSIZE[dtype], name.startswith(RANK_PREFIX)
+
+
 class RankWriter:
     """Writes the files of one rank, one after the other. From save to save the tensors have other bytes, seldom
     other names or shapes: what follows from these is checked and made when they are new, and kept."""
@@ -62,60 +66,72 @@ class RankWriter:
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self._name = rank, rank_file_name(rank, world_size)
         self._layout: _Layout | None = None
+        self._lock = threading.Lock()
+        self._open: Blockwise | None = None  # what is being written
 
-    def write(self, directory: Path, pieces: Sequence[Piece], state: JsonValue) -> Written:
+    def write(self, directory: Path, pieces: Sequence[Piece], data: BytesLike, state: JsonValue) -> Written:
         """Write ``rank-<rank>-of-<world_size>.safetensors`` durably.
 
-        ``.tmp``, hashed while written, fsync, rename, fsync of the directory (created when missing). Nothing of it counts before
-        ``commit``. Raises ``StateError`` for what cannot be stored (names the tensor or key) and ``CheckpointError`` when the
-        system refuses (``checkpoint-not-written``; the ``.tmp`` is removed) or the directory holds a committed checkpoint.
+        ``pieces`` in ``file_order``, ``data``: their bytes, one behind the other, which must not change meanwhile; where they
+        start on a page they are written past the page cache. ``.tmp``, hashed while written, fsync, rename, fsync of the
+        directory (created when missing). Nothing of it counts before ``commit``. Raises ``StateError`` for what cannot be stored
+        (names the tensor or key) and ``CheckpointError`` when the system refuses (``checkpoint-not-written``; the ``.tmp`` is
+        removed) or the directory holds a committed checkpoint.
         """
-        text = encode_state(state)
-        layout, buffers = self._laid_out(pieces)
-        header = build_header(layout.members, text)
-        data_start = sum(map(len, header))
-        tensors, listing = layout.entries(data_start)
+        text, layout, view = encode_state(state), self._laid_out(pieces), _bytes(data)
+        if len(view) != layout.size:
+            raise StateError(f"the tensors of the rank file have {layout.size} bytes, and {len(view)} were given")
+        header = b"".join(build_header(layout.members, text))
+        tensors, listing = layout.entries(len(header))
         path = directory / self._name
         try:
             ensure_dir(directory)
             _refuse_committed(directory)
-            size, digests = _write(path, [*(memoryview(part) for part in header), *(buffers[i] for i in layout.order)])
+            with replacing(path) as fd:
+                size, digests = self._stream(Blockwise(fd, header, view, BLOCK))
+            fsync_dir(directory)
         except OSError as error:
-            raise not_written(path, error, data_start + sum(layout.sizes)) from error
+            raise not_written(path, error, len(header) + layout.size) from error
         file = FileEntry(name=self._name, rank=self.rank, size=size, block_size=BLOCK, blocks=digests)
         return Written(file, tensors, listing)
 
-    def _laid_out(self, pieces: Sequence[Piece]) -> tuple[_Layout, list[memoryview]]:
-        """The pieces' bytes, flat, and where they go; checked against the descriptions, unless these are as they were."""
-        *told, data = zip(*pieces, strict=True) if pieces else ((), ())
-        if self._layout is not None and self._layout.told == told:
-            try:
-                buffers = [view.cast("B") if view.nbytes else _EMPTY for view in (memoryview(one) for one in data)]
-            except TypeError:
-                pass  # said below, with the name
-            else:
-                if self._layout.sizes == list(map(len, buffers)):
-                    return self._layout, buffers
-        buffers = [_buffer(piece) for piece in pieces]
-        self._layout = _Layout(self._name, told, buffers)
-        return self._layout, buffers
+    def help(self) -> None:
+        """In another thread than ``write``: take part in what that writes. Returns at once where nothing is left to begin."""
+        with self._lock:
+            found = self._open
+        if found is not None:
+            found.work()
+
+    def _stream(self, blocks: Blockwise) -> tuple[int, list[str]]:
+        """Bytes, and the digests of the blocks."""
+        with self._lock:
+            self._open = blocks
+        try:
+            blocks.work()
+        finally:
+            with self._lock:
+                self._open = None
+        return blocks.size, blocks.finish()
+
+    def _laid_out(self, pieces: Sequence[Piece]) -> _Layout:
+        """Where they go; they are checked, unless they are as they were."""
+        if self._layout is None or (self._layout.pieces is not pieces and self._layout.pieces != pieces):
+            self._layout = None
+            self._layout = _Layout(self._name, pieces)
+        return self._layout
 
 
 class _Layout:
-    """What follows from names, dtypes, shapes and starts, which ``told`` has one after the other, and from the sizes of pieces
-    that were found right. ``sizes`` (bytes) are in their order, ``order`` has their numbers in that of the file. Raises
-    ``StateError``."""
+    """What follows from the pieces, whatever their bytes are. Raises ``StateError``."""
 
-    def __init__(self, file: str, told: list[tuple[Any, ...]], buffers: Sequence[memoryview]) -> None:
-        self._file, self.told, self.sizes = file, told, list(map(len, buffers))
-        self._pieces: list[tuple[str, str, tuple[int, ...], int]] = list(zip(*told, strict=True))
-        # Wide elements first: without gaps between tensors, every one then starts on a multiple of its element size. Among those
-        # of a width what all ranks share lies together: it is what other ranks read of this file.
-        self.order = sorted(
-            range(len(buffers)), key=lambda i: (-ITEMSIZE[told[1][i]], told[0][i].startswith(RANK_PREFIX))
-        )
-        self._stored = self._place()
-        self.members = members_of(self._stored)
+    def __init__(self, file: str, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            _check(piece)
+        if file_order([p.name for p in pieces], [p.dtype for p in pieces]) != [*range(len(pieces))]:
+            raise StateError("the tensors of the rank file are not in its order (file_order)")
+        self._file, self.pieces = file, pieces
+        self._stored = _placed(pieces)
+        self.members, self.size = members_of(self._stored), sum(piece.nbytes for piece in pieces)
         self._entries: tuple[int, tuple[TensorEntry, ...], str] | None = None
 
     def entries(self, data_start: int) -> tuple[tuple[TensorEntry, ...], str]:
@@ -123,109 +139,56 @@ class _Layout:
         if self._entries is None or self._entries[0] != data_start:
             made = tuple(
                 TensorEntry(
-                    name=name, file=self._file, offset=data_start + place.begin, nbytes=place.end - place.begin,
-                    shape=list(shape), dtype=dtype, start=start,
+                    name=piece.name, file=self._file, offset=data_start + place.begin, nbytes=piece.nbytes,
+                    shape=list(piece.shape), dtype=piece.dtype, start=piece.start,
                 )
-                for (name, dtype, shape, start), place in zip(
-                    (self._pieces[i] for i in self.order), self._stored.values(), strict=True
-                )
+                for piece, place in zip(self.pieces, self._stored.values(), strict=True)
             )  # fmt: skip
             self._entries = data_start, made, dump_entries(made)
         return self._entries[1:]
 
-    def _place(self) -> dict[str, Stored]:
-        """The header's entries, in file order."""
-        stored: dict[str, Stored] = {}
-        position = 0
-        for i in self.order:
-            (name, dtype, shape, start), nbytes = self._pieces[i], self.sizes[i]
-            whole = is_whole(shape, dtype, start, nbytes)
-            key = name if whole else f"{name}#{start}"
-            if key in stored or key == "__metadata__":
-                raise StateError(f"tensor name {key!r} occurs twice in a rank file, or is reserved: rename it")
-            there = shape if whole else (nbytes // ITEMSIZE[dtype],)
-            stored[key] = Stored(dtype, there, position, position + nbytes)
-            position += nbytes
-        return stored
+
+def _placed(pieces: Sequence[Piece]) -> dict[str, Stored]:
+    """The header's entries."""
+    stored: dict[str, Stored] = {}
+    position = 0
+    for name, dtype, shape, start, nbytes in pieces:
+        whole = is_whole(shape, dtype, start, nbytes)
+        key = name if whole else f"{name}#{start}"
+        if key in stored or key == "__metadata__":
+            raise StateError(f"tensor name {key!r} occurs twice in a rank file, or is reserved: rename it")
+        there = shape if whole else (nbytes // ITEMSIZE[dtype],)
+        stored[key] = Stored(dtype, there, position, position + nbytes)
+        position += nbytes
+    return stored
 
 
-def encode_state(state: JsonValue) -> str:
-    """JSON text from which exactly ``state`` comes back. Raises ``StateError`` with the key for anything that would change:
-    keys that are not strings, tuples, NaN and infinities, other types."""
-    if not _is_json([state], 0):
-        _refuse_json(state, "", 0)
-    return json.dumps(state, separators=(",", ":"), allow_nan=False)
-
-
-def _is_json(values: Iterable[JsonValue], depth: int) -> bool:
-    """Would JSON give back all of ``values``, which lie at this depth?"""
-    if depth > _MAX_DEPTH:
-        return False
-    for value in values:
-        kind = type(value)
-        if kind is list:
-            if not _is_json(value, depth + 1):
-                return False
-        elif kind is dict:
-            if not (set(map(type, value)) <= _KEYS and _is_json(value.values(), depth + 1)):
-                return False
-        elif kind is float:
-            if not math.isfinite(value):
-                return False
-        elif kind not in _ATOMS:
-            return False
-    return True
-
-
-def _refuse_json(value: JsonValue, pointer: str, depth: int) -> None:
-    """Raise ``StateError`` for what is wrong with a state, and where."""
-    if depth > _MAX_DEPTH:
-        raise StateError(f"state at {pointer or '/'} is nested deeper than {_MAX_DEPTH} levels")
-    if type(value) is dict:
-        for key, item in value.items():
-            if type(key) is not str:
-                raise StateError(
-                    f"state at {pointer or '/'} has the key {key!r}, which is not a string: JSON would change it"
-                )
-            _refuse_json(item, f"{pointer}/{key}", depth + 1)
-    elif type(value) is list:
-        for index, item in enumerate(value):
-            _refuse_json(item, f"{pointer}/{index}", depth + 1)
-    elif type(value) is float:
-        if not math.isfinite(value):
-            raise StateError(
-                f"state at {pointer or '/'} is {value!r}, which JSON has no word for: encode it as a string"
-            )
-    elif type(value) not in _ATOMS:
-        raise StateError(
-            f"state at {pointer or '/'} is a {type(value).__name__}: JSON would not give it back unchanged"
-        )
-
-
-def _buffer(piece: Piece) -> memoryview:
-    """The piece's bytes, flat; checked against shape and dtype."""
+def _check(piece: Piece) -> None:
+    """Do the bytes fit shape and dtype? Raises ``StateError``."""
     where = f"tensor {piece.name!r}"
-    if piece.dtype not in ITEMSIZE:
-        raise StateError(
-            f"{where} has dtype {piece.dtype!r}, which safetensors cannot hold; known: {', '.join(ITEMSIZE)}"
-        )
+    file_order([piece.name], [piece.dtype])
     try:
         piece.name.encode()
-        view = memoryview(piece.data)
-        flat = view.cast("B") if view.nbytes else _EMPTY
-    except (TypeError, UnicodeEncodeError) as error:
-        raise StateError(f"{where} has no usable name or contiguous bytes ({error}): hand over a uint8 view") from None
-    numel = math.prod(piece.shape)
+    except UnicodeEncodeError as error:
+        raise StateError(f"{where} has a name that is no text: {error}") from None
     if not piece.name or len(piece.shape) > MAX_DIMENSIONS or any(type(n) is not int or n < 0 for n in piece.shape):
         raise StateError(f"{where} has no name or no valid shape: {piece.shape}")
-    count, rest = divmod(len(flat), ITEMSIZE[piece.dtype])
-    if rest or piece.start < 0 or piece.start + count > numel:
+    numel = math.prod(piece.shape)
+    count, rest = divmod(piece.nbytes, ITEMSIZE[piece.dtype])
+    if rest or count < 0 or piece.start < 0 or piece.start + count > numel:
         raise StateError(
-            f"{where}: {len(flat)} bytes from element {piece.start} do not fit {piece.dtype} of shape {list(piece.shape)}"
+            f"{where}: {piece.nbytes} bytes from element {piece.start} do not fit {piece.dtype} of shape {list(piece.shape)}"
         )
     if count == 0 and numel:
         raise StateError(f"{where}: a piece without elements of a tensor that has some")
-    return flat
+
+
+def _bytes(data: BytesLike) -> memoryview:
+    try:
+        view = memoryview(data)
+        return view.cast("B") if view.nbytes else memoryview(b"")
+    except TypeError as error:
+        raise StateError(f"the bytes of the tensors are not contiguous ({error}): hand over a uint8 view") from None
 
 
 def _refuse_committed(directory: Path) -> None:
@@ -234,63 +197,3 @@ def _refuse_committed(directory: Path) -> None:
             raise CheckpointError(
                 f"{directory} already holds a checkpoint ({name}): nothing in it is changed", code=EXISTS
             )
-
-
-def _write(path: Path, buffers: list[memoryview]) -> tuple[int, list[str]]:
-    """Size in bytes and the digests of the blocks of what was written durably under ``path``."""
-    with replacing(path) as fd:
-        size, digests = _stream(fd, buffers)
-    fsync_dir(path.parent)
-    return size, digests
-
-
-def _stream(fd: int, buffers: list[memoryview]) -> tuple[int, list[str]]:
-    """Write in chunks of the file, each hashed just before; system calls and hashing of a chunk leave the GIL to others."""
-    hasher, digests = xxhash.xxh3_128(), []
-    size, started, room = 0, 0, CHUNK  # bytes written, told to the disk, and still to come in this chunk of the file
-    batch: list[memoryview | bytes] = []
-    small: list[memoryview] = []
-    for buffer in buffers:
-        begin, end = 0, len(buffer)
-        if end < _SMALL and end < room:
-            small.append(buffer)
-            room -= end
-            continue
-        while begin < end:
-            if small:
-                batch.append(b"".join(small))
-                small = []
-            part = buffer[begin : begin + room]
-            batch.append(part)
-            begin, room = begin + len(part), room - len(part)
-            if room and len(batch) < _BATCH:
-                continue
-            size, batch = size + _writev_all(fd, batch, hasher), []
-            if room:
-                continue
-            room = CHUNK
-            if size % BLOCK == 0:
-                digests.append(hasher.hexdigest())
-                hasher.reset()
-            if size - started >= _WRITEBACK:
-                start_writeback(fd, started, size - started)
-                started = size
-    size += _writev_all(fd, [*batch, b"".join(small)], hasher)
-    if size % BLOCK:
-        digests.append(hasher.hexdigest())
-    return size, digests
-
-
-def _writev_all(fd: int, batch: list[memoryview | bytes], hasher: xxhash.xxh3_128) -> int:
-    """Hash and write; bytes."""
-    for buffer in batch:
-        hasher.update(buffer)
-    count = left = sum(map(len, batch))
-    while left:
-        written = os.writev(fd, batch)
-        left -= written
-        while batch and written >= len(batch[0]):
-            written -= len(batch.pop(0))
-        if batch:
-            batch[0] = batch[0][written:]
-    return count

@@ -272,7 +272,7 @@ def _kill_at(k: int, act: Callable[[], object]) -> bool:
     if pid == 0:  # pragma: no cover
         try:
             left = [k]
-            for call in ("open", "write", "writev", "fsync", "rename", "unlink", "rmdir", "mkdir"):
+            for call in ("open", "write", "pwrite", "fsync", "rename", "unlink", "rmdir", "mkdir"):
                 setattr(os, call, _counted(getattr(os, call), left))
             act()
         finally:

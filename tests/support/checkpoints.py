@@ -12,9 +12,8 @@ from ratchet_contract.manifest import FileEntry, HookRecord, Manifest, TensorEnt
 from ratchet_contract.paths import checkpoint_dir_name
 from ratchet_contract.resume import Base
 from ratchet_hooks.summary import HookSummary
-from ratchet_store.rankfile import Piece
 from ratchet_store.slices import plan_slices
-from tests.support.one_shot import commit, write_rank_file
+from tests.support.one_shot import Given, commit, write_rank_file
 
 JOB = "job-1"
 SHAPES: dict[str, tuple[str, tuple[int, ...], int]] = {
@@ -53,12 +52,12 @@ def write_ranks(
     tensors: list[TensorEntry] = []
     for rank in range(world_size):
         pieces = [
-            Piece(name, SHAPES[name][0], _shape(name, scale), start, memoryview(shared[name])[start * k : stop * k])
+            Given(name, SHAPES[name][0], _shape(name, scale), start, memoryview(shared[name])[start * k : stop * k])
             for name, start, stop in plan[rank]
             for k in [SHAPES[name][2]]
         ]
         own = random.Random(f"{seed}/{rank}").randbytes(private)
-        pieces.append(Piece(f"rank/{rank}/rng/torch", "U8", (private,), 0, own))
+        pieces.append(Given(f"rank/{rank}/rng/torch", "U8", (private,), 0, own))
         file, entries = write_rank_file(directory, rank, world_size, pieces, state or {"rank": rank, "seed": seed})
         files.append(file)
         tensors += entries

@@ -4,18 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ratchet_contract.manifest import FileEntry, Manifest, Sealer, TensorEntry
 from ratchet_store.commit import ManifestWriter
-from ratchet_store.rankfile import Piece, RankWriter
+from ratchet_store.rankfile import Piece, RankWriter, file_order
+
+
+class Given(NamedTuple):
+    """A ``Piece`` with its bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    data: Any
+
+
+def laid_out(given: Sequence[Given]) -> tuple[list[Piece], bytes]:
+    """Pieces in file order, and their bytes one behind the other."""
+    order = [given[i] for i in file_order([one.name for one in given], [one.dtype for one in given])]
+    data = [bytes(memoryview(one.data)) for one in order]
+    pieces = [Piece(*one[:4], len(its)) for one, its in zip(order, data, strict=True)]
+    return pieces, b"".join(data)
 
 
 def write_rank_file(
-    directory: Path, rank: int, world_size: int, pieces: Sequence[Piece], state: Any
+    directory: Path, rank: int, world_size: int, given: Sequence[Given], state: Any
 ) -> tuple[FileEntry, list[TensorEntry]]:
     """The manifest's entries for it, in file order."""
-    written = RankWriter(rank, world_size).write(directory, pieces, state)
+    written = RankWriter(rank, world_size).write(directory, *laid_out(given), state)
     return written.file, list(written.tensors)
 
 

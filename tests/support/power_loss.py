@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 Op = tuple[Any, ...]
-CALLS = ("open", "close", "write", "writev", "fsync", "rename", "unlink", "rmdir", "mkdir")
+CALLS = ("open", "close", "write", "pwrite", "fsync", "rename", "unlink", "rmdir", "mkdir")
 
 
 class Recorder:
@@ -38,10 +38,7 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        real = {
-            name: getattr(os, name)
-            for name in ("open", "close", "write", "writev", "fsync", "rename", "unlink", "rmdir", "mkdir")
-        }
+        real = {name: getattr(os, name) for name in CALLS}
 
         def open_(path: Any, flags: int, *rest: Any) -> int:
             fd: int = real["open"](path, flags, *rest)
@@ -59,12 +56,12 @@ class Recorder:
         def write(fd: int, data: Any) -> int:
             count: int = real["write"](fd, data)
             if fd in self._fds:
-                self.ops.append(("write", self._fds[fd], bytes(data[:count])))
+                self.ops.append(("write", self._fds[fd], None, bytes(data[:count])))
             return count
 
-        def writev(fd: int, buffers: Any) -> int:
-            count: int = real["writev"](fd, buffers)
-            self.ops.append(("write", self._fds[fd], b"".join(buffers)[:count]))
+        def pwrite(fd: int, data: Any, offset: int) -> int:
+            count: int = real["pwrite"](fd, data, offset)
+            self.ops.append(("write", self._fds[fd], offset, bytes(data[:count])))
             return count
 
         def fsync(fd: int) -> None:
@@ -82,7 +79,7 @@ class Recorder:
 
             return wrapper
 
-        patches = {"open": open_, "close": close, "write": write, "writev": writev, "fsync": fsync}
+        patches = {"open": open_, "close": close, "write": write, "pwrite": pwrite, "fsync": fsync}
         patches |= {call: on_names(call) for call in ("rename", "unlink", "rmdir", "mkdir")}
         with mock.patch.multiple(os, **patches):
             yield
@@ -121,7 +118,10 @@ class _Disk:
     def apply(self, op: Op) -> None:
         call, path = op[0], op[1]
         if call == "write":
-            self.find(path).now += op[2]
+            inode, offset, data = self.find(path), op[2], op[3]
+            before = inode.now.ljust(len(inode.now) if offset is None else offset, b"\0")  # None: behind the last
+            at = len(before) if offset is None else offset
+            inode.now = before[:at] + data + before[at + len(data) :]
         elif call == "fsync":
             self._fsync(self.find(path))
         elif call == "create":

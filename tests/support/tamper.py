@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ratchet_store.commit import read_manifest
-from ratchet_store.rankfile import Piece
 from ratchet_store.read import read_state
-from tests.support.one_shot import commit, write_rank_file
+from tests.support.one_shot import Given, commit, write_rank_file
 
 Pieces = dict[str, bytearray]
 States = dict[int, Any]
@@ -35,7 +34,7 @@ def tamper(directory: Path, change: Callable[[Pieces, States], None]) -> None:
             f.rank,
             manifest.world_size,
             [
-                Piece(t.name, t.dtype, tuple(t.shape), t.start, pieces[key])
+                Given(t.name, t.dtype, tuple(t.shape), t.start, pieces[key])
                 for key, t in entries.items()
                 if t.file == f.name
             ],

@@ -45,7 +45,6 @@ def test_only_blocks_with_wanted_bytes_are_read_and_each_is_verified(
 ) -> None:
     """2 ranks, 3 blocks in each file: the header's, then what is shared, then what is private (with the tail of the shared)."""
     monkeypatch.setattr(rankfile, "BLOCK", 4096)
-    monkeypatch.setattr(rankfile, "CHUNK", 4096)
     manifest = make_checkpoint(tmp_path, 7, seed=1, scale=6)
     directory, (mine, other) = tmp_path / manifest.id, manifest.files
     assert [len(file.blocks) for file in manifest.files] == [3, 3]

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from ratchet_contract.paths import checkpoint_dir_name
 from ratchet_store.compare import compare, component_of, count_differences, render
-from ratchet_store.rankfile import Piece
 from tests.support.checkpoints import make_checkpoint, manifest_of
-from tests.support.one_shot import commit, write_rank_file
+from tests.support.one_shot import Given, commit, write_rank_file
 
 
 def floats(*values: float) -> bytes:
@@ -26,7 +25,7 @@ def floats(*values: float) -> bytes:
 def save(root: Path, tensors: dict[str, bytes], state: Any = None, shape: tuple[int, ...] | None = None) -> Path:
     """One rank's checkpoint of F32 tensors."""
     directory = root / checkpoint_dir_name(5, 1)
-    pieces = [Piece(name, "F32", shape or (len(data) // 4,), 0, data) for name, data in tensors.items()]
+    pieces = [Given(name, "F32", shape or (len(data) // 4,), 0, data) for name, data in tensors.items()]
     file, entries = write_rank_file(directory, 0, 1, pieces, state)
     commit(directory, manifest_of(5, 1, [file], entries))
     return directory

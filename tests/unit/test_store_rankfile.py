@@ -19,20 +19,21 @@ from safetensors.torch import _TYPES
 
 from ratchet_contract.errors import CheckpointError, StateError
 from ratchet_store import rankfile
+from ratchet_store.blockwise import BLOCK, CHUNK
 from ratchet_store.files import EXISTS, NOT_WRITTEN
 from ratchet_store.header import ALIGNMENT, ITEMSIZE
-from ratchet_store.rankfile import BLOCK, CHUNK, Piece, encode_state
+from ratchet_store.state_text import encode_state
 from tests.support.checkpoints import make_checkpoint, names
-from tests.support.one_shot import write_rank_file
+from tests.support.one_shot import Given, write_rank_file
 
 
 def test_safetensors_reads_whole_tensors_by_name_and_slices_by_start(tmp_path: Path) -> None:
     half = torch.arange(12, dtype=torch.bfloat16).reshape(3, 4)
     pieces = [
-        Piece("rank/0/half", "BF16", (3, 4), 0, half.view(torch.uint8).numpy().reshape(-1)),
-        Piece("shared/w", "F32", (10,), 4, array.array("f", [4, 5, 6])),
-        Piece("shared/scalar", "I64", (), 0, array.array("q", [7]).tobytes()),
-        Piece("shared/empty", "F32", (0, 3), 0, b""),
+        Given("rank/0/half", "BF16", (3, 4), 0, half.view(torch.uint8).numpy().reshape(-1)),
+        Given("shared/w", "F32", (10,), 4, array.array("f", [4, 5, 6])),
+        Given("shared/scalar", "I64", (), 0, array.array("q", [7]).tobytes()),
+        Given("shared/empty", "F32", (0, 3), 0, b""),
     ]
     file, entries = write_rank_file(tmp_path / "step", 0, 2, pieces, {"épée": [1, None, "\ud800", True, 0.1]})
     path = tmp_path / "step" / file.name
@@ -54,9 +55,9 @@ def test_safetensors_reads_whole_tensors_by_name_and_slices_by_start(tmp_path: P
 
 def test_every_dtype_of_safetensors_comes_back(tmp_path: Path) -> None:
     pieces = [
-        Piece(f"rank/0/{name}", name, (3,), 0, bytes(range(3 * ITEMSIZE[name]))) for name in _TYPES if name != "BOOL"
+        Given(f"rank/0/{name}", name, (3,), 0, bytes(range(3 * ITEMSIZE[name]))) for name in _TYPES if name != "BOOL"
     ]
-    pieces.append(Piece("rank/0/BOOL", "BOOL", (3,), 0, b"\0\1\0"))
+    pieces.append(Given("rank/0/BOOL", "BOOL", (3,), 0, b"\0\1\0"))
     file, _ = write_rank_file(tmp_path, 0, 1, pieces, None)
     with safetensors.safe_open(tmp_path / file.name, "pt") as opened:
         for piece in pieces:
@@ -75,8 +76,8 @@ def test_more_buffers_and_bytes_than_one_write_or_one_block_takes(
 ) -> None:
     monkeypatch.setattr(rankfile, "BLOCK", CHUNK)
     big = np.random.default_rng(0).integers(0, 256, 5 << 20, dtype=np.uint8)
-    pieces = [Piece(f"rank/0/{i}", "U8", (3,), 0, bytes([i % 256] * 3)) for i in range(1500)]
-    pieces.insert(700, Piece("rank/0/big", "U8", (5 << 20,), 0, big))
+    pieces = [Given(f"rank/0/{i}", "U8", (3,), 0, bytes([i % 256] * 3)) for i in range(1500)]
+    pieces.insert(700, Given("rank/0/big", "U8", (5 << 20,), 0, big))
     file, entries = write_rank_file(tmp_path, 0, 1, pieces, {})
     raw = (tmp_path / file.name).read_bytes()
     assert [raw[e.offset : e.offset + e.nbytes] for e in entries] == [bytes(memoryview(p.data)) for p in pieces]
@@ -105,20 +106,19 @@ def test_state_nested_without_end_is_refused() -> None:
 @pytest.mark.parametrize(
     "pieces",
     [
-        [Piece("w", "F32", (2,), 0, b"12345")],
-        [Piece("w", "F32", (2,), 1, b"12345678")],
-        [Piece("w", "F32", (2,), 0, b"")],
-        [Piece("w", "C128", (1,), 0, bytes(16))],
-        [Piece("w", "F32", (-1,), 0, b"")],
-        [Piece("", "F32", (1,), 0, bytes(4))],
-        [Piece("w\ud800", "F32", (1,), 0, bytes(4))],
-        [Piece("w", "F32", (4,), 0, np.zeros((2, 4), np.float32)[:, ::2])],
-        [Piece("w", "F32", (1,), 0, bytes(4)), Piece("w", "F32", (1,), 0, bytes(4))],
-        [Piece("w#0", "F32", (1,), 0, bytes(4)), Piece("w", "F32", (2,), 0, bytes(4))],
-        [Piece("__metadata__", "F32", (1,), 0, bytes(4))],
+        [Given("w", "F32", (2,), 0, b"12345")],
+        [Given("w", "F32", (2,), 1, b"12345678")],
+        [Given("w", "F32", (2,), 0, b"")],
+        [Given("w", "C128", (1,), 0, bytes(16))],
+        [Given("w", "F32", (-1,), 0, b"")],
+        [Given("", "F32", (1,), 0, bytes(4))],
+        [Given("w\ud800", "F32", (1,), 0, bytes(4))],
+        [Given("w", "F32", (1,), 0, bytes(4)), Given("w", "F32", (1,), 0, bytes(4))],
+        [Given("w#0", "F32", (1,), 0, bytes(4)), Given("w", "F32", (2,), 0, bytes(4))],
+        [Given("__metadata__", "F32", (1,), 0, bytes(4))],
     ],
 )
-def test_a_tensor_that_does_not_fit_its_description_is_refused(tmp_path: Path, pieces: list[Piece]) -> None:
+def test_a_tensor_that_does_not_fit_its_description_is_refused(tmp_path: Path, pieces: list[Given]) -> None:
     with pytest.raises(StateError, match="tensor"):
         write_rank_file(tmp_path / "step", 0, 1, pieces, {})
     assert not (tmp_path / "step").exists()
@@ -133,7 +133,7 @@ def test_a_committed_checkpoint_is_never_written_to(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in (tmp_path / manifest.id).iterdir()} == before
 
 
-@pytest.mark.parametrize("call", ["writev", "fsync", "rename"])
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "rename"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_a_failing_disk_is_an_error_with_path_and_advice_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
@@ -143,7 +143,7 @@ def test_a_failing_disk_is_an_error_with_path_and_advice_and_leaves_nothing(
 
     monkeypatch.setattr(os, call, fail)
     with pytest.raises(CheckpointError, match=r"rank-00000-of-00001\.safetensors was not written: ") as caught:
-        write_rank_file(tmp_path, 0, 1, [Piece("rank/0/w", "F32", (1,), 0, bytes(4))], {})
+        write_rank_file(tmp_path, 0, 1, [Given("rank/0/w", "F32", (1,), 0, bytes(4))], {})
     monkeypatch.undo()
     assert caught.value.code == NOT_WRITTEN
     assert ("free space" if number == errno.ENOSPC else "kernel log") in caught.value.detail
@@ -151,9 +151,9 @@ def test_a_failing_disk_is_an_error_with_path_and_advice_and_leaves_nothing(
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.writev
-    monkeypatch.setattr(os, "writev", lambda fd, buffers: real(fd, [buffers[0][:7]]))
-    pieces = [Piece("rank/0/a", "U8", (50,), 0, bytes(range(50))), Piece("rank/0/b", "U8", (3,), 0, b"xyz")]
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[:7], at))
+    pieces = [Given("rank/0/a", "U8", (50,), 0, bytes(range(50))), Given("rank/0/b", "U8", (3,), 0, b"xyz")]
     file, _ = write_rank_file(tmp_path, 0, 1, pieces, {})
     raw = (tmp_path / file.name).read_bytes()
     assert raw.endswith(bytes(range(50)) + b"xyz") and file.blocks == blocks_of(raw, BLOCK)

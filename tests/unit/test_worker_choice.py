@@ -39,7 +39,6 @@ BLOCK = 4096
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobPaths:
     monkeypatch.setattr(rankfile, "BLOCK", BLOCK)
-    monkeypatch.setattr(rankfile, "CHUNK", BLOCK)
     return JobPaths(tmp_path / "jobs" / JOB)
 
 

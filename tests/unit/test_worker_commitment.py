@@ -19,13 +19,14 @@ from ratchet_contract.spec_checkpoint import CheckpointSpec
 from ratchet_hooks.summary import HookSummary
 from ratchet_store import commit as store_commit
 from ratchet_store.commit import read_manifest
-from ratchet_store.rankfile import Piece, RankWriter
+from ratchet_store.rankfile import RankWriter
 from ratchet_store.read import CheckpointReader, verify
 from ratchet_worker.commitment import Committer, Order, Verdict
 from ratchet_worker.content import Content
 from ratchet_worker.exchange import Exchange
 from ratchet_worker.fingerprint import cut, number_of_parts, slice_digests
 from ratchet_worker.snapshot import Snapshot
+from tests.support.one_shot import Given, laid_out
 
 RANKS = 2
 
@@ -66,10 +67,10 @@ class Saves:
         self.listings = []
         for rank, exchange in enumerate(self.exchanges):
             pieces = [
-                Piece("shared/w", "F32", (6,), 3 * rank, weight[3 * rank :][:3].numpy().tobytes()),
-                Piece(f"rank/{rank}/own", "U8", (sizes[rank],), 0, bytes([step]) * sizes[rank]),
+                Given("shared/w", "F32", (6,), 3 * rank, weight[3 * rank :][:3].numpy().tobytes()),
+                Given(f"rank/{rank}/own", "U8", (sizes[rank],), 0, bytes([step]) * sizes[rank]),
             ]
-            written = self.writers[rank].write(self.paths.checkpoint(step, 1), pieces, {"step": step})
+            written = self.writers[rank].write(self.paths.checkpoint(step, 1), *laid_out(pieces), {"step": step})
             mine = slice(rank * parts // RANKS, (rank + 1) * parts // RANKS)
             report = {
                 "error": None, "step": step, "finished": False, "file": written.file.model_dump(), "parts": digests[mine],

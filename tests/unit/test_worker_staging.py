@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
+from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from ratchet_contract.errors import StateError
+from ratchet_store.rankfile import Piece
 from ratchet_store.slices import plan_slices
-from ratchet_worker import fingerprint
+from ratchet_worker import fingerprint, staging
 from ratchet_worker.audit import Audit
 from ratchet_worker.snapshot import Snapshot, Until, byte_view, flat
 from ratchet_worker.sources import Lister, Source, Sources
@@ -20,6 +25,13 @@ CPU = torch.device("cpu")
 
 def staged(*sources: Source) -> Staged:
     return Staging(CPU).stage(Sources(sources))
+
+
+def written(staged: Staged) -> list[tuple[Piece, bytes]]:
+    pieces, data = staged.written()
+    ends = [*accumulate(piece.nbytes for piece in pieces)]
+    assert len(data) == (ends[-1] if ends else 0)
+    return [(piece, bytes(data[end - piece.nbytes : end])) for piece, end in zip(pieces, ends, strict=True)]
 
 
 def source(tensor: torch.Tensor, until: Until = Until.STEP, start: int = 0, stop: int | None = None) -> Source:
@@ -44,35 +56,75 @@ TENSORS = [
 @pytest.mark.parametrize("until", list(Until))
 def test_a_copy_has_the_bytes_of_every_kind_of_tensor_in_row_major_order(until: Until) -> None:
     whole = staged(*[source(t, until) for t in TENSORS])
-    for kind in Until:
-        whole.copy(kind)
-    for tensor, piece in zip(TENSORS, whole.pieces(), strict=True):
-        assert (bytes(piece.data), piece.shape, piece.start) == (bytes(byte_view(flat(tensor))), tensor.shape, 0)
+    whole.finish()
+    order = sorted(TENSORS, key=lambda tensor: -tensor.element_size())
+    for tensor, (piece, data) in zip(order, written(whole), strict=True):
+        assert (data, piece.shape, piece.start) == (bytes(byte_view(flat(tensor))), tensor.shape, 0)
     whole_one = torch.arange(100.0)
     part = staged(source(whole_one, start=17, stop=60))
-    part.copy(Until.STEP)
-    assert bytes(part.pieces()[0].data) == bytes(byte_view(whole_one[17:60])) and part.pieces()[0].start == 17
-    assert whole.error is None and part.error is None
+    part.finish()
+    ((piece, data),) = written(part)
+    assert data == bytes(byte_view(whole_one[17:60])) and piece.start == 17
 
 
 def test_what_is_staged_at_the_boundary_may_change_at_once_and_the_rest_when_it_was_waited_for() -> None:
+    """Whoever waits copies, too: nobody else has begun here."""
     now, later = torch.ones(1000), torch.ones(5000)
     whole = staged(source(now, Until.BOUNDARY), source(later, Until.STEP))
     now.fill_(2)
-    waited = threading.Event()
+    whole.wait(Until.STEP)
+    later.fill_(3)
+    whole.finish()
+    assert [torch.frombuffer(bytearray(data), dtype=torch.float32).unique().tolist() for _, data in written(whole)] == [
+        [1.0],
+        [1.0],
+    ]
 
-    def wait() -> None:
-        whole.wait(Until.STEP)
-        later.fill_(3)
-        waited.set()
 
-    thread = threading.Thread(target=wait)
-    thread.start()
-    assert not waited.wait(0.05)  # nobody has copied it yet
-    whole.copy(Until.STEP)
-    thread.join(10)
-    assert waited.is_set() and whole.error is None
-    assert [torch.frombuffer(p.data, dtype=torch.float32).unique().tolist() for p in whole.pieces()] == [[1.0], [1.0]]
+def test_who_waits_takes_part_and_waits_for_what_another_thread_is_copying(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.full((3 << 20,), float(number)) for number in range(4)]  # of 12 MB: copied in two
+    whole = staged(*[source(tensor)._replace(name=f"shared/model/{i}") for i, tensor in enumerate(tensors)])
+    real, first, may_go, copied = staging._memmove, threading.Event(), threading.Event(), dict[str, int]()
+
+    def move(*to_from_bytes: Any) -> None:
+        name = threading.current_thread().name
+        if name == "slow":
+            first.set()
+            assert may_go.wait(20)
+        copied[name] = copied.get(name, 0) + 1
+        real(*to_from_bytes)
+
+    monkeypatch.setattr(staging, "_memmove", move)
+    slow = threading.Thread(target=whole.finish, name="slow")
+    waits = threading.Thread(target=whole.wait, args=(Until.STEP,), name="waits")
+    slow.start()
+    assert first.wait(20)
+    waits.start()
+    deadline = time.monotonic() + 20
+    while copied.get("waits", 0) < 7 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    waits.join(0.05)
+    assert copied == {"waits": 7} and waits.is_alive()  # the slow one's share is not copied yet
+    may_go.set()
+    slow.join(20)
+    waits.join(20)
+    assert copied == {"waits": 7, "slow": 1} and not waits.is_alive()
+    assert [data for _, data in written(whole)] == [bytes(byte_view(tensor)) for tensor in tensors]
+
+
+def test_a_copy_that_was_interrupted_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the loop's thread, which takes part: a signal's handler may raise there."""
+    whole = staged(source(torch.ones(1000)))
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(staging, "_memmove", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            whole.wait(Until.STEP)
+    with pytest.raises(StateError, match="interrupted"):
+        whole.finish()
 
 
 def test_a_tensor_that_changes_too_early_fails_the_copy_by_name() -> None:
@@ -80,8 +132,8 @@ def test_a_tensor_that_changes_too_early_fails_the_copy_by_name() -> None:
     whole = staged(source(weight.detach()))
     with torch.no_grad():
         weight.clamp_(0, 0.5)
-    whole.copy(Until.STEP)
-    assert whole.error is not None and "shared/model/w" in whole.error and "checkpoint.staging" in whole.error
+    with pytest.raises(StateError, match=r"shared/model/w .*checkpoint\.staging"):
+        whole.finish()
 
 
 def test_the_trial_sees_what_torch_does_not_count() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
 
-from ratchet_contract.errors import RatchetError, StateError
+from ratchet_contract.errors import RatchetError
 from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import JobPaths
@@ -177,24 +177,21 @@ class Saver:
         content, staged = save.content, save.staged
         if content is None or staged is None:
             return {"error": save.error}, ""
-        staged.copy(Until.BACKWARD)
-        staged.copy(Until.STEP)
-        if staged.error is not None:
-            raise StateError(staged.error)
+        staged.finish()
         self._disk.insist()
         plan = self._cuts.of(content.snapshot.sizes(), content.parts or 1)
-        pieces = staged.pieces()
         hurried = _hurried(save)
         # A loop that waits is let go first: it would wait for what the writer does in Python, too.
-        writing = None if hurried else self._writing(save.order, pieces, content)
+        writing = None if hurried else self._writing(save.order, staged, content)
         try:
             seen = self._compared(save, content, plan)
             save.released.set()
             if hurried:
                 time.sleep(_LET_GO)
-            writing = writing or self._writing(save.order, pieces, content)
+            writing = writing or self._writing(save.order, staged, content)
             parts = self._own_parts(content, staged, plan)
             summary = self._summary(content, staged)
+            self._writer.help()
         finally:
             save.release()  # before all: the disk may hang
             written = None if writing is None else writing.result()
@@ -211,11 +208,12 @@ class Saver:
         }
         return report, written.listing
 
-    def _writing(self, order: Order, pieces: Sequence[Piece], content: Content) -> Call[Written]:
-        return self._aside.begin(lambda: self._write(order, pieces, content))
+    def _writing(self, order: Order, staged: Staged, content: Content) -> Call[Written]:
+        pieces, data = staged.written()
+        return self._aside.begin(lambda: self._write(order, pieces, data, content))
 
-    def _write(self, order: Order, pieces: Sequence[Piece], content: Content) -> Written:
-        written = self._writer.write(self.directory(order), pieces, content.snapshot.state)
+    def _write(self, order: Order, pieces: Sequence[Piece], data: memoryview, content: Content) -> Written:
+        written = self._writer.write(self.directory(order), pieces, data, content.snapshot.state)
         self._disk.insist()
         return written
 

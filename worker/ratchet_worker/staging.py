@@ -12,20 +12,23 @@ has a count of its own, so what is done through it is not noticed (see ``audit``
 from __future__ import annotations
 
 import ctypes
+import mmap
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Final
 
 import torch
 
 from ratchet_contract.errors import StateError
-from ratchet_store.rankfile import Piece
+from ratchet_store.rankfile import Piece, file_order
 from ratchet_worker.fingerprint import Copy
 from ratchet_worker.snapshot import DTYPE_NAMES, Until, byte_view, is_plain
 from ratchet_worker.sources import Source, Sources
 
-_ALIGNMENT: Final = 64  # bytes: a cache line
+_SHARE: Final = (
+    4 << 20
+)  # bytes: what one thread copies before it looks for more; less costs more in Python than it shares out
 
 
 class Staging:
@@ -45,8 +48,8 @@ class Staging:
             if self._buffer.numel() < nbytes:
                 self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first
                 try:
-                    self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned).fill_(0)
-                except RuntimeError as error:  # so torch says it
+                    self._buffer = (_pinned(nbytes) if self._pinned else _pages(nbytes)).fill_(0)
+                except (RuntimeError, OSError) as error:  # as torch and the system say it
                     raise MemoryError(f"no memory for a copy of {nbytes} bytes: {error}") from error
             return self._buffer
 
@@ -68,60 +71,70 @@ class Staging:
 
 def size_of(sources: Sources) -> int:
     """Bytes that staging these takes."""
-    return _Layout(sources.each).end
+    return sum(source.nbytes for source in sources.each)
+
+
+def _pinned(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+def _pages(nbytes: int) -> torch.Tensor:
+    """Whole pages, large ones where the system has them: a disk takes them in fewer pieces, and a copy misses fewer addresses."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(AttributeError, OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class _Layout:
-    """Where in the buffer the copies of such sources lie; what follows from their shapes and dtypes alone."""
+    """Where in the buffer the copies of such sources lie; what follows from their names, shapes and dtypes alone."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
-        self.offsets: list[int] = []
-        self.sizes = [source.nbytes for source in sources]
-        self.end = 0
-        for source, nbytes in zip(sources, self.sizes, strict=True):
+        for source in sources:
             if source.tensor.dtype not in DTYPE_NAMES:
                 raise StateError(f"{source.name}: dtype {source.tensor.dtype} cannot be stored")
-            self.offsets.append(self.end)
-            self.end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        dtypes = [DTYPE_NAMES[source.tensor.dtype] for source in sources]
+        self.order = file_order([source.name for source in sources], dtypes)
+        self.pieces = [
+            Piece(s.name, dtypes[i], tuple(s.tensor.shape), s.start, s.nbytes)
+            for i, s in ((i, sources[i]) for i in self.order)
+        ]
+        self.sizes = [source.nbytes for source in sources]
+        self.offsets = [0] * len(sources)
+        self.end = 0
+        for number in self.order:
+            self.offsets[number] = self.end
+            self.end += self.sizes[number]
         self.kinds: dict[Until, list[int]] = {until: [] for until in Until}
         for number, source in enumerate(sources):
             self.kinds[source.until].append(number)
         self.skipped = [source.start * source.tensor.element_size() for source in sources]  # bytes of the tensor
-        self._pieces: list[Piece] = []
         self._copies: dict[str, dict[str, Copy]] = {}
         self._buffer: torch.Tensor | None = None  # theirs
 
-    def pieces(self, sources: Sequence[Source], buffer: torch.Tensor) -> list[Piece]:
-        """The same list for the same buffer: what has changed is in the bytes alone. To be asked first by one thread alone."""
+    def copies(self, sources: Sequence[Source], buffer: torch.Tensor, prefix: str) -> Mapping[str, Copy]:
+        """The same mapping for the same buffer: what has changed is in the bytes alone. To be asked by one thread."""
         if self._buffer is not buffer:
-            whole = byte_view(buffer)
-            self._pieces = [
-                Piece(
-                    s.name, DTYPE_NAMES[s.tensor.dtype], tuple(s.tensor.shape), s.start, whole[offset : offset + size]
-                )
-                for s, offset, size in zip(sources, self.offsets, self.sizes, strict=True)
-            ]
             self._buffer, self._copies = buffer, {}
-        return self._pieces
-
-    def copies(self, sources: Sequence[Source], pieces: Sequence[Piece], prefix: str) -> Mapping[str, Copy]:
         if prefix not in self._copies:
+            whole = byte_view(buffer)
             self._copies[prefix] = {
-                s.name.removeprefix(prefix): Copy(s.start, s.tensor.element_size(), piece.data)
-                for s, piece in zip(sources, pieces, strict=True)
+                s.name.removeprefix(prefix): Copy(s.start, s.tensor.element_size(), whole[at : at + size])
+                for s, at, size in zip(sources, self.offsets, self.sizes, strict=True)
                 if s.name.startswith(prefix)
             }
         return self._copies[prefix]
 
 
 class Staged:
-    """Copies that are made kind by kind: ``copy`` makes one kind's, in any thread; ``wait`` waits for it, in any other."""
+    """Copies that are made kind by kind: ``copy`` makes one kind's, in any thread; ``wait`` waits for it, in any other, and takes
+    part in it."""
 
     def __init__(self, sources: Sequence[Source], layout: _Layout, buffer: torch.Tensor, stream: Any) -> None:
         self._sources, self._layout, self._buffer, self._stream = sources, layout, buffer, stream
         self._copied = {until: threading.Event() for until in Until}
         self._marks: dict[Until, Any] = {}
-        self._moves = {until: self._moves_of(until) for until in Until}
+        self._work = {until: _Work(self._moves_of(until)) for until in Until}
         self.error: str | None = None
 
     def _moves_of(self, until: Until) -> list[_Move]:
@@ -132,47 +145,72 @@ class Staged:
             plain = is_plain(tensor)
             version = tensor._version if counts and not tensor.is_inference() else None
             origin = tensor.data_ptr() + layout.skipped[number] if plain else 0
-            moves.append((number, version, start + layout.offsets[number], origin, layout.sizes[number]))
+            target, nbytes = start + layout.offsets[number], layout.sizes[number]
+            while origin and nbytes > 2 * _SHARE:  # so that two threads have something of a large one, too
+                moves.append((number, version, target, origin, _SHARE))
+                target, origin, nbytes = target + _SHARE, origin + _SHARE, nbytes - _SHARE
+            moves.append((number, version, target, origin, nbytes))
         return moves
 
     def copy(self, until: Until) -> None:
-        """Copy every source of this kind; ``error`` says what had changed before it was copied."""
+        """Copy every source of this kind that nobody else is copying; ``error`` says what had changed before it was copied."""
+        work = self._work[until]
         try:
             with self._queue(until):
-                for number, version, target, origin, nbytes in self._moves[until]:
-                    if origin:
-                        _memmove(target, origin, nbytes)  # without the GIL, in little more than half of copy_'s time
-                    elif nbytes:
-                        self._copy(number)
-                    if version is not None and self._sources[number].tensor._version != version:
-                        self.error = self.error or _changed(self._sources[number])
+                while moves := work.take():
+                    for number, version, target, origin, nbytes in moves:
+                        if origin:
+                            _memmove(target, origin, nbytes)  # without the GIL
+                        elif nbytes:
+                            self._copy(number)
+                        if version is not None and self._sources[number].tensor._version != version:
+                            self.error = self.error or _changed(self._sources[number])
+                    work.made(len(moves))
                 if self._stream is not None:
                     self._marks[until] = self._stream.record_event()
-        finally:
+        except BaseException:
+            self.abandon()
+            raise
+        if work.is_made:
             self._copied[until].set()
+
+    def finish(self) -> None:
+        """Copy what is not copied yet, and wait for what others are copying. Raises ``StateError`` where that was not what was to
+        be saved."""
+        for until in (Until.BACKWARD, Until.STEP):
+            self.copy(until)
+            self._copied[until].wait()
+        if not all(work.is_made for work in self._work.values()):
+            self.error = self.error or "a thread that was copying the state was interrupted"
+        if self.error is not None:
+            raise StateError(self.error)
 
     def abandon(self) -> None:
         """Nothing more is copied: who waits for a copy waits in vain."""
-        for copied in self._copied.values():
+        for until, copied in self._copied.items():
+            self._work[until].end()
             copied.set()
 
     def wait(self, until: Until) -> None:
         """Until this kind may change. On CUDA the present stream waits, not the host."""
         copied = self._copied[until]
+        if not copied.is_set() and self._stream is None:
+            self.copy(until)
         if not copied.is_set():
             copied.wait()
         if (mark := self._marks.get(until)) is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(mark)
 
-    def pieces(self) -> list[Piece]:
-        """What is written, when all kinds are copied. The host waits for the device."""
+    def written(self) -> tuple[list[Piece], memoryview]:
+        """What is written, and its bytes, when all kinds are copied. The host waits for the device. The same list of as long as
+        names, shapes and dtypes are the same."""
         for mark in self._marks.values():
             mark.synchronize()
-        return self._layout.pieces(self._sources, self._buffer)
+        return self._layout.pieces, byte_view(self._buffer[: self._layout.end])
 
     def copies(self, prefix: str) -> Mapping[str, Copy]:
-        """Of the sources whose names begin so, by the rest of the name."""
-        return self._layout.copies(self._sources, self.pieces(), prefix)
+        """Of the sources whose names begin so, by the rest of the name, behind ``written``."""
+        return self._layout.copies(self._sources, self._buffer, prefix)
 
     def tensors(self, prefix: str) -> dict[str, torch.Tensor]:
         """The same, flat and of their dtypes."""
@@ -198,6 +236,36 @@ class Staged:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             yield
+
+
+class _Work:
+    """The moves of one kind, which threads share."""
+
+    def __init__(self, moves: Sequence[_Move]) -> None:
+        self._moves, self._next, self._made = moves, 0, 0
+        self._lock = threading.Lock()
+
+    def take(self) -> Sequence[_Move]:
+        """Moves that nobody else has; none where none is left."""
+        with self._lock:
+            first, nbytes = self._next, 0
+            while self._next < len(self._moves) and nbytes < _SHARE:
+                nbytes += self._moves[self._next][-1]
+                self._next += 1
+            return self._moves[first : self._next]
+
+    def made(self, count: int) -> None:
+        with self._lock:
+            self._made += count
+
+    def end(self) -> None:
+        """None is left."""
+        with self._lock:
+            self._next = len(self._moves)
+
+    @property
+    def is_made(self) -> bool:
+        return self._made == len(self._moves)
 
 
 _Move = tuple[int, int | None, int, int, int]

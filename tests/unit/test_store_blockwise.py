@@ -1,0 +1,190 @@
+"""Whatever way a file's bytes take to the disk, and however many threads write them, they and their digests are the same."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from ratchet_store import blockwise
+from ratchet_store.blockwise import PAGE, Blockwise
+from ratchet_store.files import in_memory
+
+BLOCK = 8 * PAGE
+HEAD = bytes(range(256)) * (PAGE // 256) * 3
+
+
+@pytest.fixture
+def memory() -> Iterator[memoryview]:
+    """A megabyte that begins on a page."""
+    place = mmap.mmap(-1, 1 << 20)
+    place.write(random.Random(7).randbytes(1 << 20))
+    view = memoryview(place)
+    yield view
+    view.release()
+    place.close()
+
+
+@pytest.fixture
+def fd(tmp_path: Path) -> Iterator[int]:
+    fd = os.open(tmp_path / "file", os.O_WRONLY | os.O_CREAT)
+    yield fd
+    os.close(fd)
+
+
+def is_direct(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+def check(tmp_path: Path, digests: list[str], data: memoryview) -> None:
+    raw = (tmp_path / "file").read_bytes()
+    assert raw == HEAD + bytes(data)
+    assert digests == [xxhash.xxh3_128(raw[at : at + BLOCK]).hexdigest() for at in range(0, len(raw), BLOCK)]
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
+    """Of every write: where, how many bytes, and whether past the page cache."""
+    real, seen = os.pwrite, list[tuple[int, int, bool]]()
+
+    def pwrite(fd: int, data: Any, at: int) -> int:
+        direct = is_direct(fd)
+        count = real(fd, data, at)
+        seen.append((at, count, direct))
+        return count
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    return seen
+
+
+SIZES = [0, 1, PAGE - 1, PAGE, 5 * PAGE - 1, 5 * PAGE, 5 * PAGE + 1, 13 * PAGE, 13 * PAGE + 7, 100_003, 1 << 20]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_whole_pages_go_past_the_page_cache_and_the_rest_through_it(
+    tmp_path: Path, fd: int, memory: memoryview, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """On this disk: where one cannot, the test below stands for it."""
+    blocks, seen = Blockwise(fd, HEAD, memory[:size], BLOCK), watched(monkeypatch)
+    if size >= PAGE and not is_direct(fd):
+        pytest.skip("the file system of the temporary directory has no O_DIRECT")
+    blocks.work()
+    check(tmp_path, blocks.finish(), memory[:size])
+    assert not is_direct(fd) and blocks.size == len(HEAD) + size
+    past = sorted((at, count) for at, count, direct in seen if direct)
+    assert sum(count for _, count in past) == size // PAGE * PAGE
+    assert all(at >= len(HEAD) and count <= BLOCK for at, count in past)
+
+
+def test_what_was_written_past_the_page_cache_is_not_in_it(tmp_path: Path, fd: int, memory: memoryview) -> None:
+    blocks = Blockwise(fd, HEAD, memory, BLOCK)
+    if not is_direct(fd):
+        pytest.skip("the file system of the temporary directory has no O_DIRECT")
+    blocks.work()
+    blocks.finish()
+    assert in_memory(tmp_path / "file") <= len(HEAD) // PAGE  # dirty pages: the header's
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("refusal", ["memory", "flag", "write", "write later"])
+def test_where_the_system_refuses_all_of_it_goes_through_the_page_cache(
+    tmp_path: Path, fd: int, memory: memoryview, monkeypatch: pytest.MonkeyPatch, refusal: str, size: int
+) -> None:
+    """``memory``: it begins within a page. The others stand for file systems that there are none of here: some refuse the flag,
+    some the first write under it, some (striped ones) a later one."""
+    data = memory[:size]
+    if refusal == "memory":
+        size = min(size, len(memory) - 64)
+        data = memory[64 : 64 + size]
+    real_flags, real, count = fcntl.fcntl, os.pwrite, 0
+
+    def flags(fd: int, command: int, value: int = 0) -> int:
+        if command == fcntl.F_SETFL and value & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real_flags(fd, command, value)
+
+    def pwrite(fd: int, data: Any, at: int) -> int:
+        nonlocal count
+        if real_flags(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            count += 1
+            if refusal == "write" or count > 2:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(fd, data, at)
+
+    if refusal == "flag":
+        monkeypatch.setattr(fcntl, "fcntl", flags)
+    elif refusal.startswith("write"):
+        monkeypatch.setattr(os, "pwrite", pwrite)
+    blocks = Blockwise(fd, HEAD, data, BLOCK)
+    blocks.work()
+    check(tmp_path, blocks.finish(), data)
+    assert not is_direct(fd)
+
+
+@pytest.mark.parametrize("most", [1, 100, PAGE, 3 * PAGE + 5])
+def test_writes_that_end_early_are_gone_on_with(
+    tmp_path: Path, fd: int, memory: memoryview, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    real = os.pwrite
+
+    def pwrite(fd: int, data: Any, at: int) -> int:
+        if is_direct(fd) and most < PAGE:  # as the system would say it
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(fd, data[: most // PAGE * PAGE if is_direct(fd) else most], at)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    data = memory[: 3 * PAGE + 50]
+    blocks = Blockwise(fd, HEAD, data, BLOCK)
+    blocks.work()
+    check(tmp_path, blocks.finish(), data)
+
+
+def test_several_threads_write_one_file(tmp_path: Path, fd: int, memory: memoryview) -> None:
+    blocks = Blockwise(fd, HEAD, memory, BLOCK)
+    threads = [threading.Thread(target=blocks.work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    blocks.work()
+    digests = blocks.finish()  # the others may still be at theirs
+    check(tmp_path, digests, memory)
+    for thread in threads:
+        thread.join(20)
+
+
+def test_an_error_in_any_thread_is_told_by_finish_behind_what_others_are_writing(
+    fd: int, memory: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, begun, may_go = os.pwrite, threading.Event(), threading.Event()
+    ended = []
+
+    def pwrite(fd: int, data: Any, at: int) -> int:
+        if threading.current_thread().name == "slow":
+            begun.set()
+            assert may_go.wait(20)
+            ended.append(at)
+            return real(fd, data, at)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    blocks = Blockwise(fd, HEAD, memory, BLOCK)
+    slow = threading.Thread(target=blocks.work, name="slow")
+    slow.start()
+    assert begun.wait(20)
+    blocks.work()  # and fails
+    threading.Timer(0.05, may_go.set).start()
+    with pytest.raises(OSError, match="No space"):
+        blocks.finish()
+    assert len(ended) == 1, "it did not wait for a thread that still writes to the descriptor"
+    slow.join(20)
+    monkeypatch.undo()
+    size = os.fstat(fd).st_size
+    blocks.work()  # one that comes late
+    assert os.fstat(fd).st_size == size and blockwise.BLOCK % PAGE == 0
