@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from operator import is_
 from typing import Any, Final, Literal, NamedTuple
 
@@ -155,24 +156,39 @@ class _Rendered(NamedTuple):
 
 
 class Sealer:
-    """Seals one manifest after the other. The list of tensors is most of a manifest, and from save to save it is the same: it is
-    rendered when it is new."""
+    """Seals one manifest after the other. The list of tensors is most of a manifest, and from save to save it is the same, as is
+    most of the rest: what is, is rendered when it is new."""
 
     def __init__(self) -> None:
         self._tensors: tuple[TensorEntry, ...] = ()
-        self._rendered = _Rendered(b"[]", b"[]")
+        self._settled = ""
+        self._rendered = {"tensors": _Rendered(b"[]", b"[]")}
 
     def seal(self, manifest: Manifest) -> tuple[Manifest, bytes]:
         """The manifest with its digest, and the bytes to write."""
         if not same_entries(manifest.tensors, self._tensors):
-            value = json.loads(_ENTRIES.dump_json(manifest.tensors))
-            self._rendered = _Rendered(_canonical_text(value), _lines_text(value))
+            self._rendered["tensors"] = _rendered(json.loads(_ENTRIES.dump_json(manifest.tensors)))
             self._tensors = tuple(manifest.tensors)
+        settled = manifest.model_dump_json(include=_SETTLED)
+        if settled != self._settled:
+            self._rendered |= {key: _rendered(value) for key, value in json.loads(settled).items()}
+            self._settled = settled
         # Not ``model_dump``: it would keep NaN, which is no JSON. It has the keys in the order of the fields.
-        rest = json.loads(manifest.model_dump_json(exclude={"tensors"}))
+        rest = json.loads(manifest.model_dump_json(exclude={"tensors", *_SETTLED}))
         data = {key: rest.get(key) for key in type(manifest).model_fields}
-        data["digest"] = digest = _digest(data, {"tensors": self._rendered})
-        return manifest.model_copy(update={"digest": digest}), _lines(data, {"tensors": self._rendered})
+        data["digest"] = digest = _digest(data, self._rendered)
+        return manifest.model_copy(update={"digest": digest}), _lines(data, self._rendered)
+
+
+def _rendered(value: Any) -> _Rendered:
+    return _Rendered(_canonical_text(value), _lines_text(value))
+
+
+_SETTLED: Final = {
+    "format_version", "job_id", "epoch", "world_size", "spec_digest", "code_digest", "data_digest", "replicas", "bucket_layout",
+    "hook", "environment", "total_steps",
+}  # fmt: skip
+"""Keys whose values are seldom others than in the manifest before."""
 
 
 _NOTHING: Final[Mapping[str, _Rendered]] = {}
@@ -185,11 +201,17 @@ def _digest(data: dict[str, Any], rendered: Mapping[str, _Rendered] = _NOTHING) 
     hasher, comma = hashlib.sha256(b"{"), b""
     for key in sorted(data):
         if key != "digest":
-            hasher.update(comma + _canonical_text(key) + b":")
+            hasher.update(comma + _key_of(key, _canonical_text) + b":")
             hasher.update(rendered[key].canonical if key in rendered else _canonical_text(data[key]))
             comma = b","
     hasher.update(b"}")
     return hasher.hexdigest()
+
+
+@lru_cache(maxsize=128)
+def _key_of(key: str, text_of: Callable[[Any], bytes]) -> bytes:
+    """Its text, which is the same in every manifest."""
+    return text_of(key)
 
 
 def _canonical_text(value: Any) -> bytes:
@@ -200,7 +222,7 @@ def _lines(data: dict[str, Any], rendered: Mapping[str, _Rendered]) -> bytes:
     """A line per key, and per entry of the long lists: for readers, without the slow encoder that indents everything."""
     parts, comma = [b"{\n"], b""
     for key, value in data.items():
-        parts.append(comma + b" " + _LINES.encode(key).encode() + b": ")
+        parts.append(comma + b" " + _key_of(key, _lines_text) + b": ")
         parts.append(rendered[key].lines if key in rendered else _lines_text(value))
         comma = b",\n"
     return b"".join([*parts, b"\n}"])

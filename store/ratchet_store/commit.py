@@ -35,15 +35,16 @@ class ManifestWriter:
 
     def __init__(self) -> None:
         self._structure, self._sealer = StructureCheck(), Sealer()
+        self._durable: set[Path] = set()  # jobs' folders with their names of ``checkpoints``
 
     def commit(self, directory: Path, manifest: Manifest) -> Manifest:
         """Make the checkpoint in ``directory`` count; returns the sealed manifest.
 
         All rank files must be there with their sizes. ``MANIFEST.json.tmp`` -> fsync -> rename -> fsync of the directory, of
-        ``checkpoints`` and of the job's folder. Committing the same manifest again is fine. Raises ``CheckpointError``:
-        incomplete or inconsistent (``checkpoint-damaged``), another manifest is there (``checkpoint-exists``), the system refuses
-        (``checkpoint-not-written``): the manifest is taken away again then, where it had got its name, so that the step may be
-        saved again.
+        ``checkpoints`` and, the first time, of the job's folder. Committing the same manifest again is fine. Raises
+        ``CheckpointError``: incomplete or inconsistent (``checkpoint-damaged``), another manifest is there
+        (``checkpoint-exists``), the system refuses (``checkpoint-not-written``): the manifest is taken away again then, where it
+        had got its name, so that the step may be saved again.
         """
         _check_name(directory, manifest)
         self._structure.check(manifest)
@@ -59,8 +60,12 @@ class ManifestWriter:
             new = not _already(directory, sealed)
             if new:
                 _write_by_rename(path, raw)
-            for folder in (directory, *directory.parents[:2]):  # others made the job's folder, perhaps without a sync
-                fsync_dir(folder)
+            checkpoints, job = directory.parents[:2]
+            fsync_dir(directory)
+            fsync_dir(checkpoints)
+            if job not in self._durable:  # others made it, perhaps without a sync
+                fsync_dir(job)
+                self._durable.add(job)
         except OSError as error:
             raise (_taken_back(path, error) if new else not_written(path, error)) from error
         return sealed
@@ -114,11 +119,11 @@ def read_manifest(directory: Path) -> Manifest:
 def check_files(directory: Path, manifest: Manifest) -> None:
     """Every rank file is there with its size (not its bytes: ``verify`` reads those). Raises ``CheckpointError``."""
     for entry in manifest.files:
-        path = directory / entry.name
+        path = f"{directory}/{entry.name}"
         try:
-            size = path.lstat().st_size
+            size = os.lstat(path).st_size
         except OSError as error:
-            raise not_read(path, error) from error
+            raise not_read(Path(path), error) from error
         if size != entry.size:
             raise CheckpointError(f"{path} has {size} bytes, the manifest says {entry.size}", code=DAMAGED)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -177,7 +178,10 @@ def _remove_checkpoint(directory: Path) -> None:
     """Remove a directory and what is in it, links not followed; what another process removes meanwhile is fine. The uncommitted
     manifest goes last of the files: it is what tells ``sweep`` that the rest may go. Nothing is synced: what comes back after
     a power loss is not committed."""
-    if not directory.is_dir() or directory.is_symlink():
+    try:
+        if not stat.S_ISDIR(os.lstat(directory).st_mode):
+            return
+    except (FileNotFoundError, NotADirectoryError):
         return
     for last in (False, True):
         with os.scandir(directory) as found:

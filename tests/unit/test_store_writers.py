@@ -222,6 +222,8 @@ def manifests() -> Iterator[Manifest]:
     yield first.model_copy(update={"tensors": [first.tensors[0], other, *first.tensors[2:]]})
     yield first.model_copy(update={"tensors": first.tensors[::-1]})
     yield first.model_copy(update={"environment": {"z": math.nan, "a": math.inf, "é": True, "n": None, "f": 0.1}})
+    for alike in (True, 1, 1.0, True):  # to Python they are equal
+        yield first.model_copy(update={"environment": {"é": alike}, "epoch": 2})
     yield first.model_copy(update={"files": [], "bucket_layout": [["é", "b"], []], "shared_digests": ["x"]})
     summary = HookSummary(
         name="n", rank=0, step=1, phase="steady", iteration=1, compression_rate=math.inf, elements_before=0,

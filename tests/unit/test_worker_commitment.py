@@ -23,7 +23,7 @@ from ratchet_store.rankfile import RankWriter
 from ratchet_store.read import CheckpointReader, verify
 from ratchet_worker.commitment import Committer, Order, Verdict
 from ratchet_worker.content import Content
-from ratchet_worker.exchange import Exchange
+from ratchet_worker.exchange import Exchange, PeerTimeout
 from ratchet_worker.fingerprint import cut, number_of_parts, slice_digests
 from ratchet_worker.snapshot import Snapshot
 from tests.support.one_shot import Given, laid_out
@@ -146,3 +146,24 @@ def test_a_text_beside_a_value_arrives_as_it_was(tmp_path: Path) -> None:
     found = ranks[0].collect_beside("a")
     assert found == [({"text": "x\ny"}, text.encode()) for text in texts]
     assert ranks[1].collect("a") == [{"text": "x\ny"}] * 3
+
+
+def test_what_a_rank_keeps_for_itself_is_collected_in_its_place_and_does_not_travel(tmp_path: Path) -> None:
+    store = HashStore()
+    ranks = [Exchange(store, rank, 3, 10) for rank in range(3)]
+    for name in ("a", "b"):
+        for rank in (0, 2):
+            ranks[rank].post(name, rank, "" if rank else "first")
+        ranks[1].keep(name, 1, "é")
+    assert ranks[1].collect_beside("a") == [(0, b"first"), (1, "é".encode()), (2, b"")]
+    assert not store.check(["exchange/a/1"])
+    ranks[1].forget("a")
+    assert not any(store.check([f"exchange/a/{rank}"]) for rank in range(3))
+    assert ranks[1].collect("b") == [0, 1, 2]
+    with pytest.raises(PeerTimeout, match=r"rank \[0, 1, 2\]"):  # nothing of the first is left
+        ranks[1].collect("a", timeout=0.1)
+    alone = Exchange(HashStore(), 0, 1, 10)
+    alone.keep("a", 0)
+    assert alone.collect("a") == [0] and alone.broadcast("b", {"x": 1}) == {"x": 1}
+    alone.forget("a")
+    alone.forget_broadcast("b")

@@ -53,7 +53,7 @@ class Committer:
         self._launch, self._exchange, self._reporter = launch, exchange, reporter
         self._job = JobPaths(Path(launch.job_root))
         self._fence = self._job.attempt(launch.epoch).fence_file
-        self._spec_digest = launch.spec.digest()
+        self._spec_digest, self._patience = launch.spec.digest(), launch.deadlines.step
         self.last, self._cuts = base, fingerprint.Cuts()
         self._listings, self._writer = _Listings(), ManifestWriter()
         protected = [(base.step, base.epoch)] if base.epoch is not None else []
@@ -66,7 +66,7 @@ class Committer:
         try:
             told = self._exchange.collect_beside(
                 order.name,
-                timeout=self._launch.deadlines.step,
+                timeout=self._patience,
                 progress=lambda: written(directory),
                 pause=_PAUSE,
             )

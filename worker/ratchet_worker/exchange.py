@@ -51,6 +51,7 @@ class Exchange:
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
         self._store, self.rank, self.world_size, self._timeout = store, rank, world_size, timeout
+        self._kept: dict[str, tuple[Any, bytes]] = {}
 
     def gather(
         self, name: str, value: Any, *, abandon: Callable[[], bool] | None = None, timeout: float | None = None
@@ -62,6 +63,10 @@ class Exchange:
     def post(self, name: str, value: Any, beside: str = "") -> None:
         """Publish this rank's value; returns at once."""
         self._store.set(self._key(name, self.rank), f"{_dump(value)}\n{beside}" if beside else _dump(value))
+
+    def keep(self, name: str, value: Any, beside: str = "") -> None:
+        """The same where this rank is the only one that collects it: its own value need not travel. Until ``forget``."""
+        self._kept[name] = value, beside.encode()
 
     def collect(
         self, name: str, *, abandon: Callable[[], bool] | None = None, timeout: float | None = None
@@ -79,11 +84,16 @@ class Exchange:
         pause: float = _LONGEST_PAUSE,
     ) -> list[tuple[Any, bytes]]:
         """The same, and the text beside each value: empty where there is none. ``progress``: as long as its value changes, the
-        timeout begins anew. ``pause``: seconds between two looks, at most."""
-        keys = [self._key(name, r) for r in range(self.world_size)]
-        self._wait(name, keys, abandon, timeout, progress, pause)
-        values = [raw.partition(b"\n") for raw in self._store.multi_get(keys)]
-        return [(json.loads(value), beside) for value, _, beside in values]
+        timeout begins anew. ``pause``: seconds between two looks, at most. What this rank keeps is the object that it kept."""
+        keys = self._posted(name)
+        found: list[tuple[Any, bytes]] = []
+        if keys:
+            self._wait(name, keys, abandon, timeout, progress, pause)
+            values = [raw.partition(b"\n") for raw in self._store.multi_get(keys)]
+            found = [(json.loads(value), beside) for value, _, beside in values]
+        if name in self._kept:
+            found.insert(self.rank, self._kept[name])
+        return found
 
     def broadcast(
         self,
@@ -97,7 +107,8 @@ class Exchange:
         key = self._key(name, 0)
         if self.rank == 0:
             text = _dump(value)
-            self._store.set(key, text)
+            if self.world_size > 1:
+                self._store.set(key, text)
             return json.loads(text)
         self._wait(name, [key], None, timeout, progress)
         return json.loads(self._store.get(key))
@@ -105,12 +116,19 @@ class Exchange:
     def forget(self, name: str) -> None:
         """Remove the keys of ``name`` from the store; only when every rank is known to have read them: it has posted something
         since."""
-        for rank in range(self.world_size):
-            self._store.delete_key(self._key(name, rank))
+        for key in self._posted(name):
+            self._store.delete_key(key)
+        self._kept.pop(name, None)
 
     def forget_broadcast(self, name: str) -> None:
         """The same of a value that was broadcast."""
-        self._store.delete_key(self._key(name, 0))
+        if self.world_size > 1:
+            self._store.delete_key(self._key(name, 0))
+
+    def _posted(self, name: str) -> list[str]:
+        """The keys of all ranks, but of this one's where it keeps its value."""
+        kept = self.rank if name in self._kept else None
+        return [self._key(name, rank) for rank in range(self.world_size) if rank != kept]
 
     def _key(self, name: str, rank: int) -> str:
         return f"exchange/{name}/{rank}"

@@ -57,10 +57,11 @@ class Cuts:
 
 
 def slice_digests(slices: Sequence[Slice], tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """XXH3-128 in hex of the bytes of each slice of a part, row-major."""
+    """XXH3-128 in hex of the bytes of each slice of a part, row-major. ``tensors``: of a snapshot, which holds the memory of each
+    as it was handed over, whatever a parameter is given later."""
     out = []
     for name, start, stop in slices:
-        tensor = tensors[name].detach()  # which holds the memory
+        tensor = tensors[name]
         if not is_plain(tensor):
             tensor, start, stop = flat(tensor)[start:stop].cpu(), 0, stop - start
         size = tensor.element_size()
