@@ -22,7 +22,7 @@ from ratchet_worker import disk, fingerprint, saver, staging
 from ratchet_worker import runtime as runtime_module
 from ratchet_worker.commitment import Committer, Order
 from ratchet_worker.runtime import Runtime
-from ratchet_worker.saver import Save
+from ratchet_worker.save import Save
 from ratchet_worker.snapshot import Snapshot, Until
 from ratchet_worker.sources import Source, Sources
 from ratchet_worker.staging import Staged, Staging

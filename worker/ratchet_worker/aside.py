@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 T = TypeVar("T")
+
+_NICE: Final = 19
+"""Where both want a processor, such a thread has 15 parts of it, one of the common kind 1024 (sched(7))."""
 
 
 class Aside:
     """One thread, for one call after the other. It is there from the beginning, so that no call fails for want of a thread, and
-    nobody waits for it where the process ends."""
+    nobody waits for it where the process ends. ``quiet``: it leaves the processor to whoever else wants it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, quiet: bool = False) -> None:
         self._calls: SimpleQueue[Call[Any]] = SimpleQueue()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        threading.Thread(target=self._run, args=(quiet,), name=name, daemon=True).start()
 
     def begin(self, work: Callable[[], T]) -> Call[T]:
         call = Call(work)
         self._calls.put(call)
         return call
 
-    def _run(self) -> None:
+    def _run(self, quiet: bool) -> None:
+        if quiet:
+            _give_way()
         while True:
             call = self._calls.get()
             call.make()
             del call  # and with it what it holds, which is not to lie here until the next
+
+
+def _give_way() -> None:
+    """Of this thread alone, and for good: only the privileged may take it back. Linux's setpriority(2) is about a thread (POSIX
+    means a process); elsewhere nothing happens."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 class Call(Generic[T]):

@@ -33,7 +33,8 @@ from ratchet_worker.fingerprint import Cuts
 from ratchet_worker.imports import uncollected
 from ratchet_worker.model_state import MODEL
 from ratchet_worker.reporter import Reason, Reporter
-from ratchet_worker.saver import MAX_FAILURES, Save, Saver
+from ratchet_worker.save import Save
+from ratchet_worker.saver import MAX_FAILURES, Saver
 from ratchet_worker.snapshot import Snapshot, Until
 from ratchet_worker.sources import Lister
 from ratchet_worker.staging import Staging, size_of
@@ -222,6 +223,7 @@ class Checkpointer:
         directory = JobPaths(Path(self._launch.job_root)).checkpoint(save.order.step, self._launch.epoch)
         limit = 3 * self._launch.deadlines.step + 120  # longer than any wait of a saving thread
         seen, deadline = (-1, 0), time.monotonic() + limit
+        save.attention.set()
         while not save.done.wait(_LOOK):
             self._counter.tick()
             if (size := written(directory)) != seen:

@@ -1,0 +1,106 @@
+"""What a save does beside a training leaves the processor to the training, for as long as nobody waits for it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet_store import rankfile
+from ratchet_worker import fingerprint, rank_part
+from tests.support.server import wait_for
+from tests.unit.test_worker_saving import Group
+
+
+OWN, QUIET = os.getpriority(os.PRIO_PROCESS, 0), 19
+
+
+def nice() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+class Work:
+    """By what niceness which part of a save was done, and in which threads; ``hold``: the quiet threads' writes wait."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: dict[str, set[int]] = {"write": set(), "compare": set(), "digest": set()}
+        self.hold = threading.Event()
+        self.hold.set()
+        write, compared, digests = os.pwrite, fingerprint.compared, fingerprint.copied_digests
+
+        def pwrite(fd: int, data: Any, at: int) -> int:
+            self.seen["write"].add(nice())
+            assert nice() == OWN or self.hold.wait(20)
+            return write(fd, data, at)
+
+        def compare(*rest: Any) -> Any:
+            self.seen["compare"].add(nice())
+            return compared(*rest)
+
+        def digest(*rest: Any) -> Any:
+            self.seen["digest"].add(nice())
+            return digests(*rest)
+
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        monkeypatch.setattr(fingerprint, "compared", compare)
+        monkeypatch.setattr(fingerprint, "copied_digests", digest)
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Work:
+    monkeypatch.setattr(rankfile, "BLOCK", 4096)
+    return Work(monkeypatch)
+
+
+def test_beside_a_training_all_but_the_copy_is_done_by_threads_that_give_way(tmp_path: Path, work: Work) -> None:
+    group = Group(tmp_path)
+    group.step(1)
+    assert all(save is not None and save.done.wait(20) for save in (rank._save for rank in group.ranks))
+    group.drain()
+    assert group.saved() == {1: 1.0} and nice() == OWN
+    assert QUIET in work.seen["write"] and work.seen["compare"] <= {OWN, QUIET} and work.seen["digest"] == {QUIET}
+
+
+def test_a_save_that_all_wait_for_gives_way_to_nobody(tmp_path: Path, work: Work) -> None:
+    group = Group(tmp_path, every_steps=None)
+    group.step(1)
+    outcomes = group.together(lambda rank: group.ranks[rank].save(1, "stop", True, lambda: group.content(rank, 1)))
+    assert [outcome.error for outcome in outcomes] == [None, None] and group.saved() == {1: 1.0}
+    assert work.seen == {"write": {OWN}, "compare": {OWN}, "digest": {OWN}}
+
+
+def test_who_comes_to_wait_for_a_save_has_the_rest_of_it_written_by_threads_that_do_not_give_way(
+    tmp_path: Path, work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine whose processors are all busy: the quiet threads do not come to write anything."""
+    monkeypatch.setattr(rank_part, "_PATIENCE", 30.0)
+    group = Group(tmp_path, every_steps=2)
+    group.step(1)
+    work.hold.clear()
+    group.step(2)
+    saves = [rank._save for rank in group.ranks]
+    assert not any(save is None or save.done.wait(0.1) for save in saves)
+    before = {*work.seen["write"]}
+    waiting = threading.Thread(target=group.drain, daemon=True)
+    waiting.start()
+    wait_for(lambda: OWN in work.seen["write"], "a thread that does not give way to write", 10)
+    work.hold.set()  # a quiet thread's own block
+    waiting.join(20)
+    assert before == {QUIET} and group.saved() == {2: 2.0}
+
+
+def test_a_save_is_not_left_to_threads_that_give_way_for_ever(
+    tmp_path: Path, work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_part, "_PATIENCE", 0.05)
+    group = Group(tmp_path, every_steps=2)
+    group.step(1)
+    work.hold.clear()
+    group.step(2)
+    wait_for(lambda: OWN in work.seen["write"], "a thread that does not give way to write", 10)
+    work.hold.set()
+    group.drain()
+    assert group.saved() == {2: 2.0}

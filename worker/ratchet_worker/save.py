@@ -1,0 +1,62 @@
+"""One save on one rank, as the loop, which hands it over and may have to wait, and the saving thread both know it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+from ratchet_worker.commitment import Order, Verdict
+from ratchet_worker.content import Content
+from ratchet_worker.snapshot import Until
+from ratchet_worker.staging import Staged
+
+
+@dataclass
+class Save:
+    """One save on one rank. ``content`` and ``staged`` None: ``error`` says why there is nothing to write. ``thorough``: the
+    replicas are compared wholly, since nothing is trained meanwhile. ``stall``: seconds that the loop stood still for it."""
+
+    order: Order
+    content: Content | None
+    staged: Staged | None
+    error: str | None
+    thorough: bool
+    stall: float = 0.0
+    hurry: threading.Event = field(default_factory=threading.Event)
+    """Set: the loop waits for the tensors."""
+    released: threading.Event = field(default_factory=threading.Event)
+    """Set: the live tensors are not looked at any more."""
+    attention: threading.Event = field(default_factory=threading.Event)
+    """Set: somebody waits for the save, or its file has been written."""
+    done: threading.Event = field(default_factory=threading.Event)
+    verdict: Verdict = field(default_factory=dict)
+    failure: BaseException | None = None  # of the exchange: there is no verdict
+    seconds: float = 0.0
+
+    @property
+    def is_hurried(self) -> bool:
+        """Does the loop wait for the live tensors?"""
+        return self.hurry.is_set() and not self.thorough
+
+    def hold(self, until: Until) -> float:
+        """Before this kind of tensor changes: wait until it is copied, and nobody reads it. Seconds. On CUDA a save that is
+        released is copied by the host's account only: until it is done the present stream waits, too."""
+        if self.staged is None or self.done.is_set():
+            return 0.0
+        begun = time.perf_counter()
+        if until is Until.STEP:
+            self.hurry.set()
+        self.staged.wait(until)
+        if until is Until.STEP:
+            self.staged.wait(Until.BACKWARD)
+            self.released.wait()
+        seconds = time.perf_counter() - begun
+        self.stall += seconds
+        return seconds
+
+    def release(self) -> None:
+        """The live tensors are not looked at any more, be they copied or not."""
+        if self.staged is not None:
+            self.staged.abandon()
+        self.released.set()
