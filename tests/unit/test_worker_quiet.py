@@ -14,7 +14,6 @@ from ratchet_worker import aside, fingerprint, rank_part
 from tests.support.server import wait_for
 from tests.unit.test_worker_saving import Group
 
-
 OWN, QUIET = os.getpriority(os.PRIO_PROCESS, 0), aside._NICE
 
 

@@ -217,6 +217,7 @@ def test_the_optimizer_waits_for_a_copy_that_is_not_made_yet(tmp_path: Path, mon
 def test_a_checkpoint_that_is_due_waits_for_the_one_before(tmp_path: Path, gate: Gate) -> None:
     group = Group(tmp_path, keep_last=9)
     group.step(1)
+    group.drain()
     gate.close(0)
     group.step(2)
     gate.reached(0)
