@@ -167,3 +167,43 @@ def test_what_a_rank_keeps_for_itself_is_collected_in_its_place_and_does_not_tra
     assert alone.collect("a") == [0] and alone.broadcast("b", {"x": 1}) == {"x": 1}
     alone.forget("a")
     alone.forget_broadcast("b")
+
+
+class Verdicts:
+    """A store in which ``verdict`` is there after ``seconds`` of a clock that only sleeping moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.seconds = self.begun = 0.0
+        self.looks = 0
+        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep)
+        monkeypatch.setattr("ratchet_worker.exchange.time", clock)
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def check(self, keys: list[str]) -> bool:
+        self.looks += 1
+        return self.now - self.begun >= self.seconds
+
+    def get(self, key: str) -> bytes:
+        return b"1"
+
+    def wait(self, exchange: Exchange, seconds: float) -> tuple[int, float]:
+        """Looks at the store, and seconds too many."""
+        self.begun, self.seconds, self.looks = self.now, seconds, 0
+        assert exchange.broadcast("verdict", recurs=True) == 1
+        return self.looks, self.now - self.begun - seconds
+
+
+def test_who_waits_for_what_takes_as_long_as_before_looks_seldom_and_not_much_too_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store: Any = Verdicts(monkeypatch)
+    exchange = Exchange(store, 1, 2, 10)
+    first, _ = store.wait(exchange, 0.012)
+    later = [store.wait(exchange, seconds) for seconds in (0.012, 0.012, 0.011, 0.013, 0.012)]
+    assert all(looks < first and late < 0.005 for looks, late in later), later
+    assert store.wait(exchange, 0.0) == (1, 0.0)
+    assert store.wait(exchange, 0.002)[1] <= 0.002
+    store.wait(exchange, 5.0)
+    assert store.wait(exchange, 0.001)[1] <= 0.02

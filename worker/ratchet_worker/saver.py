@@ -96,6 +96,7 @@ class Saver:
             verdict,
             timeout=self._patience,
             progress=lambda: written(self._part.directory(save)),
+            recurs=True,
         )
         if rank == 0:
             self._settle(save)
