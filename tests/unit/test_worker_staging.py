@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import threading
 import time
 from itertools import accumulate
@@ -110,6 +112,30 @@ def test_who_waits_takes_part_and_waits_for_what_another_thread_is_copying(monke
     waits.join(20)
     assert copied == {"waits": 7, "slow": 1} and not waits.is_alive()
     assert [data for _, data in written(whole)] == [bytes(byte_view(tensor)) for tensor in tensors]
+
+
+def test_a_process_that_was_forked_makes_no_copy_slower() -> None:
+    """Memory that both have would be copied once more, page by page, where the saving rank writes to it."""
+    place, weight = Staging(CPU), torch.ones(8 << 20)
+    sources = Sources([source(weight)], object())
+    place.stage(sources).finish()
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:  # pragma: no cover
+        os.close(write)
+        os.read(read, 1)  # until the parent ends
+        os._exit(0)
+    os.close(read)
+    try:
+        staged = place.stage(sources)
+        Staging(CPU).stage(Sources([source(torch.ones(10))])).finish()  # touches all else that is shared
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        staged.finish()
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)
+    assert faults < 200, f"{faults} of {weight.nbytes >> 12} pages"
 
 
 def test_a_copy_that_was_interrupted_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:

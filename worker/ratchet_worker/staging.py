@@ -79,10 +79,13 @@ def _pinned(nbytes: int) -> torch.Tensor:
 
 
 def _pages(nbytes: int) -> torch.Tensor:
-    """Whole pages, large ones where the system has them: a disk takes them in fewer pieces, and a copy misses fewer addresses."""
+    """Whole pages, large ones where the system has them: a disk takes them in fewer pieces, and a copy misses fewer addresses.
+    Processes that this one forks (workers that load data) have none of it: what they share would be copied, page by page, as soon
+    as the next save is copied to it."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(AttributeError, OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        with suppress(AttributeError, OSError):  # a system without
+            memory.madvise(getattr(mmap, advice))
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
