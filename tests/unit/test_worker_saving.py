@@ -23,6 +23,7 @@ from ratchet_store.rankfile import RankWriter
 from ratchet_store.read import CheckpointReader
 from ratchet_worker import staging
 from ratchet_worker.checkpointer import Checkpointer
+from ratchet_worker.commitment import Committer
 from ratchet_worker.content import Content
 from ratchet_worker.exchange import Exchange
 from ratchet_worker.fingerprint import number_of_parts
@@ -185,6 +186,47 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_the_state_o
     group.drain()
     assert group.saved() == {3: 3.0}
     assert [rank.last.step for rank in group.ranks] == [3, 3]
+
+
+def test_training_goes_on_while_older_checkpoints_are_deleted_and_a_stop_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, may_delete, real = Group(tmp_path, every_steps=2, keep_last=2), threading.Event(), Committer.retain
+
+    def retain(committer: Committer) -> None:
+        assert may_delete.wait(20)
+        real(committer)
+
+    monkeypatch.setattr(Committer, "retain", retain)
+    for number in (1, 2, 3):
+        assert group.step(number) == [None, None]
+        assert group.drain() == [0, 0]
+    assert [rank.last.step for rank in group.ranks] == [2, 2] and not may_delete.is_set()
+    may_delete.set()
+    for number in (4, 5, 6, 7):
+        group.step(number)
+    group.together(lambda rank: group.ranks[rank].save(7, "stop", False, lambda: group.content(rank, 7)))
+    assert [*group.saved()] == [6, 7] and len(list(group.paths.checkpoints.iterdir())) == 2
+
+
+def test_what_goes_wrong_behind_a_verdict_reaches_the_loop_with_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, told = Group(tmp_path, every_steps=2), threading.Event()
+
+    def retain(committer: Committer) -> None:
+        assert told.wait(20)
+        raise MemoryError("no memory to delete anything")
+
+    monkeypatch.setattr(Committer, "retain", retain)
+    group.step(1)
+    group.step(2)
+    assert group.drain() == [0, 0]
+    told.set()
+    group.step(3)
+    assert group.step(4) == [None, None]
+    with pytest.raises(MemoryError, match="to delete"):
+        group.ranks[0].drain()
 
 
 def test_the_optimizer_waits_for_a_copy_that_is_not_made_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,8 +238,11 @@ def test_the_store_holds_no_more_after_many_saves_than_after_few(
     for number in range(1, 9):
         group.step(number)
         group.drain()
-        found.append(store.num_keys())
-    assert found[7] == found[3]
+        if number in (4, 8):  # well, like 2, 6 and 7
+            told = [f"save/{number}"]
+            wait_for(lambda told=told: group.ranks[0]._saver._told == told, "all before it to be forgotten", 10)  # type: ignore[misc]
+            found.append(store.num_keys())
+    assert found[0] == found[1]
     group.step(9)
 
 

@@ -46,6 +46,7 @@ class Saver:
         self._patience = 2 * launch.deadlines.step + 60
         self._failures = 0
         self._told: list[str] = []  # saves whose verdicts are in the store
+        self._late: BaseException | None = None  # came when the loop had been told the verdict
         self._thread = threading.Thread(target=self._run, name="ratchet-saver", daemon=True)
         self._thread.start()
 
@@ -66,15 +67,17 @@ class Saver:
             try:
                 self._save(work)
             except BaseException as error:  # must reach the loop
+                if work.done.is_set():
+                    self._late = error
                 work.failure = error
             finally:
-                work.release()
-                work.seconds = time.monotonic() - work.order.begun
-                work.done.set()
+                _end(work)
             del work  # and with it what it holds of the state, which is not to lie here until the next
 
     def _save(self, save: Save) -> None:
         order, rank = save.order, self._exchange.rank
+        if self._late is not None:
+            raise self._late
         try:
             report, listing = self._part.made(save, self._reporter)
         except (RatchetError, OSError, MemoryError) as error:
@@ -102,9 +105,12 @@ class Saver:
             self._settle(save)
 
     def _settle(self, save: Save) -> None:
-        """Rank 0, when all are told: clear away. All ranks are past the save before this one, since they have reported."""
+        """Rank 0, when all are told: clear away. All ranks are past the save before this one, since they have reported. Who
+        trains on need not wait for it; the next save is written behind it, so that the disk has no more to hold."""
         self._told.append(save.order.name)
         if save.verdict["error"] is None:
+            if not save.thorough:
+                _end(save)
             self._committer.retain()
             for name in self._told[:-1]:
                 self._exchange.forget(name)
@@ -112,3 +118,11 @@ class Saver:
             self._told = self._told[-1:]
         elif save.verdict["failures"] >= MAX_FAILURES and not save.verdict.get("parted"):
             self._give_up()
+
+
+def _end(save: Save) -> None:
+    """The loop may know how it went. Of two calls the first counts."""
+    if not save.done.is_set():
+        save.release()
+        save.seconds = time.monotonic() - save.order.begun
+        save.done.set()
