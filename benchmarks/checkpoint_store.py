@@ -95,7 +95,7 @@ class _Bench:
         shutil.rmtree(directory, ignore_errors=True)
         begin = time.perf_counter()
         pieces = [Piece(f"shared/model/{i}", "F32", (size // 4,), 0, size) for i, size in enumerate(self.numbers)]
-        file, tensors, _ = RankWriter(0, 1).write(directory, pieces, self.source, {})
+        file, tensors, *_ = RankWriter(0, 1).write(directory, pieces, self.source, {})
         self.manifest = ManifestWriter().commit(directory, _manifest(file, list(tensors)))
         return time.perf_counter() - begin
 

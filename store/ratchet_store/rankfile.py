@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ratchet_contract.errors import CheckpointError, StateError
 from ratchet_contract.manifest import RANK_PREFIX, FileEntry, TensorEntry, dump_entries
 from ratchet_contract.paths import DELETED_MANIFEST_NAME, MANIFEST_NAME, rank_file_name
-from ratchet_store.blockwise import BLOCK, Blockwise
+from ratchet_store.blockwise import BLOCK, Blockwise, Range
 from ratchet_store.files import EXISTS, ensure_dir, fsync_dir, not_written, replacing
 from ratchet_store.header import ITEMSIZE, MAX_DIMENSIONS, Stored, build_header, is_whole, members_of
 from ratchet_store.state_text import JsonValue, encode_state
@@ -36,11 +36,13 @@ class Piece(NamedTuple):
 
 class Written(NamedTuple):
     """The manifest's entries of a file that was written, those of the tensors in file order. ``listing``: the same as JSON text.
-    Where they are those of the writer's last file, they are the same objects."""
+    Where they are those of the writer's last file, they are the same objects. ``digests``: XXH3-128 in hex of the ranges that
+    were asked for."""
 
     file: FileEntry
     tensors: tuple[TensorEntry, ...]
     listing: str
+    digests: list[str]
 
 
 def file_order(names: Sequence[str], dtypes: Sequence[str]) -> list[int]:
@@ -69,14 +71,16 @@ class RankWriter:
         self._lock = threading.Lock()
         self._open: Blockwise | None = None  # what is being written
 
-    def write(self, directory: Path, pieces: Sequence[Piece], data: BytesLike, state: JsonValue) -> Written:
+    def write(
+        self, directory: Path, pieces: Sequence[Piece], data: BytesLike, state: JsonValue, ranges: Sequence[Range] = ()
+    ) -> Written:
         """Write ``rank-<rank>-of-<world_size>.safetensors`` durably.
 
         ``pieces`` in ``file_order``, ``data``: their bytes, one behind the other, which must not change meanwhile; where they
-        start on a page they are written past the page cache. ``.tmp``, hashed while written, fsync, rename, fsync of the
-        directory (created when missing). Nothing of it counts before ``commit``. Raises ``StateError`` for what cannot be stored
-        (names the tensor or key) and ``CheckpointError`` when the system refuses (``checkpoint-not-written``; the ``.tmp`` is
-        removed) or the directory holds a committed checkpoint.
+        start on a page they are written past the page cache. ``ranges``: of the data, for ``Written.digests``. ``.tmp``, hashed
+        while written, fsync, rename, fsync of the directory (created when missing). Nothing of it counts before ``commit``.
+        Raises ``StateError`` for what cannot be stored (names the tensor or key) and ``CheckpointError`` when the system refuses
+        (``checkpoint-not-written``; the ``.tmp`` is removed) or the directory holds a committed checkpoint.
         """
         text, layout, view = encode_state(state), self._laid_out(pieces), _bytes(data)
         if len(view) != layout.size:
@@ -88,12 +92,12 @@ class RankWriter:
             ensure_dir(directory)
             _refuse_committed(directory)
             with replacing(path) as fd:
-                size, digests = self._stream(Blockwise(fd, header, view, BLOCK))
+                size, blocks, digests = self._stream(Blockwise(fd, header, view, BLOCK, ranges))
             fsync_dir(directory)
         except OSError as error:
             raise not_written(path, error, len(header) + layout.size) from error
-        file = FileEntry(name=self._name, rank=self.rank, size=size, block_size=BLOCK, blocks=digests)
-        return Written(file, tensors, listing)
+        file = FileEntry(name=self._name, rank=self.rank, size=size, block_size=BLOCK, blocks=blocks)
+        return Written(file, tensors, listing, digests)
 
     def help(self) -> None:
         """In another thread than ``write``: take part in what that writes. Returns at once where nothing is left to begin."""
@@ -102,8 +106,8 @@ class RankWriter:
         if found is not None:
             found.work()
 
-    def _stream(self, blocks: Blockwise) -> tuple[int, list[str]]:
-        """Bytes, and the digests of the blocks."""
+    def _stream(self, blocks: Blockwise) -> tuple[int, list[str], list[str]]:
+        """Bytes, and the digests of the blocks and of the ranges."""
         with self._lock:
             self._open = blocks
         try:
@@ -111,7 +115,7 @@ class RankWriter:
         finally:
             with self._lock:
                 self._open = None
-        return blocks.size, blocks.finish()
+        return blocks.size, *blocks.finish()
 
     def _laid_out(self, pieces: Sequence[Piece]) -> _Layout:
         """Where they go; they are checked, unless they are as they were."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import mmap
 import os
 import random
@@ -77,7 +78,7 @@ def test_whole_pages_go_past_the_page_cache_and_the_rest_through_it(
     if size >= PAGE and not is_direct(fd):
         pytest.skip("the file system of the temporary directory has no O_DIRECT")
     blocks.work()
-    check(tmp_path, blocks.finish(), memory[:size])
+    check(tmp_path, blocks.finish()[0], memory[:size])
     assert not is_direct(fd) and blocks.size == len(HEAD) + size
     past = sorted((at, count) for at, count, direct in seen if direct)
     assert sum(count for _, count in past) == size // PAGE * PAGE
@@ -125,7 +126,7 @@ def test_where_the_system_refuses_all_of_it_goes_through_the_page_cache(
         monkeypatch.setattr(os, "pwrite", pwrite)
     blocks = Blockwise(fd, HEAD, data, BLOCK)
     blocks.work()
-    check(tmp_path, blocks.finish(), data)
+    check(tmp_path, blocks.finish()[0], data)
     assert not is_direct(fd)
 
 
@@ -144,7 +145,7 @@ def test_writes_that_end_early_are_gone_on_with(
     data = memory[: 3 * PAGE + 50]
     blocks = Blockwise(fd, HEAD, data, BLOCK)
     blocks.work()
-    check(tmp_path, blocks.finish(), data)
+    check(tmp_path, blocks.finish()[0], data)
 
 
 def test_several_threads_write_one_file(tmp_path: Path, fd: int, memory: memoryview) -> None:
@@ -153,10 +154,28 @@ def test_several_threads_write_one_file(tmp_path: Path, fd: int, memory: memoryv
     for thread in threads:
         thread.start()
     blocks.work()
-    digests = blocks.finish()  # the others may still be at theirs
+    digests, _ = blocks.finish()  # the others may still be at theirs
     check(tmp_path, digests, memory)
     for thread in threads:
         thread.join(20)
+
+
+@pytest.mark.parametrize("through", ["past", "through"])
+@pytest.mark.parametrize("seed", range(5))
+def test_ranges_have_digests_of_their_own_wherever_blocks_and_pages_end(
+    tmp_path: Path, fd: int, memory: memoryview, seed: int, through: str
+) -> None:
+    source = random.Random(seed)
+    data = memory[: source.choice([0, 5 * BLOCK, 5 * BLOCK - len(HEAD), 100_003])]
+    data = data if through == "past" else memoryview(bytes(data))
+    ends = sorted(source.randrange(len(data) + 1) for _ in range(60)) if data else []
+    ranges = [(a, b) for a, b in itertools.pairwise(ends) if source.random() < 0.8] + [(len(data), len(data))]
+    source.shuffle(ranges)
+    blocks = Blockwise(fd, HEAD, data, BLOCK, ranges)
+    blocks.work()
+    digests, of_ranges = blocks.finish()
+    check(tmp_path, digests, data)
+    assert of_ranges == [xxhash.xxh3_128_hexdigest(data[begin:end]) for begin, end in ranges]
 
 
 def test_an_error_in_any_thread_is_told_by_finish_behind_what_others_are_writing(

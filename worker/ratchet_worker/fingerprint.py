@@ -69,23 +69,6 @@ def slice_digests(slices: Sequence[Slice], tensors: Mapping[str, torch.Tensor]) 
     return out
 
 
-class Copy(NamedTuple):
-    """Bytes of consecutive elements of a tensor, from element ``start`` on."""
-
-    start: int
-    itemsize: int
-    data: memoryview
-
-
-def copied_digests(slices: Sequence[Slice], copies: Mapping[str, Copy]) -> list[str]:
-    """The same of copies, by name."""
-    out = []
-    for name, start, stop in slices:
-        first, size, data = copies[name]
-        out.append(xxhash.xxh3_128_hexdigest(data[(start - first) * size : (stop - first) * size]))
-    return out
-
-
 def part_digest(slices: Sequence[str]) -> str:
     """Of a part, from those of its slices."""
     return xxhash.xxh3_128_hexdigest("".join(slices).encode())

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX
 from ratchet_contract.paths import JobPaths
 from ratchet_hooks.summary import HookSummary
+from ratchet_store.blockwise import Range
 from ratchet_store.rankfile import RankWriter, Written
 from ratchet_store.slices import Slice
 from ratchet_worker import fingerprint
@@ -33,12 +35,24 @@ _PATIENCE: Final = 1.0
 whose processors are all busy they might never come to an end."""
 
 
-class Digests(NamedTuple):
-    """``seen``: of others' parts, ``parts``: of the slices of those that this rank writes."""
+class _Looked(NamedTuple):
+    """``seen``: digests of others' parts."""
 
     seen: dict[int, list[str]]
-    parts: list[list[str]]
     summary: HookSummary
+
+
+class _Own(NamedTuple):
+    """The parts that this rank writes, and where their slices lie in what it writes; both follow from ``form`` and ``plan``."""
+
+    form: object
+    plan: object
+    parts: Sequence[Sequence[Slice]]
+    ranges: list[Range]
+
+    def by_part(self, digests: Sequence[str]) -> list[list[str]]:
+        left = iter(digests)
+        return [[*islice(left, len(slices))] for slices in self.parts]
 
 
 class RankPart:
@@ -51,6 +65,7 @@ class RankPart:
         self._disk = Disk(job.checkpoints)
         self._prompt = Aside("ratchet-writer")
         self._quiet = Aside("ratchet-quiet-writer", quiet=True), Aside("ratchet-quiet-digests", quiet=True)
+        self._own: _Own | None = None
 
     def directory(self, save: Save) -> Path:
         return self._job.checkpoint(save.order.step, self._epoch)
@@ -68,28 +83,39 @@ class RankPart:
             seen = self._compared(save, content)
             save.released.set()
             time.sleep(_LET_GO)
-        writing = self._writing(save, staged, content)
+        own = self._own_parts(content, staged)
+        writing = self._writing(save, staged, content, own)
         try:
             if save.thorough:
-                digests = self._digests(save, content, staged, seen)
+                looked = self._looked(save, content, staged, seen)
             else:
-                call = self._quiet[1].begin(lambda: self._digests(save, content, staged, seen))
+                call = self._quiet[1].begin(lambda: self._looked(save, content, staged, seen))
                 save.attention.wait(_PATIENCE)
                 self._writer.help()
-                digests = call.result()
+                looked = call.result()
             self._writer.help()
         finally:
             save.release()  # before all: the disk may hang
             written = writing.result()
-        reporter.saved_hook(digests.summary)
-        return _report(save, written, digests), written.listing
+        reporter.saved_hook(looked.summary)
+        report = {
+            "error": None,
+            "step": save.order.step,
+            "finished": save.order.finished,
+            "file": written.file.model_dump(),
+            "parts": own.by_part(written.digests),
+            "seen": looked.seen,
+            "summary": looked.summary.model_dump_json(),
+        }
+        return report, written.listing
 
-    def _writing(self, save: Save, staged: Staged, content: Content) -> Call[Written]:
+    def _writing(self, save: Save, staged: Staged, content: Content, own: _Own) -> Call[Written]:
         pieces, data = staged.written()
 
         def write() -> Written:
             try:
-                written = self._writer.write(self.directory(save), pieces, data, content.snapshot.state)
+                state = content.snapshot.state
+                written = self._writer.write(self.directory(save), pieces, data, state, own.ranges)
                 self._disk.insist()
                 return written
             finally:
@@ -97,12 +123,12 @@ class RankPart:
 
         return (self._prompt if save.thorough else self._quiet[0]).begin(write)
 
-    def _digests(self, save: Save, content: Content, staged: Staged, seen: dict[int, list[str]] | None) -> Digests:
+    def _looked(self, save: Save, content: Content, staged: Staged, seen: dict[int, list[str]] | None) -> _Looked:
         try:
             seen = self._compared(save, content) if seen is None else seen
         finally:
             save.released.set()
-        return Digests(seen, self._own_parts(content, staged), self._summary(content, staged))
+        return _Looked(seen, self._summary(content, staged))
 
     def _compared(self, save: Save, content: Content) -> dict[int, list[str]]:
         """Digests of what others write, of the live tensors, for as long as these stay as they are."""
@@ -115,12 +141,13 @@ class RankPart:
                 fingerprint.nbytes_of(sizes), lambda: save.is_hurried,
             )  # fmt: skip
 
-    def _own_parts(self, content: Content, staged: Staged) -> list[list[str]]:
-        """Digests of the slices of the parts that this rank writes, of the copies."""
-        rank, world, parts = self._rank, self._world_size, content.parts
-        copies = staged.copies(SHARED_PREFIX)
-        own = self._plan(content)[rank * parts // world : (rank + 1) * parts // world]
-        return [fingerprint.copied_digests(slices, copies) for slices in own]
+    def _own_parts(self, content: Content, staged: Staged) -> _Own:
+        rank, world, parts, plan = self._rank, self._world_size, content.parts, self._plan(content)
+        if self._own is None or self._own.form is not staged.form or self._own.plan is not plan:
+            own = plan[rank * parts // world : (rank + 1) * parts // world]
+            ranges = staged.ranges(SHARED_PREFIX, chain.from_iterable(own))
+            self._own = _Own(staged.form, plan, own, ranges)
+        return self._own
 
     def _plan(self, content: Content) -> Sequence[Sequence[Slice]]:
         return self._cuts.of(content.snapshot.sizes(), content.parts or 1)
@@ -128,15 +155,3 @@ class RankPart:
     def _summary(self, content: Content, staged: Staged) -> HookSummary:
         copies = staged.tensors(f"{RANK_PREFIX}{self._rank}/hook/")
         return content.summary.model_copy(update={"residual_norm": content.norm_of(copies)})
-
-
-def _report(save: Save, written: Written, digests: Digests) -> dict[str, Any]:
-    return {
-        "error": None,
-        "step": save.order.step,
-        "finished": save.order.finished,
-        "file": written.file.model_dump(),
-        "parts": digests.parts,
-        "seen": digests.seen,
-        "summary": digests.summary.model_dump_json(),
-    }

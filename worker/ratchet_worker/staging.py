@@ -14,15 +14,16 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Final
 
 import torch
 
 from ratchet_contract.errors import StateError
+from ratchet_store.blockwise import Range
 from ratchet_store.rankfile import Piece, file_order
-from ratchet_worker.fingerprint import Copy
+from ratchet_store.slices import Slice
 from ratchet_worker.snapshot import DTYPE_NAMES, Until, byte_view, is_plain
 from ratchet_worker.sources import Source, Sources
 
@@ -112,21 +113,6 @@ class _Layout:
         for number, source in enumerate(sources):
             self.kinds[source.until].append(number)
         self.skipped = [source.start * source.tensor.element_size() for source in sources]  # bytes of the tensor
-        self._copies: dict[str, dict[str, Copy]] = {}
-        self._buffer: torch.Tensor | None = None  # theirs
-
-    def copies(self, sources: Sequence[Source], buffer: torch.Tensor, prefix: str) -> Mapping[str, Copy]:
-        """The same mapping for the same buffer: what has changed is in the bytes alone. To be asked by one thread."""
-        if self._buffer is not buffer:
-            self._buffer, self._copies = buffer, {}
-        if prefix not in self._copies:
-            whole = byte_view(buffer)
-            self._copies[prefix] = {
-                s.name.removeprefix(prefix): Copy(s.start, s.tensor.element_size(), whole[at : at + size])
-                for s, at, size in zip(sources, self.offsets, self.sizes, strict=True)
-                if s.name.startswith(prefix)
-            }
-        return self._copies[prefix]
 
 
 class Staged:
@@ -211,9 +197,20 @@ class Staged:
             mark.synchronize()
         return self._layout.pieces, byte_view(self._buffer[: self._layout.end])
 
-    def copies(self, prefix: str) -> Mapping[str, Copy]:
-        """Of the sources whose names begin so, by the rest of the name, behind ``written``."""
-        return self._layout.copies(self._sources, self._buffer, prefix)
+    @property
+    def form(self) -> object:
+        """The same object as long as the copies lie where they lay."""
+        return self._layout
+
+    def ranges(self, prefix: str, slices: Iterable[Slice]) -> list[Range]:
+        """Where in what is written slices lie that are in the sources; their names without ``prefix``."""
+        layout = self._layout
+        found = {s.name: (layout.offsets[i], s.start, s.tensor.element_size()) for i, s in enumerate(self._sources)}
+        ranges: list[Range] = []
+        for name, start, stop in slices:
+            offset, first, size = found[f"{prefix}{name}"]
+            ranges.append((offset + (start - first) * size, offset + (stop - first) * size))
+        return ranges
 
     def tensors(self, prefix: str) -> dict[str, torch.Tensor]:
         """The same, flat and of their dtypes."""
