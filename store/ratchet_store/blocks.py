@@ -7,6 +7,7 @@ the processor's cache.
 from __future__ import annotations
 
 import os
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,12 +18,13 @@ import xxhash
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.manifest import FileEntry
+from ratchet_store.abreast import GivenUp, abreast
 from ratchet_store.files import DAMAGED, not_read, open_regular
 
 CHUNK: Final = 1 << 20
 _BATCH: Final = 1024  # buffers per preadv, as Linux allows
 Progress = Callable[[int], None]
-"""Called with the number of bytes that have been read and hashed since the last call."""
+"""Called with the number of bytes that have been read and hashed since the last call, by the thread that asked for them."""
 
 
 class Region(NamedTuple):
@@ -80,27 +82,83 @@ def every(file: FileEntry) -> range:
 
 
 def damaged(
-    fd: int, file: FileEntry, regions: Sequence[Region], blocks: Sequence[int], progress: Progress | None = None
-) -> Iterator[Block]:
-    """Read ``blocks`` into ``regions``, which cover the file from its first byte to its last without gaps; yields the damaged
-    ones, whose bytes have been placed all the same. Raises ``CheckpointError`` for a file that ends early, ``OSError``."""
-    size, digests = file.digests
-    starts = [region.begin for region in regions]
-    scratch = memoryview(bytearray(min(CHUNK, file.size)))
+    fd: int,
+    file: FileEntry,
+    regions: Sequence[Region],
+    blocks: Sequence[int],
+    progress: Progress | None = None,
+    *,
+    threads: int = 1,
+    first: bool = False,
+) -> list[Block]:
+    """Read ``blocks``, ascending, into ``regions``, which cover the file from its first byte to its last without gaps; returns
+    the damaged ones, whose bytes have been placed all the same. Up to ``threads`` threads have a block each, and ``CHUNK`` bytes
+    of memory. ``first``: behind a damaged one none is begun, and only the first is returned. Raises ``CheckpointError`` for a
+    file that ends early, ``OSError``."""
+    reading = _Reading(fd, file, regions, progress, first)
     _advise(fd, file, blocks)
-    for number in blocks:
-        begin, end = number * size, min((number + 1) * size, file.size)
+    try:
+        found = abreast(blocks, reading.begin, threads)
+    except _Found as one:
+        return [one.block]
+    reading.tell()
+    return [block for block in found if block is not None]
+
+
+class _Found(Exception):
+    """Ends the search, and is none of its errors."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__(str(block))
+        self.block = block
+
+
+class _Reading:
+    """One file, of which several threads read blocks. ``progress`` is called by the thread that made this."""
+
+    def __init__(
+        self, fd: int, file: FileEntry, regions: Sequence[Region], progress: Progress | None, first: bool
+    ) -> None:
+        self._fd, self._file, self._regions, self._progress, self._first = fd, file, regions, progress, first
+        self._starts = [region.begin for region in regions]
+        self._caller, self._lock, self._untold = threading.get_ident(), threading.Lock(), 0
+
+    def begin(self, given_up: GivenUp) -> Callable[[int], Block | None]:
+        """What one thread does with a block, by its number."""
+        scratch = memoryview(bytearray(min(CHUNK, self._file.size)))
+        return lambda number: self._read(number, scratch, given_up)
+
+    def tell(self, count: int = 0) -> None:
+        """``count`` more bytes have been read and hashed."""
+        if self._progress is None:
+            return
+        with self._lock:
+            self._untold += count
+            if threading.get_ident() != self._caller:
+                return
+            count, self._untold = self._untold, 0
+        if count:
+            self._progress(count)
+
+    def _read(self, number: int, scratch: memoryview, given_up: GivenUp) -> Block | None:
+        size, digests = self._file.digests
+        begin, end = number * size, min((number + 1) * size, self._file.size)
         hasher = xxhash.xxh3_128()
         for first in range(begin, end, CHUNK):
+            if given_up():
+                return None
             last = min(first + CHUNK, end)
-            parts = _targets(regions, starts, first, last, scratch)
-            _fill(fd, first, last, parts)
+            parts = _targets(self._regions, self._starts, first, last, scratch)
+            _fill(self._fd, first, last, parts)
             for part in parts:
                 hasher.update(part)
-            if progress is not None:
-                progress(last - first)
-        if hasher.hexdigest() != digests[number]:
-            yield Block(number, begin, end)
+            self.tell(last - first)
+        if hasher.hexdigest() == digests[number]:
+            return None
+        block = Block(number, begin, end)
+        if self._first:
+            raise _Found(block)
+        return block
 
 
 def _targets(

@@ -52,6 +52,7 @@ def load(
     ranks: Collection[int] = (),
     whole: Collection[int] = (),
     progress: Progress | None = None,
+    threads: int = 1,
 ) -> Loaded:
     """Read the wanted pieces, and the states of ``ranks``. Of each file that holds any of it the blocks with wanted bytes and
     with the header are read, of ``whole`` ranks all blocks, each once, and verified. A file of format 1 is one block.
@@ -60,6 +61,9 @@ def load(
     memory: elements ``entry.start`` and following), or None for a fresh bytearray, returned in ``Loaded.pieces``. A digest
     is known only at the block's end: when this raises, what ``into`` gave is partly overwritten and must not be used.
     Files are read in rank order, the first of ``whole`` first: ranks that read at once then do not wait for the same bytes.
+    Up to ``threads`` threads, the caller among them, have a block of a file each; the others have ended when this returns or
+    raises, and ``into`` and ``progress`` are called by the caller's alone. What is raised does not depend on their number: of
+    the first file that is damaged the first damaged block.
     Raises ``CheckpointError``: ``checkpoint-damaged`` or ``checkpoint-unreadable``.
     """
     by_file: dict[str, list[TensorEntry]] = defaultdict(list)
@@ -84,7 +88,9 @@ def load(
         entries = file_order(by_file[file.name])
         picked = [entry for entry in entries if wanted(entry)]
         if picked or file.rank in ranks or file.rank in whole:
-            states[file.rank], count = _read_file(directory, file, entries, picked, place, file.rank in whole, progress)
+            states[file.rank], count = _read_file(
+                directory, file, entries, picked, place, file.rank in whole, progress, threads
+            )
             total += count
     return Loaded(pieces, states, total)
 
@@ -97,11 +103,16 @@ def read_state(directory: Path, manifest: Manifest, rank: int) -> JsonValue:
 
 
 def verify_files(
-    directory: Path, manifest: Manifest, *, ranks: Collection[int] | None = None, progress: Progress | None = None
+    directory: Path,
+    manifest: Manifest,
+    *,
+    ranks: Collection[int] | None = None,
+    progress: Progress | None = None,
+    threads: int = 1,
 ) -> int:
     """Check every byte of the rank files (``ranks``: of these only); returns their number. Raises ``CheckpointError``."""
     ranks = range(manifest.world_size) if ranks is None else ranks
-    return load(directory, manifest, lambda _: False, whole=ranks, progress=progress).bytes_read
+    return load(directory, manifest, lambda _: False, whole=ranks, progress=progress, threads=threads).bytes_read
 
 
 def verify(directory: Path) -> VerifyOutcome:
@@ -122,7 +133,7 @@ def damage_of(
     order = file_order(list(entries))
     with opened(directory, file) as fd:
         header, regions = _regions(file, order, {})
-        found = list(damaged(fd, file, regions, every(file), progress))
+        found = damaged(fd, file, regions, every(file), progress)
         if not found:
             _check_header(header, file, order)
     return found
@@ -136,6 +147,7 @@ def _read_file(
     place: Callable[[TensorEntry], memoryview],
     whole: bool,
     progress: Progress | None,
+    threads: int,
 ) -> tuple[JsonValue, int]:
     """Returns the rank's state after every digest agreed, and the number of bytes read. ``entries`` in file order."""
     with opened(directory, file) as fd:
@@ -143,7 +155,7 @@ def _read_file(
         header, regions = _regions(file, entries, targets)
         ranges = [(0, len(header)), *((entry.offset, entry.offset + entry.nbytes) for entry in picked)]
         blocks = every(file) if whole else overlapping(file, ranges)
-        for block in damaged(fd, file, regions, blocks, progress):
+        for block in damaged(fd, file, regions, blocks, progress, threads=threads, first=True):
             raise CheckpointError(str(block), code=DAMAGED)
         size, _ = file.digests
         return _check_header(header, file, entries), sum(min(size, file.size - n * size) for n in blocks)

@@ -17,7 +17,6 @@ from tests.support.checkpoints import make_chain, make_checkpoint, write_ranks
 
 def test_every_damaged_block_is_named_with_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rankfile, "BLOCK", 4096)
-    monkeypatch.setattr(rankfile, "CHUNK", 4096)
     manifest = make_checkpoint(tmp_path, 7, scale=24)
     directory, (first, second) = tmp_path / manifest.id, manifest.files
     done: list[tuple[int, int]] = []

@@ -16,6 +16,8 @@ from ratchet_contract.resume import ComponentReport, ComponentStatus
 from ratchet_hooks.build import ManagedHook
 from ratchet_hooks.layout import ManagedDDP
 from ratchet_hooks.specs import BatchedPowerSGDSpec, PowerSGDSpec
+from ratchet_store.abreast import abreast
+from ratchet_store.slices import Slice
 from ratchet_worker import fingerprint, model_state, module_origin, module_state, optimizer_state, rng, state_names
 from ratchet_worker.data import own_generators
 from ratchet_worker.equal_state import EqualState
@@ -131,12 +133,16 @@ class JobState:
         buffers = sum(b.nbytes for b in ddp.module.buffers())
         return self.capture_late(), buffers + int(residuals) * parameters * 5 // 4 + (1 << 20)
 
-    def shared_digests(self, parts: int) -> list[str]:
+    def shared_digests(self, parts: int, threads: int) -> list[str]:
         """Digests of what is equal on all ranks, cut into ``parts``, as a checkpoint taken now would have them; [] when nothing
-        is."""
+        is. Up to ``threads`` threads have a part each, on the CPU."""
         out = self.capture_late()
         plan = fingerprint.cut(out.sizes(), parts) if out.shared else []
-        return [fingerprint.part_digest(fingerprint.slice_digests(slices, out.shared)) for slices in plan]
+
+        def of(slices: Sequence[Slice]) -> str:
+            return fingerprint.part_digest(fingerprint.slice_digests(slices, out.shared))
+
+        return abreast(plan, lambda _: of, threads if self._device.type == "cpu" else 1)
 
     # --- restore -------------------------------------------------------------------------------------------------------
 

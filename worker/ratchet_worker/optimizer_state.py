@@ -231,8 +231,8 @@ def _tensor(shared: Tensors, name: str, value: Any) -> Any:
 
 
 def _strided(stored: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """A shared tensor under its old strides: channels-last stays channels-last."""
-    if not is_dense(torch.empty_strided(stored.shape, stride, device="meta")):
+    """A shared tensor under its old strides: channels-last stays channels-last. Itself, where it has them already."""
+    if stored.stride() == tuple(stride) or not is_dense(torch.empty_strided(stored.shape, stride, device="meta")):
         return stored
     return torch.empty_strided(stored.shape, stride, dtype=stored.dtype).copy_(stored)
 

@@ -47,7 +47,7 @@ def _insist_on_digests(runtime: Runtime, manifest: Manifest) -> None:
         recorded, found = [manifest.shared_digest], [digest(tensors.values()) if tensors else None]
     else:
         recorded = [*manifest.shared_digests]
-        found = [*state.shared_digests(max(len(recorded), 1))]
+        found = [*state.shared_digests(max(len(recorded), 1), disk.own_cores())]
     if found != recorded:
         odd = [f"{n + 1}" for n, (a, b) in enumerate(zip(found, recorded, strict=False)) if a != b]
         where = f" in part {', '.join(odd)} of {len(recorded)}" if odd else ""

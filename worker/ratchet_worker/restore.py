@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import os
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
+from torch.utils import deterministic
 
+from ratchet_contract import environment
 from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX, Manifest, TensorEntry
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.resume import Base, EnvironmentDifference
@@ -17,6 +21,8 @@ from ratchet_hooks.specs import HookSpec
 from ratchet_store.read import load
 from ratchet_worker.environment_record import Record, compare
 from ratchet_worker.snapshot import Snapshot, byte_view, empty
+
+_MOST: Final = 4  # threads that read: more do not make a disk faster, and two are enough for the page cache
 
 
 @dataclass(frozen=True)
@@ -64,8 +70,30 @@ def read(
         begin = entry.start * tensor.element_size()
         return byte_view(tensor)[begin : begin + entry.nbytes]
 
-    loaded = load(directory, manifest, takes, place, ranks=ranks, whole=whole)
+    with _unfilled():
+        loaded = load(directory, manifest, takes, place, ranks=ranks, whole=whole, threads=own_cores())
     return {rank: _snapshot(rank, tensors, loaded.states[rank]) for rank in ranks}
+
+
+def own_cores() -> int:
+    """How many threads a rank may use before it trains: its share of the cores that it may run on, from 1 to 4. 1 where this is
+    no rank (an export, on the service's machine)."""
+    ranks = os.environ.get(environment.LOCAL_WORLD_SIZE)
+    if ranks is None:
+        return 1
+    return max(1, min(len(os.sched_getaffinity(0)) // int(ranks), _MOST))
+
+
+@contextmanager
+def _unfilled() -> Iterator[None]:
+    """New tensors are left as they are, which deterministic algorithms fill: all of these are read into, or never seen."""
+    settings: Any = deterministic  # its attributes are made as it is imported
+    before = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        settings.fill_uninitialized_memory = before
 
 
 def _snapshot(rank: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> Snapshot:

@@ -1,0 +1,178 @@
+"""Reading by several threads: the same bytes, the same verdict and the same end as by one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet_contract.errors import CheckpointError
+from ratchet_contract.manifest import FileEntry, Manifest
+from ratchet_store import rankfile
+from ratchet_store.abreast import GivenUp, abreast
+from ratchet_store.files import DAMAGED, UNREADABLE
+from ratchet_store.read import load, verify_files
+from tests.support.checkpoints import make_checkpoint, shared_bytes
+
+BLOCK = 4096
+PATIENCE = 20.0  # seconds
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    before = threading.active_count()
+    yield
+    assert threading.active_count() == before
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Manifest]:
+    """2 ranks, a dozen blocks in each file."""
+    monkeypatch.setattr(rankfile, "BLOCK", BLOCK)
+    manifest = make_checkpoint(tmp_path, 7, seed=1, scale=48)
+    assert all(len(file.blocks) > 8 for file in manifest.files)
+    return tmp_path / manifest.id, manifest
+
+
+def flip(directory: Path, file: FileEntry, *blocks: int) -> None:
+    raw = bytearray((directory / file.name).read_bytes())
+    for block in blocks:
+        raw[block * BLOCK] ^= 1
+    (directory / file.name).write_bytes(raw)
+
+
+def on_block(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> None:
+    """``act`` is called with the number of each block, by the thread that has read of it."""
+    real = os.preadv
+
+    def read(fd: int, buffers: Any, offset: int) -> int:
+        count = real(fd, buffers, offset)
+        act(offset // BLOCK)
+        return count
+
+    monkeypatch.setattr(os, "preadv", read)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 64])
+def test_every_byte_is_placed_and_told_whatever_the_number_of_threads(
+    saved: tuple[Path, Manifest], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told by the caller's thread alone; and with two there are two at work at one time."""
+    directory, manifest = saved
+    both = threading.Barrier(2) if threads == 2 else None
+    on_block(monkeypatch, lambda block: both and block < 2 and both.wait(PATIENCE))  # type: ignore[func-returns-value]
+    told: list[tuple[int, int]] = []
+    loaded = load(
+        directory, manifest, lambda e: e.name == "shared/model/weight", whole=(0, 1), threads=threads,
+        progress=lambda count: told.append((threading.get_ident(), count)),
+    )  # fmt: skip
+    assert b"".join(bytes(data) for _, data in loaded.pieces) == shared_bytes(1, 48)["shared/model/weight"]
+    assert sum(count for _, count in told) == loaded.bytes_read == manifest.size
+    assert {ident for ident, _ in told} == {threading.get_ident()}
+
+
+def test_the_first_damaged_block_is_told_also_where_a_later_one_is_found_before(
+    saved: tuple[Path, Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, manifest = saved
+    flip(directory, manifest.files[0], 2, 3, 7)
+    flip(directory, manifest.files[1], 0)
+    later, read = threading.Event(), set[int]()
+
+    def act(block: int) -> None:
+        """Block 2 is slow: 3 has been read, and another thread wants its next one or has ended."""
+        read.add(block)
+        if block == 2:
+            assert later.wait(PATIENCE)
+        elif block >= 3:
+            later.set()
+
+    on_block(monkeypatch, act)
+    with pytest.raises(
+        CheckpointError, match=rf"{manifest.files[0].name}.*in block 2 \(bytes 8192 to 12287\)"
+    ) as caught:
+        verify_files(directory, manifest, threads=2)
+    assert caught.value.code == DAMAGED and 7 not in read
+
+
+def test_an_error_of_any_thread_reaches_the_caller(
+    saved: tuple[Path, Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fails for the helpers alone; the caller's blocks are right."""
+    directory, manifest = saved
+    caller, helped = threading.get_ident(), threading.Event()
+
+    def act(block: int) -> None:
+        if threading.get_ident() != caller:
+            helped.set()
+            raise OSError(5, "Input/output error")
+        assert helped.wait(PATIENCE)
+
+    on_block(monkeypatch, act)
+    with pytest.raises(CheckpointError, match="cannot be read: Input/output error") as caught:
+        verify_files(directory, manifest, threads=3)
+    assert caught.value.code == UNREADABLE
+
+
+def test_a_system_that_gives_no_threads_is_no_reason_to_fail(
+    saved: tuple[Path, Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, manifest = saved
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert verify_files(directory, manifest, threads=4) == manifest.size
+
+
+@pytest.mark.parametrize("while_it", ["works", "waits"])
+def test_ctrl_c_ends_the_call_and_no_thread_writes_any_more(while_it: str) -> None:
+    """The signal comes while the caller has an item of its own, and while it only waits for a helper's."""
+    caller, written = threading.get_ident(), list[int]()
+    begun, returns = threading.Event(), threading.Event()
+
+    def begin(given_up: GivenUp) -> Callable[[int], None]:
+        def work(item: int) -> None:
+            if threading.get_ident() == caller:
+                assert begun.wait(PATIENCE)
+                if while_it == "works":
+                    signal.raise_signal(signal.SIGINT)
+                returns.set()
+                return
+            begun.set()
+            if while_it == "waits":
+                assert returns.wait(PATIENCE)
+                signal.pthread_kill(caller, signal.SIGINT)
+            ended = threading.Event()
+            for _ in range(int(PATIENCE * 1000)):
+                if given_up() or ended.wait(0.001):
+                    break
+            assert given_up()
+            written.append(item)
+
+        return work
+
+    with pytest.raises(KeyboardInterrupt):
+        abreast(range(2 if while_it == "waits" else 50), begin, 2)
+    assert len(written) == 1  # before the call had ended
+
+
+def test_results_are_in_order_and_the_first_error_counts() -> None:
+    assert abreast("abc", lambda _: str.upper, 2) == abreast("abc", lambda _: str.upper, 1) == ["A", "B", "C"]
+    assert abreast([], lambda _: str.upper, 4) == []
+    second = threading.Event()
+
+    def work(item: int) -> None:
+        if item == 0:
+            assert second.wait(PATIENCE)
+        second.set()
+        raise ValueError(item)
+
+    with pytest.raises(ValueError, match=r"^0$"):
+        abreast([0, 1, 2], lambda _: work, 2)

@@ -1,0 +1,77 @@
+"""A rank reads what it starts from with the cores it has to itself, and keeps it once."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import deterministic
+
+from ratchet_contract.errors import CheckpointError
+from ratchet_store import rankfile
+from ratchet_worker import optimizer_state
+from ratchet_worker.restore import Chosen, own_cores, read
+from ratchet_worker.snapshot import byte_view
+from tests.support.checkpoints import make_checkpoint, shared_bytes
+
+BLOCK = 4096
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "threads"), [(2, "1", 2), (2, "2", 1), (1, "1", 1), (1, "4", 1), (64, "8", 4), (64, None, 1)]
+)
+def test_threads_are_a_ranks_share_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, ranks: str | None, threads: int
+) -> None:
+    """Who is no rank, as an export beside others' jobs, takes one."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert own_cores() == threads
+
+
+def test_a_rank_alone_on_two_cores_reads_two_blocks_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rankfile, "BLOCK", BLOCK)
+    manifest = make_checkpoint(tmp_path, 7, seed=3, scale=24)
+    chosen = Chosen(manifest=manifest, directory=tmp_path / manifest.id)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    real, both, fills = os.preadv, threading.Barrier(2), set[bool]()
+    settings: Any = deterministic
+    before = settings.fill_uninitialized_memory
+
+    def at_once(fd: int, buffers: Any, offset: int) -> int:
+        fills.add(settings.fill_uninitialized_memory)
+        if offset < 2 * BLOCK:
+            both.wait(20.0)
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", at_once)
+    snapshot = read(chosen, [1], whole=[0, 1])[1]
+    assert {f"shared/{n}": bytes(byte_view(t)) for n, t in snapshot.shared.items()} == shared_bytes(3, 24)
+    (tmp_path / manifest.id / manifest.files[1].name).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"rank-00001.*truncated or replaced"):
+        read(chosen, [1])
+    assert fills == {False} and settings.fill_uninitialized_memory == before
+
+
+def test_an_optimizer_takes_what_was_read_as_it_lies_there() -> None:
+    """No second copy of the larger part of a state, but where it lay in another order."""
+    model = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model(torch.ones(1, 2, 4, 4)).sum().backward()
+    optimizer.step()
+    names = {id(p): n for n, p in model.named_parameters()}
+    shared, rest = optimizer_state.capture(optimizer, "optimizer", names, list(names.values()))
+    stored = {n: t.clone(memory_format=torch.contiguous_format) for n, t in shared.items()}
+    optimizer_state.restore(optimizer, "optimizer", names, stored, rest)
+    for parameter, name in ((model.weight, "weight"), (model.bias, "bias")):
+        now, read_ = optimizer.state[parameter]["momentum_buffer"], stored[f"optimizer/{name}/momentum_buffer"]
+        assert torch.equal(now, read_) and now.stride() == parameter.stride()
+        assert (now.data_ptr() == read_.data_ptr()) == (name == "bias")
