@@ -41,7 +41,8 @@ class Order:
 
 
 _PAUSE: Final = 0.002
-"""Seconds between two looks at the reports, at most: one rank alone looks, and a save is not safe before it has seen them."""
+"""Seconds between two looks at the reports that may be due, at most: one rank alone looks, and a save is not safe before it has
+seen them."""
 Verdict = dict[str, Any]
 """``error`` None: committed, ``base`` is the new checkpoint. ``parted``: only some ranks have ended. ``failures``: in a row."""
 
@@ -69,6 +70,7 @@ class Committer:
                 timeout=self._patience,
                 progress=lambda: written(directory),
                 pause=_PAUSE,
+                recurs=True,
             )
         except PeerTimeout as error:
             return {"error": str(error)}

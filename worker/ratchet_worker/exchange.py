@@ -54,7 +54,7 @@ class Exchange:
     def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
         self._store, self.rank, self.world_size, self._timeout = store, rank, world_size, timeout
         self._kept: dict[str, tuple[Any, bytes]] = {}
-        self._usual = 0.0  # seconds that the last of the broadcasts that recur was not there
+        self._usual: dict[str, float] = {}  # of waits that recur: seconds that the last one lasted at least
 
     def gather(
         self, name: str, value: Any, *, abandon: Callable[[], bool] | None = None, timeout: float | None = None
@@ -85,13 +85,15 @@ class Exchange:
         timeout: float | None = None,
         progress: Callable[[], object] | None = None,
         pause: float = _LONGEST_PAUSE,
+        recurs: bool = False,
     ) -> list[tuple[Any, bytes]]:
         """The same, and the text beside each value: empty where there is none. ``progress``: as long as its value changes, the
-        timeout begins anew. ``pause``: seconds between two looks, at most. What this rank keeps is the object that it kept."""
+        timeout begins anew. ``pause``: seconds between two looks, at most. ``recurs``: about as long as the wait before, so that
+        for half of that nobody looks. What this rank keeps is the object that it kept."""
         keys = self._posted(name)
         found: list[tuple[Any, bytes]] = []
         if keys:
-            self._wait(name, keys, abandon, timeout, progress, pause)
+            self._wait(name, keys, abandon, timeout, progress, pause, ("collect", 0.5) if recurs else None)
             values = [raw.partition(b"\n") for raw in self._store.multi_get(keys)]
             found = [(json.loads(value), beside) for value, _, beside in values]
         if name in self._kept:
@@ -115,9 +117,7 @@ class Exchange:
             if self.world_size > 1:
                 self._store.set(key, text)
             return json.loads(text)
-        first = min(max(_FIRST_PAUSE, 0.9 * self._usual), _LONGEST_PAUSE) if recurs else _FIRST_PAUSE
-        absent = self._wait(name, [key], None, timeout, progress, first=first)
-        self._usual = absent if recurs else self._usual
+        self._wait(name, [key], None, timeout, progress, recurs=("broadcast", 0.9) if recurs else None)
         return json.loads(self._store.get(key))
 
     def forget(self, name: str) -> None:
@@ -148,9 +148,11 @@ class Exchange:
         timeout: float | None,
         progress: Callable[[], object] | None = None,
         pause: float = _LONGEST_PAUSE,
-        first: float = _FIRST_PAUSE,
-    ) -> float:
-        """Seconds for which some of ``keys`` were seen not to be there."""
+        recurs: tuple[str, float] | None = None,
+    ) -> None:
+        """``recurs``: a kind of wait, and the share of the last one of that kind in which there is no look."""
+        kind, share = recurs or ("", 0.0)
+        first = min(max(_FIRST_PAUSE, share * self._usual.get(kind, 0.0)), _LONGEST_PAUSE)
         limit = self._timeout if timeout is None else timeout
         begun, absent = time.monotonic(), 0.0
         deadline = begun + limit
@@ -165,7 +167,7 @@ class Exchange:
             if time.monotonic() > deadline:
                 missing = [int(k.rsplit("/", 1)[1]) for k in keys if not self._store.check([k])]
                 raise PeerTimeout(f"{name}: no answer from rank {missing} within {limit:.0f} s")
-        return absent
+        self._usual[kind] = absent
 
 
 def _dump(value: Any) -> str:
