@@ -45,6 +45,8 @@ class ManagedHook:
         self._ddp = ddp
         self._algorithm = algorithm
         self._parameters = ddp.trained()
+        self._elements = sum(p.numel() for p in self._parameters.values())
+        self._options: dict[str, JsonValue] = spec.model_dump(mode="json", exclude={"name", "wrapper"})
         self._fixed: Layout | None = ddp.read_layout() if ddp.fixed else None
         self._seen: Layout = []
         self._buckets = 0  # of the last complete iteration
@@ -153,12 +155,12 @@ class ManagedHook:
     def summary(self, *, rank: int, step: int, norm: bool = True) -> HookSummary:
         """JSON view of this rank's hook after ``step`` steps; ``norm`` False leaves out the norm, a pass over the residuals."""
         report = self._algorithm.report(norm=norm)
-        elements = sum(p.numel() for p in self._parameters.values())
+        elements = self._elements
         known = report.compression_rate is not None
         return HookSummary(
             name=self.spec.name,
             wrapper=self.spec.wrapper,
-            parameters=self.spec.model_dump(mode="json", exclude={"name", "wrapper"}),
+            parameters=self._options,
             rank=rank,
             step=step,
             phase=report.phase,

@@ -67,6 +67,7 @@ IMPORTED = {
         "_DEFAULT_FIRST_BUCKET_BYTES",
         "_compute_bucket_assignment_by_size",
     },
+    "torch._C._dynamo.guards": {"TensorGuards", "dict_version"},
     "torch.utils._python_dispatch": {"TorchDispatchMode"},
 }
 NOT_TORCHS = {

@@ -296,7 +296,9 @@ def test_checkpoints_that_one_writer_has_committed_are_those_of_many(tmp_path: P
             if rank == step % 5 % 2:
                 pieces.append(Given("shared/model/w", "F32", (8,), 0, bytes([step]) * 32))
             for how, writer in (("kept", ranks[rank]), ("fresh", RankWriter(rank, 2))):
-                file, _, listing, _ = writer.write(tmp_path / how / checkpoint_dir_name(step, 1), *laid_out(pieces), state)
+                file, _, listing, _ = writer.write(
+                    tmp_path / how / checkpoint_dir_name(step, 1), *laid_out(pieces), state
+                )
                 files[how].append(file)
                 tensors[how] += listings.setdefault(f"{how}{listing}", parse_entries(listing))
         for how, commits in (("kept", kept), ("fresh", ManifestWriter())):

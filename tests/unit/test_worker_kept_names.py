@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import gc
+import os
+import random
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import xxhash
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from ratchet_contract.errors import StateError
+from ratchet_contract.errors import StateError, UserError
 from ratchet_store.slices import plan_slices
 from ratchet_worker.fingerprint import Cuts, slice_digests
+from ratchet_worker.held import Held
 from ratchet_worker.job_state import JobState
 from ratchet_worker.snapshot import Snapshot, Until, byte_view, flat
 from ratchet_worker.sources import Lister, Source
@@ -25,16 +31,19 @@ CPU = torch.device("cpu")
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    """``fixed``: without attributes that may change within themselves."""
+
+    def __init__(self, fixed: bool) -> None:
         super().__init__()
         self.first = nn.Linear(4, 6)
         self.norm = nn.BatchNorm1d(6)
         self.last = nn.Sequential(nn.ReLU(), nn.Linear(6, 4, bias=False))
         self.register_buffer("seen", torch.zeros(3), persistent=False)
         self.register_buffer("later", None)
-        self.count, self.rate, self.shape, self.names = 1, 0.5, (2, (3, None)), ["a"]
-        self.held = torch.zeros(2)
+        self.count, self.rate, self.shape = 1, 0.5, (2, (3, None))
         self.act = torch.relu
+        if not fixed:
+            self.names, self.held = ["a"], torch.zeros(2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.last(self.norm(self.first(x)))
@@ -44,9 +53,10 @@ class Net(nn.Module):
 class Job:
     """A rank that has saved twice, so that all is kept that can be."""
 
-    def __init__(self, replicas: str = "equal") -> None:
+    def __init__(self, kind: str = "equal") -> None:
+        """``kind``: what the replicas are; ``fixed``: equal, of a ``Net`` that is."""
         torch.manual_seed(0)
-        self.net = Net()
+        replicas, self.net = "rank" if kind == "rank" else "equal", Net(kind == "fixed")
         parameters = [*self.net.parameters()]
         groups: list[dict[str, Any]] = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.1}]
         self.adam = torch.optim.AdamW(groups, lr=0.01)
@@ -132,6 +142,20 @@ def _reorder_state(job: Job) -> None:
     job.adam.state[first] = job.adam.state.pop(first)
 
 
+def _reorder_states_of_one_form(job: Job) -> None:
+    items = [*job.adam.state.items()]
+    items[1], items[2] = items[2], items[1]
+    job.adam.state.clear()
+    job.adam.state.update(items)
+
+
+def _another_number_in_a_state(job: Job) -> None:
+    state = job.adam.state[job.net.first.weight]
+    state["more"] = 7
+    job.kept.capture(), job.kept.capture()
+    state["more"] = 8
+
+
 def _exchange_values(state: dict[str, Any]) -> None:
     state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"]
 
@@ -170,8 +194,54 @@ def _buffers_of_its_own(job: Job) -> None:
     job.net.named_buffers = lambda *a, **k: iter([("mine", torch.ones(2))])  # type: ignore[method-assign]
 
 
+def _swapped_for_a_while(job: Job) -> None:
+    others = {name: torch.zeros_like(p) for name, p in job.net.named_parameters()}
+    torch.func.functional_call(job.net, others, torch.randn(5, 4))
+
+
+def _a_list_in_a_group(job: Job) -> None:
+    job.adam.param_groups[0]["betas"] = [0.9, 0.99]
+    job.kept.capture(), job.kept.capture()
+    job.adam.param_groups[0]["betas"][1] = 0.5
+
+
+def _frozen_where_nothing_is_trained(job: Job) -> None:
+    with torch.no_grad():
+        job.kept.capture()
+        job.net.first.bias.requires_grad_(False)
+        job.kept.capture()
+
+
+def _a_hook_for_a_while(job: Job) -> None:
+    handle = job.net.norm.register_state_dict_post_hook(lambda *a: a[1].clear())
+    job.kept.capture()
+    handle.remove()
+
+
+def _an_object_that_changes(job: Job) -> None:
+    job.net.norm.config = SimpleNamespace(count=1)
+    job.kept.capture(), job.kept.capture()
+    job.net.norm.config.count = 2
+
+
 CHANGES: dict[str, Callable[[Job], Any]] = {
     "nothing": lambda job: None,
+    "parameters swapped for a while": _swapped_for_a_while,
+    "a list in a group": _a_list_in_a_group,
+    "frozen where nothing is trained": _frozen_where_nothing_is_trained,
+    "a state_dict hook for a while": _a_hook_for_a_while,
+    "an object that changes": _an_object_that_changes,
+    "drawn from torch": lambda job: torch.rand(3),
+    "drawn from numpy": lambda job: np.random.rand(3),
+    "half a pair drawn from numpy": lambda job: np.random.standard_normal(),
+    "drawn from random": lambda job: random.random(),
+    "half a pair drawn from random": lambda job: random.gauss(0, 1),
+    "gradients of zeros left": lambda job: (job.net(torch.randn(5, 4)).sum().backward(), job.adam.zero_grad(False)),
+    "a buffer of other memory": lambda job: setattr(job.net.norm.running_mean, "data", torch.ones(6)),
+    "a buffer of another dtype": lambda job: setattr(job.net.norm.running_mean, "data", torch.ones(6).double()),
+    "evaluating and training again": lambda job: (job.net.eval(), job.net.train()),
+    "a state_dict loaded": lambda job: job.adam.load_state_dict(job.adam.state_dict()),
+    "states in another dictionary": lambda job: setattr(job.adam, "state", defaultdict(dict, job.adam.state)),
     "a step": lambda job: job.step(),
     "other memory": _data(torch.clone),
     "another shape": _data(lambda t: t[:, :2].clone()),
@@ -226,23 +296,90 @@ CHANGES: dict[str, Callable[[Job], Any]] = {
     "all state gone": lambda job: job.adam.state.clear(),
     "states exchanged": _state(_exchange_values),
     "states in another order": _reorder_state,
+    "states of one form in another order": _reorder_states_of_one_form,
+    "another number in a state": _another_number_in_a_state,
     "state that is no parameter's": lambda job: job.adam.state.update({"total": 3}),
     "a state_dict through a hook": lambda job: job.adam.register_state_dict_post_hook(lambda o, s: {**s, "n": 1}),
 }
 
 
-@pytest.mark.parametrize("replicas", ["equal", "rank"])
+@pytest.mark.parametrize("kind", ["equal", "rank", "fixed"])
 @pytest.mark.parametrize("name", CHANGES)
-def test_whatever_changed_a_later_save_is_what_a_first_one_is(name: str, replicas: str) -> None:
-    job = Job(replicas)
+def test_whatever_changed_a_later_save_is_what_a_first_one_is(name: str, kind: str) -> None:
+    job = Job(kind)
+    if kind == "fixed" and name in ("a list that grew", "a tensor in an attribute"):
+        return  # it has none
     CHANGES[name](job)
     for _ in range(2):  # what the changed one has made is kept, too
         kept, first = job.kept.capture(), job.first().capture()
         assert facts(kept) == facts(first)
         written = job.copied(kept, job.lister, job.staging, job.cuts)
         assert written == job.copied(first, Lister(1), Staging(CPU), Cuts())
-    if name in ("nothing", "a step"):
-        assert kept.sizes() is job.kept.capture().sizes()  # else nothing was kept, and this test would prove nothing
+    if name in ("nothing", "a step", "parameters swapped for a while", "evaluating and training again"):
+        again = job.kept.capture()  # if nothing was kept, this test would prove nothing
+        assert kept.sizes() is again.sizes() and kept.state["optimizer"] is again.state["optimizer"]
+        assert (kept.state["modules"] is again.state["modules"]) == (kind == "fixed")
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("RATCHET_TEST_CHANGES", "8"))))
+def test_whatever_changed_one_after_the_other_a_later_save_is_what_a_first_one_is(seed: int) -> None:
+    drawn = random.Random(seed)
+    job = Job(drawn.choice(["equal", "fixed", "fixed", "rank"]))
+    for name in drawn.choices([*CHANGES], k=12):
+        try:
+            CHANGES[name](job)
+        except (AttributeError, KeyError, RuntimeError, StopIteration, ValueError):
+            continue  # what was changed before does not allow it
+        for _ in range(drawn.choice([1, 1, 2])):
+            kept, first = (_facts_or_error(state) for state in (job.kept, job.first()))
+            assert kept == first, name
+
+
+def _facts_or_error(state: JobState) -> object:
+    try:
+        return facts(state.capture())
+    except (UserError, StateError) as error:
+        return str(error)
+
+
+def _replace(job: Job) -> None:
+    job.net.first.weight = nn.Parameter(job.net.first.weight.detach())
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (_replace, "first.weight was replaced"),
+        (lambda job: job.net.register_parameter("more", nn.Parameter(torch.ones(1))), "more was added"),
+        (lambda job: delattr(job.net.first, "bias"), "first.bias was taken out"),
+    ],
+)
+def test_a_parameter_that_ddp_does_not_know_is_refused_by_a_later_save_too(change: Any, text: str) -> None:
+    job = Job()
+    change(job)
+    with pytest.raises(UserError, match=text):
+        job.kept.capture()
+
+
+def test_a_parameter_that_was_unfrozen_is_refused_by_a_later_save_too() -> None:
+    job = Job()
+    job.net.first.weight.requires_grad_(False)
+    kept = job._rank()
+    kept.capture(), kept.capture()
+    job.net.first.weight.requires_grad_()
+    with pytest.raises(UserError, match=r"first\.weight was unfrozen"):
+        kept.capture()
+
+
+def test_a_change_before_a_later_save_has_copied_is_told() -> None:
+    job = Job()
+    snapshot = job.kept.capture()
+    assert isinstance(snapshot.shared, Held)  # else this is nothing new
+    staged = job.staging.stage(Lister(0).of(snapshot, job.cuts.of(snapshot.sizes(), 1)[0]))
+    with torch.no_grad():
+        job.net.last[1].weight.add_(1)
+    staged.copy(Until.BACKWARD), staged.copy(Until.STEP)
+    assert staged.error is not None and "last.1.weight" in staged.error
 
 
 class Odd(torch.Tensor):
@@ -277,6 +414,7 @@ def test_a_parameter_that_gets_other_memory_before_it_is_copied_is_saved_as_it_w
     ranges = staged.ranges("shared/", [s for s in plan[0] if s.name in names])
     data = staged.written()[1]
     assert [bytes(data[begin:end]) for begin, end in ranges] == [bytes(byte_view(one)) for one in right]
+    assert [bytes(byte_view(flat(snapshot.shared[name]))) for name in names] == [bytes(byte_view(one)) for one in right]
     found = slice_digests([s for s in plan[0] if s.name in names], snapshot.shared)
     assert found == [xxhash.xxh3_128_hexdigest(byte_view(one)) for one in right] and filler
 
@@ -287,8 +425,13 @@ def test_what_the_training_has_let_go_of_is_not_kept_alive() -> None:
     old = [weakref.ref(job.net.seen), weakref.ref(job.adam.state[job.net.first.weight]["exp_avg"])]
     job.net.seen = torch.ones(3)
     job.adam.state[job.net.first.weight]["exp_avg"] = torch.ones(6, 4)
+    memory = [
+        StorageWeakRef(t.untyped_storage()) for t in (job.net.first.bias, *job.sgd.state[job.net.first.weight].values())
+    ]
+    job.net.first.bias.data = torch.ones(6)
+    job.sgd.state = defaultdict(dict)
     gc.collect()
-    assert [one() for one in old] == [None, None]
+    assert [one() for one in old] == [None, None] and all(one.expired() for one in memory)
 
 
 def test_one_rank_has_the_same_list_as_long_as_nothing_changes() -> None:

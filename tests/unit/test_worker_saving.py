@@ -229,6 +229,26 @@ def test_what_goes_wrong_behind_a_verdict_reaches_the_loop_with_the_next_save(
         group.ranks[0].drain()
 
 
+def test_a_rehearsal_behind_the_first_step_saves_nothing_and_one_that_fails_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, asked = Group(tmp_path, every_steps=3), list[tuple[int, int]]()
+    real = group.content
+
+    def content(rank: int, step: int) -> Content:
+        asked.append((rank, step))
+        if step == rank == 1:
+            raise RuntimeError("an object has no state yet")
+        return real(rank, step)
+
+    monkeypatch.setattr(group, "content", content)
+    for number in (1, 2, 3):
+        assert group.step(number) == [None, None]
+        assert number == 3 or group.saved() == {}
+    group.drain()
+    assert sorted(asked) == [(0, 1), (0, 3), (1, 1), (1, 3)] and group.saved() == {3: 3.0}
+
+
 def test_the_optimizer_waits_for_a_copy_that_is_not_made_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group, may_copy, real = Group(tmp_path, every_steps=3), threading.Event(), staging._memmove
 

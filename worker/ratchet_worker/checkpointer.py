@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -101,6 +102,7 @@ class Checkpointer:
             self.begin(step, "schedule", content)
         if self._first and self._due.next != math.inf:
             self._prepare(*late())
+            self._rehearse(content)
         self._first = False
 
     def hold(self, until: Until, *, trial: bool = True) -> None:
@@ -266,6 +268,13 @@ class Checkpointer:
             model = f"{SHARED_PREFIX}{MODEL}/"  # of which it compares all beside a step, whatever it copies there
             parameters = {s.name: s._replace(until=Until.STEP) for s in whole.each if s.name.startswith(model)}
             self._audit = Audit([*parameters.values(), *(s for s in sources.each if s.name not in parameters)])
+
+    def _rehearse(self, content: Callable[[], Content]) -> None:
+        """Hand over as a save does, and let go of it again: what follows from names and forms is there before the first save."""
+        with uncollected(), suppress(Exception):  # what goes wrong here does so again in the save, and is told then
+            mine = content()
+            slices = self._cuts.of(mine.snapshot.sizes(), self._world_size)[self._rank]
+            self._staging.lay_out(self._lister.of(mine.snapshot, slices))
 
     def _end_audit(self, audit: Audit) -> None:
         self._audit, self._tried = None, True

@@ -33,6 +33,8 @@ _VARIABLES: Final = (
     "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_COLLNET_ENABLE",
 )  # fmt: skip
 
+_SUBNORMAL: Final = 1e-310  # no constant: Python would do the sum when it reads this file
+
 
 def record(launch: LaunchFile, device: torch.device) -> Record:
     """This process's facts. All ranks of a group are expected to agree; rank 0's go into the manifest."""
@@ -68,7 +70,7 @@ def switches(device: torch.device) -> Record:
         "matmul_precision": torch.get_float32_matmul_precision(),
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
     }
-    if not bool(torch.tensor(1e-310, dtype=torch.float64) * 1.0):  # torch.set_flush_denormal has no other reader
+    if not _SUBNORMAL * 1.0:  # torch.set_flush_denormal has no other reader; it holds for all that this thread computes
         facts["flush_denormal"] = True
     if device.type == "cuda":
         cudnn = torch.backends.cudnn

@@ -1,21 +1,23 @@
-"""What the ranks have in common: the model's parameters and the optimizers' tensors of them, as views for a snapshot.
+"""What the ranks have in common: the model's parameters and the optimizers' tensors of them, for a snapshot.
 
-The views hold the memory: code that gives a parameter other memory (``parameter.data = ...``) while a copy is made changes what
-the next save has, not this one.
+Their memory is held: code that gives a parameter other memory (``parameter.data = ...``) while a copy is made changes what the
+next save has, not this one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from ratchet_worker import model_state
+from ratchet_worker.held import Held, Places, places_of
 from ratchet_worker.model_state import MODEL
 from ratchet_worker.optimizer_state import Capture, Captured
+from ratchet_worker.same import Forms
 from ratchet_worker.snapshot import Sizes, Snapshot, Tensors, Until
 from ratchet_worker.walk import Walk
 
@@ -27,25 +29,36 @@ class EqualState:
         self._captures: dict[str, Capture] = {}
         self._plan: _Plan | None = None
 
-    def capture(self, out: Snapshot, walk: Walk, optimizers: Mapping[str, Optimizer], equal: bool) -> None:
-        """Add them to ``out``: as shared tensors where the replicas are ``equal`` and DDP keeps a parameter so."""
+    def capture(
+        self, out: Snapshot, walk: Walk, optimizers: Mapping[str, Optimizer], equal: bool, *, views: bool = False
+    ) -> object:
+        """Add them to ``out``: as shared tensors where the replicas are ``equal`` and DDP keeps a parameter so. ``views``:
+        as a view of each, which takes longer. Returns the same object as before where the model's parameters have the names,
+        shapes and strides that they had, None where that is not known."""
         names = walk.derived("names by id", lambda: {id(p): name for name, p in walk.named_parameters()})
         replicated = model_state.replicated(walk)
-        found = {c: self._capture_of(c, o).of(names, replicated) for c, o in optimizers.items()}
-        parameters = [*walk.parameters()]
-        key = _key(parameters, optimizers, replicated, found, equal)
+        captures = {component: self._capture_of(component, optimizer) for component, optimizer in optimizers.items()}
+        found = {component: capture.of(names, replicated) for component, capture in captures.items()}
+        tensors, key = _listed(walk, found), _key(walk, replicated, equal, found)
         plan = self._plan
-        if plan is None or plan.walk is not walk or plan.key != key:
-            plan = self._plan = _plan(walk, key, replicated, found)
-        tensors: Tensors = dict(zip(plan.parameters, parameters, strict=True))
+        if plan is None or plan.key != key or plan.forms is None or not plan.forms.hold(tensors):
+            for component, captured in found.items():
+                if captured.kept:
+                    found[component] = captures[component].of(names, replicated, anew=True)
+            tensors, key = _listed(walk, found), _key(walk, replicated, equal, found)
+            plan = self._plan = _plan(key, found, tensors, optimizers.values())
         for component, captured in found.items():
-            tensors |= captured.shared
             out.add(component, captured.rest)
-        if plan.private:
-            out.private |= _views({name: tensors.pop(name) for name in plan.private})
-        out.shared, out.state[MODEL] = _views(tensors), [*plan.own]
-        out.until |= plan.until
+        if plan.places is None or views:
+            shared: Tensors = dict(zip(plan.names, map(torch.Tensor.detach, tensors), strict=True))
+            out.private |= {name: shared.pop(name) for name in plan.private}
+            out.shared = shared
+        else:
+            out.shared = Held(plan.places, tensors)
+        out.state[MODEL] = [*plan.own]
+        out.until = {**out.until, **plan.until} if out.until else plan.until
         out.known_sizes = plan.sizes
+        return plan.forms
 
     def _capture_of(self, component: str, optimizer: Optimizer) -> Capture:
         known = self._captures.get(component)
@@ -54,50 +67,52 @@ class EqualState:
         return known
 
 
-def _views(tensors: Tensors) -> Tensors:
-    return dict(zip(tensors, map(torch.Tensor.detach, tensors.values()), strict=True))
+def _listed(walk: Walk, found: Mapping[str, Captured]) -> list[torch.Tensor]:
+    return [*walk.all_parameters, *chain.from_iterable(captured.tensors for captured in found.values())]
 
 
-class _Plan(NamedTuple):
-    """``walk`` and ``key``: what the rest follows from. ``parameters``: their names in a snapshot; ``private``: names of all that
-    the ranks do not share, ``own``: of the parameters that DDP does not keep equal; ``sizes``: of the shared tensors."""
-
-    walk: Walk
-    key: _Key
-    parameters: list[str]
-    private: list[str]
-    own: list[str]
-    until: dict[str, Until]
-    sizes: Sizes
+def _key(walk: Walk, replicated: Collection[str], equal: bool, found: Mapping[str, Captured]) -> _Key:
+    return _Key(walk, replicated, equal, {component: captured.form for component, captured in found.items()})
 
 
 class _Key(NamedTuple):
-    equal: bool
+    """What a plan follows from, but for the tensors' forms."""
+
+    walk: Walk
     replicated: Collection[str]
-    optimizers: list[object]
-    moved: list[int]
-    forms: list[tuple[type, torch.dtype, torch.Size]]
+    equal: bool
+    optimizers: Mapping[str, object]
 
 
-def _key(
-    parameters: list[nn.Parameter], optimizers: Mapping[str, Optimizer], replicated: Collection[str],
-    found: Mapping[str, Captured], equal: bool,
-) -> _Key:  # fmt: skip
-    moved = [id(p) for o in optimizers.values() for g in o.param_groups for p in g["params"] if p.requires_grad]
-    forms = [(type(p), p.dtype, p.shape) for p in parameters]
-    return _Key(equal, replicated, [captured.form for captured in found.values()], moved, forms)
+class _Plan(NamedTuple):
+    """``forms``: of all tensors, parameters first, where nothing else may change unseen; ``names``: theirs; ``places``: where
+    their memory alone can be held; ``private``: of those that the ranks do not share, ``own``: of the parameters that DDP does
+    not keep equal; ``sizes``: of the shared tensors."""
+
+    key: _Key
+    forms: Forms | None
+    names: Sequence[str]
+    places: Places | None
+    private: Sequence[str]
+    own: Sequence[str]
+    until: Mapping[str, Until]
+    sizes: Sizes
 
 
-def _plan(walk: Walk, key: _Key, replicated: Collection[str], found: Mapping[str, Captured]) -> _Plan:
-    names = {f"{MODEL}/{name}": p for name, p in walk.named_parameters()}
-    moved = frozenset(key.moved)
-    until = {name: Until.STEP for name, p in names.items() if id(p) in moved}
-    own = sorted(name for name in names if name.removeprefix(f"{MODEL}/") not in replicated)
-    tensors: dict[str, Any] = {**names}
+def _plan(
+    key: _Key, found: Mapping[str, Captured], tensors: Sequence[torch.Tensor], optimizers: Collection[Optimizer]
+) -> _Plan:
+    parameters = {f"{MODEL}/{name}": p for name, p in key.walk.named_parameters()}
+    names = [*parameters]
     for captured in found.values():
-        tensors |= captured.shared
-        until |= dict.fromkeys(captured.shared, Until.STEP)
-    private = own if key.equal else [*tensors]
+        names += captured.shared
+    moved = frozenset(id(p) for o in optimizers for g in o.param_groups for p in g["params"] if p.requires_grad)
+    until = {name: Until.STEP for name, p in parameters.items() if id(p) in moved}
+    until |= dict.fromkeys(names[len(parameters) :], Until.STEP)
+    own = sorted(name for name in parameters if name.removeprefix(f"{MODEL}/") not in key.replicated)
+    private = own if key.equal else names
     apart = frozenset(private)
-    sizes = [(name, t.numel(), t.element_size()) for name, t in tensors.items() if name not in apart]
-    return _Plan(walk, key, [*names], private, own, until, sizes)
+    sizes = [(n, t.numel(), t.element_size()) for n, t in zip(names, tensors, strict=True) if n not in apart]
+    forms = Forms(tensors) if all(captured.known for captured in found.values()) else None
+    places = None if private else places_of(dict(zip(names, tensors, strict=True)))
+    return _Plan(key, forms, names, places, private, own, until, sizes)

@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 from ratchet_store.slices import Slice, plan_slices
+from ratchet_worker.held import Held
 from ratchet_worker.snapshot import Sizes, flat, is_plain, memory_view
 
 _PARTS: Final = 64
@@ -59,14 +60,22 @@ class Cuts:
 def slice_digests(slices: Sequence[Slice], tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """XXH3-128 in hex of the bytes of each slice of a part, row-major. ``tensors``: of a snapshot, which holds the memory of each
     as it was handed over, whatever a parameter is given later."""
-    out = []
+    out, held = [], tensors if isinstance(tensors, Held) else None
     for name, start, stop in slices:
+        address, size = (0, 0) if held is None else held.place(name)
+        if address:
+            out.append(_digest(address + start * size, (stop - start) * size))
+            continue
         tensor = tensors[name]
         if not is_plain(tensor):
             tensor, start, stop = flat(tensor)[start:stop].cpu(), 0, stop - start
         size = tensor.element_size()
-        out.append(xxhash.xxh3_128_hexdigest(memory_view(tensor.data_ptr() + start * size, (stop - start) * size)))
+        out.append(_digest(tensor.data_ptr() + start * size, (stop - start) * size))
     return out
+
+
+def _digest(address: int, nbytes: int) -> str:
+    return xxhash.xxh3_128_hexdigest(memory_view(address, nbytes))
 
 
 def part_digest(slices: Sequence[str]) -> str:

@@ -41,7 +41,7 @@ class JobState:
         self.hook: ManagedHook | None = None
         self._origin = Origin({}, {}, {})
         self._walk: Walk | None = None  # of the module, as the last save found it
-        self._equal = EqualState()
+        self._equal, self._modules, self._generators = EqualState(), module_state.Capture(), rng.Capture(device)
         self.optimizers: dict[str, Optimizer] = {}
         self.stateful: dict[str, Stateful] = {}
         self.data: TrainData | None = None
@@ -98,11 +98,11 @@ class JobState:
         out = Snapshot()
         walk = self._walked(ddp.module)
         module_origin.refuse_changed_parameters(walk, self._origin)
-        self._equal.capture(out, walk, self.optimizers, hook.replicas == "equal")
+        form = self._equal.capture(out, walk, self.optimizers, hook.replicas == "equal")
         buffers = {name: buffer.detach() for name, buffer in walk.named_buffers()}
         out.add_encoded("buffers", buffers, sorted(buffers))
-        out.add("modules", module_state.capture(walk, self._origin))
-        out.state[state_names.COMPONENT] = state_names.capture(walk)
+        out.add_made(module_state.COMPONENT, lambda: self._modules.encoded(walk, self._origin))
+        out.state[state_names.COMPONENT] = state_names.capture(walk, form)
         for component, item in self.stateful.items():
             out.add(component, item.state_dict())
         if self.data is not None:
@@ -110,8 +110,9 @@ class JobState:
             if states := own_generators.of(self.data).states():
                 out.add(_GENERATORS, states)
         out.add_encoded("hook", hook_tensors, hook_data)
-        out.until |= {f"hook/{name}": Until.BACKWARD for name in hook_tensors}
-        out.add("rng", rng.capture(self._device))
+        if hook_tensors:
+            out.until = {**out.until, **{f"hook/{name}": Until.BACKWARD for name in hook_tensors}}
+        out.add_made("rng", self._generators.encoded)
         return out
 
     def _walked(self, module: nn.Module) -> Walk:
@@ -122,7 +123,7 @@ class JobState:
         """The parameters and the optimizers' tensors alone, as views. No collective."""
         out = Snapshot()
         ddp, hook = self.hook_or_refuse()
-        self._equal.capture(out, self._walked(ddp.module), self.optimizers, hook.replicas == "equal")
+        self._equal.capture(out, self._walked(ddp.module), self.optimizers, hook.replicas == "equal", views=True)
         return out
 
     def late(self) -> tuple[Snapshot, int]:

@@ -6,25 +6,20 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import repeat
-from operator import is_
-from types import BuiltinFunctionType, FunctionType
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import nn
 
 from ratchet_contract.errors import StateError
+from ratchet_worker.same import Versions
 from ratchet_worker.walk import Walk, Walked, walk_of
 
 _SCALARS: Final = (int, float, bool, str, type(None))
 _CONTAINERS: Final = (list, tuple, dict, deque)
-_FIXED: Final = (*_SCALARS, FunctionType, BuiltinFunctionType, type, torch.dtype, torch.device)
-"""The same object is the same value, and small."""
 _TORCHS_OWN: Final = frozenset(vars(nn.Module()))
 _DEPTH: Final = 4
 _ITEMS: Final = 256  # of a container that are looked at
-_GONE: Final = object()
 
 _Owner: TypeAlias = tuple[str | None, torch.Tensor]
 _Found: TypeAlias = tuple[dict[str, Any], list[str]]
@@ -55,7 +50,7 @@ def changed(
     told from a passing result, and is not stored (an enumeration's member, a list of losses). ``built``: the names that buffers
     had at first, by the id of those that are still there."""
     walk = walk_of(module)
-    looks = walk.derived("attributes", lambda: [_Look(path, part) for path, part in walk.named_modules()])
+    looks = _looks(walk)
     owned = _Owned(walk, built)
     scalars: dict[str, Any] = {}
     others: list[str] = []
@@ -65,6 +60,15 @@ def changed(
             scalars |= more
             others += odd
     return scalars, sorted(others)
+
+
+def fixed(walk: Walk) -> bool:
+    """Does ``changed``, which was asked just now, give the same again as long as ``walk.attributes`` is the same?"""
+    return all(look.holds() for look in _looks(walk))
+
+
+def _looks(walk: Walk) -> list[_Look]:
+    return walk.derived("attributes", lambda: [_Look(path, part) for path, part in walk.named_modules()])
 
 
 def put_back(module: nn.Module, scalars: Mapping[str, Any]) -> None:
@@ -79,19 +83,16 @@ def put_back(module: nn.Module, scalars: Mapping[str, Any]) -> None:
 
 
 class _Look:
-    """One part, from save to save. Where it has nothing but fixed values, another look is needed only once one is another
-    object."""
+    """One part, from save to save. Where it has nothing that is looked into and may change within itself, another look is needed
+    only once an attribute is another object."""
 
     def __init__(self, path: str, part: nn.Module) -> None:
         self._prefix, self._part, self._held = f"{path}." if path else "", part, vars(part)
-        self._length = -1
-        self._names: list[str] = []
-        self._values: list[Any] = []
+        self._versions: Versions | None = None
         self.found: _Found = {}, []
 
     def holds(self) -> bool:
-        held = self._held
-        return len(held) == self._length and all(map(is_, map(held.get, self._names, repeat(_GONE)), self._values))
+        return self._versions is not None and self._versions.hold((self._held,))
 
     def again(self, before: Mapping[str, Mark], owned: _Owned) -> _Found:
         scalars: dict[str, Any] = {}
@@ -104,12 +105,9 @@ class _Look:
                 scalars[path] = value
             elif seen is not None:
                 others.append(path)
-        own = {name: value for name, value in self._held.items() if name not in _TORCHS_OWN}
-        if all(map(_fixed, own.values())):
-            self._length, self._names, self._values = len(self._held), [*own], [*own.values()]
-            self.found = scalars, others
-        else:
-            self._length = -1
+        fixed = all(_fixed(value) for name, value in self._held.items() if name not in _TORCHS_OWN)
+        self._versions = Versions((self._held,)) if fixed else None
+        self.found = scalars, others
         return scalars, others
 
 
@@ -144,7 +142,10 @@ def _attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _fixed(value: Any) -> bool:
-    return isinstance(value, _FIXED) or (isinstance(value, tuple) and len(value) < _ITEMS and all(map(_fixed, value)))
+    """Is it all that there is to say of it which object it is?"""
+    if isinstance(value, tuple):
+        return len(value) < _ITEMS and all(map(_fixed, value))
+    return not isinstance(value, (*_CONTAINERS, torch.Tensor))
 
 
 def _seen(value: Any, owned: _Owned, depth: int = 0) -> Any:

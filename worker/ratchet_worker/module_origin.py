@@ -12,14 +12,17 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from operator import attrgetter
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from ratchet_contract.errors import StateError, UserError
 from ratchet_worker.module_attributes import Mark, marks
-from ratchet_worker.walk import Walked, walk_of
+from ratchet_worker.walk import Walk, Walked, walk_of
+
+_TRAINED: Final = attrgetter("requires_grad")
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,10 @@ def origin(module: nn.Module) -> Origin:
 def refuse_changed_parameters(module: Walked, before: Origin) -> None:
     """Raises ``UserError`` for a parameter that DDP does not know. To freeze one is allowed."""
     walk = walk_of(module)
-    ids = walk.derived("parameters", lambda: [(name, id(p)) for name, p in walk.named_parameters()])
-    if ids == before.ids and [p.requires_grad for p in walk.parameters()] == before.trained:
+    built, same = walk.derived(
+        "built", lambda: (before, [(n, id(p)) for n, p in walk.named_parameters()] == before.ids)
+    )
+    if same and built is before and trained(walk) == before.trained:
         return
     now = {name: (id(p), p.requires_grad) for name, p in module.named_parameters()}
     for name in sorted(set(now) | set(before.parameters)):
@@ -81,6 +86,11 @@ def refuse_changed_parameters(module: Walked, before: Origin) -> None:
             "and leave it out or freeze it then",
             code="parameters-changed",
         )
+
+
+def trained(walk: Walk) -> list[bool]:
+    """Of each parameter, ``requires_grad`` now."""
+    return [*map(_TRAINED, walk.all_parameters)]
 
 
 def changed_buffers(module: Walked, before: Origin) -> dict[str, Any]:
@@ -169,6 +179,11 @@ def built_names(before: Origin) -> dict[int, str]:
         if (tensor := one.tensor()) is not None:
             found.setdefault(id(tensor), name)
     return found
+
+
+def buffer_forms(walk: Walk) -> list[tuple[int, torch.Size, torch.dtype]]:
+    """All of a buffer that ``changed_buffers`` looks at, but for which tensor it is."""
+    return [(_storage(b), b.shape, b.dtype) for _, b in _buffers(walk)]
 
 
 def _storage(tensor: torch.Tensor) -> int:

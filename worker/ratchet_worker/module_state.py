@@ -7,15 +7,64 @@ an unused parameter has zeros or nothing decides if an optimizer moves it.
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import Any, Final, NamedTuple
 
 import torch
+from pydantic import JsonValue
 from torch import nn
 
 from ratchet_contract.errors import StateError
+from ratchet_hooks.codec import Tensors, encode
 from ratchet_worker import module_attributes, module_origin
 from ratchet_worker.module_origin import Origin
 from ratchet_worker.walk import Walk, Walked, walk_of
+
+COMPONENT: Final = "modules"
+_GRADIENT: Final = attrgetter("grad")
+
+
+class Capture:
+    """The state of one module, as ``ratchet_hooks.codec`` has it, from save to save: what it was, where nothing that ``capture``
+    looks at can be another."""
+
+    def __init__(self) -> None:
+        self._known: _Known | None = None
+
+    def encoded(self, walk: Walk, before: Origin) -> tuple[Tensors, JsonValue]:
+        """Named tensors and JSON; the same object as long as it says the same. Raises ``HookStateError`` for what cannot be
+        stored."""
+        known, seen = self._known, _seen(walk)
+        if known is not None and known.walk is walk and known.before is before and known.seen == seen:
+            return {}, known.data
+        state, self._known = capture(walk, before), None
+        tensors, data = encode(state, where=COMPONENT)
+        if seen is not None and module_attributes.fixed(walk) and not (state["made"] or state["resized"]):
+            self._known = _Known(walk, before, seen, data)
+        return tensors, data
+
+
+class _Known(NamedTuple):
+    """``seen``: all that may be another while ``walk`` is the same."""
+
+    walk: Walk
+    before: Origin
+    seen: _Seen
+    data: JsonValue
+
+
+class _Seen(NamedTuple):
+    attributes: object
+    trained: list[bool]
+    buffers: list[tuple[int, torch.Size, torch.dtype]]
+
+
+def _seen(walk: Walk) -> _Seen | None:
+    """None: there is something whose elements would have to be looked at, or that the user's code tells."""
+    if _with_extra_state(walk) or not all(map(is_, map(_GRADIENT, walk.all_parameters), repeat(None))):
+        return None
+    return _Seen(walk.attributes, module_origin.trained(walk), module_origin.buffer_forms(walk))
 
 
 def capture(module: Walked, before: Origin) -> dict[str, Any]:

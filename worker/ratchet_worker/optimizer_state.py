@@ -7,7 +7,10 @@ undone here: another order of parameters is noticed, and float32 momenta of bflo
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -15,7 +18,8 @@ from torch.optim import Optimizer
 
 from ratchet_contract.errors import StateError, UserError
 from ratchet_hooks.codec import Encoded, encode, is_dense
-from ratchet_worker.same import CONSTANTS, Same
+from ratchet_hooks.errors import HookStateError
+from ratchet_worker.same import CONSTANTS, Same, Versions
 from ratchet_worker.snapshot import Tensors
 
 _SHARED: Final = "ratchet:shared"
@@ -34,104 +38,124 @@ def refuse_sharded(name: str, optimizer: Optimizer) -> None:
 
 
 class Captured(NamedTuple):
-    """``shared``: tensors that are equal on all ranks, by name. ``rest``: a tree that ``ratchet_hooks.codec`` takes. ``form``:
-    the same object as long as the names in ``shared``, their order, shapes and dtypes are the same."""
+    """``shared``: names of tensors that are equal on all ranks, ``tensors``: these, in the same order. ``rest``: a tree that
+    ``ratchet_hooks.codec`` takes. ``form``: the same object as long as the optimizer has the same parameters, and the same
+    tensors under the same names; ``known``: is it told when that is so? ``kept``: all but the tensors is what it was, which is
+    right as long as these have the same forms: that is for the caller to see."""
 
-    shared: Tensors
-    rest: dict[str, Any]
+    shared: list[str]
+    tensors: list[torch.Tensor]
+    rest: object
     form: object
+    known: bool
+    kept: bool
 
 
 class Capture:
-    """The state of one optimizer, from save to save: where it holds the very same tensors under the same names, these names are
+    """The state of one optimizer, from save to save: where it holds the very same objects under the same names, these names are
     not made anew while training waits."""
 
     def __init__(self, optimizer: Optimizer, component: str) -> None:
         self.optimizer, self._component = optimizer, component
         self._known: _Known | None = None
 
-    def of(self, names: Mapping[int, str], replicated: Collection[str]) -> Captured:
+    def of(self, names: Mapping[int, str], replicated: Collection[str], *, anew: bool = False) -> Captured:
         """``names``: parameter name by ``id``; ``replicated``: names of parameters that DDP keeps equal; both the same objects
-        as before where they have the same contents."""
+        as before where they have the same contents. ``anew``: nothing is kept."""
         optimizer, known = self.optimizer, self._known
-        found = _look(optimizer) if _is_plain(optimizer) else None
-        if known is not None and found is not None and known.names is names and known.replicated is replicated:
-            tensors = known.tensors(found)
+        plain = _is_plain(optimizer)
+        if not anew and known is not None and plain and known.names is names and known.replicated is replicated:
+            tensors = known.tensors(optimizer)
             if tensors is not None:
-                rest = {**known.rest, "param_groups": known.groups(optimizer)}
-                return Captured(dict(zip(known.shared, tensors, strict=True)), rest, known)
+                return Captured(known.shared, tensors, known.rest(optimizer), known, True, True)
         shared, rest = capture(optimizer, self._component, names, replicated)
         constant = not any(rest[part] for part in ("others", "extra")) and all(
             isinstance(value, CONSTANTS) for values in rest["state"].values() for value in values.values()
         )
-        self._known = _Known(names, replicated, shared, rest, found) if found is not None and constant else None
-        return Captured(shared, rest, self._known or object())
+        self._known = None
+        if plain and constant:
+            with suppress(HookStateError):  # told by whoever encodes it
+                self._known = _Known(optimizer, names, replicated, shared, rest)
+        known = self._known
+        return Captured([*shared], [*shared.values()], rest, known or object(), known is not None, False)
 
 
 class _Known:
-    """What ``capture`` found. Tensors are held weakly: an optimizer that replaces them lets the old ones go."""
+    """What ``capture`` found. The tensors are not held: an optimizer that replaces them lets the old ones go. Raises
+    ``HookStateError`` where something cannot be encoded."""
 
     def __init__(
         self,
+        optimizer: Optimizer,
         names: Mapping[int, str],
         replicated: Collection[str],
         shared: Tensors,
         rest: dict[str, Any],
-        found: _Found,
     ) -> None:
-        self.names, self.replicated = names, replicated
-        self.rest, self.shared = {**rest, "param_groups": None}, [*shared]
-        self._labels = [Encoded(encode(group["params"], where="params")[1]) for group in rest["param_groups"]]
-        self._keys, self._objects = found.keys, Same(found.objects)
-        place = {id(one): number for number, one in enumerate(found.objects)}
+        self.names, self.replicated, self.shared = names, replicated, [*shared]
+        self._states = Versions([optimizer.state, *optimizer.state.values()])
+        self._parameters = Same(_parameters(optimizer))
+        self._counts = [len(group["params"]) for group in optimizer.param_groups]
+        values = [*_values(optimizer.state)]
+        place = {id(one): number for number, one in enumerate(values)}
         self._places = [place[id(tensor)] for tensor in shared.values()]
-        self._forms = _forms(shared.values())
+        self._in_order = self._places == [*range(len(values))]
+        self._constant = {key: Encoded(encode(rest[key], where=key)[1]) for key in rest if key != "param_groups"}
+        self._keys = [*rest]
+        self._labels = [Encoded(encode(group["params"], where="params")[1]) for group in rest["param_groups"]]
+        self._groups: Versions | None = None
+        self._rest: object = None
 
-    def tensors(self, found: _Found) -> list[torch.Tensor] | None:
+    def tensors(self, optimizer: Optimizer) -> list[torch.Tensor] | None:
         """The shared ones, if all is as it was."""
-        if found.keys != self._keys or not self._objects.holds(found.objects):
+        state, groups = optimizer.state, optimizer.param_groups
+        if (
+            not self._states.hold([state, *state.values()])
+            or [len(group["params"]) for group in groups] != self._counts
+        ):
             return None
-        tensors = [found.objects[place] for place in self._places]
-        return tensors if _forms(tensors) == self._forms else None
+        if not self._parameters.holds(_parameters(optimizer)):
+            return None
+        values = [*_values(state)]
+        return values if self._in_order else [values[place] for place in self._places]
 
-    def groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """With what is in force now, in the order that ``Optimizer.state_dict`` gives it."""
-        groups = zip(optimizer.param_groups, self._labels, strict=True)
-        return [{**{k: v for k, v in group.items() if k != "params"}, "params": labels} for group, labels in groups]
+    def rest(self, optimizer: Optimizer) -> object:
+        """With the groups' values that are in force now, in the order that ``Optimizer.state_dict`` gives it."""
+        groups = optimizer.param_groups
+        if self._groups is not None and self._groups.hold(groups):
+            return self._rest
+        each = [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": labels}
+            for group, labels in zip(groups, self._labels, strict=True)
+        ]
+        rest = {key: self._constant.get(key, each) for key in self._keys}
+        self._groups = None
+        if all(type(group) is dict for group in groups) and all(_constant(v) for one in each for v in one.values()):
+            with suppress(HookStateError):  # told by whoever encodes it
+                self._rest = Encoded(encode(rest, where="groups")[1])
+                self._groups = Versions(groups)
+        return rest if self._groups is None else self._rest
 
 
-class _Found(NamedTuple):
-    """Every group's parameters, then the parameters that have a state, each before its values; and the keys of these."""
-
-    objects: list[Any]
-    keys: list[Any]
+def _constant(value: object) -> bool:
+    """Nothing in it can change."""
+    return type(value) in (*CONSTANTS, Encoded) or (type(value) is tuple and all(map(_constant, value)))
 
 
 def _is_plain(optimizer: Optimizer) -> bool:
-    """Does ``state_dict`` give nothing else than torch's own does, now?"""
+    """Does ``state_dict`` give nothing else than torch's own does, now, and does torch's own keep its state as it does?"""
     own = type(optimizer).state_dict is not Optimizer.state_dict or "state_dict" in vars(optimizer)
-    return not (own or optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks)
+    if own or optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks:
+        return False
+    return type(optimizer.state) in (dict, defaultdict) and {*map(type, optimizer.state.values())} <= {dict}
 
 
-def _look(optimizer: Optimizer) -> _Found | None:
-    """None: something there is not known by what it is."""
-    objects: list[Any] = []
-    keys: list[Any] = []
-    for group in optimizer.param_groups:
-        objects += group["params"]
-        keys.append(len(objects))
-    for parameter, values in optimizer.state.items():
-        if type(values) is not dict:
-            return None
-        objects.append(parameter)
-        objects += values.values()
-        keys += values
-        keys.append(len(objects))
-    return _Found(objects, keys)
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-def _forms(tensors: Iterable[torch.Tensor]) -> list[tuple[Any, ...]]:
-    return [(type(t), t.dtype, t.shape, t.stride()) for t in tensors]
+def _values(state: Mapping[Any, dict[Any, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(dict.values, state.values()))
 
 
 def capture(

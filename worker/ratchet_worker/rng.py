@@ -10,10 +10,12 @@ from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
+from pydantic import JsonValue
 
-from ratchet_hooks.generators import capture, restore
+from ratchet_hooks.codec import Tensors, encode
+from ratchet_hooks.generators import Words, capture, restore
 
-__all__ = ["GeneratorState", "capture", "derive_seed", "forked", "is_generator", "restore", "seed_all"]
+__all__ = ["Capture", "GeneratorState", "capture", "derive_seed", "forked", "is_generator", "restore", "seed_all"]
 
 
 def derive_seed(seed: int, *parts: str | int, bits: int = 63) -> int:
@@ -37,6 +39,34 @@ def forked(device: torch.device) -> Iterator[None]:
         yield
     finally:
         restore(state, device)
+
+
+class Capture:
+    """What ``capture`` gives, as ``ratchet_hooks.codec`` has it, from save to save: what is no tensor is mostly what it was."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._words = device, Words()
+        self._facts: object = None
+        self._data: JsonValue = None
+
+    def encoded(self) -> tuple[Tensors, JsonValue]:
+        """Named tensors and JSON; the same object as long as it says the same."""
+        state = capture(self._device, self._words)
+        numpy, (version, words, gauss) = state["numpy"], state["python"]
+        key = numpy["state"].get("key")
+        if not isinstance(key, np.ndarray) or [*numpy["state"]] != ["key", "pos"] or key.dtype.str != "<u4":
+            return encode(state, where="rng")  # not numpy's own at its start
+        own = [numpy[name] for name in numpy if name not in ("state", "gauss")]
+        halves = [None if half is None else float(half).hex() for half in (numpy["gauss"], gauss)]
+        facts = [*numpy, *own, *halves, key.shape, numpy["state"]["pos"], version, state["cuda"] is None]
+        if facts != self._facts:
+            self._data, self._facts = encode(state, where="rng")[1], facts
+        tensors = {
+            "torch": state["torch"],
+            "cuda": state["cuda"],
+            "numpy.state.key": torch.from_numpy(key.view(np.uint8)),
+        }
+        return {n: t for n, t in (tensors | {"python[1]": words}).items() if t is not None}, self._data
 
 
 Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random

@@ -23,7 +23,7 @@ from ratchet_hooks.layout import ManagedDDP
 from ratchet_worker import environment_record, resume
 from ratchet_worker.agreement import FINISH, NOT_STARTED, STRIDE, Agreement, Decision, Stopped, position
 from ratchet_worker.checkpointer import Checkpointer
-from ratchet_worker.content import Content, content
+from ratchet_worker.content import Content, Contents
 from ratchet_worker.counter import Stage, StepCounter
 from ratchet_worker.data.epochs import endless
 from ratchet_worker.environment_record import Record
@@ -61,6 +61,7 @@ class Runtime:
         self.step = chosen.base.step
         self.total: int | None = None
         self.state = JobState(exchange.rank, device)
+        self._contents = Contents(self.state, exchange.rank, exchange.world_size)
         self.checkpointer = Checkpointer(
             launch,
             exchange,
@@ -325,7 +326,7 @@ class Runtime:
     def _content(self) -> Content:
         # What is in force now: the code may have changed it since it started, and will not have so when it starts again.
         environment = {**self.environment, **environment_record.switches(self.device)}
-        return content(self.state, self.rank, self.world_size, self.step, self.total, environment, self.data_digest)
+        return self._contents.after(self.step, self.total, environment, self.data_digest)
 
     # --- telling -------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ one entry per component, as ``ratchet_hooks.codec`` writes it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Final
@@ -47,10 +47,10 @@ class Snapshot:
     """``shared`` and ``private`` by name without prefix (``model/weight``, ``rng/torch``), ``state`` by component. ``until``: of
     those that stay as they are for longer than the boundary, by the same names."""
 
-    shared: Tensors = field(default_factory=dict)
+    shared: Mapping[str, torch.Tensor] = field(default_factory=dict)
     private: Tensors = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
-    until: dict[str, Until] = field(default_factory=dict)
+    until: Mapping[str, Until] = field(default_factory=dict)
     known_sizes: Sizes | None = None
 
     def sizes(self) -> Sizes:
@@ -62,11 +62,14 @@ class Snapshot:
 
     def add(self, component: str, value: object) -> None:
         """Encode ``value`` as this rank's own state of ``component``. Raises ``StateError`` naming what cannot be stored."""
+        self.add_made(component, lambda: encode(value, where=component))
+
+    def add_made(self, component: str, make: Callable[[], tuple[Mapping[str, torch.Tensor], Any]]) -> None:
+        """The same for a state that ``make`` encodes."""
         try:
-            tensors, self.state[component] = encode(value, where=component)
+            self.add_encoded(component, *make())
         except HookStateError as error:
             raise StateError(f"{error.key}: {error.detail}") from error
-        self.add_encoded(component, tensors, self.state[component])
 
     def add_encoded(self, component: str, tensors: Mapping[str, torch.Tensor], data: Any) -> None:
         """The same for a state that is tensors and JSON already."""

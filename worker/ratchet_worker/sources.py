@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, overload
 
 import torch
 
 from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX
 from ratchet_store.slices import Slice
+from ratchet_worker.held import Held
 from ratchet_worker.snapshot import Sizes, Snapshot, Until
 
 
@@ -26,12 +28,44 @@ class Source(NamedTuple):
         return (self.stop - self.start) * self.tensor.element_size()
 
 
+class Listed(Sequence[Source]):
+    """Of tensors that are new, and of columns that are kept from save to save: made once somebody looks at one. ``memory`` holds
+    that of the tensors."""
+
+    def __init__(self, columns: _Columns, tensors: Sequence[torch.Tensor], memory: object) -> None:
+        self.tensors = tensors
+        self._columns, self._memory = columns, memory
+
+    @cached_property
+    def _each(self) -> list[Source]:
+        names, starts, stops, untils = self._columns
+        return [*map(Source, names, self.tensors, starts, stops, untils)]
+
+    @overload
+    def __getitem__(self, at: int) -> Source: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Source]: ...
+    def __getitem__(self, at: int | slice) -> Source | Sequence[Source]:
+        return self._each[at]
+
+    def __iter__(self) -> Iterator[Source]:
+        return iter(self._each)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
 class Sources(NamedTuple):
     """``form``: the same object as of older ones where all but the tensors themselves is the same, and these have the same shapes
     and dtypes. None: nobody knows."""
 
     each: Sequence[Source]
     form: object = None
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """Of ``each``, in its order."""
+        return self.each.tensors if isinstance(self.each, Listed) else [source.tensor for source in self.each]
 
 
 class Lister:
@@ -43,24 +77,24 @@ class Lister:
         self._sizes: Sizes | None = None
         self._slices: Sequence[Slice] = ()
         self._private: list[Any] = []
-        self._columns: tuple[list[str], list[int], list[int], list[Until]] = ([], [], [], [])
+        self._columns: _Columns = ([], [], [], [])
+        self._numbers: list[int] = []
         self._form = object()
 
     def of(self, snapshot: Snapshot, slices: Sequence[Slice]) -> Sources:
         """``slices``: the same object as before where they are the same."""
-        until, sizes = snapshot.until, snapshot.sizes()
+        until, sizes, shared = snapshot.until, snapshot.sizes(), snapshot.shared
         private = [(name, t.dtype, t.shape, until.get(name)) for name, t in snapshot.private.items()]
         if sizes is not self._sizes or slices is not self._slices or private != self._private:
             self._sizes, self._slices, self._private, self._form = sizes, slices, private, object()
             self._columns = self._listed(snapshot, slices)
-        names, starts, stops, untils = self._columns
-        tensors = [snapshot.shared[s.name] for s in slices]
-        tensors += snapshot.private.values()
-        return Sources([*map(Source, names, tensors, starts, stops, untils)], self._form)
+            number = {name: n for n, (name, _, _) in enumerate(sizes)}
+            self._numbers = [number[s.name] for s in slices]
+        held = shared.tensors if isinstance(shared, Held) else [*shared.values()]
+        tensors = [*map(held.__getitem__, self._numbers), *snapshot.private.values()]
+        return Sources(Listed(self._columns, tensors, shared), self._form)
 
-    def _listed(
-        self, snapshot: Snapshot, slices: Sequence[Slice]
-    ) -> tuple[list[str], list[int], list[int], list[Until]]:
+    def _listed(self, snapshot: Snapshot, slices: Sequence[Slice]) -> _Columns:
         until, private = snapshot.until, snapshot.private
         return (
             [f"{SHARED_PREFIX}{s.name}" for s in slices] + [f"{self._prefix}{name}" for name in private],
@@ -68,3 +102,7 @@ class Lister:
             [s.stop for s in slices] + [t.numel() for t in private.values()],
             [until.get(name, Until.BOUNDARY) for name in (*(s.name for s in slices), *private)],
         )
+
+
+_Columns = tuple[list[str], list[int], list[int], list[Until]]
+"""Names, starts, stops and times of sources."""

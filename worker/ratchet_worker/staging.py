@@ -57,13 +57,18 @@ class Staging:
     def stage(self, sources: Sources) -> Staged:
         """Lay out the copies of ``sources``, and make those that cannot wait. Raises ``StateError`` for a dtype that cannot be
         stored."""
-        if sources.form is None or sources.form is not self._form:
-            self._form, self._layout = None, _Layout(sources.each)
-            self._form = sources.form
-        staged = Staged(sources.each, self._layout, self.reserve(self._layout.end), self._stream)
+        layout = self.lay_out(sources)
+        staged = Staged(sources, layout, self.reserve(layout.end), self._stream)
         staged.copy(Until.BOUNDARY)
         staged.wait(Until.BOUNDARY)
         return staged
+
+    def lay_out(self, sources: Sources) -> _Layout:
+        """Where the copies of ``sources`` will lie. Raises ``StateError`` for a dtype that cannot be stored."""
+        if sources.form is None or sources.form is not self._form:
+            self._form, self._layout = None, _Layout(sources.each)
+            self._form = sources.form
+        return self._layout
 
     def beside(self) -> AbstractContextManager[Any]:
         """Where live tensors are read while training goes on: on CUDA the copies' own stream."""
@@ -119,8 +124,9 @@ class Staged:
     """Copies that are made kind by kind: ``copy`` makes one kind's, in any thread; ``wait`` waits for it, in any other, and takes
     part in it."""
 
-    def __init__(self, sources: Sequence[Source], layout: _Layout, buffer: torch.Tensor, stream: Any) -> None:
-        self._sources, self._layout, self._buffer, self._stream = sources, layout, buffer, stream
+    def __init__(self, sources: Sources, layout: _Layout, buffer: torch.Tensor, stream: Any) -> None:
+        self._sources, self._tensors = sources.each, sources.tensors
+        self._layout, self._buffer, self._stream = layout, buffer, stream
         self._copied = {until: threading.Event() for until in Until}
         self._marks: dict[Until, Any] = {}
         self._work = {until: _Work(self._moves_of(until)) for until in Until}
@@ -130,7 +136,7 @@ class Staged:
         start, layout, counts = self._buffer.data_ptr(), self._layout, until is not Until.BOUNDARY
         moves: list[_Move] = []
         for number in layout.kinds[until]:
-            tensor = self._sources[number].tensor
+            tensor = self._tensors[number]
             plain = is_plain(tensor)
             version = tensor._version if counts and not tensor.is_inference() else None
             origin = tensor.data_ptr() + layout.skipped[number] if plain else 0
@@ -152,7 +158,7 @@ class Staged:
                             _memmove(target, origin, nbytes)  # without the GIL
                         elif nbytes:
                             self._copy(number)
-                        if version is not None and self._sources[number].tensor._version != version:
+                        if version is not None and self._tensors[number]._version != version:
                             self.error = self.error or _changed(self._sources[number])
                     work.made(len(moves))
                 if self._stream is not None:
@@ -219,7 +225,7 @@ class Staged:
 
     def _part(self, number: int) -> torch.Tensor:
         offset = self._layout.offsets[number]
-        return self._buffer[offset : offset + self._layout.sizes[number]].view(self._sources[number].tensor.dtype)
+        return self._buffer[offset : offset + self._layout.sizes[number]].view(self._tensors[number].dtype)
 
     def _copy(self, number: int) -> None:
         source, tensor = self._sources[number], self._sources[number].tensor.detach()

@@ -7,12 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import chain
+from operator import is_
 from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
 
-from ratchet_worker.same import Same
+from ratchet_worker.same import Same, Versions
 
 T = TypeVar("T")
 
@@ -41,6 +42,12 @@ class Walk:
         new._stand = _Stand(parts) if plain else None
         return new
 
+    @property
+    def attributes(self) -> object:
+        """The same object as long as no part has another attribute than it had, or another value under the name of one, by the
+        last ``again``. A value that changes within itself is not seen."""
+        return object() if self._stand is None else self._stand.attributes
+
     def derived(self, name: str, make: Callable[[], T]) -> T:
         """What ``make`` gave for this walk the first time. It must follow from names, types and places alone."""
         if name not in self._derived:
@@ -64,7 +71,11 @@ class Walk:
         return iter(self._parameters)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        return (parameter for _, parameter in self._parameters)
+        return iter(self.all_parameters)
+
+    @cached_property
+    def all_parameters(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self._parameters]
 
     def named_buffers(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         if self._stand is None:
@@ -105,23 +116,30 @@ class _Stand:
 
     def __init__(self, parts: list[nn.Module]) -> None:
         self._parts, self._types, self._vars = parts, [*map(type, parts)], [*map(vars, parts)]
-        self._held = self._dictionaries()  # held: so that no other gets the number of one
-        self._ids = [*map(id, self._vars), *map(id, self._held)]
-        self._empty = [one for one in self._held if not one]
-        self._full = [one for one in self._held if one]
-        self._lengths = [*map(len, self._full)]
-        self._names = [*chain.from_iterable(self._full)]
-        self._objects = Same(_values(self._full))
+        self._held = self._dictionaries()
+        self._own, self._contents = Versions(self._vars), Versions(self._held)
+        self._lengths, self._names = [*map(len, self._held)], [*chain.from_iterable(self._held)]
+        self._objects = Same(_values(self._held))
         self._with_buffers = [one for one in self._vars if one["_buffers"]]
         self._passing = [*map(frozenset, self._non_persistent())]
+        self.attributes = object()
 
     def holds(self) -> bool:
-        if any(self._empty) or [*map(len, self._full)] != self._lengths or [*map(type, self._parts)] != self._types:
+        if [*map(type, self._parts)] != self._types or not all(map(is_, map(vars, self._parts), self._vars)):
             return False
-        ids = [*map(id, map(vars, self._parts)), *map(id, self._dictionaries())]
-        if ids != self._ids or [*chain.from_iterable(self._full)] != self._names:
-            return False
-        return self._objects.holds(_values(self._full)) and [*self._non_persistent()] == self._passing
+        if not self._own.hold(self._vars):
+            if not all(map(is_, self._dictionaries(), self._held)):
+                return False
+            self._own, self.attributes = Versions(self._vars), object()
+        if not self._contents.hold(self._held):
+            if not self._has_the_same():  # but for a while it may have had others, as in torch.func.functional_call
+                return False
+            self._contents = Versions(self._held)
+        return [*self._non_persistent()] == self._passing
+
+    def _has_the_same(self) -> bool:
+        lengths, names = [*map(len, self._held)], [*chain.from_iterable(self._held)]
+        return lengths == self._lengths and names == self._names and self._objects.holds(_values(self._held))
 
     def _dictionaries(self) -> list[_Vars]:
         return [one[name] for one in self._vars for name in _HELD]

@@ -1,0 +1,74 @@
+"""Tensors as they are at one boundary, without a view of each: training waits while those are made, and the memory alone is held
+in a fifth of the time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+import torch
+
+from ratchet_worker.snapshot import is_plain
+
+_USUAL: Final = (torch.Tensor, torch.nn.Parameter)
+
+
+class Places:
+    """What follows from the tensors' names and forms, and is kept from save to save: which is where, and which cannot be found by
+    an address alone (of another device, not contiguous)."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.numbers = {name: number for number, name in enumerate(tensors)}
+        self.apart = frozenset(number for number, tensor in enumerate(tensors.values()) if not is_plain(tensor))
+        self.forms = [(t.dtype, t.device, t.shape, t.stride()) for t in tensors.values()]
+        self.itemsizes = [tensor.element_size() for tensor in tensors.values()]
+
+
+def places_of(tensors: Mapping[str, torch.Tensor]) -> Places | None:
+    """None: some are of a kind that has no memory of the usual form."""
+    usual = all(type(t) in _USUAL and t.layout is torch.strided for t in tensors.values())
+    return Places(tensors) if usual else None
+
+
+class Held(Mapping[str, torch.Tensor]):
+    """By name, as views that hold the memory: code that gives a tensor other memory (``parameter.data = ...``) afterwards changes
+    what the next save has, not this one.
+
+    ``tensors``: in order, with torch's count of their changes. Those that an address alone finds are the live ones themselves:
+    their addresses are to be taken now, and hold for as long as this object is there.
+    """
+
+    def __init__(self, places: Places, tensors: Sequence[torch.Tensor]) -> None:
+        """``tensors``: live, of the forms that ``places`` was made of."""
+        self._places = places
+        self._memory = [*map(torch.Tensor.untyped_storage, tensors)]
+        self._addresses = [*map(torch.Tensor.data_ptr, tensors)]
+        self.tensors = [*tensors]
+        for number in places.apart:
+            self.tensors[number] = self.tensors[number].detach()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        number = self._places.numbers[name]
+        if number in self._places.apart:
+            return self.tensors[number]
+        (dtype, device, shape, stride), memory = self._places.forms[number], self._memory[number]
+        offset = (self._addresses[number] - memory.data_ptr()) // self._places.itemsizes[number]
+        return torch.empty(0, dtype=dtype, device=device).set_(memory, offset, shape, stride)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places.numbers)
+
+    def __len__(self) -> int:
+        return len(self._places.numbers)
+
+    @property
+    def numbers(self) -> Mapping[str, int]:
+        """Which of ``tensors``, by name."""
+        return self._places.numbers
+
+    def place(self, name: str) -> tuple[int, int]:
+        """Where it begins in this process's memory, and bytes per element; (0, 0): it is not there, or not contiguous."""
+        number = self._places.numbers[name]
+        if number in self._places.apart:
+            return 0, 0
+        return self._addresses[number], self._places.itemsizes[number]
