@@ -35,9 +35,9 @@ from ratchet_service.clock import now_in
 from ratchet_service.columns import MAX_NUMBER
 from ratchet_service.database import Database
 from ratchet_service.fencing import fence, refusals
-from ratchet_service.ingest_checkpoints import hook_iterations
+from ratchet_service.ingest_checkpoints import hook_iterations, told_iterations
 from ratchet_service.ingest_effects import Effects
-from ratchet_service.ingest_news import Told, figures, figures_alone, has_news, later
+from ratchet_service.ingest_news import Told, figures_alone, has_news, later
 from ratchet_service.ingest_rows import AttemptRow, JobRow, NodeRow, Rows, Shape
 from ratchet_service.ingest_series import look_is_due
 from ratchet_service.launchers.results import cut
@@ -84,8 +84,8 @@ def ingest(
 def _ingest(
     database: Database, report: AgentReport, token: str | None, homes: HomePaths, bounds: Bounds, told: Told | None
 ) -> ReportAck:
-    iterations: dict[tuple[int, int], int] = {}
-    if told is None or not (figures(report) and told.less_than(report)):
+    iterations, unknown = told_iterations(report.batches)
+    if unknown or told is None or not told.less_than(report):
         with database.read() as session:
             rows = _seen(session, report, token)
             fence(rows.job, rows.attempt)

@@ -34,10 +34,11 @@ _OF_ONE: Final = (CheckpointCommitted, CheckpointUploaded, CheckpointDeleted, Qu
 _CHUNK: Final = 500
 
 
-def hook_iterations(batches: Sequence[RankBatch], job: JobPaths) -> dict[Key, int]:
-    """Iteration of the hook in each checkpoint that the batches report: as rank 0 has told it beside its save, which is in the
-    same batch but for chance, or else from the manifest. To be called outside of transactions."""
+def told_iterations(batches: Sequence[RankBatch]) -> tuple[dict[Key, int], list[CheckpointCommitted]]:
+    """Iteration of the hook in each checkpoint that the batches report, as rank 0 has told it beside its save, which is in the
+    same batch but for chance; and those of which it is not told."""
     out: dict[Key, int] = {}
+    unknown: list[CheckpointCommitted] = []
     for batch in batches:
         told = {
             message.summary.step: message.summary.iteration
@@ -46,9 +47,21 @@ def hook_iterations(batches: Sequence[RankBatch], job: JobPaths) -> dict[Key, in
         }
         for message in batch.messages:
             if isinstance(message, CheckpointCommitted):
-                found = told[message.step] if message.step in told else _saved_iteration(job, message)
-                if found is not None and 0 <= found <= MAX_NUMBER:
+                found = told.get(message.step, -1)
+                if 0 <= found <= MAX_NUMBER:
                     out[message.step, message.epoch] = found
+                else:
+                    unknown.append(message)
+    return out, unknown
+
+
+def hook_iterations(batches: Sequence[RankBatch], job: JobPaths) -> dict[Key, int]:
+    """The same, and of those that are not told from their manifests. To be called outside of transactions."""
+    out, unknown = told_iterations(batches)
+    for message in unknown:
+        found = _saved_iteration(job, message)
+        if found is not None and 0 <= found <= MAX_NUMBER:
+            out[message.step, message.epoch] = found
     return out
 
 
