@@ -12,27 +12,14 @@ import torch
 from ratchet_hooks.errors import HookStateError
 
 
-class Words:
-    """The words of a state of ``random``'s as a tensor: the same one as long as they are the same, since most jobs never draw."""
-
-    def __init__(self) -> None:
-        self._words: tuple[int, ...] = ()
-        self._tensor = torch.empty(0, dtype=torch.int64)
-
-    def of(self, words: tuple[int, ...]) -> torch.Tensor:
-        if words != self._words:
-            self._words, self._tensor = words, torch.frombuffer(array("q", words), dtype=torch.int64)
-        return self._tensor
-
-
-def capture(device: torch.device, kept: Words | None = None) -> dict[str, Any]:
-    """State of all generators: torch, cuda (of ``device``, None without), numpy, python. ``kept``: of the captures before."""
+def capture(device: torch.device) -> dict[str, Any]:
+    """State of all generators: torch, cuda (of ``device``, None without), numpy, python."""
     version, words, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
         "numpy": np.random.get_state(legacy=False),
-        "python": (version, (kept or Words()).of(words), gauss),
+        "python": (version, torch.frombuffer(array("q", words), dtype=torch.int64), gauss),
     }
 
 

@@ -77,6 +77,7 @@ class Checkpointer:
         staging = self._spec.staging
         self._overlapped = staging == "overlapped" or (staging == "auto" and launch.spec.task is not None)
         self._first = True  # no boundary of this attempt yet
+        self._rehearsed = False
         self._audit: Audit | None = None
         self._tried = False  # in full, what may be copied beside a step
         self._save: Save | None = None
@@ -102,6 +103,7 @@ class Checkpointer:
             self.begin(step, "schedule", content)
         if self._first and self._due.next != math.inf:
             self._prepare(*late())
+        elif not self._first and not self._rehearsed:
             self._rehearse(content)
         self._first = False
 
@@ -270,7 +272,11 @@ class Checkpointer:
             self._audit = Audit([*parameters.values(), *(s for s in sources.each if s.name not in parameters)])
 
     def _rehearse(self, content: Callable[[], Content]) -> None:
-        """Hand over as a save does, and let go of it again: what follows from names and forms is there before the first save."""
+        """Behind the attempt's second step, since behind the first the hook would have to ask DDP for its buckets: hand over as a
+        save does, and let go of it again. What follows from names and forms is there before the first save then."""
+        self._rehearsed = True
+        if self._numbers or self._due.next == math.inf:
+            return
         with uncollected(), suppress(Exception):  # what goes wrong here does so again in the save, and is told then
             mine = content()
             slices = self._cuts.of(mine.snapshot.sizes(), self._world_size)[self._rank]

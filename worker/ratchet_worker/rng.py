@@ -13,7 +13,7 @@ import torch
 from pydantic import JsonValue
 
 from ratchet_hooks.codec import Tensors, encode
-from ratchet_hooks.generators import Words, capture, restore
+from ratchet_hooks.generators import capture, restore
 
 __all__ = ["Capture", "GeneratorState", "capture", "derive_seed", "forked", "is_generator", "restore", "seed_all"]
 
@@ -45,13 +45,13 @@ class Capture:
     """What ``capture`` gives, as ``ratchet_hooks.codec`` has it, from save to save: what is no tensor is mostly what it was."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._words = device, Words()
+        self._device = device
         self._facts: object = None
         self._data: JsonValue = None
 
     def encoded(self) -> tuple[Tensors, JsonValue]:
         """Named tensors and JSON; the same object as long as it says the same."""
-        state = capture(self._device, self._words)
+        state = capture(self._device)
         numpy, (version, words, gauss) = state["numpy"], state["python"]
         key = numpy["state"].get("key")
         if not isinstance(key, np.ndarray) or [*numpy["state"]] != ["key", "pos"] or key.dtype.str != "<u4":
