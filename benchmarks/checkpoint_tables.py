@@ -13,7 +13,10 @@ from benchmarks.stats import Estimate, estimate
 BESIDE: Final = "Ratchet"
 BARE: Final = "Ratchet, nothing to hide it"
 LIMIT: Final = "limit: copy, write in a thread"
-"""Ways, as ``scripts/save_loop.py`` and ``save_ways.py`` name them."""
+DIRECT: Final = "limit: copy, O_DIRECT write in a thread"
+LOAD: Final = "Ratchet, load and verify"
+COLD: Final = ", from the disk"
+"""Ways, as ``scripts/save_loop.py``, ``save_ways.py`` and ``restore_ways.py`` name them."""
 
 
 def stalls(beside: Measured, blocking: Measured) -> None:
@@ -70,10 +73,9 @@ def _save_row(title: str, measured: Measured, saves: Saves) -> None:
 def _loads(measured: Measured) -> None:
     found = dict(measured.loads)
     joined, first = found.pop("joined"), found.pop("first")
-    raw = found["raw read"]
-    print(f"{'loading, page cache warm':<40} {'s':<24} x raw read")
+    print(f"{'loading, from the page cache':<42} {'s':<24} x raw read from there")
     for name, seconds in found.items():
-        print(f"{name:<40} {estimate(seconds)!s:<24} {_short(_paired(seconds, raw))}")
+        print(f"{name:<42} {estimate(seconds)!s:<24} {_short(_of_raw(name, measured))}")
     print(
         f"the attempt that resumed: {joined[0]:.3f} s until its Session was there, {first[0]:.3f} s to put the state back"
     )
@@ -89,18 +91,18 @@ def aims(beside: Measured, blocking: Measured) -> None:
     first = 100 * hidden.first / hidden.step
     aim("stall of the attempt's first save, overlapped, % of a step", 1.0, Estimate(first, first, first, 1))
     told = f"; training lost {statistics.median(hidden.lost):.2f} s by it"
-    if LIMIT in beside.saves:
-        limit = beside.saves[LIMIT]
-        told += f"; a plain copy and write in a thread {_short(_extra(limit))}, {statistics.median(limit.lost):.2f} s"
+    for what, way in (("write", LIMIT), ("O_DIRECT write", DIRECT)):
+        if way in beside.saves:
+            limit = beside.saves[way]
+            told += (
+                f"; a plain copy and {what} in a thread {_short(_extra(limit))}, {statistics.median(limit.lost):.2f} s"
+            )
     told += f"; without steps a save takes {_short(estimate(bare.cpu))} s of CPU"
     aim("extra time of steps beside it, % of the save", 5.0, _extra(hidden), told)
     aim("durable, no steps beside it, x write + fsync of 1/N", 1.15, blocking.ratio(copied.total, WRITE))
     if beside.loads:
-        aim(
-            "load and verify, x raw read",
-            1.40,
-            _paired(beside.loads["Ratchet, load and verify"], beside.loads["raw read"]),
-        )
+        for place in ("", COLD):
+            aim(f"load and verify{place}, x raw read", 1.40, _of_raw(f"{LOAD}{place}", beside))
 
 
 def aim(what: str, limit: float, seen: Estimate, beside: str = "") -> None:
@@ -137,8 +139,10 @@ def _extra(saves: Saves) -> Estimate:
     return estimate([100 * share for share in saves.interference()])
 
 
-def _paired(seconds: Sequence[float], raw: Sequence[float]) -> Estimate:
-    return estimate([a / b for a, b in zip(seconds, raw, strict=True)])
+def _of_raw(name: str, measured: Measured) -> Estimate:
+    """A way of loading to plain reading from where it read, in the same round."""
+    raw = measured.loads[f"raw read{COLD if name.endswith(COLD) else ''}"]
+    return estimate([a / b for a, b in zip(measured.loads[name], raw, strict=True)])
 
 
 def _short(found: Estimate, digits: int = 2) -> str:
