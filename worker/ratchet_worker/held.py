@@ -34,25 +34,26 @@ class Held(Mapping[str, torch.Tensor]):
     """By name, as views that hold the memory: code that gives a tensor other memory (``parameter.data = ...``) afterwards changes
     what the next save has, not this one.
 
-    ``tensors``: in order, with torch's count of their changes. Those that an address alone finds are the live ones themselves:
-    their addresses are to be taken now, and hold for as long as this object is there.
+    ``tensors``: in order, with torch's count of their changes; ``addresses``: where each begins, 0 where an address alone does
+    not find it. The others of ``tensors`` are the live ones, which may have other memory soon: the address holds for as long as
+    this object is there.
     """
 
     def __init__(self, places: Places, tensors: Sequence[torch.Tensor]) -> None:
         """``tensors``: live, of the forms that ``places`` was made of."""
         self._places = places
         self._memory = [*map(torch.Tensor.untyped_storage, tensors)]
-        self._addresses = [*map(torch.Tensor.data_ptr, tensors)]
+        self.addresses = [*map(torch.Tensor.data_ptr, tensors)]
         self.tensors = [*tensors]
         for number in places.apart:
-            self.tensors[number] = self.tensors[number].detach()
+            self.tensors[number], self.addresses[number] = self.tensors[number].detach(), 0
 
     def __getitem__(self, name: str) -> torch.Tensor:
         number = self._places.numbers[name]
         if number in self._places.apart:
             return self.tensors[number]
         (dtype, device, shape, stride), memory = self._places.forms[number], self._memory[number]
-        offset = (self._addresses[number] - memory.data_ptr()) // self._places.itemsizes[number]
+        offset = (self.addresses[number] - memory.data_ptr()) // self._places.itemsizes[number]
         return torch.empty(0, dtype=dtype, device=device).set_(memory, offset, shape, stride)
 
     def __iter__(self) -> Iterator[str]:
@@ -67,8 +68,6 @@ class Held(Mapping[str, torch.Tensor]):
         return self._places.numbers
 
     def place(self, name: str) -> tuple[int, int]:
-        """Where it begins in this process's memory, and bytes per element; (0, 0): it is not there, or not contiguous."""
+        """Of ``addresses``, and bytes per element."""
         number = self._places.numbers[name]
-        if number in self._places.apart:
-            return 0, 0
-        return self._addresses[number], self._places.itemsizes[number]
+        return self.addresses[number], self._places.itemsizes[number]

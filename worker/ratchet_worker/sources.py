@@ -11,7 +11,7 @@ import torch
 from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX
 from ratchet_store.slices import Slice
 from ratchet_worker.held import Held
-from ratchet_worker.snapshot import Sizes, Snapshot, Until
+from ratchet_worker.snapshot import Sizes, Snapshot, Until, is_plain
 
 
 class Source(NamedTuple):
@@ -29,11 +29,13 @@ class Source(NamedTuple):
 
 
 class Listed(Sequence[Source]):
-    """Of tensors that are new, and of columns that are kept from save to save: made once somebody looks at one. ``memory`` holds
-    that of the tensors."""
+    """Of tensors that are new, and of columns that are kept from save to save: made once somebody looks at one. ``addresses``: as
+    ``address`` gives them; ``memory`` holds that of the tensors."""
 
-    def __init__(self, columns: _Columns, tensors: Sequence[torch.Tensor], memory: object) -> None:
-        self.tensors = tensors
+    def __init__(
+        self, columns: _Columns, tensors: Sequence[torch.Tensor], addresses: Sequence[int], memory: object
+    ) -> None:
+        self.tensors, self.addresses = tensors, addresses
         self._columns, self._memory = columns, memory
 
     @cached_property
@@ -67,6 +69,18 @@ class Sources(NamedTuple):
         """Of ``each``, in its order."""
         return self.each.tensors if isinstance(self.each, Listed) else [source.tensor for source in self.each]
 
+    @property
+    def addresses(self) -> Sequence[int]:
+        """Of the same tensors; to be asked before these are given other memory."""
+        return (
+            self.each.addresses if isinstance(self.each, Listed) else [address(source.tensor) for source in self.each]
+        )
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Where its bytes lie in this process's memory, row-major as they are stored; 0: they do not, or there are none."""
+    return tensor.data_ptr() if is_plain(tensor) else 0
+
 
 class Lister:
     """Of one rank: its slices of the shared tensors, and all of its private ones. From save to save only the tensors are put into
@@ -90,9 +104,15 @@ class Lister:
             self._columns = self._listed(snapshot, slices)
             number = {name: n for n, (name, _, _) in enumerate(sizes)}
             self._numbers = [number[s.name] for s in slices]
-        held = shared.tensors if isinstance(shared, Held) else [*shared.values()]
-        tensors = [*map(held.__getitem__, self._numbers), *snapshot.private.values()]
-        return Sources(Listed(self._columns, tensors, shared), self._form)
+        own, numbers = snapshot.private.values(), self._numbers
+        if isinstance(shared, Held):
+            tensors, addresses = [shared.tensors[n] for n in numbers], [shared.addresses[n] for n in numbers]
+        else:
+            views = [*shared.values()]
+            tensors = [views[n] for n in numbers]
+            addresses = [*map(address, tensors)]
+        listed = Listed(self._columns, [*tensors, *own], [*addresses, *map(address, own)], shared)
+        return Sources(listed, self._form)
 
     def _listed(self, snapshot: Snapshot, slices: Sequence[Slice]) -> _Columns:
         until, private = snapshot.until, snapshot.private

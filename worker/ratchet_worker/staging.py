@@ -14,8 +14,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from itertools import chain
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -24,7 +27,7 @@ from ratchet_contract.errors import StateError
 from ratchet_store.blockwise import Range
 from ratchet_store.rankfile import Piece, file_order
 from ratchet_store.slices import Slice
-from ratchet_worker.snapshot import DTYPE_NAMES, Until, byte_view, is_plain
+from ratchet_worker.snapshot import DTYPE_NAMES, Until, byte_view
 from ratchet_worker.sources import Source, Sources
 
 _SHARE: Final = (
@@ -117,7 +120,12 @@ class _Layout:
         self.kinds: dict[Until, list[int]] = {until: [] for until in Until}
         for number, source in enumerate(sources):
             self.kinds[source.until].append(number)
-        self.skipped = [source.start * source.tensor.element_size() for source in sources]  # bytes of the tensor
+        skipped = [source.start * source.tensor.element_size() for source in sources]  # bytes of the tensor
+        self.columns = {  # compact: they are read while training waits, behind a step that has emptied the caches
+            until: tuple(array("Q", map(column.__getitem__, numbers)) for column in (self.offsets, skipped, self.sizes))
+            for until, numbers in self.kinds.items()
+        }
+        self.large = {until: any(self.sizes[n] > 2 * _SHARE for n in numbers) for until, numbers in self.kinds.items()}
 
 
 class Staged:
@@ -125,7 +133,7 @@ class Staged:
     part in it."""
 
     def __init__(self, sources: Sources, layout: _Layout, buffer: torch.Tensor, stream: Any) -> None:
-        self._sources, self._tensors = sources.each, sources.tensors
+        self._sources, self._tensors, self._addresses = sources.each, sources.tensors, sources.addresses
         self._layout, self._buffer, self._stream = layout, buffer, stream
         self._copied = {until: threading.Event() for until in Until}
         self._marks: dict[Until, Any] = {}
@@ -133,19 +141,17 @@ class Staged:
         self.error: str | None = None
 
     def _moves_of(self, until: Until) -> list[_Move]:
-        start, layout, counts = self._buffer.data_ptr(), self._layout, until is not Until.BOUNDARY
-        moves: list[_Move] = []
-        for number in layout.kinds[until]:
-            tensor = self._tensors[number]
-            plain = is_plain(tensor)
-            version = tensor._version if counts and not tensor.is_inference() else None
-            origin = tensor.data_ptr() + layout.skipped[number] if plain else 0
-            target, nbytes = start + layout.offsets[number], layout.sizes[number]
-            while origin and nbytes > 2 * _SHARE:  # so that two threads have something of a large one, too
-                moves.append((number, version, target, origin, _SHARE))
-                target, origin, nbytes = target + _SHARE, origin + _SHARE, nbytes - _SHARE
-            moves.append((number, version, target, origin, nbytes))
-        return moves
+        start, numbers = self._buffer.data_ptr(), self._layout.kinds[until]
+        tensors = [self._tensors[number] for number in numbers]
+        versions = _versions(tensors) if until is not Until.BOUNDARY else [None] * len(numbers)
+        addresses = map(self._addresses.__getitem__, numbers)
+        moves = [
+            (number, version, start + offset, address and address + skipped, nbytes)
+            for number, version, address, offset, skipped, nbytes in zip(
+                numbers, versions, addresses, *self._layout.columns[until], strict=True
+            )
+        ]
+        return [*chain.from_iterable(map(_cut, moves))] if self._layout.large[until] else moves
 
     def copy(self, until: Until) -> None:
         """Copy every source of this kind that nobody else is copying; ``error`` says what had changed before it was copied."""
@@ -279,6 +285,23 @@ _Move = tuple[int, int | None, int, int, int]
 and from in contiguous memory of the host (from 0: torch makes the copy); bytes."""
 
 _memmove = ctypes.memmove
+_version = attrgetter("_version")
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
+    try:
+        return [*map(_version, tensors)]
+    except RuntimeError:  # inference tensors have none
+        return [None if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def _cut(move: _Move) -> Iterator[_Move]:
+    """So that two threads have something of a large one, too."""
+    number, version, target, origin, nbytes = move
+    while origin and nbytes > 2 * _SHARE:
+        yield number, version, target, origin, _SHARE
+        target, origin, nbytes = target + _SHARE, origin + _SHARE, nbytes - _SHARE
+    yield number, version, target, origin, nbytes
 
 
 def _changed(source: Source) -> str:
