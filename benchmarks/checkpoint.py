@@ -27,15 +27,16 @@ MEGABYTES: Final = 401  # what is meant by "at least 400 MB" when a manifest's h
 RANKS: Final = (1, 2, 4)
 ROUNDS: Final = {1: 7, 2: 5, 4: 3}  # by ranks: steps of four on two cores take long
 WAY_ROUNDS: Final = 3  # of these other packages have
-RESTORES: Final = {1: 3, 2: 3, 4: 0}
+RESTORES: Final = {1: 7, 2: 5, 4: 0}
 BATCH: Final = 48  # samples per rank, for which a step of one rank takes about 0.3 s
 SIZES: Final = (50, 1000)  # and what ``stalls`` has measured
 GROWTH_ROUNDS: Final = 2
+LIMITS: Final = (checkpoint_tables.LIMIT, checkpoint_tables.DIRECT)
 FEW: Final = (
     "torch.save",
     "dcp.async_save, thread, kept stager",
     "Lightning AsyncCheckpointIO",
-    checkpoint_tables.LIMIT,
+    *LIMITS,
 )
 ALL: Final = (
     "dcp.save",
@@ -44,7 +45,7 @@ ALL: Final = (
     *FEW,
 )
 """Of ``scripts/save_ways.py``."""
-WAYS: Final = {1: FEW, 2: ALL, 4: (checkpoint_tables.LIMIT,)}
+WAYS: Final = {1: FEW, 2: ALL, 4: LIMITS}
 """By ranks: all of them on two, and on others what there is time for."""
 PARTS: Final = ("stalls", "growth", "every_step", "store")
 

@@ -23,7 +23,7 @@ import torch
 from restore_ways import measure_restore
 from save_state import Copy, buffer_for, net, width_of
 from save_steps import Loop, Step, beside_busy_cores, cpu_seconds
-from save_ways import LIMIT, WAYS, Pending, Way, World, end_checkpoint_process, remove, sync, write_synced
+from save_ways import LIMITS, WAYS, Pending, Way, World, end_checkpoint_process, remove, sync, write_synced
 
 from ratchet_contract import environment
 from ratchet_contract.messages import LaunchFile
@@ -75,10 +75,10 @@ class Rounds:
         self._checkpoint = lambda step: JobPaths(Path(launch.job_root)).checkpoint(step, launch.epoch)
         self.saves: list[Save] = []
         self._copies: list[float] = []  # of this round
-        self.limits: dict[str, list[float]] = {"copy of the share": [], "write of the share": []}
+        self.limits: dict[str, list[float]] = {"copy of the share": [], "write of the share": [], "O_DIRECT write": []}
 
     def run(self, number: int) -> None:
-        names = [name for name in self._ways if number <= self._last or name == LIMIT]
+        names = [name for name in self._ways if number <= self._last or name in LIMITS]
         shift = number % len(names) if names else 0
         for name in names[shift:] + names[:shift]:
             self._turn(name, number)
@@ -174,9 +174,10 @@ class Rounds:
     def _write_limit(self) -> None:
         raw = self._folder / f"raw-{self._world.rank}"
         self._step_and_copy()
-        raw.unlink(missing_ok=True)
-        self._settle()
-        self.limits["write of the share"].append(self._timed(lambda: write_synced(raw, self._share.bytes)))
+        for name, direct in (("write of the share", False), ("O_DIRECT write", True)):
+            raw.unlink(missing_ok=True)
+            self._settle()
+            self.limits[name].append(self._timed(lambda direct=direct: write_synced(raw, self._share.bytes, direct)))  # type: ignore[misc]
 
     def _step_and_copy(self) -> Step:
         """A step, and behind it a plain copy, which finds the caches as a save does."""

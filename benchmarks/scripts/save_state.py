@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from typing import Any, Final
 
 import torch
@@ -69,5 +70,5 @@ class Copy:
 
 
 def buffer_for(nbytes: int) -> torch.Tensor:
-    """So many bytes, touched."""
-    return torch.ones(nbytes, dtype=torch.uint8)
+    """So many bytes, touched; they begin on a page."""
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).fill_(1)

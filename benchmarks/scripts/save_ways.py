@@ -25,6 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 THREAD: Final = AsyncCheckpointerType.THREAD
 PROCESS: Final = AsyncCheckpointerType.PROCESS
 LIMIT: Final = "limit: copy, write in a thread"
+DIRECT: Final = "limit: copy, O_DIRECT write in a thread"
+LIMITS: Final = (LIMIT, DIRECT)
 
 
 class Pending:
@@ -65,12 +67,13 @@ class World:
         return live_tensors(self.model, self.optimizer)
 
 
-def write_synced(path: Path, data: memoryview) -> None:
-    """Plain system calls: written and on the disk."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+def write_synced(path: Path, data: memoryview, direct: bool = False) -> None:
+    """Plain system calls: written and on the disk. ``direct``: past the page cache, and so whole pages."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | (os.O_DIRECT if direct else 0), 0o644)
+    chunk, end = (4 * CHUNK, len(data) // 4096 * 4096) if direct else (CHUNK, len(data))
     try:
-        for offset in range(0, len(data), CHUNK):
-            os.write(fd, data[offset : offset + CHUNK])
+        for offset in range(0, end, chunk):
+            os.write(fd, data[offset : min(offset + chunk, end)])
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -198,8 +201,8 @@ class Lightning:
 class Limit:
     """No way to save: this rank's share is copied, a thread writes and syncs it, without a digest, a header or a commit."""
 
-    def __init__(self, copy: Copy) -> None:
-        self._copy = copy
+    def __init__(self, copy: Copy, direct: bool) -> None:
+        self._copy, self._direct = copy, direct
 
     def save(self, place: Path) -> Pending:
         self._copy()
@@ -209,7 +212,7 @@ class Limit:
 
     def _write(self, place: Path, pending: Pending) -> None:
         try:
-            write_synced(place.with_name(f"{place.name}-{dist.get_rank()}"), self._copy.bytes)
+            write_synced(place.with_name(f"{place.name}-{dist.get_rank()}"), self._copy.bytes, self._direct)
         except BaseException as error:
             pending.error = error
         pending.durable = time.perf_counter()
@@ -232,6 +235,7 @@ WAYS: Final[dict[str, Callable[[World, Copy], Way]]] = {
     "dcp.async_save, thread, staged beside": lambda world, share: DcpAsync(world, THREAD, _stager(in_background=True)),
     "dcp.async_save, process, shared stager": lambda world, share: DcpAsync(world, PROCESS, _stager(shared=True)),
     "Lightning AsyncCheckpointIO": lambda world, share: Lightning(world),
-    LIMIT: lambda world, share: Limit(share),
+    LIMIT: lambda world, share: Limit(share, direct=False),
+    DIRECT: lambda world, share: Limit(share, direct=True),
 }
 """Rows of the table, in the order of a round."""
