@@ -188,7 +188,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_the_state_o
     assert [rank.last.step for rank in group.ranks] == [3, 3]
 
 
-def test_training_goes_on_while_older_checkpoints_are_deleted_and_a_stop_waits_for_it(
+def test_training_goes_on_while_older_checkpoints_are_deleted_and_an_end_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group, may_delete, real = Group(tmp_path, every_steps=2, keep_last=2), threading.Event(), Committer.retain
@@ -202,7 +202,13 @@ def test_training_goes_on_while_older_checkpoints_are_deleted_and_a_stop_waits_f
         assert group.step(number) == [None, None]
         assert group.drain() == [0, 0]
     assert [rank.last.step for rank in group.ranks] == [2, 2] and not may_delete.is_set()
+    ending = threading.Thread(target=group.ranks[0].settle, daemon=True)
+    ending.start()
+    ending.join(0.5)
+    assert ending.is_alive()
     may_delete.set()
+    ending.join(20)
+    assert not ending.is_alive()
     for number in (4, 5, 6, 7):
         group.step(number)
     group.together(lambda rank: group.ranks[rank].save(7, "stop", False, lambda: group.content(rank, 7)))

@@ -9,6 +9,7 @@ what it does.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -42,6 +43,7 @@ from ratchet_worker.staging import Staging, size_of
 
 _LOOK: Final = 0.25  # seconds between two signs of life while a save is waited for
 _PAUSE: Final = 1.0  # seconds between two tries to save a job's end
+_SETTLING: Final = 10.0  # seconds that an attempt's end waits for older checkpoints to be deleted
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Checkpointer:
         self._audit: Audit | None = None
         self._tried = False  # in full, what may be copied beside a step
         self._save: Save | None = None
+        self._settled: threading.Event | None = None  # of the last save
         self._numbers = 0
         self._stall = 0.0  # of the open step
         self._failure: str | None = None
@@ -165,6 +168,12 @@ class Checkpointer:
         self._await(self._save)
         return self._look()
 
+    def settle(self) -> None:
+        """At the end: wait until older checkpoints are deleted, and that is told. Not for long: what is left is the service's."""
+        end = time.monotonic() + _SETTLING
+        while self._settled is not None and not self._settled.wait(_LOOK) and time.monotonic() < end:
+            self._counter.tick()
+
     @property
     def too_many_failures(self) -> CheckpointError:
         return CheckpointError(f"{MAX_FAILURES} saves in a row failed, the last at {self._given_up}")
@@ -185,6 +194,7 @@ class Checkpointer:
 
     def finish(self) -> None:
         """The newest checkpoint of this attempt was the job's last. Raises ``CheckpointError``."""
+        self.settle()
         self._committer.finish()
 
     # --- parts ---------------------------------------------------------------------------------------------------------
@@ -220,6 +230,7 @@ class Checkpointer:
         except (RatchetError, OSError, MemoryError) as error_:
             mine, error = None, f"rank {self._rank}: {error_}"
         self._save = Save(order, mine, staged, error, thorough, stall=time.perf_counter() - begun)
+        self._settled = self._save.settled
         self._saver.submit(self._save)
 
     def _await(self, save: Save) -> None:

@@ -312,6 +312,7 @@ class Runtime:
         """What went wrong, or None."""
         self.checkpointer.drain()
         if self.step == self.checkpointer.last.step:
+            self.checkpointer.settle()
             return None
         try:
             return self._save(reason, left=left)

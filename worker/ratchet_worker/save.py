@@ -30,6 +30,8 @@ class Save:
     attention: threading.Event = field(default_factory=threading.Event)
     """Set: somebody waits for the save, or its file has been written."""
     done: threading.Event = field(default_factory=threading.Event)
+    settled: threading.Event = field(default_factory=threading.Event)
+    """Set: older checkpoints are deleted, too, for which a training does not wait."""
     verdict: Verdict = field(default_factory=dict)
     failure: BaseException | None = None  # of the exchange: there is no verdict
     seconds: float = 0.0

@@ -72,6 +72,7 @@ class Saver:
                 work.failure = error
             finally:
                 _end(work)
+                work.settled.set()
             del work  # and with it what it holds of the state, which is not to lie here until the next
 
     def _save(self, save: Save) -> None:
