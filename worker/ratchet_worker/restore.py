@@ -89,7 +89,8 @@ def _unfilled() -> Iterator[None]:
     """New tensors are left as they are, which deterministic algorithms fill: all of these are read into, or never seen."""
     settings: Any = deterministic  # its attributes are made as it is imported
     before = settings.fill_uninitialized_memory
-    settings.fill_uninitialized_memory = False
+    if before and torch.are_deterministic_algorithms_enabled():
+        settings.fill_uninitialized_memory = False
     try:
         yield
     finally:
