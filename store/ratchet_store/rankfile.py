@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ratchet_contract.errors import CheckpointError, StateError
 from ratchet_contract.manifest import RANK_PREFIX, FileEntry, TensorEntry, dump_entries
@@ -18,6 +18,9 @@ from ratchet_store.state_text import JsonValue, encode_state
 
 BytesLike = Any
 """Anything with a contiguous buffer: bytes, bytearray, memoryview, a numpy array of uint8."""
+
+
+_ROUND: Final = 64  # bytes: torch's tensors begin on a multiple of it
 
 
 class Piece(NamedTuple):
@@ -45,20 +48,21 @@ class Written(NamedTuple):
     digests: list[str]
 
 
-def file_order(names: Sequence[str], dtypes: Sequence[str]) -> list[int]:
-    """The numbers of pieces in the order of a rank file: wide elements first, so that without gaps between them every one starts
-    on a multiple of its element size; among those of a width what all ranks share, since it is what other ranks read of it.
-    Raises ``StateError`` for a dtype that cannot be stored."""
+def file_order(names: Sequence[str], dtypes: Sequence[str], sizes: Sequence[int]) -> list[int]:
+    """The numbers of pieces of ``sizes`` bytes in the order of a rank file: wide elements first, so that without gaps between
+    them every one starts on a multiple of its element size; among those of a width what all ranks share, since it is what other
+    ranks read of it; among these the rounder sizes, since a system copies bytes a fifth faster between places that are alike in
+    their last five bits, and tensors lie on round ones. Raises ``StateError`` for a dtype that cannot be stored."""
     for name, dtype in zip(names, dtypes, strict=True):
         if dtype not in ITEMSIZE:
             raise StateError(
                 f"tensor {name!r} has dtype {dtype!r}, which safetensors cannot hold; known: {', '.join(ITEMSIZE)}"
             )
-    return sorted(range(len(names)), key=lambda i: _place_of(names[i], dtypes[i]))
+    return sorted(range(len(names)), key=lambda i: _place_of(names[i], dtypes[i], sizes[i]))
 
 
-def _place_of(name: str, dtype: str) -> tuple[int, bool]:
-    return -ITEMSIZE[dtype], name.startswith(RANK_PREFIX)
+def _place_of(name: str, dtype: str, size: int) -> tuple[int, bool, int]:
+    return -ITEMSIZE[dtype], name.startswith(RANK_PREFIX), -math.gcd(size, _ROUND)
 
 
 class RankWriter:
@@ -131,7 +135,9 @@ class _Layout:
     def __init__(self, file: str, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
             _check(piece)
-        if file_order([p.name for p in pieces], [p.dtype for p in pieces]) != [*range(len(pieces))]:
+        if file_order([p.name for p in pieces], [p.dtype for p in pieces], [p.nbytes for p in pieces]) != [
+            *range(len(pieces))
+        ]:
             raise StateError("the tensors of the rank file are not in its order (file_order)")
         self._file, self.pieces = file, pieces
         self._stored = _placed(pieces)
@@ -170,7 +176,7 @@ def _placed(pieces: Sequence[Piece]) -> dict[str, Stored]:
 def _check(piece: Piece) -> None:
     """Do the bytes fit shape and dtype? Raises ``StateError``."""
     where = f"tensor {piece.name!r}"
-    file_order([piece.name], [piece.dtype])
+    file_order([piece.name], [piece.dtype], [piece.nbytes])
     try:
         piece.name.encode()
     except UnicodeEncodeError as error:

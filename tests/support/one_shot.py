@@ -23,7 +23,8 @@ class Given(NamedTuple):
 
 def laid_out(given: Sequence[Given]) -> tuple[list[Piece], bytes]:
     """Pieces in file order, and their bytes one behind the other."""
-    order = [given[i] for i in file_order([one.name for one in given], [one.dtype for one in given])]
+    sizes = [memoryview(one.data).nbytes for one in given]
+    order = [given[i] for i in file_order([one.name for one in given], [one.dtype for one in given], sizes)]
     data = [bytes(memoryview(one.data)) for one in order]
     pieces = [Piece(*one[:4], len(its)) for one, its in zip(order, data, strict=True)]
     return pieces, b"".join(data)

@@ -106,7 +106,7 @@ class _Layout:
             if source.tensor.dtype not in DTYPE_NAMES:
                 raise StateError(f"{source.name}: dtype {source.tensor.dtype} cannot be stored")
         dtypes = [DTYPE_NAMES[source.tensor.dtype] for source in sources]
-        self.order = file_order([source.name for source in sources], dtypes)
+        self.order = file_order([s.name for s in sources], dtypes, [s.nbytes for s in sources])
         self.pieces = [
             Piece(s.name, dtypes[i], tuple(s.tensor.shape), s.start, s.nbytes)
             for i, s in ((i, sources[i]) for i in self.order)
