@@ -93,7 +93,10 @@ class RankWriter:
         tensors, listing = layout.entries(len(header))
         path = directory / self._name
         try:
-            ensure_dir(directory)
+            ensure_dir(directory.parent)
+            directory.mkdir(
+                exist_ok=True
+            )  # the commit makes its name durable: without that there is nothing to be found in it
             _refuse_committed(directory)
             with replacing(path) as fd:
                 size, blocks, digests = self._stream(Blockwise(fd, header, view, BLOCK, ranges))

@@ -15,11 +15,11 @@ import ctypes
 import mmap
 import threading
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -126,6 +126,28 @@ class _Layout:
             for until, numbers in self.kinds.items()
         }
         self.large = {until: any(self.sizes[n] > 2 * _SHARE for n in numbers) for until, numbers in self.kinds.items()}
+        self.places = [
+            _Place(offset, size, s.start, s.tensor.dtype)
+            for s, offset, size in zip(sources, self.offsets, self.sizes, strict=True)
+        ]
+        self._names = [s.name for s in sources]
+        self._under: dict[str, dict[str, _Place]] = {}
+
+    def under(self, prefix: str) -> Mapping[str, _Place]:
+        """The places of names that begin so, by the rest of the name. To be asked by one thread at a time."""
+        if prefix not in self._under:
+            found = zip(self._names, self.places, strict=True)
+            self._under[prefix] = {name.removeprefix(prefix): at for name, at in found if name.startswith(prefix)}
+        return self._under[prefix]
+
+
+class _Place(NamedTuple):
+    """In the buffer: ``offset`` and ``nbytes``; the copy's first element is the tensor's element ``start``."""
+
+    offset: int
+    nbytes: int
+    start: int
+    dtype: torch.dtype
 
 
 class Staged:
@@ -216,27 +238,25 @@ class Staged:
 
     def ranges(self, prefix: str, slices: Iterable[Slice]) -> list[Range]:
         """Where in what is written slices lie that are in the sources; their names without ``prefix``."""
-        layout = self._layout
-        found = {s.name: (layout.offsets[i], s.start, s.tensor.element_size()) for i, s in enumerate(self._sources)}
+        places = self._layout.under(prefix)
         ranges: list[Range] = []
         for name, start, stop in slices:
-            offset, first, size = found[f"{prefix}{name}"]
-            ranges.append((offset + (start - first) * size, offset + (stop - first) * size))
+            at = places[name]
+            zero = at.offset - at.start * at.dtype.itemsize  # where the tensor's first element would lie
+            ranges.append((zero + start * at.dtype.itemsize, zero + stop * at.dtype.itemsize))
         return ranges
 
     def tensors(self, prefix: str) -> dict[str, torch.Tensor]:
-        """The same, flat and of their dtypes."""
-        found = enumerate(self._sources)
-        return {s.name.removeprefix(prefix): self._part(number) for number, s in found if s.name.startswith(prefix)}
+        """The copies of sources whose names begin so, by the rest of the name: flat, and of their dtypes."""
+        return {name: self._part(place) for name, place in self._layout.under(prefix).items()}
 
-    def _part(self, number: int) -> torch.Tensor:
-        offset = self._layout.offsets[number]
-        return self._buffer[offset : offset + self._layout.sizes[number]].view(self._tensors[number].dtype)
+    def _part(self, place: _Place) -> torch.Tensor:
+        return self._buffer[place.offset : place.offset + place.nbytes].view(place.dtype)
 
     def _copy(self, number: int) -> None:
         source, tensor = self._sources[number], self._sources[number].tensor.detach()
         flat = (tensor if tensor.is_contiguous() else tensor.contiguous()).view(-1)[source.start : source.stop]
-        self._part(number).copy_(flat, non_blocking=True)
+        self._part(self._layout.places[number]).copy_(flat, non_blocking=True)
 
     @contextmanager
     def _queue(self, until: Until) -> Iterator[None]:
