@@ -128,7 +128,7 @@ def measure(service: Service, setup: Setup, folder: Path) -> Measured:
         reports = {m["step"]: m for m in spool(first, 0) if m["kind"] == "checkpoint" and m["stall"] is not None}
         print(f"  ran {setup}: {time.monotonic() - begin:.0f} s", flush=True)
         return Measured(
-            setup, ranks[0]["nbytes"], ranks[0]["tensors"], _saves([rank["saves"] for rank in ranks], reports),
+            setup, ranks[0]["nbytes"], ranks[0]["tensors"], _saves(ranks, reports),
             _slowest([rank["limits"] for rank in ranks]), _loads(place, setup), max(rank["trial"] for rank in ranks),
             ranks[0]["busy_cores"],
         )  # fmt: skip
@@ -179,8 +179,9 @@ def _loads(place: Path, setup: Setup) -> dict[str, list[float]]:
     return {**out, "first": [max(rank["first"] for rank in ranks)], "joined": [max(rank["joined"] for rank in ranks)]}
 
 
-def _saves(of_ranks: list[list[dict[str, Any]]], reports: dict[int, dict[str, Any]]) -> dict[str, Saves]:
+def _saves(ranks: list[dict[str, Any]], reports: dict[int, dict[str, Any]]) -> dict[str, Saves]:
     """All ranks saved in the same order; what one rank waited for, all did. ``reports``: Ratchet's own, by step."""
+    of_ranks = [rank["saves"] for rank in ranks]
     quiet: dict[int, list[float]] = {}
     cpus: list[dict[int, list[float]]] = [{} for _ in of_ranks]
     for same in zip(*of_ranks, strict=True):
@@ -191,7 +192,7 @@ def _saves(of_ranks: list[list[dict[str, Any]]], reports: dict[int, dict[str, An
     found: dict[str, list[_One]] = {}
     for same in zip(*of_ranks, strict=True):
         number = same[0]["round"]
-        stall = max(save["call"] + save["held"] for save in same)
+        stall = max(_stall(save, rank["still"]) for save, rank in zip(same, ranks, strict=True))
         extra = statistics.fmean(sum(s["busy"]) - len(s["busy"]) * step.get(number, 0.0) for s in same)
         cpu = sum(
             save["cpu"] - (len(save["busy"]) * statistics.median(of[number]) if save["busy"] else 0.0)
@@ -204,6 +205,14 @@ def _saves(of_ranks: list[list[dict[str, Any]]], reports: dict[int, dict[str, An
         found.setdefault(same[0]["way"], []).append(one)
     typical = statistics.median(step.values()) if step else 0.0
     return {way: _together(saves, typical) for way, saves in found.items()}
+
+
+def _stall(save: dict[str, Any], still: dict[str, float]) -> float:
+    """Without what the loop stands still for in a step that has no save, too: Ratchet's boundary, and the way to where waiting
+    would be measured."""
+    boundary = still["boundary"] if save["step"] is not None else 0.0
+    seconds: float = save["call"] - boundary + save["held"] - save["waits"] * still["held"]
+    return seconds
 
 
 class _One(NamedTuple):

@@ -18,6 +18,7 @@ from save_ways import World
 from ratchet_contract.manifest import TensorEntry
 from ratchet_store.read import load
 from ratchet_worker import reload, restore
+from ratchet_worker.cores import own_cores
 from ratchet_worker.session import Session
 
 _trim = ctypes.CDLL(None).malloc_trim  # glibc's: free memory goes back to the system
@@ -43,7 +44,7 @@ def measure_restore(session: Session, world: World, rounds: int, folder: Path) -
 
     def verified() -> None:
         """Every byte, into memory whose pages are there, by as many threads as a resume has."""
-        load(directory, manifest, lambda entry: True, place, ranks=[session.rank], threads=restore.own_cores())
+        load(directory, manifest, lambda entry: True, place, ranks=[session.rank], threads=own_cores())
 
     def resumed() -> None:
         """What a resume does: read and verify before anything is built, then put in place and compare with what was saved."""

@@ -41,12 +41,13 @@ class Save:
     """Seconds. ``call`` and ``held``: the loop stood still; ``total``: until all bytes were durable, from outside; ``quiet`` and
     ``busy``: steps before, and until it was durable, without what they were held; ``quiet_cpu``: processor time of those before,
     ``cpu``: of all that was done from the call until the last of ``busy``. ``step`` and ``handing_over``: of a save of Ratchet's,
-    and what its ``call`` took of the loop's thread."""
+    and what its ``call`` took of the loop's thread. ``waits``: how often ``held`` was measured."""
 
     way: str
     round: int
     call: float
     held: float = 0.0
+    waits: int = 0
     total: float = 0.0
     quiet: list[float] = field(default_factory=list)
     quiet_cpu: list[float] = field(default_factory=list)
@@ -74,6 +75,7 @@ class Rounds:
         self._overlapped = launch.spec.checkpoint.staging == "overlapped"
         self._checkpoint = lambda step: JobPaths(Path(launch.job_root)).checkpoint(step, launch.epoch)
         self.saves: list[Save] = []
+        self.still: dict[str, list[float]] = {"held": [], "boundary": []}  # of steps without a save
         self._copies: list[float] = []  # of this round
         self.limits: dict[str, list[float]] = {"copy of the share": [], "write of the share": [], "O_DIRECT write": []}
 
@@ -94,7 +96,7 @@ class Rounds:
         loop, place = self._loop, self._folder / name.replace(" ", "-").replace(",", "")
         if self._world.rank == 0:
             remove(place)
-        before = loop.step()
+        before = self._step()
         self._settle()
         begin, cpu = time.perf_counter(), cpu_seconds()
         pending = self._ways[name].save(place)
@@ -124,7 +126,7 @@ class Rounds:
             step = self._loop.step(pending, done=done())
             all_done = step.done
             save.busy.append(step.seconds)
-            save.held += self._loop.held
+            save.held, save.waits = save.held + self._loop.held, save.waits + 1
         _wait_for(done)
 
     def _beside_steps(self, number: int) -> None:
@@ -149,7 +151,7 @@ class Rounds:
         loop = self._loop
         if not self._overlapped:
             self._step_and_copy()  # a round has two
-        loop.step()  # so that the caches hold what they hold behind a step
+        self._step()  # so that the caches hold what they hold behind a step
         loop.to_the_last_of_a_cycle()
         manifest = self._due()
         self._settle()
@@ -160,7 +162,7 @@ class Rounds:
             own = time.thread_time()
             loop.update()
             cpu += time.thread_time() - own  # the optimizer's
-            save.held = loop.held
+            save.held, save.waits = loop.held, 1
         _wait_for(manifest.exists)
         save.cpu = cpu_seconds() - cpu
         save.total = manifest.stat().st_ctime - unix
@@ -181,9 +183,16 @@ class Rounds:
 
     def _step_and_copy(self) -> Step:
         """A step, and behind it a plain copy, which finds the caches as a save does."""
-        step = self._loop.step()
+        step = self._step()
         self._settle()
         self._copies.append(self._timed(self._share))
+        return step
+
+    def _step(self) -> Step:
+        """One beside which nothing is saved."""
+        step = self._loop.step()
+        self.still["held"].append(self._loop.held)
+        self.still["boundary"].append(self._loop.boundary)
         return step
 
     def _timed(self, work: Callable[[], None]) -> float:
@@ -240,6 +249,7 @@ def main() -> None:
             out,
             {
                 "saves": [asdict(save) for save in rounds.saves],
+                "still": {name: statistics.median(seconds) for name, seconds in rounds.still.items()},
                 "limits": rounds.limits,
                 "nbytes": rounds.nbytes,
                 "tensors": rounds.tensors,

@@ -15,7 +15,8 @@ from torch.utils import deterministic
 from ratchet_contract.errors import CheckpointError
 from ratchet_store import rankfile
 from ratchet_worker import optimizer_state
-from ratchet_worker.restore import Chosen, own_cores, read
+from ratchet_worker.cores import own_cores
+from ratchet_worker.restore import Chosen, read
 from ratchet_worker.snapshot import byte_view
 from tests.support.checkpoints import make_checkpoint, shared_bytes
 

@@ -6,8 +6,8 @@ import math
 import os
 import resource
 import threading
-import time
 from itertools import accumulate
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -84,34 +84,41 @@ def test_what_is_staged_at_the_boundary_may_change_at_once_and_the_rest_when_it_
     ]
 
 
-def test_who_waits_takes_part_and_waits_for_what_another_thread_is_copying(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cores", [2, 1])
+def test_who_waits_takes_part_and_waits_for_what_another_thread_is_copying(
+    monkeypatch: pytest.MonkeyPatch, cores: int
+) -> None:
+    """With one core the other thread stops: two would only take it from each other."""
     tensors = [torch.full((3 << 20,), float(number)) for number in range(4)]  # of 12 MB: copied in two
-    whole = staged(*[source(tensor)._replace(name=f"shared/model/{i}") for i, tensor in enumerate(tensors)])
-    real, first, may_go, copied = staging._memmove, threading.Event(), threading.Event(), dict[str, int]()
+    sources = [source(tensor)._replace(name=f"shared/model/{i}") for i, tensor in enumerate(tensors)]
+    whole = Staging(CPU, cores).stage(Sources(sources))
+    real, begun, copied = staging._memmove, Queue[str](), dict[str, int]()
+    may_go = {"saves": threading.Semaphore(0), "waits": threading.Semaphore(0)}
 
     def move(*to_from_bytes: Any) -> None:
         name = threading.current_thread().name
-        if name == "slow":
-            first.set()
-            assert may_go.wait(20)
+        begun.put(name)
+        assert may_go[name].acquire(timeout=20)
         copied[name] = copied.get(name, 0) + 1
         real(*to_from_bytes)
 
     monkeypatch.setattr(staging, "_memmove", move)
-    slow = threading.Thread(target=whole.finish, name="slow")
+    saves = threading.Thread(target=whole.finish, name="saves")
     waits = threading.Thread(target=whole.wait, args=(Until.STEP,), name="waits")
-    slow.start()
-    assert first.wait(20)
+    saves.start()
+    assert begun.get(timeout=20) == "saves"
     waits.start()
-    deadline = time.monotonic() + 20
-    while copied.get("waits", 0) < 7 and time.monotonic() < deadline:
-        time.sleep(0.001)
-    waits.join(0.05)
-    assert copied == {"waits": 7} and waits.is_alive()  # the slow one's share is not copied yet
-    may_go.set()
-    slow.join(20)
+    assert begun.get(timeout=20) == "waits"
+    may_go["saves"].release()
+    if cores == 2:
+        assert begun.get(timeout=20) == "saves"  # goes on with another
+    may_go["waits"].release(8)
+    waits.join(0.2)
+    assert waits.is_alive() == (cores == 2)  # the other's is not copied yet
+    may_go["saves"].release(8)
+    saves.join(20)
     waits.join(20)
-    assert copied == {"waits": 7, "slow": 1} and not waits.is_alive()
+    assert not waits.is_alive() and copied == ({"saves": 2, "waits": 6} if cores == 2 else {"saves": 1, "waits": 7})
     assert [data for _, data in written(whole)] == [bytes(byte_view(tensor)) for tensor in tensors]
 
 

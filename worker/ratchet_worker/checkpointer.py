@@ -28,6 +28,7 @@ from ratchet_hooks.errors import HookStateError
 from ratchet_worker.audit import Audit
 from ratchet_worker.commitment import Committer, Order, written
 from ratchet_worker.content import Content
+from ratchet_worker.cores import own_cores
 from ratchet_worker.counter import Stage, StepCounter
 from ratchet_worker.due import Due
 from ratchet_worker.exchange import Exchange
@@ -71,7 +72,7 @@ class Checkpointer:
         self._spec, self._launch = launch.spec.checkpoint, launch
         self._exchange, self._counter, self._reporter = exchange, counter, reporter
         self._rank, self._world_size = exchange.rank, exchange.world_size
-        self._staging, self._cuts, self._lister = Staging(device), Cuts(), Lister(exchange.rank)
+        self._staging, self._cuts, self._lister = Staging(device, own_cores()), Cuts(), Lister(exchange.rank)
         self._committer = Committer(launch, saving, reporter, base)
         self._saver = Saver(launch, saving, reporter, self._committer, self._staging, give_up)
         self._due = Due(self._spec, exchange, reporter, base.step)

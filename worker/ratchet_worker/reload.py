@@ -11,6 +11,7 @@ from ratchet_contract.resume import ComponentReport
 from ratchet_hooks.registry import is_stateful
 from ratchet_worker import restore as disk
 from ratchet_worker import rng
+from ratchet_worker.cores import own_cores
 from ratchet_worker.job_state import counted
 from ratchet_worker.passage import Passage, reset_by_policy
 from ratchet_worker.replicas import Mean, follows_model
@@ -47,7 +48,7 @@ def _insist_on_digests(runtime: Runtime, manifest: Manifest) -> None:
         recorded, found = [manifest.shared_digest], [digest(tensors.values()) if tensors else None]
     else:
         recorded = [*manifest.shared_digests]
-        found = [*state.shared_digests(max(len(recorded), 1), disk.own_cores())]
+        found = [*state.shared_digests(max(len(recorded), 1), own_cores())]
     if found != recorded:
         odd = [f"{n + 1}" for n, (a, b) in enumerate(zip(found, recorded, strict=False)) if a != b]
         where = f" in part {', '.join(odd)} of {len(recorded)}" if odd else ""

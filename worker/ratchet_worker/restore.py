@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.utils import deterministic
 
-from ratchet_contract import environment
 from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX, Manifest, TensorEntry
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.resume import Base, EnvironmentDifference
 from ratchet_hooks.changes import HookChange, change_of, hook_of
 from ratchet_hooks.specs import HookSpec
 from ratchet_store.read import load
+from ratchet_worker.cores import own_cores
 from ratchet_worker.environment_record import Record, compare
 from ratchet_worker.snapshot import Snapshot, byte_view, empty
-
-_MOST: Final = 4  # threads that read: more do not make a disk faster, and two are enough for the page cache
 
 
 @dataclass(frozen=True)
@@ -73,15 +70,6 @@ def read(
     with _unfilled():
         loaded = load(directory, manifest, takes, place, ranks=ranks, whole=whole, threads=own_cores())
     return {rank: _snapshot(rank, tensors, loaded.states[rank]) for rank in ranks}
-
-
-def own_cores() -> int:
-    """How many threads a rank may use before it trains: its share of the cores that it may run on, from 1 to 4. 1 where this is
-    no rank (an export, on the service's machine)."""
-    ranks = os.environ.get(environment.LOCAL_WORLD_SIZE)
-    if ranks is None:
-        return 1
-    return max(1, min(len(os.sched_getaffinity(0)) // int(ranks), _MOST))
 
 
 @contextmanager

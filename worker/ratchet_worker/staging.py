@@ -36,9 +36,11 @@ _SHARE: Final = (
 
 
 class Staging:
-    """The buffer of one rank; ``stage`` begins a copy into it, one at a time."""
+    """The buffer of one rank; ``stage`` begins a copy into it, one at a time. ``cores``: with one alone whoever waits for a copy
+    makes the rest of it, with more the saving thread goes on beside."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, cores: int = 1) -> None:
+        self._cores = cores
         self._pinned = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if self._pinned else None  # type: ignore[no-untyped-call]
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -61,7 +63,7 @@ class Staging:
         """Lay out the copies of ``sources``, and make those that cannot wait. Raises ``StateError`` for a dtype that cannot be
         stored."""
         layout = self.lay_out(sources)
-        staged = Staged(sources, layout, self.reserve(layout.end), self._stream)
+        staged = Staged(sources, layout, self.reserve(layout.end), self._stream, self._cores)
         staged.copy(Until.BOUNDARY)
         staged.wait(Until.BOUNDARY)
         return staged
@@ -152,11 +154,12 @@ class _Place(NamedTuple):
 
 class Staged:
     """Copies that are made kind by kind: ``copy`` makes one kind's, in any thread; ``wait`` waits for it, in any other, and takes
-    part in it."""
+    part in it, or takes it over."""
 
-    def __init__(self, sources: Sources, layout: _Layout, buffer: torch.Tensor, stream: Any) -> None:
+    def __init__(self, sources: Sources, layout: _Layout, buffer: torch.Tensor, stream: Any, cores: int) -> None:
         self._sources, self._tensors, self._addresses = sources.each, sources.tensors, sources.addresses
         self._layout, self._buffer, self._stream = layout, buffer, stream
+        self._alone = cores < 2
         self._copied = {until: threading.Event() for until in Until}
         self._marks: dict[Until, Any] = {}
         self._work = {until: _Work(self._moves_of(until)) for until in Until}
@@ -218,6 +221,8 @@ class Staged:
         """Until this kind may change. On CUDA the present stream waits, not the host."""
         copied = self._copied[until]
         if not copied.is_set() and self._stream is None:
+            if self._alone:
+                self._work[until].take_over()
             self.copy(until)
         if not copied.is_set():
             copied.wait()
@@ -276,15 +281,23 @@ class _Work:
     def __init__(self, moves: Sequence[_Move]) -> None:
         self._moves, self._next, self._made = moves, 0, 0
         self._lock = threading.Lock()
+        self._owner: int | None = None
 
     def take(self) -> Sequence[_Move]:
-        """Moves that nobody else has; none where none is left."""
+        """Moves that nobody else has; none where none is left, or another thread has taken over."""
         with self._lock:
             first, nbytes = self._next, 0
+            if self._owner not in (None, threading.get_ident()):
+                return ()
             while self._next < len(self._moves) and nbytes < _SHARE:
                 nbytes += self._moves[self._next][-1]
                 self._next += 1
             return self._moves[first : self._next]
+
+    def take_over(self) -> None:
+        """This thread alone goes on."""
+        with self._lock:
+            self._owner = self._owner or threading.get_ident()
 
     def made(self, count: int) -> None:
         with self._lock:
