@@ -23,7 +23,7 @@ CYCLE: Final = 2000
 """Steps between two saves of Ratchet's: more than all other ways take in a round."""
 SHARE: Final = "copy of the share"
 WRITE: Final = "write of the share"
-_SLOTS: Final = 4  # ranks that run at a time, on however many cores
+_SLOTS: Final = 6  # ranks that run at a time, on however many cores
 _PATIENCE: Final = 180.0  # seconds in which a job gets on by a round
 
 

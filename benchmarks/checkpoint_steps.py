@@ -1,7 +1,8 @@
-"""A checkpoint at every step of the built-in task ``bytelm``, beside the same job without any until its end: on two ranks, which
-leave no core of two for the saving threads, and on one, which leaves one.
+"""A checkpoint at every step of the built-in task ``bytelm``, beside the same job without any until its end, and beside one that
+copies its state and writes it by plain system calls: on two ranks, which leave no core of two for the saving threads, and on one,
+which leaves one.
 
-Both jobs are there at once, and blocks of their steps take turns: while one trains, the ranks of the other wait within a step.
+All jobs are there at once, and blocks of their steps take turns: while one trains, the ranks of the others wait within a step.
 """
 
 from __future__ import annotations
@@ -40,44 +41,55 @@ class Size:
 
 SIZES: Final = {
     "its defaults": Size(before=4, count=12, pairs=10, task={}),
+    "its defaults, 1 rank": Size(before=4, count=12, pairs=10, task={}, ranks=1),
     "width 256, 4 layers": Size(before=1, count=3, pairs=7, task={"width": 256, "layers": 4}),
     "the same, 1 rank": Size(before=1, count=3, pairs=7, task={"width": 256, "layers": 4}, ranks=1),
 }
 
 
 def table(service: Service, folder: Path, sizes: dict[str, Size] = SIZES) -> None:
-    print(_line("", "ratio of a pair", "of CPU time", "ms", "without", "save, ms", "MB", "aim"))
+    print(_line("", "ratio of a pair", "of CPU time", "ms", "without", "plain copy, write", "save, ms", "MB", "aim"))
     for title, size in sizes.items():
         begin = time.monotonic()
         with ExitStack() as stack:
-            saving, without = (stack.enter_context(_Job(service, folder, every, size)) for every in (1, None))
-            both = [_pair(number, saving, without) for number in range(size.pairs)]
+            jobs = [
+                stack.enter_context(_Job(service, folder, every, size, plain=plain))
+                for every, plain in ((1, False), (None, False), (None, True))
+            ]
+            saving = jobs[0]
+            found = [_round(number, jobs) for number in range(size.pairs)]
             saves, nbytes = saving.saves(), saving.nbytes()
-        print(f"  ran bytelm, {title}, with and without: {time.monotonic() - begin:.0f} s")
-        wall, cpu = (estimate([one[kind] / other[kind] for one, other in both]) for kind in (0, 1))
-        ms, plain = (f"{1e3 * statistics.median(pair[which][0] for pair in both) / size.count:.1f}" for which in (0, 1))
+        print(f"  ran bytelm, {title}: {time.monotonic() - begin:.0f} s")
+        wall, cpu = (estimate([one[kind] / without[kind] for one, without, _ in found]) for kind in (0, 1))
+        plain = estimate([limit[0] / without[0] for _, without, limit in found])
+        ms, alone = (f"{1e3 * statistics.median(one[which][0] for one in found) / size.count:.1f}" for which in (0, 1))
         verdict = f"{AIM:.2f}, {'met' if wall.median <= AIM else 'not met'}"
         seconds = f"{1e3 * statistics.median(saves):.1f}"
-        print(_line(title, str(wall), str(cpu), ms, plain, seconds, f"{nbytes / 1e6:.1f}", verdict), flush=True)
+        print(
+            _line(title, str(wall), str(cpu), ms, alone, str(plain), seconds, f"{nbytes / 1e6:.1f}", verdict),
+            flush=True,
+        )
 
 
-def _line(title: str, ratio: str, cpu: str, saving: str, without: str, seconds: str, size: str, aim: str) -> str:
-    return f"{title:<24} {ratio:<22} {cpu:<22} {saving:>7} {without:>8} {seconds:>9} {size:>6}   {aim}"
+def _line(
+    title: str, ratio: str, cpu: str, saving: str, without: str, plain: str, seconds: str, size: str, aim: str
+) -> str:
+    return f"{title:<24} {ratio:<22} {cpu:<22} {saving:>7} {without:>8}   {plain:<22} {seconds:>9} {size:>6}   {aim}"
 
 
-def _pair(number: int, saving: _Job, without: _Job) -> tuple[tuple[float, float], tuple[float, float]]:
-    """The one and the other first by turns."""
-    if number % 2 == 0:
-        one = saving.block()
-        return one, without.block()
-    other = without.block()
-    return saving.block(), other
+def _round(number: int, jobs: Sequence[_Job]) -> list[tuple[float, float]]:
+    """A block of each, in their order; each is the first by turns."""
+    found: dict[int, tuple[float, float]] = {}
+    for turn in range(len(jobs)):
+        which = (turn + number) % len(jobs)
+        found[which] = jobs[which].block()
+    return [found[which] for which in range(len(jobs))]
 
 
 class _Job:
     """A job that trains when ``block`` says so, and has ended when its ``with`` has."""
 
-    def __init__(self, service: Service, folder: Path, every: int | None, size: Size) -> None:
+    def __init__(self, service: Service, folder: Path, every: int | None, size: Size, *, plain: bool) -> None:
         self._service, self._place = service, Path(tempfile.mkdtemp(dir=folder))
         self._listener = socket.socket(socket.AF_UNIX)
         turns = self._place / "turns"
@@ -86,7 +98,13 @@ class _Job:
         self._listener.listen(size.ranks)
         self._listener.settimeout(0.2)
         self._ranks: list[TextIO] = []
-        arguments = {"turns": str(turns), "before": size.before, "count": size.count, "blocks": size.pairs}
+        arguments = {
+            "turns": str(turns),
+            "before": size.before,
+            "count": size.count,
+            "blocks": size.pairs,
+            "plain": plain,
+        }
         spec = {
             "name": "bench-every-step",
             "code": {"path": str(SCRIPTS)},
