@@ -215,6 +215,31 @@ def test_training_goes_on_while_older_checkpoints_are_deleted_and_an_end_waits_f
     assert [*group.saved()] == [6, 7] and len(list(group.paths.checkpoints.iterdir())) == 2
 
 
+def test_training_that_begins_the_next_save_does_not_wait_for_a_deletion_but_the_disk_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deletion that hangs would hold up the optimizer, without a sign of life."""
+    group, may_delete, real = Group(tmp_path, every_steps=2), threading.Event(), Committer.retain
+
+    def retain(committer: Committer) -> None:
+        assert may_delete.wait(30)
+        real(committer)
+
+    monkeypatch.setattr(Committer, "retain", retain)
+    for number in (1, 2, 3):
+        assert group.step(number) == [None, None]
+        assert group.drain() == [0, 0]
+    try:
+        for number in (4, 5):  # the save of 4 is begun, and what it copies is changed
+            assert group.step(number) == [None, None]
+        there = group.paths.checkpoint(4, 1)
+        wait_for(lambda: [*there.glob("rank-00001*.safetensors")], "rank 1, which deletes nothing, to write", 10)
+        assert not [*there.glob("rank-00000*")] and group.saved() == {2: 2.0}
+    finally:
+        may_delete.set()
+    assert group.drain() == [0, 0] and group.saved() == {2: 2.0, 4: 4.0}
+
+
 def test_what_goes_wrong_behind_a_verdict_reaches_the_loop_with_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -230,7 +230,8 @@ class Checkpointer:
             raise
         except (RatchetError, OSError, MemoryError) as error_:
             mine, error = None, f"rank {self._rank}: {error_}"
-        self._save = Save(order, mine, staged, error, thorough, stall=time.perf_counter() - begun)
+        stall = time.perf_counter() - begun
+        self._save = Save(order, mine, staged, error, thorough, stall, behind=self._settled)
         self._settled = self._save.settled
         self._saver.submit(self._save)
 

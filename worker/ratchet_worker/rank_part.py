@@ -90,6 +90,7 @@ class RankPart:
                 looked = self._looked(save, content, staged, seen)
             else:
                 call = self._quiet[1].begin(lambda: self._looked(save, content, staged, seen))
+                save.wait_its_turn()
                 save.attention.wait(_PATIENCE)
                 self._writer.help()
                 looked = call.result()
@@ -114,6 +115,7 @@ class RankPart:
 
         def write() -> Written:
             try:
+                save.wait_its_turn()
                 state = content.snapshot.state
                 written = self._writer.write(self.directory(save), pieces, data, state, own.ranges)
                 self._disk.insist()

@@ -23,6 +23,8 @@ class Save:
     error: str | None
     thorough: bool
     stall: float = 0.0
+    behind: threading.Event | None = None
+    """``settled`` of the save before: until then nothing is written."""
     hurry: threading.Event = field(default_factory=threading.Event)
     """Set: the loop waits for the tensors."""
     released: threading.Event = field(default_factory=threading.Event)
@@ -56,6 +58,11 @@ class Save:
         seconds = time.perf_counter() - begun
         self.stall += seconds
         return seconds
+
+    def wait_its_turn(self) -> None:
+        """Until the save before has left the disk, so that it need hold no more."""
+        if self.behind is not None:
+            self.behind.wait()
 
     def release(self) -> None:
         """The live tensors are not looked at any more, be they copied or not."""

@@ -1,6 +1,7 @@
 """The saving thread of one rank: sees to the copies and the rank file, tells, waits for the verdict; rank 0's commits.
 
-One save at a time. It has a store client of its own: a waiting client blocks every other caller.
+One save at a time, but for the deleting of older checkpoints: the next save is copied beside it, and written behind it. It has a
+store client of its own: a waiting client blocks every other caller.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Final
 from ratchet_contract.errors import RatchetError
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import JobPaths
+from ratchet_worker.aside import Aside
 from ratchet_worker.commitment import Committer, Verdict, written
 from ratchet_worker.exchange import Exchange
 from ratchet_worker.rank_part import RankPart
@@ -47,6 +49,7 @@ class Saver:
         self._failures = 0
         self._told: list[str] = []  # saves whose verdicts are in the store
         self._late: BaseException | None = None  # came when the loop had been told the verdict
+        self._clearing = Aside("ratchet-retention") if exchange.rank == 0 else None
         self._thread = threading.Thread(target=self._run, name="ratchet-saver", daemon=True)
         self._thread.start()
 
@@ -64,26 +67,30 @@ class Saver:
                 with suppress(MemoryError):  # told by the first save
                     self._staging.reserve(work)
                 continue
+            clearing = False
             try:
-                self._save(work)
+                clearing = self._save(work)
             except BaseException as error:  # must reach the loop
                 if work.done.is_set():
                     self._late = error
                 work.failure = error
             finally:
                 _end(work)
-                work.settled.set()
+                if not clearing:
+                    work.settled.set()
             del work  # and with it what it holds of the state, which is not to lie here until the next
 
-    def _save(self, save: Save) -> None:
+    def _save(self, save: Save) -> bool:
+        """Is something still done for it, which ``settled`` tells the end of?"""
         order, rank = save.order, self._exchange.rank
-        if self._late is not None:
-            raise self._late
         try:
             report, listing = self._part.made(save, self._reporter)
         except (RatchetError, OSError, MemoryError) as error:
             report, listing = {"error": f"rank {rank}: {error}"}, ""
         save.release()
+        save.wait_its_turn()
+        if self._late is not None:
+            raise self._late
         verdict: Verdict = {}
         if rank != 0:
             self._exchange.post(order.name, report, listing)
@@ -102,23 +109,36 @@ class Saver:
             progress=lambda: written(self._part.directory(save)),
             recurs=True,
         )
-        if rank == 0:
-            self._settle(save)
+        return self._clearing is not None and self._settle(save, self._clearing)
 
-    def _settle(self, save: Save) -> None:
+    def _settle(self, save: Save, clearing: Aside) -> bool:
         """Rank 0, when all are told: clear away. All ranks are past the save before this one, since they have reported. Who
-        trains on need not wait for it; the next save is written behind it, so that the disk has no more to hold."""
+        trains on need not wait for it, also where that begins the next save. Is it still under way?"""
         self._told.append(save.order.name)
         if save.verdict["error"] is None:
-            if not save.thorough:
+            if save.thorough:
+                self._committer.retain()
+            else:
                 _end(save)
-            self._committer.retain()
             for name in self._told[:-1]:
                 self._exchange.forget(name)
                 self._exchange.forget_broadcast(f"{name}/verdict")
             self._told = self._told[-1:]
+            if not save.thorough:
+                settled = save.settled
+                clearing.begin(lambda: self._clear(settled))
+                return True
         elif save.verdict["failures"] >= MAX_FAILURES and not save.verdict.get("parted"):
             self._give_up()
+        return False
+
+    def _clear(self, settled: threading.Event) -> None:
+        try:
+            self._committer.retain()
+        except BaseException as error:  # must reach the loop
+            self._late = error
+        finally:
+            settled.set()
 
 
 def _end(save: Save) -> None:
