@@ -116,12 +116,12 @@ def test_what_a_device_still_copies_is_waited_for_though_the_host_is_done() -> N
 def test_a_copy_that_fails_lets_the_loop_go_on_to_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group, real = Group(tmp_path, every_steps=2), Staged.copy
 
-    def copy(self: Staged, until: Until) -> None:
+    def copy(self: Staged, until: Until, **rest: Any) -> None:
         if until is Until.BACKWARD:
             save = next(rank._save for rank in group.ranks if rank._save is not None and rank._save.staged is self)
             assert save.hurry.wait(20)
             raise RuntimeError("no memory for a copy")
-        real(self, until)
+        real(self, until, **rest)
 
     group.step(1)
     monkeypatch.setattr(Staged, "copy", copy)

@@ -161,6 +161,32 @@ def test_a_copy_that_was_interrupted_is_not_taken_for_one(monkeypatch: pytest.Mo
         whole.finish()
 
 
+def test_a_copy_that_was_interrupted_as_it_was_taken_over_is_waited_for_by_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On one core: the other thread leaves the rest to one that makes none of it."""
+    whole, real = Staging(CPU, 1).stage(Sources([source(torch.ones(1000))])), staging._Work.take_over
+
+    def interrupted(work: staging._Work) -> None:
+        real(work)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(staging._Work, "take_over", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        whole.wait(Until.STEP)
+    found: list[str] = []
+
+    def finish() -> None:
+        with pytest.raises(StateError) as caught:
+            whole.finish()
+        found.append(str(caught.value))
+
+    saves = threading.Thread(target=finish, daemon=True)
+    saves.start()
+    saves.join(10)
+    assert ["interrupted" in text for text in found] == [True]
+
+
 def test_a_tensor_that_changes_too_early_fails_the_copy_by_name() -> None:
     weight = nn.Parameter(torch.ones(10))
     whole = staged(source(weight.detach()))

@@ -178,10 +178,13 @@ class Staged:
         ]
         return [*chain.from_iterable(map(_cut, moves))] if self._layout.large[until] else moves
 
-    def copy(self, until: Until) -> None:
-        """Copy every source of this kind that nobody else is copying; ``error`` says what had changed before it was copied."""
+    def copy(self, until: Until, *, alone: bool = False) -> None:
+        """Copy every source of this kind that nobody else is copying; ``error`` says what had changed before it was copied.
+        ``alone``: other threads leave the rest to this one."""
         work = self._work[until]
         try:
+            if alone:
+                work.take_over()
             with self._queue(until):
                 while moves := work.take():
                     for number, version, target, origin, nbytes in moves:
@@ -221,9 +224,7 @@ class Staged:
         """Until this kind may change. On CUDA the present stream waits, not the host."""
         copied = self._copied[until]
         if not copied.is_set() and self._stream is None:
-            if self._alone:
-                self._work[until].take_over()
-            self.copy(until)
+            self.copy(until, alone=self._alone)
         if not copied.is_set():
             copied.wait()
         if (mark := self._marks.get(until)) is not None:
