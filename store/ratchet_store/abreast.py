@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -45,8 +44,7 @@ def abreast(items: Sequence[T], begin: Callable[[GivenUp], Work[T, R]], threads:
     finally:
         shared.close()
         for helper in helpers:
-            with suppress(KeyboardInterrupt):  # it is behind all its work
-                helper.join()
+            helper.join()  # it is behind all its work
     return shared.outcome()
 
 

@@ -163,6 +163,18 @@ def test_ctrl_c_ends_the_call_and_no_thread_writes_any_more(while_it: str) -> No
     assert len(written) == 1  # before the call had ended
 
 
+def test_ctrl_c_as_the_threads_end_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = threading.Thread.join
+
+    def join(helper: threading.Thread, timeout: float | None = None) -> None:
+        real(helper, PATIENCE)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "join", join)
+    with pytest.raises(KeyboardInterrupt):
+        abreast("abc", lambda _: str.upper, 2)
+
+
 def test_results_are_in_order_and_the_first_error_counts() -> None:
     assert abreast("abc", lambda _: str.upper, 2) == abreast("abc", lambda _: str.upper, 1) == ["A", "B", "C"]
     assert abreast([], lambda _: str.upper, 4) == []
