@@ -3,6 +3,7 @@ lists of tensors is never that of another save."""
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from ratchet_store import commit as store_commit
 from ratchet_store.commit import read_manifest
 from ratchet_store.rankfile import RankWriter
 from ratchet_store.read import CheckpointReader, verify
-from ratchet_worker.commitment import Committer, Order, Verdict
+from ratchet_worker.commitment import Committer, Order, Verdict, written
 from ratchet_worker.content import Content
 from ratchet_worker.exchange import Exchange, PeerTimeout
 from ratchet_worker.fingerprint import cut, number_of_parts, slice_digests
@@ -207,3 +208,17 @@ def test_who_waits_for_what_takes_as_long_as_before_looks_seldom_and_not_much_to
     assert store.wait(exchange, 0.002)[1] <= 0.002
     store.wait(exchange, 5.0)
     assert store.wait(exchange, 0.001)[1] <= 0.02
+
+
+def test_a_block_that_is_written_before_one_that_lies_behind_it_is_progress(tmp_path: Path) -> None:
+    """Several threads write one file: its size says nothing of those who are not at its end."""
+    block = b"x" * (1 << 20)
+    with (tmp_path / "rank").open("wb", buffering=0) as file:
+        file.seek(len(block))
+        file.write(block)
+        os.fsync(file.fileno())
+        before = written(tmp_path)
+        file.seek(0)
+        file.write(block)
+        os.fsync(file.fileno())
+        assert written(tmp_path) != before

@@ -201,10 +201,12 @@ class _Listings:
 
 
 def written(directory: Path) -> tuple[int, int]:
-    """Bytes in a directory's files now, and pages of them that the disk has yet to write: while a save makes progress, the one
-    grows, or the other shrinks."""
+    """Bytes in a directory's files now, twice those that have a place on the disk, and pages of them that the disk has yet to
+    write: while a save makes progress, the one grows, also where a block is written behind which another lies already, or the
+    other shrinks."""
     try:
         paths = list(directory.iterdir())
-        return sum(path.stat().st_size for path in paths), sum(map(in_memory, paths))
+        found = [path.stat() for path in paths]
+        return sum(one.st_size + 512 * one.st_blocks for one in found), sum(map(in_memory, paths))
     except OSError:
         return 0, 0
