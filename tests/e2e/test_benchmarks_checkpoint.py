@@ -28,7 +28,7 @@ FIGURE = r"\d+\.\d{3} \[\d+\.\d{3}, \d+\.\d{3}\]"
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    found = ForkedService(tmp_path_factory.mktemp("home"), "--cpu-slots", "4")
+    found = ForkedService(tmp_path_factory.mktemp("home"), "--cpu-slots", "6")
     try:
         found.start()
         yield found
