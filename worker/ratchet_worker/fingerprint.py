@@ -59,12 +59,13 @@ class Cuts:
 
 def slice_digests(slices: Sequence[Slice], tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """XXH3-128 in hex of the bytes of each slice of a part, row-major. ``tensors``: of a snapshot, which holds the memory of each
-    as it was handed over, whatever a parameter is given later."""
+    as it was handed over, whatever a parameter is given later. Raises ``StateError`` for a storage that was resized since."""
     out, held = [], tensors if isinstance(tensors, Held) else None
     for name, start, stop in slices:
         address, size = (0, 0) if held is None else held.place(name)
-        if address:
+        if held is not None and address:
             out.append(_digest(address + start * size, (stop - start) * size))
+            held.place(name)  # else it was read while it was given back
             continue
         tensor = tensors[name]
         if not is_plain(tensor):

@@ -33,10 +33,23 @@ class Listed(Sequence[Source]):
     ``address`` gives them; ``memory`` holds that of the tensors."""
 
     def __init__(
-        self, columns: _Columns, tensors: Sequence[torch.Tensor], addresses: Sequence[int], memory: object
+        self,
+        columns: _Columns,
+        tensors: Sequence[torch.Tensor],
+        addresses: Sequence[int],
+        memory: object,
+        numbers: Sequence[int],
     ) -> None:
+        """``numbers``: of the first ones among those whose ``memory`` it is."""
         self.tensors, self.addresses = tensors, addresses
-        self._columns, self._memory = columns, memory
+        self._columns, self._memory, self._numbers = columns, memory, numbers
+
+    def gone(self, at: int) -> bool:
+        """Does what ``addresses`` has of it lie there no more?"""
+        there, held = self.addresses[at], self._memory
+        if not there or there == self.tensors[at].data_ptr():
+            return False
+        return at >= len(self._numbers) or not isinstance(held, Held) or held.gone(self._numbers[at])
 
     @cached_property
     def _each(self) -> list[Source]:
@@ -76,6 +89,10 @@ class Sources(NamedTuple):
             self.each.addresses if isinstance(self.each, Listed) else [address(source.tensor) for source in self.each]
         )
 
+    def gone(self, at: int) -> bool:
+        """Was the memory of this one given back since its address was taken?"""
+        return isinstance(self.each, Listed) and self.each.gone(at)
+
 
 def address(tensor: torch.Tensor) -> int:
     """Where its bytes lie in this process's memory, row-major as they are stored; 0: they do not, or there are none."""
@@ -111,7 +128,7 @@ class Lister:
             views = [*shared.values()]
             tensors = [views[n] for n in numbers]
             addresses = [*map(address, tensors)]
-        listed = Listed(self._columns, [*tensors, *own], [*addresses, *map(address, own)], shared)
+        listed = Listed(self._columns, [*tensors, *own], [*addresses, *map(address, own)], shared, numbers)
         return Sources(listed, self._form)
 
     def _listed(self, snapshot: Snapshot, slices: Sequence[Slice]) -> _Columns:

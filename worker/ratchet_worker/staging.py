@@ -27,6 +27,7 @@ from ratchet_contract.errors import StateError
 from ratchet_store.blockwise import Range
 from ratchet_store.rankfile import Piece, file_order
 from ratchet_store.slices import Slice
+from ratchet_worker.held import GONE
 from ratchet_worker.snapshot import DTYPE_NAMES, Until, byte_view
 from ratchet_worker.sources import Source, Sources
 
@@ -158,7 +159,7 @@ class Staged:
 
     def __init__(self, sources: Sources, layout: _Layout, buffer: torch.Tensor, stream: Any, cores: int) -> None:
         self._sources, self._tensors, self._addresses = sources.each, sources.tensors, sources.addresses
-        self._layout, self._buffer, self._stream = layout, buffer, stream
+        self._layout, self._buffer, self._stream, self._gone = layout, buffer, stream, sources.gone
         self._alone = cores < 2
         self._copied = {until: threading.Event() for until in Until}
         self._marks: dict[Until, Any] = {}
@@ -188,10 +189,12 @@ class Staged:
             with self._queue(until):
                 while moves := work.take():
                     for number, version, target, origin, nbytes in moves:
-                        if origin:
-                            _memmove(target, origin, nbytes)  # without the GIL
-                        elif nbytes:
+                        if not origin:
                             self._copy(number)
+                        elif self._is_there(number):
+                            _memmove(target, origin, nbytes)  # without the GIL
+                        if origin and not self._is_there(number):
+                            self.error = self.error or GONE.format(name=self._sources[number].name)
                         if version is not None and self._tensors[number]._version != version:
                             self.error = self.error or _changed(self._sources[number])
                     work.made(len(moves))
@@ -259,8 +262,14 @@ class Staged:
     def _part(self, place: _Place) -> torch.Tensor:
         return self._buffer[place.offset : place.offset + place.nbytes].view(place.dtype)
 
+    def _is_there(self, number: int) -> bool:
+        """Does the memory still belong to it that its address is of? A storage may be resized, whoever holds it."""
+        return self._tensors[number].data_ptr() == self._addresses[number] or not self._gone(number)
+
     def _copy(self, number: int) -> None:
         source, tensor = self._sources[number], self._sources[number].tensor.detach()
+        if not source.nbytes:
+            return
         flat = (tensor if tensor.is_contiguous() else tensor.contiguous()).view(-1)[source.start : source.stop]
         self._part(self._layout.places[number]).copy_(flat, non_blocking=True)
 
