@@ -6,7 +6,7 @@ import gc
 import os
 import random
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -104,7 +104,7 @@ class Job:
 def facts(snapshot: Snapshot) -> list[Any]:
     """All that a save takes from a snapshot, orders too."""
     tensors = [
-        [(name, t.dtype, tuple(t.shape), bytes(byte_view(t.contiguous()))) for name, t in group.items()]
+        [(name, t.dtype, tuple(t.shape), bytes(byte_view(flat(t)))) for name, t in group.items()]
         for group in (snapshot.shared, snapshot.private)
     ]
     until = {name: snapshot.until.get(name, Until.BOUNDARY) for name in (*snapshot.shared, *snapshot.private)}
@@ -224,7 +224,122 @@ def _an_object_that_changes(job: Job) -> None:
     job.net.norm.config.count = 2
 
 
+def _a_mode_that_is_told_elsewhere(job: Job) -> None:
+    class Switched(nn.BatchNorm1d):
+        switch = SimpleNamespace(on=True)
+
+        @property
+        def training(self) -> bool:
+            return self.switch.on
+
+        @training.setter
+        def training(self, on: bool) -> None:
+            self.switch.on = on
+
+    job.net.norm.__class__ = Switched
+    job.kept.capture(), job.kept.capture()
+    Switched.switch.on = False
+
+
+def _parts_that_a_part_lists_itself(job: Job) -> None:
+    class Hiding(nn.Sequential):
+        hidden = True
+
+        def named_modules(self, *args: Any, **named: Any) -> Any:
+            found = super().named_modules(*args, **named)
+            return (one for one in found if not (self.hidden and isinstance(one[1], nn.ReLU)))
+
+    job.net.last.__class__ = Hiding
+    job.kept.capture(), job.kept.capture()
+    Hiding.hidden = False
+    job.net.last[0].eval()
+
+
+def _a_dictionary_in_a_group(job: Job) -> None:
+    """What a scheduler keeps there, and changes within itself."""
+    job.adam.param_groups[0]["plan"] = ({"peak": 1.0}, [1, 2])
+    job.kept.capture(), job.kept.capture()
+    job.adam.param_groups[0]["plan"][0]["peak"] = 2.0
+
+
+def _a_rate_that_is_filled_anew(job: Job) -> None:
+    rate = torch.tensor(0.3)
+    for group in job.adam.param_groups:  # one tensor in both
+        group["lr"] = rate
+    job.kept.capture(), job.kept.capture()
+    rate.fill_(0.5)
+
+
+def _groups_in_dictionaries_that_are_reordered_unseen(job: Job) -> None:
+    groups = job.adam.param_groups
+    groups[:] = [OrderedDict(group) for group in groups]  # type: ignore[list-item]
+    job.kept.capture(), job.kept.capture()
+    groups[0].move_to_end("lr")  # type: ignore[attr-defined]
+
+
+def _parts_in_dictionaries_that_are_reordered_unseen(job: Job) -> None:
+    job.net._modules = OrderedDict(job.net._modules)
+    job.kept.capture(), job.kept.capture()
+    job.net._modules.move_to_end("first")
+
+
+def _a_state_that_is_reordered_unseen(job: Job) -> None:
+    weight = job.net.first.weight
+    job.adam.state[weight] = OrderedDict(job.adam.state[weight])
+    job.kept.capture(), job.kept.capture()
+    job.adam.state[weight].move_to_end("step")
+
+
+def _another_optimizer_of_the_same_objects(job: Job) -> None:
+    class Counting(torch.optim.AdamW):
+        def state_dict(self) -> Any:
+            return {**super().state_dict(), "n": 1}
+
+    job.adam.__class__ = Counting
+
+
+def _shared_memory(job: Job) -> None:
+    """Two parameters that are views of one piece, and begin within it."""
+    whole = torch.arange(100.0)
+    job.net.first.weight.data, job.net.last[1].weight.data = whole[7:31].view(6, 4), whole[19:43].view(4, 6)
+
+
+def _an_average_in_a_parameters_memory(state: dict[str, Any]) -> None:
+    state["exp_avg"].data = state["exp_avg_sq"].data
+
+
+def _other_numbers_of_numpy(job: Job) -> None:
+    before = np.random.mtrand._rand._bit_generator
+    try:
+        np.random.set_bit_generator(np.random.Philox(3))
+        job.kept.capture(), np.random.rand(3)
+        kept, first = job.kept.capture(), job.first().capture()
+        assert facts(kept) == facts(first)
+    finally:
+        np.random.set_bit_generator(before)
+
+
 CHANGES: dict[str, Callable[[Job], Any]] = {
+    "a mode that is told elsewhere": _a_mode_that_is_told_elsewhere,
+    "parts that a part lists itself": _parts_that_a_part_lists_itself,
+    "a dictionary in a group": _a_dictionary_in_a_group,
+    "a rate that is filled anew": _a_rate_that_is_filled_anew,
+    "groups that are reordered unseen": _groups_in_dictionaries_that_are_reordered_unseen,
+    "parts that are reordered unseen": _parts_in_dictionaries_that_are_reordered_unseen,
+    "a state that is reordered unseen": _a_state_that_is_reordered_unseen,
+    "another optimizer of the same objects": _another_optimizer_of_the_same_objects,
+    "other numbers of numpy": _other_numbers_of_numpy,
+    "memory that two parameters share": _shared_memory,
+    "memory that two averages share": _state(_an_average_in_a_parameters_memory),
+    "memory from set_": _data(lambda t: torch.empty(0).set_(torch.arange(40.0).untyped_storage(), 8, (6, 4))),  # type: ignore[call-overload]
+    "no elements, of memory that has some": _data(lambda t: torch.ones(4, 4)[:0]),
+    "one element for all": _data(lambda t: torch.ones(1).expand(6, 4)),
+    "a negation put off": _data(lambda t: torch._neg_view(t)),
+    "an average that a step is to tell the gradient of": _state(lambda s: s["exp_avg"].requires_grad_()),
+    "a parameter in a state": lambda job: job.adam.state[job.net.first.weight].update(own=job.net.first.weight),
+    "complex": _state(lambda s: s.update(exp_avg=s["exp_avg"] * 1j)),
+    "nothing left of an average": _state(lambda s: s["exp_avg"].resize_(0)),
+    "a set in a group": lambda job: job.adam.param_groups[0].update(seen={1, 2}),
     "nothing": lambda job: None,
     "parameters swapped for a while": _swapped_for_a_while,
     "a list in a group": _a_list_in_a_group,
@@ -328,7 +443,16 @@ def test_whatever_changed_one_after_the_other_a_later_save_is_what_a_first_one_i
     for name in drawn.choices([*CHANGES], k=12):
         try:
             CHANGES[name](job)
-        except (AttributeError, KeyError, RuntimeError, StopIteration, ValueError):
+        except (
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            StopIteration,
+            ValueError,
+            UserError,
+            StateError,
+            UserWarning,
+        ):
             continue  # what was changed before does not allow it
         for _ in range(drawn.choice([1, 1, 2])):
             kept, first = (_facts_or_error(state) for state in (job.kept, job.first()))

@@ -23,6 +23,7 @@ from ratchet_worker.walk import Walk, Walked, walk_of
 
 COMPONENT: Final = "modules"
 _GRADIENT: Final = attrgetter("grad")
+_MODE: Final = attrgetter("training")
 
 
 class Capture:
@@ -56,6 +57,7 @@ class _Known(NamedTuple):
 
 class _Seen(NamedTuple):
     attributes: object
+    modes: list[bool]
     trained: list[bool]
     buffers: list[tuple[int, torch.Size, torch.dtype]]
 
@@ -64,7 +66,9 @@ def _seen(walk: Walk) -> _Seen | None:
     """None: there is something whose elements would have to be looked at, or that the user's code tells."""
     if _with_extra_state(walk) or not all(map(is_, map(_GRADIENT, walk.all_parameters), repeat(None))):
         return None
-    return _Seen(walk.attributes, module_origin.trained(walk), module_origin.buffer_forms(walk))
+    parts = walk.derived("parts", lambda: [part for _, part in walk.named_modules()])
+    # The modes apart from the attributes: a class may have a property of that name.
+    return _Seen(walk.attributes, [*map(_MODE, parts)], module_origin.trained(walk), module_origin.buffer_forms(walk))
 
 
 def capture(module: Walked, before: Origin) -> dict[str, Any]:

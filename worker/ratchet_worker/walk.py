@@ -38,6 +38,7 @@ class Walk:
             return self
         new = Walk(self.module)
         parts = [part for _, part in new.named_modules()]
+        own = own or new.overrides(("named_modules",), parts=True)  # which lists what lies below it
         plain = not own and all(type(vars(part).get(name)) is dict for part in parts for name in _HELD)
         new._stand = _Stand(parts) if plain else None
         return new
