@@ -3,12 +3,14 @@ test's: a gate in front of the real function stands for a slow or stuck disk."""
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed import HashStore
@@ -278,6 +280,20 @@ def test_a_rehearsal_behind_the_second_step_saves_nothing_and_one_that_fails_end
         assert number == 3 or group.saved() == {}
     group.drain()
     assert sorted(asked) == [(0, 2), (0, 3), (1, 2), (1, 3)] and group.saved() == {3: 3.0}
+
+
+def test_what_a_state_dict_draws_in_a_rehearsal_leaves_no_trace(tmp_path: Path) -> None:
+    """A resumed attempt rehearses behind another step than the one that it goes on from did."""
+    group = Group(tmp_path, every_steps=9)
+
+    def content() -> Content:
+        drawn.append((float(torch.rand(1)), random.random(), np.random.standard_normal()))
+        return group.content(0, 2)
+
+    drawn = list[tuple[float, ...]]()
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    group.ranks[0]._rehearse(content)
+    assert drawn == [(float(torch.rand(1)), random.random(), np.random.standard_normal())]
 
 
 def test_the_optimizer_waits_for_a_copy_that_is_not_made_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

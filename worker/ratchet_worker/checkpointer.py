@@ -36,6 +36,7 @@ from ratchet_worker.fingerprint import Cuts
 from ratchet_worker.imports import uncollected
 from ratchet_worker.model_state import MODEL
 from ratchet_worker.reporter import Reason, Reporter
+from ratchet_worker.rng import forked
 from ratchet_worker.save import Save
 from ratchet_worker.saver import MAX_FAILURES, Saver
 from ratchet_worker.snapshot import Snapshot, Until
@@ -71,7 +72,7 @@ class Checkpointer:
     ) -> None:
         self._spec, self._launch = launch.spec.checkpoint, launch
         self._exchange, self._counter, self._reporter = exchange, counter, reporter
-        self._rank, self._world_size = exchange.rank, exchange.world_size
+        self._rank, self._world_size, self._device = exchange.rank, exchange.world_size, device
         self._staging, self._cuts, self._lister = Staging(device, own_cores()), Cuts(), Lister(exchange.rank)
         self._committer = Committer(launch, saving, reporter, base)
         self._saver = Saver(launch, saving, reporter, self._committer, self._staging, give_up)
@@ -290,7 +291,9 @@ class Checkpointer:
         self._rehearsed = True
         if self._numbers or self._due.next == math.inf:
             return
-        with uncollected(), suppress(Exception):  # what goes wrong here does so again in the save, and is told then
+        # What goes wrong here does so again in the save, and is told then. What a state_dict() draws, a resumed attempt has
+        # drawn behind another step.
+        with uncollected(), suppress(Exception), forked(self._device):
             mine = content()
             slices = self._cuts.of(mine.snapshot.sizes(), self._world_size)[self._rank]
             self._staging.lay_out(self._lister.of(mine.snapshot, slices))
