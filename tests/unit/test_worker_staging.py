@@ -187,6 +187,24 @@ def test_a_copy_that_was_interrupted_as_it_was_taken_over_is_waited_for_by_nobod
     assert ["interrupted" in text for text in found] == [True]
 
 
+def test_a_copy_that_was_interrupted_behind_its_last_byte_is_whole_and_waited_for_by_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = staged(source(weight := torch.arange(1000.0)))
+
+    def interrupted(_: staging._Work) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(staging._Work, "is_made", property(interrupted))
+        with pytest.raises(KeyboardInterrupt):
+            whole.wait(Until.STEP)
+    saves = threading.Thread(target=whole.finish, daemon=True)
+    saves.start()
+    saves.join(10)
+    assert not saves.is_alive() and [data for _, data in written(whole)] == [bytes(byte_view(weight))]
+
+
 def test_a_tensor_that_changes_too_early_fails_the_copy_by_name() -> None:
     weight = nn.Parameter(torch.ones(10))
     whole = staged(source(weight.detach()))

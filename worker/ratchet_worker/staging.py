@@ -200,11 +200,11 @@ class Staged:
                     work.made(len(moves))
                 if self._stream is not None:
                     self._marks[until] = self._stream.record_event()
-        except BaseException:
+            if work.is_made:
+                self._copied[until].set()
+        except BaseException:  # be all of it made or not: who waits must hear of it
             self.abandon()
             raise
-        if work.is_made:
-            self._copied[until].set()
 
     def finish(self) -> None:
         """Copy what is not copied yet, and wait for what others are copying. Raises ``StateError`` where that was not what was to
