@@ -190,17 +190,24 @@ def test_a_copy_that_was_interrupted_as_it_was_taken_over_is_waited_for_by_nobod
 def test_a_copy_that_was_interrupted_behind_its_last_byte_is_whole_and_waited_for_by_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The other thread waits for it already."""
     whole = staged(source(weight := torch.arange(1000.0)))
+    saves, waits = threading.Thread(target=whole.finish, daemon=True), threading.Event()
+    work, real = whole._work[Until.STEP], vars(staging._Work)["is_made"].fget
 
-    def interrupted(_: staging._Work) -> bool:
-        raise KeyboardInterrupt
+    def is_made(some: staging._Work) -> Any:
+        if some is work and threading.current_thread() is not saves:
+            saves.start()
+            assert waits.wait(10)
+            raise KeyboardInterrupt
+        if some is work and not waits.is_set():
+            waits.set()
+            return False
+        return real(some)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(staging._Work, "is_made", property(interrupted))
-        with pytest.raises(KeyboardInterrupt):
-            whole.wait(Until.STEP)
-    saves = threading.Thread(target=whole.finish, daemon=True)
-    saves.start()
+    monkeypatch.setattr(staging._Work, "is_made", property(is_made))
+    with pytest.raises(KeyboardInterrupt):
+        whole.wait(Until.STEP)
     saves.join(10)
     assert not saves.is_alive() and [data for _, data in written(whole)] == [bytes(byte_view(weight))]
 
