@@ -23,6 +23,7 @@ CYCLE: Final = 2000
 """Steps between two saves of Ratchet's: more than all other ways take in a round."""
 SHARE: Final = "copy of the share"
 WRITE: Final = "write of the share"
+DIRECT_WRITE: Final = "O_DIRECT write"
 _SLOTS: Final = 6  # ranks that run at a time, on however many cores
 _PATIENCE: Final = 180.0  # seconds in which a job gets on by a round
 
@@ -75,7 +76,8 @@ class Saves:
 @dataclass(frozen=True)
 class Measured:
     """``limits``: seconds of the slowest rank, all at one time. ``loads``: of each way of loading, likewise. ``trial``: seconds
-    that the loop stood still once, in the attempt's first step, until it was known what may be copied beside a step.
+    that the loop stood still once, in the attempt's first step, until it was known what may be copied beside a step;
+    ``rehearsal``: at the boundary behind its second, where a hand-over is rehearsed.
     ``busy_cores``: of one rank, how much longer a step takes while all other cores compute."""
 
     setup: Setup
@@ -85,6 +87,7 @@ class Measured:
     limits: dict[str, list[float]]
     loads: dict[str, list[float]]
     trial: float
+    rehearsal: float
     busy_cores: list[float]
 
     def ratio(self, seconds: Sequence[float], limit: str) -> Estimate:
@@ -130,7 +133,7 @@ def measure(service: Service, setup: Setup, folder: Path) -> Measured:
         return Measured(
             setup, ranks[0]["nbytes"], ranks[0]["tensors"], _saves(ranks, reports),
             _slowest([rank["limits"] for rank in ranks]), _loads(place, setup), max(rank["trial"] for rank in ranks),
-            ranks[0]["busy_cores"],
+            max(rank["rehearsal"] for rank in ranks), ranks[0]["busy_cores"],
         )  # fmt: skip
     finally:
         forget(service, job.id, place)
@@ -209,9 +212,11 @@ def _saves(ranks: list[dict[str, Any]], reports: dict[int, dict[str, Any]]) -> d
 
 def _stall(save: dict[str, Any], still: dict[str, float]) -> float:
     """Without what the loop stands still for in a step that has no save, too: Ratchet's boundary, and the way to where waiting
-    would be measured."""
-    boundary = still["boundary"] if save["step"] is not None else 0.0
-    seconds: float = save["call"] - boundary + save["held"] - save["waits"] * still["held"]
+    would be measured. Where no step ran beside the save nothing is taken off: behind empty steps, whose caches are warm, these
+    take a fraction of what they take behind a real one."""
+    seconds: float = save["call"] + save["held"]
+    if save["busy"]:
+        seconds -= save["waits"] * still["held"] + (still["boundary"] if save["step"] is not None else 0.0)
     return seconds
 
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Final
 
-from benchmarks.checkpoint_jobs import SHARE, WRITE, Measured, Saves
+from benchmarks.checkpoint_jobs import DIRECT_WRITE, SHARE, WRITE, Measured, Saves
 from benchmarks.stats import Estimate, estimate
 
 BESIDE: Final = "Ratchet"
@@ -46,7 +46,8 @@ def stalls(beside: Measured, blocking: Measured) -> None:
     print(f"stalls as Ratchet reports them, in the order of its rows: {told} ms")
     print(
         f"handing over at the boundary: {_milliseconds([s for saves in ours for s in saves.handing_over])} ms of CPU; once per "
-        f"attempt, the trial of its first step: {1e3 * beside.trial:.0f} ms"
+        f"attempt, the trial of its first step: {1e3 * beside.trial:.0f} ms, the rehearsal behind its second: "
+        f"{1e3 * beside.rehearsal:.1f} ms"
     )
     if beside.busy_cores and free:
         print(
@@ -99,7 +100,8 @@ def aims(beside: Measured, blocking: Measured) -> None:
             )
     told += f"; without steps a save takes {_short(estimate(bare.cpu))} s of CPU"
     aim("extra time of steps beside it, % of the save", 5.0, _extra(hidden), told)
-    aim("durable, no steps beside it, x write + fsync of 1/N", 1.15, blocking.ratio(copied.total, WRITE))
+    direct = f"; x O_DIRECT write {_short(blocking.ratio(copied.total, DIRECT_WRITE))}"
+    aim("durable, no steps beside it, x write + fsync of 1/N", 1.15, blocking.ratio(copied.total, WRITE), direct)
     if beside.loads:
         for place in ("", COLD):
             aim(f"load and verify{place}, x raw read", 1.40, _of_raw(f"{LOAD}{place}", beside))

@@ -162,7 +162,7 @@ class Rounds:
             own = time.thread_time()
             loop.update()
             cpu += time.thread_time() - own  # the optimizer's
-            save.held, save.waits = loop.held, 1
+            save.held = loop.held
         _wait_for(manifest.exists)
         save.cpu = cpu_seconds() - cpu
         save.total = manifest.stat().st_ctime - unix
@@ -240,6 +240,7 @@ def main() -> None:
         trial = loop.boundary  # behind the first step, and before the parameters change in the second
         loop.step()
         trial += loop.held
+        rehearsal = loop.boundary  # behind the second
         rounds = Rounds(session, loop, world, json.loads(args.ways), args.way_rounds, args.folder)
         for number in range(args.rounds + 1):
             rounds.run(number)
@@ -254,6 +255,7 @@ def main() -> None:
                 "nbytes": rounds.nbytes,
                 "tensors": rounds.tensors,
                 "trial": trial,
+                "rehearsal": rehearsal,
                 "busy_cores": beside_busy_cores(loop) if session.world_size == 1 else [],
             },
         )
