@@ -17,7 +17,7 @@ from torch import nn
 from ratchet_contract.errors import StateError
 from ratchet_store.rankfile import Piece
 from ratchet_store.slices import plan_slices
-from ratchet_worker import fingerprint, staging
+from ratchet_worker import fingerprint, moves, staging
 from ratchet_worker.audit import Audit
 from ratchet_worker.snapshot import Snapshot, Until, byte_view, flat
 from ratchet_worker.sources import Lister, Source, Sources
@@ -165,13 +165,13 @@ def test_a_copy_that_was_interrupted_as_it_was_taken_over_is_waited_for_by_nobod
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On one core: the other thread leaves the rest to one that makes none of it."""
-    whole, real = Staging(CPU, 1).stage(Sources([source(torch.ones(1000))])), staging._Work.take_over
+    whole, real = Staging(CPU, 1).stage(Sources([source(torch.ones(1000))])), moves.Work.take_over
 
-    def interrupted(work: staging._Work) -> None:
+    def interrupted(work: moves.Work) -> None:
         real(work)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(staging._Work, "take_over", interrupted)
+    monkeypatch.setattr(moves.Work, "take_over", interrupted)
     with pytest.raises(KeyboardInterrupt):
         whole.wait(Until.STEP)
     found: list[str] = []
@@ -193,9 +193,9 @@ def test_a_copy_that_was_interrupted_behind_its_last_byte_is_whole_and_waited_fo
     """The other thread waits for it already."""
     whole = staged(source(weight := torch.arange(1000.0)))
     saves, waits = threading.Thread(target=whole.finish, daemon=True), threading.Event()
-    work, real = whole._work[Until.STEP], vars(staging._Work)["is_made"].fget
+    work, real = whole._work[Until.STEP], vars(moves.Work)["is_made"].fget
 
-    def is_made(some: staging._Work) -> Any:
+    def is_made(some: moves.Work) -> Any:
         if some is work and threading.current_thread() is not saves:
             saves.start()
             assert waits.wait(10)
@@ -205,7 +205,7 @@ def test_a_copy_that_was_interrupted_behind_its_last_byte_is_whole_and_waited_fo
             return False
         return real(some)
 
-    monkeypatch.setattr(staging._Work, "is_made", property(is_made))
+    monkeypatch.setattr(moves.Work, "is_made", property(is_made))
     with pytest.raises(KeyboardInterrupt):
         whole.wait(Until.STEP)
     saves.join(10)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import xxhash
 
-from ratchet_worker.snapshot import Until, byte_view, flat
+from ratchet_worker.snapshot import Until, flat, memory_view
 from ratchet_worker.sources import Source
 
 
@@ -30,4 +30,7 @@ class Audit:
 
 
 def _digest(source: Source) -> int:
-    return xxhash.xxh3_128_intdigest(byte_view(flat(source.tensor)[source.start : source.stop].cpu()))
+    found = flat(source.tensor)[
+        source.start : source.stop
+    ].cpu()  # may be the live memory: numpy's view would pin its size
+    return xxhash.xxh3_128_intdigest(memory_view(found.data_ptr(), found.nbytes))

@@ -137,7 +137,8 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     """XXH3-128 in hex over the bytes of all tensors, row-major, in the given order."""
     hasher = xxhash.xxh3_128()
     for tensor in tensors:
-        hasher.update(byte_view(flat(tensor).cpu()))
+        found = flat(tensor).cpu()
+        hasher.update(memory_view(found.data_ptr(), found.nbytes))
     return hasher.hexdigest()
 
 

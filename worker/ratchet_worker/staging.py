@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,12 +28,9 @@ from ratchet_store.blockwise import Range
 from ratchet_store.rankfile import Piece, file_order
 from ratchet_store.slices import Slice
 from ratchet_worker.held import GONE
+from ratchet_worker.moves import SHARE, Move, Work, cut
 from ratchet_worker.snapshot import DTYPE_NAMES, Until, byte_view
 from ratchet_worker.sources import Source, Sources
-
-_SHARE: Final = (
-    4 << 20
-)  # bytes: what one thread copies before it looks for more; less costs more in Python than it shares out
 
 
 class Staging:
@@ -128,7 +125,7 @@ class _Layout:
             until: tuple(array("Q", map(column.__getitem__, numbers)) for column in (self.offsets, skipped, self.sizes))
             for until, numbers in self.kinds.items()
         }
-        self.large = {until: any(self.sizes[n] > 2 * _SHARE for n in numbers) for until, numbers in self.kinds.items()}
+        self.large = {until: any(self.sizes[n] > 2 * SHARE for n in numbers) for until, numbers in self.kinds.items()}
         self.places = [
             _Place(offset, size, s.start, s.tensor.dtype)
             for s, offset, size in zip(sources, self.offsets, self.sizes, strict=True)
@@ -163,10 +160,10 @@ class Staged:
         self._alone = cores < 2
         self._copied = {until: threading.Event() for until in Until}
         self._marks: dict[Until, Any] = {}
-        self._work = {until: _Work(self._moves_of(until)) for until in Until}
+        self._work = {until: Work(self._moves_of(until)) for until in Until}
         self.error: str | None = None
 
-    def _moves_of(self, until: Until) -> list[_Move]:
+    def _moves_of(self, until: Until) -> list[Move]:
         start, numbers = self._buffer.data_ptr(), self._layout.kinds[until]
         tensors = [self._tensors[number] for number in numbers]
         versions = _versions(tensors) if until is not Until.BOUNDARY else [None] * len(numbers)
@@ -177,7 +174,7 @@ class Staged:
                 numbers, versions, addresses, *self._layout.columns[until], strict=True
             )
         ]
-        return [*chain.from_iterable(map(_cut, moves))] if self._layout.large[until] else moves
+        return [*chain.from_iterable(map(cut, moves))] if self._layout.large[until] else moves
 
     def copy(self, until: Until, *, alone: bool = False) -> None:
         """Copy every source of this kind that nobody else is copying; ``error`` says what had changed before it was copied.
@@ -285,48 +282,6 @@ class Staged:
             yield
 
 
-class _Work:
-    """The moves of one kind, which threads share."""
-
-    def __init__(self, moves: Sequence[_Move]) -> None:
-        self._moves, self._next, self._made = moves, 0, 0
-        self._lock = threading.Lock()
-        self._owner: int | None = None
-
-    def take(self) -> Sequence[_Move]:
-        """Moves that nobody else has; none where none is left, or another thread has taken over."""
-        with self._lock:
-            first, nbytes = self._next, 0
-            if self._owner not in (None, threading.get_ident()):
-                return ()
-            while self._next < len(self._moves) and nbytes < _SHARE:
-                nbytes += self._moves[self._next][-1]
-                self._next += 1
-            return self._moves[first : self._next]
-
-    def take_over(self) -> None:
-        """This thread alone goes on."""
-        with self._lock:
-            self._owner = self._owner or threading.get_ident()
-
-    def made(self, count: int) -> None:
-        with self._lock:
-            self._made += count
-
-    def end(self) -> None:
-        """None is left."""
-        with self._lock:
-            self._next = len(self._moves)
-
-    @property
-    def is_made(self) -> bool:
-        return self._made == len(self._moves)
-
-
-_Move = tuple[int, int | None, int, int, int]
-"""One copy: the source's number; torch's count of changes when it was asked for, or None where it is made at once; addresses to
-and from in contiguous memory of the host (from 0: torch makes the copy); bytes."""
-
 _memmove = ctypes.memmove
 _version = attrgetter("_version")
 
@@ -336,15 +291,6 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
         return [*map(_version, tensors)]
     except RuntimeError:  # inference tensors have none
         return [None if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def _cut(move: _Move) -> Iterator[_Move]:
-    """So that two threads have something of a large one, too."""
-    number, version, target, origin, nbytes = move
-    while origin and nbytes > 2 * _SHARE:
-        yield number, version, target, origin, _SHARE
-        target, origin, nbytes = target + _SHARE, origin + _SHARE, nbytes - _SHARE
-    yield number, version, target, origin, nbytes
 
 
 def _changed(source: Source) -> str:
