@@ -20,7 +20,7 @@ thread of nice 0, 132 with 5 (130 without any), 93 with 10 and 47 with 19."""
 
 class Aside:
     """One thread, for one call after the other. It is there from the beginning, so that no call fails for want of a thread, and
-    nobody waits for it where the process ends. ``quiet``: it leaves the processor to whoever else wants it."""
+    nobody waits for it where the process ends. ``quiet``: it leaves most of the processor to whoever else wants it."""
 
     def __init__(self, name: str, *, quiet: bool = False) -> None:
         self._calls: SimpleQueue[Call[Any]] = SimpleQueue()
