@@ -1,8 +1,8 @@
 """One rank's part of a save, once its tensors are to be copied: its file, what it sees of the other replicas, what it tells.
 
 The heavy work (memory copies, XXH3, write, fsync) runs without the GIL, so that a process of its own would gain nothing; beside
-a training it runs in threads that leave most of the processor to those that train. While the loop waits for the save they do not: it is
-then the saving thread's own work, or it takes part in it.
+a training it runs in threads that leave most of the processor to those that train. While the loop waits for the save they do
+not: it is then the saving thread's own work, or it takes part in it.
 """
 
 from __future__ import annotations
