@@ -136,11 +136,10 @@ class _Layout:
     """What follows from the pieces, whatever their bytes are. Raises ``StateError``."""
 
     def __init__(self, file: str, pieces: Sequence[Piece]) -> None:
+        order = file_order([p.name for p in pieces], [p.dtype for p in pieces], [p.nbytes for p in pieces])
         for piece in pieces:
             _check(piece)
-        if file_order([p.name for p in pieces], [p.dtype for p in pieces], [p.nbytes for p in pieces]) != [
-            *range(len(pieces))
-        ]:
+        if order != [*range(len(pieces))]:
             raise StateError("the tensors of the rank file are not in its order (file_order)")
         self._file, self.pieces = file, pieces
         self._stored = _placed(pieces)
@@ -177,9 +176,8 @@ def _placed(pieces: Sequence[Piece]) -> dict[str, Stored]:
 
 
 def _check(piece: Piece) -> None:
-    """Do the bytes fit shape and dtype? Raises ``StateError``."""
+    """Do the bytes fit shape and dtype, which can be stored? Raises ``StateError``."""
     where = f"tensor {piece.name!r}"
-    file_order([piece.name], [piece.dtype], [piece.nbytes])
     try:
         piece.name.encode()
     except UnicodeEncodeError as error:

@@ -20,6 +20,7 @@ from ratchet_store import blockwise
 from ratchet_store.blockwise import PAGE, Blockwise
 from ratchet_store.files import in_memory
 
+NO_DIRECT = "the file system of the temporary directory has no O_DIRECT: run with --basetemp on ext4 or XFS"
 BLOCK = 8 * PAGE
 HEAD = bytes(range(256)) * (PAGE // 256) * 3
 
@@ -76,7 +77,7 @@ def test_whole_pages_go_past_the_page_cache_and_the_rest_through_it(
     """On this disk: where one cannot, the test below stands for it."""
     blocks, seen = Blockwise(fd, HEAD, memory[:size], BLOCK), watched(monkeypatch)
     if size >= PAGE and not is_direct(fd):
-        pytest.skip("the file system of the temporary directory has no O_DIRECT")
+        pytest.skip(NO_DIRECT)
     blocks.work()
     check(tmp_path, blocks.finish()[0], memory[:size])
     assert not is_direct(fd) and blocks.size == len(HEAD) + size
@@ -88,7 +89,7 @@ def test_whole_pages_go_past_the_page_cache_and_the_rest_through_it(
 def test_what_was_written_past_the_page_cache_is_not_in_it(tmp_path: Path, fd: int, memory: memoryview) -> None:
     blocks = Blockwise(fd, HEAD, memory, BLOCK)
     if not is_direct(fd):
-        pytest.skip("the file system of the temporary directory has no O_DIRECT")
+        pytest.skip(NO_DIRECT)
     blocks.work()
     blocks.finish()
     assert in_memory(tmp_path / "file") <= len(HEAD) // PAGE  # dirty pages: the header's

@@ -49,6 +49,15 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
     return Work(monkeypatch)
 
 
+def held(tmp_path: Path, work: Work) -> Group:
+    """A save of step 2 is under way beside the training, and its quiet threads come to write nothing."""
+    group = Group(tmp_path, every_steps=2)
+    group.step(1)
+    work.hold.clear()
+    group.step(2)
+    return group
+
+
 def test_beside_a_training_all_but_the_copy_is_done_by_threads_that_give_way(tmp_path: Path, work: Work) -> None:
     group = Group(tmp_path, every_steps=2)
     group.step(1)
@@ -72,10 +81,7 @@ def test_who_comes_to_wait_for_a_save_has_the_rest_of_it_written_by_threads_that
 ) -> None:
     """A machine whose processors are all busy: the quiet threads do not come to write anything."""
     monkeypatch.setattr(rank_part, "_PATIENCE", 30.0)
-    group = Group(tmp_path, every_steps=2)
-    group.step(1)
-    work.hold.clear()
-    group.step(2)
+    group = held(tmp_path, work)
     saves = [rank._save for rank in group.ranks]
     assert not any(save is None or save.done.wait(0.1) for save in saves)
     before = {*work.seen["write"]}
@@ -91,10 +97,7 @@ def test_a_save_is_not_left_to_threads_that_give_way_for_ever(
     tmp_path: Path, work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_part, "_PATIENCE", 0.05)
-    group = Group(tmp_path, every_steps=2)
-    group.step(1)
-    work.hold.clear()
-    group.step(2)
+    group = held(tmp_path, work)
     wait_for(lambda: OWN in work.seen["write"], "a thread that does not give way to write", 10)
     work.hold.set()
     group.drain()

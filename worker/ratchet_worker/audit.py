@@ -30,7 +30,6 @@ class Audit:
 
 
 def _digest(source: Source) -> int:
-    found = flat(source.tensor)[
-        source.start : source.stop
-    ].cpu()  # may be the live memory: numpy's view would pin its size
+    # By address: it may be the live memory, whose storage a view of numpy's would keep from being resized for good.
+    found = flat(source.tensor)[source.start : source.stop].cpu()
     return xxhash.xxh3_128_intdigest(memory_view(found.data_ptr(), found.nbytes))

@@ -106,29 +106,29 @@ class _Layout:
             if source.tensor.dtype not in DTYPE_NAMES:
                 raise StateError(f"{source.name}: dtype {source.tensor.dtype} cannot be stored")
         dtypes = [DTYPE_NAMES[source.tensor.dtype] for source in sources]
-        self.order = file_order([s.name for s in sources], dtypes, [s.nbytes for s in sources])
+        order = file_order([s.name for s in sources], dtypes, [s.nbytes for s in sources])
         self.pieces = [
             Piece(s.name, dtypes[i], tuple(s.tensor.shape), s.start, s.nbytes)
-            for i, s in ((i, sources[i]) for i in self.order)
+            for i, s in ((i, sources[i]) for i in order)
         ]
-        self.sizes = [source.nbytes for source in sources]
-        self.offsets = [0] * len(sources)
+        sizes = [source.nbytes for source in sources]
+        offsets = [0] * len(sources)
         self.end = 0
-        for number in self.order:
-            self.offsets[number] = self.end
-            self.end += self.sizes[number]
+        for number in order:
+            offsets[number] = self.end
+            self.end += sizes[number]
         self.kinds: dict[Until, list[int]] = {until: [] for until in Until}
         for number, source in enumerate(sources):
             self.kinds[source.until].append(number)
         skipped = [source.start * source.tensor.element_size() for source in sources]  # bytes of the tensor
         self.columns = {  # compact: they are read while training waits, behind a step that has emptied the caches
-            until: tuple(array("Q", map(column.__getitem__, numbers)) for column in (self.offsets, skipped, self.sizes))
+            until: tuple(array("Q", map(column.__getitem__, numbers)) for column in (offsets, skipped, sizes))
             for until, numbers in self.kinds.items()
         }
-        self.large = {until: any(self.sizes[n] > 2 * SHARE for n in numbers) for until, numbers in self.kinds.items()}
+        self.large = {until: any(sizes[n] > 2 * SHARE for n in numbers) for until, numbers in self.kinds.items()}
         self.places = [
             _Place(offset, size, s.start, s.tensor.dtype)
-            for s, offset, size in zip(sources, self.offsets, self.sizes, strict=True)
+            for s, offset, size in zip(sources, offsets, sizes, strict=True)
         ]
         self._names = [s.name for s in sources]
         self._under: dict[str, dict[str, _Place]] = {}
