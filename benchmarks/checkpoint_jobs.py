@@ -188,6 +188,8 @@ def _saves(ranks: list[dict[str, Any]], reports: dict[int, dict[str, Any]]) -> d
     quiet: dict[int, list[float]] = {}
     cpus: list[dict[int, list[float]]] = [{} for _ in of_ranks]
     for same in zip(*of_ranks, strict=True):
+        if same[0]["small"]:
+            continue
         quiet.setdefault(same[0]["round"], []).extend(same[0]["quiet"])
         for save, cpu in zip(same, cpus, strict=True):
             cpu.setdefault(save["round"], []).extend(save["quiet_cpu"])
@@ -196,11 +198,13 @@ def _saves(ranks: list[dict[str, Any]], reports: dict[int, dict[str, Any]]) -> d
     for same in zip(*of_ranks, strict=True):
         number = same[0]["round"]
         stall = max(_stall(save, rank["still"]) for save, rank in zip(same, ranks, strict=True))
-        extra = statistics.fmean(sum(s["busy"]) - len(s["busy"]) * step.get(number, 0.0) for s in same)
-        cpu = sum(
-            save["cpu"] - (len(save["busy"]) * statistics.median(of[number]) if save["busy"] else 0.0)
-            for save, of in zip(same, cpus, strict=True)
-        )
+        if same[0]["small"]:  # their mean has what comes now and then, as the sum beside the save has
+            before = [(statistics.fmean(s["quiet"]), statistics.fmean(s["quiet_cpu"])) for s in same]
+        else:
+            before = [(step.get(number, 0.0), statistics.median(of[number]) if of.get(number) else 0.0) for of in cpus]
+        counts = [len(save["busy"]) for save in same]
+        extra = statistics.fmean(sum(s["busy"]) - n * own for s, n, (own, _) in zip(same, counts, before, strict=True))
+        cpu = sum(s["cpu"] - n * own for s, n, (_, own) in zip(same, counts, before, strict=True))
         report = reports.get(same[0]["step"], {"stall": None, "seconds": 0.0})
         total, handing = (max(save[key] for save in same) for key in ("total", "handing_over"))
         total = max(total, report["seconds"])  # seen from outside: the manifest's name, before its directory is synced

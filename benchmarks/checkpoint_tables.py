@@ -14,9 +14,11 @@ BESIDE: Final = "Ratchet"
 BARE: Final = "Ratchet, nothing to hide it"
 LIMIT: Final = "limit: copy, write in a thread"
 DIRECT: Final = "limit: copy, O_DIRECT write in a thread"
+SMALL: Final = ", beside small steps"
 LOAD: Final = "Ratchet, load and verify"
 COLD: Final = ", from the disk"
 """Ways, as ``scripts/save_loop.py``, ``save_ways.py`` and ``restore_ways.py`` name them."""
+_BESIDE_SMALL: Final = "  beside small steps"
 
 
 def stalls(beside: Measured, blocking: Measured) -> None:
@@ -34,8 +36,16 @@ def stalls(beside: Measured, blocking: Measured) -> None:
             "extra steps, %", "CPU, s", "lost, s",
         )
     )  # fmt: skip
-    rows = [("Ratchet, overlapped", beside, BESIDE), ("  and nothing to hide it", beside, BARE)]
-    rows += [("Ratchet, blocking, no steps", blocking, BARE), *((name, beside, name) for name in setup.ways)]
+    rows = [
+        ("Ratchet, overlapped", beside, BESIDE),
+        (_BESIDE_SMALL, beside, f"{BESIDE}{SMALL}"),
+        ("  and nothing to hide it", beside, BARE),
+        ("Ratchet, blocking, no steps", blocking, BARE),
+    ]
+    for name in setup.ways:
+        rows.append((name, beside, name))
+        if (way := f"{name}{SMALL}") in beside.saves:
+            rows.append((_BESIDE_SMALL, beside, way))
     for title, measured, way in rows:
         _save_row(title, measured, measured.saves[way])
     for measured in (beside, blocking):
@@ -91,20 +101,26 @@ def aims(beside: Measured, blocking: Measured) -> None:
     aim("stall, overlapped, % of a step", 1.0, _of_step(hidden, beside))
     first = 100 * hidden.first / hidden.step
     aim("stall of the attempt's first save, overlapped, % of a step", 1.0, Estimate(first, first, first, 1))
-    told = f"; training lost {statistics.median(hidden.lost):.2f} s by it"
-    for what, way in (("write", LIMIT), ("O_DIRECT write", DIRECT)):
-        if way in beside.saves:
-            limit = beside.saves[way]
-            told += (
-                f"; a plain copy and {what} in a thread {_short(_extra(limit))}, {statistics.median(limit.lost):.2f} s"
-            )
-    told += f"; without steps a save takes {_short(estimate(bare.cpu))} s of CPU"
-    aim("extra time of steps beside it, % of the save", 5.0, _extra(hidden), told)
+    _interference(beside, SMALL, "extra time of small steps beside it, % of the save")
+    _interference(beside, "", "extra time of the training's steps beside it, % of the save")
     direct = f"; x O_DIRECT write {_short(blocking.ratio(copied.total, DIRECT_WRITE))}"
     aim("durable, no steps beside it, x write + fsync of 1/N", 1.15, blocking.ratio(copied.total, WRITE), direct)
     if beside.loads:
         for place in ("", COLD):
             aim(f"load and verify{place}, x raw read", 1.40, _of_raw(f"{LOAD}{place}", beside))
+
+
+def _interference(beside: Measured, steps: str, what: str) -> None:
+    """``steps``: which, as behind the name of a way. Beside Ratchet's share of the save stand the plain system calls'."""
+    hidden, told = beside.saves[f"{BESIDE}{steps}"], []
+    for write, way in (("write", LIMIT), ("O_DIRECT write", DIRECT)):
+        if (limit := beside.saves.get(f"{way}{steps}")) is not None:
+            told.append(
+                f"a plain copy and {write} in a thread {_short(_extra(limit))}, {statistics.median(limit.lost):.3f} s"
+            )
+    lost = f"; the loop lost {statistics.median(hidden.lost):.3f} s by it; {'; '.join(told)}"
+    cpu = f"; without steps a save takes {_short(estimate(beside.saves[BARE].cpu))} s of CPU"
+    aim(what, 5.0, _extra(hidden), lost + cpu)
 
 
 def aim(what: str, limit: float, seen: Estimate, beside: str = "") -> None:

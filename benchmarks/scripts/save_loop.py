@@ -1,9 +1,10 @@
 """One rank of ``make bench ONLY=checkpoint``: a Session trains, and its state is saved in one way after the other, by turns.
 
 A save of Ratchet's comes by its schedule: at the end of every ``--cycle``-th step. Those between are used up by steps without a
-body once all other ways have had their turn. Where it copies beside the steps a round has two cycles: in the first the save
-happens beside steps as a training has them, in the second there is nothing to hide it: ``optimizer.step()`` follows at once, then
-the loop waits. Where it copies before them only the second is made, and no ``optimizer.step()`` follows.
+body once all other ways have had their turn. Where it copies beside the steps a round has three cycles: in the first the save
+happens beside steps as a training has them, in the second beside small steps of computing alone, in the third there is nothing
+to hide it: ``optimizer.step()`` follows at once, then the loop waits. Where it copies before them only the last is made, and no
+``optimizer.step()`` follows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 import torch
 from restore_ways import measure_restore
 from save_state import Copy, buffer_for, net, width_of
-from save_steps import Loop, Step, beside_busy_cores, cpu_seconds
+from save_steps import Loop, SmallSteps, Step, beside_busy_cores, cpu_seconds
 from save_ways import LIMITS, WAYS, Pending, Way, World, end_checkpoint_process, remove, sync, write_synced
 
 from ratchet_contract import environment
@@ -32,16 +33,19 @@ from ratchet_worker.session import Session
 
 BESIDE = "Ratchet"
 BARE = "Ratchet, nothing to hide it"
-KEPT = ("torch.save", "dcp.save")  # what they saved last is loaded in the next attempt
-_LONGEST = 60  # steps that may pass until a save is durable; then the loop waits
+SMALL = ", beside small steps"
+"""Behind the name of a way: what is trained beside it."""
+AT_ONCE = ("torch.save", "dcp.save")
+"""Nothing runs beside them. What they saved last is loaded in the next attempt."""
 
 
 @dataclass
 class Save:
     """Seconds. ``call`` and ``held``: the loop stood still; ``total``: until all bytes were durable, from outside; ``quiet`` and
-    ``busy``: steps before, and until it was durable, without what they were held; ``quiet_cpu``: processor time of those before,
-    ``cpu``: of all that was done from the call until the last of ``busy``. ``step`` and ``handing_over``: of a save of Ratchet's,
-    and what its ``call`` took of the loop's thread. ``waits``: how often ``held`` was measured."""
+    ``busy``: steps before, and until it was durable, without what they were held; ``small``: they were of ``SmallSteps``;
+    ``quiet_cpu``: processor time of those before, ``cpu``: of all that was done from the call until the last of ``busy``.
+    ``step`` and ``handing_over``: of a save of Ratchet's, and what its ``call`` took of the loop's thread. ``waits``: how often
+    ``held`` was measured."""
 
     way: str
     round: int
@@ -55,10 +59,11 @@ class Save:
     cpu: float = 0.0
     step: int | None = None
     handing_over: float = 0.0
+    small: bool = False
 
-    def before(self, step: Step) -> None:
-        self.quiet.append(step.seconds)
-        self.quiet_cpu.append(step.cpu)
+    def before(self, steps: list[Step]) -> None:
+        self.quiet += [step.seconds for step in steps]
+        self.quiet_cpu += [step.cpu for step in steps]
 
 
 class Rounds:
@@ -68,6 +73,7 @@ class Rounds:
     def __init__(self, session: Session, loop: Loop, world: World, names: list[str], last: int, folder: Path) -> None:
         self._tensors = list(world.tensors().values())
         self._session, self._loop, self._world, self._folder, self._last = session, loop, world, folder, last
+        self._small = SmallSteps(loop)
         self.nbytes, self.tensors = sum(tensor.nbytes for tensor in self._tensors), len(self._tensors)
         self._share = Copy(self._tensors, buffer_for(self.nbytes // world.ranks + 1), world.rank, world.ranks)
         self._ways: dict[str, Way] = {name: WAYS[name](world, self._share) for name in names}
@@ -84,23 +90,27 @@ class Rounds:
         shift = number % len(names) if names else 0
         for name in names[shift:] + names[:shift]:
             self._turn(name, number)
+            if name not in AT_ONCE:
+                self._turn(name, number, small=True)
         parts = [lambda: self._bare(number), self._write_limit]
         if self._overlapped:
-            parts.insert(0, lambda: self._beside_steps(number))
+            parts[:0] = [lambda: self._beside_steps(number), lambda: self._beside_steps(number, small=True)]
         for part in parts[number % len(parts) :] + parts[: number % len(parts)]:  # a disk may be slower behind a write
             part()
         self.limits["copy of the share"].append(statistics.median(self._copies))
         self._copies.clear()
 
-    def _turn(self, name: str, number: int) -> None:
+    def _turn(self, name: str, number: int, *, small: bool = False) -> None:
         loop, place = self._loop, self._folder / name.replace(" ", "-").replace(",", "")
         if self._world.rank == 0:
             remove(place)
-        before = self._step()
+        before = [self._step()]
         self._settle()
+        if small:
+            before = self._small.quiet()
         begin, cpu = time.perf_counter(), cpu_seconds()
         pending = self._ways[name].save(place)
-        save = Save(name, number, time.perf_counter() - begin)
+        save = Save(f"{name}{SMALL}" if small else name, number, time.perf_counter() - begin, small=small)
         save.before(before)
         if not loop.agree(pending.done()):  # else nothing runs beside it
             self._until(save, pending, pending.done)
@@ -109,7 +119,7 @@ class Rounds:
         save.total = pending.durable - begin
         self.saves.append(save)
         loop.agree()
-        if self._world.rank == 0 and not (number == self._last and name in KEPT):
+        if self._world.rank == 0 and not (number == self._last and name in AT_ONCE):
             for path in self._folder.glob(f"{place.name}*"):
                 remove(path)
 
@@ -121,26 +131,32 @@ class Rounds:
 
     def _until(self, save: Save, pending: Pending | None, done: Callable[[], bool]) -> None:
         """Train until the save is durable on all ranks, a step at least."""
+        steps: Loop | SmallSteps = self._small if save.small else self._loop
         all_done = False
-        while not all_done and len(save.busy) < _LONGEST:
-            step = self._loop.step(pending, done=done())
+        while not all_done and len(save.busy) < steps.longest:
+            step = steps.step(pending, done=done())
             all_done = step.done
             save.busy.append(step.seconds)
-            save.held, save.waits = save.held + self._loop.held, save.waits + 1
+            if not save.small:  # which stand still for nothing: they change nothing that is saved
+                save.held, save.waits = save.held + self._loop.held, save.waits + 1
         _wait_for(done)
 
-    def _beside_steps(self, number: int) -> None:
+    def _beside_steps(self, number: int, *, small: bool = False) -> None:
         loop = self._loop
         quiet = [self._step_and_copy()]
         loop.to_the_last_of_a_cycle()
         manifest = self._due()
         self._settle()
-        quiet.append(loop.step())  # the boundary at its end saves
+        if small:
+            quiet = self._small.quiet()
+            loop.leave()
+        else:
+            quiet.append(loop.step())  # the boundary at its end saves
         unix, begin = time.time() - loop.boundary, time.perf_counter() - loop.boundary
         cpu = cpu_seconds() - loop.boundary_cpu
-        save = Save(BESIDE, number, loop.boundary, step=self._session.step, handing_over=loop.boundary_cpu)
-        for step in quiet:
-            save.before(step)
+        save = Save(f"{BESIDE}{SMALL}" if small else BESIDE, number, loop.boundary, small=small)
+        save.step, save.handing_over = self._session.step, loop.boundary_cpu
+        save.before(quiet)
         self._until(save, None, manifest.exists)
         save.cpu = cpu_seconds() - cpu
         save.total = manifest.stat().st_ctime - unix

@@ -17,6 +17,8 @@ from save_ways import Pending, World
 from ratchet_worker.session import Session
 
 _BUSY: Final = 4
+_SMALL: Final = 384  # width of a small step's matrices, which stay in a core's own cache
+_QUIET: Final = 100  # small steps without a save, before each
 _SPIN: Final = "while True: pass"
 
 
@@ -29,11 +31,14 @@ class Step(NamedTuple):
 
 
 class Loop:
-    """Steps of a Session. All ranks end a step together.
+    """Steps of a Session. All ranks end a step together. ``longest``: so many may pass until a save is durable; then the loop
+    waits.
 
     ``held``: where the last step stood still for a save, in its backward pass or before ``optimizer.step()``. ``boundary`` and
     ``boundary_cpu``: the last step boundary, by the clock and by this thread's processor time.
     """
+
+    longest: Final = 60
 
     def __init__(self, session: Session, world: World, batch: torch.Tensor, cycle: int) -> None:
         self._session, self._world, self._batch, self._cycle = session, world, batch, cycle
@@ -100,6 +105,33 @@ class Loop:
         while (self._session.step + 1) % self._cycle:
             self.leave()
         self.agree()
+
+
+class SmallSteps:
+    """Steps that take a few milliseconds of matrix products and Python and change nothing that is saved: what a save costs
+    whoever trains in processor time and in waiting for Python's lock, and not what it costs a step that is as long as memory is
+    slow. All ranks end a step together."""
+
+    longest: Final = 6000
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._weight, self._x = torch.randn(_SMALL, _SMALL) / _SMALL, torch.randn(_SMALL, _SMALL)
+
+    def quiet(self) -> list[Step]:
+        """As they are without a save."""
+        self.step()
+        return [self.step() for _ in range(_QUIET)]
+
+    def step(self, _: Pending | None = None, *, done: bool = True) -> Step:
+        begin, cpu = time.perf_counter(), cpu_seconds()
+        x, total = self._x, 0
+        for _turn in range(4):
+            x = torch.relu(x @ self._weight)
+            for number in range(3000):
+                total += number
+        all_done = self._loop.agree(done)
+        return Step(time.perf_counter() - begin, cpu_seconds() - cpu, all_done)
 
 
 def beside_busy_cores(loop: Loop) -> list[float]:
