@@ -9,7 +9,6 @@ what it does.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,6 +33,7 @@ from ratchet_worker.due import Due
 from ratchet_worker.exchange import Exchange
 from ratchet_worker.fingerprint import Cuts
 from ratchet_worker.imports import uncollected
+from ratchet_worker.latch import Latch
 from ratchet_worker.model_state import MODEL
 from ratchet_worker.reporter import Reason, Reporter
 from ratchet_worker.rng import forked
@@ -85,7 +85,7 @@ class Checkpointer:
         self._audit: Audit | None = None
         self._tried = False  # in full, what may be copied beside a step
         self._save: Save | None = None
-        self._settled: threading.Event | None = None  # of the last save
+        self._settled: Latch | None = None  # of the last save
         self._numbers = 0
         self._stall = 0.0  # of the open step
         self._failure: str | None = None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import dataclass, field
 
 from ratchet_worker.commitment import Order, Verdict
 from ratchet_worker.content import Content
+from ratchet_worker.latch import Latch
 from ratchet_worker.snapshot import Until
 from ratchet_worker.staging import Staged
 
@@ -23,16 +23,16 @@ class Save:
     error: str | None
     thorough: bool
     stall: float = 0.0
-    behind: threading.Event | None = None
+    behind: Latch | None = None
     """``settled`` of the save before: until then nothing is written."""
-    hurry: threading.Event = field(default_factory=threading.Event)
+    hurry: Latch = field(default_factory=Latch)
     """Set: the loop waits for the tensors."""
-    released: threading.Event = field(default_factory=threading.Event)
+    released: Latch = field(default_factory=Latch)
     """Set: the live tensors are not looked at any more."""
-    attention: threading.Event = field(default_factory=threading.Event)
+    attention: Latch = field(default_factory=Latch)
     """Set: somebody waits for the save, or its file has been written."""
-    done: threading.Event = field(default_factory=threading.Event)
-    settled: threading.Event = field(default_factory=threading.Event)
+    done: Latch = field(default_factory=Latch)
+    settled: Latch = field(default_factory=Latch)
     """Set: older checkpoints are deleted, too, for which a training does not wait."""
     verdict: Verdict = field(default_factory=dict)
     failure: BaseException | None = None  # of the exchange: there is no verdict

@@ -20,6 +20,7 @@ from ratchet_contract.paths import JobPaths
 from ratchet_worker.aside import Aside
 from ratchet_worker.commitment import Committer, Verdict, written
 from ratchet_worker.exchange import Exchange
+from ratchet_worker.latch import Latch
 from ratchet_worker.rank_part import RankPart
 from ratchet_worker.reporter import Reporter
 from ratchet_worker.save import Save
@@ -132,7 +133,7 @@ class Saver:
             self._give_up()
         return False
 
-    def _clear(self, settled: threading.Event) -> None:
+    def _clear(self, settled: Latch) -> None:
         try:
             self._committer.retain()
         except BaseException as error:  # must reach the loop

@@ -28,6 +28,7 @@ from ratchet_store.blockwise import Range
 from ratchet_store.rankfile import Piece, file_order
 from ratchet_store.slices import Slice
 from ratchet_worker.held import GONE
+from ratchet_worker.latch import Latch
 from ratchet_worker.moves import SHARE, Move, Work, cut
 from ratchet_worker.snapshot import DTYPE_NAMES, Until, byte_view
 from ratchet_worker.sources import Source, Sources
@@ -158,7 +159,7 @@ class Staged:
         self._sources, self._tensors, self._addresses = sources.each, sources.tensors, sources.addresses
         self._layout, self._buffer, self._stream, self._gone = layout, buffer, stream, sources.gone
         self._alone = cores < 2
-        self._copied = {until: threading.Event() for until in Until}
+        self._copied = {until: Latch() for until in Until}
         self._marks: dict[Until, Any] = {}
         self._work = {until: Work(self._moves_of(until)) for until in Until}
         self.error: str | None = None

@@ -1,0 +1,147 @@
+"""A training's signal handlers may raise at any moment, also while the loop waits for a save, or makes a part of it."""
+
+from __future__ import annotations
+
+import dis
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any, Final
+
+import pytest
+import torch
+
+from ratchet_contract.errors import StateError
+from ratchet_worker import staging
+from ratchet_worker.latch import Latch
+from ratchet_worker.snapshot import Until
+from ratchet_worker.sources import Source, Sources
+from ratchet_worker.staging import Staged, Staging
+
+
+class _Interrupted(Exception):
+    pass
+
+
+_HANDLERS_RUN_BEHIND: Final = {"RESUME", "JUMP_BACKWARD", "CALL", "CALL_FUNCTION_EX"}
+"""Instructions. (Between a lock that was taken and the block of its ``with`` is none, nor between the block and its end.)"""
+
+
+def _raising_at(place: int) -> Any:
+    """A trace function that raises at the so-manyth place where CPython runs handlers of signals in this thread."""
+    count, last = 0, dict[FrameType, str]()
+
+    def trace(frame: FrameType, kind: str, _: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if kind == "opcode":
+            count += last.get(frame) in _HANDLERS_RUN_BEHIND
+            last[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            if count == place:
+                raise _Interrupted
+        return trace
+
+    return trace
+
+
+def _interrupted(work: Callable[[], object], place: int) -> bool:
+    """``work()`` with an exception at one of these places; False where it has fewer."""
+    before = sys.gettrace()
+    try:
+        sys.settrace(_raising_at(place))
+        work()
+    except _Interrupted:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def _staged(cores: int) -> Staged:
+    tensors = [torch.full((64,), float(number)) for number in range(3)]
+    sources = [Source(f"shared/model/{i}", t, 0, t.numel(), Until.STEP) for i, t in enumerate(tensors)]
+    return Staging(torch.device("cpu"), cores).stage(Sources(sources))
+
+
+def _finish(staged: Staged) -> None:
+    try:
+        staged.finish()
+    except StateError as error:
+        assert "interrupted" in str(error)
+
+
+def _begun(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def _both(staged: Staged) -> list[threading.Thread]:
+    """The saving thread, and the loop again."""
+    return [_begun(lambda: _finish(staged)), _begun(lambda: staged.wait(Until.STEP))]
+
+
+def _ended(threads: list[threading.Thread], where: str) -> None:
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive(), where
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_wherever_the_loop_is_interrupted_in_its_part_of_a_copy_nobody_waits_for_ever(cores: int) -> None:
+    """Wherever a handler may run. It goes on, and waits for the same copy again."""
+    place, going_on = 0, True
+    while going_on:
+        place += 1
+        staged = _staged(cores)
+        going_on = _interrupted(partial(staged.wait, Until.STEP), place)
+        _ended(_both(staged), f"interrupted at place {place} of what it did")
+    assert place > 30
+
+
+def test_wherever_the_loop_is_interrupted_as_it_waits_for_anothers_part_nobody_waits_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, place, going_on = staging._memmove, 0, True
+    while going_on:
+        place += 1
+        staged, begun, may_go = _staged(2), threading.Semaphore(0), threading.Semaphore(0)
+
+        def move(*to_from_bytes: Any, begun: Any = begun, may_go: Any = may_go) -> None:
+            begun.release()
+            assert may_go.acquire(timeout=10)
+            real(*to_from_bytes)
+
+        monkeypatch.setattr(staging, "_memmove", move)
+        saves = _begun(partial(_finish, staged))
+        assert begun.acquire(timeout=10)
+        threading.Timer(0.002, may_go.release, (3,)).start()
+        going_on = _interrupted(partial(staged.wait, Until.STEP), place)
+        _ended([saves, *_both(staged)], f"interrupted at place {place} of what it did")
+    assert place > 20
+
+
+@pytest.mark.parametrize("what", ["set", "wait"])
+def test_whoever_is_interrupted_at_a_latch_leaves_it_usable(what: str) -> None:
+    place, going_on = 0, True
+    while going_on:
+        place += 1
+        latch = Latch()
+        if what == "wait":
+            threading.Timer(0.001, latch.set).start()
+        others = [_begun(latch.wait), _begun(latch.wait)]
+        going_on = _interrupted(latch.set if what == "set" else latch.wait, place)
+        latch.set()
+        _ended(others, f"interrupted at place {place} of {what}")
+        assert latch.is_set() and latch.wait(0)
+    assert place > 3
+
+
+def test_a_latch_that_nobody_sets_is_waited_for_as_long_as_was_said() -> None:
+    latch = Latch()
+    assert not latch.wait(0) and not latch.wait(0.01)
+    latch.set()
+    latch.set()
+    assert latch.wait() and latch.wait(0)
