@@ -101,42 +101,87 @@ def test_wherever_the_loop_is_interrupted_in_its_part_of_a_copy_nobody_waits_for
     assert place > 30
 
 
+class _Waking:
+    """A latch's lock. ``closed`` is opened as soon as the loop's thread waits here."""
+
+    def __init__(self, lock: Any, closed: Any) -> None:
+        self._lock, self._closed, self.release = lock, closed, lock.release
+
+    def acquire(self, timeout: float) -> bool:
+        if threading.current_thread() is threading.main_thread():
+            _open(self._closed)
+        return bool(self._lock.acquire(timeout=timeout))
+
+
+def _closed() -> Any:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+def _open(closed: Any) -> None:
+    if closed.locked():
+        closed.release()
+
+
+def _pass(closed: Any) -> None:
+    assert closed.acquire(timeout=10)
+    closed.release()
+
+
 def test_wherever_the_loop_is_interrupted_as_it_waits_for_anothers_part_nobody_waits_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real, place, going_on = staging._memmove, 0, True
     while going_on:
         place += 1
-        staged, begun, may_go = _staged(2), threading.Semaphore(0), threading.Semaphore(0)
+        staged, begun, closed = _staged(2), _closed(), _closed()
 
-        def move(*to_from_bytes: Any, begun: Any = begun, may_go: Any = may_go) -> None:
-            begun.release()
-            assert may_go.acquire(timeout=10)
+        def move(*to_from_bytes: Any, begun: Any = begun, closed: Any = closed) -> None:
+            _open(begun)
+            _pass(closed)
             real(*to_from_bytes)
 
         monkeypatch.setattr(staging, "_memmove", move)
+        latch = staged._copied[Until.STEP]
+        monkeypatch.setattr(latch, "_lock", _Waking(latch._lock, closed))
         saves = _begun(partial(_finish, staged))
-        assert begun.acquire(timeout=10)
-        threading.Timer(0.002, may_go.release, (3,)).start()
+        _pass(begun)
         going_on = _interrupted(partial(staged.wait, Until.STEP), place)
+        _open(closed)
         _ended([saves, *_both(staged)], f"interrupted at place {place} of what it did")
     assert place > 20
 
 
-@pytest.mark.parametrize("what", ["set", "wait"])
-def test_whoever_is_interrupted_at_a_latch_leaves_it_usable(what: str) -> None:
+def test_whoever_is_interrupted_as_a_latch_is_set_leaves_it_usable() -> None:
     place, going_on = 0, True
     while going_on:
         place += 1
         latch = Latch()
-        if what == "wait":
-            threading.Timer(0.001, latch.set).start()
         others = [_begun(latch.wait), _begun(latch.wait)]
-        going_on = _interrupted(latch.set if what == "set" else latch.wait, place)
+        going_on = _interrupted(latch.set, place)
         latch.set()
-        _ended(others, f"interrupted at place {place} of {what}")
+        _ended(others, f"interrupted at place {place}")
         assert latch.is_set() and latch.wait(0)
     assert place > 3
+
+
+def test_whoever_is_interrupted_as_he_waits_for_a_latch_leaves_it_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def setting(latch: Latch, closed: Any) -> None:
+        _pass(closed)
+        latch.set()
+
+    place, going_on = 0, True
+    while going_on:
+        place += 1
+        latch, closed = Latch(), _closed()
+        monkeypatch.setattr(latch, "_lock", _Waking(latch._lock, closed))
+        others = [_begun(latch.wait), _begun(partial(setting, latch, closed))]
+        going_on = _interrupted(latch.wait, place)
+        _open(closed)
+        _ended(others, f"interrupted at place {place}")
+        assert latch.is_set() and latch.wait(0)
+    assert place > 8
 
 
 def test_a_latch_that_nobody_sets_is_waited_for_as_long_as_was_said() -> None:
