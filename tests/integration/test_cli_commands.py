@@ -262,7 +262,6 @@ def test_quotas_and_the_queue(cli: Cli) -> None:
     (shown,) = (line for line in cli("queue", "--limit", "100").text.splitlines() if waits in line)
     assert shown.split()[1:6] == [waits, "waits", "local", "0", "2"]
     (alone,) = (line for line in cli("queue", waits).text.splitlines() if waits in line)
-    of_job, of_page = (re.split(r"\s+", re.sub(r"\b\d+s\b", "AGE", line.strip())) for line in (alone, shown))
-    assert (
-        of_job == of_page and "AGE" in of_page
-    )  # columns are as wide as their page needs; it waits on between the two
+    # columns are as wide as their page needs, and it waits on between the two
+    of_job, of_page = (re.sub(r"\b\d+s\b", "AGE", line).split() for line in (alone, shown))
+    assert of_job == of_page and "AGE" in of_page
