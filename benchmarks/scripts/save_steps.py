@@ -17,7 +17,7 @@ from save_ways import Pending, World
 from ratchet_worker.session import Session
 
 _BUSY: Final = 4
-_SMALL: Final = 384  # width of a small step's matrices, which stay in a core's own cache
+_SMALL: Final = 384  # width of a small step's matrices, which stay in the processor's caches
 _QUIET: Final = 100  # small steps without a save, before each
 _SPIN: Final = "while True: pass"
 
