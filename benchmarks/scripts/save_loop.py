@@ -104,10 +104,10 @@ class Rounds:
         loop, place = self._loop, self._folder / name.replace(" ", "-").replace(",", "")
         if self._world.rank == 0:
             remove(place)
-        before = [self._step()]
+        before = [] if small else [self._step()]
         self._settle()
         if small:
-            before = self._small.quiet()
+            before += self._small.quiet()
         begin, cpu = time.perf_counter(), cpu_seconds()
         pending = self._ways[name].save(place)
         save = Save(f"{name}{SMALL}" if small else name, number, time.perf_counter() - begin, small=small)
@@ -143,12 +143,12 @@ class Rounds:
 
     def _beside_steps(self, number: int, *, small: bool = False) -> None:
         loop = self._loop
-        quiet = [self._step_and_copy()]
+        quiet = [] if small else [self._step_and_copy()]
         loop.to_the_last_of_a_cycle()
         manifest = self._due()
         self._settle()
         if small:
-            quiet = self._small.quiet()
+            quiet += self._small.quiet()
             loop.leave()
         else:
             quiet.append(loop.step())  # the boundary at its end saves

@@ -8,9 +8,7 @@ blocking`` is for.
 
 from __future__ import annotations
 
-import xxhash
-
-from ratchet_worker.snapshot import Until, flat, memory_view
+from ratchet_worker.snapshot import Until, digest, flat
 from ratchet_worker.sources import Source
 
 
@@ -29,7 +27,5 @@ class Audit:
         return None
 
 
-def _digest(source: Source) -> int:
-    # By address: it may be the live memory, whose storage a view of numpy's would keep from being resized for good.
-    found = flat(source.tensor)[source.start : source.stop].cpu()
-    return xxhash.xxh3_128_intdigest(memory_view(found.data_ptr(), found.nbytes))
+def _digest(source: Source) -> str:
+    return digest([flat(source.tensor)[source.start : source.stop]])

@@ -137,6 +137,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     """XXH3-128 in hex over the bytes of all tensors, row-major, in the given order."""
     hasher = xxhash.xxh3_128()
     for tensor in tensors:
+        # By address: it may be live memory, whose storage a view of numpy's would keep from being resized for good.
         found = flat(tensor).cpu()
         hasher.update(memory_view(found.data_ptr(), found.nbytes))
     return hasher.hexdigest()
