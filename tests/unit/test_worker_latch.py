@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import gc
 import sys
 import threading
 from collections.abc import Callable
@@ -47,8 +48,13 @@ def _raising_at(place: int) -> Any:
 
 
 def _interrupted(work: Callable[[], object], place: int) -> bool:
-    """``work()`` with an exception at one of these places; False where it has fewer."""
+    """``work()`` with an exception at one of these places; False where it has fewer.
+
+    The collector rests meanwhile: its callbacks (hypothesis has one) run wherever it is due, and what is raised in them
+    reaches nobody.
+    """
     before = sys.gettrace()
+    gc.disable()
     try:
         sys.settrace(_raising_at(place))
         work()
@@ -56,6 +62,7 @@ def _interrupted(work: Callable[[], object], place: int) -> bool:
         return True
     finally:
         sys.settrace(before)
+        gc.enable()
     return False
 
 
