@@ -323,6 +323,32 @@ def test_the_optimizer_waits_for_a_copy_that_is_not_made_yet(tmp_path: Path, mon
     assert stall > 0.1
 
 
+def test_the_stall_is_told_whole_where_the_loop_awakes_only_behind_the_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, may_copy, real = Group(tmp_path, every_steps=3), threading.Event(), staging._memmove
+
+    def move(target: int, origin: int, nbytes: int) -> None:
+        assert nbytes < 1000 or may_copy.wait(20)  # the parameter's
+        real(target, origin, nbytes)
+
+    for number in (1, 2, 3):
+        if number == 3:
+            monkeypatch.setattr(staging, "_memmove", move)
+        group.step(number)
+    save = group.ranks[0]._save
+    assert save is not None
+    monkeypatch.setattr(save.released, "wait", save.done.wait)
+    behind = threading.Thread(target=lambda: group.step(4), daemon=True)
+    behind.start()
+    wait_for(lambda: save.stall > 0.2, "a loop that stands still", 10)
+    may_copy.set()
+    behind.join(20)
+    group.drain()
+    ((_, _, stall),) = group.told[0].of("committed")
+    assert 0.2 < stall <= save.stall
+
+
 def test_a_checkpoint_that_is_due_waits_for_the_one_before(tmp_path: Path, gate: Gate) -> None:
     group = Group(tmp_path, keep_last=9)
     group.step(1)

@@ -232,7 +232,7 @@ class Checkpointer:
         except (RatchetError, OSError, MemoryError) as error_:
             mine, error = None, f"rank {self._rank}: {error_}"
         stall = time.perf_counter() - begun
-        self._save = Save(order, mine, staged, error, thorough, stall, behind=self._settled)
+        self._save = Save(order, mine, staged, error, thorough, (stall, None), behind=self._settled)
         self._settled = self._save.settled
         self._saver.submit(self._save)
 

@@ -15,14 +15,16 @@ from ratchet_worker.staging import Staged
 @dataclass
 class Save:
     """One save on one rank. ``content`` and ``staged`` None: ``error`` says why there is nothing to write. ``thorough``: the
-    replicas are compared wholly, since nothing is trained meanwhile. ``stall``: seconds that the loop stood still for it."""
+    replicas are compared wholly, since nothing is trained meanwhile."""
 
     order: Order
     content: Content | None
     staged: Staged | None
     error: str | None
     thorough: bool
-    stall: float = 0.0
+    stood: tuple[float, float | None] = (0.0, None)
+    """Seconds that the loop has stood still for it; and since when it does so again (``time.perf_counter``). In one piece, since
+    the saving thread reads both while the loop waits."""
     behind: Latch | None = None
     """``settled`` of the save before: until then nothing is written."""
     hurry: Latch = field(default_factory=Latch)
@@ -43,20 +45,29 @@ class Save:
         """Does the loop wait for the live tensors?"""
         return self.hurry.is_set() and not self.thorough
 
+    @property
+    def stall(self) -> float:
+        """Seconds that the loop stood still for it, until now: whoever tells it may be ahead of a loop that was just let go."""
+        seconds, since = self.stood
+        return seconds if since is None else seconds + time.perf_counter() - since
+
     def hold(self, until: Until) -> float:
         """Before this kind of tensor changes: wait until it is copied, and nobody reads it. Seconds. On CUDA a save that is
         released is copied by the host's account only: until it is done the present stream waits, too."""
         if self.staged is None or self.done.is_set():
             return 0.0
-        begun = time.perf_counter()
-        if until is Until.STEP:
-            self.hurry.set()
-        self.staged.wait(until)
-        if until is Until.STEP:
-            self.staged.wait(Until.BACKWARD)
-            self.released.wait()
-        seconds = time.perf_counter() - begun
-        self.stall += seconds
+        before, begun = self.stall, time.perf_counter()
+        self.stood = before, begun
+        try:
+            if until is Until.STEP:
+                self.hurry.set()
+            self.staged.wait(until)
+            if until is Until.STEP:
+                self.staged.wait(Until.BACKWARD)
+                self.released.wait()
+        finally:
+            seconds = time.perf_counter() - begun
+            self.stood = before + seconds, None
         return seconds
 
     def wait_its_turn(self) -> None:
