@@ -26,6 +26,8 @@ from examples.demo.processes import Service
 MEGABYTES: Final = 401  # what is meant by "at least 400 MB" when a manifest's header is not counted
 RANKS: Final = (1, 2, 4)
 ROUNDS: Final = {1: 7, 2: 5, 4: 3}  # by ranks: steps of four on two cores take long
+BLOCKING_ROUNDS: Final = 7  # in which no steps are made
+FIRSTS: Final = 2  # attempts that are made for their first saves
 WAY_ROUNDS: Final = 3  # of these other packages have
 RESTORES: Final = {1: 7, 2: 5, 4: 0}
 BATCH: Final = 48  # samples per rank, for which a step of one rank takes about 0.3 s
@@ -64,14 +66,14 @@ def main() -> None:
 
 def run(parts: list[str], service: Service, folder: Path) -> None:
     """Raises ``SystemExit`` at once where there is no room for it."""
-    pairs = [stalls_of(ranks) for ranks in _ranks()] if "stalls" in parts else []
+    jobs = [stalls_of(ranks) for ranks in _ranks()] if "stalls" in parts else []
     sizes = growth_of() if "growth" in parts else []
-    insist([*(setup for pair in pairs for setup in pair), *sizes, Setup(1, 1, 1)], folder)
+    insist([*(setup for some in jobs for setup in some), *sizes, Setup(1, 1, 1)], folder)
     grown: list[Measured] = []
-    for overlapped, blocking in pairs:
-        both = measure(service, overlapped, folder), measure(service, blocking, folder)
-        checkpoint_tables.stalls(*both)
-        grown.append(both[0])
+    for some in jobs:
+        overlapped, blocking, *again = [measure(service, setup, folder) for setup in some]
+        checkpoint_tables.stalls(overlapped, blocking, again)
+        grown.append(overlapped)
     if sizes:
         grown += [measure(service, setup, folder) for setup in sizes]
         print("\ngrowth: Ratchet beside the plain copy and write of the same bytes, each rank its share")
@@ -86,17 +88,18 @@ def run(parts: list[str], service: Service, folder: Path) -> None:
         checkpoint_store.main()
 
 
-def stalls_of(ranks: int) -> tuple[Setup, Setup]:
-    """Every way beside training and loading what was saved; and Ratchet's staging that blocks."""
+def stalls_of(ranks: int) -> list[Setup]:
+    """Every way beside training and loading what was saved; Ratchet's staging that blocks; and attempts for their first saves."""
     megabytes = int(os.environ.get("RATCHET_BENCH_MB", MEGABYTES))
     batch = int(os.environ.get("RATCHET_BENCH_BATCH", BATCH))
     rounds = _rounds(ROUNDS.get(ranks, 3))
     ways, way_rounds = WAYS.get(ranks, FEW), min(rounds, WAY_ROUNDS)
     restores = min(rounds, RESTORES.get(ranks, 0))
-    return (
+    return [
         Setup(megabytes, ranks, rounds, "overlapped", ways, way_rounds, restores, batch),
-        Setup(megabytes, ranks, rounds, "blocking", batch=batch),
-    )
+        Setup(megabytes, ranks, _rounds(BLOCKING_ROUNDS), "blocking", batch=batch),
+        *[Setup(megabytes, ranks, 1, "overlapped", batch=batch)] * FIRSTS,
+    ]
 
 
 def growth_of() -> list[Setup]:

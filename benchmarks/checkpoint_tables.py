@@ -21,8 +21,9 @@ COLD: Final = ", from the disk"
 _BESIDE_SMALL: Final = "  beside small steps"
 
 
-def stalls(beside: Measured, blocking: Measured) -> None:
-    """``beside``: all ways; ``blocking``: Ratchet's staging that waits for the copy."""
+def stalls(beside: Measured, blocking: Measured, again: Sequence[Measured] = ()) -> None:
+    """``beside``: all ways; ``blocking``: Ratchet's staging that waits for the copy; ``again``: as ``beside``, for what there is
+    once in an attempt, its first save."""
     setup = beside.setup
     cores = len(os.sched_getaffinity(0))
     free = max(cores - setup.ranks, 0)
@@ -65,7 +66,7 @@ def stalls(beside: Measured, blocking: Measured) -> None:
         )
     if beside.loads:
         _loads(beside)
-    aims(beside, blocking)
+    aims(beside, blocking, again)
 
 
 def _save_row(title: str, measured: Measured, saves: Saves) -> None:
@@ -92,15 +93,16 @@ def _loads(measured: Measured) -> None:
     )
 
 
-def aims(beside: Measured, blocking: Measured) -> None:
+def aims(beside: Measured, blocking: Measured, again: Sequence[Measured]) -> None:
     """What is aimed at, and whether the medians are within it."""
     hidden, bare, copied = beside.saves[BESIDE], beside.saves[BARE], blocking.saves[BARE]
     print(f"{'aims':<66} {'aim':>6}   seen")
     aim("stall, blocking, x copy of 1/N", 1.10, blocking.ratio(copied.stall, SHARE))
     aim("stall, overlapped with nothing to hide it, x copy of 1/N", 1.10, beside.ratio(bare.stall, SHARE))
     aim("stall, overlapped, % of a step", 1.0, _of_step(hidden, beside))
-    first = 100 * hidden.first / hidden.step
-    aim("stall of the attempt's first save, overlapped, % of a step", 1.0, Estimate(first, first, first, 1))
+    each = [measured.saves[BESIDE] for measured in (beside, *again)]
+    first = estimate([100 * saves.first / saves.step for saves in each])
+    aim("stall of the attempt's first save, overlapped, % of a step", 1.0, first)
     _interference(beside, SMALL, "extra time of small steps beside it, % of the save")
     _interference(beside, "", "extra time of the training's steps beside it, % of the save")
     direct = f"; x O_DIRECT write {_short(blocking.ratio(copied.total, DIRECT_WRITE))}"

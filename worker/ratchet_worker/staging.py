@@ -11,7 +11,6 @@ has a count of its own, so what is done through it is not noticed (see ``audit``
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import threading
 from array import array
@@ -29,6 +28,7 @@ from ratchet_store.rankfile import Piece, file_order
 from ratchet_store.slices import Slice
 from ratchet_worker.held import GONE
 from ratchet_worker.latch import Latch
+from ratchet_worker.memmove import memmove as _memmove
 from ratchet_worker.moves import SHARE, Move, Work, cut
 from ratchet_worker.snapshot import DTYPE_NAMES, Until, byte_view
 from ratchet_worker.sources import Source, Sources
@@ -283,7 +283,6 @@ class Staged:
             yield
 
 
-_memmove = ctypes.memmove
 _version = attrgetter("_version")
 
 
