@@ -53,6 +53,8 @@ TENSORS = [
     torch.randn(40).to(torch.float8_e4m3fn),
     torch.randn(7, dtype=torch.complex64).conj(),  # put off: its memory has the other sign
     torch.randn(7, dtype=torch.complex64).conj().imag,
+    torch.randn(1_400_001).to(torch.bfloat16)[1:],  # large, and on an odd address
+    torch.randn(2_500_003)[3:],  # in several copies
 ]
 
 
