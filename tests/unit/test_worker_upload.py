@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,6 +29,7 @@ from ratchet_worker.results import NotStarted
 from ratchet_worker.upload import Uploader
 from tests.support.checkpoints import JOB, make_chain
 from tests.support.launch import RESOLVED
+from tests.support.server import wait_for
 
 T = TypeVar("T")
 
@@ -55,7 +57,7 @@ def launch_in(root: Path, **more: object) -> LaunchFile:
         "task": {"entrypoint": "a.b:C"},
         "world": {"ranks_per_node": 1, "device": "cpu"},
         "checkpoint": {"uri": "s3://bucket/team"},
-        "policy": {"startup_deadline": 0.2},
+        "policy": {"startup_deadline": 20},
     }
     return LaunchFile(
         job_id=JOB, epoch=1, world_size=1, ranks=[0], spec=parse_spec(spec), resolved=RESOLVED,
@@ -127,20 +129,31 @@ def test_reading_the_local_checkpoint_is_no_silence_of_the_store(
     make_chain(HomePaths(tmp_path).job(JOB).checkpoints, 10)
     raw = MemoryStore()
     monkeypatch.setattr(remote_base, "open_job", lambda *_: RemoteCheckpoints(ObjectStore(raw, "memory://x"), JOB))
-    real = fetch.verify_files
+    real, parts, may_read = fetch.verify_files, list[int](), threading.Semaphore(0)
 
     def slow(directory: Path, manifest: Manifest, progress: Callable[[int], None] = lambda _: None) -> int:
         """A disk that takes longer than ``startup_deadline`` for all of it, and not for a part."""
 
         def told(nbytes: int) -> None:
-            time.sleep(0.12)
+            assert may_read.acquire(timeout=20)
             progress(nbytes)
+            parts.append(nbytes)
 
         return real(directory, manifest, progress=told)
 
     monkeypatch.setattr(fetch, "verify_files", slow)
+    waits = 0
 
-    remote_base.provide(launch, HomePaths(tmp_path).job(JOB).attempt(1), soon, Told())  # type: ignore[arg-type]
+    def a_part_later(done: Callable[[], T | None], _: float) -> T | None:
+        """Each wait lasts as long as the disk needs for one part."""
+        nonlocal waits
+        waits, before = waits + 1, len(parts)
+        may_read.release()
+        wait_for(lambda: len(parts) > before or done() is not None, "the next part", 20)
+        return done()
+
+    remote_base.provide(launch, HomePaths(tmp_path).job(JOB).attempt(1), a_part_later, Told())  # type: ignore[arg-type]
+    assert waits >= len(parts) > 1
 
 
 def test_whatever_ends_the_asking_no_attempt_starts_over_for_it(
