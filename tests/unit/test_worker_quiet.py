@@ -58,7 +58,10 @@ def held(tmp_path: Path, work: Work) -> Group:
     return group
 
 
-def test_beside_a_training_all_but_the_copy_is_done_by_threads_that_give_way(tmp_path: Path, work: Work) -> None:
+def test_beside_a_training_all_but_the_copy_is_done_by_threads_that_give_way(
+    tmp_path: Path, work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_part, "_PATIENCE", 30.0)
     group = Group(tmp_path, every_steps=2)
     group.step(1)
     group.step(2)
@@ -83,6 +86,7 @@ def test_who_comes_to_wait_for_a_save_has_the_rest_of_it_written_by_threads_that
     monkeypatch.setattr(rank_part, "_PATIENCE", 30.0)
     group = held(tmp_path, work)
     saves = [rank._save for rank in group.ranks]
+    wait_for(lambda: work.seen["write"], "a quiet thread to come to write", 10)
     assert not any(save is None or save.done.wait(0.1) for save in saves)
     before = {*work.seen["write"]}
     waiting = threading.Thread(target=group.drain, daemon=True)

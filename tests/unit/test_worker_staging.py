@@ -22,6 +22,7 @@ from ratchet_worker.audit import Audit
 from ratchet_worker.snapshot import Snapshot, Until, byte_view, flat
 from ratchet_worker.sources import Lister, Source, Sources
 from ratchet_worker.staging import Staged, Staging
+from tests.support.server import wait_for
 
 CPU = torch.device("cpu")
 
@@ -53,7 +54,7 @@ TENSORS = [
     torch.randn(40).to(torch.float8_e4m3fn),
     torch.randn(7, dtype=torch.complex64).conj(),  # put off: its memory has the other sign
     torch.randn(7, dtype=torch.complex64).conj().imag,
-    torch.randn(1_400_001).to(torch.bfloat16)[1:],  # large, and on an odd address
+    torch.randn(1_400_001).to(torch.bfloat16)[1:],  # large, and not where its memory begins
     torch.randn(2_500_003)[3:],  # in several copies
 ]
 
@@ -94,7 +95,7 @@ def test_who_waits_takes_part_and_waits_for_what_another_thread_is_copying(
     tensors = [torch.full((3 << 20,), float(number)) for number in range(4)]  # of 12 MB: copied in two
     sources = [source(tensor)._replace(name=f"shared/model/{i}") for i, tensor in enumerate(tensors)]
     whole = Staging(CPU, cores).stage(Sources(sources))
-    real, begun, copied = staging._memmove, Queue[str](), dict[str, int]()
+    real, begun, copied = staging._memcpy, Queue[str](), dict[str, int]()
     may_go = {"saves": threading.Semaphore(0), "waits": threading.Semaphore(0)}
 
     def move(*to_from_bytes: Any) -> None:
@@ -104,7 +105,7 @@ def test_who_waits_takes_part_and_waits_for_what_another_thread_is_copying(
         copied[name] = copied.get(name, 0) + 1
         real(*to_from_bytes)
 
-    monkeypatch.setattr(staging, "_memmove", move)
+    monkeypatch.setattr(staging, "_memcpy", move)
     saves = threading.Thread(target=whole.finish, name="saves")
     waits = threading.Thread(target=whole.wait, args=(Until.STEP,), name="waits")
     saves.start()
@@ -115,7 +116,8 @@ def test_who_waits_takes_part_and_waits_for_what_another_thread_is_copying(
     if cores == 2:
         assert begun.get(timeout=20) == "saves"  # goes on with another
     may_go["waits"].release(8)
-    waits.join(0.2)
+    wait_for(lambda: copied.get("waits") == (6 if cores == 2 else 7), "all that is left to be copied", 20)
+    waits.join(0.2 if cores == 2 else 20)
     assert waits.is_alive() == (cores == 2)  # the other's is not copied yet
     may_go["saves"].release(8)
     saves.join(20)
@@ -156,7 +158,7 @@ def test_a_copy_that_was_interrupted_is_not_taken_for_one(monkeypatch: pytest.Mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(staging, "_memmove", interrupted)
+        patched.setattr(staging, "_memcpy", interrupted)
         with pytest.raises(KeyboardInterrupt):
             whole.wait(Until.STEP)
     with pytest.raises(StateError, match="interrupted"):
