@@ -36,6 +36,27 @@ with Session() as s:
     s.restore()
 """
 
+HELD = """
+import time
+from pathlib import Path
+
+from ratchet_worker.tasks.digits import DigitsTask
+
+
+class Held(DigitsTask):
+    def __init__(self, gate="", **more):
+        super().__init__(**more)
+        self.gate = Path(gate)
+
+    def build(self, context):
+        self.rank = context.rank
+        return super().build(context)
+
+    def before_step(self, model, optimizer, step):
+        while (self.gate / f"hold.{step}.{self.rank}").exists():
+            time.sleep(0.005)
+"""
+
 SEEN = """
 import os
 
@@ -79,6 +100,26 @@ def _spec(**args: Any) -> dict[str, Any]:
     }
 
 
+class Gate:
+    """A task that does not come to its end before the test has stopped or killed it, however late that is: rank 0 waits before a
+    step, and the others for its gradients."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        root.mkdir()
+        (root / "held.py").write_text(HELD)
+
+    def spec(self, **args: Any) -> dict[str, Any]:
+        spec = _spec(gate=str(self.root), **args)
+        return {**spec, "task": {**spec["task"], "entrypoint": "held:Held"}, "code": {"path": str(self.root)}}
+
+    def hold(self, step: int) -> None:
+        (self.root / f"hold.{step}.0").touch()
+
+    def let_go(self, step: int) -> None:
+        (self.root / f"hold.{step}.0").unlink()
+
+
 def _steps(job: Job) -> list[int]:
     return [int(name.split("-")[1].split(".")[0]) for name in job.checkpoints()]
 
@@ -88,7 +129,9 @@ def _statuses(attempt: Attempt) -> dict[str, str]:
 
 
 def test_stopped_killed_and_damaged_it_ends_like_the_undisturbed_run(tmp_path: Path, jobs: list[Job]) -> None:
-    whole, cut = Job(tmp_path, _spec(), job_id="whole"), Job(tmp_path, _spec(num_workers=1), job_id="cut")
+    gate = Gate(tmp_path / "gate")
+    whole = Job(tmp_path, gate.spec(), gate.root, job_id="whole")
+    cut = Job(tmp_path, gate.spec(num_workers=1), gate.root, job_id="cut")
     jobs += [whole, cut]
     attempt = whole.launch()
     assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
@@ -97,9 +140,12 @@ def test_stopped_killed_and_damaged_it_ends_like_the_undisturbed_run(tmp_path: P
     assert CheckpointReader(whole.newest()).manifest.finished
 
     # SIGTERM to one rank's whole process group, its DataLoader worker included.
+    gate.hold(16)
     attempt = cut.launch()
     attempt.wait_step(14)
     os.killpg(attempt.pid(1), signal.SIGTERM)
+    attempt.wait_freeze(0)
+    gate.let_go(16)
     result = attempt.wait()
     assert (result.cause, result.exit_code) == (Cause.SIGTERM, EXIT_PREEMPTED), attempt.logs()
     stopped_at = result.last_step
@@ -111,10 +157,12 @@ def test_stopped_killed_and_damaged_it_ends_like_the_undisturbed_run(tmp_path: P
     data[-1] ^= 1
     broken.write_bytes(data)
     fallback = stopped_at // EVERY * EVERY if stopped_at % EVERY else stopped_at - EVERY
+    gate.hold(fallback + 14)
     attempt = cut.launch()
     attempt.wait_step(fallback + 12)
     attempt.kill(0)
     result = attempt.wait()
+    gate.let_go(fallback + 14)
     assert result.cause is Cause.RANK_KILLED
     report = attempt.report()
     assert (report.base.step, report.verdict, len(report.quarantined)) == (fallback, "exact", 1)
@@ -142,8 +190,10 @@ def test_stopped_killed_and_damaged_it_ends_like_the_undisturbed_run(tmp_path: P
 def test_what_differs_is_refused_or_reported_and_a_fork_on_other_ranks_is_redistributed(
     tmp_path: Path, jobs: list[Job]
 ) -> None:
-    job = Job(tmp_path, {**_spec(evaluate=False), "determinism": "strict"})
+    gate = Gate(tmp_path / "gate")
+    job = Job(tmp_path, {**gate.spec(evaluate=False), "determinism": "strict"}, gate.root)
     jobs.append(job)
+    gate.hold(14)
     attempt = job.launch()
     attempt.wait_step(12)
     attempt.kill(1)
