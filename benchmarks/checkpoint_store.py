@@ -27,7 +27,7 @@ from ratchet_contract.resume import Base
 from ratchet_store.commit import ManifestWriter
 from ratchet_store.rankfile import Piece, RankWriter
 from ratchet_store.read import load
-from ratchet_worker.memmove import memmove
+from ratchet_worker.memcpy import memcpy
 
 CHUNK = 4 << 20
 TENSORS = 396
@@ -89,7 +89,7 @@ class _Bench:
         target, source = (ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in (self.target, self.source))
         begin, offset = time.perf_counter(), 0
         for number in self.numbers:
-            memmove(target + offset, source + offset, number)
+            memcpy(target + offset, source + offset, number)
             offset += number
         return time.perf_counter() - begin
 

@@ -53,7 +53,7 @@ def _interrupted(work: Callable[[], object], place: int) -> bool:
     The collector rests meanwhile: its callbacks (hypothesis has one) run wherever it is due, and what is raised in them
     reaches nobody.
     """
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
     gc.disable()
     try:
         sys.settrace(_raising_at(place))
@@ -62,7 +62,8 @@ def _interrupted(work: Callable[[], object], place: int) -> bool:
         return True
     finally:
         sys.settrace(before)
-        gc.enable()
+        if collects:
+            gc.enable()
     return False
 
 
@@ -139,7 +140,7 @@ def _pass(closed: Any) -> None:
 def test_wherever_the_loop_is_interrupted_as_it_waits_for_anothers_part_nobody_waits_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real, place, going_on = staging._memmove, 0, True
+    real, place, going_on = staging._memcpy, 0, True
     while going_on:
         place += 1
         staged, begun, closed = _staged(2), _closed(), _closed()
@@ -149,7 +150,7 @@ def test_wherever_the_loop_is_interrupted_as_it_waits_for_anothers_part_nobody_w
             _pass(closed)
             real(*to_from_bytes)
 
-        monkeypatch.setattr(staging, "_memmove", move)
+        monkeypatch.setattr(staging, "_memcpy", move)
         latch = staged._copied[Until.STEP]
         monkeypatch.setattr(latch, "_lock", _Waking(latch._lock, closed))
         saves = _begun(partial(_finish, staged))

@@ -34,13 +34,13 @@ Act = Callable[[], Any]
 
 def slow_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Copies of parameters wait for the event."""
-    may_copy, real = threading.Event(), staging._memmove
+    may_copy, real = threading.Event(), staging._memcpy
 
     def move(target: int, origin: int, nbytes: int) -> None:
         assert nbytes < 1000 or may_copy.wait(20)
         real(target, origin, nbytes)
 
-    monkeypatch.setattr(staging, "_memmove", move)
+    monkeypatch.setattr(staging, "_memcpy", move)
     return may_copy
 
 
@@ -111,6 +111,17 @@ def test_what_a_device_still_copies_is_waited_for_though_the_host_is_done() -> N
     assert Until.STEP in waited
     save.hold(Until.BACKWARD)
     assert waited[-1] is Until.BACKWARD
+
+
+def test_a_loop_that_was_interrupted_as_it_stood_still_does_so_no_longer() -> None:
+    def interrupted(_: Until) -> None:
+        raise KeyboardInterrupt
+
+    save = Save(Order(1, 1, "schedule", False, 0.0), None, SimpleNamespace(wait=interrupted), None, False)  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        save.hold(Until.STEP)
+    stall = save.stall
+    assert 0 < stall == save.stall
 
 
 def test_a_copy_that_fails_lets_the_loop_go_on_to_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ class Save:
     thorough: bool
     stood: tuple[float, float | None] = (0.0, None)
     """Seconds that the loop has stood still for it; and since when it does so again (``time.perf_counter``). In one piece, since
-    the saving thread reads both while the loop waits."""
+    the saving thread reads both while the loop, which alone writes it, waits."""
     behind: Latch | None = None
     """``settled`` of the save before: until then nothing is written."""
     hurry: Latch = field(default_factory=Latch)
@@ -56,7 +56,7 @@ class Save:
         released is copied by the host's account only: until it is done the present stream waits, too."""
         if self.staged is None or self.done.is_set():
             return 0.0
-        before, begun = self.stall, time.perf_counter()
+        before, begun = self.stood[0], time.perf_counter()
         self.stood = before, begun
         try:
             if until is Until.STEP:

@@ -28,7 +28,7 @@ from ratchet_store.rankfile import Piece, file_order
 from ratchet_store.slices import Slice
 from ratchet_worker.held import GONE
 from ratchet_worker.latch import Latch
-from ratchet_worker.memmove import memmove as _memmove
+from ratchet_worker.memcpy import memcpy as _memcpy
 from ratchet_worker.moves import SHARE, Move, Work, cut
 from ratchet_worker.snapshot import DTYPE_NAMES, Until, byte_view
 from ratchet_worker.sources import Source, Sources
@@ -190,7 +190,7 @@ class Staged:
                         if not origin:
                             self._copy(number)
                         elif self._is_there(number):
-                            _memmove(target, origin, nbytes)  # without the GIL
+                            _memcpy(target, origin, nbytes)  # without the GIL
                         if origin and not self._is_there(number):
                             self.error = self.error or GONE.format(name=self._sources[number].name)
                         if version is not None and self._tensors[number]._version != version:
