@@ -42,9 +42,20 @@ def abreast(items: Sequence[T], begin: Callable[[GivenUp], Work[T, R]], threads:
         shared.given_up = True
         raise
     finally:
-        shared.close()
+        interrupt: BaseException | None = None
+        while True:  # be the caller interrupted or not, also as it enters the call: helpers write into its memory
+            try:
+                shared.close()
+                break
+            except BaseException as error:  # of a signal's handler
+                shared.given_up, interrupt = True, error
         for helper in helpers:
             helper.join()  # it is behind all its work
+        if interrupt is not None:
+            try:
+                raise interrupt
+            finally:
+                del interrupt  # it holds this frame
     return shared.outcome()
 
 
@@ -92,19 +103,11 @@ class _Shared(Generic[T, R]):
             return self._next - 1
 
     def close(self) -> None:
-        """Wait until nobody helps any more, be the caller interrupted or not: helpers write into its memory."""
-        interrupt: KeyboardInterrupt | None = None
-        while True:
-            try:
-                with self._changed:
-                    self._closed = True
-                    while self._helping:  # not join: interrupted, it may take a thread that runs for ended (bpo-46726)
-                        self._changed.wait()
-                break
-            except KeyboardInterrupt as error:
-                self.given_up, interrupt = True, error
-        if interrupt is not None:
-            raise interrupt
+        """Wait until nobody helps any more."""
+        with self._changed:
+            self._closed = True
+            while self._helping:  # not join: interrupted, it may take a thread that runs for ended (bpo-46726)
+                self._changed.wait()
 
     def outcome(self) -> list[R]:
         """Raises the first error."""

@@ -13,11 +13,13 @@ import pytest
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.manifest import FileEntry, Manifest
+from ratchet_store import abreast as module
 from ratchet_store import rankfile
 from ratchet_store.abreast import GivenUp, abreast
 from ratchet_store.files import DAMAGED, UNREADABLE
 from ratchet_store.read import load, verify_files
 from tests.support.checkpoints import make_checkpoint, shared_bytes
+from tests.support.server import wait_for
 
 BLOCK = 4096
 PATIENCE = 20.0  # seconds
@@ -160,6 +162,33 @@ def test_ctrl_c_ends_the_call_and_no_thread_writes_any_more(while_it: str) -> No
 
     with pytest.raises(KeyboardInterrupt):
         abreast(range(2 if while_it == "waits" else 50), begin, 2)
+    assert len(written) == 1  # before the call had ended
+
+
+def test_ctrl_c_as_the_caller_begins_to_wait_leaves_no_thread_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    caller, begun, written, struck = threading.get_ident(), threading.Event(), list[int](), list[str]()
+    real = module._Shared.close
+
+    def close(shared: Any) -> None:
+        if not struck:
+            struck.append("before it waits")
+            raise KeyboardInterrupt
+        real(shared)
+
+    def begin(given_up: GivenUp) -> Callable[[int], None]:
+        def work(item: int) -> None:
+            if threading.get_ident() == caller:
+                assert begun.wait(PATIENCE)
+                return
+            begun.set()
+            wait_for(given_up, "the call to be given up", PATIENCE)
+            written.append(item)
+
+        return work
+
+    monkeypatch.setattr(module._Shared, "close", close)
+    with pytest.raises(KeyboardInterrupt):
+        abreast(range(2), begin, 2)
     assert len(written) == 1  # before the call had ended
 
 
