@@ -309,14 +309,12 @@ def test_the_optimizer_waits_for_a_copy_that_is_not_made_yet(tmp_path: Path, mon
         group.step(number)
     save = group.ranks[0]._save
     assert save is not None
+    at_once = group.together(lambda rank: group.ranks[rank].hold(Until.BOUNDARY))
+    assert at_once == [None, None]  # what was copied then
     behind = threading.Thread(target=lambda: group.step(4), daemon=True)
     behind.start()
     wait_for(lambda: save.stall > 0.2, "a loop that stands still", 10)
     assert behind.is_alive() and group.weights[0].unique().tolist() == [3.0]
-    assert group.together(lambda rank: group.ranks[rank].hold(Until.BOUNDARY)) == [
-        None,
-        None,
-    ]  # what was copied at once
     may_copy.set()
     behind.join(20)
     group.drain()

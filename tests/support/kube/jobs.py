@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from calendar import timegm
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from tests.support.kube.defaults import INDEX, TRACKING, pod_of
@@ -228,13 +229,25 @@ class JobController:
         self._change(job, lambda j: j.update(status=kept))
 
     def _change(self, job: Object, change: Any) -> None:
-        self._store.update(JOBS, job["metadata"]["namespace"], job["metadata"]["name"], change)
+        with _there_or_gone():
+            self._store.update(JOBS, job["metadata"]["namespace"], job["metadata"]["name"], change)
 
     def _delete(self, pod: Object) -> None:
-        delete_pod(self._store, pod["metadata"]["namespace"], pod["metadata"]["name"])
+        with _there_or_gone():
+            delete_pod(self._store, pod["metadata"]["namespace"], pod["metadata"]["name"])
 
     def _release(self, pod: Object) -> None:
         release(self._store, pod)
+
+
+@contextmanager
+def _there_or_gone() -> Iterator[None]:
+    """Since it was listed somebody may have deleted it."""
+    try:
+        yield
+    except ApiError as error:
+        if error.code != 404:
+            raise
 
 
 def release(store: Store, pod: Object) -> None:
