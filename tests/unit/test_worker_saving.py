@@ -168,6 +168,18 @@ class Group:
         return found
 
 
+def slow_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Copies of parameters wait for the event."""
+    may_copy, real = threading.Event(), staging._memcpy
+
+    def move(target: int, origin: int, nbytes: int) -> None:
+        assert nbytes < 1000 or may_copy.wait(20)
+        real(target, origin, nbytes)
+
+    monkeypatch.setattr(staging, "_memcpy", move)
+    return may_copy
+
+
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     made = Gate(monkeypatch)
@@ -297,16 +309,10 @@ def test_what_a_state_dict_draws_in_a_rehearsal_leaves_no_trace(tmp_path: Path) 
 
 
 def test_the_optimizer_waits_for_a_copy_that_is_not_made_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    group, may_copy, real = Group(tmp_path, every_steps=3), threading.Event(), staging._memcpy
-
-    def move(target: int, origin: int, nbytes: int) -> None:
-        assert nbytes < 1000 or may_copy.wait(20)  # the parameter's
-        real(target, origin, nbytes)
-
-    for number in (1, 2, 3):
-        if number == 3:
-            monkeypatch.setattr(staging, "_memcpy", move)
-        group.step(number)
+    group = Group(tmp_path, every_steps=3)
+    group.step(1), group.step(2)
+    may_copy = slow_copies(monkeypatch)
+    group.step(3)
     save = group.ranks[0]._save
     assert save is not None
     at_once = group.together(lambda rank: group.ranks[rank].hold(Until.BOUNDARY))
@@ -326,16 +332,10 @@ def test_the_optimizer_waits_for_a_copy_that_is_not_made_yet(tmp_path: Path, mon
 def test_the_stall_is_told_whole_where_the_loop_awakes_only_behind_the_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group, may_copy, real = Group(tmp_path, every_steps=3), threading.Event(), staging._memcpy
-
-    def move(target: int, origin: int, nbytes: int) -> None:
-        assert nbytes < 1000 or may_copy.wait(20)  # the parameter's
-        real(target, origin, nbytes)
-
-    for number in (1, 2, 3):
-        if number == 3:
-            monkeypatch.setattr(staging, "_memcpy", move)
-        group.step(number)
+    group = Group(tmp_path, every_steps=3)
+    group.step(1), group.step(2)
+    may_copy = slow_copies(monkeypatch)
+    group.step(3)
     save = group.ranks[0]._save
     assert save is not None
     monkeypatch.setattr(save.released, "wait", save.done.wait)

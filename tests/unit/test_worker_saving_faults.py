@@ -18,7 +18,7 @@ import torch
 
 from ratchet_contract.errors import StateError, UserError
 from ratchet_store.rankfile import RankWriter
-from ratchet_worker import disk, fingerprint, saver, staging
+from ratchet_worker import disk, fingerprint, saver
 from ratchet_worker import runtime as runtime_module
 from ratchet_worker.commitment import Committer, Order
 from ratchet_worker.runtime import Runtime
@@ -27,21 +27,9 @@ from ratchet_worker.snapshot import Snapshot, Until
 from ratchet_worker.sources import Source, Sources
 from ratchet_worker.staging import Staged, Staging
 from tests.support.server import wait_for
-from tests.unit.test_worker_saving import RANKS, Gate, Group
+from tests.unit.test_worker_saving import RANKS, Gate, Group, slow_copies
 
 Act = Callable[[], Any]
-
-
-def slow_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Copies of parameters wait for the event."""
-    may_copy, real = threading.Event(), staging._memcpy
-
-    def move(target: int, origin: int, nbytes: int) -> None:
-        assert nbytes < 1000 or may_copy.wait(20)
-        real(target, origin, nbytes)
-
-    monkeypatch.setattr(staging, "_memcpy", move)
-    return may_copy
 
 
 def begun(act: Act) -> threading.Thread:
