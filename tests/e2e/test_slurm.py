@@ -19,6 +19,7 @@ import pytest
 from ratchet_contract.paths import AttemptPaths
 from ratchet_store.compare import Comparison, compare, render
 from tests.e2e.exactness import final_checkpoint, run_undisturbed
+from tests.support import gated
 from tests.support.exact_cells import Cell
 from tests.support.launch import wait_freeze
 from tests.support.server import Server, wait_for
@@ -30,22 +31,6 @@ pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
 ]
 
-GATED = """
-import time
-from pathlib import Path
-
-from ratchet_worker.tasks.digits import DigitsTask
-
-
-class Gated(DigitsTask):
-    def __init__(self, gates, **more):
-        super().__init__(**more)
-        self.gates = Path(gates)
-
-    def before_step(self, model, optimizer, step):
-        while (self.gates / str(step)).exists():
-            time.sleep(0.05)
-"""
 STRIKES = {"requeue": "sigterm", "time-limit": "time-limit", "cancel": "sigterm", "node-lost": "node-lost"}
 """What happens, and the cause that it is."""
 CHOSEN = list(STRIKES) if os.environ.get("RATCHET_TEST_STRIKES") == "all" else ["time-limit", "node-lost"]
@@ -95,11 +80,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     gates, code, launchers = folder / "gates", folder / "code", folder / "launchers.json"
     gates.mkdir()
     code.mkdir()
-    (code / "gated.py").write_text(GATED)
+    gated.write(code)
     launchers.write_text(json.dumps({"local": {}, "slurm": {"poll_seconds": 0.3, "file_seconds": 2}}))
     spec = Cell("powerSGD+bf16", "many", 2, "digits").spec("batch")
     arguments = {**spec["task"]["args"], "gates": str(gates)}
-    spec |= {"task": {"entrypoint": "gated:Gated", "args": arguments}, "code": {"path": str(code)}}
+    spec |= {"task": {"entrypoint": gated.ENTRYPOINT, "args": arguments}, "code": {"path": str(code)}}
     server = Server(folder / "home", "--launchers", str(launchers))
     with slurm_cluster(node_timeout=10) as cluster, pytest.MonkeyPatch.context() as patch:
         for name, value in cluster.variables.items():

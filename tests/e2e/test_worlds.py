@@ -9,27 +9,12 @@ from typing import Any
 
 import pytest
 
+from tests.support import gated
 from tests.support.cli import Cli
 from tests.support.launch import wait_freeze
 from tests.support.server import Server
 
 TOTAL = 66  # 3 epochs of 1437 images in batches of 2 x 32
-HELD = """
-import time
-from pathlib import Path
-
-from ratchet_worker.tasks.digits import DigitsTask
-
-
-class Held(DigitsTask):
-    def __init__(self, gate, **more):
-        super().__init__(**more)
-        self.gate = Path(gate)
-
-    def before_step(self, model, optimizer, step):
-        while step == 31 and self.gate.exists():
-            time.sleep(0.01)
-"""
 SPEC: dict[str, Any] = {
     "name": "digits-resized",
     "world": {"ranks_per_node": 2, "device": "cpu"},
@@ -45,12 +30,13 @@ def events(server: Server, job: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_job_goes_on_with_another_number_of_ranks(server: Server, tmp_path: Path) -> None:
-    gate, cli = tmp_path / "gate", Cli(server.home, tmp_path)
+    gate, cli = tmp_path / "gates" / "31", Cli(server.home, tmp_path)
+    gate.parent.mkdir()
     gate.touch()
     (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "held.py").write_text(HELD)
-    arguments = {"gate": str(gate), "epochs": 3, "width": 16, "evaluate": False}
-    task = {"entrypoint": "held:Held", "args": arguments}
+    gated.write(tmp_path / "code")
+    arguments = {"gates": str(gate.parent), "epochs": 3, "width": 16, "evaluate": False}
+    task = {"entrypoint": gated.ENTRYPOINT, "args": arguments}
     job = server.submit({**SPEC, "task": task, "code": {"path": str(tmp_path / "code")}})
     _, paths = server.wait_step(job, 30, saved=True)
     early = server.call("POST", f"/v1/jobs/{job}/resume", json={"world": {"ranks_per_node": 1}}, expect=409)

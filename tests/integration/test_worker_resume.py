@@ -16,6 +16,7 @@ from ratchet_contract.phases import Cause
 from ratchet_contract.resume import Segment
 from ratchet_store.compare import compare, render
 from ratchet_store.read import CheckpointReader
+from tests.support import gated
 from tests.support.launch import RESOLVED, Attempt, Job
 
 STEPS, EVERY = 60, 10
@@ -34,27 +35,6 @@ with Session() as s:
     s.wrap(module)
     s.register(optimizer=torch.optim.SGD(module.parameters()), data=TrainStream([]))
     s.restore()
-"""
-
-HELD = """
-import time
-from pathlib import Path
-
-from ratchet_worker.tasks.digits import DigitsTask
-
-
-class Held(DigitsTask):
-    def __init__(self, gate="", **more):
-        super().__init__(**more)
-        self.gate = Path(gate)
-
-    def build(self, context):
-        self.rank = context.rank
-        return super().build(context)
-
-    def before_step(self, model, optimizer, step):
-        while (self.gate / f"hold.{step}.{self.rank}").exists():
-            time.sleep(0.005)
 """
 
 SEEN = """
@@ -107,17 +87,17 @@ class Gate:
     def __init__(self, root: Path) -> None:
         self.root = root
         root.mkdir()
-        (root / "held.py").write_text(HELD)
+        gated.write(root)
 
     def spec(self, **args: Any) -> dict[str, Any]:
-        spec = _spec(gate=str(self.root), **args)
-        return {**spec, "task": {**spec["task"], "entrypoint": "held:Held"}, "code": {"path": str(self.root)}}
+        spec = _spec(gates=str(self.root), **args)
+        return {**spec, "task": {**spec["task"], "entrypoint": gated.ENTRYPOINT}, "code": {"path": str(self.root)}}
 
     def hold(self, step: int) -> None:
-        (self.root / f"hold.{step}.0").touch()
+        (self.root / f"{step}.0").touch()
 
     def let_go(self, step: int) -> None:
-        (self.root / f"hold.{step}.0").unlink()
+        (self.root / f"{step}.0").unlink()
 
 
 def _steps(job: Job) -> list[int]:
