@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -24,7 +25,11 @@ from ratchet_store.files import start_writeback
 BLOCK: Final = 16 << 20  # bytes of the file under one digest: what a reader reads at least
 PAGE: Final = 4096  # bytes; no system asks for more
 CHUNK: Final = 1 << 20  # through the page cache: hashed, and written while still in the processor's; divides a block
-REQUEST: Final = 2 << 20  # past it: more is hardly faster, and until a write ends nobody sees that a slow disk gets on
+REQUEST: Final = 2 << 20
+"""Bytes of the first write past it, at the least. A disk that takes them at once is given twice as many, up to a block: behind
+each write the thread needs Python's lock again, for which a training waits. Until a write ends nobody sees that a slow disk
+gets on, so that one is given no more."""
+_AT_ONCE: Final = 0.05  # seconds
 _WRITEBACK: Final = 8 << 20  # bytes after which the disk is told to begin: write + fsync then take about half the time
 _O_DIRECT: Final[int] = getattr(os, "O_DIRECT", 0)
 _REFUSED: Final = frozenset({errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP})
@@ -47,6 +52,7 @@ class Blockwise:
         self._working = 0
         self._changed = threading.Condition()
         self._pages = len(data) // PAGE * PAGE  # bytes of the data
+        self._request = REQUEST
         self._direct = self._pages > 0 and _past_page_cache(fd, on=True)
 
     def work(self) -> None:
@@ -107,8 +113,7 @@ class Blockwise:
         at = max(begin, start)
         ranges = deque(self._ranges.get(number, ()))
         while at < end:
-            step = REQUEST if self._direct else CHUNK
-            stop = min(at - at % step + step, end)
+            stop = end if self._direct else min(at - at % CHUNK + CHUNK, end)
             self._hash(hasher, at - start, stop - start, ranges)
             self._put(self._data[at - start : min(stop - start, self._pages)], at)
             if not self._direct and (stop % _WRITEBACK == 0 or stop == end):
@@ -128,21 +133,28 @@ class Blockwise:
 
     def _put(self, data: memoryview, offset: int) -> None:
         while data:
-            direct = self._direct
+            direct, begin = self._direct, time.monotonic()
             try:
-                count = os.pwrite(self._fd, data, offset)
+                count = os.pwrite(self._fd, data[: self._request] if direct else data, offset)
             except OSError as error:
                 if not direct or error.errno not in _REFUSED:
                     raise
                 self._through_page_cache()  # also behind a write that ended early, within a page
                 continue
             data, offset = data[count:], offset + count
+            if direct:
+                self._request = _next_request(self._request, self._block, time.monotonic() - begin)
 
     def _through_page_cache(self) -> None:
         with self._changed:
             if self._direct:
                 _past_page_cache(self._fd, on=False)
                 self._direct = False
+
+
+def _next_request(nbytes: int, block: int, seconds: float) -> int:
+    """Bytes of the write behind one of ``nbytes``, which took ``seconds``."""
+    return max(REQUEST, min(2 * nbytes, block) if seconds < _AT_ONCE else nbytes // 2)
 
 
 def _past_page_cache(fd: int, *, on: bool) -> bool:

@@ -11,6 +11,7 @@ import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,6 +148,30 @@ def test_writes_that_end_early_are_gone_on_with(
     blocks = Blockwise(fd, HEAD, data, BLOCK)
     blocks.work()
     check(tmp_path, blocks.finish()[0], data)
+
+
+def test_the_faster_a_disk_the_more_it_is_given_at_a_time(
+    tmp_path: Path, fd: int, memory: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock is the test's, since a real disk is as fast as it likes: writes of the third block take as long as if it had
+    slowed down."""
+    clock, block = 0.0, 8 * PAGE
+    monkeypatch.setattr(blockwise, "REQUEST", PAGE)
+    monkeypatch.setattr(blockwise, "time", SimpleNamespace(monotonic=lambda: clock))
+    blocks, seen, real = Blockwise(fd, HEAD, memory, BLOCK), watched(monkeypatch), os.pwrite
+    if not is_direct(fd):
+        pytest.skip(NO_DIRECT)
+
+    def pwrite(fd: int, data: Any, at: int) -> int:
+        nonlocal clock
+        clock += 1.0 if 2 * block <= at < 3 * block else 0.001
+        return real(fd, data, at)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    blocks.work()
+    check(tmp_path, blocks.finish()[0], memory)
+    pages = {number: [n // PAGE for at, n, direct in seen if direct and at // block == number] for number in range(5)}
+    assert pages == {0: [1, 2, 2], 1: [8], 2: [8], 3: [4, 4], 4: [8]}  # the header has three of the first block
 
 
 def test_several_threads_write_one_file(tmp_path: Path, fd: int, memory: memoryview) -> None:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+from ratchet_worker.turns import give_way, take_turns_late
 
 T = TypeVar("T")
-
-_NICE: Final = 5
-"""Where both want a processor, such a thread has a quarter of it. Not less: it holds Python's lock now and then, and who trains
-waits for that. Beside two other busy processes on two cores a loop of small steps did 84 of them in four seconds with a saving
-thread of nice 0, 132 with 5 (130 without any), 93 with 10 and 47 with 19."""
 
 
 class Aside:
     """One thread, for one call after the other. It is there from the beginning, so that no call fails for want of a thread, and
-    nobody waits for it where the process ends. ``quiet``: it leaves most of the processor to whoever else wants it."""
+    nobody waits for it where the process ends. Whoever awakes has the processor before it; ``quiet``: and most of it where both
+    want it for long."""
 
     def __init__(self, name: str, *, quiet: bool = False) -> None:
         self._calls: SimpleQueue[Call[Any]] = SimpleQueue()
@@ -32,20 +27,13 @@ class Aside:
         return call
 
     def _run(self, quiet: bool) -> None:
+        take_turns_late()
         if quiet:
-            _give_way()
+            give_way()
         while True:
             call = self._calls.get()
             call.make()
             del call  # and with it what it holds, which is not to lie here until the next
-
-
-def _give_way() -> None:
-    """Of this thread alone, and for good: only the privileged may take it back. Linux's setpriority(2) is about a thread (POSIX
-    means a process); elsewhere nothing happens."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 class Call(Generic[T]):

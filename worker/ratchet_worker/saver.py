@@ -25,6 +25,7 @@ from ratchet_worker.rank_part import RankPart
 from ratchet_worker.reporter import Reporter
 from ratchet_worker.save import Save
 from ratchet_worker.staging import Staging
+from ratchet_worker.turns import take_turns_late
 
 MAX_FAILURES: Final = 3
 
@@ -62,6 +63,7 @@ class Saver:
         self._work.put(save)
 
     def _run(self) -> None:
+        take_turns_late()
         while True:
             work = self._work.get()
             if isinstance(work, int):
