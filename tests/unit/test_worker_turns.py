@@ -19,7 +19,8 @@ from ratchet_worker.turns import give_way, take_turns_late
 from tests.unit.test_worker_saving import RANKS, Group
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() != "x86_64", reason="asks by the system call's number of Linux on x86-64"
+    sys.platform != "linux" or platform.machine() != "x86_64",
+    reason="asks by the system call's number of Linux on x86-64",
 )
 
 
@@ -83,7 +84,9 @@ print(*attributes(), before.slice)
 @pytest.mark.parametrize(("policy", "number"), [("other", 0), ("idle", 5)])
 def test_what_a_user_has_said_of_the_processor_stays(usual: Attributes, policy: str, number: int) -> None:
     """A job under ``nice`` is not lifted, and a policy that has no slice is left alone."""
-    told = subprocess.run([sys.executable, "-c", _TOLD, policy], check=True, capture_output=True, text=True, timeout=120)
+    told = subprocess.run(
+        [sys.executable, "-c", _TOLD, policy], check=True, capture_output=True, text=True, timeout=120
+    )
     *found, slice_before = map(int, told.stdout.split())
     after = Attributes(*found)
     assert (after.policy, after.nice) == (number, 19)
