@@ -26,10 +26,11 @@ BLOCK: Final = 16 << 20  # bytes of the file under one digest: what a reader rea
 PAGE: Final = 4096  # bytes; no system asks for more
 CHUNK: Final = 1 << 20  # through the page cache: hashed, and written while still in the processor's; divides a block
 REQUEST: Final = 2 << 20
-"""Bytes of the first write past it, at the least. A disk that takes them at once is given twice as many, up to a block: behind
-each write the thread needs Python's lock again, for which a training waits. Until a write ends nobody sees that a slow disk
-gets on, so that one is given no more."""
-_AT_ONCE: Final = 0.05  # seconds
+"""Bytes of a write past it, at the least. A disk that takes them at once is given twice as many: behind each write the thread
+needs Python's lock again, for which a training waits. Until a write ends nobody sees that a slow disk gets on, so that one is
+given no more than it takes in some ``_AT_ONCE``, and one that has become slow less with every write."""
+_MOST: Final = 4  # times REQUEST: more is hardly faster
+_AT_ONCE: Final = 0.05  # seconds, those included in which the thread waits for Python's lock
 _WRITEBACK: Final = 8 << 20  # bytes after which the disk is told to begin: write + fsync then take about half the time
 _O_DIRECT: Final[int] = getattr(os, "O_DIRECT", 0)
 _REFUSED: Final = frozenset({errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP})
@@ -133,28 +134,25 @@ class Blockwise:
 
     def _put(self, data: memoryview, offset: int) -> None:
         while data:
-            direct, begin = self._direct, time.monotonic()
+            direct, most, begin = self._direct, self._request, time.monotonic()
             try:
-                count = os.pwrite(self._fd, data[: self._request] if direct else data, offset)
+                count = os.pwrite(self._fd, data[:most] if direct else data, offset)
             except OSError as error:
                 if not direct or error.errno not in _REFUSED:
                     raise
                 self._through_page_cache()  # also behind a write that ended early, within a page
                 continue
             data, offset = data[count:], offset + count
-            if direct:
-                self._request = _next_request(self._request, self._block, time.monotonic() - begin)
+            if time.monotonic() - begin >= _AT_ONCE:
+                self._request = max(most // 2, REQUEST)
+            elif count == most:
+                self._request = min(2 * most, _MOST * REQUEST)
 
     def _through_page_cache(self) -> None:
         with self._changed:
             if self._direct:
                 _past_page_cache(self._fd, on=False)
                 self._direct = False
-
-
-def _next_request(nbytes: int, block: int, seconds: float) -> int:
-    """Bytes of the write behind one of ``nbytes``, which took ``seconds``."""
-    return max(REQUEST, min(2 * nbytes, block) if seconds < _AT_ONCE else nbytes // 2)
 
 
 def _past_page_cache(fd: int, *, on: bool) -> bool:

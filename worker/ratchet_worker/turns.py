@@ -1,6 +1,6 @@
 """What a thread that saves leaves of the processors to those that train, as far as Linux can be told; elsewhere nothing happens.
 
-Both functions are about the thread that calls, and for good.
+Both functions are about the thread that calls, and what it starts, for good.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _NICE: Final = 5
 waits for that. Beside two other busy processes on two cores a loop of small steps did 84 of them in four seconds with a saving
 thread of nice 0, 132 with 5 (130 without any), 93 with 10 and 47 with 19."""
 _SLICE: Final = 20_000_000
-"""Nanoseconds. A thread that awakes takes the processor at once from one whose slice is longer, else when that one's ends (up to
-2.8 ms by default). A step awakes many times: behind each of gloo's threads, and for Python's lock. Of small steps 4 to 6 ms were
-lost in the 20 ms in which 401 MB are copied, and 1 to 2 so."""
+"""Nanoseconds. A thread that awakes interrupts one whose slice is longer, unless it has had more than its share (PREEMPT_SHORT of
+Linux's scheduler); else it waits until that one's slice ends, up to 2.8 ms by default. A step awakes many times: behind each of
+gloo's threads, and for Python's lock. Of small steps 4 to 6 ms were lost in the 20 ms in which 401 MB are copied, 1 to 2 so."""
 
 
 class _Calls(NamedTuple):
@@ -53,11 +53,12 @@ def take_turns_late() -> None:
     calls = _CALLS.get(platform.machine()) if sys.platform == "linux" and sys.maxsize > 2**32 else None
     if calls is None:
         return
-    system = ctypes.CDLL(None).syscall
-    found = ctypes.create_string_buffer(_ATTRIBUTES.size)
-    if system(calls.get, 0, found, _ATTRIBUTES.size, 0) != 0:
-        return
-    size, policy, flags, nice, priority, _, deadline, period = _ATTRIBUTES.unpack(found.raw)
-    if policy in _ORDINARY:
-        told = _ATTRIBUTES.pack(size, policy, flags, nice, priority, _SLICE, deadline, period)
-        system(calls.set, 0, told, 0)
+    with suppress(AttributeError, OSError, RuntimeError):  # a save must not fail for it: a hook may forbid the call
+        system = ctypes.CDLL(None).syscall
+        found = ctypes.create_string_buffer(_ATTRIBUTES.size)
+        if system(calls.get, 0, found, _ATTRIBUTES.size, 0) != 0:
+            return
+        size, policy, flags, nice, priority, _, deadline, period = _ATTRIBUTES.unpack(found.raw)
+        if policy in _ORDINARY:
+            told = _ATTRIBUTES.pack(size, policy, flags, nice, priority, _SLICE, deadline, period)
+            system(calls.set, 0, told, 0)
