@@ -25,7 +25,7 @@ from examples.demo.processes import Service
 
 MEGABYTES: Final = 401  # what is meant by "at least 400 MB" when a manifest's header is not counted
 RANKS: Final = (1, 2, 4)
-ROUNDS: Final = {1: 7, 2: 5, 4: 5}
+ROUNDS: Final = {1: 9, 2: 5, 4: 5}
 BLOCKING_ROUNDS: Final = 7  # in which no steps are made
 FIRSTS: Final = 2  # attempts that are made for their first saves
 WAY_ROUNDS: Final = 3  # of these other packages have

@@ -42,10 +42,10 @@ AT_ONCE = ("torch.save", "dcp.save")
 @dataclass
 class Save:
     """Seconds. ``call`` and ``held``: the loop stood still; ``total``: until all bytes were durable, from outside; ``quiet`` and
-    ``busy``: steps before, and until it was durable, without what they were held; ``small``: they were of ``SmallSteps``;
-    ``quiet_cpu``: processor time of those before, ``cpu``: of all that was done from the call until the last of ``busy``.
-    ``step`` and ``handing_over``: of a save of Ratchet's, and what its ``call`` took of the loop's thread. ``waits``: how often
-    ``held`` was measured."""
+    ``busy``: steps before (small ones: and behind it), and until it was durable, without what they were held; ``small``: they
+    were of ``SmallSteps``; ``quiet_cpu``: processor time of the former, ``cpu``: of all that was done from the call until the last
+    of ``busy``. ``step`` and ``handing_over``: of a save of Ratchet's, and what its ``call`` took of the loop's thread. ``waits``:
+    how often ``held`` was measured."""
 
     way: str
     round: int
@@ -61,7 +61,7 @@ class Save:
     handing_over: float = 0.0
     small: bool = False
 
-    def before(self, steps: list[Step]) -> None:
+    def without(self, steps: list[Step]) -> None:
         self.quiet += [step.seconds for step in steps]
         self.quiet_cpu += [step.cpu for step in steps]
 
@@ -79,6 +79,7 @@ class Rounds:
         self._ways: dict[str, Way] = {name: WAYS[name](world, self._share) for name in names}
         launch = LaunchFile.model_validate_json(Path(os.environ[environment.LAUNCH_FILE]).read_bytes())
         self._overlapped = launch.spec.checkpoint.staging == "overlapped"
+        self._kept = launch.spec.checkpoint.keep_last or 0
         self._checkpoint = lambda step: JobPaths(Path(launch.job_root)).checkpoint(step, launch.epoch)
         self.saves: list[Save] = []
         self.still: dict[str, list[float]] = {"held": [], "boundary": []}  # of steps without a save
@@ -111,7 +112,7 @@ class Rounds:
         begin, cpu = time.perf_counter(), cpu_seconds()
         pending = self._ways[name].save(place)
         save = Save(f"{name}{SMALL}" if small else name, number, time.perf_counter() - begin, small=small)
-        save.before(before)
+        save.without(before)
         if not loop.agree(pending.done()):  # else nothing runs beside it
             self._until(save, pending, pending.done)
         save.cpu = cpu_seconds() - cpu
@@ -119,6 +120,8 @@ class Rounds:
         save.total = pending.durable - begin
         self.saves.append(save)
         loop.agree()
+        if small:
+            save.without(self._small.quiet())
         if self._world.rank == 0 and not (number == self._last and name in AT_ONCE):
             for path in self._folder.glob(f"{place.name}*"):
                 remove(path)
@@ -156,11 +159,15 @@ class Rounds:
         cpu = cpu_seconds() - loop.boundary_cpu
         save = Save(f"{BESIDE}{SMALL}" if small else BESIDE, number, loop.boundary, small=small)
         save.step, save.handing_over = self._session.step, loop.boundary_cpu
-        save.before(quiet)
+        save.without(quiet)
         self._until(save, None, manifest.exists)
         save.cpu = cpu_seconds() - cpu
         save.total = manifest.stat().st_ctime - unix
         assert time.perf_counter() - begin >= save.total
+        if small:
+            _wait_for(lambda: len(list(manifest.parents[1].iterdir())) <= self._kept)
+            self._settle()
+            save.without(self._small.quiet())
         self.saves.append(save)
 
     def _bare(self, number: int) -> None:

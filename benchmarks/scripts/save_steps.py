@@ -18,7 +18,7 @@ from ratchet_worker.session import Session
 
 _BUSY: Final = 4
 _SMALL: Final = 384  # width of a small step's matrices, which stay in the processor's caches
-_QUIET: Final = 100  # small steps without a save, before each
+_QUIET: Final = 50  # small steps without a save, before each and behind it: a machine is not always as fast
 _SPIN: Final = "while True: pass"
 
 
