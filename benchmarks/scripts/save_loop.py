@@ -41,11 +41,11 @@ AT_ONCE = ("torch.save", "dcp.save")
 
 @dataclass
 class Save:
-    """Seconds. ``call`` and ``held``: the loop stood still; ``total``: until all bytes were durable, from outside; ``quiet`` and
-    ``busy``: steps before (small ones: and behind it), and until it was durable, without what they were held; ``small``: they
-    were of ``SmallSteps``; ``quiet_cpu``: processor time of the former, ``cpu``: of all that was done from the call until the last
-    of ``busy``. ``step`` and ``handing_over``: of a save of Ratchet's, and what its ``call`` took of the loop's thread. ``waits``:
-    how often ``held`` was measured."""
+    """Seconds. ``call`` and ``held``: the loop stood still; ``total``: until all bytes were durable, from outside.
+    ``quiet`` and ``busy``: steps before (small ones: and behind it), and until it was durable, without what they were held.
+    ``small``: they were of ``SmallSteps``. ``quiet_cpu``: processor time of the former, ``cpu``: of all that was done from the
+    call until the last of ``busy``. ``step`` and ``handing_over``: of a save of Ratchet's, and what its ``call`` took of the
+    loop's thread. ``waits``: how often ``held`` was measured."""
 
     way: str
     round: int
