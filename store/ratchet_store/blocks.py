@@ -21,7 +21,9 @@ from ratchet_contract.manifest import FileEntry
 from ratchet_store.abreast import GivenUp, abreast
 from ratchet_store.files import DAMAGED, not_read, open_regular
 
-CHUNK: Final = 1 << 20
+CHUNK: Final = 256 << 10
+"""Bytes that are read at a time, and hashed while they are in the processor's cache: the digests of 1 MiB at a time take half as
+long again. The reads are as fast."""
 _BATCH: Final = 1024  # buffers per preadv, as Linux allows
 Progress = Callable[[int], None]
 """Called with the number of bytes that have been read and hashed since the last call, by the thread that asked for them."""
