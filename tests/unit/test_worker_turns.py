@@ -46,7 +46,7 @@ def attributes(thread: int = 0) -> Attributes:
 def usual() -> Attributes:
     found = attributes()
     if not 0 < found.slice < 20_000_000:
-        pytest.skip("threads have slices since Linux 6.12, where nobody gave this one another policy")
+        pytest.skip("run it on Linux 6.12 or newer, which tells threads' slices, and under the usual policy and slice")
     return found
 
 
