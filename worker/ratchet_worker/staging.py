@@ -2,8 +2,7 @@
 
 After a step boundary the training goes on, and each kind of tensor may stay uncopied until something changes it: buffers and
 all that is small only until the boundary ends (the forward pass changes them), the hook's state until the next backward pass
-calls the hook, parameters and optimizer until the next ``optimizer.step()``. The copy lies in one buffer that is kept from save
-to save and whose pages are there before the first: fresh pages cost more than twice the copy.
+calls the hook, parameters and optimizer until the next ``optimizer.step()``.
 
 What changes too early all the same is noticed by torch's own count of in-place changes, and that save fails; ``tensor.data``
 has a count of its own, so what is done through it is not noticed (see ``audit``).
@@ -11,11 +10,9 @@ has a count of its own, so what is done through it is not noticed (see ``audit``
 
 from __future__ import annotations
 
-import mmap
-import threading
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -30,6 +27,7 @@ from ratchet_worker.held import GONE
 from ratchet_worker.latch import Latch
 from ratchet_worker.memcpy import memcpy as _memcpy
 from ratchet_worker.moves import SHARE, Move, Work, cut
+from ratchet_worker.room import Room
 from ratchet_worker.snapshot import DTYPE_NAMES, Until, byte_view
 from ratchet_worker.sources import Source, Sources
 
@@ -40,29 +38,21 @@ class Staging:
 
     def __init__(self, device: torch.device, cores: int = 1) -> None:
         self._cores = cores
-        self._pinned = device.type == "cuda"
-        self._stream: Any = torch.cuda.Stream(device) if self._pinned else None  # type: ignore[no-untyped-call]
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        on_cuda = device.type == "cuda"
+        self._stream: Any = torch.cuda.Stream(device) if on_cuda else None  # type: ignore[no-untyped-call]
+        self._room = Room(pinned=on_cuda)
         self._form: object = None  # of the layout
         self._layout = _Layout([])
-        self._lock = threading.Lock()  # the saving thread may still make room when the first save is begun
 
-    def reserve(self, nbytes: int) -> torch.Tensor:
-        """Have at least ``nbytes``, and have touched them. Not while a copy in it is in use. Raises ``MemoryError``."""
-        with self._lock:
-            if self._buffer.numel() < nbytes:
-                self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first
-                try:
-                    self._buffer = (_pinned(nbytes) if self._pinned else _pages(nbytes)).fill_(0)
-                except (RuntimeError, OSError) as error:  # as torch and the system say it
-                    raise MemoryError(f"no memory for a copy of {nbytes} bytes: {error}") from error
-            return self._buffer
+    def reserve(self, nbytes: int) -> None:
+        """In the saving thread, before any save: have room for copies of so many bytes. Raises ``MemoryError``."""
+        self._room.reserve(nbytes)
 
     def stage(self, sources: Sources) -> Staged:
         """Lay out the copies of ``sources``, and make those that cannot wait. Raises ``StateError`` for a dtype that cannot be
         stored."""
         layout = self.lay_out(sources)
-        staged = Staged(sources, layout, self.reserve(layout.end), self._stream, self._cores)
+        staged = Staged(sources, layout, self._room.take(layout.end), self._stream, self._cores)
         staged.copy(Until.BOUNDARY)
         staged.wait(Until.BOUNDARY)
         return staged
@@ -82,21 +72,6 @@ class Staging:
 def size_of(sources: Sources) -> int:
     """Bytes that staging these takes."""
     return sum(source.nbytes for source in sources.each)
-
-
-def _pinned(nbytes: int) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-
-
-def _pages(nbytes: int) -> torch.Tensor:
-    """Whole pages, large ones where the system has them: a disk takes them in fewer pieces, and a copy misses fewer addresses.
-    Processes that this one forks (workers that load data) have none of it: what they share would be copied, page by page, as soon
-    as the next save is copied to it."""
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        with suppress(AttributeError, OSError):  # a system without
-            memory.madvise(getattr(mmap, advice))
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class _Layout:
