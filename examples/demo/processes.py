@@ -64,7 +64,7 @@ class Service:
             *self.options,
         ]
         with self.log.open("ab") as log:
-            self._process = self._begin(command, log.fileno(), _environment())
+            self._process = self._begin(command, log.fileno(), _environment(self.home))
         wait_for("the service to answer", lambda: self._announced(file) and self.client.ready(), 60.0, self.log)
         return str(json.loads(file.read_text())["url"])
 
@@ -104,9 +104,11 @@ class Service:
             time.sleep(0.05)
 
 
-def _environment() -> dict[str, str]:
-    """This process's variables without those that would lead the service elsewhere."""
-    return {k: v for k, v in os.environ.items() if not k.startswith("RATCHET_")}
+def _environment(home: Path) -> dict[str, str]:
+    """This process's variables without those that would lead the service elsewhere. torch's compiler makes a directory for its
+    cache as soon as it is imported: it goes with ``home``, where nobody has said otherwise."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("RATCHET_")}
+    return {"TORCHINDUCTOR_CACHE_DIR": str(home / "torchinductor"), **kept}
 
 
 def living(home: Path) -> set[int]:
