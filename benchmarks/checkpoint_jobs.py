@@ -22,6 +22,7 @@ SCRIPTS: Final = Path(__file__).with_name("scripts")
 CYCLE: Final = 2000
 """Steps between two saves of Ratchet's: more than all other ways take in a round."""
 SHARE: Final = "copy of the share"
+DIGEST: Final = "digest of the share"
 WRITE: Final = "write of the share"
 DIRECT_WRITE: Final = "O_DIRECT write"
 _SLOTS: Final = 6  # ranks that run at a time, on however many cores

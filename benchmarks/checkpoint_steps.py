@@ -1,6 +1,6 @@
-"""A checkpoint at every step of the built-in task ``bytelm``, beside the same job without any until its end, and beside one that
-copies its state and writes it by plain system calls: on two ranks, which leave no core of two for the saving threads, and on one,
-which leaves one.
+"""A checkpoint at every step of the built-in task ``bytelm``, beside the same job without any until its end, and beside one of
+which a thread copies the state, makes one digest of it and writes it by plain system calls: on two ranks, which leave no core of
+two for the saving threads, and on one, which leaves one.
 
 All jobs are there at once, and blocks of their steps take turns: while one trains, the ranks of the others wait within a step.
 """
@@ -48,7 +48,7 @@ SIZES: Final = {
 
 
 def table(service: Service, folder: Path, sizes: dict[str, Size] = SIZES) -> None:
-    print(_line("", "ratio of a pair", "of CPU time", "ms", "without", "plain copy, write", "save, ms", "MB", "aim"))
+    print(_line("", "ratio of a pair", "of CPU time", "ms", "without", "limit", "of CPU time", "save, ms", "MB", "aim"))
     for title, size in sizes.items():
         begin = time.monotonic()
         with ExitStack() as stack:
@@ -61,20 +61,32 @@ def table(service: Service, folder: Path, sizes: dict[str, Size] = SIZES) -> Non
             saves, nbytes = saving.saves(), saving.nbytes()
         print(f"  ran bytelm, {title}: {time.monotonic() - begin:.0f} s")
         wall, cpu = (estimate([one[kind] / without[kind] for one, without, _ in found]) for kind in (0, 1))
-        plain = estimate([limit[0] / without[0] for _, without, limit in found])
+        limits = (estimate([limit[kind] / without[kind] for _, without, limit in found]) for kind in (0, 1))
         ms, alone = (f"{1e3 * statistics.median(one[which][0] for one in found) / size.count:.1f}" for which in (0, 1))
         verdict = f"{AIM:.2f}, {'met' if wall.median <= AIM else 'not met'}"
         seconds = f"{1e3 * statistics.median(saves):.1f}"
         print(
-            _line(title, str(wall), str(cpu), ms, alone, str(plain), seconds, f"{nbytes / 1e6:.1f}", verdict),
+            _line(title, str(wall), str(cpu), ms, alone, *map(str, limits), seconds, f"{nbytes / 1e6:.1f}", verdict),
             flush=True,
         )
 
 
 def _line(
-    title: str, ratio: str, cpu: str, saving: str, without: str, plain: str, seconds: str, size: str, aim: str
+    title: str,
+    ratio: str,
+    cpu: str,
+    saving: str,
+    without: str,
+    limit: str,
+    of_cpu: str,
+    seconds: str,
+    size: str,
+    aim: str,
 ) -> str:
-    return f"{title:<24} {ratio:<22} {cpu:<22} {saving:>7} {without:>8}   {plain:<22} {seconds:>9} {size:>6}   {aim}"
+    columns = (
+        f"{ratio:<22} {cpu:<22} {saving:>7} {without:>8}   {limit:<22} {of_cpu:<22} {seconds:>9} {size:>6}   {aim}"
+    )
+    return f"{title:<24} {columns}"
 
 
 def _round(number: int, jobs: Sequence[_Job]) -> list[tuple[float, float]]:

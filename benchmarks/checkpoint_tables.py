@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Final
 
-from benchmarks.checkpoint_jobs import DIRECT_WRITE, SHARE, WRITE, Measured, Saves
+from benchmarks.checkpoint_jobs import DIGEST, DIRECT_WRITE, SHARE, WRITE, Measured, Saves
 from benchmarks.stats import Estimate, estimate
 
 BESIDE: Final = "Ratchet"
@@ -103,8 +103,8 @@ def aims(beside: Measured, blocking: Measured, again: Sequence[Measured]) -> Non
     each = [measured.saves[BESIDE] for measured in (beside, *again)]
     first = estimate([100 * saves.first / saves.step for saves in each])
     aim("stall of the attempt's first save, overlapped, % of a step", 1.0, first)
-    _interference(beside, SMALL, "extra time of small steps beside it, % of the save")
-    _interference(beside, "", "extra time of the training's steps beside it, % of the save")
+    _interference(beside, blocking, SMALL, "extra time of small steps beside it, % of the save")
+    _interference(beside, blocking, "", "extra time of the training's steps beside it, % of the save")
     direct = f"; x O_DIRECT write {_short(blocking.ratio(copied.total, DIRECT_WRITE))}"
     aim("durable, no steps beside it, x write + fsync of 1/N", 1.15, blocking.ratio(copied.total, WRITE), direct)
     if beside.loads:
@@ -112,8 +112,9 @@ def aims(beside: Measured, blocking: Measured, again: Sequence[Measured]) -> Non
             aim(f"load and verify{place}, x raw read", 1.40, _of_raw(f"{LOAD}{place}", beside))
 
 
-def _interference(beside: Measured, steps: str, what: str) -> None:
-    """``steps``: which, as behind the name of a way. Beside Ratchet's share of the save stand the plain system calls'."""
+def _interference(beside: Measured, blocking: Measured, steps: str, what: str) -> None:
+    """``steps``: which, as behind the name of a way. Beside Ratchet's share of the save stand the plain system calls', and where
+    no core is free what any save takes from the steps: its copy, and a digest of it."""
     hidden, told = beside.saves[f"{BESIDE}{steps}"], []
     for write, way in (("write", LIMIT), ("O_DIRECT write", DIRECT)):
         if (limit := beside.saves.get(f"{way}{steps}")) is not None:
@@ -122,7 +123,15 @@ def _interference(beside: Measured, steps: str, what: str) -> None:
             )
     lost = f"; the loop lost {statistics.median(hidden.lost):.3f} s by it; {'; '.join(told)}"
     cpu = f"; without steps a save takes {_short(estimate(beside.saves[BARE].cpu))} s of CPU"
-    aim(what, 5.0, _extra(hidden), lost + cpu)
+    aim(what, 5.0, _extra(hidden), lost + cpu + _without_a_core(hidden, beside, blocking))
+
+
+def _without_a_core(hidden: Saves, beside: Measured, blocking: Measured) -> str:
+    if beside.setup.ranks < len(os.sched_getaffinity(0)):
+        return ""
+    least = statistics.median(blocking.saves[BARE].stall) + statistics.median(beside.limits[DIGEST])
+    share = 100 * least / statistics.median(hidden.total)
+    return f"; no core is free, and a copy as quick as Ratchet's with one digest takes {share:.0f} % of the save"
 
 
 def aim(what: str, limit: float, seen: Estimate, beside: str = "") -> None:

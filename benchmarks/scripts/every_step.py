@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from save_state import Copy, buffer_for, live_tensors
 from save_ways import write_synced
 from torch import nn
@@ -21,8 +22,8 @@ from ratchet_worker.tasks.bytelm import ByteLMTask
 class Blocks(ByteLMTask):
     """``turns``: a Unix socket. Behind ``before`` steps that are not counted come ``count`` that are; seconds and processor time
     of this rank are told then, and the next block begins with an answer. After ``blocks`` of them one step is left. ``plain``:
-    behind every step the rank's share is copied, and a thread writes and syncs it, which is no checkpoint, but what none can do
-    without. Other arguments: the task's."""
+    behind every step a thread begins to copy the rank's share, makes one digest of it, writes and syncs it, while the next step
+    changes what it copies: no checkpoint, but what none can do without. Other arguments: the task's."""
 
     def __init__(self, turns: str, before: int, count: int, blocks: int, plain: bool = False, **arguments: Any) -> None:
         super().__init__(steps=blocks * (before + count) + 1, **arguments)
@@ -57,11 +58,9 @@ class Blocks(ByteLMTask):
             self._copy = Copy(tensors, buffer_for(nbytes // self._ranks + 1), self._rank, self._ranks)
         if self._writing is not None:
             self._writing.join()
-        self._copy()
         self._saves += 1
         place = Path(self._turns).with_name(f"plain-{self._rank}-{self._saves % 2}")
-        place.unlink(missing_ok=True)
-        self._writing = threading.Thread(target=write_synced, args=(place, self._copy.bytes, True))
+        self._writing = threading.Thread(target=_write, args=(self._copy, place))
         self._writing.start()
 
     def _take_turns(self, step: int, now: tuple[float, float]) -> None:
@@ -74,3 +73,10 @@ class Blocks(ByteLMTask):
         self._channel.sendall(json.dumps([self._rank, *told]).encode() + b"\n")
         if not self._channel.recv(1):
             raise ConnectionError("the benchmark has ended")
+
+
+def _write(copy: Copy, place: Path) -> None:
+    copy()
+    xxhash.xxh3_128_digest(copy.bytes)
+    place.unlink(missing_ok=True)
+    write_synced(place, copy.bytes, direct=True)

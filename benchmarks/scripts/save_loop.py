@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+import xxhash
 from restore_ways import measure_restore
 from save_state import Copy, buffer_for, net, width_of
 from save_steps import Loop, SmallSteps, Step, beside_busy_cores, cpu_seconds
@@ -84,7 +85,8 @@ class Rounds:
         self.saves: list[Save] = []
         self.still: dict[str, list[float]] = {"held": [], "boundary": []}  # of steps without a save
         self._copies: list[float] = []  # of this round
-        self.limits: dict[str, list[float]] = {"copy of the share": [], "write of the share": [], "O_DIRECT write": []}
+        names_of_limits = ("copy of the share", "digest of the share", "write of the share", "O_DIRECT write")
+        self.limits: dict[str, list[float]] = {name: [] for name in names_of_limits}
 
     def run(self, number: int) -> None:
         names = [name for name in self._ways if number <= self._last or name in LIMITS]
@@ -203,6 +205,8 @@ class Rounds:
             raw.unlink(missing_ok=True)
             self._settle()
             self.limits[name].append(self._timed(lambda direct=direct: write_synced(raw, self._share.bytes, direct)))  # type: ignore[misc]
+        self._step()  # so that the caches hold something else
+        self.limits["digest of the share"].append(self._timed(lambda: xxhash.xxh3_128_digest(self._share.bytes)))
 
     def _step_and_copy(self) -> Step:
         """A step, and behind it a plain copy, which finds the caches as a save does."""
@@ -218,7 +222,7 @@ class Rounds:
         self.still["boundary"].append(self._loop.boundary)
         return step
 
-    def _timed(self, work: Callable[[], None]) -> float:
+    def _timed(self, work: Callable[[], object]) -> float:
         self._loop.agree()
         begin = time.perf_counter()
         work()
