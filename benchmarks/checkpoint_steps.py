@@ -1,6 +1,6 @@
 """A checkpoint at every step of the built-in task ``bytelm``, beside the same job without any until its end, and beside one of
-which a thread copies the state, makes one digest of it and writes it by plain system calls: on two ranks, which leave no core of
-two for the saving threads, and on one, which leaves one.
+which a thread of Ratchet's copies the state, makes one digest of it, writes and syncs it, and that is all: on two ranks, which
+leave no core of two for the saving threads, and on one, which leaves one.
 
 All jobs are there at once, and blocks of their steps take turns: while one trains, the ranks of the others wait within a step.
 """
@@ -53,8 +53,8 @@ def table(service: Service, folder: Path, sizes: dict[str, Size] = SIZES) -> Non
         begin = time.monotonic()
         with ExitStack() as stack:
             jobs = [
-                stack.enter_context(_Job(service, folder, every, size, plain=plain))
-                for every, plain in ((1, False), (None, False), (None, True))
+                stack.enter_context(_Job(service, folder, every, size, limit=limit))
+                for every, limit in ((1, False), (None, False), (None, True))
             ]
             saving = jobs[0]
             found = [_round(number, jobs) for number in range(size.pairs)]
@@ -101,7 +101,7 @@ def _round(number: int, jobs: Sequence[_Job]) -> list[tuple[float, float]]:
 class _Job:
     """A job that trains when ``block`` says so, and has ended when its ``with`` has."""
 
-    def __init__(self, service: Service, folder: Path, every: int | None, size: Size, *, plain: bool) -> None:
+    def __init__(self, service: Service, folder: Path, every: int | None, size: Size, *, limit: bool) -> None:
         self._service, self._place = service, Path(tempfile.mkdtemp(dir=folder))
         self._listener = socket.socket(socket.AF_UNIX)
         turns = self._place / "turns"
@@ -115,7 +115,7 @@ class _Job:
             "before": size.before,
             "count": size.count,
             "blocks": size.pairs,
-            "plain": plain,
+            "limit": limit,
         }
         spec = {
             "name": "bench-every-step",

@@ -113,8 +113,8 @@ def aims(beside: Measured, blocking: Measured, again: Sequence[Measured]) -> Non
 
 
 def _interference(beside: Measured, blocking: Measured, steps: str, what: str) -> None:
-    """``steps``: which, as behind the name of a way. Beside Ratchet's share of the save stand the plain system calls', and where
-    no core is free what any save takes from the steps: its copy, and a digest of it."""
+    """``steps``: which, as behind the name of a way. Beside Ratchet's share of the save stand the plain calls', which stand
+    still for their copy, and where no core is free how long what nobody can do without takes: a copy, and one digest of it."""
     hidden, told = beside.saves[f"{BESIDE}{steps}"], []
     for write, way in (("write", LIMIT), ("O_DIRECT write", DIRECT)):
         if (limit := beside.saves.get(f"{way}{steps}")) is not None:
@@ -131,7 +131,7 @@ def _without_a_core(hidden: Saves, beside: Measured, blocking: Measured) -> str:
         return ""
     least = statistics.median(blocking.saves[BARE].stall) + statistics.median(beside.limits[DIGEST])
     share = 100 * least / statistics.median(hidden.total)
-    return f"; no core is free, and a copy as quick as Ratchet's with one digest takes {share:.0f} % of the save"
+    return f"; no core is free: the stall of blocking staging, which is the copy, and one digest take {share:.0f} % of the save"
 
 
 def aim(what: str, limit: float, seen: Estimate, beside: str = "") -> None:

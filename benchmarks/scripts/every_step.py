@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,22 +14,22 @@ from save_state import Copy, buffer_for, live_tensors
 from save_ways import write_synced
 from torch import nn
 
+from ratchet_worker.aside import Aside, Call
+from ratchet_worker.memcpy import memcpy
 from ratchet_worker.task import Parts, TaskContext
 from ratchet_worker.tasks.bytelm import ByteLMTask
 
 
 class Blocks(ByteLMTask):
     """``turns``: a Unix socket. Behind ``before`` steps that are not counted come ``count`` that are; seconds and processor time
-    of this rank are told then, and the next block begins with an answer. After ``blocks`` of them one step is left. ``plain``:
-    behind every step a thread begins to copy the rank's share, makes one digest of it, writes and syncs it, while the next step
-    changes what it copies: no checkpoint, but what none can do without. Other arguments: the task's."""
+    of this rank are told then, and the next block begins with an answer. After ``blocks`` of them one step is left. ``limit``:
+    behind every step begins what ``_Limit`` does. Other arguments: the task's."""
 
-    def __init__(self, turns: str, before: int, count: int, blocks: int, plain: bool = False, **arguments: Any) -> None:
+    def __init__(self, turns: str, before: int, count: int, blocks: int, limit: bool = False, **arguments: Any) -> None:
         super().__init__(steps=blocks * (before + count) + 1, **arguments)
-        self._plain = plain
-        self._copy: Copy | None = None
-        self._writing: threading.Thread | None = None
-        self._ranks, self._saves = 1, 0
+        self._limited = limit
+        self._limit: _Limit | None = None
+        self._ranks = 1
         self._before, self._block = before, before + count
         self._channel = socket.socket(socket.AF_UNIX)
         self._channel.settimeout(300.0)
@@ -42,26 +41,16 @@ class Blocks(ByteLMTask):
 
     def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
         super().before_step(model, optimizer, step)
-        if self._plain and step > 1:
-            self._save(model, optimizer)
+        if self._limited and step > 1:
+            if self._limit is None:
+                self._limit = _Limit(live_tensors(model, optimizer), self._rank, self._ranks, Path(self._turns))
+            self._limit.save()
         done = (step - 1) % self._block
         now = time.perf_counter(), time.process_time()
         if done == 0:
             self._take_turns(step, now)
         if done == self._before:
             self._begin = now
-
-    def _save(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if self._copy is None:
-            tensors = list(live_tensors(model, optimizer).values())
-            nbytes = sum(tensor.nbytes for tensor in tensors)
-            self._copy = Copy(tensors, buffer_for(nbytes // self._ranks + 1), self._rank, self._ranks)
-        if self._writing is not None:
-            self._writing.join()
-        self._saves += 1
-        place = Path(self._turns).with_name(f"plain-{self._rank}-{self._saves % 2}")
-        self._writing = threading.Thread(target=_write, args=(self._copy, place))
-        self._writing.start()
 
     def _take_turns(self, step: int, now: tuple[float, float]) -> None:
         """The rank that waits here holds the others up, too: within a step they wait for each other."""
@@ -75,8 +64,29 @@ class Blocks(ByteLMTask):
             raise ConnectionError("the benchmark has ended")
 
 
-def _write(copy: Copy, place: Path) -> None:
-    copy()
-    xxhash.xxh3_128_digest(copy.bytes)
-    place.unlink(missing_ok=True)
-    write_synced(place, copy.bytes, direct=True)
+class _Limit:
+    """One of Ratchet's quiet threads copies the rank's share as Ratchet does, makes one digest of it, writes and syncs it, while
+    the next step changes what it copies: no checkpoint, since nothing is handed over, waited for or committed."""
+
+    def __init__(self, live: dict[str, torch.Tensor], rank: int, ranks: int, beside: Path) -> None:
+        tensors = list(live.values())
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        self._copy = Copy(tensors, buffer_for(nbytes // ranks + 1), rank, ranks)
+        self._moves = [(to.data_ptr(), origin.data_ptr(), origin.numel()) for to, origin in self._copy.pairs]
+        self._places = [beside.with_name(f"limit-{rank}-{number}") for number in range(2)]
+        self._aside = Aside("limit", quiet=True)
+        self._call: Call[None] | None = None
+
+    def save(self) -> None:
+        """Behind the one before. Raises what that raised."""
+        if self._call is not None:
+            self._call.result()
+        self._places.reverse()
+        self._call = self._aside.begin(self._write)
+
+    def _write(self) -> None:
+        for move in self._moves:
+            memcpy(*move)
+        xxhash.xxh3_128_digest(self._copy.bytes)
+        self._places[0].unlink(missing_ok=True)
+        write_synced(self._places[0], self._copy.bytes, direct=True)

@@ -55,17 +55,17 @@ class Copy:
         flat = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors]
         total = sum(part.numel() for part in flat)
         begin, end = total * rank // ranks, total * (rank + 1) // ranks
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         position = filled = 0
         for part in flat:
             piece = part[max(begin - position, 0) : max(end - position, 0)]
-            self._pairs.append((buffer[filled : filled + piece.numel()], piece))
+            self.pairs.append((buffer[filled : filled + piece.numel()], piece))
             position, filled = position + part.numel(), filled + piece.numel()
         self.nbytes = filled
         self.bytes = memoryview(buffer.numpy())[:filled]
 
     def __call__(self) -> None:
-        for target, source in self._pairs:
+        for target, source in self.pairs:
             target.copy_(source)
 
 

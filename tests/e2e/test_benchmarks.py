@@ -61,18 +61,14 @@ def test_startup_prints_what_the_control_plane_takes(tmp_path: Path, capsys: pyt
 
 @pytest.mark.slow
 def test_a_benchmark_that_is_interrupted_leaves_no_process_and_no_directory(tmp_path: Path) -> None:
-    """With its service up, and a job of it just begun to train."""
+    """With its service up, and a rank that is about to train: torch's compiler makes a directory when it is imported."""
     environ = {**os.environ, "TMPDIR": str(tmp_path), "RATCHET_BENCH_SIZES": "small"}
     command = [sys.executable, "-m", "benchmarks", "--only", "step"]
     with subprocess.Popen(
         command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
-            wait_for(
-                lambda: list(tmp_path.glob("ratchet-bench-*/home/jobs/*/attempts/0001/spool/rank-*.jsonl")),
-                "a rank",
-                90,
-            )
+            wait_for(lambda: list(tmp_path.glob("**/torchinductor*")), "a rank", 90)
             assert len(processes_below(tmp_path)) >= 2  # this command's, its service, the agent
             process.send_signal(signal.SIGINT)
             said = process.communicate(timeout=60)[1]

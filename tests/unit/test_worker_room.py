@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import threading
 
@@ -10,6 +11,7 @@ import torch
 
 from ratchet_worker import room
 from ratchet_worker.room import Room
+from tests.support.server import wait_for
 
 SIZE = 64 << 20
 
@@ -27,17 +29,36 @@ def reserving(place: Room) -> threading.Thread:
 
 
 class Held:
-    """``fill_`` waits behind its first call for ``go``."""
+    """``ctypes.memset`` waits before its first call for ``go``."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun, self.go, real = threading.Event(), threading.Event(), torch.Tensor.fill_
+        self.begun, self.go, real = threading.Event(), threading.Event(), ctypes.memset
 
-        def fill(tensor: torch.Tensor, value: int) -> torch.Tensor:
+        def memset(*call: int) -> int:
             self.begun.set()
             assert self.go.wait(20)
-            return real(tensor, value)
+            return real(*call)
 
-        monkeypatch.setattr(torch.Tensor, "fill_", fill)
+        monkeypatch.setattr(ctypes, "memset", memset)
+
+
+class HeldLock:
+    """Whoever is not the test waits before it has the lock for the third time (to have room, to touch, to touch again)."""
+
+    def __init__(self) -> None:
+        self.begun, self.go, self._lock = threading.Event(), threading.Event(), threading.Lock()
+        self._mine, self._times = threading.get_ident(), 0
+
+    def __enter__(self) -> None:
+        if threading.get_ident() != self._mine:
+            self._times += 1
+            if self._times == 3:
+                self.begun.set()
+                assert self.go.wait(20)
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 def faults() -> int:
@@ -48,9 +69,8 @@ def test_the_first_save_finds_its_pages() -> None:
     place = Room(pinned=False)
     place.reserve(SIZE)
     buffer = place.take(SIZE)
-    buffer[:4096].zero_()  # what the call itself touches for the first time
     before = faults()
-    buffer.zero_()
+    ctypes.memset(buffer.data_ptr(), 7, SIZE)
     assert faults() - before < 8, "32 are large pages, 16384 the others"
 
 
@@ -62,6 +82,7 @@ def test_who_takes_it_waits_for_the_pages_that_are_being_touched_and_for_no_othe
     assert held.begun.wait(20)
     takes = threading.Thread(target=lambda: taken.append(place.take(SIZE)), daemon=True)
     takes.start()
+    wait_for(lambda: place._taken, "it to be wanted")
     takes.join(0.2)
     assert takes.is_alive(), "what is being touched would be overwritten behind a copy"
     monkeypatch.undo()
@@ -71,20 +92,13 @@ def test_who_takes_it_waits_for_the_pages_that_are_being_touched_and_for_no_othe
 
 
 def test_nothing_is_touched_any_more_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    place, between, go, real = Room(pinned=False), threading.Event(), threading.Event(), Room._touch
-
-    def touch(self: Room) -> bool:
-        left = real(self)
-        between.set()
-        assert go.wait(20)
-        return left
-
-    monkeypatch.setattr(Room, "_touch", touch)
+    place, held = Room(pinned=False), HeldLock()
+    monkeypatch.setattr(place, "_lock", held)
     ready = reserving(place)
-    assert between.wait(20)
+    assert held.begun.wait(20)
     copies = place.take(SIZE)
     copies.copy_(torch.full((SIZE,), 7, dtype=torch.uint8))
-    go.set()
+    held.go.set()
     joined(ready)
     assert copies.eq(7).all(), "a copy was overwritten"
 

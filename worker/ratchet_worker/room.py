@@ -6,6 +6,7 @@ more in a virtual machine whose host has yet to find the memory (for 401 MB 1.3 
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 from contextlib import suppress
@@ -54,12 +55,12 @@ class Room:
         self._touched = nbytes if self._pinned else 0
 
     def _touch(self) -> bool:
-        """The next pages, in one thread. Is there more to be touched?"""
+        """The next pages. Is there more to be touched?"""
         with self._lock:
             part = self._buffer[self._touched : self._touched + _AT_ONCE]
             if self._taken or not part.numel():
                 return False
-            part.fill_(0)
+            ctypes.memset(part.data_ptr(), 0, part.numel())  # without the GIL, and in this thread alone
             self._touched += part.numel()
             return True
 
