@@ -62,7 +62,7 @@ zombies: $(STAMP)
 	RATCHET_TEST_ZOMBIES=$(or $(N),100) $(BIN)/python -m pytest -v -s --timeout=7200 tests/integration/test_zombies.py
 
 # N kills of a saving process and of real ranks, with torch.save in place as their control; N corruptions of each of 13 kinds;
-# power lost at every system call; full, slow and failing disks. With N=1000 ten minutes on two cores (half an hour on a slower disk)
+# power lost at every system call; full, slow and failing disks. With N=1000 ten to thirty minutes on two cores
 faults: $(STAMP)
 	@echo "==> faults of processes, disks and power beneath saves; each test prints what it counted"
 	RATCHET_TEST_KILLS=$(or $(N),1000) RATCHET_TEST_RANK_KILLS=$(or $(N),1000) RATCHET_TEST_TRIALS=$(or $(N),1000) \
