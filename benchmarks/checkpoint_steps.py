@@ -71,22 +71,9 @@ def table(service: Service, folder: Path, sizes: dict[str, Size] = SIZES) -> Non
         )
 
 
-def _line(
-    title: str,
-    ratio: str,
-    cpu: str,
-    saving: str,
-    without: str,
-    limit: str,
-    of_cpu: str,
-    seconds: str,
-    size: str,
-    aim: str,
-) -> str:
-    columns = (
-        f"{ratio:<22} {cpu:<22} {saving:>7} {without:>8}   {limit:<22} {of_cpu:<22} {seconds:>9} {size:>6}   {aim}"
-    )
-    return f"{title:<24} {columns}"
+def _line(title: str, *columns: str) -> str:
+    widths = (22, 22, 7, 8, 22, 22, 9, 6, 14)
+    return f"{title:<24} " + " ".join(f"{text:>{width}}" for text, width in zip(columns, widths, strict=True))
 
 
 def _round(number: int, jobs: Sequence[_Job]) -> list[tuple[float, float]]:

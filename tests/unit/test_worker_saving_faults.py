@@ -18,12 +18,14 @@ import torch
 
 from ratchet_contract.errors import StateError, UserError
 from ratchet_store.rankfile import RankWriter
-from ratchet_worker import disk, fingerprint, saver
+from ratchet_worker import disk, fingerprint, saver, staging
 from ratchet_worker import runtime as runtime_module
 from ratchet_worker.commitment import Committer, Order
+from ratchet_worker.room import Room
 from ratchet_worker.runtime import Runtime
 from ratchet_worker.save import Save
 from ratchet_worker.snapshot import Snapshot, Until
+from ratchet_worker.sources import Source, Sources
 from ratchet_worker.staging import Staged, Staging
 from tests.support.server import wait_for
 from tests.unit.test_worker_saving import RANKS, Gate, Group, slow_copies
@@ -159,6 +161,20 @@ def test_room_that_cannot_be_had_fails_the_one_checkpoint(tmp_path: Path, monkey
         assert group.step(2) == [None, None]
     assert group.drain() == [1, 1]
     assert "memory" in group.told[0].of("checkpoint_failed")[0][1]
+
+
+def test_room_that_another_thread_makes_meanwhile_is_not_what_is_copied_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Meddled(Room):
+        def take(self, nbytes: int) -> torch.Tensor:
+            mine = super().take(nbytes)
+            self._buffer = torch.empty(0, dtype=torch.uint8)
+            return mine
+
+    monkeypatch.setattr(staging, "Room", Meddled)
+    weight = torch.arange(1000.0)
+    staged = Staging(torch.device("cpu")).stage(Sources([Source("shared/model/w", weight, 0, 1000, Until.STEP)]))
+    staged.finish()
+    assert torch.equal(torch.frombuffer(bytearray(staged.written()[1]), dtype=torch.float32), weight)
 
 
 def test_a_file_system_that_was_unmounted_fails_the_save_in_clear_words(

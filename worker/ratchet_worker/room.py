@@ -49,7 +49,7 @@ class Room:
             return
         self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first
         try:
-            self._buffer = _locked(nbytes) if self._pinned else _pages(nbytes)
+            self._buffer = _pinned_pages(nbytes) if self._pinned else _pages(nbytes)
         except (RuntimeError, OSError) as error:  # as torch and the system say it
             raise MemoryError(f"no memory for a copy of {nbytes} bytes: {error}") from error
         self._touched = nbytes if self._pinned else 0
@@ -65,7 +65,7 @@ class Room:
             return True
 
 
-def _locked(nbytes: int) -> torch.Tensor:
+def _pinned_pages(nbytes: int) -> torch.Tensor:
     """Pages that stay where they are, as the device needs them; they are there at once."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
