@@ -1,0 +1,17 @@
+"""Which versions of torch Ratchet's tests run on. Imports no torch, so that the service can ask."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+OLDEST: Final = "2.9"
+TESTED: Final = ("2.9", "2.11", "2.13", "2.15")
+
+
+def untested(version: str) -> str | None:
+    """A sentence for a version whose minor release is not in ``TESTED``; None for a tested one (``2.13.1+cu130``)."""
+    release = re.match(r"\d+\.\d+", version)
+    if release is not None and release[0] in TESTED:
+        return None
+    return f"torch {version} is not tested with this Ratchet: its tests run on torch {', '.join(TESTED)}"
