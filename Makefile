@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 $(STAMP): pyproject.toml
 	@echo "==> creating $(VENV) and installing Ratchet with its development tools (first time: a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch>=2.13,<2.14"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0  # the version that most tests were run with; torch>=2.9 would fetch the newest
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	@touch $(STAMP)
 

@@ -15,15 +15,14 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Final
 
 from pydantic import TypeAdapter
 
-from ratchet_contract.installation import packages, satisfies
+from ratchet_contract.installation import satisfies
 from ratchet_contract.version import PROTOCOL_VERSION, RATCHET_VERSION
+from ratchet_hooks.torch_versions import OLDEST
 from ratchet_service import children
 from ratchet_service.confined import OWN, Confined, limits_of
 from ratchet_service.credentials import inherited
@@ -185,22 +184,12 @@ def python_fault(path: Path, found: Findings) -> tuple[str, str] | None:
         )
     if not found.torch:
         return "torch-missing", f"{path} has no torch: {install}"
-    wanted = _torch_wanted()
-    if found.torch_version is not None and not satisfies(found.torch_version, wanted):
-        text = f"{path} has torch {found.torch_version}, Ratchet is exact with torch{wanted} alone: "
-        return "torch-version", text + pip_install(str(path), f"torch{wanted}")
+    if found.torch_version is not None and not satisfies(found.torch_version, f">={OLDEST}"):
+        text = f"{path} has torch {found.torch_version}, Ratchet needs torch {OLDEST} or newer: "
+        return "torch-version", text + pip_install(str(path), f"torch>={OLDEST}")
     return None
 
 
 def pip_install(python: str, *what: str) -> str:
     """The command, ready to be typed."""
     return shlex.join([python, "-m", "pip", "install", *what])
-
-
-@cache
-def _torch_wanted() -> str:
-    """Specifiers as ``pyproject.toml`` has them; empty (anything goes) where Ratchet runs uninstalled."""
-    try:
-        return next((p.wanted for p in packages("worker") if p.name == "torch"), "")
-    except PackageNotFoundError:
-        return ""

@@ -10,6 +10,7 @@ from typing import Final
 
 from ratchet_contract.spec import JobSpec, TaskSpec
 from ratchet_contract.spec_parse import nearest
+from ratchet_hooks.torch_versions import untested
 from ratchet_service import entrypoints, snapshot
 from ratchet_service.confined import OWN, Confined
 from ratchet_service.file_owner import as_user
@@ -46,7 +47,11 @@ def check(
     wrong = python_fault(path, found)
     if wrong is not None:
         report.refuse("/python", *wrong)
-    elif found.missing is not None:
+        return str(path), found
+    if found.torch_version is not None and (told := untested(found.torch_version)) is not None:
+        text = f"{path}: {told}. The resume report of every attempt says so; `ratchet doctor --exactness --python {path}` checks "
+        report.warn("/python", "torch-untested", text + "on this machine that a killed job resumes bit for bit")
+    if found.missing is not None:
         report.refuse("/task/entrypoint", "module-not-found", _no_module(spec, path, found.missing))
     elif found.syntax is not None:
         report.refuse("/task/entrypoint", "syntax-error", found.syntax)

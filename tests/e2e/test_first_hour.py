@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tests.support.cli import Cli
+from tests.support.doctor import NOTHING_TESTED
 from tests.support.first_hour import answering, hiding, without
 from tests.support.server import Server
 
@@ -122,7 +123,7 @@ def test_a_script_without_a_session_runs_and_is_told_to_be_unmanaged(cli: Cli) -
     ("findings", "says"),
     [
         ({"version": [3, 9, 18], "worker_error": "SyntaxError"}, "is Python 3.9.18, Ratchet needs 3.11 or newer"),
-        ({"torch_version": "2.9.0+cu128"}, "has torch 2.9.0+cu128"),
+        ({"torch_version": "2.8.0+cu128"}, "has torch 2.8.0+cu128, Ratchet needs torch 2.9 or newer"),
         ({"worker_error": "ModuleNotFoundError: ratchet_worker"}, "-m pip install 'ratchet-train[worker]'"),
         ({"protocol": 7}, "has a Ratchet of protocol 7"),
     ],
@@ -133,6 +134,21 @@ def test_an_interpreter_that_does_not_fit_is_refused(
     python = answering(tmp_path, **findings)
     said = refused(cli, task=task(DIGITS), python=str(python))
     assert says in said and str(python) in said
+
+
+def test_a_torch_that_no_test_runs_on_trains_and_is_named_wherever_one_looks(cli: Cli, tmp_path: Path) -> None:
+    """At submission, in the resume report, and below the attempts."""
+    (tmp_path / "shim").mkdir()
+    (tmp_path / "shim" / "sitecustomize.py").write_text(NOTHING_TESTED)
+    real = f'exec env PYTHONPATH={tmp_path / "shim"} {sys.executable} "$@"'
+    python = answering(tmp_path, real, torch_version="2.99.0+cpu")
+    spec = write(cli, task=task(DIGITS, steps=4, width=8), python=str(python), determinism="strict")
+    done = cli("submit", spec, "--wait")
+    assert "[torch-untested]" in done.errors and "torch 2.99.0+cpu is not tested with this Ratchet" in done.errors
+    job = done.text.strip()
+    (attempt,) = cli("attempts", job, "--json").data
+    (note,) = attempt["resume_report"]["notes"]
+    assert "is not tested with this Ratchet" in note and f"attempt 1: {note}\n" in cli("attempts", job).errors
 
 
 def test_a_path_that_is_no_interpreter_is_refused(cli: Cli, tmp_path: Path) -> None:

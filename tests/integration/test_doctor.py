@@ -8,6 +8,7 @@ import pty
 import sqlite3
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import psycopg
@@ -29,6 +30,7 @@ from tests.support.doctor import (
     BROKEN_TORCH,
     MISSING_TORCH,
     NO_PYTHON,
+    NOTHING_TESTED,
     OLD_TORCH,
     Doctor,
     contents,
@@ -60,10 +62,10 @@ def migrated(home: Path) -> Path:
 # --- the interpreter that trains -----------------------------------------------------------------------------------------
 
 
-def shim(tmp_path: Path, torch: str) -> str:
+def shim(tmp_path: Path, text: str, module: str = "torch") -> str:
     """A directory in which ``import torch`` finds this text."""
     (tmp_path / "shim").mkdir()
-    (tmp_path / "shim" / "torch.py").write_text(torch)
+    (tmp_path / "shim" / f"{module}.py").write_text(text)
     return str(tmp_path / "shim")
 
 
@@ -82,7 +84,7 @@ def test_without_torch_nothing_can_be_proved_either(doctor: Doctor, tmp_path: Pa
 @pytest.mark.parametrize(
     ("torch", "value", "said", "cure"),
     [
-        (OLD_TORCH, "2.12.1+cpu", "other versions are refused", "pip install 'torch<2.14,>=2.13'"),
+        (OLD_TORCH, "2.8.1+cpu", "needs torch 2.9 or newer", "pip install 'torch>=2.9'"),
         (BROKEN_TORCH, "broken", "libtorch_cpu.so", "--force-reinstall"),
     ],
     ids=["old", "broken"],
@@ -94,6 +96,15 @@ def test_a_torch_that_cannot_be_used(
     row = {f.name: f for f in trains(sys.executable)}["torch"]
     assert (row.status, row.value) == ("failed", value)
     assert said in str(row.detail) and cure in str(row.cure)
+
+
+def test_a_torch_that_no_test_runs_on_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", shim(tmp_path, NOTHING_TESTED, "sitecustomize"))
+    rows = {f.name: f for f in trains(sys.executable)}
+    row = rows["torch"]
+    assert (row.status, row.value) == ("warning", metadata.version("torch"))
+    assert "not tested with this Ratchet" in str(row.detail) and "--exactness" in str(row.cure)
+    assert rows["back ends"].status == "ok"
 
 
 def trains(python: str) -> list[Finding]:

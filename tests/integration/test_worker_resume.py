@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ratchet_contract.resume import Segment
 from ratchet_store.compare import compare, render
 from ratchet_store.read import CheckpointReader
 from tests.support import gated
+from tests.support.doctor import NOTHING_TESTED
 from tests.support.launch import RESOLVED, Attempt, Job
 
 STEPS, EVERY = 60, 10
@@ -165,6 +167,31 @@ def test_stopped_killed_and_damaged_it_ends_like_the_undisturbed_run(tmp_path: P
     reading = attempt.reading()
     assert reading is not None and reading.started == 0 and cut.checkpoints() == before
     assert attempt.metrics() == {STEPS: {k: v for k, v in whole.attempts[0].metrics()[STEPS].items() if "test" in k}}
+
+
+def test_a_torch_that_no_test_runs_on_is_noted_beside_an_exact_verdict(tmp_path: Path, jobs: list[Job]) -> None:
+    """Strict determinism does not refuse it either."""
+    gate = Gate(tmp_path / "gate")
+    (gate.root / "untested.py").write_text(f"{NOTHING_TESTED}from gated import Gated\n")
+    spec = gate.spec(evaluate=False)
+    job = Job(
+        tmp_path,
+        {**spec, "task": {**spec["task"], "entrypoint": "untested:Gated"}, "determinism": "strict"},
+        gate.root,
+    )
+    jobs.append(job)
+    gate.hold(14)
+    attempt = job.launch()
+    attempt.wait_step(12)
+    attempt.kill(1)
+    attempt.wait()
+    gate.let_go(14)
+    again = job.launch()
+    assert again.wait().cause is Cause.COMPLETED, again.logs()
+    for report, verdict in ((attempt.report(), "fresh"), (again.report(), "exact")):
+        assert report.verdict == verdict
+        (note,) = report.notes
+        assert f"torch {metadata.version('torch')} is not tested with this Ratchet" in note
 
 
 def test_what_differs_is_refused_or_reported_and_a_fork_on_other_ranks_is_redistributed(

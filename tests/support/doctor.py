@@ -17,7 +17,9 @@ NO_PYTHON = "/bin/false"
 """An interpreter that answers nothing, at once: for tests that are not about torch. The doctor then ends with 8."""
 
 MISSING_TORCH = 'raise ModuleNotFoundError("No module named \'torch\'", name="torch")\n'
-OLD_TORCH = '__version__ = "2.12.1+cpu"\n'
+OLD_TORCH = '__version__ = "2.8.1+cpu"\n'
+NOTHING_TESTED = "from ratchet_hooks import torch_versions\ntorch_versions.TESTED = ()\n"
+"""Of the module sitecustomize: no test of Ratchet runs on the torch that is there."""
 BROKEN_TORCH = 'raise OSError("libtorch_cpu.so: cannot open shared object file")\n'
 
 FORGETS_RESIDUALS = """

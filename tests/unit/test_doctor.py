@@ -15,7 +15,8 @@ from ratchet_client.cli.doctor import probes
 from ratchet_client.cli.doctor.disk import file_system
 from ratchet_client.cli.doctor.machine import CgroupLimits, cgroup_limits, cores, shared_memory
 from ratchet_contract.findings import Finding, ok
-from ratchet_contract.installation import packages, satisfies
+from ratchet_contract.installation import packages, release, satisfies
+from ratchet_hooks.torch_versions import OLDEST, TESTED, untested
 from ratchet_worker.doctor.gpus import ask_smi, without_torch
 from tests.support.server import processes_below, wait_for
 
@@ -78,9 +79,17 @@ def test_versions_against_what_is_asked_for() -> None:
     wanted = "<2.14,>=2.13"
     given = ["2.13.0+cu130", "2.13", "2.13.9", "2.12.9", "2.14.0", "2.14"]
     assert [satisfies(version, wanted) for version in given] == [True, True, True, False, False, False]
+
+
+def test_the_packages_of_the_worker_are_here_and_torch_is_as_the_policy_has_it() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     asked = {line.split(">")[0].split("[")[0] for line in project["optional-dependencies"]["worker"]}
     assert {p.name for p in packages("worker")} == asked and all(p.fits for p in packages("worker"))
+    assert f"torch>={OLDEST}" in project["optional-dependencies"]["worker"]
+    assert min(TESTED, key=release) == OLDEST and [untested(f"{version}.1+cpu") for version in TESTED] == [None] * len(
+        TESTED
+    )
+    assert "tests run on torch 2.9" in str(untested("2.90.0")) and untested("unknown") is not None
 
 
 def test_a_complaint_without_a_cure_is_no_finding() -> None:

@@ -13,6 +13,7 @@ import pytest
 from ratchet_contract.code_tree import Limits
 from ratchet_contract.spec import JobSpec, Resolved, TaskSpec
 from ratchet_hooks.registry import HOOKS
+from ratchet_hooks.torch_versions import TESTED
 from ratchet_service import entrypoints
 from ratchet_service.interpreters import Findings, Interpreters
 from ratchet_service.machine import Machine, read_machine, write_machine
@@ -78,7 +79,7 @@ def test_every_auto_is_decided(machine: Machine, cuda: bool, more: dict[str, Any
         (CPU, {"worker_error": "ModuleNotFoundError"}, {}, "/python worker-missing"),
         (CPU, {"protocol": 99}, {}, "/python protocol-mismatch"),
         (CPU, {"torch": False}, {}, "/python torch-missing"),
-        (CPU, {"torch_version": "2.9.0+cpu"}, {}, "/python torch-version"),
+        (CPU, {"torch_version": "2.8.1+cpu"}, {}, "/python torch-version"),
         (CPU, {"version": (3, 9, 18), "worker_error": "SyntaxError"}, {}, "/python python-too-old"),
         (CPU, {"missing": "mine"}, {}, "/task/entrypoint module-not-found"),
         (CPU, {"syntax": "mine.py, line 3"}, {}, "/task/entrypoint syntax-error"),
@@ -105,6 +106,13 @@ def test_what_cannot_work_is_refused_where_it_stands(
 def test_what_has_no_effect_or_a_price_is_said(machine: Machine, more: dict[str, Any], warning: str) -> None:
     _, warnings, problems = run(machine, **more)
     assert (warnings, problems) == ({warning}, set())
+
+
+@pytest.mark.parametrize("version", ["2.99.0+cpu", "3.0.0"])
+def test_a_torch_that_no_test_runs_on_is_a_warning(version: str) -> None:
+    _, warnings, problems = run(CPU, Told(torch_version=version))
+    assert (warnings, problems) == ({"/python torch-untested"}, set())
+    assert run(CPU, Told(torch_version=f"{TESTED[-1]}.1+cu130"))[1:] == (set(), set())
 
 
 def test_a_plain_spec_has_no_warnings() -> None:

@@ -18,6 +18,7 @@ from ratchet_hooks.build import ManagedHook, managed_ddp
 from ratchet_hooks.changes import HookChange
 from ratchet_hooks.errors import CustomHookError, HookStateError, LayoutMismatch, UnsupportedModel
 from ratchet_hooks.layout import Layout, ManagedDDP
+from ratchet_hooks.torch_versions import untested
 from ratchet_worker import environment_record, imported, reload
 from ratchet_worker import restore as disk
 from ratchet_worker.files import write_atomic
@@ -179,7 +180,7 @@ def _union(found: list[EnvironmentDifference]) -> list[EnvironmentDifference]:
 
 def _caveats(runtime: Runtime) -> list[str]:
     """What a report cannot know of."""
-    out = [runtime.notes.total] if runtime.notes.total is not None else []
+    out = [note for note in (runtime.notes.total, untested(torch.__version__)) if note is not None]
     if runtime.state.data is None:
         out.append("no data are registered: their position is right only if batches are a function of the step")
     if runtime.chosen.manifest is not None and compiled(runtime.state.hook_or_refuse()[0].module):

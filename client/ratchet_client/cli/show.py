@@ -146,7 +146,10 @@ def attempts(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
         right=["ATTEMPT", "BASE", "LAST", "DONE", "LOST"],
         drop=["PHASE", "DONE", "BASE", "LAST", "OUTCOME", "TIME", "MESSAGE", "LOST"], empty="no attempt yet",
     )  # fmt: skip
+    noted: dict[str, list[str]] = {}
     for attempt in found:
+        for note in attempt.resume_report.notes if attempt.resume_report is not None else ():
+            noted.setdefault(note, []).append(str(attempt.number))
         if attempt.notice_used is not None and attempt.notice_seconds is not None:
             given, used = (output.duration(s) for s in (attempt.notice_seconds, attempt.notice_used))
             output.note(f"attempt {attempt.number} stopped with {used} of its {given} of notice used")
@@ -159,6 +162,8 @@ def attempts(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
                 output.note(f"  {part.component}, rank {part.rank}: {part.status}: {part.reason}")
         for fact in report.differences:
             output.note(f"  {fact.key}: was {fact.recorded!r}, is {fact.current!r}")
+    for note, numbers in noted.items():
+        output.note(f"attempt {', '.join(numbers)}: {note}")
 
 
 def _attempt_row(a: api.AttemptView) -> list[str]:

@@ -1,4 +1,4 @@
-"""Every option of torchrun (torch 2.13): what becomes of it in a job spec. None is ignored without a word.
+"""Every option of torchrun (torch 2.9 to 2.15): what becomes of it in a job spec. None is ignored without a word.
 
 A rule looks at the option's value and gives one of three answers: ``Keep`` (it becomes a key of the spec), ``Drop`` (Ratchet does
 it anyway; the sentence says how) or ``Refuse`` (it cannot be honoured; the sentence says what to do instead).
@@ -149,6 +149,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
     Option(("--local-ranks-filter", "--local_ranks_filter"), _drop(_LOGS)),
     Option(("--duplicate-stdout-filters", "--duplicate_stdout_filters"), _drop(_GREP)),
     Option(("--duplicate-stderr-filters", "--duplicate_stderr_filters"), _drop(_GREP)),
+    Option(("--log-line-prefix-template", "--log_line_prefix_template"), _drop(_LOGS)),
     Option(("--node-rank", "--node_rank"), _only("0", "one machine is the default", _ONE_MACHINE)),
     Option(("--master-addr", "--master_addr"), _here),
     Option(("--master-port", "--master_port"), _drop(_RENDEZVOUS)),
@@ -170,4 +171,5 @@ OPTIONS: Final[tuple[Option, ...]] = (
         ),
         switch=True,
     ),
+    Option(("--print-completion", "--print_completion"), _refuse("with it torchrun starts nothing: leave it out")),
 )

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ratchet_contract.findings import Finding, ProbeReport, failed, not_checked, ok, warning
-from ratchet_contract.installation import Package, packages, satisfies
+from ratchet_contract.installation import packages, satisfies
+from ratchet_hooks.torch_versions import OLDEST, untested
 from ratchet_worker.doctor import gpus, loopback
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 EXTRA = "worker"
 INSTALL = "pip install 'ratchet-train[worker]'"
+_TORCH = f"torch>={OLDEST}"
 _CPU_TORCH = "--index-url https://download.pytorch.org/whl/cpu for a machine without a GPU"
 
 
@@ -75,7 +77,6 @@ def _packages() -> list[Finding]:
 
 def import_torch() -> tuple[ModuleType | None, Finding]:
     """torch, or None with the finding that says why it cannot be used."""
-    wanted = _wanted_torch()
     try:
         torch: Any = importlib.import_module("torch")
         version = str(torch.__version__)
@@ -93,25 +94,19 @@ def import_torch() -> tuple[ModuleType | None, Finding]:
             "torch",
             "broken",
             detail=f"import torch: {first}",
-            cure=f"install it again: pip install --force-reinstall 'torch{wanted}'",
+            cure=f"install it again: pip install --force-reinstall '{_TORCH}'",
         )
-    if not satisfies(version, wanted):
+    if not satisfies(version, f">={OLDEST}"):
         return None, failed(
-            "torch",
-            version,
-            cure=f"pip install 'torch{wanted}'",
-            detail=f"Ratchet relies on internals of torch{wanted}: other versions are refused, not tried",
+            "torch", version, cure=f"pip install '{_TORCH}'", detail=f"Ratchet needs torch {OLDEST} or newer"
         )
     cuda = f"built with CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    if (told := untested(version)) is not None:
+        return torch, warning(
+            "torch", version, detail=f"{told}; {cuda}",
+            cure="`ratchet doctor --exactness` checks on this machine that a killed job resumes bit for bit",
+        )  # fmt: skip
     return torch, ok("torch", version, detail=cuda)
-
-
-def _wanted_torch() -> str:
-    try:
-        found: Package | None = next((p for p in packages(EXTRA) if p.name == "torch"), None)
-    except metadata.PackageNotFoundError:
-        found = None
-    return found.wanted if found else ">=2.13,<2.14"
 
 
 def _backends(torch: Any, cuda: bool) -> Finding:
