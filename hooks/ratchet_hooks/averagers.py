@@ -13,6 +13,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from ratchet_hooks.torch_compat import foreach_copy_
+
 
 @torch.no_grad()
 def average_in_place(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
@@ -27,7 +29,7 @@ def average_in_place(parameters: Sequence[torch.Tensor], group: dist.ProcessGrou
     flat /= group.size()
     dist.all_reduce(flat, group=group)
     means = torch.split(flat, [p.numel() for p in parameters])
-    torch._foreach_copy_(list(parameters), [mean.view(p.shape) for mean, p in zip(means, parameters, strict=True)])
+    foreach_copy_(parameters, [mean.view(p.shape) for mean, p in zip(means, parameters, strict=True)])
 
 
 @contextmanager
@@ -40,7 +42,7 @@ def averaged(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> It
         yield
     finally:
         with torch.no_grad():
-            torch._foreach_copy_(list(parameters), kept)
+            foreach_copy_(parameters, kept)
 
 
 class Averager:

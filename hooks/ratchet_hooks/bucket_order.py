@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Sequence
 
 import torch
-from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
 from ratchet_hooks.errors import LayoutMismatch
+from ratchet_hooks.torch_compat import assign_buckets
 
 
 def order_for(
-    recorded: list[list[str]], parameters: Sequence[torch.nn.Parameter], names: Sequence[str], limits: list[int]
+    recorded: list[list[str]], parameters: Sequence[torch.nn.Parameter], names: Sequence[str], limits: Sequence[int]
 ) -> list[int]:
     """Indices of ``parameters`` in an order from which a rebuild makes ``recorded``.
 
@@ -25,7 +25,7 @@ def order_for(
     dtypes = dict.fromkeys(parameters[bucket[0]].dtype for bucket in wanted)
     for order in itertools.permutations(dtypes):
         trial = _with_dtypes_in(order, wanted, parameters)
-        if len(order) == 1 or _rebuilt([parameters[i] for i in trial], trial, limits) == wanted:
+        if len(order) == 1 or assign_buckets([parameters[i] for i in trial], limits, trial) == wanted:
             return trial
     raise LayoutMismatch(
         recorded[0][0], "the recorded bucket layout cannot be rebuilt here; bucket_cap_mb or a dtype has changed"
@@ -47,8 +47,3 @@ def _with_dtypes_in(
             out[first[waiting.pop(0)]] = None
         out |= dict.fromkeys(bucket)
     return list(out)
-
-
-def _rebuilt(tensors: list[torch.nn.Parameter], indices: list[int], limits: list[int]) -> list[list[int]]:
-    buckets, _ = _compute_bucket_assignment_by_size(list(tensors), limits, [False] * len(tensors), indices)
-    return [list(bucket) for bucket in buckets]

@@ -28,6 +28,7 @@ from pydantic import JsonValue
 
 from ratchet_hooks.decoder import BIT_GENERATORS, decode
 from ratchet_hooks.errors import HookStateError
+from ratchet_hooks.torch_compat import storage_id
 
 __all__ = ["Encoded", "Tensors", "decode", "encode", "is_dense"]
 
@@ -78,7 +79,7 @@ class _Encoder:
             return  # the encoding pass reports it with its path
         if isinstance(value, torch.Tensor):
             if value.layout is torch.strided and value.numel():
-                self.sharers[_storage_key(value)] += 1
+                self.sharers[storage_id(value)] += 1
         elif isinstance(value, dict):
             for item in value.values():
                 self._count_sharers(item, depth + 1)
@@ -189,7 +190,7 @@ class _Encoder:
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             raise self.fail(path, f"a {tensor.layout} tensor on {tensor.device} cannot be stored; make it dense first")
         tensor = tensor.detach()
-        if tensor.numel() and self.sharers[_storage_key(tensor)] > 1:
+        if tensor.numel() and self.sharers[storage_id(tensor)] > 1:
             return self._view(tensor, path)
         plain = tensor.resolve_conj().resolve_neg()
         out: dict[str, JsonValue] = {"name": self._name(path)}
@@ -205,7 +206,7 @@ class _Encoder:
 
     def _view(self, tensor: torch.Tensor, path: tuple[str, ...]) -> JsonValue:
         """One of several tensors on one storage: the storage goes out once, as bytes."""
-        key = (str(tensor.device), _storage_key(tensor))
+        key = (str(tensor.device), storage_id(tensor))
         if key not in self.names:
             name = self._name(path)
             storage = tensor.untyped_storage()
@@ -254,10 +255,6 @@ class _Encoder:
         if state["bit_generator"] not in BIT_GENERATORS:
             raise self.fail(path, f"bit generator {state['bit_generator']} cannot be stored; use one of numpy's own")
         return self.value(dict(state), path)
-
-
-def _storage_key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

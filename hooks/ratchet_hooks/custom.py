@@ -7,28 +7,29 @@ or the process group where it has none, as torch's stateless hooks do.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import MemberDescriptorType
 from typing import Any
 
 import torch
 from pydantic import JsonValue
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ratchet_hooks.algorithm import Algorithm, Report, Setup, TensorFuture, completed, on_nccl
 from ratchet_hooks.codec import Tensors, decode, encode
 from ratchet_hooks.errors import CustomHookError, HookStateError
 from ratchet_hooks.layout import Layout
 from ratchet_hooks.specs import CustomSpec
+from ratchet_hooks.torch_compat import after_collectives, storage_id
 from ratchet_hooks.user_hook import call_arguments, find_hook, find_state, last_line, way_of
 
+_FUTURE: Any = torch.futures.Future.__mro__[1]  # written in C++, which some of torch's own functions return
 _PREFIX = "custom/"  # of the state's tensors, so that no name of the user's means something to others
 _POINT_TO_POINT = frozenset({"send", "recv_", "recv_any_source_"})  # of c10d's operators
 _CURE = "make it tensors, numbers, strings, lists and dicts in what the class saves, or leave it out and make it again"
 _GROUP_CURE = "leave it out of what the class saves: process_group is set again after a resume where it is None"
 
 
-class _InOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+def _in_order() -> AbstractContextManager[Any]:
     """Inside, every collective is complete when the call that starts it returns, whichever way it is called.
 
     A hook starts its second collective, and does its arithmetic, in callbacks of the first. On gloo those run in whichever thread
@@ -37,14 +38,14 @@ class _InOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     complete, callbacks run at once, in the thread that called the hook. Sends and receives are left alone: two ranks that both
     send before they receive would wait for one another, and the hook has to wait for them itself, since they have no future.
     """
+    return after_collectives(_wait)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func.namespace == "c10d" and func._opname not in _POINT_TO_POINT:
-            for part in result if isinstance(result, (tuple, list)) else (result,):
-                if isinstance(part, torch.ScriptObject):
-                    part.wait()  # type: ignore[attr-defined]  # of c10d's Work
-        return result
+
+def _wait(operator: str, result: Any) -> None:
+    if operator not in _POINT_TO_POINT:
+        for part in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(part, torch.ScriptObject):
+                part.wait()  # type: ignore[attr-defined]  # of c10d's Work
 
 
 class Custom(Algorithm):
@@ -66,13 +67,13 @@ class Custom(Algorithm):
         index, flat = bucket.index(), bucket.buffer()
         place = f"hook {self.spec.hook} in bucket {index} ({', '.join(names[:3])}{' ...' if len(names) > 3 else ''})"
         try:
-            with _InOrder() if self._waits else nullcontext():  # type: ignore[no-untyped-call]
+            with _in_order() if self._waits else nullcontext():
                 future: Any = self._hook(self.group if self._kind is None else self.state, bucket)
         except (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
             raise  # the device's or the machine's fault, which another attempt may heal
         except Exception as error:
             raise CustomHookError("hook", "hook-failed", f"{place} raised {last_line(error)}") from error
-        if not isinstance(future, torch._C.Future):  # the base of torch.futures.Future; some of torch's own return it
+        if not isinstance(future, _FUTURE):
             wrong = (
                 f"{place} returned a {type(future).__name__}, not a torch.futures.Future of the averaged flat tensor"
             )
@@ -126,7 +127,7 @@ class Custom(Algorithm):
     def report(self, *, norm: bool = True) -> Report:
         """What is sent is the function's own affair: known only if the state has ``compression_stats()`` as PowerSGD's has."""
         stats = getattr(self.state, "compression_stats", None)
-        held = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(self.state)}.values())
+        held = sum({storage_id(t): t.untyped_storage().nbytes() for t in _tensors(self.state)}.values())
         if not callable(stats):
             return Report(compression_rate=None, memory_bytes=held)
         try:

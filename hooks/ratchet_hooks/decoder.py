@@ -12,6 +12,7 @@ import torch
 from pydantic import JsonValue
 
 from ratchet_hooks.errors import HookStateError
+from ratchet_hooks.torch_compat import negative_view
 
 BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
@@ -129,7 +130,7 @@ class _Decoder:
         )
         conj, neg = data["bits"]
         out = out.conj() if conj else out
-        return torch._neg_view(out) if neg else out
+        return negative_view(out) if neg else out
 
     def _array(self, data: Any, at: str) -> object:
         raw = self._take(data["name"], at)

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long a collective on ``device`` may take in ``group``."""
-    options: Any = group._get_backend(device).options
-    limit: timedelta = options._timeout
-    return limit
+from ratchet_hooks.torch_compat import timeout_of
 
 
 def partition(group: dist.ProcessGroup, device: torch.device, size: int) -> dist.ProcessGroup:

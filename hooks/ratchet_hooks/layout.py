@@ -12,7 +12,8 @@ rebuild and the constructed layout is a pure function of the module. With ``stat
 iteration and rebuilds before the third; a process resumed in between could not repeat that, so a managed static graph stands
 on registration order reversed from its very first iteration, resumed or not.
 
-Everything here leans on private API of torch 2.13; ``require_torch`` and the layout read back after construction guard it.
+Everything here leans on private API of torch: ``torch_compat.require`` looks for it before a ``ManagedDDP`` is made, and the
+layout is read back after construction.
 """
 
 from __future__ import annotations
@@ -22,26 +23,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES, GradBucket, Reducer
 from torch.nn.parallel import DistributedDataParallel
 
+from ratchet_hooks import torch_compat
 from ratchet_hooks.bucket_order import order_for
 from ratchet_hooks.errors import LayoutMismatch, UnsupportedModel
 
 Layout = list[list[str]]
-
-_REDUCER_API = ("_push_all_rebuilt_params", "_rebuild_buckets", "_get_zeros_like_grad_buckets")
-_DDP_API = (
-    "_build_params_for_reducer", "_ddp_init_helper", "_pre_forward", "_remove_autograd_hooks", "register_comm_hook",
-)  # fmt: skip
-
-
-def require_torch() -> None:
-    """Raise ``RuntimeError`` when this torch lacks the private parts that a recorded layout needs."""
-    missing = [f"Reducer.{name}" for name in _REDUCER_API if not hasattr(Reducer, name)]
-    missing += [f"DistributedDataParallel.{name}" for name in _DDP_API if not hasattr(DistributedDataParallel, name)]
-    if missing:
-        raise RuntimeError(f"torch {torch.__version__} has no {', '.join(missing)}; ratchet_hooks needs torch 2.13")
 
 
 class ManagedDDP(DistributedDataParallel):
@@ -50,15 +38,16 @@ class ManagedDDP(DistributedDataParallel):
     _recorded: Layout | None
     _names: dict[int, str]
     _static_wanted: bool
+    _limits: tuple[int, int] | None
     _trains: bool  # a forward with gradients has begun
     hook: Any = None  # the ManagedHook that is registered
 
     def __init__(self, module: torch.nn.Module, *, recorded: Layout | None, **kwargs: Any) -> None:
-        require_torch()
+        torch_compat.require()
         # Past nn.Module's attribute machinery: the base constructor already calls _build_params_for_reducer.
         names = {id(p): name for name, p in module.named_parameters()}
         static = bool(kwargs.get("static_graph"))
-        self.__dict__.update(_recorded=recorded, _names=names, _static_wanted=static, _trains=False)
+        self.__dict__.update(_recorded=recorded, _names=names, _static_wanted=static, _limits=None, _trains=False)
         super().__init__(module, **kwargs)
         _check_reducer(self)
         self._stand(recorded)
@@ -69,10 +58,10 @@ class ManagedDDP(DistributedDataParallel):
 
         A collective; before the first forward. Raises ``UnsupportedModel``, and leaves ``ddp`` as it was, where that cannot be.
         """
-        require_torch()
+        torch_compat.require()
         _check_adoptable(ddp)
         names = {id(p): name for name, p in ddp.module.named_parameters()}
-        ddp.__dict__.update(_recorded=None, _names=names, _static_wanted=ddp.static_graph, _trains=False)
+        ddp.__dict__.update(_recorded=None, _names=names, _static_wanted=ddp.static_graph, _limits=None, _trains=False)
         ddp.__class__ = cls
         assert isinstance(ddp, cls)
         try:
@@ -137,22 +126,19 @@ class ManagedDDP(DistributedDataParallel):
         A collective: every rank calls it. The next forward would do the same; afterwards the layout is final.
         """
         if not self.fixed:
-            self.reducer._push_all_rebuilt_params()
+            torch_compat.push_all_parameters(self.reducer)
             self.settle()
             if not self.fixed:
-                raise RuntimeError(
-                    f"torch {torch.__version__} did not rebuild its buckets; ratchet_hooks needs torch 2.13"
-                )
+                raise torch_compat.missing("rebuild of DDP's buckets before the first forward")
 
     def settle(self) -> None:
         """Do the rebuild that the next forward would begin with. A collective, without effect once the layout is final."""
-        if not self.fixed and self.reducer._rebuild_buckets():
+        if not self.fixed and torch_compat.rebuild_buckets(self.reducer):
             self._has_rebuilt_buckets = True
 
     def read_layout(self) -> Layout:
         """The reducer's present buckets. Allocates, for a moment, zeros of the size of all gradients."""
-        buckets = self.reducer._get_zeros_like_grad_buckets()
-        return [[self.name_of(p) for p in bucket.parameters()] for bucket in buckets]
+        return [[self.name_of(p) for p in bucket] for bucket in torch_compat.bucket_parameters(self.reducer)]
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
         parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
@@ -163,7 +149,7 @@ class ManagedDDP(DistributedDataParallel):
         order = list(range(len(names)))
         if self._recorded is not None and not self.find_unused_parameters:
             check_names([name for bucket in self._recorded for name in bucket], names)
-            order = order_for(self._recorded, parameters, names, self._rebuild_limits())
+            order = order_for(self._recorded, parameters, names, self._bucket_limits())
         elif self._static_wanted:
             order.reverse()
         return [parameters[i] for i in order], [False] * len(order)
@@ -182,9 +168,9 @@ class ManagedDDP(DistributedDataParallel):
 
     def _ddp_init_helper(self, *args: Any) -> None:
         """A new reducer. Only torch.compile reads its limit afterwards, and asserts that it is not below torch's first one."""
-        self.bucket_bytes_cap = self._bucket_config.bucket_bytes_cap
+        self.bucket_bytes_cap = self._bucket_limits()[1]
         super()._ddp_init_helper(*args)  # type: ignore[no-untyped-call]
-        self.bucket_bytes_cap = max(self.bucket_bytes_cap, _DEFAULT_FIRST_BUCKET_BYTES)
+        self.bucket_bytes_cap = max(self.bucket_bytes_cap, torch_compat.first_bucket_bytes())
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Refuse what torch answers with an internal assertion, or, from the second step on, with unsynchronised gradients:
@@ -197,7 +183,7 @@ class ManagedDDP(DistributedDataParallel):
             )
         begun = self.static_graph and not learning and torch.is_grad_enabled()
         # Checkpointed activations of all of DDP are computed again inside that backward.
-        if begun and self.hook is not None and not self.hook.has_run and torch._C._current_graph_task_id() == -1:
+        if begun and self.hook is not None and not self.hook.has_run and not torch_compat.in_backward():
             raise RuntimeError(
                 "static_graph learns the graph in this process's first backward, and that one failed half-way: torch would go on "
                 "without averaging gradients. Let the exception end the process and start again from the last checkpoint"
@@ -205,14 +191,16 @@ class ManagedDDP(DistributedDataParallel):
         self._trains = self._trains or torch.is_grad_enabled()
         return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
-    def _rebuild_limits(self) -> list[int]:
-        """Bytes of the first and of every further bucket in a rebuild."""
-        config = self._bucket_config
-        return [config.first_bucket_bytes_cap, config.bucket_bytes_cap]
+    def _bucket_limits(self) -> tuple[int, int]:
+        """Bytes of the first and of every further bucket in a rebuild, as they were before ``_ddp_init_helper`` raised one."""
+        if self._limits is None:
+            self._limits = torch_compat.bucket_limits(self)
+        return self._limits
 
 
 def _check_reducer(ddp: DistributedDataParallel) -> None:
-    if ddp._use_python_reducer:
+    torch_compat.require_attributes(ddp)
+    if torch_compat.reduces_in_python(ddp):
         raise UnsupportedModel("torch._dynamo's python_reducer runs no communication hook; choose another optimize_ddp")
 
 
@@ -222,13 +210,13 @@ def _check_adoptable(ddp: DistributedDataParallel) -> None:
     reason = None
     if type(ddp) is not DistributedDataParallel:
         reason = f"a {type(ddp).__name__} is not torch's DistributedDataParallel itself; wrap the module in that"
-    elif ddp._lazy_init_ran:
+    elif torch_compat.has_run(ddp):
         reason = "this DDP has run a forward: register the hook right after its construction"
     elif ddp.mixed_precision is not None:
         reason = "DDP's mixed_precision registers a hook of its own; use torch.autocast instead"
-    elif ddp._delay_all_reduce_params:
+    elif torch_compat.delays_parameters(ddp):
         reason = "delay_all_reduce_named_params reduces gradients past the hook; drop it"
-    elif ddp.bucket_bytes_cap_list:
+    elif getattr(ddp, "bucket_bytes_cap_list", None):  # since 2.10
         reason = "bucket_cap_mb_list is not managed; give bucket_cap_mb"
     elif ddp.static_graph and ddp.find_unused_parameters:
         reason = "static_graph finds unused parameters itself; give only one of the two"
@@ -265,7 +253,7 @@ class CountedBucket:
     parameters of bucket 0; buffer and gradients are right.
     """
 
-    def __init__(self, bucket: GradBucket, index: int, parameters: list[torch.Tensor], last: bool) -> None:
+    def __init__(self, bucket: Any, index: int, parameters: list[torch.Tensor], last: bool) -> None:
         self._bucket = bucket
         self._index = index
         self._parameters = parameters

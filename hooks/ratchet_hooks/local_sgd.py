@@ -25,6 +25,7 @@ from ratchet_hooks.errors import HookStateError, UnsupportedModel
 from ratchet_hooks.groups import partition
 from ratchet_hooks.layout import Layout
 from ratchet_hooks.specs_localsgd import PostLocalSGDSpec
+from ratchet_hooks.torch_versions import TESTED
 
 _SLOTS = ("start_localSGD_iter", "post_local_gradient_allreduce", "iter")
 _GROUPS = ("process_group", "subgroup")
@@ -151,7 +152,8 @@ def get_state(state: PostLocalSGDState) -> dict[str, JsonValue]:
     """What ``PostLocalSGDState.__getstate__`` would give: everything but its process groups."""
     if odd := set(state.__slots__) ^ {*_SLOTS, *_GROUPS}:
         raise HookStateError(
-            f"state.{min(odd)}", "not a slot of PostLocalSGDState in torch 2.13; ratchet_hooks needs that"
+            f"state.{min(odd)}",
+            f"PostLocalSGDState of torch {torch.__version__} has other slots: install one of torch {', '.join(TESTED)}",
         )
     return {key: getattr(state, key) for key in _SLOTS}
 

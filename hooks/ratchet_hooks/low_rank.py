@@ -24,7 +24,6 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from pydantic import JsonValue
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
 from ratchet_hooks import powersgd
 from ratchet_hooks.algorithm import Algorithm, Report, Setup, TensorFuture, on_nccl, promised
@@ -34,6 +33,7 @@ from ratchet_hooks.layout import Layout
 from ratchet_hooks.low_rank_plan import Plan
 from ratchet_hooks.orthogonalize import Basis
 from ratchet_hooks.specs_powersgd import BatchedPowerSGDSpec, PowerSGDSpec
+from ratchet_hooks.torch_compat import foreach_copy_, report_compression
 from ratchet_hooks.transposed import Tried
 
 Stages: TypeAlias = Generator[Any, None, None]
@@ -175,7 +175,7 @@ class LowRank(Algorithm):
         """Add to torch's statistics, and log them when that is due."""
         self.state.total_numel_before_compression += before
         self.state.total_numel_after_compression += after
-        torch_powersgd._report_compression_stats(bucket, self.state)  # type: ignore[no-untyped-call]
+        report_compression(bucket, self.state)
 
     def _draw(self, qs: Sequence[Basis]) -> None:
         """A new random Q, equal on all ranks: torch's numbers, from a generator of its own. (torch seeds the default generators
@@ -215,7 +215,7 @@ class PowerSGD(LowRank):
             small.wait()
             self.watch.non_finite(plan.small_names, plan.small, lambda: plan.small_parts)
             plan.small.div_(self.group.size())
-            torch._foreach_copy_(plan.small_targets, plan.small_parts)
+            foreach_copy_(plan.small_targets, plan.small_parts)
         if plan.total is not plan.buffer:
             plan.total.sub_(plan.buffer)  # what is applied from what should have been: the new residual
 
@@ -249,7 +249,7 @@ class PowerSGD(LowRank):
         for product in plan.products:
             product.outer.compute()
             if product.targets:
-                torch._foreach_copy_(product.targets, list(product.average.unbind()))
+                foreach_copy_(product.targets, product.average.unbind())
 
     def blank(self, bucket: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """A residual, P and Q of zeros, for a bucket of these parameters."""

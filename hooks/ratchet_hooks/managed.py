@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from pydantic import JsonValue
-from torch._C._distributed_c10d import GradBucket
 
 from ratchet_hooks.algorithm import Algorithm, TensorFuture
 from ratchet_hooks.averagers import averaged
@@ -202,7 +201,7 @@ class ManagedHook:
             self._complete()
         return future
 
-    def _counted(self, bucket: GradBucket) -> CountedBucket:
+    def _counted(self, bucket: Any) -> CountedBucket:
         assert self._fixed is not None
         index = len(self._seen)
         parameters = [self._parameters[name] for name in self._fixed[index]]

@@ -27,6 +27,7 @@ from ratchet_hooks.codec import Tensors, decode, encode
 from ratchet_hooks.errors import HookStateError, UnsupportedModel
 from ratchet_hooks.layout import Layout
 from ratchet_hooks.specs_powersgd import BatchedPowerSGDSpec, PowerSGDSpec
+from ratchet_hooks.torch_compat import should_compress
 
 PowerSGDState = torch_powersgd.PowerSGDState
 
@@ -62,7 +63,7 @@ def low_rank_places(state: PowerSGDState, shapes: Mapping[str, torch.Size]) -> l
         n = shape[0]
         m = shape.numel() // n
         rank = min(n, m, state.matrix_approximation_rank)
-        if torch_powersgd._should_compress(n, m, rank, state.min_compression_rate)[0]:  # type: ignore[no-untyped-call]
+        if should_compress(n, m, rank, state.min_compression_rate):
             by_shape.setdefault((n, m), []).append(name)
     places, p_start, q_start = [], 0, 0
     for (n, m), names in by_shape.items():

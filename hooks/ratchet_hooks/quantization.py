@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ratchet_hooks.algorithm import Algorithm, Setup, TensorFuture, completed
 from ratchet_hooks.algorithms import divide
 from ratchet_hooks.errors import UnsupportedModel
 from ratchet_hooks.specs import QuantizationPerchannelSpec, QuantizationPertensorSpec
+from ratchet_hooks.torch_compat import all_gather_single
 
 _LEVELS = 255  # of torch.quint8, from 0
 _ALIGNMENT = 4  # bytes: where the scales and zero points begin, as float32, behind the quantized gradients
@@ -53,7 +53,7 @@ class Quantization(Algorithm):
         self.watch.quantized(names, scale, bucket.gradients)
         sent = _pack(buffer, scale, zero, channel)
         ranks = sent.new_empty(self.group.size() * sent.numel())
-        work: Any = dist.all_gather_single(ranks, sent, group=self.group, async_op=True)
+        work = all_gather_single(ranks, sent, self.group)
         return work.get_future().then(lambda _: _average(ranks.view(-1, sent.numel()), buffer, channel)), sent.nbytes
 
 

@@ -27,6 +27,7 @@ from ratchet_hooks.codec import Tensors
 from ratchet_hooks.given import Given, describe
 from ratchet_hooks.specs import CustomSpec, HookSpec, normalise_hook
 from ratchet_hooks.states import check_data
+from ratchet_hooks.torch_compat import hooks_of
 
 __all__ = ["Captured", "Hook", "capture", "hook_of", "register", "resolve", "restore"]
 
@@ -131,9 +132,10 @@ def resolve(
 
 def _registered(ddp: DistributedDataParallel) -> tuple[object, Callable[..., Any]]:
     """State and function that are registered on ``ddp``."""
-    if not ddp._comm_hooks:
+    hooks = hooks_of(ddp)
+    if not hooks:
         raise UnsupportedModel("no hook is registered on this DDP; name one, such as register(ddp_model, 'allreduce')")
-    function, state = ddp._comm_hooks[0]
+    function, state = hooks[0]
     return state, function
 
 

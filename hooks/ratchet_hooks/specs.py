@@ -1,7 +1,7 @@
 """What a user asks for: one pydantic model per DDP communication hook, under torch's own names.
 
 Torch-free, so that the control plane can validate a hook without importing torch. Defaults and parameter names are those
-of ``torch.distributed.algorithms.ddp_comm_hooks`` in torch 2.13. PowerSGD's models are in ``specs_powersgd``, that of
+of ``torch.distributed.algorithms.ddp_comm_hooks``. PowerSGD's models are in ``specs_powersgd``, that of
 post-local SGD in ``specs_localsgd``.
 """
 

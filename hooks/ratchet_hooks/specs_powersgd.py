@@ -10,7 +10,7 @@ from ratchet_hooks.specs_base import HookSpecBase, WrapperField
 
 
 class _LowRankSpec(HookSpecBase):
-    """The parameters of ``PowerSGDState`` in torch 2.13 that both hooks read, with its defaults."""
+    """The parameters of ``PowerSGDState`` in torch that both hooks read, with its defaults."""
 
     wrapper: WrapperField = None
     matrix_approximation_rank: int = Field(
@@ -61,7 +61,7 @@ class PowerSGDSpec(_LowRankSpec):
 
     For mixed precision use torch's native AMP with float32 parameters, not Apex.
 
-    Parameters are those of ``PowerSGDState`` in torch 2.13, with its defaults.
+    Parameters are those of torch's ``PowerSGDState``, with its defaults.
     """
 
     name: Literal["powerSGD"] = "powerSGD"

@@ -10,6 +10,8 @@ from typing import Literal
 
 import torch
 
+from ratchet_hooks.torch_compat import norms as norms_of
+
 Code = Literal["fp16-overflow", "bf16-overflow", "non-finite", "low-rank-overflow", "quantization-range"]
 Gradients = Callable[[], list[torch.Tensor]]
 """The gradients of a bucket one by one; asked for only when something is wrong, since making hundreds of views takes long."""
@@ -112,7 +114,7 @@ class Watch:
         if flat.is_cuda:
             # Of other dtypes than float16 a norm overflows when the elements nearly do: one kernel will do.
             near = flat.dtype is torch.float16
-            norms = _norms(parts, along) if near else torch.stack(list(torch._foreach_norm(list(parts), 2)))
+            norms = _norms(parts, along) if near else torch.stack(norms_of(parts, 2))
             self._later(_Look("low-rank-overflow", self.iteration, list(names), norms.expand(len(names)), limit))
         elif not torch.linalg.vector_norm(flat, dtype=torch.promote_types(flat.dtype, torch.float32)).item() < limit:
             norms = _norms(parts, along).expand(len(names))
@@ -164,7 +166,7 @@ def _finite_sum(flat: torch.Tensor) -> bool:
 def _device_peaks(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """The largest magnitude in each, in one launch and without waiting; of one without elements 0."""
     parts = [gradient if gradient.numel() else gradient.new_zeros(1) for gradient in gradients]
-    return torch.stack(list(torch._foreach_norm(parts, float("inf"))))
+    return torch.stack(norms_of(parts, float("inf")))
 
 
 def _peak(tensor: torch.Tensor) -> float:

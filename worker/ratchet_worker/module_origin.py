@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ratchet_contract.errors import StateError, UserError
+from ratchet_hooks import torch_compat
 from ratchet_worker.module_attributes import Mark, marks
 from ratchet_worker.walk import Walk, Walked, walk_of
 
@@ -110,7 +111,7 @@ def changed_buffers(module: Walked, before: Origin) -> dict[str, Any]:
                 resized[name] = own
             continue
         owner, _, attribute = name.rpartition(".")
-        made[name] = attribute not in module.get_submodule(owner)._non_persistent_buffers_set
+        made[name] = torch_compat.is_persistent(module.get_submodule(owner), attribute)
         built = built_names(before) if built is None else built
         if id(buffer) in built:
             moved[name] = built[id(buffer)]
@@ -148,7 +149,7 @@ def make_buffers(module: nn.Module, changed: dict[str, Any], saved: dict[str, to
         except AttributeError:
             raise StateError(f"buffer {name!r}, which the model has no longer") from None
         if name not in made:
-            holder._buffers[attribute] = None
+            setattr(holder, attribute, None)
             continue
         tensor = built.get(moved[name]) if name in moved else new.get(same.get(name, name))
         if tensor is not None:
@@ -167,9 +168,7 @@ def _resize(buffer: torch.Tensor, form: torch.Tensor, own: bool) -> None:
 def compiled(module: nn.Module) -> bool:
     """Does torch.compile stand between any part's call and its code?"""
     # By name: importing torch._dynamo takes a second.
-    return any(
-        part._compiled_call_impl is not None or type(part).__name__ == "OptimizedModule" for part in module.modules()
-    )
+    return any(torch_compat.is_compiled(part) or type(part).__name__ == "OptimizedModule" for part in module.modules())
 
 
 def built_names(before: Origin) -> dict[int, str]:
@@ -187,8 +186,7 @@ def buffer_forms(walk: Walk) -> list[tuple[int, torch.Size, torch.dtype]]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Which memory it lies in, wherever that is: the same after it grew."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+    return torch_compat.storage_id(tensor) if tensor.layout is torch.strided else 0
 
 
 def _buffers(module: Walked) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,6 +10,7 @@ from collections.abc import Sized
 from typing import Any, Final
 
 from ratchet_hooks.codec import is_dense
+from ratchet_hooks.torch_compat import state_dict_hooks
 from ratchet_worker.walk import Walk, Walked, walk_of
 
 COMPONENT: Final = "model/keys"  # no registered object has a slash in its name
@@ -49,7 +50,7 @@ class _Hooks:
         walk = self._walk
         if self._seen is not walk.attributes:
             parts = [part for _, part in walk.named_modules()]
-            self._hooks = [hooks for part in parts for hooks in (part._state_dict_hooks, part._state_dict_pre_hooks)]
+            self._hooks = [hooks for part in parts for hooks in state_dict_hooks(part)]
             self._methods = not all(map(_METHODS.isdisjoint, map(vars, parts)))
             self._seen = walk.attributes
         return not self._methods and not any(self._hooks)
