@@ -8,7 +8,6 @@ else uses it.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import shutil
@@ -19,6 +18,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.checkpoint_tables import aim
 from benchmarks.stats import Estimate, estimate, machine
 from ratchet_contract.manifest import FileEntry, HookRecord, Manifest, TensorEntry
@@ -27,7 +28,7 @@ from ratchet_contract.resume import Base
 from ratchet_store.commit import ManifestWriter
 from ratchet_store.rankfile import Piece, RankWriter
 from ratchet_store.read import load
-from ratchet_worker.memcpy import memcpy
+from ratchet_worker.live_memory import SafeReader
 
 CHUNK = 4 << 20
 TENSORS = 396
@@ -56,7 +57,7 @@ class _Bench:
     """The data, and one timed operation per row of the table; each returns its seconds."""
 
     def __init__(self, folder: Path, nbytes: int) -> None:
-        self.folder = folder
+        self.folder, self.reader = folder, SafeReader()
         self.numbers = _sizes(nbytes)
         self.nbytes = sum(self.numbers)
         memory = mmap.mmap(-1, self.nbytes)  # from a page's beginning on, as a training's copies lie
@@ -71,7 +72,7 @@ class _Bench:
         self.manifest: Manifest | None = None
         self.operations: dict[str, Callable[[], float]] = {
             "memory copy": self.copy,
-            "a save's memory copy": self.copy_of_a_save,
+            "memory copy beside a training": self.copy_beside_a_training,
             WRITE: self.raw_write,
             SAVE: self.save,
             **self._safetensors(),
@@ -84,12 +85,12 @@ class _Bench:
         self.target[:] = self.source
         return time.perf_counter() - begin
 
-    def copy_of_a_save(self) -> float:
-        """Tensor by tensor, as a rank's staging makes it."""
-        target, source = (ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in (self.target, self.source))
+    def copy_beside_a_training(self) -> float:
+        """Tensor by tensor, as a saving thread reads memory that user code may free meanwhile."""
+        target, source = (np.frombuffer(memory, np.uint8) for memory in (self.target, self.source))
         begin, offset = time.perf_counter(), 0
         for number in self.numbers:
-            memcpy(target + offset, source + offset, number)
+            self.reader.copy(source[offset : offset + number], target[offset : offset + number])
             offset += number
         return time.perf_counter() - begin
 

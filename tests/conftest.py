@@ -90,3 +90,9 @@ def plane(tmp_path: Path, database: Database) -> Iterator[Plane]:
     made.serve_api()
     yield made
     made.close()
+
+
+@pytest.fixture
+def no_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor is copied at the step boundary because of its size: tests of later copies need no large ones."""
+    monkeypatch.setattr("ratchet_worker.staging._SMALL", 0)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from save_state import Copy, buffer_for, live_tensors
@@ -15,7 +16,7 @@ from save_ways import write_synced
 from torch import nn
 
 from ratchet_worker.aside import Aside, Call
-from ratchet_worker.memcpy import memcpy
+from ratchet_worker.live_memory import live_bytes
 from ratchet_worker.task import Parts, TaskContext
 from ratchet_worker.tasks.bytelm import ByteLMTask
 
@@ -65,14 +66,14 @@ class Blocks(ByteLMTask):
 
 
 class _Limit:
-    """One of Ratchet's quiet threads copies the rank's share as Ratchet does, makes one digest of it, writes and syncs it, while
+    """One of Ratchet's quiet threads copies the rank's share, makes one digest of it, writes and syncs it, while
     the next step changes what it copies: no checkpoint, since nothing is handed over, waited for or committed."""
 
     def __init__(self, live: dict[str, torch.Tensor], rank: int, ranks: int, beside: Path) -> None:
         tensors = list(live.values())
         nbytes = sum(tensor.nbytes for tensor in tensors)
         self._copy = Copy(tensors, buffer_for(nbytes // ranks + 1), rank, ranks)
-        self._moves = [(to.data_ptr(), origin.data_ptr(), origin.numel()) for to, origin in self._copy.pairs]
+        self._moves = [(live_bytes(to), live_bytes(origin)) for to, origin in self._copy.pairs]
         self._places = [beside.with_name(f"limit-{rank}-{number}") for number in range(2)]
         self._aside = Aside("limit", quiet=True)
         self._call: Call[None] | None = None
@@ -85,8 +86,8 @@ class _Limit:
         self._call = self._aside.begin(self._write)
 
     def _write(self) -> None:
-        for move in self._moves:
-            memcpy(*move)
+        for target, origin in self._moves:
+            np.copyto(target, origin)
         xxhash.xxh3_128_digest(self._copy.bytes)
         self._places[0].unlink(missing_ok=True)
         write_synced(self._places[0], self._copy.bytes, direct=True)

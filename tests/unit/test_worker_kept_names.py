@@ -21,11 +21,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ratchet_contract.errors import StateError, UserError
 from ratchet_store.slices import plan_slices
 from ratchet_worker.fingerprint import Cuts, slice_digests
-from ratchet_worker.held import Held
 from ratchet_worker.job_state import JobState
+from ratchet_worker.live_memory import LiveTensors
 from ratchet_worker.snapshot import Snapshot, Until, byte_view, flat
 from ratchet_worker.sources import Lister, Source
 from ratchet_worker.staging import Staging
+
+pytestmark = pytest.mark.usefixtures("no_small_tensors")
 
 CPU = torch.device("cpu")
 
@@ -498,7 +500,7 @@ def test_a_parameter_that_was_unfrozen_is_refused_by_a_later_save_too() -> None:
 def test_a_change_before_a_later_save_has_copied_is_told() -> None:
     job = Job()
     snapshot = job.kept.capture()
-    assert isinstance(snapshot.shared, Held)  # else this is nothing new
+    assert isinstance(snapshot.shared, LiveTensors)  # else this is nothing new
     staged = job.staging.stage(Lister(0).of(snapshot, job.cuts.of(snapshot.sizes(), 1)[0]))
     with torch.no_grad():
         job.net.last[1].weight.add_(1)

@@ -21,6 +21,8 @@ from ratchet_worker.snapshot import Until
 from ratchet_worker.sources import Source, Sources
 from ratchet_worker.staging import Staged, Staging
 
+pytestmark = pytest.mark.usefixtures("no_small_tensors")
+
 
 class _Interrupted(Exception):
     pass
@@ -140,7 +142,7 @@ def _pass(closed: Any) -> None:
 def test_wherever_the_loop_is_interrupted_as_it_waits_for_anothers_part_nobody_waits_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real, place, going_on = staging._memcpy, 0, True
+    real, place, going_on = staging._copy_bytes, 0, True
     while going_on:
         place += 1
         staged, begun, closed = _staged(2), _closed(), _closed()
@@ -150,7 +152,7 @@ def test_wherever_the_loop_is_interrupted_as_it_waits_for_anothers_part_nobody_w
             _pass(closed)
             real(*to_from_bytes)
 
-        monkeypatch.setattr(staging, "_memcpy", move)
+        monkeypatch.setattr(staging, "_copy_bytes", move)
         latch = staged._copied[Until.STEP]
         monkeypatch.setattr(latch, "_lock", _Waking(latch._lock, closed))
         saves = _begun(partial(_finish, staged))

@@ -10,9 +10,11 @@ import torch
 
 from ratchet_contract.errors import StateError
 from ratchet_worker.fingerprint import slice_digests
-from ratchet_worker.held import Held
+from ratchet_worker.live_memory import LiveTensors, SafeReader
 from ratchet_worker.sources import Lister
 from tests.unit.test_worker_kept_names import Job
+
+pytestmark = pytest.mark.usefixtures("no_small_tensors")
 
 
 def _data(make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], None]:
@@ -63,7 +65,7 @@ def test_what_a_training_does_while_a_save_copies_is_not_in_it(name: str, kind: 
         own, tensor = "optimizer/last.1.weight/exp_avg", job.adam.state[weight]["exp_avg"]
     right = tensor.detach().clone().numpy().tobytes()  # a clone: what numpy has seen torch does not resize
     snapshot = job.kept.capture()
-    assert isinstance(snapshot.shared, Held)
+    assert isinstance(snapshot.shared, LiveTensors)
     plan = job.cuts.of(snapshot.sizes(), 1)[0]
     slices = [one for one in plan if one.name == own]
     digests = slice_digests(slices, snapshot.shared)
@@ -76,11 +78,11 @@ def test_what_a_training_does_while_a_save_copies_is_not_in_it(name: str, kind: 
         with pytest.raises(StateError, match=own):
             staged.finish()
         if "storage" in name or name == "grown":
-            for look in (lambda: slice_digests(slices, snapshot.shared), lambda: snapshot.shared[own]):
+            for reader in (None, SafeReader()):
                 with pytest.raises(StateError, match=rf"the storage of {own} was resized"):
-                    look()
+                    slice_digests(slices, snapshot.shared, reader)
         return
     staged.finish()
     data = staged.written()[1]
     assert b"".join(bytes(data[begin:end]) for begin, end in staged.ranges("shared/", slices)) == right and filler
-    assert slice_digests(slices, snapshot.shared) == digests
+    assert slice_digests(slices, snapshot.shared) == digests == slice_digests(slices, snapshot.shared, SafeReader())

@@ -29,8 +29,11 @@ from ratchet_worker.commitment import Committer
 from ratchet_worker.content import Content
 from ratchet_worker.exchange import Exchange
 from ratchet_worker.fingerprint import number_of_parts
+from ratchet_worker.live_memory import Bytes, SafeReader
 from ratchet_worker.snapshot import Snapshot, Until
 from tests.support.server import wait_for
+
+pytestmark = pytest.mark.usefixtures("no_small_tensors")
 
 RANKS = 2
 
@@ -170,13 +173,13 @@ class Group:
 
 def slow_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Copies of parameters wait for the event."""
-    may_copy, real = threading.Event(), staging._memcpy
+    may_copy, real = threading.Event(), staging._copy_bytes
 
-    def move(target: int, origin: int, nbytes: int) -> None:
-        assert nbytes < 1000 or may_copy.wait(20)
-        real(target, origin, nbytes)
+    def move(memory: Bytes, target: Bytes, reader: SafeReader | None) -> None:
+        assert memory.size < 1000 or may_copy.wait(20)
+        real(memory, target, reader)
 
-    monkeypatch.setattr(staging, "_memcpy", move)
+    monkeypatch.setattr(staging, "_copy_bytes", move)
     return may_copy
 
 

@@ -30,6 +30,8 @@ from ratchet_worker.staging import Staged, Staging
 from tests.support.server import wait_for
 from tests.unit.test_worker_saving import RANKS, Gate, Group, slow_copies
 
+pytestmark = pytest.mark.usefixtures("no_small_tensors")
+
 Act = Callable[[], Any]
 
 

@@ -24,6 +24,8 @@ from ratchet_worker.sources import Lister, Source, Sources
 from ratchet_worker.staging import Staged, Staging
 from tests.support.server import wait_for
 
+pytestmark = pytest.mark.usefixtures("no_small_tensors")
+
 CPU = torch.device("cpu")
 
 
@@ -95,7 +97,7 @@ def test_who_waits_takes_part_and_waits_for_what_another_thread_is_copying(
     tensors = [torch.full((3 << 20,), float(number)) for number in range(4)]  # of 12 MB: copied in two
     sources = [source(tensor)._replace(name=f"shared/model/{i}") for i, tensor in enumerate(tensors)]
     whole = Staging(CPU, cores).stage(Sources(sources))
-    real, begun, copied = staging._memcpy, Queue[str](), dict[str, int]()
+    real, begun, copied = staging._copy_bytes, Queue[str](), dict[str, int]()
     may_go = {"saves": threading.Semaphore(0), "waits": threading.Semaphore(0)}
 
     def move(*to_from_bytes: Any) -> None:
@@ -105,7 +107,7 @@ def test_who_waits_takes_part_and_waits_for_what_another_thread_is_copying(
         copied[name] = copied.get(name, 0) + 1
         real(*to_from_bytes)
 
-    monkeypatch.setattr(staging, "_memcpy", move)
+    monkeypatch.setattr(staging, "_copy_bytes", move)
     saves = threading.Thread(target=whole.finish, name="saves")
     waits = threading.Thread(target=whole.wait, args=(Until.STEP,), name="waits")
     saves.start()
@@ -158,7 +160,7 @@ def test_a_copy_that_was_interrupted_is_not_taken_for_one(monkeypatch: pytest.Mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(staging, "_memcpy", interrupted)
+        patched.setattr(staging, "_copy_bytes", interrupted)
         with pytest.raises(KeyboardInterrupt):
             whole.wait(Until.STEP)
     with pytest.raises(StateError, match="interrupted"):

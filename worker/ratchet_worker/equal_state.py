@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from ratchet_worker import model_state
-from ratchet_worker.held import Held, Places, places_of
+from ratchet_worker.live_memory import LiveTensors
 from ratchet_worker.model_state import MODEL
 from ratchet_worker.optimizer_state import Capture, Captured
 from ratchet_worker.same import Forms
@@ -29,12 +29,10 @@ class EqualState:
         self._captures: dict[str, Capture] = {}
         self._plan: _Plan | None = None
 
-    def capture(
-        self, out: Snapshot, walk: Walk, optimizers: Mapping[str, Optimizer], equal: bool, *, views: bool = False
-    ) -> object:
-        """Add them to ``out``: as shared tensors where the replicas are ``equal`` and DDP keeps a parameter so. ``views``:
-        as a view of each, which takes longer. Returns the same object as before where the model's parameters have the names,
-        shapes and strides that they had, None where that is not known."""
+    def capture(self, out: Snapshot, walk: Walk, optimizers: Mapping[str, Optimizer], equal: bool) -> object:
+        """Add them to ``out``: as shared tensors where the replicas are ``equal`` and DDP keeps a parameter so. Returns the same
+        object as before where the model's parameters have the names, shapes and strides that they had, None where that is not
+        known."""
         names = walk.derived("names by id", lambda: {id(p): name for name, p in walk.named_parameters()})
         replicated = model_state.replicated(walk)
         captures = {component: self._capture_of(component, optimizer) for component, optimizer in optimizers.items()}
@@ -49,12 +47,9 @@ class EqualState:
             plan = self._plan = _plan(key, found, tensors, optimizers.values())
         for component, captured in found.items():
             out.add(component, captured.rest)
-        if plan.places is None or views:
-            shared: Tensors = dict(zip(plan.names, map(torch.Tensor.detach, tensors), strict=True))
-            out.private |= {name: shared.pop(name) for name in plan.private}
-            out.shared = shared
-        else:
-            out.shared = Held(plan.places, tensors)
+        shared: Tensors = dict(zip(plan.names, tensors, strict=True))
+        out.private |= {name: shared.pop(name).detach() for name in plan.private}
+        out.shared = LiveTensors([*shared], [*shared.values()])
         out.state[MODEL] = [*plan.own]
         out.until = {**out.until, **plan.until} if out.until else plan.until
         out.known_sizes = plan.sizes
@@ -85,14 +80,12 @@ class _Key(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """``forms``: of all tensors, parameters first, where nothing else may change unseen; ``names``: theirs; ``places``: where
-    their memory alone can be held; ``private``: of those that the ranks do not share, ``own``: of the parameters that DDP does
-    not keep equal; ``sizes``: of the shared tensors."""
+    """``forms``: of all tensors, parameters first, where nothing else may change unseen; ``names``: theirs; ``private``: of those
+    that the ranks do not share, ``own``: of the parameters that DDP does not keep equal; ``sizes``: of the shared tensors."""
 
     key: _Key
     forms: Forms | None
     names: Sequence[str]
-    places: Places | None
     private: Sequence[str]
     own: Sequence[str]
     until: Mapping[str, Until]
@@ -114,5 +107,4 @@ def _plan(
     apart = frozenset(private)
     sizes = [(n, t.numel(), t.element_size()) for n, t in zip(names, tensors, strict=True) if n not in apart]
     forms = Forms(tensors) if all(captured.known for captured in found.values()) else None
-    places = None if private else places_of(dict(zip(names, tensors, strict=True)))
-    return _Plan(key, forms, names, places, private, own, until, sizes)
+    return _Plan(key, forms, names, private, own, until, sizes)

@@ -14,8 +14,8 @@ import torch
 import xxhash
 
 from ratchet_store.slices import Slice, plan_slices
-from ratchet_worker.held import Held
-from ratchet_worker.snapshot import Sizes, flat, is_plain, memory_view
+from ratchet_worker.live_memory import LiveTensors, SafeReader, is_row_major, live_bytes, resized
+from ratchet_worker.snapshot import Sizes, flat
 
 _PARTS: Final = 64
 _SMALL_PART: Final = 256 << 10  # bytes; in smaller parts the digests cost more than what they are made of
@@ -57,26 +57,34 @@ class Cuts:
         return self._plans[parts]
 
 
-def slice_digests(slices: Sequence[Slice], tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """XXH3-128 in hex of the bytes of each slice of a part, row-major. ``tensors``: of a snapshot, which holds the memory of each
-    as it was handed over, whatever a parameter is given later. Raises ``StateError`` for a storage that was resized since."""
-    out, held = [], tensors if isinstance(tensors, Held) else None
+def slice_digests(
+    slices: Sequence[Slice], tensors: Mapping[str, torch.Tensor], reader: SafeReader | None = None
+) -> list[str]:
+    """XXH3-128 in hex of the bytes of each slice of a part, row-major. ``tensors``: of a snapshot. ``reader``: user code runs
+    meanwhile, which may free their memory. Raises ``StateError`` for a storage that was resized since the boundary."""
+    out: list[str] = []
     for name, start, stop in slices:
-        address, size = (0, 0) if held is None else held.place(name)
-        if held is not None and address:
-            out.append(_digest(address + start * size, (stop - start) * size))
-            held.place(name)  # else it was read while it was given back
-            continue
-        tensor = tensors[name]
-        if not is_plain(tensor):
-            tensor, start, stop = flat(tensor)[start:stop].cpu(), 0, stop - start
-        size = tensor.element_size()
-        out.append(_digest(tensor.data_ptr() + start * size, (stop - start) * size))
+        live = tensors if isinstance(tensors, LiveTensors) else None
+        if live is not None:
+            live.require_intact(name)
+        try:
+            out.append(_digest(tensors[name], start, stop, reader))
+        except BufferError as error:
+            raise resized(name) from error
+        if live is not None:
+            live.require_intact(name)
     return out
 
 
-def _digest(address: int, nbytes: int) -> str:
-    return xxhash.xxh3_128_hexdigest(memory_view(address, nbytes))
+def _digest(tensor: torch.Tensor, start: int, stop: int, reader: SafeReader | None) -> str:
+    hasher, size = xxhash.xxh3_128(), tensor.element_size()
+    if not is_row_major(tensor):
+        tensor = flat(tensor if reader is None or not tensor.is_cpu else reader.private(tensor))[start:stop].cpu()
+        start, stop, reader = 0, stop - start, None
+    memory = live_bytes(tensor)[start * size : stop * size]
+    for block in (memory,) if reader is None else reader.blocks(memory):
+        hasher.update(block.data)
+    return hasher.hexdigest()
 
 
 def part_digest(slices: Sequence[str]) -> str:
@@ -92,9 +100,11 @@ def compared(
     number: int,
     total: int,
     enough: Callable[[], bool],
+    reader: SafeReader | None = None,
 ) -> dict[int, list[str]]:
     """Slices' digests of other ranks' parts, by the part's number: all of them, or from the time when ``enough`` says so no more
-    than the least. ``number``: of the save; where to begin follows from it. ``total``: bytes of all parts."""
+    than the least. ``number``: of the save; where to begin follows from it. ``total``: bytes of all parts. ``reader``: as
+    ``slice_digests`` has it."""
     parts = len(plan)
     own = range(rank * parts // world_size, (rank + 1) * parts // world_size)
     others = [part for part in range(parts) if part not in own]
@@ -104,7 +114,7 @@ def compared(
         if done >= least and enough():
             break
         part = others[(number * least + done) % len(others)]
-        out[part] = slice_digests(plan[part], tensors)
+        out[part] = slice_digests(plan[part], tensors, reader)
     return out
 
 

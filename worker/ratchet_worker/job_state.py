@@ -123,7 +123,7 @@ class JobState:
         """The parameters and the optimizers' tensors alone, as views. No collective."""
         out = Snapshot()
         ddp, hook = self.hook_or_refuse()
-        self._equal.capture(out, self._walked(ddp.module), self.optimizers, hook.replicas == "equal", views=True)
+        self._equal.capture(out, self._walked(ddp.module), self.optimizers, hook.replicas == "equal")
         return out
 
     def late(self) -> tuple[Snapshot, int]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ratchet_contract.errors import StateError
-from ratchet_worker.same import Versions
+from ratchet_worker.same import Contents, is_constant
 from ratchet_worker.walk import Walk, Walked, walk_of
 
 _SCALARS: Final = (int, float, bool, str, type(None))
@@ -88,11 +88,11 @@ class _Look:
 
     def __init__(self, path: str, part: nn.Module) -> None:
         self._prefix, self._part, self._held = f"{path}." if path else "", part, vars(part)
-        self._versions: Versions | None = None
+        self._contents: Contents | None = None
         self.found: _Found = {}, []
 
     def holds(self) -> bool:
-        return self._versions is not None and self._versions.hold((self._held,))
+        return self._contents is not None and self._contents.hold((self._held,))
 
     def again(self, before: Mapping[str, Mark], owned: _Owned) -> _Found:
         scalars: dict[str, Any] = {}
@@ -106,7 +106,7 @@ class _Look:
             elif seen is not None:
                 others.append(path)
         fixed = all(_fixed(value) for name, value in self._held.items() if name not in _TORCHS_OWN)
-        self._versions = Versions((self._held,)) if fixed else None
+        self._contents = Contents((self._held,)) if fixed else None
         self.found = scalars, others
         return scalars, others
 
@@ -142,10 +142,8 @@ def _attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _fixed(value: Any) -> bool:
-    """Is it all that there is to say of it which object it is?"""
-    if isinstance(value, tuple):
-        return len(value) < _ITEMS and all(map(_fixed, value))
-    return not isinstance(value, (*_CONTAINERS, torch.Tensor))
+    """Whether a value stays what it is for as long as it is the same object."""
+    return is_constant(value) or not isinstance(value, (*_CONTAINERS, torch.Tensor))
 
 
 def _seen(value: Any, owned: _Owned, depth: int = 0) -> Any:

@@ -1,21 +1,25 @@
-"""The single copies that a save is made of, and how threads share them."""
+"""The single copies that a save is made of, and how two threads share them."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 SHARE: Final = 4 << 20
-"""Bytes that one thread copies before it looks for more: less costs more in Python than it shares out."""
+"""Bytes that one thread copies before it takes more: with less the lock costs more than the sharing saves."""
 
-Move = tuple[int, int | None, int, int, int]
-"""One copy: the source's number; torch's count of changes when it was asked for, or None where it is made at once; addresses to
-and from in contiguous memory of the host (from 0: torch makes the copy); bytes."""
+
+class Move(NamedTuple):
+    """One copy: bytes ``begin <= i < end`` of the source with this number."""
+
+    number: int
+    begin: int
+    end: int
 
 
 class Work:
-    """The moves of one kind, which threads share."""
+    """The moves of one kind. Two threads may take them."""
 
     def __init__(self, moves: Sequence[Move]) -> None:
         self._moves, self._next, self._made = moves, 0, 0
@@ -23,18 +27,18 @@ class Work:
         self._owner: int | None = None
 
     def take(self) -> Sequence[Move]:
-        """Moves that nobody else has; none where none is left, or another thread has taken over."""
+        """Moves that no thread has taken; none where none is left, or another thread has taken over."""
         with self._lock:
             first, nbytes = self._next, 0
             if self._owner not in (None, threading.get_ident()):
                 return ()
             while self._next < len(self._moves) and nbytes < SHARE:
-                nbytes += self._moves[self._next][-1]
+                nbytes += self._moves[self._next].end - self._moves[self._next].begin
                 self._next += 1
             return self._moves[first : self._next]
 
     def take_over(self) -> None:
-        """This thread alone goes on."""
+        """This thread takes all that is left."""
         with self._lock:
             self._owner = self._owner or threading.get_ident()
 
@@ -43,7 +47,7 @@ class Work:
             self._made += count
 
     def end(self) -> None:
-        """None is left."""
+        """Leave out what nobody has taken yet."""
         with self._lock:
             self._next = len(self._moves)
 
@@ -52,10 +56,10 @@ class Work:
         return self._made == len(self._moves)
 
 
-def cut(move: Move) -> Iterator[Move]:
-    """So that two threads have something of a large one, too."""
-    number, version, target, origin, nbytes = move
-    while origin and nbytes > 2 * SHARE:
-        yield number, version, target, origin, SHARE
-        target, origin, nbytes = target + SHARE, origin + SHARE, nbytes - SHARE
-    yield number, version, target, origin, nbytes
+def cut(number: int, nbytes: int, *, whole: bool = False) -> Iterator[Move]:
+    """The moves of one source: several of a large one, so that two threads share it, unless it must be copied as a ``whole``."""
+    begin = 0
+    while not whole and nbytes - begin > 2 * SHARE:
+        yield Move(number, begin, begin + SHARE)
+        begin += SHARE
+    yield Move(number, begin, nbytes)

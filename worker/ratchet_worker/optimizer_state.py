@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ratchet_contract.errors import StateError, UserError
 from ratchet_hooks.codec import Encoded, encode, is_dense
 from ratchet_hooks.errors import HookStateError
-from ratchet_worker.same import CONSTANTS, Same, Versions
+from ratchet_worker.same import CONSTANTS, Contents, Same, is_constant
 from ratchet_worker.snapshot import Tensors
 
 _SHARED: Final = "ratchet:shared"
@@ -93,7 +93,7 @@ class _Known:
         rest: dict[str, Any],
     ) -> None:
         self.names, self.replicated, self.shared = names, replicated, [*shared]
-        self._states = Versions([optimizer.state, *optimizer.state.values()])
+        self._states = Contents([optimizer.state, *optimizer.state.values()])
         self._parameters = Same(_parameters(optimizer))
         self._counts = [len(group["params"]) for group in optimizer.param_groups]
         values = [*_values(optimizer.state)]
@@ -103,7 +103,7 @@ class _Known:
         self._constant = {key: Encoded(encode(rest[key], where=key)[1]) for key in rest if key != "param_groups"}
         self._keys = [*rest]
         self._labels = [Encoded(encode(group["params"], where="params")[1]) for group in rest["param_groups"]]
-        self._groups: Versions | None = None
+        self._groups: Contents | None = None
         self._rest: object = None
 
     def tensors(self, optimizer: Optimizer) -> list[torch.Tensor] | None:
@@ -130,16 +130,13 @@ class _Known:
         ]
         rest = {key: self._constant.get(key, each) for key in self._keys}
         self._groups = None
-        if all(type(group) is dict for group in groups) and all(_constant(v) for one in each for v in one.values()):
+        if all(type(group) is dict for group in groups) and all(
+            type(value) is Encoded or is_constant(value) for one in each for value in one.values()
+        ):
             with suppress(HookStateError):  # told by whoever encodes it
                 self._rest = Encoded(encode(rest, where="groups")[1])
-                self._groups = Versions(groups)
+                self._groups = Contents(groups)
         return rest if self._groups is None else self._rest
-
-
-def _constant(value: object) -> bool:
-    """Nothing in it can change."""
-    return type(value) in (*CONSTANTS, Encoded) or (type(value) is tuple and all(map(_constant, value)))
 
 
 def _is_plain(optimizer: Optimizer) -> bool:

@@ -23,6 +23,7 @@ from ratchet_worker import fingerprint
 from ratchet_worker.aside import Aside, Call
 from ratchet_worker.content import Content
 from ratchet_worker.disk import Disk
+from ratchet_worker.live_memory import SafeReader
 from ratchet_worker.reporter import Reporter
 from ratchet_worker.save import Save
 from ratchet_worker.staging import Staged, Staging
@@ -61,7 +62,7 @@ class RankPart:
     def __init__(self, job: JobPaths, epoch: int, rank: int, world_size: int, staging: Staging) -> None:
         self._job, self._epoch, self._rank, self._world_size = job, epoch, rank, world_size
         self._staging, self._cuts = staging, fingerprint.Cuts()
-        self._writer = RankWriter(rank, world_size)
+        self._writer, self._reader = RankWriter(rank, world_size), SafeReader()
         self._disk = Disk(job.checkpoints)
         self._prompt = Aside("ratchet-writer")
         self._quiet = Aside("ratchet-quiet-writer", quiet=True), Aside("ratchet-quiet-digests", quiet=True)
@@ -140,7 +141,7 @@ class RankPart:
         with self._staging.beside():
             return fingerprint.compared(
                 self._plan(content), content.snapshot.shared, self._rank, self._world_size, save.order.number,
-                fingerprint.nbytes_of(sizes), lambda: save.is_hurried,
+                fingerprint.nbytes_of(sizes), lambda: save.is_hurried, self._reader,
             )  # fmt: skip
 
     def _own_parts(self, content: Content, staged: Staged) -> _Own:

@@ -1,67 +1,102 @@
-"""Are these the very same objects as before, and do they lie as they lay?"""
+"""Comparison of objects, dictionaries and tensors with what they were at the last save.
+
+A save makes names, plans and JSON only when something changed, because the training waits meanwhile. Everything here uses
+public Python and torch.
+"""
 
 from __future__ import annotations
 
 import weakref
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from itertools import chain
+from operator import attrgetter
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
-from torch._C._dynamo.guards import TensorGuards, dict_version
 
 CONSTANTS: Final = (int, float, bool, str, type(None))
-"""Small, and never changed."""
-_HELD: Final = (*CONSTANTS, nn.Module, nn.Parameter)
+"""Types of small values that never change."""
+_REFERENCED: Final = (nn.Module, nn.Parameter)
+_OPEN: Final = (list, dict, tuple)
 
 
 class Same:
-    """Told by the objects' numbers, and by that all of them are still there. Other tensors than parameters are held weakly: a
-    training that replaces them in every step does not need the memory of two. (Parameters are held, since torch swaps none that
-    has weak references, see ``torch.utils.swap_tensors``.)"""
+    """The identity of objects in a sequence. ``holds`` is true while the sequence has the same objects in the same order.
+
+    Constants, modules and parameters are referenced. All others are referenced weakly, so that a tensor that a training
+    replaces in every step does not stay in memory until the next save. (``torch.utils.swap_tensors`` refuses tensors with weak
+    references, so parameters are referenced.) Of lists, dictionaries and tuples, which may hold tensors, only the ``id`` is
+    compared, unless a tuple is constant. A caller must look into them anyway: they change without becoming another object."""
 
     def __init__(self, objects: Iterable[Any]) -> None:
         listed = [*objects]
         self._ids = [*map(id, listed)]
-        self._held = [one for one in listed if isinstance(one, _HELD)]
         self._gone: list[object] = []
-        self._others = [weakref.ref(one, self._gone.append) for one in listed if not isinstance(one, _HELD)]
+        kinds = {kind: _kind(kind) for kind in {*map(type, listed)}}
+        self._held = [one for one in listed if kinds[type(one)] == "referenced" or is_constant(one)]
+        self._others = [weakref.ref(one, self._gone.append) for one in listed if kinds[type(one)] == "weak"]
 
     def holds(self, objects: Iterable[Any]) -> bool:
-        """The same ones in the same order, as many as before."""
+        """Whether these are the same objects in the same order."""
         return not self._gone and [*map(id, objects)] == self._ids
 
 
-class Versions:
-    """What dictionaries hold, told by Python's own number of it: each change of any dictionary gives that one a number which no
-    other has or had. So none of them, and nothing in them, is kept alive. What is in them is taken for the same as long as it is
-    the same object under the same key, in the same order. Of plain ones alone: an ``OrderedDict`` is reordered unseen."""
+def _kind(kind: type) -> Literal["referenced", "weak", "open"]:
+    """How ``Same`` keeps the identity of values of this type. Types without weak references, such as numpy's scalars, are
+    referenced."""
+    if issubclass(kind, _OPEN):
+        return "open"
+    return "referenced" if issubclass(kind, _REFERENCED) or not kind.__weakrefoffset__ else "weak"
+
+
+def is_constant(value: object) -> bool:
+    """Whether nothing in ``value`` can change: a number, a string, None, or a tuple of such."""
+    return type(value) in CONSTANTS or (isinstance(value, tuple) and all(map(is_constant, value)))
+
+
+class Contents:
+    """The keys and values of dictionaries, by identity and order. What it references is told at ``Same``."""
 
     def __init__(self, dictionaries: Iterable[Mapping[Any, Any]]) -> None:
-        self._numbers = _numbers(dictionaries)
+        held = [*dictionaries]
+        self._lengths = [*map(len, held)]
+        self._keys, self._values = Same(chain.from_iterable(held)), Same(_values(held))
 
     def hold(self, dictionaries: Iterable[Mapping[Any, Any]]) -> bool:
-        """The same ones in the same order, as many as before, and nothing in them changed."""
-        return _numbers(dictionaries) == self._numbers
+        """Whether the dictionaries have the same keys and values in the same order."""
+        held = [*dictionaries]
+        return (
+            [*map(len, held)] == self._lengths
+            and self._values.holds(_values(held))
+            and self._keys.holds(chain.from_iterable(held))
+        )
 
 
-def _numbers(dictionaries: Iterable[Any]) -> array[int]:
-    return array("Q", map(dict_version, dictionaries))
+def _values(dictionaries: Iterable[Mapping[Any, Any]]) -> Iterable[Any]:
+    return chain.from_iterable(one.values() for one in dictionaries)
+
+
+_FORM: Final = attrgetter("__class__", "dtype", "device", "shape", "requires_grad")
 
 
 class Forms:
-    """Types, dtypes, devices, shapes, strides and ``requires_grad`` of tensors, and whether torch puts off a conjugation or
-    negation: all that there is to say of one but its elements and where they lie. One look of torch's own, in C++."""
+    """All properties of tensors but their elements and their memory: type, dtype, device, shape, strides, ``requires_grad``,
+    whether they are inference tensors, and whether torch defers a conjugation or negation."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """They are all dense, and no two of them the same object; else nothing is ever taken for the same."""
-        self._count = len(tensors)
-        self._guards: Any = None
-        if all(tensor.layout is torch.strided for tensor in tensors):
-            sizes, strides = [[*t.shape] for t in tensors], [[*t.stride()] for t in tensors]
-            self._guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
+        """Tensors that are not dense are never equal to anything, nor are two that are the same object."""
+        usual = all(tensor.layout is torch.strided for tensor in tensors)
+        self._forms = _forms(tensors) if usual and len({*map(id, tensors)}) == len(tensors) else None
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """As many as before, each like the one that was in its place."""
-        return self._guards is not None and len(tensors) == self._count and bool(self._guards.check(*tensors))
+        """Whether there are as many tensors, each with the form of the one that was at its place."""
+        if self._forms is None or not all(tensor.layout is torch.strided for tensor in tensors):
+            return False
+        return _forms(tensors) == self._forms
+
+
+def _forms(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
+    tensor = torch.Tensor
+    looks = (_FORM, tensor.stride, tensor.is_inference, tensor.is_conj, tensor.is_neg)
+    return [[*map(look, tensors)] for look in looks]

@@ -7,7 +7,6 @@ one entry per component, as ``ratchet_hooks.codec`` writes it.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -19,6 +18,7 @@ import xxhash
 from ratchet_contract.errors import StateError
 from ratchet_hooks.codec import decode, encode
 from ratchet_hooks.errors import HookStateError
+from ratchet_worker.live_memory import live_bytes
 
 DTYPE_NAMES: Final[dict[torch.dtype, str]] = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16", torch.int32: "I32",
@@ -98,25 +98,9 @@ class Snapshot:
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy."""
+    """The bytes of a contiguous CPU tensor of Ratchet's own, without a copy."""
     flat = tensor.detach().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(bytearray())
-
-
-_view = ctypes.pythonapi.PyMemoryView_FromMemory
-_view.argtypes, _view.restype = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int), ctypes.py_object
-_READ: Final = 0x100  # PyBUF_READ
-
-
-def memory_view(address: int, nbytes: int) -> memoryview:
-    """The bytes there, read-only. They must stay as long as the view is used."""
-    view: memoryview = _view(address, nbytes, _READ) if nbytes else memoryview(b"")
-    return view
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Are its bytes in this process's memory what is stored of it? Torch puts off conjugation and negation."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -134,12 +118,10 @@ def addresses(state: Any) -> Iterator[int]:
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """XXH3-128 in hex over the bytes of all tensors, row-major, in the given order."""
+    """XXH3-128 in hex over the bytes of all tensors, row-major, in the given order. Only where no user code runs meanwhile."""
     hasher = xxhash.xxh3_128()
     for tensor in tensors:
-        # By address: it may be live memory, whose storage a view of numpy's would keep from being resized for good.
-        found = flat(tensor).cpu()
-        hasher.update(memory_view(found.data_ptr(), found.nbytes))
+        hasher.update(live_bytes(flat(tensor).cpu()).data)
     return hasher.hexdigest()
 
 

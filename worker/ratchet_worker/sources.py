@@ -10,8 +10,8 @@ import torch
 
 from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX
 from ratchet_store.slices import Slice
-from ratchet_worker.held import Held
-from ratchet_worker.snapshot import Sizes, Snapshot, Until, is_plain
+from ratchet_worker.live_memory import LiveTensors
+from ratchet_worker.snapshot import Sizes, Snapshot, Until
 
 
 class Source(NamedTuple):
@@ -29,27 +29,12 @@ class Source(NamedTuple):
 
 
 class Listed(Sequence[Source]):
-    """Of tensors that are new, and of columns that are kept from save to save: made once somebody looks at one. ``addresses``: as
-    ``address`` gives them; ``memory`` holds that of the tensors."""
+    """Sources of this save's ``tensors`` and of columns that stay the same from save to save. Each ``Source`` is made when the
+    first of them is asked for."""
 
-    def __init__(
-        self,
-        columns: _Columns,
-        tensors: Sequence[torch.Tensor],
-        addresses: Sequence[int],
-        memory: object,
-        numbers: Sequence[int],
-    ) -> None:
-        """``numbers``: of the first ones among those whose ``memory`` it is."""
-        self.tensors, self.addresses = tensors, addresses
-        self._columns, self._memory, self._numbers = columns, memory, numbers
-
-    def gone(self, at: int) -> bool:
-        """Does what ``addresses`` has of it lie there no more?"""
-        there, held = self.addresses[at], self._memory
-        if not there or there == self.tensors[at].data_ptr():
-            return False
-        return at >= len(self._numbers) or not isinstance(held, Held) or held.gone(self._numbers[at])
+    def __init__(self, columns: _Columns, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self._columns = columns
 
     @cached_property
     def _each(self) -> list[Source]:
@@ -71,37 +56,21 @@ class Listed(Sequence[Source]):
 
 
 class Sources(NamedTuple):
-    """``form``: the same object as of older ones where all but the tensors themselves is the same, and these have the same shapes
-    and dtypes. None: nobody knows."""
+    """``form``: the same object as for an older list where all but the tensors themselves is the same, and these have the same
+    shapes and dtypes. None: not known."""
 
     each: Sequence[Source]
     form: object = None
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
-        """Of ``each``, in its order."""
+        """The tensors of ``each``, in its order."""
         return self.each.tensors if isinstance(self.each, Listed) else [source.tensor for source in self.each]
-
-    @property
-    def addresses(self) -> Sequence[int]:
-        """Of the same tensors; to be asked before these are given other memory."""
-        return (
-            self.each.addresses if isinstance(self.each, Listed) else [address(source.tensor) for source in self.each]
-        )
-
-    def gone(self, at: int) -> bool:
-        """Was the memory of this one given back since its address was taken?"""
-        return isinstance(self.each, Listed) and self.each.gone(at)
-
-
-def address(tensor: torch.Tensor) -> int:
-    """Where its bytes lie in this process's memory, row-major as they are stored; 0: they do not, or there are none."""
-    return tensor.data_ptr() if is_plain(tensor) else 0
 
 
 class Lister:
-    """Of one rank: its slices of the shared tensors, and all of its private ones. From save to save only the tensors are put into
-    a list that is otherwise the same."""
+    """Lists one rank's slices of the shared tensors and all of its private ones. From save to save only the tensors change, as
+    long as the names, shapes and slices stay."""
 
     def __init__(self, rank: int) -> None:
         self._prefix = f"{RANK_PREFIX}{rank}/"
@@ -121,15 +90,9 @@ class Lister:
             self._columns = self._listed(snapshot, slices)
             number = {name: n for n, (name, _, _) in enumerate(sizes)}
             self._numbers = [number[s.name] for s in slices]
-        own, numbers = snapshot.private.values(), self._numbers
-        if isinstance(shared, Held):
-            tensors, addresses = [shared.tensors[n] for n in numbers], [shared.addresses[n] for n in numbers]
-        else:
-            views = [*shared.values()]
-            tensors = [views[n] for n in numbers]
-            addresses = [*map(address, tensors)]
-        listed = Listed(self._columns, [*tensors, *own], [*addresses, *map(address, own)], shared, numbers)
-        return Sources(listed, self._form)
+        views = shared.tensors if isinstance(shared, LiveTensors) else [*shared.values()]
+        tensors = [views[n] for n in self._numbers]
+        return Sources(Listed(self._columns, [*tensors, *snapshot.private.values()]), self._form)
 
     def _listed(self, snapshot: Snapshot, slices: Sequence[Slice]) -> _Columns:
         until, private = snapshot.until, snapshot.private

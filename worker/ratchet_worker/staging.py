@@ -1,35 +1,37 @@
 """A copy of what one rank writes, made while its tensors stay as they are.
 
-After a step boundary the training goes on, and each kind of tensor may stay uncopied until something changes it: buffers and
-all that is small only until the boundary ends (the forward pass changes them), the hook's state until the next backward pass
-calls the hook, parameters and optimizer until the next ``optimizer.step()``.
+After a step boundary the training goes on. Large tensors stay uncopied until something changes them: the hook's state until the
+next backward pass calls the hook, parameters and optimizer until the next ``optimizer.step()``. Buffers, which the forward pass
+changes, and all that is small are copied at the boundary.
 
-What changes too early all the same is noticed by torch's own count of in-place changes, and that save fails; ``tensor.data``
-has a count of its own, so what is done through it is not noticed (see ``audit``).
+A tensor that changes earlier fails its save, not the training: torch counts in-place changes, and the address of a storage that
+was resized is another (``live_memory``). ``tensor.data`` has a counter of its own, so changes through it are not seen here (see
+``audit``).
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 
 from ratchet_contract.errors import StateError
+from ratchet_hooks.torch_compat import foreach_copy_, version_of
 from ratchet_store.blockwise import Range
 from ratchet_store.rankfile import Piece, file_order
 from ratchet_store.slices import Slice
-from ratchet_worker.held import GONE
 from ratchet_worker.latch import Latch
-from ratchet_worker.memcpy import memcpy as _memcpy
-from ratchet_worker.moves import SHARE, Move, Work, cut
+from ratchet_worker.live_memory import Bytes, SafeReader, address, is_row_major, live_bytes, resized
+from ratchet_worker.moves import Move, Work, cut
 from ratchet_worker.room import Room
 from ratchet_worker.snapshot import DTYPE_NAMES, Until, byte_view
 from ratchet_worker.sources import Source, Sources
+
+_SMALL: Final = 64 << 10
+"""Bytes of a CPU tensor below which it is copied at the boundary: handing it to another thread takes the training longer."""
 
 
 class Staging:
@@ -40,9 +42,9 @@ class Staging:
         self._cores = cores
         on_cuda = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if on_cuda else None  # type: ignore[no-untyped-call]
-        self._room = Room(pinned=on_cuda)
+        self._room, self._reader = Room(pinned=on_cuda), SafeReader()
         self._form: object = None  # of the layout
-        self._layout = _Layout([])
+        self._layout = _Layout([], 0)
 
     def reserve(self, nbytes: int) -> None:
         """In the saving thread, before any save: have room for copies of so many bytes. Raises ``MemoryError``."""
@@ -52,15 +54,16 @@ class Staging:
         """Lay out the copies of ``sources``, and make those that cannot wait. Raises ``StateError`` for a dtype that cannot be
         stored."""
         layout = self.lay_out(sources)
-        staged = Staged(sources, layout, self._room.take(layout.end), self._stream, self._cores)
-        staged.copy(Until.BOUNDARY)
-        staged.wait(Until.BOUNDARY)
+        buffer = self._room.take(layout.end)
+        staged = Staged(sources, layout, buffer, self._stream, self._cores, self._reader)
+        staged.copy_at_boundary()
         return staged
 
     def lay_out(self, sources: Sources) -> _Layout:
         """Where the copies of ``sources`` will lie. Raises ``StateError`` for a dtype that cannot be stored."""
         if sources.form is None or sources.form is not self._form:
-            self._form, self._layout = None, _Layout(sources.each)
+            self._form = None
+            self._layout = _Layout(sources.each, _SMALL if self._stream is None else 0)
             self._form = sources.form
         return self._layout
 
@@ -75,9 +78,10 @@ def size_of(sources: Sources) -> int:
 
 
 class _Layout:
-    """Where in the buffer the copies of such sources lie; what follows from their names, shapes and dtypes alone."""
+    """Where in the buffer the copies of such sources lie; it follows from their names, shapes and dtypes alone. ``small``: bytes
+    below which a source is copied at the boundary."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[Source], small: int) -> None:
         for source in sources:
             if source.tensor.dtype not in DTYPE_NAMES:
                 raise StateError(f"{source.name}: dtype {source.tensor.dtype} cannot be stored")
@@ -95,94 +99,150 @@ class _Layout:
             self.end += sizes[number]
         self.kinds: dict[Until, list[int]] = {until: [] for until in Until}
         for number, source in enumerate(sources):
-            self.kinds[source.until].append(number)
-        skipped = [source.start * source.tensor.element_size() for source in sources]  # bytes of the tensor
-        self.columns = {  # compact: they are read while training waits, behind a step that has emptied the caches
-            until: tuple(array("Q", map(column.__getitem__, numbers)) for column in (offsets, skipped, sizes))
-            for until, numbers in self.kinds.items()
-        }
-        self.large = {until: any(sizes[n] > 2 * SHARE for n in numbers) for until, numbers in self.kinds.items()}
+            self.kinds[source.until if sizes[number] >= small else Until.BOUNDARY].append(number)
         self.places = [
-            _Place(offset, size, s.start, s.tensor.dtype)
+            _Place(
+                offset, size, s.start, s.tensor.dtype, s.tensor.shape if s.stop - s.start == s.tensor.numel() else None
+            )
             for s, offset, size in zip(sources, offsets, sizes, strict=True)
         ]
         self._names = [s.name for s in sources]
         self._under: dict[str, dict[str, _Place]] = {}
+        self._targets: tuple[torch.Tensor, list[torch.Tensor]] | None = None
 
     def under(self, prefix: str) -> Mapping[str, _Place]:
-        """The places of names that begin so, by the rest of the name. To be asked by one thread at a time."""
+        """The places of names that begin so, by the rest of the name. For one thread at a time."""
         if prefix not in self._under:
             found = zip(self._names, self.places, strict=True)
             self._under[prefix] = {name.removeprefix(prefix): at for name, at in found if name.startswith(prefix)}
         return self._under[prefix]
 
+    def boundary_targets(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Where in ``buffer`` the sources lie that are copied at the boundary, in their shapes."""
+        if self._targets is None or self._targets[0] is not buffer:
+            self._targets = buffer, [self.places[n].of(buffer) for n in self.kinds[Until.BOUNDARY]]
+        return self._targets[1]
+
 
 class _Place(NamedTuple):
-    """In the buffer: ``offset`` and ``nbytes``; the copy's first element is the tensor's element ``start``."""
+    """In the buffer: ``offset`` and ``nbytes``; the copy's first element is the tensor's element ``start``. ``shape``: of the
+    tensor where all of it is copied, else None."""
 
     offset: int
     nbytes: int
     start: int
     dtype: torch.dtype
+    shape: torch.Size | None
+
+    def of(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The copy in ``buffer``: in the tensor's shape, or flat where only a part of it is copied."""
+        flat = buffer[self.offset : self.offset + self.nbytes].view(self.dtype)
+        return flat if self.shape is None else flat.view(self.shape)
+
+
+class _AtBoundary(NamedTuple):
+    """A tensor's memory and torch's count of its in-place changes when it was handed over. ``row_major``: its bytes in the host's
+    memory, in order, are what is stored."""
+
+    address: int
+    version: int | None
+    row_major: bool
 
 
 class Staged:
     """Copies that are made kind by kind: ``copy`` makes one kind's, in any thread; ``wait`` waits for it, in any other, and takes
     part in it, or takes it over."""
 
-    def __init__(self, sources: Sources, layout: _Layout, buffer: torch.Tensor, stream: Any, cores: int) -> None:
-        self._sources, self._tensors, self._addresses = sources.each, sources.tensors, sources.addresses
-        self._layout, self._buffer, self._stream, self._gone = layout, buffer, stream, sources.gone
+    def __init__(
+        self, sources: Sources, layout: _Layout, buffer: torch.Tensor, stream: Any, cores: int, reader: SafeReader
+    ) -> None:
+        self._sources, self._tensors = sources.each, sources.tensors
+        self._layout, self._buffer, self._stream, self._reader = layout, buffer, stream, reader
+        self._bytes = live_bytes(buffer)
         self._alone = cores < 2
         self._copied = {until: Latch() for until in Until}
+        self._waited: set[Until] = set()
         self._marks: dict[Until, Any] = {}
-        self._work = {until: Work(self._moves_of(until)) for until in Until}
+        self._late: dict[int, _AtBoundary] = {}
+        self._memory: dict[int, Bytes] = {}
+        self._work = {until: Work(self._moves_of(until)) for until in (Until.BACKWARD, Until.STEP)}
         self.error: str | None = None
 
     def _moves_of(self, until: Until) -> list[Move]:
-        start, numbers = self._buffer.data_ptr(), self._layout.kinds[until]
-        tensors = [self._tensors[number] for number in numbers]
-        versions = _versions(tensors) if until is not Until.BOUNDARY else [None] * len(numbers)
-        addresses = map(self._addresses.__getitem__, numbers)
-        moves = [
-            (number, version, start + offset, address and address + skipped, nbytes)
-            for number, version, address, offset, skipped, nbytes in zip(
-                numbers, versions, addresses, *self._layout.columns[until], strict=True
-            )
-        ]
-        return [*chain.from_iterable(map(cut, moves))] if self._layout.large[until] else moves
+        moves: list[Move] = []
+        for number in self._layout.kinds[until]:
+            tensor = self._tensors[number]
+            row_major = is_row_major(tensor)
+            self._late[number] = _AtBoundary(address(tensor), version_of(tensor), row_major)
+            moves += cut(number, self._layout.places[number].nbytes, whole=not row_major)
+        return moves
 
-    def copy(self, until: Until, *, alone: bool = False) -> None:
-        """Copy every source of this kind that nobody else is copying; ``error`` says what had changed before it was copied.
-        ``alone``: other threads leave the rest to this one."""
+    def copy_at_boundary(self) -> None:
+        """Copy what cannot wait, in the loop's thread."""
+        numbers = self._layout.kinds[Until.BOUNDARY]
+        with self._queue(Until.BOUNDARY), torch.no_grad():
+            if self._stream is None:
+                foreach_copy_(self._layout.boundary_targets(self._buffer), [self._part(number) for number in numbers])
+            else:
+                for number in numbers:
+                    self._copy(number, self._tensors[number])
+                self._marks[Until.BOUNDARY] = self._stream.record_event()
+        self._copied[Until.BOUNDARY].set()
+        self.wait(Until.BOUNDARY)
+
+    def copy(self, until: Until, *, alone: bool = False, waits: bool = False) -> None:
+        """Copy every source of this kind that no other thread is copying; ``error`` says what had changed before it was copied.
+        ``alone``: other threads leave the rest to this one. ``waits``: the caller is the loop's thread, so that no user code
+        runs meanwhile."""
         work = self._work[until]
         try:
             if alone:
                 work.take_over()
             with self._queue(until):
                 while moves := work.take():
-                    for number, version, target, origin, nbytes in moves:
-                        if not origin:
-                            self._copy(number)
-                        elif self._is_there(number):
-                            _memcpy(target, origin, nbytes)  # without the GIL
-                        if origin and not self._is_there(number):
-                            self.error = self.error or GONE.format(name=self._sources[number].name)
-                        if version is not None and self._tensors[number]._version != version:
-                            self.error = self.error or _changed(self._sources[number])
+                    for move in moves:
+                        self._make(move, direct=waits or until in self._waited)
                     work.made(len(moves))
                 if self._stream is not None:
                     self._marks[until] = self._stream.record_event()
             if work.is_made:
                 self._copied[until].set()
-        except BaseException:  # be all of it made or not: who waits must hear of it
+        except BaseException:  # whether all of it was copied or not, a thread that waits for it must go on
             self.abandon()
             raise
 
+    def _make(self, move: Move, *, direct: bool) -> None:
+        """One copy. ``direct``: no user code runs meanwhile, which could free the memory."""
+        number, begin, end = move
+        tensor, before, place = self._tensors[number], self._late[number], self._layout.places[number]
+        lost = address(tensor) != before.address
+        if not lost and place.nbytes:
+            try:
+                if not before.row_major:
+                    self._copy(number, tensor if direct or not tensor.is_cpu else self._reader.private(tensor))
+                else:
+                    memory = self._memory_of(number)[begin:end]
+                    target = self._bytes[place.offset + begin : place.offset + end]
+                    _copy_bytes(memory, target, None if direct else self._reader)
+            except BufferError:
+                lost = True
+        if lost or address(tensor) != before.address:
+            self.error = self.error or str(resized(self._sources[number].name))
+        if version_of(tensor) != before.version:
+            self.error = self.error or _changed(self._sources[number])
+
+    def _memory_of(self, number: int) -> Bytes:
+        """The bytes of the source in the live tensor's memory."""
+        if number not in self._memory:
+            place = self._layout.places[number]
+            begin = place.start * place.dtype.itemsize
+            self._memory[number] = live_bytes(self._tensors[number])[begin : begin + place.nbytes]
+        return self._memory[number]
+
     def finish(self) -> None:
-        """Copy what is not copied yet, and wait for what others are copying. Raises ``StateError`` where that was not what was to
-        be saved."""
-        for until in (Until.BACKWARD, Until.STEP):
+        """In the saving thread: copy what is not copied yet, and wait for what other threads are copying. Raises ``StateError``
+        where that was not what was to be saved."""
+        for until in self._work:
             self.copy(until)
             self._copied[until].wait()
         if not all(work.is_made for work in self._work.values()):
@@ -191,31 +251,36 @@ class Staged:
             raise StateError(self.error)
 
     def abandon(self) -> None:
-        """Nothing more is copied: who waits for a copy waits in vain."""
-        for until, copied in self._copied.items():
-            self._work[until].end()
+        """Nothing more is copied, and no thread waits for a copy any more."""
+        for work in self._work.values():
+            work.end()
+        for copied in self._copied.values():
             copied.set()
 
     def wait(self, until: Until) -> None:
         """Until this kind may change. On CUDA the present stream waits, not the host."""
         copied = self._copied[until]
-        if not copied.is_set() and self._stream is None:
-            self.copy(until, alone=self._alone)
         if not copied.is_set():
-            copied.wait()
+            self._waited.add(until)
+            try:
+                if self._stream is None:
+                    self.copy(until, alone=self._alone, waits=True)
+                copied.wait()
+            finally:
+                self._waited.discard(until)
         if (mark := self._marks.get(until)) is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(mark)
 
     def written(self) -> tuple[list[Piece], memoryview]:
-        """What is written, and its bytes, when all kinds are copied. The host waits for the device. The same list of as long as
-        names, shapes and dtypes are the same."""
+        """What is written, and its bytes, when all kinds are copied. The host waits for the device. The list is the same object
+        as long as names, shapes and dtypes are the same."""
         for mark in self._marks.values():
             mark.synchronize()
         return self._layout.pieces, byte_view(self._buffer[: self._layout.end])
 
     @property
     def form(self) -> object:
-        """The same object as long as the copies lie where they lay."""
+        """The same object as long as the copies have the same places."""
         return self._layout
 
     def ranges(self, prefix: str, slices: Iterable[Slice]) -> list[Range]:
@@ -230,21 +295,22 @@ class Staged:
 
     def tensors(self, prefix: str) -> dict[str, torch.Tensor]:
         """The copies of sources whose names begin so, by the rest of the name: flat, and of their dtypes."""
-        return {name: self._part(place) for name, place in self._layout.under(prefix).items()}
+        return {name: place.of(self._buffer).view(-1) for name, place in self._layout.under(prefix).items()}
 
-    def _part(self, place: _Place) -> torch.Tensor:
-        return self._buffer[place.offset : place.offset + place.nbytes].view(place.dtype)
+    def _part(self, number: int) -> torch.Tensor:
+        """The elements of a live tensor that are copied: all of it in its shape, or a part of it, flat."""
+        tensor, place = self._tensors[number], self._layout.places[number]
+        if place.shape is not None:
+            return tensor
+        return tensor.contiguous().view(-1)[place.start : place.start + place.nbytes // place.dtype.itemsize]
 
-    def _is_there(self, number: int) -> bool:
-        """Does the memory still belong to it that its address is of? A storage may be resized, whoever holds it."""
-        return self._tensors[number].data_ptr() == self._addresses[number] or not self._gone(number)
-
-    def _copy(self, number: int) -> None:
-        source, tensor = self._sources[number], self._sources[number].tensor.detach()
-        if not source.nbytes:
-            return
-        flat = (tensor if tensor.is_contiguous() else tensor.contiguous()).view(-1)[source.start : source.stop]
-        self._part(self._layout.places[number]).copy_(flat, non_blocking=True)
+    def _copy(self, number: int, tensor: torch.Tensor) -> None:
+        """By torch: from another device, or where torch has to order or conjugate the elements."""
+        place = self._layout.places[number]
+        if place.nbytes:
+            flat = tensor.detach().contiguous().view(-1)
+            flat = flat[place.start : place.start + place.nbytes // place.dtype.itemsize]
+            place.of(self._buffer).view(-1).copy_(flat, non_blocking=True)
 
     @contextmanager
     def _queue(self, until: Until) -> Iterator[None]:
@@ -258,14 +324,12 @@ class Staged:
             yield
 
 
-_version = attrgetter("_version")
-
-
-def _versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
-    try:
-        return [*map(_version, tensors)]
-    except RuntimeError:  # inference tensors have none
-        return [None if tensor.is_inference() else tensor._version for tensor in tensors]
+def _copy_bytes(memory: Bytes, target: Bytes, reader: SafeReader | None) -> None:
+    """Copy ``memory``, by ``reader`` where user code may free it meanwhile. Without Python's lock."""
+    if reader is None:
+        np.copyto(target, memory)
+    else:
+        reader.copy(memory, target)
 
 
 def _changed(source: Source) -> str:

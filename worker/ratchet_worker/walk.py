@@ -6,14 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
-from itertools import chain
 from operator import is_
 from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
 
-from ratchet_worker.same import Same, Versions
+from ratchet_worker.same import Contents
 
 T = TypeVar("T")
 
@@ -118,9 +117,7 @@ class _Stand:
     def __init__(self, parts: list[nn.Module]) -> None:
         self._parts, self._types, self._vars = parts, [*map(type, parts)], [*map(vars, parts)]
         self._held = self._dictionaries()
-        self._own, self._contents = Versions(self._vars), Versions(self._held)
-        self._lengths, self._names = [*map(len, self._held)], [*chain.from_iterable(self._held)]
-        self._objects = Same(_values(self._held))
+        self._own, self._contents = Contents(self._vars), Contents(self._held)
         self._with_buffers = [one for one in self._vars if one["_buffers"]]
         self._passing = [*map(frozenset, self._non_persistent())]
         self.attributes = object()
@@ -131,26 +128,14 @@ class _Stand:
         if not self._own.hold(self._vars):
             if not all(map(is_, self._dictionaries(), self._held)):
                 return False
-            self._own, self.attributes = Versions(self._vars), object()
-        if not self._contents.hold(self._held):
-            if not self._has_the_same():  # but for a while it may have had others, as in torch.func.functional_call
-                return False
-            self._contents = Versions(self._held)
-        return [*self._non_persistent()] == self._passing
-
-    def _has_the_same(self) -> bool:
-        lengths, names = [*map(len, self._held)], [*chain.from_iterable(self._held)]
-        return lengths == self._lengths and names == self._names and self._objects.holds(_values(self._held))
+            self._own, self.attributes = Contents(self._vars), object()
+        return self._contents.hold(self._held) and [*self._non_persistent()] == self._passing
 
     def _dictionaries(self) -> list[_Vars]:
         return [one[name] for one in self._vars for name in _HELD]
 
     def _non_persistent(self) -> Iterator[set[str]]:
         return (one["_non_persistent_buffers_set"] for one in self._with_buffers)
-
-
-def _values(dictionaries: Iterable[_Vars]) -> Iterator[Any]:
-    return chain.from_iterable(map(dict.values, dictionaries))
 
 
 def _buffers(parts: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, _Vars, str]]:

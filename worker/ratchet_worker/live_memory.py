@@ -1,0 +1,135 @@
+"""Reads of tensors' memory that user code may free during the read.
+
+Any code that holds a tensor can resize its storage (``tensor.untyped_storage().resize_(0)``). A thread that reads the old memory
+at that moment ends the process with SIGSEGV, and no public function of torch prevents it. A thread that runs beside user code
+therefore lets the kernel read: ``pwrite`` from memory without pages fails with EFAULT. Where user code cannot run, because the
+loop's thread makes the read itself or waits for it, the memory is read directly.
+
+No read here makes a storage unresizable, as ``Tensor.numpy`` does for good: user code resizes its tensors as without Ratchet.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import sys
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ratchet_contract.errors import StateError
+
+Bytes: TypeAlias = NDArray[np.uint8]
+
+_WINDOW: Final = 1 << 20
+"""Bytes that the kernel reads at a time: they stay in the processor's caches until they are copied on, or hashed."""
+_RESIZED: Final = (
+    "the storage of {name} was resized before it was copied: set checkpoint.staging to blocking, which copies everything before "
+    "the next step begins"
+)
+
+
+def resized(name: str) -> StateError:
+    """The error for a tensor whose storage was resized between the step boundary and its copy."""
+    return StateError(_RESIZED.format(name=name))
+
+
+def is_row_major(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's bytes in this process's memory, in order, are what a checkpoint stores of it."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def live_bytes(tensor: torch.Tensor) -> Bytes:
+    """The bytes of a row-major tensor (``is_row_major``), 1-D, without a copy. It references the tensor, and no pages of it are
+    touched."""
+    if not tensor.numel():
+        return np.empty(0, np.uint8)
+    found: Bytes = np.from_dlpack(tensor.detach().view(-1).view(torch.uint8))  # type: ignore[assignment]
+    return found
+
+
+class LiveTensors(Mapping[str, torch.Tensor]):
+    """Tensors by name as they are at one step boundary: views, whose storages code cannot free by giving a tensor other memory
+    (``parameter.data = ...``), but can resize."""
+
+    def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = [*map(torch.Tensor.detach, tensors)]
+        self._addresses = [*map(address, self.tensors)]
+        self._numbers = {name: number for number, name in enumerate(names)}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.tensors[self._numbers[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def require_intact(self, name: str) -> None:
+        """Raises ``StateError`` when the tensor's storage was resized since the boundary."""
+        number = self._numbers[name]
+        if address(self.tensors[number]) != self._addresses[number]:
+            raise resized(name)
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Where a tensor's memory begins, to be compared and never read; 0 for layouts and types without memory of their own."""
+    return tensor.data_ptr() if tensor.layout is torch.strided and type(tensor) is torch.Tensor else 0
+
+
+class SafeReader:
+    """Reads memory that user code may free during the read. For one thread at a time."""
+
+    def __init__(self) -> None:
+        self._file = _memory_file()
+        weakref.finalize(self, os.close, self._file)
+        os.ftruncate(self._file, _WINDOW)
+        self._window: Bytes = np.frombuffer(mmap.mmap(self._file, _WINDOW), np.uint8)
+
+    def blocks(self, memory: Bytes) -> Iterator[Bytes]:
+        """Copies of consecutive blocks of ``memory``; each is valid until the next is asked for. Raises ``BufferError`` where
+        there is no memory any more."""
+        for begin in range(0, memory.size, _WINDOW):
+            block, done = memory[begin : begin + _WINDOW], 0
+            while done < block.size:
+                try:
+                    done += os.pwrite(self._file, block[done:].data, done)
+                except OSError as error:
+                    if error.errno != errno.EFAULT:
+                        raise
+                    raise BufferError("the memory was freed") from error
+            yield self._window[: block.size]
+
+    def copy(self, memory: Bytes, target: Bytes) -> None:
+        """Copy ``memory`` to ``target``, which is as long. Raises ``BufferError`` as ``blocks`` does."""
+        done = 0
+        for block in self.blocks(memory):
+            np.copyto(target[done : done + block.size], block)
+            done += block.size
+
+    def private(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A CPU tensor's elements in memory of their own, under the same shape and strides. Raises ``BufferError``."""
+        if tensor.is_neg():  # no parameter is one: only a view of a complex tensor's imaginary part
+            return tensor.clone()
+        if tensor.is_conj():
+            return self.private(tensor.conj()).conj()
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        copy = torch.empty(extent if tensor.numel() else 0, dtype=tensor.dtype)
+        if tensor.numel():
+            self.copy(live_bytes(tensor.detach().as_strided((extent,), (1,))), live_bytes(copy))
+        return copy.as_strided(tensor.shape, tensor.stride())
+
+
+def _memory_file() -> int:
+    """A file descriptor of a file that has no name, and no disk where the system can do so."""
+    if sys.platform == "linux":
+        return os.memfd_create("ratchet-reads", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
