@@ -66,9 +66,11 @@ zombies: $(STAMP)
 faults: $(STAMP)
 	@echo "==> faults of processes, disks and power beneath saves; each test prints what it counted"
 	RATCHET_TEST_KILLS=$(or $(N),1000) RATCHET_TEST_RANK_KILLS=$(or $(N),1000) RATCHET_TEST_TRIALS=$(or $(N),1000) \
+	  RATCHET_TEST_RESIZES=$(or $(N),1000) \
 	  $(BIN)/python -m pytest -v -s --timeout=7200 \
 	  tests/integration/test_checkpoint_kill.py tests/integration/test_store_kill.py tests/unit/test_store_damage.py \
-	  tests/integration/test_store_crash_points.py tests/integration/test_checkpoint_disks.py tests/unit/test_store_hostile.py
+	  tests/integration/test_store_crash_points.py tests/integration/test_checkpoint_disks.py tests/unit/test_store_hostile.py \
+	  tests/integration/test_worker_resizing.py
 
 # N calls of every operation of the API, made up from its OpenAPI description, on SQLite and a quarter of them on PostgreSQL
 fuzz: $(STAMP)
