@@ -192,7 +192,9 @@ def test_what_is_not_finite_is_named_with_its_step(two: Ranks, what: str, spoile
 
 @pytest.mark.parametrize("hook", [PowerSGDSpec, BatchedPowerSGDSpec])
 def test_what_overflows_in_half_precision_is_named(two: Ranks, hook: type[laws.Spec]) -> None:
-    spec = hook(start_powerSGD_iter=2, use_error_feedback=False, warm_start=False)
+    # How large P becomes depends on the Q that is drawn, and numbers of 16 bits are others in torch 2.9 than in 2.13: with
+    # this seed all versions give what is looked for here.
+    spec = hook(start_powerSGD_iter=2, use_error_feedback=False, warm_start=False, random_seed=2)
     matrices = (0, 2) if hook is PowerSGDSpec else (0, 1, 2)  # batched: what is in the bucket shares its fate
     for warnings, peaks in two.run(laws.warnings_of, spec, torch.float16, 3000.0, "ones", 3):
         assert warnings == set() and all(2900 < peak < 3100 for peak in peaks)
@@ -205,6 +207,6 @@ def test_what_overflows_in_half_precision_is_named(two: Ranks, hook: type[laws.S
         assert {("non-finite", "of.1", 3), ("non-finite", "of.2", 3)} <= warnings
         assert not math.isfinite(peaks[1]) and not math.isfinite(peaks[2])
     # The norm of Q is beyond it, which spoils the step that begins with this Q.
-    warm = hook(start_powerSGD_iter=2, use_error_feedback=False)
+    warm = hook(start_powerSGD_iter=2, use_error_feedback=False, random_seed=2)
     for warnings, _ in two.run(laws.warnings_of, warm, torch.float16, 1200.0, "ones", 3):
         assert warnings == {("low-rank-overflow", f"of.{i}", 3) for i in matrices}

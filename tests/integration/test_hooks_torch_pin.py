@@ -1,7 +1,4 @@
-"""The private parts of torch that recorded layouts lean on, and how they behave.
-
-Red here means: measure again before you upgrade.
-"""
+"""How the parts of torch behave that recorded layouts and hooks build on, on the installed torch."""
 
 from __future__ import annotations
 
@@ -13,31 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch._C._distributed_c10d import GradBucket, Reducer, _compute_bucket_assignment_by_size
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, quantization_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 from torch.nn.parallel import DistributedDataParallel
 
-from ratchet_hooks import powersgd
+from ratchet_hooks import powersgd, torch_compat
 from ratchet_hooks.algorithms import divide
-from ratchet_hooks.layout import require_torch
 from ratchet_hooks.specs import WRAPPERS, PowerSGDSpec, QuantizationPerchannelSpec
 from ratchet_hooks.watch import _ROUNDS_TO_INF
 from ratchet_hooks.wrappers import CastBucket
 from tests.support.groups import Ranks
-
-
-def test_the_version_is_the_one_that_was_measured() -> None:
-    assert torch.__version__.startswith("2.13."), (
-        "run the hook tests, re-measure what ratchet_hooks.layout says, then move this"
-    )
-    require_torch()
-
-
-def test_a_torch_without_the_reducers_private_parts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ratchet_hooks.layout._REDUCER_API", ("_rebuild_buckets", "_gone"))
-    with pytest.raises(RuntimeError, match=r"Reducer\._gone"):
-        require_torch()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -53,7 +35,6 @@ def test_half_numbers_are_divided_as_torch_divides_them(dtype: torch.dtype) -> N
 def test_signatures() -> None:
     assert list(inspect.signature(DistributedDataParallel._build_params_for_reducer).parameters) == ["self"]
     assert list(inspect.signature(DistributedDataParallel._pre_forward).parameters) == ["self", "inputs", "kwargs"]
-    assert hasattr(Reducer, "_push_all_rebuilt_params") and hasattr(Reducer, "_get_zeros_like_grad_buckets")
 
 
 def test_powersgd_state_has_the_slots_that_are_stored() -> None:
@@ -78,7 +59,7 @@ def test_sixteen_bits_round_to_inf_from_where_overflow_is_reported() -> None:
 
 
 def test_the_bucket_that_a_wrapper_hands_on_has_all_that_torchs_has() -> None:
-    offered = {name for name in dir(GradBucket) if not name.startswith("_")}
+    offered = {name for name in dir(dist.GradBucket) if not name.startswith("_")}
     assert offered == {"index", "buffer", "gradients", "parameters", "is_last", "set_buffer"}
     assert offered == {name for name in dir(CastBucket) if not name.startswith("_")}
 
@@ -106,7 +87,7 @@ def test_torchs_quantization_hooks_are_those_that_were_rewritten() -> None:
         assert (observer.dtype, observer.quant_min, observer.quant_max) == (torch.quint8, 0, 255)
         assert observer.eps.item() == torch.finfo(torch.float32).eps
     for name in ("_quantize_per_tensor_backend", "_dequantize_per_tensor_backend"):
-        assert callable(getattr(quantization_hooks, name)) and hasattr(dist, "all_gather_single")
+        assert callable(getattr(quantization_hooks, name))
 
 
 def test_noop_gives_the_bucket_back() -> None:
@@ -116,8 +97,26 @@ def test_noop_gives_the_bucket_back() -> None:
 
 def test_buckets_fill_per_dtype_and_close_at_their_limit() -> None:
     tensors = [torch.zeros(4), torch.zeros(4, dtype=torch.float64), torch.zeros(4), torch.zeros(4)]
-    buckets, _ = _compute_bucket_assignment_by_size(tensors, [32, 16], [False] * 4, [3, 2, 1, 0])
+    buckets = torch_compat.assign_buckets(tensors, [32, 16], [3, 2, 1, 0])
     assert buckets == [[2], [3, 1], [0]]  # float64: 32 bytes at once; float32: 32 bytes, then 16
+
+
+def gathered(rank: int, name: str) -> list[torch.Tensor]:
+    """What ``all_gather_single`` gives, with and without torch's function ``name``."""
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        for _ in range(2):
+            ranks = torch.zeros(6, dtype=torch.uint8)
+            sent = torch.arange(3, dtype=torch.uint8) + 10 * rank
+            torch_compat.all_gather_single(ranks, sent, dist.group.WORLD).wait()  # type: ignore[arg-type]
+            made.append(ranks)
+            patch.delattr(dist, name, raising=False)
+    return made
+
+
+def test_ranks_gather_the_same_under_either_name_of_the_collective(two: Ranks) -> None:
+    for made in two.run(gathered, "all_gather_single"):
+        assert [one.tolist() for one in made] == [[0, 1, 2, 10, 11, 12]] * 2
 
 
 class Path(nn.Module):
@@ -147,7 +146,7 @@ def observe(rank: int, options: dict[str, Any]) -> list[list[tuple[int, bool, li
         ddp(torch.ones(2, 8)).sum().backward()
         iterations.append(list(seen))
         seen.clear()
-    read = [[names[id(p)] for p in bucket.parameters()] for bucket in ddp.reducer._get_zeros_like_grad_buckets()]
+    read = [[names[id(p)] for p in bucket] for bucket in torch_compat.bucket_parameters(ddp.reducer)]
     assert read == [bucket for _, _, bucket in iterations[-1]]
     assert dist.get_world_size() == 2
     return iterations
@@ -156,11 +155,10 @@ def observe(rank: int, options: dict[str, Any]) -> list[list[tuple[int, bool, li
 READY = {"last.bias", "last.weight", "first.bias", "first.weight"}
 
 
-def test_when_ddp_rebuilds_its_buckets() -> None:
-    with Ranks(2) as ranks:
-        plain = ranks.run(observe, {})[0]
-        static = ranks.run(observe, {"static_graph": True})[0]
-        unused = ranks.run(observe, {"find_unused_parameters": True})[0]
+def test_when_ddp_rebuilds_its_buckets(two: Ranks) -> None:
+    plain = two.run(observe, {})[0]
+    static = two.run(observe, {"static_graph": True})[0]
+    unused = two.run(observe, {"find_unused_parameters": True})[0]
     assert [len(i) for i in plain] == [1, 2, 2, 2]
     assert {name for _, _, names in plain[1] for name in names} == READY and plain[1] == plain[3]
     assert [(index, last) for index, last, _ in plain[1]] == [(0, False), (1, True)]
