@@ -7,6 +7,7 @@ counts, so that machines with other umasks, and read-only copies, agree. Left ou
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -130,12 +131,8 @@ def _walk(root: Path) -> Iterator[Entry]:
                             folders.append(Path(child.path))
                     else:
                         yield _entry(child, root)
-        except (OSError, RuntimeError) as error:  # RuntimeError: pathlib's word for links that lead in a circle
-            raise TreeError("unreadable", f"cannot read {str(folder)[:300]!r}: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    return error.strerror or "" if isinstance(error, OSError) else "symbolic links in it lead in a circle"
+        except OSError as error:
+            raise TreeError("unreadable", f"cannot read {str(folder)[:300]!r}: {error.strerror}") from None
 
 
 def _entry(child: os.DirEntry[str], root: Path) -> Entry:
@@ -143,11 +140,17 @@ def _entry(child: os.DirEntry[str], root: Path) -> Entry:
     name = path.relative_to(root).as_posix()
     if child.is_symlink():
         target = path.readlink()
-        if target.is_absolute() or not (path.parent / target).resolve().is_relative_to(root):
+        # realpath, since Path.resolve raises for a circle of links before Python 3.13, and does not from there on
+        if target.is_absolute() or not Path(os.path.realpath(path)).is_relative_to(root):
             raise TreeError(
                 "link-outside",
                 f"the symbolic link {str(path)!r} points outside the directory: the snapshot would not hold it",
             )
+        try:
+            path.stat()
+        except OSError as error:  # a link to what the job will make is kept
+            if error.errno == errno.ELOOP:
+                raise
         return Entry(name, path, link=str(target))
     if not child.is_file():
         raise TreeError("special-file", f"{str(path)!r} is neither a file, a directory nor a symbolic link")

@@ -35,15 +35,13 @@ def check(spec: JobSpec, report: Report) -> None:
         report.refuse(_POINTER, "relative-path", f"{start.path!r} must be an absolute path on the service's machine")
         return
     try:
-        fault = _fault(path.resolve(), safe=safe)
+        fault = _fault(Path(os.path.realpath(path)), safe=safe)
     except (FileNotFoundError, NotADirectoryError):
         report.refuse(_POINTER, "import-not-found", f"there is no file {start.path!r} on the service's machine")
     except IsADirectoryError:
         report.refuse(_POINTER, "import-not-found", f"{start.path!r} is a directory or device: name a file")
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
-        report.refuse(
-            _POINTER, "unreadable", f"cannot read {start.path!r}: {getattr(error, 'strerror', None) or error}"
-        )
+    except OSError as error:
+        report.refuse(_POINTER, "unreadable", f"cannot read {start.path!r}: {error.strerror or error}")
     else:
         if fault is not None:
             report.refuse(_POINTER, "import-unreadable", f"{start.path!r} {fault}")

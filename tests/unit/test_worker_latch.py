@@ -28,7 +28,7 @@ class _Interrupted(Exception):
     pass
 
 
-_HANDLERS_RUN_BEHIND: Final = {"RESUME", "JUMP_BACKWARD", "CALL", "CALL_FUNCTION_EX"}
+_HANDLERS_RUN_BEHIND: Final = {"RESUME", "JUMP_BACKWARD", "CALL", "CALL_KW", "CALL_FUNCTION_EX"}
 """Instructions. (Between a lock that was taken and the block of its ``with`` is none, nor between the block and its end.)"""
 
 
@@ -39,6 +39,7 @@ def _raising_at(place: int) -> Any:
     def trace(frame: FrameType, kind: str, _: Any) -> Any:
         nonlocal count
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        frame.f_trace = trace  # Python 3.13 traces the opcodes of a frame from here on
         if kind == "opcode":
             count += last.get(frame) in _HANDLERS_RUN_BEHIND
             last[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
@@ -58,6 +59,7 @@ def _interrupted(work: Callable[[], object], place: int) -> bool:
     before, collects = sys.gettrace(), gc.isenabled()
     gc.disable()
     try:
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 traces opcodes if a frame wanted that before settrace
         sys.settrace(_raising_at(place))
         work()
     except _Interrupted:
