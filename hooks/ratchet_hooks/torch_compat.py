@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import cache
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -34,6 +35,9 @@ _OF_A_DDP: Final = (
     "bucket_bytes_cap", "find_unused_parameters", "logger", "mixed_precision", "parameters_to_ignore", "process_group",
     "reducer", "require_backward_grad_sync", "static_graph",
 )  # fmt: skip
+
+
+_VERSION: Final = attrgetter("_version")
 
 
 class TorchUnsupported(RuntimeError):
@@ -113,6 +117,14 @@ def version_of(tensor: torch.Tensor) -> int | None:
         return None
     version: int = _part(tensor, "_version")
     return version
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int | None]:
+    """``version_of`` each."""
+    try:
+        return [*map(_VERSION, tensors)]
+    except (RuntimeError, AttributeError):  # an inference tensor is among them, or torch has no such attribute
+        return [*map(version_of, tensors)]
 
 
 def storage_id(tensor: torch.Tensor) -> int:

@@ -134,10 +134,8 @@ def test_tensors_that_are_freed_during_a_save_fail_the_save_by_name_and_never_th
     assert not failed.keys() & saved.keys() and len(saved) == min(40, STEPS - len(failed))
     print(f"{STEPS} saves: {len(failed)} failed by name, the newest {len(saved)} of the others compared")
     assert STEPS // 10 <= len(failed) <= STEPS * 2 // 3, f"{len(failed)} saves failed"
-    named = re.compile(
-        r"shared/(model|optimizer)/large\.\d\S* was (resized|changed) before it was copied|storage of \S*large\.\d"
-    )
-    assert all(named.search(error) for error in failed.values()), failed
+    named = re.compile(r"(model|optimizer)/large\.\d\S* was (resized|changed) before it was copied")
+    assert [error for error in failed.values() if not named.search(error)] == []
     right = {
         (int(step), name): digest
         for step, name, digest in map(str.split, (tmp_path / "record").read_text().splitlines())

@@ -61,7 +61,8 @@ def slice_digests(
     slices: Sequence[Slice], tensors: Mapping[str, torch.Tensor], reader: SafeReader | None = None
 ) -> list[str]:
     """XXH3-128 in hex of the bytes of each slice of a part, row-major. ``tensors``: of a snapshot. ``reader``: user code runs
-    meanwhile, which may free their memory. Raises ``StateError`` for a storage that was resized since the boundary."""
+    meanwhile, which may free their memory. Raises ``StateError`` for a tensor that was changed in place since the boundary, and
+    for one whose storage was resized."""
     out: list[str] = []
     for name, start, stop in slices:
         live = tensors if isinstance(tensors, LiveTensors) else None

@@ -24,20 +24,25 @@ import torch
 from numpy.typing import NDArray
 
 from ratchet_contract.errors import StateError
+from ratchet_hooks.torch_compat import version_of, versions_of
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
 _WINDOW: Final = 1 << 20
 """Bytes that the kernel reads at a time: they stay in the processor's caches until they are copied on, or hashed."""
-_RESIZED: Final = (
-    "the storage of {name} was resized before it was copied: set checkpoint.staging to blocking, which copies everything before "
-    "the next step begins"
-)
+_CURE: Final = "set checkpoint.staging to blocking, which copies everything before the next step begins"
 
 
 def resized(name: str) -> StateError:
     """The error for a tensor whose storage was resized between the step boundary and its copy."""
-    return StateError(_RESIZED.format(name=name))
+    return StateError(f"the storage of {name} was resized before it was copied: {_CURE}")
+
+
+def changed(name: str) -> StateError:
+    """The error for a tensor that was changed in place between the step boundary and its copy."""
+    return StateError(
+        f"{name} was changed before it was copied, by something else than the backward pass or optimizer.step(): {_CURE}"
+    )
 
 
 def is_row_major(tensor: torch.Tensor) -> bool:
@@ -60,7 +65,7 @@ class LiveTensors(Mapping[str, torch.Tensor]):
 
     def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = [*map(torch.Tensor.detach, tensors)]
-        self._addresses = [*map(address, self.tensors)]
+        self._addresses, self._versions = [*map(address, self.tensors)], versions_of(self.tensors)
         self._numbers = {name: number for number, name in enumerate(names)}
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -73,10 +78,18 @@ class LiveTensors(Mapping[str, torch.Tensor]):
         return len(self._numbers)
 
     def require_intact(self, name: str) -> None:
-        """Raises ``StateError`` when the tensor's storage was resized since the boundary."""
+        """Raises ``StateError`` when the tensor was changed in place since the boundary, or its storage was resized."""
         number = self._numbers[name]
         if address(self.tensors[number]) != self._addresses[number]:
             raise resized(name)
+        if version_of(self.tensors[number]) != self._versions[number]:
+            raise changed(name)
+
+    def require_all_intact(self) -> None:
+        """``require_intact`` for every tensor."""
+        if [*map(address, self.tensors)] != self._addresses or versions_of(self.tensors) != self._versions:
+            for name in self._numbers:
+                self.require_intact(name)
 
 
 def address(tensor: torch.Tensor) -> int:

@@ -99,6 +99,7 @@ class RankPart:
         finally:
             save.release()  # before all: the disk may hang
             written = writing.result()
+        save.require_intact()
         reporter.saved_hook(looked.summary)
         report = {
             "error": None,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass, field
 
+from ratchet_contract.errors import StateError
 from ratchet_worker.commitment import Order, Verdict
 from ratchet_worker.content import Content
 from ratchet_worker.latch import Latch
+from ratchet_worker.live_memory import LiveTensors
 from ratchet_worker.snapshot import Until
 from ratchet_worker.staging import Staged
 
@@ -39,6 +42,10 @@ class Save:
     verdict: Verdict = field(default_factory=dict)
     failure: BaseException | None = None  # of the exchange: there is no verdict
     seconds: float = 0.0
+    _gate: threading.Lock = field(default_factory=threading.Lock)
+    _checked: set[Until] = field(default_factory=set)
+    """The kinds of tensors that may have changed: the loop has checked them before."""
+    _unlike: StateError | None = None
 
     @property
     def is_hurried(self) -> bool:
@@ -62,13 +69,40 @@ class Save:
             if until is Until.STEP:
                 self.hurry.set()
             self.staged.wait(until)
+            self._check(until)
             if until is Until.STEP:
                 self.staged.wait(Until.BACKWARD)
+                self._check(Until.BACKWARD)
                 self.released.wait()
         finally:
             seconds = time.perf_counter() - begun
             self.stood = before + seconds, None
         return seconds
+
+    def _check(self, until: Until) -> None:
+        """Compare the tensors of this kind with what they were at the boundary, once, before they may change.
+
+        A copy is compared as soon as it is made, but a storage that was freed and allocated again at the same address has other
+        elements until user code fills it: torch counts that change after the copy."""
+        with self._gate:
+            if until in self._checked or until is Until.BOUNDARY or self.staged is None or self.content is None:
+                return
+            try:
+                self.staged.require_intact(until)
+                shared = self.content.snapshot.shared
+                if until is Until.STEP and isinstance(shared, LiveTensors):
+                    shared.require_all_intact()
+            except StateError as error:
+                self._unlike = self._unlike or error
+            self._checked.add(until)
+
+    def require_intact(self) -> None:
+        """In the saving thread, when all is written. Raises ``StateError`` where what was copied and compared is not what the
+        boundary had."""
+        for until in (Until.BACKWARD, Until.STEP):
+            self._check(until)
+        if self._unlike is not None:
+            raise self._unlike
 
     def wait_its_turn(self) -> None:
         """Until the save before has left the disk, so that it need hold no more."""

@@ -24,7 +24,7 @@ from ratchet_store.blockwise import Range
 from ratchet_store.rankfile import Piece, file_order
 from ratchet_store.slices import Slice
 from ratchet_worker.latch import Latch
-from ratchet_worker.live_memory import Bytes, SafeReader, address, is_row_major, live_bytes, resized
+from ratchet_worker.live_memory import Bytes, SafeReader, address, changed, is_row_major, live_bytes, resized
 from ratchet_worker.moves import Move, Work, cut
 from ratchet_worker.room import Room
 from ratchet_worker.snapshot import DTYPE_NAMES, Until, byte_view
@@ -226,10 +226,23 @@ class Staged:
                     _copy_bytes(memory, target, None if direct else self._reader)
             except BufferError:
                 lost = True
+        self._check(number, lost=lost)
+
+    def _check(self, number: int, *, lost: bool = False) -> None:
+        """Note an error where the tensor is not what it was at the boundary."""
+        tensor, before = self._tensors[number], self._late[number]
         if lost or address(tensor) != before.address:
             self.error = self.error or str(resized(self._sources[number].name))
         if version_of(tensor) != before.version:
-            self.error = self.error or _changed(self._sources[number])
+            self.error = self.error or str(changed(self._sources[number].name))
+
+    def require_intact(self, until: Until) -> None:
+        """Raises ``StateError`` where a tensor of this kind is not what it was at the boundary. To be called before it may
+        change."""
+        for number in self._layout.kinds[until]:
+            self._check(number)
+        if self.error is not None:
+            raise StateError(self.error)
 
     def _memory_of(self, number: int) -> Bytes:
         """The bytes of the source in the live tensor's memory."""
@@ -330,10 +343,3 @@ def _copy_bytes(memory: Bytes, target: Bytes, reader: SafeReader | None) -> None
         np.copyto(target, memory)
     else:
         reader.copy(memory, target)
-
-
-def _changed(source: Source) -> str:
-    return (
-        f"{source.name} was changed before it was copied, by something else than the backward pass or optimizer.step(): set "
-        "checkpoint.staging to blocking, which copies everything before the next step begins"
-    )
