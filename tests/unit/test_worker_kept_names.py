@@ -505,7 +505,7 @@ def test_a_change_before_a_later_save_has_copied_is_told() -> None:
     with torch.no_grad():
         job.net.last[1].weight.add_(1)
     staged.copy(Until.BACKWARD), staged.copy(Until.STEP)
-    assert staged.error is not None and "last.1.weight" in staged.error
+    assert staged.error is not None and "last.1.weight" in str(staged.error)
 
 
 class Odd(torch.Tensor):

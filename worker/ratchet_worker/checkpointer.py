@@ -261,6 +261,8 @@ class Checkpointer:
             raise save.failure
         verdict = save.verdict
         self._failure = verdict["error"]
+        if save.changed_too_early is not None:
+            self._copy_before_steps(save.changed_too_early)
         if self._schedule is not None:
             self._schedule.saved(save.stall, save.seconds, well=self._failure is None)
         if verdict.get("parted"):
@@ -302,9 +304,14 @@ class Checkpointer:
         self._audit, self._tried = None, True
         name = audit.changed()
         if name is not None:
+            self._copy_before_steps(f"{name} was changed between two steps by something else than optimizer.step()")
+
+    def _copy_before_steps(self, reason: str) -> None:
+        """From now on this attempt copies all of this rank's state before a step begins."""
+        if self._overlapped:
             self._overlapped = False
             self._reporter.note(
                 "staging-blocking",
-                f"{name} of rank {self._rank} was changed between two steps by something else than optimizer.step(): its state "
-                "is copied before a step begins, not beside it (checkpoint.staging)",
+                f"rank {self._rank}: {reason}. From now on its state is copied before a step begins, not beside it "
+                "(checkpoint.staging)",
             )

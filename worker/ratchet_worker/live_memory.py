@@ -33,14 +33,18 @@ _WINDOW: Final = 1 << 20
 _CURE: Final = "set checkpoint.staging to blocking, which copies everything before the next step begins"
 
 
-def resized(name: str) -> StateError:
+class ChangedTooEarly(StateError):
+    """User code changed a tensor between the step boundary and its copy, or resized its storage."""
+
+
+def resized(name: str) -> ChangedTooEarly:
     """The error for a tensor whose storage was resized between the step boundary and its copy."""
-    return StateError(f"the storage of {name} was resized before it was copied: {_CURE}")
+    return ChangedTooEarly(f"the storage of {name} was resized before it was copied: {_CURE}")
 
 
-def changed(name: str) -> StateError:
+def changed(name: str) -> ChangedTooEarly:
     """The error for a tensor that was changed in place between the step boundary and its copy."""
-    return StateError(
+    return ChangedTooEarly(
         f"{name} was changed before it was copied, by something else than the backward pass or optimizer.step(): {_CURE}"
     )
 

@@ -21,6 +21,7 @@ from ratchet_worker.aside import Aside
 from ratchet_worker.commitment import Committer, Verdict, written
 from ratchet_worker.exchange import Exchange
 from ratchet_worker.latch import Latch
+from ratchet_worker.live_memory import ChangedTooEarly
 from ratchet_worker.rank_part import RankPart
 from ratchet_worker.reporter import Reporter
 from ratchet_worker.save import Save
@@ -89,6 +90,7 @@ class Saver:
         try:
             report, listing = self._part.made(save, self._reporter)
         except (RatchetError, OSError, MemoryError) as error:
+            save.changed_too_early = str(error) if isinstance(error, ChangedTooEarly) else None
             report, listing = {"error": f"rank {rank}: {error}"}, ""
         save.release()
         save.wait_its_turn()

@@ -166,7 +166,7 @@ class Staged:
         self._late: dict[int, _AtBoundary] = {}
         self._memory: dict[int, Bytes] = {}
         self._work = {until: Work(self._moves_of(until)) for until in (Until.BACKWARD, Until.STEP)}
-        self.error: str | None = None
+        self.error: StateError | None = None
 
     def _moves_of(self, until: Until) -> list[Move]:
         moves: list[Move] = []
@@ -232,9 +232,9 @@ class Staged:
         """Note an error where the tensor is not what it was at the boundary."""
         tensor, before = self._tensors[number], self._late[number]
         if lost or address(tensor) != before.address:
-            self.error = self.error or str(resized(self._sources[number].name))
+            self.error = self.error or resized(self._sources[number].name)
         if version_of(tensor) != before.version:
-            self.error = self.error or str(changed(self._sources[number].name))
+            self.error = self.error or changed(self._sources[number].name)
 
     def require_intact(self, until: Until) -> None:
         """Raises ``StateError`` where a tensor of this kind is not what it was at the boundary. To be called before it may
@@ -242,7 +242,7 @@ class Staged:
         for number in self._layout.kinds[until]:
             self._check(number)
         if self.error is not None:
-            raise StateError(self.error)
+            raise self.error
 
     def _memory_of(self, number: int) -> Bytes:
         """The bytes of the source in the live tensor's memory."""
@@ -259,9 +259,9 @@ class Staged:
             self.copy(until)
             self._copied[until].wait()
         if not all(work.is_made for work in self._work.values()):
-            self.error = self.error or "a thread that was copying the state was interrupted"
+            self.error = self.error or StateError("a thread that was copying the state was interrupted")
         if self.error is not None:
-            raise StateError(self.error)
+            raise self.error
 
     def abandon(self) -> None:
         """Nothing more is copied, and no thread waits for a copy any more."""
