@@ -153,9 +153,19 @@ def state_dict_hooks(module: nn.Module) -> tuple[Sized, Sized]:
     return _part(module, "_state_dict_hooks"), _part(module, "_state_dict_pre_hooks")
 
 
+MODULE_TABLES: Final = ("_parameters", "_buffers", "_modules")
+"""Attributes of a module: the dictionaries of its own parameters, buffers and modules by name."""
+
+
+def non_persistent(module: nn.Module) -> set[str]:
+    """Names of the module's own buffers that ``state_dict`` leaves out: the set that the module changes."""
+    names: set[str] = _part(module, "_non_persistent_buffers_set")
+    return names
+
+
 def is_persistent(module: nn.Module, buffer: str) -> bool:
     """Whether ``state_dict`` holds the module's own buffer of that name."""
-    return buffer not in _part(module, "_non_persistent_buffers_set")
+    return buffer not in non_persistent(module)
 
 
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ratchet_contract.errors import StateError
+from ratchet_hooks.torch_compat import version_of
 from ratchet_worker.same import Contents, is_constant
 from ratchet_worker.walk import Walk, Walked, walk_of
 
@@ -158,7 +159,7 @@ def _seen(value: Any, owned: _Owned, depth: int = 0) -> Any:
             return None
         owner = owned.of(value)
         if owner is None:
-            return (id(value), value._version)
+            return (id(value), version_of(value))
         name, whole = owner
         part = None if value is whole else (value.dtype, value.storage_offset(), value.shape, value.stride())
         return (name, part)

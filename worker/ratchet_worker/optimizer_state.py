@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from ratchet_contract.errors import StateError, UserError
 from ratchet_hooks.codec import Encoded, encode, is_dense
 from ratchet_hooks.errors import HookStateError
+from ratchet_hooks.torch_compat import has_state_hooks
 from ratchet_worker.same import CONSTANTS, Contents, Same, is_constant
 from ratchet_worker.snapshot import Tensors
 
@@ -142,7 +143,7 @@ class _Known:
 def _is_plain(optimizer: Optimizer) -> bool:
     """Does ``state_dict`` give nothing else than torch's own does, now, and does torch's own keep its state as it does?"""
     own = type(optimizer).state_dict is not Optimizer.state_dict or "state_dict" in vars(optimizer)
-    if own or optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks:
+    if own or has_state_hooks(optimizer):
         return False
     return type(optimizer.state) in (dict, defaultdict) and {*map(type, optimizer.state.values())} <= {dict}
 

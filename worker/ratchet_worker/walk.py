@@ -12,11 +12,11 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import nn
 
+from ratchet_hooks.torch_compat import MODULE_TABLES, non_persistent, own_buffers
 from ratchet_worker.same import Contents
 
 T = TypeVar("T")
 
-_HELD: Final = ("_parameters", "_buffers", "_modules")
 _LISTS: Final = ("named_modules", "named_parameters", "named_buffers")
 _Vars = dict[str, Any]
 
@@ -38,7 +38,7 @@ class Walk:
         new = Walk(self.module)
         parts = [part for _, part in new.named_modules()]
         own = own or new.overrides(("named_modules",), parts=True)  # which lists what lies below it
-        plain = not own and all(type(vars(part).get(name)) is dict for part in parts for name in _HELD)
+        plain = not own and all(type(vars(part).get(name)) is dict for part in parts for name in MODULE_TABLES)
         new._stand = _Stand(parts) if plain else None
         return new
 
@@ -118,7 +118,7 @@ class _Stand:
         self._parts, self._types, self._vars = parts, [*map(type, parts)], [*map(vars, parts)]
         self._held = self._dictionaries()
         self._own, self._contents = Contents(self._vars), Contents(self._held)
-        self._with_buffers = [one for one in self._vars if one["_buffers"]]
+        self._with_buffers = [part for part in parts if own_buffers(part)]
         self._passing = [*map(frozenset, self._non_persistent())]
         self.attributes = object()
 
@@ -132,14 +132,14 @@ class _Stand:
         return self._contents.hold(self._held) and [*self._non_persistent()] == self._passing
 
     def _dictionaries(self) -> list[_Vars]:
-        return [one[name] for one in self._vars for name in _HELD]
+        return [one[name] for one in self._vars for name in MODULE_TABLES]
 
     def _non_persistent(self) -> Iterator[set[str]]:
-        return (one["_non_persistent_buffers_set"] for one in self._with_buffers)
+        return map(non_persistent, self._with_buffers)
 
 
 def _buffers(parts: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, _Vars, str]]:
-    held = ((path, part._buffers) for path, part in parts)
+    held = ((path, own_buffers(part)) for path, part in parts)
     return [(f"{path}.{k}" if path else k, one, k) for path, one in held for k, b in one.items() if b is not None]
 
 
