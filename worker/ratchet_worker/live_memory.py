@@ -30,6 +30,7 @@ Bytes: TypeAlias = NDArray[np.uint8]
 
 _WINDOW: Final = 1 << 20
 """Bytes that the kernel reads at a time: they stay in the processor's caches until they are copied on, or hashed."""
+_USUAL: Final = (torch.Tensor, torch.nn.Parameter)
 _CURE: Final = "set checkpoint.staging to blocking, which copies everything before the next step begins"
 
 
@@ -98,7 +99,7 @@ class LiveTensors(Mapping[str, torch.Tensor]):
 
 def address(tensor: torch.Tensor) -> int:
     """Where a tensor's memory begins, to be compared and never read; 0 for layouts and types without memory of their own."""
-    return tensor.data_ptr() if tensor.layout is torch.strided and type(tensor) is torch.Tensor else 0
+    return tensor.data_ptr() if tensor.layout is torch.strided and type(tensor) in _USUAL else 0
 
 
 class SafeReader:

@@ -17,7 +17,6 @@ from torch import nn
 
 CONSTANTS: Final = (int, float, bool, str, type(None))
 """Types of small values that never change."""
-_REFERENCED: Final = (nn.Module, nn.Parameter)
 _OPEN: Final = (list, dict, tuple)
 
 
@@ -26,8 +25,9 @@ class Same:
 
     Constants, modules and parameters are referenced. All others are referenced weakly, so that a tensor that a training
     replaces in every step does not stay in memory until the next save. (``torch.utils.swap_tensors`` refuses tensors with weak
-    references, so parameters are referenced.) Of lists, dictionaries and tuples, which may hold tensors, only the ``id`` is
-    compared, unless a tuple is constant. A caller must look into them anyway: they change without becoming another object."""
+    references, so parameters and other subclasses of tensors are referenced.) Of lists, dictionaries and tuples, which may hold
+    tensors, only the ``id`` is compared, unless a tuple is constant. A caller must look into them anyway: they change without
+    becoming another object."""
 
     def __init__(self, objects: Iterable[Any]) -> None:
         listed = [*objects]
@@ -47,7 +47,8 @@ def _kind(kind: type) -> Literal["referenced", "weak", "open"]:
     referenced."""
     if issubclass(kind, _OPEN):
         return "open"
-    return "referenced" if issubclass(kind, _REFERENCED) or not kind.__weakrefoffset__ else "weak"
+    special = issubclass(kind, torch.Tensor) and kind is not torch.Tensor
+    return "referenced" if special or issubclass(kind, nn.Module) or not kind.__weakrefoffset__ else "weak"
 
 
 def is_constant(value: object) -> bool:

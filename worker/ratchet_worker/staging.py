@@ -158,7 +158,7 @@ class Staged:
     ) -> None:
         self._sources, self._tensors = sources.each, sources.tensors
         self._layout, self._buffer, self._stream, self._reader = layout, buffer, stream, reader
-        self._bytes = live_bytes(buffer)
+        self._bytes: Bytes = buffer.numpy()
         self._alone = cores < 2
         self._copied = {until: Latch() for until in Until}
         self._waited: set[Until] = set()
