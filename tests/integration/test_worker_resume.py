@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from ratchet_contract.exit_codes import EXIT_PREEMPTED, EXIT_USER_ERROR
 from ratchet_contract.messages import ForkSource
@@ -191,7 +191,7 @@ def test_a_torch_that_no_test_runs_on_is_noted_beside_an_exact_verdict(tmp_path:
     for report, verdict in ((attempt.report(), "fresh"), (again.report(), "exact")):
         assert report.verdict == verdict
         (note,) = report.notes
-        assert f"torch {metadata.version('torch')} is not tested with this Ratchet" in note
+        assert f"torch {torch.__version__} is not tested with this Ratchet" in note
 
 
 def test_what_differs_is_refused_or_reported_and_a_fork_on_other_ranks_is_redistributed(
