@@ -306,3 +306,14 @@ def should_compress(rows: int, columns: int, rank: int, least_rate: float) -> bo
 def report_compression(bucket: Any, state: Any) -> None:
     """Log the statistics of a ``PowerSGDState`` when that is due."""
     _part(powerSGD_hook, "_report_compression_stats")(bucket, state)
+
+
+def abort_groups() -> None:
+    """Abort the communicators of all process groups, from any thread: a thread that waits in a collective gets an error."""
+    abort = getattr(
+        dist.distributed_c10d, "_abort_process_group", None
+    )  # it starts and ends an NCCL group around all aborts
+    if abort is not None:
+        abort()
+    elif dist.group.WORLD is not None:
+        dist.group.WORLD.abort()

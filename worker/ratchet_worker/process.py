@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -60,7 +59,7 @@ class RankProcess:
         self._agreement: Agreement | None = None
         self._runtime: Runtime | None = None
         self._parted = False
-        self._way_out = threading.Lock()  # whichever thread comes first ends the process
+        self._way_out = listener.way_out
 
     def execute(self) -> int:
         """Run to the end. Returns the exit code of an end that all ranks share; otherwise does not return."""

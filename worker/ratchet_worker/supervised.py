@@ -17,12 +17,14 @@ from ratchet_worker.starter import RankProcess
 @dataclass(frozen=True)
 class Timing:
     """Seconds. ``moment``: what ranks get to write down their own failure after another one's death; ``stacks``: the most that
-    they get to write their stacks before they are killed; ``linger``: to exit after their result; ``report``: between two
-    reports; ``delivery``: for the last report; ``tick``: between two looks at the counters."""
+    they get to write their stacks before they are killed; ``abort``: the most that they get to abort their communicators;
+    ``linger``: to exit after their result; ``report``: between two reports; ``delivery``: for the last report; ``tick``: between
+    two looks at the counters."""
 
     moment: float = 0.3
     stacks: float = 3.0
     linger: float = 10.0
+    abort: float = 2.0
     report: float = 0.3
     delivery: float = 5.0
     tick: float = 0.05

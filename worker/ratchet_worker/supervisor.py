@@ -15,7 +15,7 @@ from ratchet_contract.messages import Control, LaunchFile
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import AttemptPhase, Cause, Desired
 from ratchet_contract.scripts import SESSION_PACKAGE
-from ratchet_worker import procs
+from ratchet_worker import group_abort, procs
 from ratchet_worker.control import write_control
 from ratchet_worker.counter import CounterReader
 from ratchet_worker.files import now as clock
@@ -288,9 +288,26 @@ class Supervisor:
         told = write_stacks([rank for rank in self._ranks.values() if rank.live], why, self._timing.stacks)
         return f"; the stacks of all threads are in the ranks' logs ({self._read_at}){told}"
 
+    def _abort_groups(self) -> None:
+        """Have the living ranks abort their communicators and end, for at most ``Timing.abort`` seconds. A rank that is halted by
+        a signal cannot, nor can one whose native code keeps Python's lock."""
+        asked = {
+            n: r for n, r in self._ranks.items() if r.live and not r.halted and not procs.is_exiting(r.process.pid)
+        }
+        for rank in asked.values():
+            rank.killed = True
+            group_abort.ask(rank.process.pid)
+        deadline = time.monotonic() + self._timing.abort
+        while any(rank.live for rank in asked.values()) and time.monotonic() < deadline:
+            self._wait(deadline - time.monotonic())
+            self._collect()
+        for number in [number for number, rank in asked.items() if rank.live]:
+            say(f"rank {number} did not abort its process groups within {self._timing.abort:g} s")
+
     def _kill_live(self) -> None:
         """SIGKILL the groups of all living ranks and wait until they are dead. One that is dying already died by itself."""
         self._evidence = replace(self._evidence, killed_at=self._evidence.killed_at or time.time())
+        self._abort_groups()
         for rank in self._ranks.values():
             if rank.live and not procs.is_exiting(rank.process.pid):
                 rank.killed = True
