@@ -84,7 +84,7 @@ class Dtypes(Net):
         self.narrow = nn.Linear(40, 40).bfloat16()
 
     def tail(self, h: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(h.device.type, enabled=False):
             h = self.wide(h.double()).float() + self.narrow(h.bfloat16()).float()
         return super().tail(h)
 

@@ -44,18 +44,18 @@ class Saved:
 
 
 class Run:
-    """One rank's run: from scratch, or from ``saved`` as a new process would."""
+    """One rank's run on ``device``: from scratch, or from ``saved`` as a new process would."""
 
-    def __init__(self, rank: int, world: int, row: Row, saved: Saved | None = None) -> None:
-        self.rank, self.row, self.step = rank, row, 0
+    def __init__(self, rank: int, world: int, row: Row, saved: Saved | None = None, device: torch.device = CPU) -> None:
+        self.rank, self.row, self.step, self.device = rank, row, 0, device
         torch._dynamo.reset()  # a new process has compiled nothing
         torch.manual_seed(1000 + rank + 10 * (saved is not None))
-        module = MODELS[row["model"]]()
+        module = MODELS[row["model"]]().to(device)
         self.net = module
         if row["compile"] == "inside":
             module.compile(backend="aot_eager")
         self.ddp, self.hook = managed_ddp(
-            module, hook_spec(row["hook"], world), ddp=_ddp(row), device=CPU, node_ranks=2 if world == 4 else world,
+            module, hook_spec(row["hook"], world), ddp=_ddp(row), device=device, node_ranks=2 if world == 4 else world,
             recorded_layout=saved.layout if saved is not None else None,
         )  # fmt: skip
         self.model: Callable[..., torch.Tensor] = self.ddp
@@ -64,8 +64,8 @@ class Run:
         self.optimizers = make_optimizers(row["optimizer"], module.parameters())
         self.scaler = None
         if row["precision"] == "fp16-scaler":
-            self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)  # type: ignore[attr-defined]
-        self.state = JobState(rank, CPU)
+            self.scaler = torch.amp.GradScaler(device.type, init_scale=1024.0, growth_interval=3)  # type: ignore[attr-defined]
+        self.state = JobState(rank, device)
         self.state.wrapped(self.ddp, self.hook)
         for number, optimizer in enumerate(self.optimizers):
             self.state.register(f"user:{number}", optimizer)
@@ -125,9 +125,9 @@ class Run:
 
     def loss(self, micro: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(100_000 * micro + 1000 * self.step + self.rank)
-        x = torch.randn(8, FEATURES, generator=generator)
+        x = torch.randn(8, FEATURES, generator=generator).to(self.device)
         dtype = _AUTOCAST.get(self.row["precision"])
-        with contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype):
+        with contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype):
             out = self.model(x, self.spare(), self.row["graph"].endswith("-turn") and self.step >= CHANGE)
         return cross_entropy(out.float(), x[:, :6].abs().argmax(1))
 

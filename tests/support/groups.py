@@ -23,7 +23,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ratchet_worker.imports import uncollected
 
@@ -45,19 +45,22 @@ class Named:
 
 
 class Ranks:
-    """A gloo group of ``world`` processes over loopback; the rendezvous is a file, so no port is chosen."""
+    """A group of ``world`` processes over loopback; the rendezvous is a file, so no port is chosen."""
 
-    def __init__(self, world: int, *, deadline: float = 60.0) -> None:
+    preload: ClassVar[tuple[str, ...]] = ("tests.support.preload", "torch", "torch._dynamo")
+    """What the fork server imports."""
+
+    def __init__(self, world: int, *, deadline: float = 60.0, backend: str = "gloo") -> None:
         self.world = world
         self.deadline = deadline
         self._directory = tempfile.TemporaryDirectory(prefix="ratchet-ranks-")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.support.preload", "torch", "torch._dynamo"])
+        context.set_forkserver_preload(list(self.preload))
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            args = (rank, world, str(Path(self._directory.name, "store")), theirs, deadline)
+            args = (rank, world, str(Path(self._directory.name, "store")), theirs, deadline, backend)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -136,7 +139,7 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
-def _serve(rank: int, world: int, store: str, pipe: Connection, deadline: float) -> None:
+def _serve(rank: int, world: int, store: str, pipe: Connection, deadline: float, backend: str) -> None:
     die_with_parent()
     import torch
     import torch.distributed as dist
@@ -146,7 +149,7 @@ def _serve(rank: int, world: int, store: str, pipe: Connection, deadline: float)
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR")
     torch.set_num_threads(1)
     rendezvous = dist.FileStore(store, world)
-    dist.init_process_group("gloo", store=rendezvous, rank=rank, world_size=world, timeout=timedelta(seconds=deadline))
+    dist.init_process_group(backend, store=rendezvous, rank=rank, world_size=world, timeout=timedelta(seconds=deadline))
     while (call := _next(pipe)) is not None:
         function, args = call
         try:
