@@ -1,0 +1,206 @@
+"""``make gpu`` without a GPU: each row in its cheapest size on the CPU, and what runs them with rows that fail in every way."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.gpu import __main__ as command
+from tests.gpu.packages import CARRIED, LIMIT, PRESENT, ROOTS, canonical
+from tests.gpu.rows import ROWS, Row
+from tests.gpu.runner import ROOT, Result, run_rows
+from tests.gpu.search_path import PACKAGES, variables
+from tests.gpu.wheels import RECORD, wheel_name
+from tests.support.interpreters import Interpreter
+from tests.support.server import processes_below
+
+FORKS_AGENTS = """
+import os, sys
+if "ratchet_service" in sys.orig_argv:
+    from tests.support.interpreters import fork_agents
+    fork_agents(os.environ["TEST_RANKS"])
+"""
+
+
+@pytest.fixture
+def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """What rows are started with; their directories lie below a short path of this test's own, and are gone in the end."""
+    with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        with variables(None) as found:
+            yield found
+        assert processes_below(Path(folder)) == []
+        assert list(Path(folder).iterdir()) == []
+
+
+def run(name: str, environ: dict[str, str]) -> Result:
+    row = replace(ROWS[name], not_on_cpu="")  # over gloo
+    (result,) = run_rows([row], "cpu", "cheap", 250, environ)
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in ROWS if name != "doctor"])
+def test_every_row_is_green_on_the_cpu(name: str, environ: dict[str, str]) -> None:
+    result = run(name, environ)
+    assert result.verdict == "green", f"{result.seen}\n{result.log}"
+    assert {part.verdict for part in result.parts} - {"not applicable"} == {"green"}, result.parts
+
+
+@pytest.mark.slow
+def test_doctor_is_green_on_the_cpu(environ: dict[str, str], tmp_path: Path) -> None:
+    """Its ranks are forked."""
+    (tmp_path / "sitecustomize.py").write_text(FORKS_AGENTS)
+    environ["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(ROOT)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", environ["PYTHONPATH"])
+        ranks = Interpreter("ranks", own=True)
+        environ["TEST_RANKS"] = ranks.address
+    try:
+        result = run("doctor", environ)
+    finally:
+        ranks.close()
+    assert result.verdict == "green", f"{result.seen}\n{result.log}"
+    assert [part.name for part in result.parts] == ["exactness powerSGD cpu"]
+
+
+# --- what runs them -------------------------------------------------------------------------------------------------------
+
+
+def rows(*names: str, share: float = 1.0) -> list[Row]:
+    return [Row(name, f"tests.gpu.faulty:{name}", {"cpu": share}, "") for name in names]
+
+
+def test_rows_that_fail_are_red_with_their_reason_and_the_others_run(environ: dict[str, str]) -> None:
+    told: list[str] = []
+    found = run_rows(
+        rows("raises", "is_partly_red", "dies", "works"), "cpu", "cheap", 120, environ, lambda r: told.append(r.row)
+    )
+    assert told == [result.row for result in found] == ["raises", "is_partly_red", "dies", "works"]
+    assert [(result.verdict, result.seen) for result in found] == [
+        ("red", "RuntimeError: no kernel image is available"),
+        ("red", "2 cases; red: second"),
+        ("red", "its process ended with exit code -9"),
+        ("green", "on cpu"),
+    ]
+    assert "in raises" in found[0].log and found[0].parts[0].name == "before"
+
+
+def test_a_row_that_hangs_is_killed_within_its_share_and_leaves_no_process(environ: dict[str, str]) -> None:
+    first, second = run_rows(rows("hangs") + rows("works", share=14.0), "cpu", "cheap", 120, environ)
+    assert (first.verdict, first.seen) == ("red", "killed: it ran past its 8 s")
+    assert [part.name for part in first.parts] == ["first"], "what it had seen is kept"
+    assert second.verdict == "green"
+
+
+def test_no_time_left_is_red_and_what_the_device_excludes_is_not_applicable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "_inventory", lambda device, _: {"device": device})
+    chosen = ["hooks-nccl", "doctor"]
+    code = command.main(["--device", "cpu", "--out", str(tmp_path), "--minutes", "0", "--only", *chosen])
+    told = json.loads((tmp_path / "table.json").read_text())
+    assert code == 1 and told["facts"] == {"device": "cpu"}
+    assert [(row["row"], row["verdict"], row["seen"]) for row in told["rows"]] == [
+        ("hooks-nccl", "not applicable", "NCCL moves CUDA tensors only"),
+        ("doctor", "red", "no time left"),
+    ]
+    assert {path.name for path in (tmp_path / "rows").iterdir()} == {"hooks-nccl.json", "doctor.json"}
+    assert "| doctor | red | 0 | no time left |" in capsys.readouterr().out
+
+
+def test_the_command_prints_the_inventory_and_the_table_and_ends_with_0(tmp_path: Path) -> None:
+    command = [
+        "make",
+        "gpu",
+        "DEVICE=cpu",
+        f"PYTHON={sys.executable}",
+        f"OUT={tmp_path}",
+        "ONLY=hooks-nccl hook-memory",
+    ]
+    command += ["SIZE=cheap", "MINUTES=4"]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    facts = json.loads((tmp_path / "table.json").read_text())["facts"]
+    assert facts["torch"].startswith("2.") and facts["device"] == "cpu" and "safetensors" in facts["packages"]
+    table = (tmp_path / "table.md").read_text()
+    assert table in done.stdout and "| hooks-nccl | not applicable | 0 |" in table
+    assert "| hook-memory | green |" in table and "| powerSGD | green | promised 0." in table
+
+
+def test_wheels_that_are_not_there_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--wheels", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert "python -m tests.gpu.wheels --to" in capsys.readouterr().err
+
+
+# --- what travels to the machine ------------------------------------------------------------------------------------------
+
+ENGINES = {"kubernetes", "obstore"}
+"""Imported for engines and stores that no row uses."""
+
+
+def test_the_wheels_are_what_the_machine_lacks_and_few_enough() -> None:
+    sizes = {wheel_name(Path(file)): int(size) for size, file in map(str.split, RECORD.read_text().splitlines())}
+    assert sizes.keys() == CARRIED and sum(sizes.values()) < LIMIT
+    assert not CARRIED & PRESENT
+    found, waiting = set[str](), [*ROOTS]
+    while waiting:
+        name = waiting.pop()
+        found.add(name)
+        needed = [Requirement(line) for line in metadata.requires(name) or []]
+        there = {"python_version": "3.12", "python_full_version": "3.12.3", "extra": ""}
+        names = {canonical(one.name) for one in needed if one.marker is None or one.marker.evaluate(there)}
+        waiting += names - PRESENT - found
+    assert found == CARRIED
+
+
+def test_rows_import_nothing_that_is_neither_on_the_machine_nor_among_the_wheels() -> None:
+    """Looked for in the source of all that they may run: Ratchet, the rows, and what they import of this repository."""
+    distributions = metadata.packages_distributions()
+    waiting = {
+        path
+        for source in (*PACKAGES.values(), "tests/gpu", "examples/adoption")
+        for path in (ROOT / source).rglob("*.py")
+    }
+    waiting |= set((ROOT / "examples" / "integrations").glob("*.py"))
+    seen, foreign = set[Path](), dict[str, str]()
+    while waiting:
+        path = waiting.pop()
+        seen.add(path)
+        beside = {file.stem for file in path.parent.glob("*.py")}  # a script's own
+        for name in imported(path):
+            top = name.partition(".")[0]
+            own = [ROOT / f"{name.replace('.', '/')}{end}" for end in (".py", "/__init__.py")]
+            waiting |= {file for file in own if file.is_file()} - seen
+            if top not in sys.stdlib_module_names and not (ROOT / top).is_dir() and top not in beside | PACKAGES.keys():
+                foreign[top] = str(path)
+    assert "tests/support/exact_runs.py" in {str(path.relative_to(ROOT)) for path in seen}
+    there = PRESENT | CARRIED
+    missing = {
+        top: where for top, where in foreign.items() if not {canonical(d) for d in distributions.get(top, [])} & there
+    }
+    assert missing.keys() <= ENGINES, missing
+    assert {"torch", "pydantic", "fastapi", "lightning"} <= foreign.keys()
+
+
+def imported(path: Path) -> set[str]:
+    """Full names of the modules, and of what is imported from them, which may be modules."""
+    out = set[str]()
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            out |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            out |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return out

@@ -1,0 +1,81 @@
+"""What the run is made on: ``python -m tests.gpu.inventory DEVICE`` prints it as JSON. Nothing that is missing is an error."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.packages import CARRIED, PRESENT
+
+
+def inventory(device: str) -> dict[str, str]:
+    facts = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": _output("git", "rev-parse", "--short", "HEAD") or "unknown",
+        "device": device,
+        "Python": f"{platform.python_version()} ({sys.executable})",
+        "processor": f"{len(os.sched_getaffinity(0))} cores, {_cpu()}, {_memory_gb():.0f} GB; Linux {platform.release()}",
+    }
+    facts |= _torch_facts(device)
+    packages = {name: _version(name) for name in sorted(PRESENT | CARRIED)}
+    facts["packages"] = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
+    facts["packages missing"] = ", ".join(name for name, version in packages.items() if not version) or "none"
+    return facts
+
+
+def _torch_facts(device: str) -> dict[str, str]:
+    try:
+        import torch
+    except Exception as error:
+        return {"torch": f"cannot be imported: {type(error).__name__}: {error}"}
+    facts = {"torch": str(torch.__version__)}
+    if device == "cpu":
+        return facts
+    facts["CUDA"] = str(torch.version.cuda)
+    smi = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    facts["nvidia-smi"] = " / ".join(smi.splitlines()) if smi else "not there"
+    try:
+        properties: Any = torch.cuda.get_device_properties(0)
+        facts["GPU"] = (
+            f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, compute capability {properties.major}."
+            f"{properties.minor}, {properties.multi_processor_count} multiprocessors; {torch.cuda.device_count()} seen"
+        )
+        facts["cuDNN"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+        facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    except Exception as error:
+        facts["GPU"] = f"cannot be used: {type(error).__name__}: {error}"
+    return facts
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _memory_gb() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+if __name__ == "__main__":
+    print(json.dumps(inventory(sys.argv[1])))
