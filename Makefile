@@ -86,5 +86,15 @@ bench: $(STAMP)
 	@echo "==> benchmarks: ratios against a named alternative in the same run; a machine that does nothing else gives narrow intervals"
 	$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY))
 
+# all that needs CUDA, each row with a verdict; DEVICE=cpu tries the rows without a GPU. Neither .venv nor an installed Ratchet is
+# needed: PYTHON=python3 with torch, WHEELS= a directory with what it lacks (python -m tests.gpu.wheels --to DIR), OUT=, MINUTES=,
+# ONLY="hooks-gloo jobs", SIZE=full, small or cheap; benchmarks/README.md tells how to read it
+gpu:
+	$(if $(filter file,$(origin PYTHON)),python3,$(PYTHON)) -m tests.gpu --device $(or $(DEVICE),cuda) \
+	  --out $(or $(OUT),gpu-results) --minutes $(or $(MINUTES),10) \
+	  $(if $(WHEELS),--wheels $(WHEELS)) $(if $(SIZE),--size $(SIZE)) $(if $(ONLY),--only $(ONLY))
+
+.PHONY: gpu
+
 clean:
 	rm -rf $(VENV) .ratchet
