@@ -8,6 +8,7 @@ the missing part, torch's version and the cure.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -185,6 +186,18 @@ def is_compiled(module: nn.Module) -> bool:
     if not hasattr(module, "_compiled_call_impl"):
         raise missing("Module._compiled_call_impl")
     return module._compiled_call_impl is not None
+
+
+# Settings
+
+
+def matmul_precision() -> str:
+    """``torch.get_float32_matmul_precision()`` without the warning of torch 2.9 about settings that nobody made."""
+    if _release(torch.__version__) >= (2, 11):
+        return torch.get_float32_matmul_precision()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.get_float32_matmul_precision()
 
 
 # torch.distributed

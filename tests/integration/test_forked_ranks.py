@@ -21,6 +21,7 @@ from ratchet_contract import environment as names
 from ratchet_contract.phases import Cause
 from ratchet_worker import procs
 from ratchet_worker.forking import ForkingStarter
+from ratchet_worker.group_abort import ABORT_SIGNAL
 from ratchet_worker.procs import has_variable
 from ratchet_worker.starter import Child, RankPlan, RankProcess
 from tests.support.launch import Attempt, Job
@@ -155,6 +156,8 @@ def test_a_forked_rank_is_like_one_that_was_started_by_itself(tmp_path: Path, co
         for facts, epoch in ((alone[rank], 1), (forked[rank], 2)):
             text = json.dumps(facts).replace(f"attempts/{epoch:04d}", "attempts/N")
             facts.update(json.loads(text))
+            # torch.distributed.nn of torch 2.9 adds a temporary directory when it is imported.
+            facts["path"] = [entry for entry in facts["path"] if not re.fullmatch(r"/tmp/tmp\w+", entry)]
             if rank == 0:  # it serves the store: to as many as have come so far
                 facts["descriptors"] = [name for name in facts["descriptors"] if name not in ("socket", "anon_inode")]
             for name in ("RATCHET_EPOCH", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "RATCHET_STORE_FD"):
@@ -162,7 +165,11 @@ def test_a_forked_rank_is_like_one_that_was_started_by_itself(tmp_path: Path, co
         assert forked[rank] == alone[rank]
         assert forked[rank]["leader"] and forked[rank]["the agent's"] and forked[rank]["name"] == f"rank-{rank}\n"
         variables = forked[rank]["variables"]
-        assert (variables["SOME"], variables.get("OTHER"), forked[rank]["blocked"]) == ("thing, changed", None, [])
+        assert (variables["SOME"], variables.get("OTHER"), forked[rank]["blocked"]) == (
+            "thing, changed",
+            None,
+            [ABORT_SIGNAL],
+        )
 
 
 def test_ranks_share_what_was_imported_and_die_with_their_agent(attempt: Attempt) -> None:

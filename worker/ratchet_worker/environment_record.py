@@ -18,6 +18,7 @@ import torch
 
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.resume import EnvironmentDifference
+from ratchet_hooks import torch_compat
 
 Fact: TypeAlias = str | int | float | bool | None
 Record: TypeAlias = dict[str, Fact]
@@ -67,7 +68,7 @@ def switches(device: torch.device) -> Record:
     facts: Record = {
         "threads": torch.get_num_threads(),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "matmul_precision": torch.get_float32_matmul_precision(),
+        "matmul_precision": torch_compat.matmul_precision(),
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
     }
     if not _SUBNORMAL * 1.0:  # torch.set_flush_denormal has no other reader; it holds for all that this thread computes
