@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check serve bench exactness chaos simulate zombies faults fuzz teardown clean
+.PHONY: demo test test-torch check serve bench exactness chaos simulate zombies faults fuzz teardown clean
 
 $(STAMP): pyproject.toml
 	@echo "==> creating $(VENV) and installing Ratchet with its development tools (first time: a few minutes)"
@@ -21,6 +21,10 @@ test: $(STAMP)
 	@echo "==> running the tests"
 	@$(BIN)/python -m compileall -q -j 0 client contract hooks migrations service store worker tests/support  # once, not in each of a thousand processes
 	$(BIN)/python -m pytest -n $(or $(JOBS),4) --dist loadfile --no-loadscope-reorder
+
+# the tests that depend on torch, on TORCH=2.11.0 (or oldest, newest) under PYTHON=python3.12, in .venv-torch/; docs/torch-versions.md
+test-torch:
+	@PYTHONPATH=hooks python3 -m tests.support.torch_versions $(or $(TORCH),oldest) --python $(PYTHON) --jobs $(or $(JOBS),2)
 
 check: $(STAMP)
 	@echo "==> ruff, mypy --strict, import rules"

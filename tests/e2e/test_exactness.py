@@ -1,6 +1,6 @@
 """One cell of the exactness matrix, killed before compression starts and preempted after; ``RATCHET_TEST_STRIKES=all``: under
-every kind of kill. The groups without a service walk through hooks and instants in ``tests/integration``; ``make exactness`` runs
-all of it with any number of seeds."""
+every kind of kill; ``RATCHET_TEST_HOOKS=all``: one cell of each hook instead, with a rank killed once. The groups without a
+service walk through hooks and instants in ``tests/integration``; ``make exactness`` runs all of it with any number of seeds."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.exactness import KILLS, Kill, line, run_case
-from tests.support.exact_cells import Cell
+from tests.support.exact_cells import Cell, hooks
 from tests.support.server import Server
 
 CHOSEN: tuple[Kill, ...] = KILLS if os.environ.get("RATCHET_TEST_STRIKES") == "all" else ("rank", "preempt")
+EACH = os.environ.get("RATCHET_TEST_HOOKS") == "all"
 
 
 @pytest.fixture
@@ -28,8 +29,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 @pytest.mark.slow
-def test_interrupted_job_ends_with_the_same_bits(server: Server) -> None:
-    cell = Cell("powerSGD+bf16", "many", 2, "digits")
-    outcome, _ = run_case(server, cell, seed=11, reference=None, kinds=CHOSEN)
+@pytest.mark.parametrize("hook", hooks() if EACH else ["powerSGD+bf16"])
+def test_interrupted_job_ends_with_the_same_bits(server: Server, hook: str) -> None:
+    cell = Cell(hook, "many", 2, "digits")
+    outcome, _ = run_case(server, cell, seed=11, reference=None, kinds=("rank",) if EACH else CHOSEN)
     print(line(cell, outcome))
     assert not outcome.problems
