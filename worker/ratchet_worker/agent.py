@@ -201,7 +201,7 @@ class _Attempt:
             cause=conclusion.cause,
             rank=conclusion.rank,
             exit_code=conclusion.exit_code,
-            message=conclusion.message,
+            message=conclusion.message and conclusion.message + self._supervisor.evidence.aborts,
             last_step=last,
             base=base,
             secondary=conclusion.secondary,

@@ -51,8 +51,12 @@ class Exchange:
     A value may have a text ``beside`` it, which is handed over as it is: no reader parses it unless it wants to.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
+    def __init__(
+        self, store: Store, rank: int, world_size: int, timeout: float, hold: Callable[[], None] = lambda: None
+    ) -> None:
+        """``timeout`` in seconds. ``hold``: called before each value is published; see ``GroupAbort.hold``."""
         self._store, self.rank, self.world_size, self._timeout = store, rank, world_size, timeout
+        self.hold = hold
         self._kept: dict[str, tuple[Any, bytes]] = {}
         self._usual: dict[str, float] = {}  # of waits that recur: seconds that the last one lasted at least
 
@@ -65,10 +69,12 @@ class Exchange:
 
     def post(self, name: str, value: Any, beside: str = "") -> None:
         """Publish this rank's value; returns at once."""
+        self.hold()
         self._store.set(self._key(name, self.rank), f"{_dump(value)}\n{beside}" if beside else _dump(value))
 
     def keep(self, name: str, value: Any, beside: str = "") -> None:
         """The same where this rank is the only one that collects it: its own value need not travel. Until ``forget``."""
+        self.hold()
         self._kept[name] = value, beside.encode()
 
     def collect(

@@ -17,8 +17,9 @@ from typing import Any, Final
 
 from ratchet_contract.messages import Control
 from ratchet_contract.phases import Cause, Desired
-from ratchet_worker import group_abort, stacks
+from ratchet_worker import stacks
 from ratchet_worker.control import ControlReader
+from ratchet_worker.group_abort import GroupAbort
 from ratchet_worker.results import default_cause
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
@@ -35,7 +36,7 @@ class Listener:
         self._reader: ControlReader | None = None
         self._control = Control()
         self._masks = threading.local()  # of a thread that forks
-        self.way_out = threading.Lock()  # the thread that takes it first ends the process
+        self.abort = GroupAbort()
 
     def install(self) -> None:
         """Handlers for SIGTERM and SIGINT, for who asks for the stacks, and for the agent that asks for an abort."""
@@ -44,7 +45,7 @@ class Listener:
             signal.signal(number, self._remember)
         faulthandler.enable()
         stacks.answer()
-        group_abort.answer(self.way_out)
+        self.abort.answer()
         # A process that the script forks shares the wake-up descriptor: a pool that ends its workers by SIGTERM would stop the
         # job, and workers that only set a flag would never end. A signal that comes before the child has let go waits.
         os.register_at_fork(before=self._hold, after_in_parent=self._unhold, after_in_child=self._let_go)

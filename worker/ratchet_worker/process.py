@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from typing import Final, NoReturn
 
 import torch
 from torch.distributed import destroy_process_group, is_initialized
+from torch.distributed.distributed_c10d import Store
 
 from ratchet_contract.errors import UserError
 from ratchet_contract.exit_codes import EXIT_COMPLETED, EXIT_PREEMPTED
@@ -50,7 +52,8 @@ class RankProcess:
         self._identity = Identity.of(os.environ)
         self._paths = AttemptPaths(Path(launch.attempt_dir))
         self._counter = StepCounter.create(self._paths.counter(self._identity.rank))
-        self._reporter = Reporter(Spool(self._paths.spool(self._identity.rank)), self._identity.rank)
+        spool = Spool(self._paths.spool(self._identity.rank))
+        self._reporter = Reporter(spool, self._identity.rank, listener.abort.hold)
         reserve(self._paths.rank_result(self._identity.rank))
         self._unmanaged = Unmanaged(launch, self._identity.rank, self._counter, self._reporter, listener)
         # The agent's deadlines come first: a hang is to be told as a hang, not as a broken collective.
@@ -59,7 +62,7 @@ class RankProcess:
         self._agreement: Agreement | None = None
         self._runtime: Runtime | None = None
         self._parted = False
-        self._way_out = listener.way_out
+        self._way_out = threading.Lock()  # whichever thread comes first ends the process
 
     def execute(self) -> int:
         """Run to the end. Returns the exit code of an end that all ranks share; otherwise does not return."""
@@ -68,6 +71,7 @@ class RankProcess:
             self._finish()
             self._heed_early_stop()
         except BaseException as error:
+            self._listener.abort.hold()
             self._heed_early_stop()
             if self._unmanaged.told is not None:
                 return self._leave_as_told(self._unmanaged.told, error)
@@ -115,11 +119,11 @@ class RankProcess:
 
     def _insist_on_one_code(self) -> None:
         """Code that lies on the nodes is the same on all of them."""
-        launch, identity = self._launch, self._identity
+        launch = self._launch
         if launch.spec.code is None or launch.spec.code.source != "nodes" or launch.spec.world.nodes == 1:
             return
         assert self._clients is not None
-        exchange = Exchange(self._clients.main, identity.rank, identity.world_size, self._timeout)
+        exchange = self._exchange(self._clients.main)
         found: dict[str, list[str]] = {}
         for node, digest in enumerate(exchange.gather("code", launch.resolved.code_digest)[:: len(launch.ranks)]):
             found.setdefault(digest, []).append(str(node))
@@ -150,10 +154,10 @@ class RankProcess:
         device = device_of(launch, identity)
         join(launch, identity, self._clients, device, self._timeout)
         self._counter.tick()
-        exchange = Exchange(self._clients.main, identity.rank, identity.world_size, self._timeout)
+        exchange = self._exchange(self._clients.main)
         chosen = choose(launch, exchange, self._reporter)
         self._counter.tick()
-        saving = Exchange(self._clients.saver, identity.rank, identity.world_size, self._timeout)
+        saving = self._exchange(self._clients.saver)
         self._runtime = Runtime(
             launch,
             identity.local_rank,
@@ -166,6 +170,10 @@ class RankProcess:
             chosen,
         )
         return self._runtime
+
+    def _exchange(self, client: Store, timeout: float | None = None) -> Exchange:
+        identity, limit = self._identity, self._timeout if timeout is None else timeout
+        return Exchange(client, identity.rank, identity.world_size, limit, self._listener.abort.hold)
 
     def _run_script(self, script: Sequence[str], code: Path) -> None:
         try:
@@ -207,7 +215,7 @@ class RankProcess:
             self._unmanaged.begin()
         # Rank 0 serves the store that the others may still need; a stop is heard meanwhile.
         assert self._clients is not None
-        exchange = Exchange(self._clients.main, self._identity.rank, self._identity.world_size, math.inf)
+        exchange = self._exchange(self._clients.main, math.inf)
         with suppress(Abandoned):
             exchange.gather("script-end", None, abandon=lambda: self._unmanaged.told is not None)
 
@@ -306,6 +314,7 @@ class RankProcess:
                         return
 
     def _write_result(self, cause: Cause, message: str | None, trace: str | None) -> None:
+        self._listener.abort.hold()
         step = self._runtime.step if self._runtime is not None else 0
         write_result(
             self._paths,

@@ -1,4 +1,5 @@
-"""What a rank says upwards: one method per message, on top of the spool. Nothing here raises or waits.
+"""What a rank says upwards: one method per message, on top of the spool. Nothing here raises, and nothing waits but a rank whose
+communicators are aborted.
 
 Which steps' metrics are sent depends on step numbers alone, so that two runs of a job send the same series; progress and hook
 summaries are for people who watch, and go by time.
@@ -10,7 +11,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, Literal
 
 import torch
@@ -33,10 +34,10 @@ _NEVER: Final = -math.inf
 
 
 class Reporter:
-    """Messages of one rank."""
+    """Messages of one rank. ``hold``: called before each message; see ``GroupAbort.hold``."""
 
-    def __init__(self, spool: Spool, rank: int) -> None:
-        self._spool, self._rank = spool, rank
+    def __init__(self, spool: Spool, rank: int, hold: Callable[[], None] = lambda: None) -> None:
+        self._spool, self._rank, self._hold = spool, rank, hold
         self._hook_pause = _HOOK_SECONDS
         self._hook_asked: float | None = None
         self._progress_at = self._hook_at = _NEVER
@@ -139,6 +140,7 @@ class Reporter:
         self._spool.close()
 
     def _send(self, message: m.RankMessage) -> None:
+        self._hold()
         self._spool.append(message)
 
 

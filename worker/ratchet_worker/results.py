@@ -47,7 +47,7 @@ class Evidence:
     """What the agent knows besides. ``hung_since``: when those that hang last moved; ``overdue``: the stop's grace passed and
     ranks were killed; ``moved``: some rank made progress meanwhile; ``oom``: ranks that died while the kernel's out-of-memory
     killer was at work; ``peer_end``: ranks were killed because another node had failed; ``killed_at``: when the agent did so, for
-    whatever reason. Times are Unix seconds."""
+    whatever reason; ``aborts``: which ranks aborted their process groups before that. Times are Unix seconds."""
 
     fenced: str | None = None
     hung: tuple[int, ...] = ()
@@ -59,6 +59,7 @@ class Evidence:
     stop: Control | None = None
     overdue: bool = False
     moved: bool = True
+    aborts: str = ""
 
 
 class Conclusion(NamedTuple):

@@ -169,6 +169,7 @@ class Runtime:
             return
         self.checkpointer.hold(Until.STEP)  # a scaler may have left the optimizer's step out
         self.state.hook_or_refuse()[1].average_parameters()
+        self.exchange.hold()
         self._open = False
         self.step += 1
         self.counter.finish_step(self.step)

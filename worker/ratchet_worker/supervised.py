@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from ratchet_contract.messages import RankEnd
 from ratchet_contract.paths import AttemptPaths
-from ratchet_worker import procs
+from ratchet_worker import group_abort, procs
 from ratchet_worker.files import say
 from ratchet_worker.results import Ended, read_rank_result
 from ratchet_worker.stacks import Target, capture
 from ratchet_worker.starter import RankProcess
+
+_ABORT_TICK: Final = 0.01  # seconds between two looks whether the ranks have halted
 
 
 @dataclass(frozen=True)
@@ -75,3 +79,25 @@ def write_stacks(ranks: Sequence[SupervisedRank], why: str, patience: float) -> 
     for number, state in silent.items():
         say(f"rank {number} wrote no stacks: {state}")
     return "".join(f"; rank {number} wrote none ({state})" for number, state in silent.items())
+
+
+def abort_groups(ranks: Sequence[SupervisedRank], why: str, patience: float, wait: Callable[[float], None]) -> str:
+    """Before ``ranks`` are killed, each aborts its communicators; returns in words which have, after ``patience`` seconds at
+    most. A rank that a signal has halted is not asked, since it cannot answer. ``wait(seconds)`` waits and notes who has died."""
+    asked = [rank for rank in ranks if not rank.halted and not procs.is_exiting(rank.process.pid)]
+    for rank in asked:
+        rank.killed = True
+        text = f"{why}; rank {rank.process.rank} aborts its process groups before the agent kills it"
+        group_abort.ask(rank.process.pid, rank.log, text)
+    deadline = time.monotonic() + patience
+    while (left := [r for r in asked if r.live and not r.halted]) and time.monotonic() < deadline:
+        wait(_ABORT_TICK)
+    words = [f"aborted by {_numbers(done)}"] if (done := [r for r in asked if r.live and r not in left]) else []
+    words += [f"not aborted by {_numbers(left)} within {patience:g} s"] if left else []
+    if words:
+        say(f"process groups {', '.join(words)}")
+    return f"process groups {', '.join(words)} before the kill" if words else ""
+
+
+def _numbers(ranks: Sequence[SupervisedRank]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(str(rank.process.rank) for rank in ranks)}"

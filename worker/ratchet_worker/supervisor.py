@@ -15,7 +15,7 @@ from ratchet_contract.messages import Control, LaunchFile
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import AttemptPhase, Cause, Desired
 from ratchet_contract.scripts import SESSION_PACKAGE
-from ratchet_worker import group_abort, procs
+from ratchet_worker import procs
 from ratchet_worker.control import write_control
 from ratchet_worker.counter import CounterReader
 from ratchet_worker.files import now as clock
@@ -31,7 +31,7 @@ from ratchet_worker.results import (
     peer_ended,
 )
 from ratchet_worker.starter import RankPlan, Starter
-from ratchet_worker.supervised import SupervisedRank, Timing, write_stacks
+from ratchet_worker.supervised import SupervisedRank, Timing, abort_groups, write_stacks
 from ratchet_worker.uplink import Status
 from ratchet_worker.waking import Waking
 from ratchet_worker.watch import Watch
@@ -73,6 +73,7 @@ class Supervisor:
         self._stop_since: float | None = None
         self.stop_at: str | None = None  # the same by the clock
         self._failed_since: float | None = None
+        self._failure = ""
         self._housekept = 0.0
         self._watch = Watch(
             {rank: CounterReader(paths.counter(rank)).read for rank in launch.ranks},
@@ -171,7 +172,7 @@ class Supervisor:
 
     def finish(self) -> list[Ended]:
         """Kill what is left of the ranks' groups and collect them; safe to call at any time, and again."""
-        self._kill_live()
+        self._kill_live("the attempt ends")
         self._watch.look(time.monotonic())
         for rank in self._ranks.values():
             rank.process.kill_group()  # its children may outlive it
@@ -183,7 +184,7 @@ class Supervisor:
         self._collect()
         if self._fenced is not None:
             say(f"fenced: {self._fenced}")
-            self._kill_live()
+            self._kill_live("the attempt is fenced")
             return
         now = time.monotonic()
         self._watch.look(now)
@@ -191,13 +192,13 @@ class Supervisor:
         self._housekeeping(now)
         if self._failed_since is not None:
             if now - self._failed_since >= self._timing.moment:
-                self._kill_live()
+                self._kill_live(self._failure)
         elif self._peer_end is not None and any(rank.live for rank in self._ranks.values()):
             say(f"another node has failed: {self._peer_end}")
             self._evidence = replace(self._evidence, peer_end=self._peer_end)
             if self._peer_cause is Cause.HANG:
                 self._write_stacks("a rank of another node hangs")
-            self._kill_live()
+            self._kill_live("another node has failed")
         elif not self._end_hang(now):
             self._end_overdue_stop(now)
 
@@ -217,7 +218,11 @@ class Supervisor:
             end = rank.end(0).end
             if self._failed_since is None and (end.result is None or not is_fine(end)):
                 # Without a result it was not agreed on, whatever ended it: the others would wait for it.
-                self._failed_since = time.monotonic()
+                self._failed_since, self._failure = time.monotonic(), f"rank {number} ended with {code}"
+
+    def _let_die(self, seconds: float) -> None:
+        self._wait(seconds)
+        self._collect()
 
     def _publish(self) -> None:
         """Hand the merged wish to the ranks; tried again at the next look when the disk refuses."""
@@ -269,7 +274,7 @@ class Supervisor:
         since = time.time() - (now - stuck.since)
         message += self._write_stacks("hang")
         self._evidence = replace(self._evidence, hung=stuck.ranks, hang_message=message, hung_since=since)
-        self._kill_live()
+        self._kill_live("hang")
         return True
 
     def _is_stopped(self, rank: int) -> bool:
@@ -282,32 +287,19 @@ class Supervisor:
         say(f"no agreed stop within {self._policy.stop_grace:g} s; killing the ranks")
         self._evidence = replace(self._evidence, overdue=True, moved=moved)
         self._write_stacks("no agreed stop")
-        self._kill_live()
+        self._kill_live("no agreed stop")
 
     def _write_stacks(self, why: str) -> str:
         told = write_stacks([rank for rank in self._ranks.values() if rank.live], why, self._timing.stacks)
         return f"; the stacks of all threads are in the ranks' logs ({self._read_at}){told}"
 
-    def _abort_groups(self) -> None:
-        """Have the living ranks abort their communicators and end, for at most ``Timing.abort`` seconds. A rank that is halted by
-        a signal cannot, nor can one whose native code keeps Python's lock."""
-        asked = {
-            n: r for n, r in self._ranks.items() if r.live and not r.halted and not procs.is_exiting(r.process.pid)
-        }
-        for rank in asked.values():
-            rank.killed = True
-            group_abort.ask(rank.process.pid)
-        deadline = time.monotonic() + self._timing.abort
-        while any(rank.live for rank in asked.values()) and time.monotonic() < deadline:
-            self._wait(deadline - time.monotonic())
-            self._collect()
-        for number in [number for number, rank in asked.items() if rank.live]:
-            say(f"rank {number} did not abort its process groups within {self._timing.abort:g} s")
-
-    def _kill_live(self) -> None:
-        """SIGKILL the groups of all living ranks and wait until they are dead. One that is dying already died by itself."""
+    def _kill_live(self, why: str) -> None:
+        """SIGKILL the groups of all living ranks, after they have aborted their communicators, and wait until they are dead. One
+        that is dying already died by itself."""
         self._evidence = replace(self._evidence, killed_at=self._evidence.killed_at or time.time())
-        self._abort_groups()
+        live = [rank for rank in self._ranks.values() if rank.live]
+        if aborts := abort_groups(live, why, self._timing.abort, self._let_die):
+            self._evidence = replace(self._evidence, aborts=f"; {aborts}")
         for rank in self._ranks.values():
             if rank.live and not procs.is_exiting(rank.process.pid):
                 rank.killed = True
@@ -315,8 +307,7 @@ class Supervisor:
                 rank.process.kill_group()
         deadline = time.monotonic() + _DEATH_LIMIT
         while any(r.live for r in self._ranks.values()) and time.monotonic() < deadline:
-            self._wait(deadline - time.monotonic())
-            self._collect()
+            self._let_die(deadline - time.monotonic())
         for number, rank in self._ranks.items():
             if rank.live:
                 say(f"rank {number} (pid {rank.process.pid}) did not die of SIGKILL within {_DEATH_LIMIT:g} s")
