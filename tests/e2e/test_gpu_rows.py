@@ -22,6 +22,7 @@ from tests.gpu.rows import ROWS, Row
 from tests.gpu.runner import ROOT, Result, run_rows
 from tests.gpu.search_path import PACKAGES, variables
 from tests.gpu.wheels import RECORD, wheel_name
+from tests.gpu.work import Work, read_parts
 from tests.support.interpreters import Interpreter
 from tests.support.server import processes_below
 
@@ -51,8 +52,9 @@ def run(name: str, environ: dict[str, str]) -> Result:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in ROWS if name != "doctor"])
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in ("doctor", "hook-memory")])
 def test_every_row_is_green_on_the_cpu(name: str, environ: dict[str, str]) -> None:
+    """The two others have tests of their own."""
     result = run(name, environ)
     assert result.verdict == "green", f"{result.seen}\n{result.log}"
     assert {part.verdict for part in result.parts} - {"not applicable"} == {"green"}, result.parts
@@ -73,6 +75,34 @@ def test_doctor_is_green_on_the_cpu(environ: dict[str, str], tmp_path: Path) -> 
         ranks.close()
     assert result.verdict == "green", f"{result.seen}\n{result.log}"
     assert [part.name for part in result.parts] == ["exactness powerSGD cpu"]
+
+
+REFUSAL = "nll_loss2d_forward_out_cuda_template does not have a deterministic implementation, but you set more words"
+
+
+def test_an_operation_that_strict_refuses_is_named_and_the_rest_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As CUDA refuses the loss of images: in the measurement, and in the row."""
+    import torch
+
+    from tests.gpu import models, throughput, throughput_modes
+
+    def refuses(out: torch.Tensor, target: torch.Tensor, *, flat: bool) -> torch.Tensor:
+        if out.dim() == 4 and not flat:
+            raise RuntimeError(REFUSAL)
+        return models.loss_of(out, target, flat=flat)
+
+    monkeypatch.setattr(throughput_modes, "loss_of", refuses)
+    seen = throughput_modes.measure(models.subjects(full=False)["U-Net"], torch.device("cpu"), 0.01)
+    assert seen["refused"] == [REFUSAL] and seen["steps_per_second"] > 0
+
+    off = {name: {"steps_per_second": 10.0} for name in ("GPT-2 small", "U-Net")}
+    found = {"off": off, "warn": off, "strict": off | {"U-Net": seen}}
+    monkeypatch.setattr(throughput, "_measured", lambda _, mode: found[mode])
+    throughput.run(Work("cuda", "full", tmp_path, 60))
+    text, image = read_parts(tmp_path)
+    assert "refuse" not in text.seen and f"strict refuses: {REFUSAL} (measured with pixels as rows)" in image.seen
 
 
 # --- what runs them -------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ its log says, and nothing of the attempt is left: no process, no memory of the G
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from tests.gpu.runner import processes_of
 from tests.gpu.work import Work
 from tests.support.server import Server, rank_pid, wait_for
 
-_ABORTED: Final = "it aborted its process groups"  # ratchet_worker.group_abort
+_ABORTED: Final = re.compile(r"aborted ([1-9]\d*) process groups before the end")  # ratchet_worker.group_abort
 _PATIENCE: Final = 20.0
 """Seconds for the agent to end after its last report, and for the driver to free what a killed process had."""
 
@@ -57,7 +58,7 @@ def _case(work: Work, server: Server, name: str, survivor: str, parts: dict[str,
     problems, causes = [], [attempt["cause"] for attempt in server.attempts(job_id)]
     if causes != ["rank-killed"]:
         problems.append(f"attempts ended as {causes}")
-    if _ABORTED not in (log := paths.log(0).read_text(errors="replace")):
+    if (aborted := _ABORTED.search(log := paths.log(0).read_text(errors="replace"))) is None:
         problems.append(f"the survivor's log does not say that it aborted its communicators; its end: {log[-300:]!r}")
     end = time.monotonic() + _PATIENCE
     while ((left := processes_of(paths.root)) or (lost := free - _free_memory(work)) > 0) and time.monotonic() < end:
@@ -67,9 +68,9 @@ def _case(work: Work, server: Server, name: str, survivor: str, parts: dict[str,
     elif lost > 0:
         problems.append(f"{lost} bytes of the GPU are not free again")
     memory = f", {taken / 1e6:.0f} MB of the GPU free again" if work.device == "cuda" else ""
-    work.judge(
-        name, problems, f"the survivor aborted; the job had ended {ended:.1f} s after the kill, no process left{memory}"
-    )
+    groups = int(aborted[1]) if aborted else 0
+    seen = f"process groups aborted by the survivor: {groups}; the job ended {ended:.1f} s after the kill, no process left{memory}"
+    work.judge(name, problems, seen)
     return f"{name}: {'not as it should be' if problems else 'aborted, nothing left'}"
 
 

@@ -78,11 +78,7 @@ def run(work: Work) -> str:
     jobs = _Jobs(work, kinds)
     lanes = max(2, min(6, len(os.sched_getaffinity(0)) // 2))
     with ThreadPoolExecutor(lanes) as threads:
-        if work.device == "cuda":  # a service lends its GPU to one job; the GPU can bear more
-            list(threads.map(jobs.serve, range(lanes)))
-        else:
-            with service.serving(work) as server:
-                list(threads.map(jobs.work_off, [server] * lanes))
+        list(threads.map(jobs.work_off, range(lanes)))
     return f"{jobs.identical} of {len(kinds)} kinds of jobs identical to their undisturbed ones"
 
 
@@ -99,13 +95,9 @@ class _Jobs:
         self._lock = threading.Lock()
         self.identical = 0
 
-    def serve(self, lane: int) -> None:
-        """Work jobs off in a service of this thread's own."""
-        with service.serving(self._work, str(lane), twin=True) as server:
-            self.work_off(server)
-
-    def work_off(self, server: Server) -> None:
-        with suppress(Empty):
+    def work_off(self, lane: int) -> None:
+        """In a service of this thread's own: a service lends its GPU to one job at a time, and the GPU can bear more."""
+        with service.serving(self._work, str(lane), twin=self._work.device == "cuda") as server, suppress(Empty):
             while True:
                 name, killed = self._waiting.get_nowait()
                 try:
