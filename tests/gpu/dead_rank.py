@@ -69,7 +69,7 @@ def _case(work: Work, server: Server, name: str, survivor: str, parts: dict[str,
         problems.append(f"{lost} bytes of the GPU are not free again")
     memory = f", {taken / 1e6:.0f} MB of the GPU free again" if work.device == "cuda" else ""
     groups = int(aborted[1]) if aborted else 0
-    seen = f"process groups aborted by the survivor: {groups}; the job ended {ended:.1f} s after the kill, no process left{memory}"
+    seen = f"the survivor aborted {groups} process groups; the job ended {ended:.1f} s after the kill, no process left{memory}"
     work.judge(name, problems, seen)
     return f"{name}: {'not as it should be' if problems else 'aborted, nothing left'}"
 
