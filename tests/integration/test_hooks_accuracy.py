@@ -1,14 +1,16 @@
 """Law of compression: digits trained under PowerSGD are as accurate as without compression, to half a point over a few seeds.
 
 The figure is a difference of means: of the accuracy on the held-back images under the hook, and under all-reduce with the same
-seeds. Rank 4 sends a nineteenth of the gradients' bytes. The task's own number of epochs: after eight PowerSGD is still behind by
-a little, so that it would take luck; but with twice its batch, so half its steps. All other hooks: ``make bench ONLY=accuracy``.
+seeds. Rank 4 sends a nineteenth of the gradients' bytes. The task's own batch and number of epochs: with fewer steps PowerSGD is
+still behind by about a point, and the sign of the figure then depends on the processor's instruction set. All other hooks:
+``make bench ONLY=accuracy``.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from statistics import fmean
 from typing import Any
 
@@ -19,12 +21,19 @@ from benchmarks.scripts.accuracy import train
 from tests.support.groups import Ranks
 
 POWERSGD = HOOKS["powerSGD rank 4"]
-TASK = {"batch_size": 64}
+HALF_THE_STEPS = {"batch_size": 64}
 SEEDS = int(os.environ.get("RATCHET_TEST_SEEDS", "3"))
 
 
-def accuracy(two: Ranks, hook: dict[str, Any], seeds: int) -> list[float]:
-    return [two.run(train, hook, seed, TASK)[0]["accuracy"] for seed in range(seeds)]
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    """A whole training takes up to a minute where four workers share two cores."""
+    with Ranks(2, deadline=300.0) as ranks:
+        yield ranks
+
+
+def accuracy(two: Ranks, hook: dict[str, Any], seeds: int, **task: Any) -> list[float]:
+    return [two.run(train, hook, seed, task)[0]["accuracy"] for seed in range(seeds)]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +42,7 @@ def plain(two: Ranks) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_compressed_run_reaches_the_uncompressed_accuracy(two: Ranks, plain: list[float]) -> None:
     assert fmean(plain) >= 97.0, plain
     compressed = accuracy(two, POWERSGD, SEEDS)
@@ -41,9 +50,11 @@ def test_a_compressed_run_reaches_the_uncompressed_accuracy(two: Ranks, plain: l
 
 
 @pytest.mark.slow
-def test_without_error_feedback_it_does_not(two: Ranks, plain: list[float]) -> None:
-    compressed = accuracy(two, POWERSGD | {"use_error_feedback": False}, 1)
-    assert difference(compressed, plain[:1]) < -ALLOWED, (compressed, plain)
+@pytest.mark.timeout(600)
+def test_without_error_feedback_it_does_not(two: Ranks) -> None:
+    plain = accuracy(two, HOOKS[AGAINST], 1, **HALF_THE_STEPS)
+    compressed = accuracy(two, POWERSGD | {"use_error_feedback": False}, 1, **HALF_THE_STEPS)
+    assert difference(compressed, plain) < -ALLOWED, (compressed, plain)
 
 
 def test_the_benchmark_prints_what_is_lost_and_what_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
