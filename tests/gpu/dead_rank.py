@@ -48,6 +48,10 @@ def _case(work: Work, server: Server, name: str, survivor: str, parts: dict[str,
     free = _free_memory(work)
     job_id = server.submit(spec)
     _, paths = server.wait_step(job_id, 2, deadline=work.left)
+    logs = [paths.log(rank) for rank in range(2)]
+    wait_for(
+        lambda: all("apart from" in log.read_text() for log in logs), "both ranks to be in the third step", work.left
+    )
     taken = free - _free_memory(work)
     os.kill(rank_pid(paths, 1), signal.SIGKILL)
     killed = time.monotonic()
@@ -58,7 +62,7 @@ def _case(work: Work, server: Server, name: str, survivor: str, parts: dict[str,
     problems, causes = [], [attempt["cause"] for attempt in server.attempts(job_id)]
     if causes != ["rank-killed"]:
         problems.append(f"attempts ended as {causes}")
-    if (aborted := _ABORTED.search(log := paths.log(0).read_text(errors="replace"))) is None:
+    if (aborted := _ABORTED.search(log := logs[0].read_text(errors="replace"))) is None:
         problems.append(f"the survivor's log does not say that it aborted its communicators; its end: {log[-300:]!r}")
     end = time.monotonic() + _PATIENCE
     while ((left := processes_of(paths.root)) or (lost := free - _free_memory(work)) > 0) and time.monotonic() < end:

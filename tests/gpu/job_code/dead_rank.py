@@ -23,6 +23,8 @@ def main() -> None:
         session.register(optimizer=optimizer)
         batch = torch.randn(args.width, args.width, device=session.device)
         for step in session.steps(1000):
+            if step == 2:
+                print("apart from the other rank", flush=True)
             if step == 2 and session.rank == 1:
                 time.sleep(3600)
             while step == 2 and args.rank_0 == "computes":
