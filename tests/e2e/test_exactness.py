@@ -1,6 +1,6 @@
 """One cell of the exactness matrix, killed before compression starts and preempted after; ``RATCHET_TEST_STRIKES=all``: under
-every kind of kill; ``RATCHET_TEST_HOOKS=all``: one cell of each hook instead, with a rank killed once. The groups without a
-service walk through hooks and instants in ``tests/integration``; ``make exactness`` runs all of it with any number of seeds."""
+every kind of kill; ``RATCHET_TEST_HOOKS=all``: one cell of each hook as well, in which a rank is killed once. The groups without
+a service walk through hooks and instants in ``tests/integration``; ``make exactness`` runs all of it with any number of seeds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.exactness import KILLS, Kill, line, run_case
-from tests.support.exact_cells import Cell, hooks
+from tests.support.exact_cells import HOOKS, Cell
 from tests.support.server import Server
 
 CHOSEN: tuple[Kill, ...] = KILLS if os.environ.get("RATCHET_TEST_STRIKES") == "all" else ("rank", "preempt")
-EACH = os.environ.get("RATCHET_TEST_HOOKS") == "all"
+ONCE: tuple[Kill, ...] = ("rank",)
+CASES = [("powerSGD+bf16", CHOSEN), *((hook, ONCE) for hook in HOOKS if os.environ.get("RATCHET_TEST_HOOKS") == "all")]
 
 
 @pytest.fixture
@@ -29,9 +30,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hook", hooks() if EACH else ["powerSGD+bf16"])
-def test_interrupted_job_ends_with_the_same_bits(server: Server, hook: str) -> None:
+@pytest.mark.parametrize(("hook", "kinds"), CASES, ids=[hook for hook, _ in CASES])
+def test_interrupted_job_ends_with_the_same_bits(server: Server, hook: str, kinds: tuple[Kill, ...]) -> None:
     cell = Cell(hook, "many", 2, "digits")
-    outcome, _ = run_case(server, cell, seed=11, reference=None, kinds=("rank",) if EACH else CHOSEN)
+    outcome, _ = run_case(server, cell, seed=11, reference=None, kinds=kinds)
     print(line(cell, outcome))
     assert not outcome.problems
