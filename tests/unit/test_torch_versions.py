@@ -52,6 +52,7 @@ def test_every_selected_file_is_there_once() -> None:
 
 def test_the_page_names_the_tested_versions() -> None:
     """A minor version is called tested when its row of the table says that nothing failed."""
-    rows = [line.split("|")[1:-1] for line in (ROOT / "docs/torch-versions.md").read_text().splitlines() if "|" in line]
+    lines = (ROOT / "docs/torch-versions.md").read_text().splitlines()
+    rows = [line.split("|")[1:-1] for line in lines if line.count("|") == 7]
     green = {torch.strip().rpartition(".")[0] for torch, _, _, failed, *_ in rows[2:] if failed.strip() == "0"}
     assert green == set(TESTED) and rows[0][3].strip() == "failed"
