@@ -216,7 +216,7 @@ def _check_adoptable(ddp: DistributedDataParallel) -> None:
         reason = "DDP's mixed_precision registers a hook of its own; use torch.autocast instead"
     elif torch_compat.delays_parameters(ddp):
         reason = "delay_all_reduce_named_params reduces gradients past the hook; drop it"
-    elif getattr(ddp, "bucket_bytes_cap_list", None):  # since 2.10
+    elif getattr(ddp, "bucket_bytes_cap_list", None):  # not in 2.9
         reason = "bucket_cap_mb_list is not managed; give bucket_cap_mb"
     elif ddp.static_graph and ddp.find_unused_parameters:
         reason = "static_graph finds unused parameters itself; give only one of the two"

@@ -205,7 +205,7 @@ def matmul_precision() -> str:
 
 def all_gather_single(output: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> Any:
     """Begin to gather ``sent`` of all ranks into ``output``, which has as many elements as all of them; returns the ``Work``."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the same one's name before 2.13
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to 2.11
     return gather(output, sent, group=group, async_op=True)
 
 
@@ -265,7 +265,7 @@ def _after_collectives() -> type:
 def bucket_limits(ddp: DistributedDataParallel) -> tuple[int, int]:
     """Bytes of the first and of every further bucket when DDP rebuilds its buckets. To be asked before anything assigns
     ``ddp.bucket_bytes_cap``."""
-    config = getattr(ddp, "_bucket_config", None)  # since 2.12
+    config = getattr(ddp, "_bucket_config", None)  # not in 2.11
     if config is not None:
         return config.first_bucket_bytes_cap, config.bucket_bytes_cap
     cap: int = _part(ddp, "bucket_bytes_cap")
