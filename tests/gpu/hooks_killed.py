@@ -97,8 +97,11 @@ class _Lane:
                 self._finish(ranks, *self._killed)
             if row is not None and ranks.alive:
                 self._begin(ranks, row, number)
+                return
         finally:
             ranks.close(clean=False)
+        if row is not None:  # the case before has ended its ranks
+            self._one_group(world, row, number)
 
     def _finish(self, ranks: KilledRanks, row: Row, folder: Path) -> None:
         self._killed = None

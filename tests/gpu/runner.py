@@ -81,6 +81,8 @@ def _run_row(row: Row, device: str, size: Size, limit: float, left: float, envir
     if error or red:
         seen = "; ".join(filter(None, [error, said.get("seen"), f"red: {', '.join(red)}" if red else ""]))
         return Result(row.name, "red", seconds, seen, parts, log)
+    if not any(part.verdict == "green" for part in parts):
+        return Result(row.name, "red", seconds, f"{said['seen']}; no case was run", parts, log)
     return Result(row.name, "green", seconds, said["seen"], parts)
 
 

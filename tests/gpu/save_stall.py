@@ -29,7 +29,7 @@ def run(work: Work) -> str:
 def _job(work: Work, server: Server, folder: Path, staging: str) -> tuple[dict[str, Any], dict[str, Any]]:
     every = work.sized(40, 12, 8)
     options = {
-        "megabytes": work.sized(1000, 150, 3), "batch": work.sized(8192, 64, 8), "every": every, "saves": work.sized(5, 4, 2),
+        "megabytes": work.sized(1000, 150, 3), "batch": work.sized(8192, 64, 8), "every": every, "saves": work.sized(3, 3, 2),
         "folder": folder,
     }  # fmt: skip
     spec = {

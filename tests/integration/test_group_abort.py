@@ -84,6 +84,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Attempt]]:
         spec = {
             "task": {"entrypoint": "stuck:Stuck", "args": {"busy": busy}},
             "world": {"ranks_per_node": 3, "device": "cpu"},
+            "policy": {"step_deadline": 10 if busy == "hang" else 300},
         }
         attempt = Job(tmp_path / "job", spec, code).launch()
         attempts.append(attempt)
@@ -119,6 +120,17 @@ def test_survivors_abort_their_communicators_before_they_are_killed(start: Calla
     assert result.message is not None and result.message.endswith(f"; process groups {words[busy]} before the kill")
     assert f"process groups {words[busy]}\n" in attempt.paths.agent_log.read_text()
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
+def test_in_a_hang_that_a_halted_rank_makes_the_others_abort_before_they_are_killed(
+    start: Callable[[str], Attempt],
+) -> None:
+    attempt = start("hang")
+    os.kill(rank_pid(attempt.paths, 2), signal.SIGSTOP)
+    result = attempt.wait(60)
+    assert result.cause is Cause.HANG, attempt.logs()
+    assert ["aborted 2 process groups before the end" in _log(attempt, rank) for rank in range(2)] == [True, False]
+    assert result.message is not None and "process groups aborted by ranks 0, 1 before the kill" in result.message
 
 
 def test_nothing_that_follows_from_an_aborted_collective_is_published(start: Callable[[str], Attempt]) -> None:

@@ -34,7 +34,8 @@ SIZES = (20_000, 300_000, 1_000_000)
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.large = nn.ParameterList([nn.Parameter(torch.randn(size)) for size in SIZES])
+        image = torch.randn(32, 32, 9, 9).to(memory_format=torch.channels_last)  # not row-major
+        self.large = nn.ParameterList([nn.Parameter(t) for t in (*map(torch.randn, SIZES), image)])
 
     def forward(self, x):
         return sum((p * x[0, 0]).sum() for p in self.large)
@@ -54,7 +55,7 @@ class Resizing:
         self.record, self.steps, self.step = record, steps, 0
         self.draw = random.Random(7)
         if beside:
-            Checkpointer._copy_before_steps = lambda checkpointer, reason: None
+            Checkpointer._copy_before_steps = lambda checkpointer, reason, note: None
         if unsafe:
             staging._copy_bytes = lambda memory, target, reader: np.copyto(target, memory)
             live_memory.SafeReader.blocks = lambda reader, memory: [memory.copy()]
@@ -163,9 +164,10 @@ def test_after_one_such_failure_the_state_is_copied_before_each_step_and_every_s
         assert failed and len(attempt.job.checkpoints()) == 30 - len(failed)
     finally:
         attempt.close()
-    assert 1 <= len(notes) <= 2, notes  # of one rank or both
-    assert all("before it was copied" in note and "checkpoint.staging" in note for note in notes)
-    assert len(failed) <= 4, f"saves failed at steps {failed}"
+    assert (
+        len(notes) == 1 and f"the save of step {failed[0]} failed" in notes[0] and "checkpoint.staging" in notes[0]
+    ), notes
+    assert len(failed) == 1, f"saves failed at steps {failed}: after the first no rank copies beside a step"
 
 
 @pytest.mark.usefixtures("returned_at_once")

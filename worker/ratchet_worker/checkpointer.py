@@ -261,8 +261,8 @@ class Checkpointer:
             raise save.failure
         verdict = save.verdict
         self._failure = verdict["error"]
-        if save.changed_too_early is not None:
-            self._copy_before_steps(save.changed_too_early)
+        if verdict.get("early"):
+            self._copy_before_steps(f"the save of step {save.order.step} failed: {self._failure}", note=self._rank == 0)
         if self._schedule is not None:
             self._schedule.saved(save.stall, save.seconds, well=self._failure is None)
         if verdict.get("parted"):
@@ -304,14 +304,12 @@ class Checkpointer:
         self._audit, self._tried = None, True
         name = audit.changed()
         if name is not None:
-            self._copy_before_steps(f"{name} was changed between two steps by something else than optimizer.step()")
+            text = f"{name} was changed between two steps by something else than optimizer.step()"
+            self._copy_before_steps(f"rank {self._rank}: {text}", note=True)
 
-    def _copy_before_steps(self, reason: str) -> None:
+    def _copy_before_steps(self, reason: str, *, note: bool) -> None:
         """From now on this attempt copies all of this rank's state before a step begins."""
-        if self._overlapped:
-            self._overlapped = False
-            self._reporter.note(
-                "staging-blocking",
-                f"rank {self._rank}: {reason}. From now on its state is copied before a step begins, not beside it "
-                "(checkpoint.staging)",
-            )
+        if self._overlapped and note:
+            text = f"{reason}. From now on the state is copied before a step begins, not beside it (checkpoint.staging)"
+            self._reporter.note("staging-blocking", text)
+        self._overlapped = False

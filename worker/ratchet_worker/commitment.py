@@ -44,7 +44,8 @@ _PAUSE: Final = 0.002
 """Seconds between two looks at the reports that may be due, at most: one rank alone looks, and a save is not safe before it has
 seen them."""
 Verdict = dict[str, Any]
-"""``error`` None: committed, ``base`` is the new checkpoint. ``parted``: only some ranks have ended. ``failures``: in a row."""
+"""``error`` None: committed, ``base`` is the new checkpoint. ``parted``: only some ranks have ended. ``early``: a tensor may have
+changed before it was copied; all ranks copy before each step from now on. ``failures``: in a row."""
 
 
 class Committer:
@@ -77,7 +78,7 @@ class Committer:
         reports = [report for report, _ in told]
         errors = [r["error"] for r in reports if r["error"] is not None]
         if errors or mine is None:
-            return {"error": "; ".join(errors)}
+            return {"error": "; ".join(errors), "early": any(r.get("early") for r in reports)}
         ended = [rank for rank, report in enumerate(reports) if report["finished"]]
         if ended and len(ended) < len(reports):
             text = f"rank {ended} ended after step {order.step}, others go on: leave the loop on all ranks in the same step"
@@ -88,12 +89,13 @@ class Committer:
         own = [digests for report in reports for digests in report["parts"]]
         diverged = self._divergence(mine, own, [r["seen"] for r in reports])
         if diverged is not None:
-            return {"error": diverged}
+            return {"error": diverged, "early": True}
         try:
             tensors = self._listings.of([listing for _, listing in told])
             digests = [fingerprint.part_digest(slices) for slices in own]
             if self._fence.exists():  # the next attempt may have chosen its base already
                 return {"error": "the service has declared this attempt over: its checkpoints count no more"}
+            self._exchange.hold()
             manifest = self._writer.commit(directory, self._manifest(order, mine, reports, digests, tensors))
         except (RatchetError, OSError) as error:
             return {"error": str(error)}
@@ -108,6 +110,7 @@ class Committer:
         if self._committed is None or self._committed[0].finished:
             return
         manifest, seconds = self._committed
+        self._exchange.hold()
         mark_finished(self._job.checkpoint(manifest.step, manifest.epoch))
         self._committed = manifest.model_copy(update={"finished": True}), seconds
         self._reporter.committed(*self._committed)

@@ -119,6 +119,7 @@ class Exchange:
         before, so that it is seldom looked for until then."""
         key = self._key(name, 0)
         if self.rank == 0:
+            self.hold()
             text = _dump(value)
             if self.world_size > 1:
                 self._store.set(key, text)

@@ -3,8 +3,8 @@
 Where GPUs are connected by NVLink, a process that ends while a peer still reads or writes its memory makes the driver report a
 fatal error (SXid 12028), and the node is taken out of service. Therefore the agent first asks the ranks to abort. In each rank a
 thread that does nothing else aborts all process groups, since the main thread may be stuck in a collective, and then halts the
-process by SIGSTOP. A halted rank is the acknowledgement. It does not exit, because a rank that has not aborted yet may still use
-its memory; the agent kills the ranks when all have halted, or when their time is over.
+process by SIGSTOP. A halted rank is the acknowledgement; one whose abort fails does not halt. A rank does not exit, because one
+that has not aborted yet may still use its memory; the agent kills the ranks when all have halted, or when their time is over.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ class GroupAbort:
                 from ratchet_hooks.torch_compat import abort_groups
 
                 _say(f"aborted {abort_groups()} process groups before the end")
-        except BaseException as error:  # the agent waits for the halt
+        except BaseException as error:
             _say(f"the process groups could not be aborted: {type(error).__name__}: {error}")
+            return
         os.kill(os.getpid(), signal.SIGSTOP)
 
 

@@ -2,8 +2,9 @@
 
 Any code that holds a tensor can resize its storage (``tensor.untyped_storage().resize_(0)``). A thread that reads the old memory
 at that moment ends the process with SIGSEGV, and no public function of torch prevents it. A thread that runs beside user code
-therefore lets the kernel read: ``pwrite`` from memory without pages fails with EFAULT. Where user code cannot run, because the
-loop's thread makes the read itself or waits for it, the memory is read directly.
+therefore lets the kernel read: ``pwrite`` from memory without pages fails with EFAULT. Where the loop's code cannot run, because
+its thread makes the read itself or waits for it, the memory is read directly; a thread of the script's own must not free a tensor
+then.
 
 No read here makes a storage unresizable, as ``Tensor.numpy`` does for good: user code resizes its tensors as without Ratchet.
 """
@@ -13,7 +14,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import sys
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,14 +24,17 @@ import torch
 from numpy.typing import NDArray
 
 from ratchet_contract.errors import StateError
-from ratchet_hooks.torch_compat import version_of, versions_of
+from ratchet_hooks.torch_compat import negative_view, version_of, versions_of
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
 _WINDOW: Final = 1 << 20
 """Bytes that the kernel reads at a time: they stay in the processor's caches until they are copied on, or hashed."""
 _USUAL: Final = (torch.Tensor, torch.nn.Parameter)
-_CURE: Final = "set checkpoint.staging to blocking, which copies everything before the next step begins"
+_CURE: Final = (
+    "set checkpoint.staging to blocking, which copies everything before the next step begins; where it is, a thread of the "
+    "script changes the tensor while the loop waits"
+)
 
 
 class ChangedTooEarly(StateError):
@@ -57,9 +60,11 @@ def is_row_major(tensor: torch.Tensor) -> bool:
 
 def live_bytes(tensor: torch.Tensor) -> Bytes:
     """The bytes of a row-major tensor (``is_row_major``), 1-D, without a copy. It references the tensor, and no pages of it are
-    touched."""
+    touched. Raises ``BufferError`` where it has no memory any more."""
     if not tensor.numel():
         return np.empty(0, np.uint8)
+    if not tensor.data_ptr():
+        raise BufferError("the memory was freed")
     found: Bytes = np.from_dlpack(tensor.detach().view(-1).view(torch.uint8))  # type: ignore[assignment]
     return found
 
@@ -99,7 +104,20 @@ class LiveTensors(Mapping[str, torch.Tensor]):
 
 def address(tensor: torch.Tensor) -> int:
     """Where a tensor's memory begins, to be compared and never read; 0 for layouts and types without memory of their own."""
-    return tensor.data_ptr() if tensor.layout is torch.strided and type(tensor) in _USUAL else 0
+    if type(tensor) in _USUAL:
+        return tensor.data_ptr() if tensor.layout is torch.strided else 0
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a subclass that wraps other tensors
+        return 0
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has elements and no memory: its storage was emptied."""
+    try:
+        return bool(tensor.numel()) and not tensor.data_ptr()
+    except RuntimeError:  # a subclass that wraps other tensors
+        return False
 
 
 class SafeReader:
@@ -134,20 +152,24 @@ class SafeReader:
 
     def private(self, tensor: torch.Tensor) -> torch.Tensor:
         """A CPU tensor's elements in memory of their own, under the same shape and strides. Raises ``BufferError``."""
-        if tensor.is_neg():  # no parameter is one: only a view of a complex tensor's imaginary part
-            return tensor.clone()
+        if tensor.is_neg():
+            return negative_view(self.private(negative_view(tensor)))
         if tensor.is_conj():
             return self.private(tensor.conj()).conj()
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         copy = torch.empty(extent if tensor.numel() else 0, dtype=tensor.dtype)
         if tensor.numel():
-            self.copy(live_bytes(tensor.detach().as_strided((extent,), (1,))), live_bytes(copy))
+            try:
+                memory = live_bytes(tensor.detach().as_strided((extent,), (1,)))
+            except RuntimeError as error:  # the storage is smaller than the tensor
+                raise BufferError("the memory was freed") from error
+            self.copy(memory, copy.view(torch.uint8).numpy())
         return copy.as_strided(tensor.shape, tensor.stride())
 
 
 def _memory_file() -> int:
     """A file descriptor of a file that has no name, and no disk where the system can do so."""
-    if sys.platform == "linux":
+    if hasattr(os, "memfd_create"):  # not in every build of Python
         return os.memfd_create("ratchet-reads", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())

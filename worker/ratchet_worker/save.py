@@ -39,8 +39,6 @@ class Save:
     done: Latch = field(default_factory=Latch)
     settled: Latch = field(default_factory=Latch)
     """Set: older checkpoints are deleted, too, for which a training does not wait."""
-    changed_too_early: str | None = None
-    """Why this rank's part failed, where user code changed a tensor before it was copied."""
     verdict: Verdict = field(default_factory=dict)
     failure: BaseException | None = None  # of the exchange: there is no verdict
     seconds: float = 0.0

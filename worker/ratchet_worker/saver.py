@@ -89,9 +89,10 @@ class Saver:
         order, rank = save.order, self._exchange.rank
         try:
             report, listing = self._part.made(save, self._reporter)
-        except (RatchetError, OSError, MemoryError) as error:
-            save.changed_too_early = str(error) if isinstance(error, ChangedTooEarly) else None
-            report, listing = {"error": f"rank {rank}: {error}"}, ""
+        except Exception as error:  # whatever it is: a save may fail, the training goes on
+            text = str(error) if isinstance(error, RatchetError | OSError | MemoryError) else repr(error)
+            report = {"error": f"rank {rank}: {text}", "early": isinstance(error, ChangedTooEarly)}
+            listing = ""
         save.release()
         save.wait_its_turn()
         if self._late is not None:

@@ -4,13 +4,14 @@ After a step boundary the training goes on. Large tensors stay uncopied until so
 next backward pass calls the hook, parameters and optimizer until the next ``optimizer.step()``. Buffers, which the forward pass
 changes, and all that is small are copied at the boundary.
 
-A tensor that changes earlier fails its save, not the training: torch counts in-place changes, and the address of a storage that
-was resized is another (``live_memory``). ``tensor.data`` has a counter of its own, so changes through it are not seen here (see
-``audit``).
+A tensor that changes earlier fails its save, not the training: torch counts in-place changes, and a storage that was resized
+mostly has another address (``live_memory``). Not seen are a storage that was freed and allocated again at the same address until
+code fills it, and changes through ``tensor.data``, which has a counter of its own (see ``audit``).
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, NamedTuple
@@ -24,7 +25,7 @@ from ratchet_store.blockwise import Range
 from ratchet_store.rankfile import Piece, file_order
 from ratchet_store.slices import Slice
 from ratchet_worker.latch import Latch
-from ratchet_worker.live_memory import Bytes, SafeReader, address, changed, is_row_major, live_bytes, resized
+from ratchet_worker.live_memory import Bytes, SafeReader, address, changed, is_freed, is_row_major, live_bytes, resized
 from ratchet_worker.moves import Move, Work, cut
 from ratchet_worker.room import Room
 from ratchet_worker.snapshot import DTYPE_NAMES, Until, byte_view
@@ -162,6 +163,7 @@ class Staged:
         self._alone = cores < 2
         self._copied = {until: Latch() for until in Until}
         self._waited: set[Until] = set()
+        self._direct = threading.Lock()
         self._marks: dict[Until, Any] = {}
         self._late: dict[int, _AtBoundary] = {}
         self._memory: dict[int, Bytes] = {}
@@ -178,8 +180,11 @@ class Staged:
         return moves
 
     def copy_at_boundary(self) -> None:
-        """Copy what cannot wait, in the loop's thread."""
+        """Copy what cannot wait, in the loop's thread. Raises ``StateError`` for a tensor without memory."""
         numbers = self._layout.kinds[Until.BOUNDARY]
+        if any(map(is_freed, (self._tensors[number] for number in numbers))):
+            name = next(self._sources[number].name for number in numbers if is_freed(self._tensors[number]))
+            raise StateError(f"{name} has no memory: its storage was emptied before the step's end")
         with self._queue(Until.BOUNDARY), torch.no_grad():
             if self._stream is None:
                 foreach_copy_(self._layout.boundary_targets(self._buffer), [self._part(number) for number in numbers])
@@ -192,8 +197,8 @@ class Staged:
 
     def copy(self, until: Until, *, alone: bool = False, waits: bool = False) -> None:
         """Copy every source of this kind that no other thread is copying; ``error`` says what had changed before it was copied.
-        ``alone``: other threads leave the rest to this one. ``waits``: the caller is the loop's thread, so that no user code
-        runs meanwhile."""
+        ``alone``: other threads leave the rest to this one. ``waits``: the caller is the loop's thread, which runs nothing else
+        meanwhile."""
         work = self._work[until]
         try:
             if alone:
@@ -201,7 +206,8 @@ class Staged:
             with self._queue(until):
                 while moves := work.take():
                     for move in moves:
-                        self._make(move, direct=waits or until in self._waited)
+                        if waits or not self._made_while_waited(move, until):
+                            self._make(move, direct=waits)
                     work.made(len(moves))
                 if self._stream is not None:
                     self._marks[until] = self._stream.record_event()
@@ -211,8 +217,17 @@ class Staged:
             self.abandon()
             raise
 
+    def _made_while_waited(self, move: Move, until: Until) -> bool:
+        """Make a direct copy if the loop's thread waits for this kind. It cannot leave ``wait`` before the copy is made, also
+        where a signal handler raises there."""
+        with self._direct:
+            waited = until in self._waited
+            if waited:
+                self._make(move, direct=True)
+        return waited
+
     def _make(self, move: Move, *, direct: bool) -> None:
-        """One copy. ``direct``: no user code runs meanwhile, which could free the memory."""
+        """One copy. ``direct``: the loop's code does not run meanwhile, which could free the memory."""
         number, begin, end = move
         tensor, before, place = self._tensors[number], self._late[number], self._layout.places[number]
         lost = address(tensor) != before.address
@@ -226,6 +241,9 @@ class Staged:
                     _copy_bytes(memory, target, None if direct else self._reader)
             except BufferError:
                 lost = True
+            except RuntimeError as error:  # torch's, for a view of a storage that is too small, or the device's
+                name = self._sources[number].name
+                self.error = self.error or StateError(f"{name} could not be copied: {error}")
         self._check(number, lost=lost)
 
     def _check(self, number: int, *, lost: bool = False) -> None:
@@ -281,6 +299,8 @@ class Staged:
                 copied.wait()
             finally:
                 self._waited.discard(until)
+                with self._direct:  # a direct copy that has begun
+                    pass
         if (mark := self._marks.get(until)) is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(mark)
 

@@ -65,16 +65,18 @@ class SupervisedRank:
         return Ended(end, min(at, self.died_at))
 
 
-def write_stacks(ranks: Sequence[SupervisedRank], why: str, patience: float) -> str:
+def write_stacks(
+    ranks: Sequence[SupervisedRank], why: str, patience: float, kill: Callable[[Sequence[SupervisedRank]], None]
+) -> str:
     """Before ``ranks`` are killed, each writes the stacks of its threads to its log; returns which ones wrote none, in words.
-    Those that are halted come last, when the others are dead, and end at once: they are not to train on."""
+    Those that are halted come last, behind ``kill`` of the others, and end at once: they are not to train on."""
     for rank in ranks:
         rank.killed = True  # without a handler yet, the signal itself ends it
     halted = [rank for rank in ranks if rank.halted]
     others = [rank for rank in ranks if rank not in halted]
     silent = capture({rank.process.rank: rank.target for rank in others}, why, patience)
-    for rank in others if halted else ():
-        rank.process.kill_group()
+    if halted:
+        kill(others)
     silent |= capture({rank.process.rank: rank.target for rank in halted}, why, patience, quiet=0.0)
     for number, state in silent.items():
         say(f"rank {number} wrote no stacks: {state}")

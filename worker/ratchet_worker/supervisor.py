@@ -255,8 +255,7 @@ class Supervisor:
                 rank.result_seen = now
             elif now - rank.result_seen > self._timing.linger:
                 say(f"rank {number} has written its result and does not exit; killing it")
-                rank.killed = True
-                rank.process.kill_group()
+                self._abort_and_kill([rank], "it has written its result and does not exit")
 
     def _end_hang(self, now: float) -> bool:
         waited_for = [n for n, r in self._ranks.items() if r.live and r.result_seen is None]
@@ -290,21 +289,14 @@ class Supervisor:
         self._kill_live("no agreed stop")
 
     def _write_stacks(self, why: str) -> str:
-        told = write_stacks([rank for rank in self._ranks.values() if rank.live], why, self._timing.stacks)
+        live = [rank for rank in self._ranks.values() if rank.live]
+        told = write_stacks(live, why, self._timing.stacks, lambda ranks: self._abort_and_kill(ranks, why))
         return f"; the stacks of all threads are in the ranks' logs ({self._read_at}){told}"
 
     def _kill_live(self, why: str) -> None:
-        """SIGKILL the groups of all living ranks, after they have aborted their communicators, and wait until they are dead. One
-        that is dying already died by itself."""
+        """Kill all living ranks, and wait until they are dead."""
         self._evidence = replace(self._evidence, killed_at=self._evidence.killed_at or time.time())
-        live = [rank for rank in self._ranks.values() if rank.live]
-        if aborts := abort_groups(live, why, self._timing.abort, self._let_die):
-            self._evidence = replace(self._evidence, aborts=f"; {aborts}")
-        for rank in self._ranks.values():
-            if rank.live and not procs.is_exiting(rank.process.pid):
-                rank.killed = True
-            if rank.live:
-                rank.process.kill_group()
+        self._abort_and_kill([rank for rank in self._ranks.values() if rank.live], why)
         deadline = time.monotonic() + _DEATH_LIMIT
         while any(r.live for r in self._ranks.values()) and time.monotonic() < deadline:
             self._let_die(deadline - time.monotonic())
@@ -312,3 +304,13 @@ class Supervisor:
             if rank.live:
                 say(f"rank {number} (pid {rank.process.pid}) did not die of SIGKILL within {_DEATH_LIMIT:g} s")
                 rank.live, rank.died_at = False, time.time()
+
+    def _abort_and_kill(self, ranks: Sequence[SupervisedRank], why: str) -> None:
+        """SIGKILL the groups of ``ranks``, after they have aborted their communicators. One that is dying already died by
+        itself."""
+        if aborts := abort_groups(ranks, why, self._timing.abort, self._let_die):
+            self._evidence = replace(self._evidence, aborts=f"{self._evidence.aborts}; {aborts}")
+        for rank in ranks:
+            if rank.live:
+                rank.killed = rank.killed or not procs.is_exiting(rank.process.pid)
+                rank.process.kill_group()
