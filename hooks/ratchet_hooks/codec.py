@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from pydantic import JsonValue
 
-from ratchet_hooks.decoder import BIT_GENERATORS, decode
+from ratchet_hooks.decoder import BIT_GENERATORS, FACTORIES, decode
 from ratchet_hooks.errors import HookStateError
 from ratchet_hooks.torch_compat import storage_id
 
@@ -50,9 +50,10 @@ class Encoded:
 def encode(value: object, *, where: str) -> tuple[Tensors, JsonValue]:
     """Named tensors and JSON of ``value``; ``where`` begins the path in errors, like ``"state"``.
 
-    Accepted: None, bool, int, float, complex, str, bytes, list, tuple, dict and OrderedDict (keys: None, bool, int, float,
-    str, bytes or tuples of them), set, frozenset, torch.Size, dense tensors, numpy arrays and scalars without objects,
-    ``np.random.RandomState`` and ``np.random.Generator``. Raises ``HookStateError`` for anything else, and for cycles.
+    Accepted: None, bool, int, float, complex, str, bytes, list, tuple, deque, dict, OrderedDict, Counter and defaultdict of
+    built-in types (keys: None, bool, int, float, str, bytes or tuples of them), set, frozenset, torch.Size, dense tensors, numpy
+    arrays and scalars without objects, ``np.random.RandomState`` and ``np.random.Generator``. Raises ``HookStateError`` for
+    anything else, and for cycles.
     """
     return _Encoder(where).run(value)
 
@@ -83,7 +84,7 @@ class _Encoder:
         elif isinstance(value, dict):
             for item in value.values():
                 self._count_sharers(item, depth + 1)
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, (list, tuple, deque)):
             for item in value:
                 self._count_sharers(item, depth + 1)
 
@@ -142,12 +143,21 @@ class _Encoder:
         if type(value) is OrderedDict:
             attributes = dict(vars(value))  # Module.state_dict() hangs its versions here
             return {"odict": [self._pairs(value, path), self._pairs(attributes, (*path, ".__dict__"))]}
+        if type(value) is Counter:
+            return {"counter": self._pairs(value, path)}
+        if type(value) is defaultdict and (
+            value.default_factory is None or value.default_factory in FACTORIES.values()
+        ):
+            factory = None if value.default_factory is None else value.default_factory.__name__
+            return {"defaultdict": [factory, self._pairs(value, path)]}
         if type(value) is list:
-            return [self.value(item, (*path, f"[{i}]")) for i, item in enumerate(value)]
+            return self._items(value, path)
         if type(value) is torch.Size:
             return {"size": [int(n) for n in value]}
         if type(value) is tuple:
-            return {"tuple": [self.value(item, (*path, f"[{i}]")) for i, item in enumerate(value)]}
+            return {"tuple": self._items(value, path)}
+        if type(value) is deque:
+            return {"deque": [value.maxlen, self._items(value, path)]}
         if type(value) in (set, frozenset):
             assert isinstance(value, (set, frozenset))
             items = [self._key(item, (*path, f"{{{item!r}}}")) for item in value]
@@ -158,6 +168,9 @@ class _Encoder:
             f"a {kind.__module__}.{kind.__qualname__} cannot be stored; offer tensors, numbers, strings, lists or dicts "
             "from __getstate__ or state_dict",
         )
+
+    def _items(self, value: Iterable[object], path: tuple[str, ...]) -> list[JsonValue]:
+        return [self.value(item, (*path, f"[{i}]")) for i, item in enumerate(value)]
 
     def _pairs(self, value: Mapping[Any, object], path: tuple[str, ...]) -> JsonValue:
         pairs: list[JsonValue] = []

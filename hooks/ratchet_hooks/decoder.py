@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +15,8 @@ from ratchet_hooks.errors import HookStateError
 from ratchet_hooks.torch_compat import negative_view
 
 BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+FACTORIES = {kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset)}
+"""Of a ``defaultdict``, by name."""
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
 
@@ -53,6 +55,9 @@ class _Decoder:
             "size": lambda v, at: torch.Size(self._items(v, at)),  # type: ignore[arg-type]
             "dict": lambda v, at: dict(self._pairs(v, at)),
             "odict": self._odict,
+            "counter": lambda v, at: Counter(dict(self._pairs(v, at))),
+            "defaultdict": lambda v, at: defaultdict(None if v[0] is None else FACTORIES[v[0]], self._pairs(v[1], at)),
+            "deque": lambda v, at: deque(self._items(v[1], at), v[0]),
             "tensor": self._tensor,
             "array": self._array,
             "scalar": lambda v, _: np.frombuffer(bytes.fromhex(v[1]), dtype=np.dtype(v[0]))[0],

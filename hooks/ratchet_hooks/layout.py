@@ -237,8 +237,15 @@ def check_names(recorded: Sequence[str], present: Sequence[str]) -> None:
 def mismatch(expected: Layout, found: Layout, when: str) -> LayoutMismatch:
     """An error that names the first bucket in which two layouts differ."""
     pairs: Any = itertools.zip_longest(expected, found, fillvalue=[])
-    i, (want, have) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+    differing = ((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+    last = len(found) - 1, (expected[-1], found[-1])
+    i, (want, have) = next(differing, last)
     names = [a if a is not None else b for a, b in itertools.zip_longest(want, have) if a != b]
+    if not names:
+        return LayoutMismatch(
+            str(have[0] if have else "layout"),
+            f"bucket {i} has the recorded parameters {when}, and another number of elements: one of {have[:4]} has another shape",
+        )
     return LayoutMismatch(
         str(names[0]),
         f"bucket {i} differs from the recorded layout {when}: expected {want[:4]}, found {have[:4]}; resume with the model, "

@@ -31,6 +31,11 @@ class _Known(NamedTuple):
     numel: int
 
 
+def _reals(parameter: torch.Tensor) -> int:
+    """Elements that it has in a bucket, where DDP lays a complex number as two real ones."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
 class ManagedHook:
     """The hook of one DDP instance on one rank: runs it, captures and restores its state, tells what it does.
 
@@ -44,7 +49,7 @@ class ManagedHook:
         self._ddp = ddp
         self._algorithm = algorithm
         self._parameters = ddp.trained()
-        self._elements = sum(p.numel() for p in self._parameters.values())
+        self._elements = sum(map(_reals, self._parameters.values()))
         self._options: dict[str, JsonValue] = spec.model_dump(mode="json", exclude={"name", "wrapper"})
         self._fixed: Layout | None = ddp.read_layout() if ddp.fixed else None
         self._seen: Layout = []
@@ -225,7 +230,7 @@ class ManagedHook:
     def _check(self, index: int, names: list[str], numel: int) -> None:
         assert self._fixed is not None
         expected = self._fixed[index] if index < len(self._fixed) else []
-        if names != expected or numel != sum(self._parameters[name].numel() for name in expected):
+        if names != expected or numel != sum(_reals(self._parameters[name]) for name in expected):
             raise mismatch([*self._seen, expected], [*self._seen, names], f"in iteration {self.iteration + 1}")
 
     def _complete(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +47,15 @@ def test_floats_keep_every_bit(value: float) -> None:
         None, True, False, 0, -1, 2**53, 2**53 + 1, -(2**200), "", "ä\n\0", b"\x00\xff", 1 + 2j, [], (), {}, [None, [True, (1,)]],
         {1: "int", "1": "str", True + 1: "two", 1.5: "float", None: 0, (1, "a"): "tuple", False: "bool"}, {"b": 1, "a": 2},
         {3, 1, 2}, frozenset({"x", 1}), torch.Size([2, 3]), OrderedDict(b=1, a=2), np.float32(0.1), np.int64(-5), np.bool_(True),
+        Counter([3, 1, 3]), defaultdict(list, {"b": [1], "a": []}), defaultdict(None, {1: 2}), deque([1, (2,)]), deque([1, 2], 2),
     ],
 )  # fmt: skip
 def test_plain_values_keep_type_and_order(value: object) -> None:
     back = through_disk({"x": value})["x"]
     assert back == value
     assert type(back) is type(value)
+    assert getattr(back, "default_factory", None) is getattr(value, "default_factory", None)
+    assert getattr(back, "maxlen", None) == getattr(value, "maxlen", None)
     if isinstance(value, dict):
         assert [(type(k), k) for k in back] == [(type(k), k) for k in value]
 
@@ -174,7 +177,7 @@ for _ in range(150):
         ({"error_dict": {3: {"foo": object()}}}, "state.error_dict[3].foo"),
         ([1, [lambda: 0]], "state[1][0]"),
         ({"a b": {"c": Path("x")}}, "state['a b'].c"),
-        ({"d": defaultdict(list)}, "state.d"),
+        ({"d": defaultdict(lambda: 0)}, "state.d"),
         ({"p": Point(1)}, "state.p"),
         ({"k": {Point(1): 1}}, "state.k[Point(x=1)]"),
         ({"o": np.array([object()])}, "state.o"),
