@@ -31,7 +31,7 @@ NEVER: Any = lambda: pytest.fail("nothing is given up")  # noqa: E731
 
 
 def _launch(root: Path) -> Any:
-    spec = SimpleNamespace(checkpoint=CheckpointSpec(), task=None, digest=lambda: "spec")
+    spec = SimpleNamespace(checkpoint=CheckpointSpec(), task=None, determinism="warn", digest=lambda: "spec")
     deadlines = SimpleNamespace(step=10)
     return SimpleNamespace(job_root=str(root), job_id="job", epoch=1, spec=spec, save_seconds=None, deadlines=deadlines)
 
@@ -64,7 +64,10 @@ def test_the_mark_of_the_end_waits_for_all_ranks(tmp_path: Path) -> None:
     sealed = commit(directory, manifest_of(3, 1, *write_ranks(directory)))
     marked: list[bool] = []
     exchange: Any = SimpleNamespace(
-        rank=0, world_size=1, gather=lambda *_, **__: marked.append((directory / FINISHED_NAME).exists())
+        hold=lambda: None,
+        rank=0,
+        world_size=1,
+        gather=lambda *_, **__: marked.append((directory / FINISHED_NAME).exists()),
     )
     agreement: Any = SimpleNamespace(begin=lambda _: None, close=lambda: None)
     chosen: Any = SimpleNamespace(base=Base(step=0), manifest=None)

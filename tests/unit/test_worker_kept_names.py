@@ -435,7 +435,7 @@ def test_whatever_changed_a_later_save_is_what_a_first_one_is(name: str, kind: s
     if name in ("nothing", "a step", "parameters swapped for a while", "evaluating and training again"):
         again = job.kept.capture()  # if nothing was kept, this test would prove nothing
         assert kept.sizes() is again.sizes() and kept.state["optimizer"] is again.state["optimizer"]
-        assert (kept.state["modules"] is again.state["modules"]) == (kind == "fixed")
+        assert kept.state["modules"] is again.state["modules"]
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("RATCHET_TEST_CHANGES", "8"))))
@@ -516,7 +516,7 @@ def test_a_tensor_that_became_one_that_cannot_be_stored_is_refused_later_too() -
     job = Job()
     job.adam.state[job.net.first.weight]["exp_avg"].__class__ = Odd
     for state in (job.kept, job.first()):
-        with pytest.raises(StateError, match="Odd"):
+        with pytest.raises(UserError, match="Odd"):
             state.capture()
 
 

@@ -205,7 +205,7 @@ def test_an_optimizer_over_other_parameters_is_refused_by_name() -> None:
 
 
 def test_state_that_cannot_be_stored_is_refused_with_its_key() -> None:
-    with pytest.raises(StateError, match=r"user:mine.*handle"):
+    with pytest.raises(UserError, match=r"user:mine.*handle"):
         Snapshot().add("user:mine", {"fine": 1, "handle": object()})
 
 

@@ -14,32 +14,46 @@ from torch.optim.lr_scheduler import LRScheduler
 from ratchet_contract.errors import StateError, UserError
 from ratchet_contract.resume import ComponentReport, ComponentStatus
 from ratchet_hooks.build import ManagedHook
+from ratchet_hooks.codec import decode
 from ratchet_hooks.layout import ManagedDDP
 from ratchet_hooks.specs import BatchedPowerSGDSpec, PowerSGDSpec
 from ratchet_store.abreast import abreast
 from ratchet_store.slices import Slice
 from ratchet_worker import fingerprint, model_state, module_origin, module_state, optimizer_state, rng, state_names
 from ratchet_worker.data import own_generators
+from ratchet_worker.data.loader import TrainLoader
 from ratchet_worker.equal_state import EqualState
+from ratchet_worker.hidden_state import HiddenState
 from ratchet_worker.model_state import MODEL
 from ratchet_worker.module_origin import Origin
 from ratchet_worker.passage import HookState, Passage, batches, restore_hook
-from ratchet_worker.snapshot import Snapshot, Until, addresses
+from ratchet_worker.snapshot import DTYPE_NAMES, Snapshot, Until, addresses
 from ratchet_worker.task import Stateful, TrainData
 from ratchet_worker.walk import Walk
 
 _GENERATORS: Final = "data_generators"
-_ALWAYS: Final = frozenset({MODEL, "buffers", "modules", "facts", "hook", "rng", _GENERATORS, state_names.COMPONENT})
+_HIDDEN: Final = "attributes"
+_ALWAYS: Final = frozenset({
+    MODEL, "buffers", "modules", "facts", "hook", "rng", _GENERATORS, _HIDDEN, state_names.COMPONENT
+})  # fmt: skip
+
+
+_CURE: Final = (
+    "Make it a buffer or a number, give its module get_extra_state and set_extra_state, register an object with state_dict; or "
+    "session.ignore(path, reason) if training does not depend on it"
+)
 
 
 class JobState:
     """The registered objects of one rank. ``hook`` and ``ddp`` are set by ``wrapped``."""
 
-    def __init__(self, rank: int, device: torch.device) -> None:
-        self._rank, self._device = rank, device
+    def __init__(self, rank: int, device: torch.device, *, strict: bool = False) -> None:
+        """``strict``: what cannot be stored is refused at a save, in place of named at a resume."""
+        self._rank, self._device, self._strict = rank, device, strict
         self.ddp: ManagedDDP | None = None
         self.hook: ManagedHook | None = None
-        self._origin = Origin({}, {}, {})
+        self._origin = Origin({}, {})
+        self.hidden = HiddenState()
         self._walk: Walk | None = None  # of the module, as the last save found it
         self._equal, self._modules, self._generators = EqualState(), module_state.Capture(), rng.Capture(device)
         self.optimizers: dict[str, Optimizer] = {}
@@ -105,6 +119,7 @@ class JobState:
         out.state[state_names.COMPONENT] = state_names.capture(walk, form)
         for component, item in self.stateful.items():
             out.add(component, item.state_dict())
+        self._add_hidden(out)
         if self.data is not None:
             out.add("data", self.data.state_dict())
             if states := own_generators.of(self.data).states():
@@ -114,6 +129,39 @@ class JobState:
             out.until = {**out.until, **{f"hook/{name}": Until.BACKWARD for name in hook_tensors}}
         out.add_made("rng", self._generators.encoded)
         return out
+
+    def require_storable(self) -> None:
+        """Raises ``UserError`` naming what is registered and cannot be stored. What a ``state_dict()`` draws leaves no trace."""
+        out = self.capture_late()
+        for name, tensor in (*out.shared.items(), *out.private.items()):
+            if tensor.dtype not in DTYPE_NAMES:
+                raise UserError(
+                    f"{name}: {tensor.dtype} cannot be stored; for complex numbers use complex64, or torch.view_as_real",
+                    code="state-unsaved",
+                )
+        with rng.forked(self._device), own_generators.of(self.data).kept():
+            for component, item in self.stateful.items():
+                out.add(component, item.state_dict())
+            if self.data is not None:
+                out.add("data", self.data.state_dict())
+            self._add_hidden(out)
+
+    def begin(self) -> None:
+        """Everything is registered and as the script has built it."""
+        roots = {"model": self.hook_or_refuse()[0].module, **self.optimizers}
+        if isinstance(self.data, TrainLoader):
+            roots |= own_generators.of(self.data).roots
+        self.hidden.begin(roots, [*self.stateful.values()])
+
+    def _add_hidden(self, out: Snapshot) -> None:
+        changes = self.hidden.changes()
+        if changes.unsaved and self._strict:
+            raise UserError(
+                f"determinism is strict, and this has changed in training and cannot be saved: {', '.join(changes.unsaved[:5])}. "
+                + _CURE,
+                code="state-unsaved",
+            )
+        out.add(_HIDDEN, {"stored": changes.stored, "unsaved": changes.unsaved, "ignored": self.hidden.ignored})
 
     def _walked(self, module: nn.Module) -> Walk:
         self._walk = (self._walk or Walk(module)).again()
@@ -189,9 +237,17 @@ class JobState:
         for component, item in self.stateful.items():
             if component in saved.state:
                 private.append(self._fits(component, partial(item.load_state_dict, saved.value(component))))
+        private += self._restore_hidden(saved)
         reports += [r.model_copy(update={"status": status, "reason": reason}) for r in private]
         reports = [self._of_replicas(r, how) for r in reports]
         return reports + self._unsaved(saved) + self._absent(saved)
+
+    def _restore_hidden(self, saved: Snapshot) -> list[ComponentReport]:
+        if _HIDDEN not in saved.state:
+            return []
+        tensors, data = saved.encoded(_HIDDEN)
+        found: Any = decode(tensors, data, device=self._device)
+        return [self._fits(_HIDDEN, lambda: self.hidden.restore(found["stored"]))] if found["stored"] else []
 
     def _of_replicas(self, report: ComponentReport, how: Passage) -> ComponentReport:
         """``report``, where replicas became one."""
@@ -208,17 +264,17 @@ class JobState:
     def _unsaved(self, saved: Snapshot) -> list[ComponentReport]:
         """What the model carried from step to step where no checkpoint looks."""
         modules, reasons = saved.value("modules"), []
-        if names := modules.get("unsaved", []):
-            reasons.append(
-                f"{', '.join(names[:5])} changed in training, but is no parameter and no buffer, so it is not saved: make it a "
-                "buffer (persistent=False keeps it out of state_dict), or give its module get_extra_state and set_extra_state"
-            )
         if names := modules.get("parted", []):
             reasons.append(
                 f"buffer {', '.join(names[:5])} was put into another tensor's memory in training, and comes back in its own: "
                 "what is written into one is not seen in the other any more"
             )
-        return [self._report("modules", "not-exact", "; ".join(reasons))] if reasons else []
+        reports = [self._report("modules", "not-exact", "; ".join(reasons))] if reasons else []
+        hidden = saved.value(_HIDDEN) if _HIDDEN in saved.state else {}
+        if names := hidden.get("unsaved"):
+            text = f"{', '.join(names[:5])} changed in training and cannot be saved. {_CURE}"
+            reports.append(self._report(_HIDDEN, "not-exact", text))
+        return reports
 
     def _absent(self, saved: Snapshot) -> list[ComponentReport]:
         """What only one side has: told, never passed over."""

@@ -20,7 +20,6 @@ from torch import nn
 
 from ratchet_contract.errors import StateError, UserError
 from ratchet_hooks import torch_compat
-from ratchet_worker.module_attributes import Mark, marks
 from ratchet_worker.walk import Walk, Walked, walk_of
 
 _TRAINED: Final = attrgetter("requires_grad")
@@ -41,7 +40,6 @@ class Origin:
 
     parameters: dict[str, tuple[int, bool]]
     buffers: dict[str, Built]
-    attributes: dict[str, Mark]
 
     @cached_property
     def ids(self) -> list[tuple[str, int]]:
@@ -57,7 +55,6 @@ def origin(module: nn.Module) -> Origin:
     return Origin(
         {name: (id(p), p.requires_grad) for name, p in module.named_parameters()},
         {name: Built(weakref.ref(b), (b.shape, b.dtype), _storage(b)) for name, b in _buffers(module)},
-        marks(module),
     )
 
 

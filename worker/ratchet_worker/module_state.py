@@ -17,7 +17,7 @@ from torch import nn
 
 from ratchet_contract.errors import StateError
 from ratchet_hooks.codec import Tensors, encode
-from ratchet_worker import module_attributes, module_origin
+from ratchet_worker import module_origin
 from ratchet_worker.module_origin import Origin
 from ratchet_worker.walk import Walk, Walked, walk_of
 
@@ -41,7 +41,7 @@ class Capture:
             return {}, known.data
         state, self._known = capture(walk, before), None
         tensors, data = encode(state, where=COMPONENT)
-        if seen is not None and module_attributes.fixed(walk) and not (state["made"] or state["resized"]):
+        if seen is not None and not (state["made"] or state["resized"]):
             self._known = _Known(walk, before, seen, data)
         return tensors, data
 
@@ -56,7 +56,6 @@ class _Known(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    attributes: object
     modes: list[bool]
     trained: list[bool]
     buffers: list[tuple[int, torch.Size, torch.dtype]]
@@ -67,18 +66,14 @@ def _seen(walk: Walk) -> _Seen | None:
     if _with_extra_state(walk) or not all(map(is_, map(_GRADIENT, walk.all_parameters), repeat(None))):
         return None
     parts = walk.derived("parts", lambda: [part for _, part in walk.named_modules()])
-    # The modes apart from the attributes: a class may have a property of that name.
-    return _Seen(walk.attributes, [*map(_MODE, parts)], module_origin.trained(walk), module_origin.buffer_forms(walk))
+    return _Seen([*map(_MODE, parts)], module_origin.trained(walk), module_origin.buffer_forms(walk))
 
 
 def capture(module: Walked, before: Origin) -> dict[str, Any]:
     """A tree that ``ratchet_hooks.codec`` takes; a gradient of zeros is stored as None. ``before``: of the wrapped module."""
-    scalars, unsaved = module_attributes.changed(module, before.attributes, lambda: module_origin.built_names(before))
     gradients = {name: p.grad.detach() for name, p in module.named_parameters() if p.grad is not None}
     return {
         **module_origin.changed_buffers(module, before),
-        "attributes": scalars,
-        "unsaved": unsaved,
         "eval": [name for name, m in module.named_modules() if not m.training],
         "frozen": [name for name, p in module.named_parameters() if not p.requires_grad],
         "extra": {name: m.get_extra_state() for name, m in _with_extra_state(module).items()},
@@ -106,7 +101,6 @@ def restore(module: nn.Module, state: dict[str, Any], *, frozen: bool = True) ->
         if frozen and parameter.requires_grad is (name in state["frozen"]):
             parameter.requires_grad_(name not in state["frozen"])
         parameter.grad = _gradient(parameter, state["gradients"][name]) if name in state["gradients"] else None
-    module_attributes.put_back(module, state.get("attributes", {}))
 
 
 def _blank(gradient: torch.Tensor) -> bool:

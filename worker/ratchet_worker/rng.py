@@ -72,6 +72,11 @@ class Capture:
 Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
 
+def process_wide() -> tuple[Generator, ...]:
+    """The generators of the process, which are saved by themselves (``capture``)."""
+    return torch.default_generator, np.random.mtrand._rand, random._inst
+
+
 def is_generator(item: object) -> TypeGuard[Generator]:
     # SystemRandom has no state, and its draws cannot be repeated.
     return isinstance(item, Generator) and not isinstance(item, random.SystemRandom)

@@ -60,7 +60,7 @@ class Runtime:
         self.chosen = chosen
         self.step = chosen.base.step
         self.total: int | None = None
-        self.state = JobState(exchange.rank, device)
+        self.state = JobState(exchange.rank, device, strict=launch.spec.determinism == "strict")
         self._contents = Contents(self.state, exchange.rank, exchange.world_size)
         self.checkpointer = Checkpointer(
             launch,
@@ -83,6 +83,7 @@ class Runtime:
         self._ended = False  # the last step is done, the final checkpoint made
         self._open = False  # between begin_step and end_step
         self._iteration = 0  # of the hook, when the open step began
+        self._stepped = False  # this attempt has done a step
         self._evaluations = 0  # within the open step
 
     @property
@@ -126,9 +127,11 @@ class Runtime:
         self.state.hook_or_refuse()
         self.state.refuse_uncovered()
         self.state.refuse_changed()
+        self.state.begin()
         self.counter.tick()
         resume.restore(self)
         self.restored = True
+        self.state.require_storable()
         self._set_gates()
         self.counter.stage(Stage.TRAINING)
         self._report_hook()
@@ -178,6 +181,9 @@ class Runtime:
         if self._ended:
             self._save("end", finished=True)
         else:
+            if not self._stepped:  # what appears in a first step
+                self._stepped = True
+                self.state.require_storable()
             self.checkpointer.boundary(self.step, self.state.late, self._content)
 
     def batches(self, data: Iterable[Item]) -> Iterator[Item]:

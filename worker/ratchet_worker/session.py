@@ -163,6 +163,13 @@ class Session:
         for name, item in objects.items():
             self._runtime.state.register(name if name in _OWN_NAMES else f"user:{name}", item)
 
+    def ignore(self, path: str, reason: str) -> None:
+        """Training does not depend on the attribute at ``path`` (as a resume report names it, ``model.layers.0.history``), nor on
+        what is reached through it alone: it is neither saved nor reported. Every resume report says so, with the ``reason``."""
+        if self._runtime.restored:
+            raise UserError("ignore before the first step: the state has been put back already")
+        self._runtime.state.hidden.ignored[path] = reason
+
     def batches(self) -> Iterator[Any]:
         """Batches of the registered data, epoch after epoch, from the restored position."""
         data = self._runtime.state.data

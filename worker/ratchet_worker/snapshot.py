@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 import xxhash
 
-from ratchet_contract.errors import StateError
+from ratchet_contract.errors import StateError, UserError
 from ratchet_hooks.codec import decode, encode
 from ratchet_hooks.errors import HookStateError
 from ratchet_worker.live_memory import live_bytes
@@ -61,15 +61,15 @@ class Snapshot:
         return self.known_sizes
 
     def add(self, component: str, value: object) -> None:
-        """Encode ``value`` as this rank's own state of ``component``. Raises ``StateError`` naming what cannot be stored."""
+        """Encode ``value`` as this rank's own state of ``component``. Raises ``UserError`` naming what cannot be stored."""
         self.add_made(component, lambda: encode(value, where=component))
 
     def add_made(self, component: str, make: Callable[[], tuple[Mapping[str, torch.Tensor], Any]]) -> None:
-        """The same for a state that ``make`` encodes."""
+        """The same for a state that ``make`` encodes. Raises ``UserError``: what cannot be stored comes again in every save."""
         try:
             self.add_encoded(component, *make())
         except HookStateError as error:
-            raise StateError(f"{error.key}: {error.detail}") from error
+            raise UserError(f"{error.key}: {error.detail}", code="state-unsaved") from error
 
     def add_encoded(self, component: str, tensors: Mapping[str, torch.Tensor], data: Any) -> None:
         """The same for a state that is tensors and JSON already."""

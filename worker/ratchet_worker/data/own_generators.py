@@ -6,7 +6,6 @@ In a DataLoader's workers they are copies that nobody can ask: the resume report
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from ratchet_worker.rng import GeneratorState, is_generator
+from ratchet_worker.rng import GeneratorState, is_generator, process_wide
 
 _LONGEST: Final = 100  # of a container that is looked into: samples are no place for generators
 _MOST: Final = 10_000  # objects
@@ -33,12 +32,12 @@ class OwnGenerators:
     """
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
-        self._roots = dict(roots)
+        self.roots = dict(roots)
         self._begun: dict[str, Any] | None = None
 
     def find(self) -> dict[str, Any]:
         """Anew each time: some are made when they are first drawn from."""
-        return {path: item for path, item in _reachable(self._roots) if is_generator(item)}
+        return {path: item for path, item in _reachable(self.roots) if is_generator(item)}
 
     def begin(self, *, again: bool) -> None:
         """Of a stream that a resume reads from the beginning of an epoch: there it is, and until ``end`` ``states`` gives what
@@ -96,7 +95,7 @@ def of(data: Any) -> OwnGenerators:
 def _reachable(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Breadth first, each object once."""
     # Kept, so that no number of an object is given to another meanwhile.
-    seen: dict[int, Any] = {id(item): item for item in (torch.default_generator, np.random.mtrand._rand, random._inst)}
+    seen: dict[int, Any] = {id(item): item for item in process_wide()}
     waiting = deque(roots.items())
     while waiting and len(seen) < _MOST:
         path, item = waiting.popleft()

@@ -1,0 +1,303 @@
+"""State outside ``state_dict``: what training changed in attributes is put into objects that are built anew, or named."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ratchet_hooks.codec import decode, encode
+from ratchet_worker.hidden_state import Changes, HiddenState
+from tests.unit.test_hooks_codec import through_disk
+
+
+class Phase(Enum):
+    WARM = 1
+    HOT = 2
+
+
+@dataclass
+class Schedule:
+    level: float = 0.0
+    history: list[float] = field(default_factory=list)
+    best: torch.Tensor | None = None
+
+
+class Slotted:
+    __slots__ = ("count", "last")
+
+    def __init__(self) -> None:
+        self.count, self.last = 0, None
+
+
+class Bank:
+    """A plain object with tensors."""
+
+    def __init__(self) -> None:
+        self.keys, self.at, self.owner = torch.zeros(4, 3), 0, None
+
+
+class Net(nn.Module):
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+Build = Callable[[], Net]
+
+
+def later(net: Net, train: Callable[[Net], Any]) -> tuple[Net, Changes]:
+    """``net`` after ``train``, and what a checkpoint has of it."""
+    hidden = HiddenState()
+    hidden.begin({"model": net})
+    assert hidden.changes() == Changes({}, []), "nothing has happened yet"
+    train(net)
+    return net, hidden.changes()
+
+
+def resumed(build: Build, changes: Changes) -> Net:
+    net, hidden = build(), HiddenState()
+    hidden.begin({"model": net})
+    tensors, data = encode(changes.stored, where="attributes")
+    stored: Any = through_disk(changes.stored)
+    assert decode(tensors, data) is not None
+    hidden.restore(stored)
+    assert str(hidden.changes().unsaved) == str(changes.unsaved)
+    return net
+
+
+def draw(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return torch.rand(3, generator=generator).tolist()
+    return (
+        [generator.random() for _ in range(3)]
+        if isinstance(generator, random.Random)
+        else generator.normal(size=3).tolist()
+    )
+
+
+def teacher_step(net: Net) -> None:
+    with torch.no_grad():
+        for p in net.teacher[0].parameters():
+            p.add_(1.0)
+        net.teacher[0].running.add_(2.0)
+
+
+class Teacher(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.calls = 0
+        self.register_buffer("running", torch.zeros(2), persistent=False)
+
+
+def shares(net: Net) -> None:
+    made = torch.ones(2)
+    net.a, net.b, net.both = made, made, [made]
+
+
+CASES: dict[str, tuple[Build, Callable[[Net], Any], Callable[[Net], Any]]] = {
+    "numbers": (
+        lambda: Net(n=0, x=1.5, s="a", c=1j, t=(1, 2)),
+        lambda n: vars(n).update(n=3, x=-0.0, s="b", c=2j, t=(1, (3,))),
+        lambda n: repr((n.n, n.x, n.s, n.c, n.t)),
+    ),
+    "nan": (lambda: Net(x=0.0), lambda n: vars(n).update(x=float("nan")), lambda n: repr(n.x)),
+    "numpy numbers": (
+        lambda: Net(x=np.float32(1)),
+        lambda n: vars(n).update(x=np.float32(0.1)),
+        lambda n: (type(n.x), n.x),
+    ),
+    "a numpy array in place": (lambda: Net(x=np.zeros(5)), lambda n: n.x.__iadd__(2), lambda n: n.x.tolist()),
+    "a new numpy array": (
+        lambda: Net(x=np.zeros(5)),
+        lambda n: vars(n).update(x=np.ones((2, 2), np.int16)),
+        lambda n: (n.x.tolist(), n.x.dtype),
+    ),
+    "a tensor in place": (lambda: Net(x=torch.zeros(5)), lambda n: n.x.add_(2), lambda n: n.x.tolist()),
+    "a large tensor in place": (lambda: Net(x=torch.zeros(50_000)), lambda n: n.x.add_(2), lambda n: float(n.x.sum())),
+    "a small tensor by way of data": (
+        lambda: Net(x=torch.zeros(5)),
+        lambda n: n.x.data.add_(2),
+        lambda n: n.x.tolist(),
+    ),
+    "a new tensor": (
+        lambda: Net(x=None),
+        lambda n: vars(n).update(x=torch.arange(3)),
+        lambda n: (n.x.tolist(), n.x.dtype),
+    ),
+    "a tensor with a graph": (
+        lambda: Net(x=None),
+        lambda n: vars(n).update(x=n.layer.weight * 0 + 2),
+        lambda n: n.x.detach().tolist(),
+    ),
+    "tensors that are shared": (Net, shares, lambda n: (n.a is n.b, n.both[0] is n.a, n.a.tolist())),
+    "a view of a parameter": (
+        lambda: Net(row=None),
+        lambda n: vars(n).update(row=n.layer.weight[1]),
+        lambda n: (n.row.data_ptr() - n.layer.weight.data_ptr(), tuple(n.row.shape)),
+    ),
+    "a parameter by another name": (
+        lambda: Net(alias=None),
+        lambda n: vars(n).update(alias=[n.layer.weight]),
+        lambda n: n.alias[0] is n.layer.weight,
+    ),
+    "a torch generator": (lambda: Net(g=torch.Generator().manual_seed(1)), lambda n: draw(n.g), lambda n: draw(n.g)),
+    "a numpy generator": (lambda: Net(g=np.random.default_rng(1)), lambda n: draw(n.g), lambda n: draw(n.g)),
+    "a RandomState": (lambda: Net(g=[np.random.RandomState(1)]), lambda n: draw(n.g[0]), lambda n: draw(n.g[0])),
+    "Python's generator": (lambda: Net(g={"r": random.Random(1)}), lambda n: draw(n.g["r"]), lambda n: draw(n.g["r"])),
+    "a new torch generator": (
+        lambda: Net(g=None),
+        lambda n: vars(n).update(g=torch.Generator().manual_seed(5)),
+        lambda n: draw(n.g),
+    ),
+    "a new numpy generator": (
+        lambda: Net(g=None),
+        lambda n: vars(n).update(g=np.random.default_rng(5)),
+        lambda n: draw(n.g),
+    ),
+    "a new random.Random": (lambda: Net(g=None), lambda n: vars(n).update(g=random.Random(5)), lambda n: draw(n.g)),
+    "an early item of a long list": (lambda: Net(x=[0] * 1000), lambda n: n.x.__setitem__(3, 7), lambda n: n.x),
+    "a list that grows": (lambda: Net(x=[]), lambda n: n.x.extend([1, torch.ones(2), {"a": [2]}]), lambda n: str(n.x)),
+    "a dictionary": (
+        lambda: Net(x={"a": 1, 2: "b"}),
+        lambda n: (n.x.pop("a"), n.x.update({(1, 2): 3})),
+        lambda n: [*n.x.items()],
+    ),
+    "a set": (lambda: Net(x={1, 2}), lambda n: (n.x.add(5), n.x.discard(1)), lambda n: n.x),
+    "a frozenset": (lambda: Net(x=frozenset()), lambda n: vars(n).update(x=frozenset({1})), lambda n: n.x),
+    "a deque": (lambda: Net(x=deque(maxlen=2)), lambda n: n.x.extend([1, 2, 3]), lambda n: (n.x.maxlen, [*n.x])),
+    "other dictionaries": (
+        lambda: Net(x=None),
+        lambda n: vars(n).update(x=[OrderedDict(a=1), Counter("aa"), defaultdict(list, b=[1])]),
+        lambda n: (repr(n.x), n.x[2]["new"]),
+    ),
+    "an attribute that is new": (Net, lambda n: vars(n).update(x=3), lambda n: n.x),
+    "an attribute that is gone": (lambda: Net(x=3), lambda n: delattr(n, "x"), lambda n: hasattr(n, "x")),
+    "a dataclass": (
+        lambda: Net(x=Schedule()),
+        lambda n: (vars(n.x).update(level=0.5, best=torch.ones(1)), n.x.history.append(2.0)),
+        lambda n: str(n.x),
+    ),
+    "a plain object": (
+        lambda: Net(x=Bank()),
+        lambda n: (n.x.keys.add_(3), vars(n.x).update(at=2)),
+        lambda n: (n.x.keys.tolist(), n.x.at),
+    ),
+    "a plain object with slots": (
+        lambda: Net(x=[Slotted()]),
+        lambda n: (setattr(n.x[0], "count", 4), setattr(n.x[0], "last", [1])),
+        lambda n: (n.x[0].count, n.x[0].last),
+    ),
+    "a namespace": (lambda: Net(x=SimpleNamespace(a=1)), lambda n: vars(n.x).update(b=2), lambda n: vars(n.x)),
+    "new objects in a circle": (
+        lambda: Net(x=Bank()),
+        lambda n: vars(n.x).update(owner=[n.x, Bank()]),
+        lambda n: (n.x.owner[0] is n.x, n.x.owner[1].keys.tolist()),
+    ),
+    "a member of an enumeration": (lambda: Net(x=Phase.WARM), lambda n: vars(n).update(x=Phase.HOT), lambda n: n.x),
+    "a dtype": (lambda: Net(x=torch.float32), lambda n: vars(n).update(x=torch.bfloat16), lambda n: n.x),
+    "a net hidden in a list": (
+        lambda: Net(teacher=[Teacher()]),
+        lambda n: (teacher_step(n), vars(n.teacher[0]).update(calls=2)),
+        lambda n: (
+            n.teacher[0].calls,
+            n.teacher[0].running.tolist(),
+            (n.teacher[0].inner.weight - weight_of_a_new_teacher(n)).tolist(),
+        ),
+    ),
+    "a net hidden in an object": (
+        lambda: Net(x=SimpleNamespace(net=Teacher())),
+        lambda n: n.x.net.eval(),
+        lambda n: n.x.net.training,
+    ),
+    "an argument of a partial": (lambda: Net(x=partial(min, [1])), lambda n: n.x.args[0].append(0), lambda n: n.x()),
+    "the object of a bound method": (
+        lambda: Net(x=Bank().__class__.__init__.__get__(Bank())),
+        lambda n: vars(n.x.__self__).update(at=5),
+        lambda n: n.x.__self__.at,
+    ),
+}
+
+
+def weight_of_a_new_teacher(net: Net) -> torch.Tensor:
+    torch.manual_seed(0)
+    return build_seeded(lambda: Net(teacher=[Teacher()])).teacher[0].inner.weight
+
+
+def build_seeded(build: Build) -> Net:
+    torch.manual_seed(0)
+    return build()
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_it_comes_back(case: str) -> None:
+    build, train, look = CASES[case]
+    whole, changes = later(build_seeded(build), train)
+    again = resumed(lambda: build_seeded(build), changes)
+    assert changes.unsaved == []
+    assert look(again) == look(whole)
+
+
+def test_it_comes_back_from_a_checkpoint_of_a_resumed_run() -> None:
+    build = lambda: Net(x=[0], g=torch.Generator().manual_seed(1))  # noqa: E731
+    _, changes = later(build(), lambda n: (n.x.append(1), draw(n.g)))
+    second, hidden = build(), HiddenState()
+    hidden.begin({"model": second})
+    hidden.restore(through_disk(changes.stored))  # type: ignore[arg-type]
+    second.x.append(2)
+    expected = draw(copy.copy(second.g.clone_state()))
+    third = resumed(build, hidden.changes())
+    assert third.x == [0, 1, 2] and draw(third.g) == expected
+
+
+@pytest.mark.parametrize(
+    ("attributes", "train", "name"),
+    [
+        ({"it": iter([1, 2, 3])}, lambda n: next(n.it), "model.it"),
+        ({"it": map(abs, iter([1, 2, 3]))}, lambda n: next(n.it), "model.it"),
+        ({"it": itertools.count()}, lambda n: next(n.it), "model.it"),
+        ({"it": (i for i in range(3))}, lambda n: next(n.it), "model.it"),
+        ({"x": None}, lambda n: vars(n).update(x=iter([1])), "model.x"),
+        ({"x": None}, lambda n: vars(n).update(x=[object, iter([1])]), "model.x"),
+        ({"x": None}, lambda n: vars(n).update(x=torch.eye(2).to_sparse()), "model.x"),
+        ({"x": None}, lambda n: vars(n).update(x=np.array([object()])), "model.x"),
+    ],
+)
+def test_what_cannot_be_stored_is_named(attributes: dict[str, Any], train: Callable[[Net], Any], name: str) -> None:
+    _, changes = later(Net(**attributes), train)
+    assert len(changes.unsaved) == 1 and changes.unsaved[0].startswith(name)
+
+
+def test_code_and_what_is_only_looked_at_are_no_changes() -> None:
+    def train(net: Net) -> None:
+        vars(net).update(f=lambda: 2, kind=Bank, module=random)
+        net(torch.zeros(2)) if False else net.layer(torch.ones(1, 3)).sum().backward()
+        net.eval(), net.train()
+
+    _, changes = later(Net(f=lambda: 1, kind=Net, module=itertools), train)
+    assert changes == Changes({}, [])
+
+
+def test_what_is_ignored_is_left_alone() -> None:
+    net, hidden = Net(x=[0], it=iter([1]), n=0), HiddenState()
+    hidden.ignored = {"model.it": "for show", "model.x": "a log", "model.n": "for show"}
+    hidden.begin({"model": net})
+    net.x.append(1), next(net.it)
+    net.n, net.x = 3, []
+    assert hidden.changes() == Changes({}, [])

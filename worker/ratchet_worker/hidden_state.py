@@ -1,0 +1,418 @@
+"""State outside ``state_dict``: attributes of modules, optimizers and data sets, and what they hold.
+
+A script builds the same objects in every attempt. They are walked through (``object_walk``) before the first step and again at
+each save. What is another by then is stored under the path of the object that has changed (``model.layers.0.cache``), and put
+into the object at that path in the next attempt. Objects that two attributes share are shared again.
+
+Stored are numbers, strings, containers, tensors, numpy arrays, generators, and objects of the user's classes and modules made of
+these. What else has changed is named by its path: an iterator that moved on, an object of an installed package.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import nn
+
+from ratchet_contract.errors import StateError
+from ratchet_hooks.codec import encode
+from ratchet_hooks.errors import HookStateError
+from ratchet_hooks.torch_compat import storage_id
+from ratchet_worker.object_walk import (
+    PLAIN_TENSORS,
+    Node,
+    Walked,
+    attributes,
+    is_constant,
+    is_users,
+    same,
+    same_children,
+    step,
+    walk,
+)  # fmt: skip
+from ratchet_worker.rng import GeneratorState
+
+Reference: TypeAlias = tuple[Any, ...]
+"""``("value", constant)``; ``("at", path)``: an object that the script builds; ``("new", number)``: one that training made;
+``("covered", path)``: a tensor that is saved by itself; ``("view", path, offset, shape, stride)``: a part of one; ``("member",
+module, class, name)``: of an enumeration; ``("torch", name)``, ``("device", name)``, ``("tuple", references)``, ranges."""
+
+_TYPES: Final[dict[str, type]] = {
+    kind.__name__: kind for kind in (list, tuple, deque, dict, OrderedDict, defaultdict, Counter, set, frozenset)
+}
+
+
+_LEAVES: Final = ("tensor", "array", "generator")
+_CHANGEABLE: Final = ("list", "dict", "set")
+
+
+class Changes(NamedTuple):
+    """``stored``: a tree for ``ratchet_hooks.codec``, whose tensors are live. ``unsaved``: paths of what changed and is not
+    stored."""
+
+    stored: dict[str, Any]
+    unsaved: list[str]
+
+
+class HiddenState:
+    """Of one rank. ``ignored``: why, by the path of what is left alone, with all that is reached through it alone."""
+
+    def __init__(self) -> None:
+        self.ignored: dict[str, str] = {}
+        self._roots: Mapping[str, Any] = {}
+        self._apart: Sequence[Any] = ()
+        self._built = Walked()
+
+    def begin(self, roots: Mapping[str, Any], apart: Sequence[Any] = ()) -> None:
+        """``roots``, by name, are as the script has built them: changes are those from here on. ``apart``: objects that are saved
+        by themselves."""
+        self._roots, self._apart = roots, apart
+        self._built = self._walked()
+
+    def changes(self) -> Changes:
+        """What has changed since ``begin``."""
+        return _Recorder(self._built, self._walked()).run()
+
+    def _walked(self) -> Walked:
+        return walk(self._roots, self.ignored, self._apart)
+
+    def restore(self, stored: Mapping[str, Any]) -> None:
+        """Inverse of ``changes``, in objects that are as they were at ``begin``. Raises ``StateError`` for a path at which there
+        is no such object."""
+        _Restorer(self._built, stored).run()
+
+
+class _Unstorable(Exception):
+    """With its path."""
+
+
+class _Recorder:
+    def __init__(self, built: Walked, now: Walked) -> None:
+        self._built, self._now = built, now
+        self._numbers: dict[int, int] = {}
+        self._new: list[Any] = []
+        self._unsaved: set[str] = set()
+
+    def run(self) -> Changes:
+        changed: dict[str, Any] = {}
+        for node in self._now.nodes.values():
+            path = self._built.path_of(node.item)
+            if path is None or node.covered:
+                continue
+            before = self._built.nodes[path]
+            if node.mark == before.mark and same_children(before.children, node.children):
+                continue
+            try:
+                if node.kind == "object":
+                    content = self._attributes(path, before, node)
+                elif node.kind in _LEAVES or (node.stored and node.kind in _CHANGEABLE):
+                    content = self._content(path, node)
+                else:
+                    raise _Unstorable(path)
+            except _Unstorable as error:
+                self._unsaved.add(str(error))
+            else:
+                if content is not None:
+                    changed[path] = {"kind": node.kind, "content": content}
+        if not self._now.complete:
+            self._unsaved.add("what lies beyond the first 200000 objects")
+        return Changes({"changed": changed, "new": self._new} if changed else {}, sorted(self._unsaved))
+
+    def _attributes(self, path: str, before: Node, now: Node) -> Any:
+        """Those of an object that are others than before; None where that is code alone."""
+        names = [
+            n for n, value in now.children.items() if n not in before.children or not same(before.children[n], value)
+        ]
+        gone = [name for name in before.children if name not in now.children]
+        found: dict[str, Reference] = {}
+        for name in names:
+            at, value = f"{path}.{name}", now.children[name]
+            if not self._has_state(value) and not self._has_state(before.children.get(name)):
+                continue
+            try:
+                if not now.stored:
+                    raise _Unstorable(at)
+                found[name] = self._reference(at, value)
+            except _Unstorable as error:
+                self._unsaved.add(str(error))
+        if gone and not now.stored:
+            self._unsaved |= {f"{path}.{name}" for name in gone}
+            gone = []
+        return {"set": found, "gone": gone} if found or gone else None
+
+    def _has_state(self, value: Any) -> bool:
+        """False for code, and for what a walk passes by."""
+        if value is None or is_constant(value):
+            return value is not None
+        path = self._now.path_of(value) or self._built.path_of(value)
+        walked = self._now if self._now.path_of(value) else self._built
+        return path is not None and walked.nodes[path].kind not in ("other", "bound")
+
+    def _reference(self, path: str, item: Any) -> Reference:
+        if is_constant(item):
+            return _constant(path, item)
+        at = self._now.path_of(item)
+        if at is None:
+            raise _Unstorable(path)
+        node = self._now.nodes[at]
+        if node.covered:
+            return "covered", at
+        if (built := self._built.path_of(item)) is not None:
+            return "at", built
+        if id(item) not in self._numbers:
+            if node.kind in ("sealed", "bound", "other"):
+                raise _Unstorable(path)
+            if node.kind == "tensor" and (view := self._view(item)) is not None:
+                return view
+            number = self._numbers[id(item)] = len(self._new)
+            self._new.append(None)
+            self._new[number] = {"kind": node.kind, "content": self._content(path, node, new=True)}
+        return "new", self._numbers[id(item)]
+
+    def _view(self, tensor: torch.Tensor) -> Reference | None:
+        owner = self._now.places.get(storage_id(tensor)) if tensor.numel() else None
+        if owner is None or self._now.nodes[owner].item.dtype is not tensor.dtype:
+            return None
+        return "view", owner, tensor.storage_offset(), list(tensor.shape), list(tensor.stride())
+
+    def _content(self, path: str, node: Node, *, new: bool = False) -> Any:
+        """Of a whole object. Raises ``_Unstorable``."""
+        item: Any = node.item
+        kind = node.kind
+        if kind == "tensor":
+            if type(item) not in PLAIN_TENSORS:
+                raise _Unstorable(path)
+            trained = item.requires_grad and item.is_leaf
+            return {"value": item.detach(), "parameter": isinstance(item, nn.Parameter), "trained": trained}
+        if kind == "array":
+            return _storable(path, item)
+        if kind == "generator":
+            return {"made": _maker(path, item) if new else None, "state": GeneratorState(item).state_dict()}
+        if kind == "object":
+            return self._object(path, item)
+        name = type(item).__name__
+        if _TYPES.get(name) is not node.item.__class__:
+            raise _Unstorable(path)
+        content: dict[str, Any] = {"type": name}
+        if kind == "set":
+            content["items"] = [_constant(path, one) for one in item]
+        elif kind == "dict":
+            content["keys"] = [_constant(path, key) for key in item]
+            content["items"] = [self._reference(f"{path}{step(kind, key)}", one) for key, one in item.items()]
+            if type(item) is defaultdict:
+                content["factory"] = _named(path, item.default_factory)
+        else:
+            content["items"] = [self._reference(f"{path}[{number}]", one) for number, one in enumerate(item)]
+            if type(item) is deque:
+                content["longest"] = item.maxlen
+        return content
+
+    def _object(self, path: str, item: Any) -> Any:
+        users: type = type(item)
+        if not (is_users(users) or isinstance(item, nn.Module)):
+            raise _Unstorable(path)
+        held = vars(item) if isinstance(item, nn.Module) else attributes(item)
+        found = {}
+        for name, value in held.items():
+            if self._has_state(value) or value is None or isinstance(item, nn.Module):
+                found[name] = self._reference(f"{path}.{name}", value)
+        return {"class": _named(path, type(item)), "set": found}
+
+
+def _constant(path: str, item: Any) -> Reference:
+    """Raises ``_Unstorable``."""
+    if type(item) is tuple and not all(
+        type(one) in (int, float, str, bool, bytes, complex, type(None)) for one in item
+    ):
+        return "tuple", [_constant(path, one) for one in item]
+    if isinstance(item, Enum):
+        return "member", *_named(path, type(item)), item.name
+    if isinstance(item, (torch.dtype, torch.memory_format)):
+        return "torch", str(item).removeprefix("torch.")
+    if isinstance(item, torch.device):
+        return "device", str(item)
+    if isinstance(item, (range, slice)):
+        return type(item).__name__, item.start, item.stop, item.step
+    return "value", _storable(path, item)
+
+
+def _storable(path: str, value: Any) -> Any:
+    try:
+        encode(value, where=path)
+    except HookStateError as error:
+        raise _Unstorable(path) from error
+    return value
+
+
+def _maker(path: str, generator: Any) -> Any:
+    """What a new generator is made of: itself, where ``codec`` takes it."""
+    if type(generator) in (np.random.Generator, np.random.RandomState):
+        return _storable(path, generator)
+    if type(generator) is random.Random:
+        return "random"
+    if type(generator) is torch.Generator and generator.device.type == "cpu":
+        return "torch"
+    raise _Unstorable(path)
+
+
+def _named(path: str, item: Any) -> tuple[str, str]:
+    """A class by which a later process finds it. Raises ``_Unstorable`` for one that has no such name."""
+    if item is None:
+        return "", ""
+    name = str(item.__module__), str(getattr(item, "__qualname__", ""))
+    if _find(*name) is not item:
+        raise _Unstorable(path)
+    return name
+
+
+def _find(module: str, name: str) -> Any:
+    """Looked up in what is imported; no code is run for it."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+class _Restorer:
+    def __init__(self, built: Walked, stored: Mapping[str, Any]) -> None:
+        self._built = built
+        self._changed: Mapping[str, Any] = stored.get("changed", {})
+        self._new: list[Any] = stored.get("new", [])
+        self._made: dict[int, Any] = {}
+
+    def run(self) -> None:
+        for path, change in self._changed.items():
+            node = self._built.nodes.get(path)
+            if node is None or node.kind != change["kind"]:
+                raise StateError(f"{path}: a {change['kind']} was there, which the script has not built this time")
+        for path, change in self._changed.items():
+            self._fill(path, self._built.nodes[path].item, change["kind"], change["content"])
+
+    def _fill(self, path: str, item: Any, kind: str, content: Any) -> None:
+        """Give an object that is there its content."""
+        if kind == "tensor":
+            self._fill_tensor(path, item, content["value"])
+        elif kind == "array":
+            if item.shape != content.shape or item.dtype != content.dtype:
+                raise StateError(
+                    f"{path}: an array of {content.dtype} {content.shape} was there, now it is {item.dtype} {item.shape}"
+                )
+            item[...] = content
+        elif kind == "generator":
+            GeneratorState(item).load_state_dict(content["state"])
+        elif kind == "object":
+            for name in content.get("gone", ()):
+                vars(item).pop(name, None)
+            for name, reference in content["set"].items():
+                _set(item, name, self._resolved(reference))
+        elif kind == "dict":
+            found = self._pairs(content)
+            item.clear()
+            for key, value in found:
+                item[key] = value
+        else:
+            found = [self._resolved(one) for one in content["items"]]
+            item.clear()
+            (item.update if kind == "set" else item.extend)(found)
+
+    def _fill_tensor(self, path: str, item: torch.Tensor, value: torch.Tensor) -> None:
+        with torch.no_grad():
+            if item.shape != value.shape or item.dtype is not value.dtype:
+                item.data = value.to(item.device)
+            else:
+                item.copy_(value)
+
+    def _pairs(self, content: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+        keys = [self._resolved(key) for key in content["keys"]]
+        return [*zip(keys, map(self._resolved, content["items"]), strict=True)]
+
+    def _resolved(self, reference: Reference) -> Any:
+        kind, *rest = reference
+        if kind == "value":
+            return rest[0]
+        if kind == "at":
+            return self._at(rest[0])
+        if kind == "covered":
+            return self._covered(rest[0])
+        if kind == "new":
+            return self._one(rest[0])
+        if kind == "view":
+            path, offset, shape, stride = rest
+            return self._covered(path).detach().as_strided(shape, stride, offset)
+        if kind == "tuple":
+            return tuple(map(self._resolved, rest[0]))
+        if kind == "member":
+            return _find(rest[0], rest[1])[rest[2]]
+        if kind == "torch":
+            return getattr(torch, rest[0])
+        if kind == "device":
+            return torch.device(rest[0])
+        return {"range": range, "slice": slice}[kind](*rest)
+
+    def _covered(self, path: str) -> Any:
+        """By its name: it may be another tensor than the one that was built."""
+        root, _, name = path.partition(".")
+        owner, _, attribute = name.rpartition(".")
+        try:
+            return getattr(self._at(root).get_submodule(owner), attribute)
+        except AttributeError:
+            raise StateError(f"{path}: the model has no such parameter or buffer this time") from None
+
+    def _at(self, path: str) -> Any:
+        if path not in self._built.nodes:
+            raise StateError(f"{path}: the script has built no such object this time")
+        return self._built.nodes[path].item
+
+    def _one(self, number: int) -> Any:
+        if number not in self._made:
+            kind, content = self._new[number]["kind"], self._new[number]["content"]
+            if kind == "tuple":
+                self._made[number] = tuple(map(self._resolved, content["items"]))
+            else:
+                self._made[number] = self._empty(kind, content)
+                if kind not in ("tensor", "array") and content.get("type") != "frozenset":
+                    self._fill("", self._made[number], kind, content)
+        return self._made[number]
+
+    def _empty(self, kind: str, content: Any) -> Any:
+        """An object without its content yet, so that two can hold one another; leaves are whole."""
+        if kind == "tensor":
+            value = content["value"]
+            return (
+                nn.Parameter(value, content["trained"])
+                if content["parameter"]
+                else value.requires_grad_(content["trained"])
+            )
+        if kind == "array":
+            return content
+        if kind == "generator":
+            made = content["made"]
+            return {"random": random.Random, "torch": torch.Generator}[made]() if isinstance(made, str) else made
+        if kind == "object":
+            found: Any = _find(*content["class"])
+            if not isinstance(found, type):
+                raise StateError(f"the class {'.'.join(content['class'])} is not imported this time")
+            return object.__new__(found)
+        if content["type"] == "deque":
+            return deque(maxlen=content["longest"])
+        if content["type"] == "defaultdict":
+            factory = content["factory"]
+            return defaultdict(_find(*factory) if factory[0] else None)
+        if content["type"] == "frozenset":
+            return frozenset(map(self._resolved, content["items"]))
+        return _TYPES[content["type"]]()
+
+
+def _set(item: Any, name: str, value: Any) -> None:
+    """Where it was found: a class may have a property of that name."""
+    if hasattr(item, "__dict__"):
+        vars(item)[name] = value
+    else:
+        object.__setattr__(item, name, value)
