@@ -61,6 +61,7 @@ secrets:
     "checkpoint": """\
 checkpoint:
   every_steps: auto            # as often as 2 % of the time allows
+  first: 5                     # and once before the first of these
   max_overhead: 0.02
   keep_last: 3
   keep_every: 10000            # and these for good

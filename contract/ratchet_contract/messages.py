@@ -232,7 +232,7 @@ class CheckpointCommitted(Message):
     files: int
     seconds: float = Field(description="From the step boundary to the manifest's sync.")
     stall: float | None = Field(None, description="Seconds of these that rank 0's training loop stood still.")
-    reason: Literal["schedule", "stop", "request", "end"]
+    reason: Literal["schedule", "stop", "request", "end", "first"]
     parent: Base
     finished: bool = False
 

@@ -27,6 +27,12 @@ class CheckpointSpec(SpecModel):
         "measured to take; null: none by steps. With `every_seconds` it is null unless given; with both, whichever comes first.",
     )
     every_seconds: Seconds | None = Field(None, description="Time between scheduled checkpoints; null: none by time.")
+    first: Annotated[int, Field(ge=1)] | Literal["auto", "off"] = Field(
+        "auto",
+        description="A save before the first scheduled one, while the job has no checkpoint. auto: after the first step where it "
+        "is expected to take less than 2 s, else once 20 times what it is expected to take has been trained; a number: after "
+        "that step; off: none. It moves no scheduled one, and is deleted when two others exist.",
+    )
     max_overhead: float = Field(
         0.03, gt=0, le=0.5, description="With every_steps auto: the share of the training time that saves may cost."
     )
@@ -66,11 +72,20 @@ class CheckpointSpec(SpecModel):
         """One sentence, where a union tells what each of its members makes of the value."""
         if value is None or value == "auto":
             return value
-        if not isinstance(value, bool):
-            with suppress(ValueError, TypeError, OverflowError):
-                if (steps := int(value)) == float(value) and steps >= 1:
-                    return steps
+        if (steps := _whole(value)) is not None:
+            return steps
         raise ValueError(f"a whole number of steps from 1 on, auto or null, not {str(value)[:80]!r}")
+
+    @field_validator("first", mode="before")
+    @classmethod
+    def _first(cls, value: Any) -> Any:
+        if value is False:  # what YAML makes of a bare off
+            return "off"
+        if value in ("auto", "off"):
+            return value
+        if (step := _whole(value)) is not None:
+            return step
+        raise ValueError(f"the number of a step from 1 on, auto or off, not {str(value)[:80]!r}")
 
     @field_validator("uri")
     @classmethod
@@ -84,3 +99,12 @@ class CheckpointSpec(SpecModel):
         if "@" in parts[0] or "?" in rest or "#" in rest or not rest.isprintable():
             raise ValueError("credentials and options come from the environment, never in a uri")
         return value.rstrip("/")
+
+
+def _whole(value: Any) -> int | None:
+    """The whole number from 1 on that it is, or that its text says."""
+    if not isinstance(value, bool):
+        with suppress(ValueError, TypeError, OverflowError):
+            if (number := int(value)) == float(value) and number >= 1:
+                return number
+    return None

@@ -59,7 +59,10 @@ class PolicySpec(SpecModel):
         "Session never is.",
     )
     max_failures: int = Field(
-        3, ge=0, description="Failed or lost attempts before the job fails; reset by real progress."
+        3,
+        ge=0,
+        description="Failed or lost attempts before the job fails; reset by real progress. Three attempts in a row without a "
+        "new step end it as well; as many as this, if it is more, where the last was killed, out of memory or lost.",
     )
     exit_codes: list[ExitRule] = Field(
         [],

@@ -11,7 +11,8 @@ The rules for an attempt that has ended:
 5. Otherwise the cause's budget decides between another attempt (failures: the first at once, then after a back-off) and the
    end of the job.
    What an exit code of the job's own code counts as is the spec's to say (``treatment``).
-   Three attempts in a row that commit no new step end it too. A suspended attempt is a pause that somebody asked for, not
+   Three attempts in a row that commit no new step end it too, where the last was ended from outside as many as it may have
+   failures, if these are more. A suspended attempt is a pause that somebody asked for, not
    a try that came to nothing: it neither adds to that row nor breaks it; nor does one that was taken out of its engine's
    queue, or stopped here for a job of higher priority. An unmanaged one (a script without a Session) breaks it: it ran, and
    whether it got on is known to the script alone.
@@ -45,6 +46,9 @@ RETRIED_AT_ONCE: Final = frozenset({Cause.RANK_KILLED, Cause.OOM, Cause.EXCEPTIO
 """What need not come again: the first such failure since the last progress waits for nothing. After the others (a hang, a disk
 that refuses a checkpoint, a lost attempt) it is the machine that needs the time."""
 NO_PROGRESS_LIMIT: Final = 3
+"""Attempts in a row; as many as ``max_failures`` where that is more and the end came from outside."""
+FROM_OUTSIDE: Final = frozenset({Cause.RANK_KILLED, Cause.OOM})
+"""Whatever is lost comes from outside as well."""
 
 
 def decide(view: JobView, now: datetime) -> Decision:
@@ -173,10 +177,15 @@ def _exhausted(view: JobView, treated: Treatment, counters: Counters, end: Attem
     ):
         text = f"{counters.preemptions} preemptions, {limits.max_preemptions} allowed (policy.max_preemptions). {last}"
         return _over(view, Event.END_FAILED, treated, counters, "max-preemptions", text)
-    if treated.outcome is not Outcome.SUSPENDED and counters.no_progress >= NO_PROGRESS_LIMIT:
+    if treated.outcome is not Outcome.SUSPENDED and counters.no_progress >= _no_progress_limit(view, treated):
         text = f"{counters.no_progress} attempts in a row committed no new step. {last} {_no_progress_cure(end)}"
         return _over(view, Event.END_FAILED, treated, counters, "no-progress", text)
     return None
+
+
+def _no_progress_limit(view: JobView, treated: Treatment) -> int:
+    outside = treated.cause in FROM_OUTSIDE or treated.outcome is Outcome.LOST
+    return max(NO_PROGRESS_LIMIT, view.limits.max_failures) if outside else NO_PROGRESS_LIMIT
 
 
 def _no_progress_cure(end: AttemptEnd) -> str:

@@ -57,6 +57,7 @@ def tidy(session: Session, job: Job, paths: JobPaths, segments: list[Segment], e
             values=values,
             lineage=segments,
             protected=protected,
+            first={(c.step, c.epoch) for c in committed if c.reason == "first"},
         )
 
     lost = {row.name for row in committed if not is_here(row)}

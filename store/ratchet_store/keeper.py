@@ -86,6 +86,7 @@ class Keeper:
         self._protected = frozenset(protected)
         self._fence = JobPaths(checkpoints.parent).attempt(epoch).fence_file
         self._own: dict[int, _Own] = {}
+        self._first: int | None = None  # step of the save before the first scheduled one
         self._names: dict[str, int] = {}
         self._values = _Values(None if spec.keep_best is None else spec.keep_best.metric)
         self._told: set[str] = set()
@@ -108,6 +109,8 @@ class Keeper:
         except OSError as error:
             return Retained([], self._notes([("checkpoint-not-deleted", str(not_read(directory, error)))]))
         self._own[manifest.step] = seen
+        if manifest.reason == "first":
+            self._first = manifest.step
         if any(epoch > self._epoch for epoch in there.values()) or self._fence.exists():
             return Retained([], [])
         self._forget(there)
@@ -146,13 +149,14 @@ class Keeper:
             if self._own[step].has(PINNED_NAME):
                 pinned.add((step, self._epoch))
                 continue
-            free += 1
+            free += step != self._first
             if free == max(self._rules.last, MIN_KEEP):
                 break
-        by_id = {(step, self._epoch): value for step, value in values.items()}
+        by_id = {(step, self._epoch): value for step, value in values.items() if step != self._first}
         ids = [(step, self._epoch) for step in steps]
+        first = [one for one in ids if one[0] == self._first]
         self._retire(ids[max(self._rules.last, MIN_KEEP) :], self._rules.best_of(ids, by_id))
-        found = [one[0] for one in self._rules.surplus(ids, by_id, pinned) if one not in self._protected]
+        found = [one[0] for one in self._rules.surplus(ids, by_id, pinned, first) if one not in self._protected]
         return [step for step in found if not self._last_verified(step, steps)]
 
     def _last_verified(self, step: int, steps: Iterable[int]) -> bool:

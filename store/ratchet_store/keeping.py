@@ -7,6 +7,8 @@ What it says, and ``retain`` and ``keeper`` carry out:
 - The ``keep_best.count`` best values of the metric stay. A checkpoint's value is the one that was logged at exactly its step,
   by the attempt that wrote it, or by one that started from it (an evaluation may follow the save, and runs again after a stop
   cut it short). No value, or NaN: never among the best. Of equal values the newer checkpoint is the better one.
+- One saved before any scheduled one (``first``) is counted among none of these, and goes when two others are there, unless
+  it is pinned or its step a multiple of ``keep_every``.
 - The three do not take from one another: each keeps its own, and what two of them keep is kept once.
 - Nothing goes before what took its place is committed: the rule is asked after a commit, or once nothing runs any more.
 """
@@ -37,11 +39,20 @@ class Rules:
     def of(cls, spec: CheckpointSpec) -> Rules:
         return cls(spec.keep_last, spec.keep_every, spec.keep_best)
 
-    def surplus(self, found: Sequence[Id], values: Mapping[Id, float], pinned: Collection[Id] = ()) -> list[Id]:
-        """Those of ``found`` (newest first) that nothing keeps, in their order."""
-        free = [one for one in found if one not in pinned]
-        best = self.best_of(found, values)
-        return [one for one in free[max(self.last, MIN_KEEP) :] if not self.for_good(one) and one not in best]
+    def surplus(
+        self,
+        found: Sequence[Id],
+        values: Mapping[Id, float],
+        pinned: Collection[Id] = (),
+        first: Collection[Id] = (),
+    ) -> list[Id]:
+        """Those of ``found`` (newest first) that nothing keeps, in their order. ``first``: saved before any scheduled one."""
+        free = [one for one in found if one not in pinned and one not in first]
+        best = self.best_of([one for one in found if one not in first], values)
+        gone = {*free[max(self.last, MIN_KEEP) :], *(first if len(free) >= MIN_KEEP else ())}
+        return [
+            one for one in found if one in gone and one not in pinned and not self.for_good(one) and one not in best
+        ]
 
     def best_of(self, found: Sequence[Id], values: Mapping[Id, float]) -> list[Id]:
         """The best of ``found``, best first; empty where none is asked for or none has a value."""

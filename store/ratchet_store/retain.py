@@ -35,6 +35,7 @@ def retain(
     values: Mapping[Id, float] | None = None,
     pinned: Collection[Id] = (),
     protected: Collection[Id] = (),
+    first: Collection[Id] = (),
 ) -> list[Id]:
     """Delete what the rules of ``keeping`` let go of the ``lineage``, oldest first; returns the deleted ``(step, epoch)``. For
     when no attempt is alive: one that is deletes for itself, by a ``Keeper``.
@@ -42,11 +43,12 @@ def retain(
     Never deleted, and not counted among the newest: ``pinned``, by name or by the file ``PINNED`` in their directory.
     Never deleted: ``protected`` (the newest verified one, what a resume asked for), what lies outside the lineage, and what
     does not look whole, which does not count as kept either (``find_base`` deals with it). ``values``: of the metric of
-    ``keep_best``. Raises ``CheckpointError`` (``checkpoint-unreadable``) where the system refuses one, after the others are gone.
+    ``keep_best``; ``first``: saved before any scheduled one. Raises ``CheckpointError`` (``checkpoint-unreadable``) where the
+    system refuses one, after the others are gone.
     """
     found = {(s, e): d for s, e, d in checkpoint_dirs(checkpoints) if holds(lineage, s, e) and _looks_whole(d)}
     marked = {one for one, directory in found.items() if one in pinned or _is_pinned(directory)}
-    surplus = Rules(keep_last, keep_every, keep_best).surplus(list(found), values or {}, marked)
+    surplus = Rules(keep_last, keep_every, keep_best).surplus(list(found), values or {}, marked, first)
     deleted, refused = list[Id](), list[CheckpointError]()
     for one in reversed(surplus):
         try:

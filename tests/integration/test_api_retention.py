@@ -42,16 +42,17 @@ class Told:
         answer = self.api.report(self.id, (0, first, list(messages)), number=self._epoch)
         assert answer.json()["acked"]["0"] == self._seq[self._epoch], answer.text
 
-    def save(self, *steps: int, **values: float | str) -> list[Manifest]:
+    def save(self, *steps: int, reason: str = "schedule", **values: float | str) -> list[Manifest]:
         """Checkpoints, each with the same values of metrics at its step."""
         made = []
         for step in steps:
             manifest = make_checkpoint(
-                self.paths.checkpoints, step, self._epoch, parent=self._parent, job_id=self.id, seed=step
+                self.paths.checkpoints, step, self._epoch, parent=self._parent, job_id=self.id, seed=step, reason=reason
             )
             self._parent = manifest.base
             facts = {
                 "digest": manifest.digest,
+                "reason": reason,
                 "stall": step / 1000,
                 "size": manifest.size,
                 "parent": manifest.parent.model_dump(),
@@ -97,6 +98,24 @@ def damage(directory: Path) -> None:
     raw = bytearray(path.read_bytes())
     raw[-3] ^= 1
     path.write_bytes(raw)
+
+
+def test_the_save_before_the_first_scheduled_goes_when_two_others_are_there_over_all_attempts(api: Api) -> None:
+    told = Told(api, keep_last=5, keep_best={"metric": "m", "mode": "max"})
+    told.attempt()
+    (first,) = told.save(1, reason="first", m=9.0)
+    told.end()
+    told.attempt(first)
+    told.save(10, m=1.0)
+    told.end()
+    assert told.there() == ["1.1", "10.2"] and told.views()["1.1"]["reason"] == "first"
+    told.attempt(first)
+    told.save(12, m=1.0)
+    told.end()
+    assert told.there() == ["1.1", "10.2", "12.3"]  # one of these is on another branch
+    told.save(20, m=1.0)
+    told.end()
+    assert told.there() == ["10.2", "12.3", "20.3"] and "1.1" not in told.views(state="committed")
 
 
 def test_the_rules_count_over_all_attempts(api: Api) -> None:

@@ -74,6 +74,9 @@ WRONG = [
     (spec(checkpoint={"every_steps": "often"}), "/checkpoint/every_steps", "value-error", "auto or null"),
     (spec(checkpoint={"every_steps": True}), "/checkpoint/every_steps", "value-error", "from 1 on"),
     (spec(checkpoint={"every_steps": 0}), "/checkpoint/every_steps", "value-error", "from 1 on"),
+    (spec(checkpoint={"first": "soon"}), "/checkpoint/first", "value-error", "auto or off"),
+    (spec(checkpoint={"first": True}), "/checkpoint/first", "value-error", "from 1 on"),
+    (spec(checkpoint={"first": 0}), "/checkpoint/first", "value-error", "from 1 on"),
     (spec(checkpoint={"every_seconds": "soon"}), "/checkpoint/every_seconds", "value-error", "30s"),
     (spec(checkpoint={"max_overhead": 0.9}), "/checkpoint/max_overhead", "less-than-equal", ""),
     (spec(checkpoint={"staging": "async"}), "/checkpoint/staging", "literal-error", "overlapped"),
@@ -279,3 +282,12 @@ def test_a_schedule_by_time_alone_has_none_by_steps() -> None:
     assert [steps(every_seconds="10m"), steps(every_seconds=600, every_steps=7)] == [None, 7]
     whole = parse_spec(spec(checkpoint={"every_seconds": 60}))
     assert parse_spec(whole.model_dump(mode="json")) == whole
+
+
+def test_the_first_save_is_a_step_auto_or_off_also_as_yaml_reads_it() -> None:
+    def first(value: str) -> Any:
+        return parse_spec(spec(**load_spec_text(f"checkpoint: {{first: {value}}}"))).checkpoint.first
+
+    assert [first(value) for value in ("auto", "off", "'off'", "7", "'7'")] == ["auto", "off", "off", 7, 7]
+    whole = parse_spec(spec())
+    assert whole.checkpoint.first == "auto" and parse_spec(whole.model_dump(mode="json")) == whole

@@ -36,9 +36,9 @@ def keep(checkpoints: Path, epoch: int = 1, **spec: Any) -> Keeper:
     return Keeper(checkpoints, CheckpointSpec.model_validate(spec), epoch)
 
 
-def save(keeper: Keeper, checkpoints: Path, step: int, epoch: int = 1) -> list[int]:
+def save(keeper: Keeper, checkpoints: Path, step: int, epoch: int = 1, **manifest: Any) -> list[int]:
     """Save a step; the steps that went for it."""
-    deleted, notes = keeper.committed(make_checkpoint(checkpoints, step, epoch))
+    deleted, notes = keeper.committed(make_checkpoint(checkpoints, step, epoch, **manifest))
     assert notes == []
     return [step for step, _ in deleted]
 
@@ -47,28 +47,38 @@ def save(keeper: Keeper, checkpoints: Path, step: int, epoch: int = 1) -> list[i
 @given(
     found=st.sets(st.tuples(st.integers(0, 40), st.integers(1, 3)), max_size=20),
     values=st.dictionaries(st.integers(0, 40), st.sampled_from([math.nan, -math.inf, -1.0, 0.0, 2.5]), max_size=20),
+    first=st.booleans(),
     last=st.integers(1, 6),
     every=st.none() | st.integers(1, 7),
     best=st.none() | st.builds(BestSpec, metric=st.just("m"), mode=st.sampled_from(["min", "max"]), count=st.integers(1, 4)),
 )  # fmt: skip
 def test_the_rule(
-    found: set[tuple[int, int]], values: dict[int, float], last: int, every: int | None, best: BestSpec | None
+    found: set[tuple[int, int]],
+    values: dict[int, float],
+    first: bool,
+    last: int,
+    every: int | None,
+    best: BestSpec | None,
 ) -> None:
     newest_first = sorted(found, reverse=True)
+    early = newest_first[-1:] if first else []
+    others = newest_first[: len(newest_first) - len(early)]
     known = {one: values[one[0]] for one in found if one[0] in values}
     rules = Rules(last, every, best)
-    gone = rules.surplus(newest_first, known)
+    gone = rules.surplus(newest_first, known, first=early)
     stay = [one for one in newest_first if one not in gone]
-    assert set(newest_first[: max(last, 2)]) <= set(stay)
+    assert set(others[: max(last, 2)]) <= set(stay)
     if every is not None:
         assert {one for one in found if one[0] % every == 0} <= set(stay)
-    numbers = [one for one in newest_first if not math.isnan(known.get(one, math.nan))]
+    numbers = [one for one in others if not math.isnan(known.get(one, math.nan))]
     if best is not None:  # newest first and a stable sort: of equal values the newer is the better
         order = sorted(numbers, key=lambda one: known[one] if best.mode == "min" else -known[one])
-        assert rules.best_of(newest_first, known) == order[: best.count]
+        assert rules.best_of(others, known) == order[: best.count]
         assert set(order[: best.count]) <= set(stay)
-    for one in stay[max(last, 2) :]:  # and nothing stays without a reason
-        assert (every is not None and one[0] % every == 0) or one in rules.best_of(newest_first, known)
+    for one in [one for one in stay if one not in early][max(last, 2) :]:  # and nothing stays without a reason
+        assert (every is not None and one[0] % every == 0) or one in rules.best_of(others, known)
+    for one in early:
+        assert (one in stay) == (len(others) < 2 or rules.for_good(one))
 
 
 def test_an_attempt_that_was_declared_over_deletes_nothing(tmp_path: Path) -> None:
@@ -80,6 +90,21 @@ def test_an_attempt_that_was_declared_over_deletes_nothing(tmp_path: Path) -> No
     paths.attempt(1).fence_file.touch()
     assert [save(keeper, paths.checkpoints, step) for step in (40, 50, 60)] == [[], [], []]
     assert steps(paths.checkpoints) == [20, 30, 40, 50, 60]
+
+
+def test_what_was_saved_before_the_first_scheduled_goes_when_two_others_are_there(tmp_path: Path) -> None:
+    keeper = keep(tmp_path, keep_last=5, keep_best={"metric": "m", "mode": "max"})
+    keeper.metric(1, {"m": 9.0})
+    assert save(keeper, tmp_path, 1, reason="first") == []
+    assert [save(keeper, tmp_path, step) for step in (10, 20, 30)] == [[], [1], []]
+    kept = keep(tmp_path, 2, keep_last=2, keep_every=5)
+    assert save(kept, tmp_path, 35, 2, reason="first") == []
+    assert [save(kept, tmp_path, step, 2) for step in (41, 42, 43, 44)] == [[], [], [41], [42]]
+    pinned = keep(tmp_path, 3, keep_last=2)
+    assert save(pinned, tmp_path, 51, 3, reason="first") == []
+    (tmp_path / checkpoint_dir_name(51, 3) / PINNED_NAME).touch()
+    assert [save(pinned, tmp_path, step, 3) for step in (61, 62, 63)] == [[], [], [61]]
+    assert steps(tmp_path) == [10, 20, 30, 35, 43, 44, 51, 62, 63]
 
 
 def test_the_newest_stay_and_multiples_for_good(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ class Told:
 class Group:
     """``RANKS`` checkpointers over one store. ``weight`` is every rank's parameter."""
 
-    def __init__(self, root: Path, deadline: float = 10, **spec: Any) -> None:
+    def __init__(self, root: Path, deadline: float = 10, *, early: bool = False, **spec: Any) -> None:
         self.paths, self.told = JobPaths(root), [Told() for _ in range(RANKS)]
         self.weights = [torch.zeros(4096) for _ in range(RANKS)]
         self.gave_up: list[bool] = []
@@ -106,7 +106,7 @@ class Group:
         self.ranks = [
             Checkpointer(
                 launch, Exchange(store, r, RANKS, deadline), Exchange(store, r, RANKS, deadline), counter, self.told[r],  # type: ignore[arg-type]
-                Base(), torch.device("cpu"), lambda: self.gave_up.append(True),
+                Base(), torch.device("cpu"), lambda: self.gave_up.append(True), early=early,
             )
             for r in range(RANKS)
         ]  # fmt: skip
@@ -449,3 +449,49 @@ def test_replicas_that_parted_are_not_saved_and_the_tensor_is_named(tmp_path: Pa
     errors = group.together(act)
     assert errors[0] == errors[1] and errors[0].startswith("replicas have diverged: model/w of rank [")
     assert group.saved() == {}
+
+
+def test_before_the_first_scheduled_save_all_ranks_save_what_rank_0_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def slow(_: Path, size: int) -> float:
+        asked.append(size)
+        return 2.0
+
+    monkeypatch.setattr("ratchet_worker.checkpointer.expected_seconds", slow)
+    group = Group(tmp_path, early=True, every_steps=5000)
+    schedule: Any = group.ranks[0]._schedule
+    schedule._trained, number = 39.97, 0
+    while not group.ranks[0]._numbers:
+        number += 1
+        assert group.step(number) == [None, None]
+    assert group.drain() == [0, 0]
+    assert asked == [4096 * 4] and schedule._trained >= 39.99 and list(group.saved()) == [number]
+    assert [rank.judged for rank in group.ranks] == [None, None]
+    assert [values[0].reason for values in group.told[0].of("committed")] == ["first"]
+
+
+@pytest.mark.parametrize("when_busy", ["wait", "skip"])
+def test_no_scheduled_save_is_left_out_for_the_one_before_it(tmp_path: Path, gate: Gate, when_busy: str) -> None:
+    group = Group(tmp_path, early=True, every_steps=3, when_busy=when_busy)
+    gate.close(0, 1)
+    group.step(1)
+    gate.reached(0, 1)
+    group.step(2)
+    opening = threading.Timer(0.3, gate.open)
+    opening.start()
+    group.step(3)
+    group.drain()
+    assert list(group.saved()) == [1, 3] and not group.told[0].notes()
+
+
+def test_none_is_made_before_the_first_scheduled_where_something_was_saved(tmp_path: Path) -> None:
+    group = Group(tmp_path, early=True, every_steps=10, first=5)
+    for number in range(1, 9):
+        group.step(number)
+        if number == 3:
+            group.together(lambda rank: group.ranks[rank].begin(3, "request", lambda: group.content(rank, 3)))
+    group.drain()
+    assert list(group.saved()) == [3]

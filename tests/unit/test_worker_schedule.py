@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ratchet_contract.spec_checkpoint import CheckpointSpec
-from ratchet_worker.schedule import Schedule, first_due
+from ratchet_worker.schedule import Schedule, early_due, first_due
 
 
 class Run:
@@ -98,3 +98,44 @@ def test_the_automatic_interval_keeps_to_its_share(
 def test_a_spec_with_a_time_alone_has_no_steps() -> None:
     assert CheckpointSpec(every_seconds=60).every_steps is None  # type: ignore[arg-type]
     assert CheckpointSpec(every_seconds="10m", every_steps=5).every_seconds == 600  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("spec", "asked"), [
+    ({}, 1), ({"first": "off"}, math.inf), ({"first": 7}, 7), ({"every_steps": None}, math.inf),
+    ({"every_steps": None, "first": 7}, 7), ({"every_steps": "auto"}, 1), ({"every_seconds": 60}, 1),
+])  # fmt: skip
+def test_where_the_save_before_the_first_scheduled_is_asked_for(spec: dict[str, Any], asked: float) -> None:
+    assert early_due(CheckpointSpec(**spec), 0) == asked
+    behind = math.inf if "first" in spec else asked + 500
+    assert early_due(CheckpointSpec(**spec), 500) == behind
+
+
+@pytest.mark.parametrize(("cost", "after"), [(1.9, 0.5), (2.0, 40.0), (30.0, 600.0)])
+def test_a_quick_one_comes_after_the_first_step_and_a_slow_one_when_twenty_times_it_was_trained(
+    cost: float, after: float
+) -> None:
+    now, asked, due, step = 0.0, 0, 1, 0
+    schedule = Schedule(CheckpointSpec(every_steps=10_000), 0, lambda: now)
+    while step < 5000:
+        now += 3.0  # an evaluation, say: not trained
+        schedule.resumed()
+        step, now = step + 1, now + 0.5
+        schedule.boundary(False, 0.0)
+        if step == due:
+            asked += 1
+            if (due := schedule.early(step, cost)) == step:
+                break
+    assert step * 0.5 == pytest.approx(after, abs=0.5) and asked < 15
+
+
+def test_what_the_first_save_takes_moves_no_scheduled_one() -> None:
+    def saved(first: bool) -> list[tuple[int, float]]:
+        run = Run(every_steps="auto")
+        if first:
+            run.schedule.saved(5.0, 50.0, first=True)
+            assert run.schedule.save_seconds() == 50.0  # of a stop, it says how long a save takes
+        run.go(400, 0.1, 0.02, 0.5)
+        assert run.schedule.save_seconds() == 0.5
+        return run.saved
+
+    assert saved(True) == saved(False)

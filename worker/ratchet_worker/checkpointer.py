@@ -38,6 +38,7 @@ from ratchet_worker.model_state import MODEL
 from ratchet_worker.reporter import Reason, Reporter
 from ratchet_worker.rng import forked
 from ratchet_worker.save import Save
+from ratchet_worker.save_cost import expected_seconds
 from ratchet_worker.saver import MAX_FAILURES, Saver
 from ratchet_worker.snapshot import Snapshot, Until
 from ratchet_worker.sources import Lister
@@ -57,7 +58,8 @@ class Outcome:
 
 class Checkpointer:
     """Saves of one attempt on one rank; all methods are the loop's thread's. ``last``: the newest checkpoint of this attempt, or
-    what it started from. ``give_up``: rank 0's, from the saving thread: too many saves have failed."""
+    what it started from. ``give_up``: rank 0's, from the saving thread: too many saves have failed. ``early``: the job has no
+    checkpoint yet, and may have one before the first scheduled (``checkpoint.first``)."""
 
     def __init__(
         self,
@@ -69,6 +71,8 @@ class Checkpointer:
         base: Base,
         device: torch.device,
         give_up: Callable[[], None],
+        *,
+        early: bool = False,
     ) -> None:
         self._spec, self._launch = launch.spec.checkpoint, launch
         self._exchange, self._counter, self._reporter = exchange, counter, reporter
@@ -76,11 +80,13 @@ class Checkpointer:
         self._staging, self._cuts, self._lister = Staging(device, own_cores()), Cuts(), Lister(exchange.rank)
         self._committer = Committer(launch, saving, reporter, base)
         self._saver = Saver(launch, saving, reporter, self._committer, self._staging, give_up)
-        self._due = Due(self._spec, exchange, reporter, base.step)
+        self._due = Due(self._spec, exchange, reporter, base.step, early=early)
         self._schedule = self._due.schedule
         staging = self._spec.staging
         self._overlapped = staging == "overlapped" or (staging == "auto" and launch.spec.task is not None)
         self._first = True  # no boundary of this attempt yet
+        self._early_step: int | None = None  # saved before the first scheduled one
+        self._early_seconds: float | None = None  # that it is expected to take
         self._rehearsed = False
         self._audit: Audit | None = None
         self._tried = False  # in full, what may be copied beside a step
@@ -104,8 +110,13 @@ class Checkpointer:
         if self._schedule is not None:
             self._schedule.boundary(self._save is not None, self._stall)
         self._stall = 0.0
-        if step >= self._due.next and self._due.at(step, self._save is not None, self.drain):
-            self.begin(step, "schedule", content)
+        if step >= self._due.next:
+            # A scheduled save is not left out for the one before the first.
+            busy = self._save is not None and self._save.order.reason != "first"
+            reason = self._due.at(step, busy, self.drain, lambda: self._expected(late))
+            if reason is not None:
+                self._early_step = step if reason == "first" else self._early_step
+                self.begin(step, reason, content)
         if self._first and self._due.next != math.inf:
             self._prepare(*late())
         elif not self._first and not self._rehearsed:
@@ -186,9 +197,11 @@ class Checkpointer:
         return self._overlapped
 
     @property
-    def newest(self) -> int:
-        """Step of the save that is under way, or of the last one that was committed."""
-        return self.last.step if self._save is None else self._save.order.step
+    def judged(self) -> int | None:
+        """Step of the save that is under way, or of the last one that was committed; None for the one before the first
+        scheduled, which is kept by no metric."""
+        step = self.last.step if self._save is None else self._save.order.step
+        return None if step == self._early_step else step
 
     def metric(self, step: int, values: dict[str, float]) -> None:
         """What rank 0 logged at ``step``: the best checkpoints are kept by it."""
@@ -200,6 +213,18 @@ class Checkpointer:
         self._committer.finish()
 
     # --- parts ---------------------------------------------------------------------------------------------------------
+
+    def _expected(self, late: Callable[[], tuple[Snapshot, int]]) -> float | None:
+        """Rank 0's: seconds that the save before the first scheduled one is expected to take, by what saves of this job took, or
+        by the disk's speed. None: something was saved, so that it is not wanted any more."""
+        if self._numbers:
+            return None
+        if self._early_seconds is None:
+            snapshot, private = late()
+            size = sum(number * width for _, number, width in snapshot.sizes()) + self._world_size * private
+            scratch = JobPaths(Path(self._launch.job_root)).attempt(self._launch.epoch).root
+            self._early_seconds = self._launch.save_seconds or expected_seconds(scratch, size)
+        return self._early_seconds
 
     def _too_late(self, left: float | None) -> str | None:
         """Why a save is not begun; the same on all ranks."""
@@ -264,7 +289,8 @@ class Checkpointer:
         if verdict.get("early"):
             self._copy_before_steps(f"the save of step {save.order.step} failed: {self._failure}", note=self._rank == 0)
         if self._schedule is not None:
-            self._schedule.saved(save.stall, save.seconds, well=self._failure is None)
+            first = save.order.reason == "first"
+            self._schedule.saved(save.stall, save.seconds, well=self._failure is None, first=first)
         if verdict.get("parted"):
             raise UserError(verdict["error"])
         if verdict["error"] is None:

@@ -144,7 +144,7 @@ class Reporter:
         self._spool.append(message)
 
 
-Reason = Literal["schedule", "stop", "request", "end"]
+Reason = Literal["schedule", "stop", "request", "end", "first"]
 
 
 def metric(name: str, value: float | torch.Tensor) -> float:

@@ -71,6 +71,7 @@ class Runtime:
             chosen.base,
             device,
             lambda: agreement.ask(Cause.CHECKPOINT_ERROR),
+            early=_has_none(launch, chosen),
         )
         self.restored = self.finished = False
         self.data_digest: str | None = None
@@ -104,7 +105,7 @@ class Runtime:
     @property
     def judged(self) -> bool:
         """Is this step saved, and the checkpoint judged by a metric (``checkpoint.keep_best``)?"""
-        return self.launch.spec.checkpoint.keep_best is not None and self.checkpointer.newest == self.step
+        return self.launch.spec.checkpoint.keep_best is not None and self.checkpointer.judged == self.step
 
     # --- before the first step -----------------------------------------------------------------------------------------
 
@@ -348,3 +349,10 @@ class Runtime:
     def _report_hook(self) -> None:
         _, hook = self.state.hook_or_refuse()
         self.reporter.hook(hook.summary(rank=self.rank, step=self.step), hook.warnings())
+
+
+def _has_none(launch: LaunchFile, chosen: Chosen) -> bool:
+    """Has the job no checkpoint of its own, and may it have one before the first scheduled? Not under a service of before there
+    was such a key: it knows no such reason."""
+    own = chosen.manifest is not None and chosen.manifest.job_id == launch.job_id
+    return not own and "first" in launch.spec.checkpoint.model_fields_set

@@ -20,6 +20,8 @@ _STEPS_KEPT: Final = 32
 _SAVES_KEPT: Final = 3
 _FIRST_AUTO: Final = 10  # steps before the first save of an automatic schedule: it must be measured to be known
 _LONGEST_AUTO: Final = 3600.0  # seconds: no share of time is worth more than an hour's work
+_QUICK: Final = 2.0  # seconds: what is expected to take less is saved after the first step
+_TIMES: Final = 20  # of what a slower one is expected to take are trained before it
 
 
 class Cost(NamedTuple):
@@ -40,6 +42,14 @@ def first_due(spec: CheckpointSpec, step: int) -> float:
     return step + (1 if spec.every_seconds is not None else _FIRST_AUTO)
 
 
+def early_due(spec: CheckpointSpec, step: int) -> float:
+    """The first step behind ``step`` at which rank 0 is asked for a save before the first scheduled one; infinite: never. The
+    same on every rank."""
+    if isinstance(spec.first, int):
+        return spec.first if spec.first > step else math.inf
+    return step + 1 if spec.first == "auto" and first_due(spec, step) != math.inf else math.inf
+
+
 class Schedule:
     """Rank 0's. ``interval``: of the automatic schedule, in steps; None before it is known."""
 
@@ -49,21 +59,26 @@ class Schedule:
         self._costs: deque[Cost] = deque(maxlen=_SAVES_KEPT)
         self._saved_at = self._now = clock()
         self._saved_step = step
-        self._beside = 0.0
+        self._beside = self._trained = 0.0
+        self._first_seconds: float | None = None
         self.interval: int | None = None
 
     def boundary(self, saving: bool, stall: float) -> None:
         """After every step; ``saving``: a save was under way; ``stall``: seconds of this step that were its."""
         before, self._now = self._now, self._clock()
         seconds = self._now - before - stall
+        self._trained += seconds
         if not saving:
             self._steps.append(seconds)
         elif self._steps:
             self._beside += max(0.0, seconds - self._step_seconds())
 
-    def saved(self, stall: float, total: float, *, well: bool = True) -> None:
-        """A save has ended. What one took that did not end ``well`` (a deadline, no time at all) says nothing of others."""
-        if well:
+    def saved(self, stall: float, total: float, *, well: bool = True, first: bool = False) -> None:
+        """A save has ended. What one took that did not end ``well`` (a deadline, no time at all) says nothing of others, and
+        ``first``, the one before the first scheduled, moves none of these."""
+        if well and first:
+            self._first_seconds = total
+        elif well:
             self._costs.append(Cost(stall, self._beside, total))
         self._beside = 0.0
 
@@ -73,7 +88,7 @@ class Schedule:
 
     def save_seconds(self) -> float | None:
         """What a save takes from its begin to its end, by the last ones; None: not known."""
-        return statistics.median(c.total for c in self._costs) if self._costs else None
+        return statistics.median(c.total for c in self._costs) if self._costs else self._first_seconds
 
     def due(self, step: int) -> bool:
         """Is ``step`` saved?"""
@@ -83,6 +98,14 @@ class Schedule:
         if every == "auto" and step - self._saved_step >= (self.interval or _FIRST_AUTO):
             return True
         return spec.every_seconds is not None and self._left() < self._step_seconds() / 2
+
+    def early(self, step: int, seconds: float) -> int:
+        """The step to ask again at for the save before the first scheduled one, which is expected to take ``seconds``; ``step``:
+        it is due."""
+        left = _TIMES * seconds - self._trained
+        if isinstance(self._spec.first, int) or seconds < _QUICK or left < self._step_seconds() / 2:
+            return step
+        return step + self._steps_within(left)
 
     def began(self, step: int) -> None:
         """The save of ``step`` begins: intervals count from here."""
@@ -102,19 +125,19 @@ class Schedule:
             self.interval = self._allowed()
             steps = max(1, self._saved_step + (self.interval or _FIRST_AUTO) - step)
         if spec.every_seconds is not None:
-            steps = min(steps, self._steps_left())
+            steps = min(steps, self._steps_within(self._left()))
         return step + steps
 
     def _left(self) -> float:
         return self._saved_at + (self._spec.every_seconds or math.inf) - self._clock()
 
-    def _steps_left(self) -> int:
-        """Half-way to the step before which the time is up, since steps may become slower; at the end that very step."""
+    def _steps_within(self, left: float) -> int:
+        """Half-way to the step before which ``left`` seconds are up, since steps may become slower; at the end that very step."""
         seconds = self._step_seconds()
         if seconds <= 0:
             return 1
-        left = self._left() / seconds
-        return max(1, round(left) if left < 4 else int(left / 2))
+        steps = left / seconds
+        return max(1, round(steps) if steps < 4 else int(steps / 2))
 
     def _allowed(self) -> int | None:
         """Steps between two saves whose cost is ``max_overhead`` of the time; never so few that one waits for the other."""
