@@ -327,6 +327,33 @@ def test_a_signal_to_every_process_at_once_is_one_agreed_stop(world: World, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("first", "base"), [("auto", 1), ("off", 0)])
+def test_four_kills_in_the_first_interval_end_no_job_that_may_fail_more_often(
+    world: World, tmp_path: Path, first: str, base: int
+) -> None:
+    server, gate = world.server, Gate(tmp_path / "gate")
+    checkpoint = {"every_steps": 10, "first": first}
+    policy = {"max_failures": 20, "backoff": 0.01}
+    gate.hold("step4")
+    job = server.submit(world.spec(f"killed-{first}", gate, checkpoint=checkpoint, policy=policy))
+    for number in range(1, 5):
+        gate.hold("step4")
+        gate.reached("step4")
+        if base:
+            wait_for(lambda: world.checkpoints(job), "the first save")
+        os.kill(rank_pid(world.newest(job), 1), signal.SIGKILL)
+        wait_for(lambda n=number: len(server.attempts(job)) == n + 1, "the next attempt")  # type: ignore[misc]
+    gate.release("step4")
+    server.wait_phase(job, "SUCCEEDED")
+    attempts = server.attempts(job)
+    assert [a["cause"] for a in attempts] == ["rank-killed"] * 4 + ["completed"]
+    assert [a["base"]["step"] for a in attempts] == [0, base, base, base, base]
+    assert {a["resume_report"]["verdict"] for a in attempts[1:]} == {"exact" if base else "fresh"}
+    world.assert_like_the_reference(job)
+    assert not any(name.startswith("step-000000000001.") for name in world.checkpoints(job))
+
+
+@pytest.mark.slow
 def test_a_run_that_diverges_is_shown_saved_and_resumed_like_any_other(world: World, tmp_path: Path) -> None:
     """Loss and residuals are NaN, which JSON does not know."""
     server, gate = world.server, Gate(tmp_path / "gate")
