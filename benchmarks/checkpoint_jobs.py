@@ -120,7 +120,7 @@ def measure(service: Service, setup: Setup, folder: Path) -> Measured:
         "world": {"ranks_per_node": setup.ranks, "device": "cpu"},
         "resources": {"cpus_per_rank": 1},
         "determinism": "off",  # it would fill every new tensor, which costs the others more than Ratchet
-        "checkpoint": {"every_steps": setup.cycle, "staging": setup.staging, "keep_last": 2},
+        "checkpoint": {"every_steps": setup.cycle, "first": "off", "staging": setup.staging, "keep_last": 2},
         "policy": {"backoff": 0.1},
     }
     begin = time.monotonic()

@@ -110,7 +110,7 @@ class _Job:
             "task": {"entrypoint": "every_step:Blocks", "args": {**_SHORT, **arguments, **size.task}},
             "world": {"ranks_per_node": size.ranks, "device": "cpu"},
             "resources": {"cpus_per_rank": 1},
-            "checkpoint": {"every_steps": every, "keep_last": 2},
+            "checkpoint": {"every_steps": every, "first": "off", "keep_last": 2},
         }
         self._id = service.client.submit(spec).id
         self._attempt = attempt_paths(service, self._id)

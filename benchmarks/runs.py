@@ -86,7 +86,7 @@ def run_ratchet(service: Service, script: str, place: Path, **where: Any) -> Run
         "world": {"ranks_per_node": RANKS, "device": "cpu"},
         "resources": {"cpus_per_rank": 1},
         "env": {"BENCH_STAMPS": str(place / "stamps")},
-        "checkpoint": {"every_steps": EVERY_STEPS},
+        "checkpoint": {"every_steps": EVERY_STEPS, "first": "off"},
         **where,
     }
     begin = _Instant()

@@ -36,7 +36,7 @@ def _job(work: Work, server: Server, folder: Path, staging: str) -> tuple[dict[s
         **service.world(work), "name": f"save-stall-{staging}", "code": {"path": str(Path(__file__).with_name("job_code"))},
         "script": ["save_stall.py", *(word for name, value in options.items() for word in (f"--{name}", str(value)))],
         "world": {"ranks_per_node": 1, "device": work.device},
-        "checkpoint": {"every_steps": every, "keep_last": 2, "staging": staging},
+        "checkpoint": {"every_steps": every, "first": "off", "keep_last": 2, "staging": staging},
     }  # fmt: skip
     job_id = server.submit(spec)
     saves = _read(server, job_id, folder / "saves.json", work.left)

@@ -115,7 +115,7 @@ def _job(tmp_path: Path, job_id: str, steps: int = STEPS, **changes: Any) -> Job
             "model_averaging_period": PERIOD,
         },
         "ddp": {"bucket_cap_mb": 0.0003},
-        "checkpoint": {"every_steps": 2, "keep_last": 10},
+        "checkpoint": {"every_steps": 2, "keep_last": 10, "first": "off"},
     }
     return Job(tmp_path, spec | changes, project, job_id=job_id)
 

@@ -79,7 +79,7 @@ def test_save_now_then_suspend_then_resume_ends_like_the_undisturbed_script(
     result = attempt.wait()
     assert (result.cause, result.exit_code, result.last_step) == (Cause.API_SUSPEND, EXIT_PREEMPTED, 24), attempt.logs()
     saves = [(m.step, m.reason) for m in attempt.messages(kind="checkpoint")]
-    assert saves == [(10, "schedule"), (13, "request"), (20, "schedule"), (24, "stop")]
+    assert saves == [(1, "first"), (10, "schedule"), (13, "request"), (20, "schedule"), (24, "stop")]
 
     # A stop that only one rank hears of while the other has come to its end: all come to their end.
     attempt = cut.launch()

@@ -1,0 +1,85 @@
+"""A small net under Accelerate, as a job, with the options that the command line names; the first attempt dies in step ``kill``,
+behind the checkpoint before it."""
+
+import json
+import os
+import signal
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import AutocastKwargs, GradientAccumulationPlugin
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from ratchet_worker.data.loader import TrainLoader
+from ratchet_worker.integrations.accelerate import prepare
+from ratchet_worker.session import Session
+
+case = json.loads(sys.argv[1])
+STEPS = 36
+
+
+def die(session: Session, step: int) -> None:
+    launch = session._runtime.launch
+    if launch.epoch == 1 and step == case["kill"] and session.rank == 1:
+        name = f"step-{(step - 1) // case['every'] * case['every']:012d}.a0001"
+        end = time.monotonic() + 60
+        while not (Path(launch.job_root) / "checkpoints" / name / "MANIFEST.json").exists() and time.monotonic() < end:
+            time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+with Session() as session:
+    torch.manual_seed(session.seed)
+    draw = torch.Generator().manual_seed(1)
+    inputs = torch.randn(90, 12, generator=draw)
+    samples = TensorDataset(inputs, (inputs.sum(1) > 0).long())
+    accumulated = case.get("accumulated", 1)
+    options = dict(case.get("accelerator", {}))
+    if "plugin" in case:
+        options["gradient_accumulation_plugin"] = GradientAccumulationPlugin(num_steps=accumulated, **case["plugin"])
+    elif accumulated > 1:
+        options["gradient_accumulation_steps"] = accumulated
+    if "loader" in case:
+        options["dataloader_config"] = DataLoaderConfiguration(**case["loader"])
+    if "autocast" in case:
+        options["kwargs_handlers"] = [AutocastKwargs(**case["autocast"])]
+    accelerator = Accelerator(cpu=session.device.type == "cpu", **options)
+    data = TrainLoader(samples, batch_size=3, seed=session.seed, rank=session.rank, world_size=session.world_size)
+    session.register(data=data)
+    net = nn.Sequential(nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 2))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    schedulers = {
+        "exponential": lambda: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97),
+        "cycle": lambda: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=8 * STEPS),
+        "warm restarts": lambda: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 5),
+        "plateau": lambda: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+    }
+    kind = case.get("scheduler", "exponential")
+    model, optimizer, scheduler = prepare(session, accelerator, net, optimizer, schedulers[kind]())
+    if "log_with" in options:
+        accelerator.init_trackers("walk")
+    batches = session.batches()
+    for step in session.steps(STEPS):
+        die(session, step)
+        for x, y in islice(batches, case.get("taken", accumulated)):
+            with accelerator.accumulate(model), accelerator.autocast():
+                loss = cross_entropy(model(x), y)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients and case.get("clip") == "norm":
+                    accelerator.clip_grad_norm_(net.parameters(), 0.1)
+                if accelerator.sync_gradients and case.get("clip") == "value":
+                    accelerator.clip_grad_value_(net.parameters(), 0.01)
+                optimizer.step()
+                if kind == "plateau":
+                    scheduler.step(float(accelerator.gather(loss.detach()).mean()))
+                else:
+                    scheduler.step()
+                optimizer.zero_grad()
+        accelerator.log({"loss": loss.item()}, step=step)
+        session.log({"loss": loss.item()})
