@@ -1,5 +1,5 @@
 """Every callback of the Trainer and, one at a time, options of the Trainer and of Accelerate: killed within an epoch, a job
-ends in the bits of one that nobody disturbed, or it was refused by the option's name before its first step.
+ends in the bits of one that nobody disturbed. What is refused is in ``e2e/test_integrations_service.py``.
 
 A few by default; RATCHET_TEST_OPTIONS=all: all of them.
 """
@@ -102,19 +102,6 @@ OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "dispatch_batches": {"accelerator_config": {"dispatch_batches": True}},
     "use_seedable_sampler": {"accelerator_config": {"use_seedable_sampler": False}},
 }
-REFUSED: Final[dict[str, dict[str, Any]]] = {
-    "train_sampling_strategy": {"train_sampling_strategy": "group_by_length"},
-    "load_best_model_at_end": {**STOPPING, "load_best_model_at_end": True, "save_strategy": "no"},
-    "save_strategy": {"save_strategy": "steps"},
-    "resume_from_checkpoint": {"resume_from_checkpoint": "out"},
-    "ignore_data_skip": {"ignore_data_skip": True},
-    "auto_find_batch_size": {"auto_find_batch_size": True},
-    "torch_compile": {"torch_compile": True},
-    "ddp_static_graph": {"ddp_static_graph": True},
-    "data_seed": {"data_seed": 5},
-    "split_batches": {"accelerator_config": {"split_batches": True}},
-}
-"""By the word that the refusal has."""
 ACCELERATE: Final[dict[str, dict[str, Any]]] = {
     "plain": {},
     "accumulation": {"accumulated": 3},
@@ -188,9 +175,12 @@ def assert_exact(jobs: list[Job], home: Path, script: str, case: dict[str, Any])
 
 
 def lasting(attempt: Attempt) -> dict[int, dict[str, float]]:
-    """Its metrics, without the time that something took."""
-    ends = ("_runtime", "_per_second")
-    return {step: {k: v for k, v in at.items() if not k.endswith(ends)} for step, at in attempt.metrics().items()}
+    """Its metrics, without the time and the memory that something took."""
+
+    def lasts(name: str) -> bool:
+        return not name.endswith(("_runtime", "_per_second")) and "_mem_" not in name
+
+    return {step: {k: v for k, v in at.items() if lasts(k)} for step, at in attempt.metrics().items()}
 
 
 def some(names: dict[str, Any]) -> list[str]:

@@ -42,22 +42,27 @@ def samples(number: int, seed: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row.sum() % 3} for row in words]
 
 
-with Session() as session:
-    torch.manual_seed(session.seed)
-    model = BertForSequenceClassification(
-        BertConfig(
-            vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, num_labels=3,
-            max_position_embeddings=8,
-        )
-    )  # fmt: skip
-    given = {
-        "output_dir": "out", "per_device_train_batch_size": 2, "num_train_epochs": 3, "learning_rate": 1e-3,
-        "logging_steps": 5, "report_to": "none", "disable_tqdm": True,
-    }  # fmt: skip
-    arguments = TrainingArguments(**(options(session) | given | case["arguments"]))
-    callbacks = [getattr(transformers.trainer_callback, name)(**made) for name, made in case["callbacks"].items()]
-    trainer = SessionTrainer(
-        session, model=model, args=arguments, train_dataset=samples(48, 1), eval_dataset=samples(12, 2),
-        callbacks=[*callbacks, Dies(session, case["kill"], case["every"])],
-    )  # fmt: skip
-    trainer.train()
+def main() -> None:
+    with Session() as session:
+        torch.manual_seed(session.seed)
+        model = BertForSequenceClassification(
+            BertConfig(
+                vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, num_labels=3,
+                max_position_embeddings=8,
+            )
+        )  # fmt: skip
+        given = {
+            "output_dir": "out", "per_device_train_batch_size": 2, "num_train_epochs": 3, "learning_rate": 1e-3,
+            "logging_steps": 5, "report_to": "none", "disable_tqdm": True,
+        }  # fmt: skip
+        arguments = TrainingArguments(**(options(session) | given | case["arguments"]))
+        callbacks = [getattr(transformers.trainer_callback, name)(**made) for name, made in case["callbacks"].items()]
+        trainer = SessionTrainer(
+            session, model=model, args=arguments, train_dataset=samples(48, 1), eval_dataset=samples(12, 2),
+            callbacks=[*callbacks, Dies(session, case["kill"], case["every"])],
+        )  # fmt: skip
+        trainer.train()
+
+
+if __name__ == "__main__":  # workers of the loader are spawned
+    main()

@@ -223,8 +223,10 @@ class _Reporter(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
-        if self._trainer._runtime.restored and not self._trainer._runtime.finished:
-            self._trainer._session.log({k: v for k, v in (logs or {}).items() if isinstance(v, (int, float))})
+        trainer = self._trainer
+        again = trainer._progress.behind_a_resume and goes_on(trainer._session)  # of a step that was told of already
+        if trainer._runtime.restored and not trainer._runtime.finished and not again:
+            trainer._session.log({k: v for k, v in (logs or {}).items() if isinstance(v, (int, float))})
 
     def _alive(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -236,7 +238,8 @@ class _Reporter(TrainerCallback):
 
 
 class _Progress:
-    """The Trainer's own state: what it has counted and logged, and its callbacks'. Without the time that something took."""
+    """The Trainer's own state: what it has counted and logged, and its callbacks'. Without the time and the memory that
+    something took."""
 
     def __init__(self, trainer: SessionTrainer) -> None:
         self._trainer = trainer
@@ -244,6 +247,11 @@ class _Progress:
         self.steps_per_epoch = 0  # of the optimizer
         self.epoch = 0, 1  # the one that is trained, and its batches
         self.ended = False  # a callback, or the last step, had ended this job's training; a fork's goes on
+
+    @property
+    def behind_a_resume(self) -> bool:
+        """No step has begun since the state was put back: what runs now is ``eval_on_start``."""
+        return self._loaded is not None
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -301,4 +309,4 @@ class _Progress:
 
 
 def _lasting(entry: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in entry.items() if not k.endswith(("_runtime", "_per_second"))}
+    return {k: v for k, v in entry.items() if not k.endswith(("_runtime", "_per_second")) and "_mem_" not in k}
