@@ -329,3 +329,12 @@ def abort_groups() -> int:
         dist.distributed_c10d, "_abort_process_group"
     )()  # its NCCL group around all aborts keeps them from a deadlock
     return count
+
+
+# Data
+
+
+def forget_workers(loader: Any) -> None:
+    """The next ``iter`` of a ``DataLoader`` with persistent workers starts new ones."""
+    if hasattr(loader, "_iterator"):
+        loader._iterator = None

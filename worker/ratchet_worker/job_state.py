@@ -21,6 +21,7 @@ from ratchet_store.abreast import abreast
 from ratchet_store.slices import Slice
 from ratchet_worker import fingerprint, model_state, module_origin, module_state, optimizer_state, rng, state_names
 from ratchet_worker.data import own_generators
+from ratchet_worker.data.iterable import TrainStream
 from ratchet_worker.data.loader import TrainLoader
 from ratchet_worker.equal_state import EqualState
 from ratchet_worker.hidden_state import HiddenState
@@ -299,10 +300,12 @@ class JobState:
         data: TrainData = self.data
         lost: list[str] = []
         self._fits("data", lambda: load(data))
-        if not data.exact:
-            lost.append(str(getattr(data, "inexact_reason", None) or "the data cannot give their position back"))
-        elif generators is not None:
+        if data.exact and generators is not None:
             self._fits("data", lambda: lost.extend(own_generators.of(data).load(generators)))
+        if isinstance(data, TrainStream):
+            self._fits("data", data.reach)
+        if not data.exact:
+            lost = [str(getattr(data, "inexact_reason", None) or "the data cannot give their position back"), *lost]
         return self._report("data", "not-exact" if lost else "exact", "; ".join(lost) or None)
 
     def _resize_data(self, states: list[Any], ranks: int) -> ComponentReport:

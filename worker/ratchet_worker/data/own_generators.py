@@ -16,11 +16,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from ratchet_worker.data.points import Point
 from ratchet_worker.rng import GeneratorState, is_generator, process_wide
 
 _LONGEST: Final = 100  # of a container that is looked into: samples are no place for generators
 _MOST: Final = 10_000  # objects
 _SESSION: Final = "ratchet_worker.session"  # what is behind one, the hook's generator too, is saved by itself
+_MARKS: Final = "marks"  # no path: those begin with a root
 _PLAIN: Final = (str, bytes, int, float, complex, type, ModuleType, torch.Tensor, np.ndarray)
 
 
@@ -37,7 +39,7 @@ class OwnGenerators:
 
     def find(self) -> dict[str, Any]:
         """Anew each time: some are made when they are first drawn from."""
-        return {path: item for path, item in _reachable(self.roots) if is_generator(item)}
+        return {path: item for path, item in reachable(self.roots) if is_generator(item)}
 
     def begin(self, *, again: bool) -> None:
         """Of a stream that a resume reads from the beginning of an epoch: there it is, and until ``end`` ``states`` gives what
@@ -86,13 +88,55 @@ class OwnGenerators:
         return {path: GeneratorState(item).state_dict() for path, item in self.find().items()}
 
 
+class StreamGenerators(OwnGenerators):
+    """Of a ``TrainStream``, which reads batches again to get where it was: with ``marks``, points to put in place there.
+
+    ``followed``: the stream restores itself, and its generators may be made anew by it; so they are put in place by ``arrive``.
+    """
+
+    def __init__(self, roots: Mapping[str, Any], *, followed: bool) -> None:
+        super().__init__(roots)
+        self.marks: dict[str, Point] = {}
+        self._followed = followed
+        self._waiting: Mapping[str, Any] | None = None
+
+    def states(self) -> dict[str, Any]:
+        own = dict(super().states() if self._waiting is None else self._waiting)
+        return {**own, _MARKS: {name: mark.state() for name, mark in self.marks.items()}} if self.marks else own
+
+    def load(self, states: Mapping[str, Any]) -> list[str]:
+        self.marks = {name: Point.of(mark) for name, mark in states.get(_MARKS, {}).items()}
+        own = {path: state for path, state in states.items() if path != _MARKS}
+        if not self._followed:
+            return super().load(own)
+        self._waiting = own
+        return []
+
+    def begin(self, *, again: bool) -> None:
+        if not self._followed:
+            super().begin(again=again)
+
+    def leave(self) -> None:
+        """The stream is about to be put elsewhere: ``arrive`` puts the generators back where they are, or where ``load`` wants
+        them."""
+        if self._followed and self._waiting is None:
+            self._waiting = super().states()
+
+    def arrive(self) -> list[str]:
+        """The stream is where it was, and so are its generators from now on. Sentences about those that are missing."""
+        states, self._waiting = self._waiting, None
+        if states is None:
+            return []
+        return [f"{path} is no generator any more" for path in sorted(states.keys() - self._put(states).keys())]
+
+
 def of(data: Any) -> OwnGenerators:
     """Those of ``data.own_generators``; none where a ``TrainData`` has nothing of the kind: its ``state_dict`` is all it has."""
     found = getattr(data, "own_generators", None)
     return found if isinstance(found, OwnGenerators) else OwnGenerators({})
 
 
-def _reachable(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def reachable(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Breadth first, each object once."""
     # Kept, so that no number of an object is given to another meanwhile.
     seen: dict[int, Any] = {id(item): item for item in process_wide()}

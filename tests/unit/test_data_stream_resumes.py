@@ -1,0 +1,108 @@
+"""TrainStream through a checkpoint after every batch: batches and what the training draws are those of the undisturbed run."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from ratchet_contract.resume import ComponentReport
+from ratchet_worker import rng
+from ratchet_worker.data.epochs import endless
+from ratchet_worker.data.iterable import TrainStream
+from ratchet_worker.job_state import JobState
+from ratchet_worker.snapshot import Snapshot
+from tests.support.streams import BY_STATE, REPEATABLE, TORCHDATA, N, train_stream
+
+CPU = torch.device("cpu")
+Made = tuple[list[Any], Snapshot]
+
+
+@pytest.fixture(autouse=True)
+def _own_generators() -> Iterator[None]:
+    with rng.forked(CPU):
+        yield
+
+
+class Run:
+    """A training of nothing but batches and draws. ``before``: called in each step before its batch."""
+
+    def __init__(self, make: Callable[[], TrainStream], before: Callable[[Any, int], None] | None = None) -> None:
+        rng.seed_all(0, 0)
+        self.data, self.step, self.before = make(), 0, before
+        self.state = JobState(0, CPU)
+        self.state.register("data", self.data)
+        self.batches = endless(self.data, lambda: None)
+
+    def steps(self, count: int) -> list[Any]:
+        return [self._one() for _ in range(count)]
+
+    def _one(self) -> Any:
+        if self.before is not None:
+            self.before(self.data.stream, self.step)
+        self.step += 1
+        batch = next(self.batches)
+        plain = torch.as_tensor(batch["x"] if isinstance(batch, dict) else batch).clone()
+        if isinstance(batch, torch.Tensor) and batch.is_floating_point():
+            batch.add_(1)  # in place, as training does
+        return plain.tolist(), torch.rand(2).tolist(), random.random(), np.random.random()
+
+    def save(self) -> Snapshot:
+        snapshot = Snapshot()
+        snapshot.add("data", self.data.state_dict())
+        snapshot.add("data_generators", self.data.own_generators.states())
+        snapshot.add("rng", rng.capture(CPU))
+        return Snapshot({}, {n: t.clone() for n, t in snapshot.private.items()}, snapshot.state)
+
+    def restore(self, saved: Snapshot, step: int) -> ComponentReport:
+        self.step = step
+        found = self.state._restore_data(
+            lambda data: data.load_state_dict(saved.value("data")), saved.value("data_generators")
+        )
+        rng.restore(saved.value("rng"), CPU)
+        return found
+
+
+def differing(make: Callable[[], TrainStream], stops: list[int], *, before: Any = None) -> list[str]:
+    """What the undisturbed run and one that is interrupted after each of ``stops`` make otherwise, in words; reasons first."""
+    total = 3 * N
+    whole = Run(make, before).steps(total)
+    told: list[str] = []
+    for first in stops:
+        run = Run(make, before)
+        made = run.steps(first)
+        for count in (0, 1, total - first - 1):  # interrupted again at once, and after another step
+            saved = run.save()
+            run = Run(make, before)
+            report = run.restore(saved, len(made))
+            told += [f"after {len(made)}: {report.reason}"] if report.status != "exact" else []
+            made += run.steps(count)
+        told += [f"{first}: step {n}" for n in range(total) if made[n] != whole[n]]
+    return told
+
+
+ALL = [1, 2, 3, 5, N, N + 1, N + 4]
+FEW = [2, N + 4]
+WITH_WORKERS = [kind for kind in (BY_STATE | TORCHDATA | REPEATABLE) if "workers" in kind]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+@pytest.mark.parametrize("kind", [*BY_STATE, *TORCHDATA, *REPEATABLE])
+def test_an_interrupted_stream_goes_on_as_if_it_had_not_been(kind: str) -> None:
+    if kind in TORCHDATA and importlib.util.find_spec("torchdata") is None:
+        pytest.skip("torchdata is not installed")
+    assert differing(lambda: train_stream(kind), FEW if kind in WITH_WORKERS else ALL) == []
+
+
+def test_a_sampler_that_a_script_tells_the_epoch_only_when_it_begins() -> None:
+    def tell(stream: DataLoader[Any], step: int) -> None:
+        if step % N == 0:
+            stream.sampler.set_epoch(10 + step // N)  # type: ignore[attr-defined]
+
+    assert differing(lambda: train_stream("epochs"), ALL, before=tell) == []

@@ -1,0 +1,105 @@
+"""A digest by which a batch that is read again is known as the one that was handed out before."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any, Final
+
+import numpy as np
+import torch
+import xxhash
+
+from ratchet_worker.snapshot import byte_view, flat
+
+_BYTES: Final = 64 << 10
+_LEAVES: Final = 4096
+_DEPTH: Final = 20
+
+
+class BatchDigest:
+    """XXH3-128 over at most 64 KiB of the tensors, arrays, numbers and strings of ``batch`` as it is now; what is done to it in
+    place later does not show. From large tensors an even grid of elements is taken. What lies on an accelerator is copied there
+    now, without waiting for it, and hashed when ``hex`` is asked for."""
+
+    def __init__(self, batch: Any) -> None:
+        leaves = list(islice(_leaves(batch, 0), _LEAVES))
+        share = max(_BYTES // max(len(leaves), 1), 16)
+        self._parts = [_part(leaf, share) for leaf in leaves]
+
+    def hex(self) -> str:
+        hasher = xxhash.xxh3_128()
+        for part in self._parts:
+            hasher.update(part if isinstance(part, bytes) else byte_view(part.cpu()))
+        return hasher.hexdigest()
+
+
+def _leaves(item: Any, depth: int) -> Iterator[Any]:
+    """Tensors, arrays, and bytes for everything else; also of containers, what they are."""
+    if isinstance(item, torch.Tensor):
+        yield from _tensors(item)
+    elif isinstance(item, np.ndarray) and item.dtype.kind != "O":
+        yield item
+    elif item is None or isinstance(item, (str, bytes, int, float, complex, np.generic)):
+        yield item if isinstance(item, bytes) else f"{type(item).__name__}:{item!r}".encode(errors="replace")
+    else:
+        yield type(item).__qualname__.encode()
+        if depth < _DEPTH:
+            for child in _children(item):
+                yield from _leaves(child, depth + 1)
+
+
+def _children(item: Any) -> Iterator[Any]:
+    if isinstance(item, Mapping):
+        for key, value in item.items():
+            yield from (repr(key), value)
+    elif isinstance(item, (set, frozenset)):
+        yield from sorted(map(repr, item))
+    elif isinstance(item, (list, tuple, np.ndarray)):
+        yield from item
+    elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+        yield from (getattr(item, field.name, None) for field in dataclasses.fields(item))
+    else:
+        yield from getattr(item, "__dict__", {}).values()
+
+
+def _tensors(tensor: torch.Tensor) -> Iterator[Any]:
+    tensor = tensor.detach()
+    if tensor.is_nested:
+        for part in tensor.unbind():
+            yield from _tensors(part)
+    elif tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        yield from (f"{tuple(tensor.shape)}".encode(), tensor.indices(), tensor.values())
+    elif tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        yield f"{tensor.layout}:{tensor.dtype}:{tuple(tensor.shape)}".encode()
+    else:
+        yield tensor
+
+
+def _part(leaf: Any, share: int) -> bytes | torch.Tensor:
+    """At most ``share`` bytes, and the shape and the type of the whole."""
+    if isinstance(leaf, bytes):
+        return leaf[: share // 2] + leaf[-(share // 2) :] + b"%d" % len(leaf)
+    grid = tuple(_grid(tuple(leaf.shape), leaf.itemsize, share))
+    if isinstance(leaf, np.ndarray):
+        return f"{leaf.dtype.str}:{leaf.shape}".encode() + leaf[grid].tobytes()
+    found = flat(leaf[grid] if grid else leaf)
+    return f"{leaf.dtype}:{tuple(leaf.shape)}".encode() + byte_view(found).tobytes() if found.is_cpu else found.clone()
+
+
+def _grid(shape: tuple[int, ...], size: int, share: int) -> Iterator[slice]:
+    """One slice per dimension: inner dimensions are thinned alike, the first, of the samples, only where that is not enough."""
+    total = size
+    for length in shape:
+        total *= length
+    steps = [1] * len(shape)
+    for dimension in [*range(len(shape) - 1, 0, -1), 0] if shape else []:
+        if total <= share:
+            break
+        rest = dimension if dimension > 0 else 1
+        steps[dimension] = min(shape[dimension], int(np.ceil((total / share) ** (1 / rest))))
+        total = total // shape[dimension] * -(-shape[dimension] // steps[dimension])
+    for length, step in zip(shape, steps, strict=True):
+        yield slice(min(step // 2, max(length - 1, 0)), None, step)
