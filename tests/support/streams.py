@@ -192,6 +192,23 @@ class Counts(Dataset[Any]):
         return float(self.asked)
 
 
+class Unknown:
+    """An order that nobody can repeat."""
+
+    def __iter__(self) -> Iterator[float]:
+        yield from (random.SystemRandom().random() for _ in range(N))
+
+
+class UnknownByState(Position):
+    """The same with a position."""
+
+    def __iter__(self) -> Iterator[float]:
+        while self.at < N:
+            self.at += 1
+            yield random.SystemRandom().random()
+        self.at = 0
+
+
 def loader(**more: Any) -> DataLoader[Any]:
     return DataLoader(more.pop("dataset", None) or Plain(noise=more.pop("noise", False)), batch_size=SIZE, **more)
 

@@ -150,14 +150,13 @@ class TrainStream:
             return iter(self.stream)
         self._epochs = {path: item.epoch for path, item in self._epoch_holders()}
         self._forget_workers()
-        state = None
-        if self._way == "state":
-            with points.kept():  # a StatefulDataLoader begins with it
-                state = self._stream_state()
         self.own_generators.begin(again=False)
+        point = points.here(self._found())
+        source = iter(self.stream)
+        # Behind iter: a stream that begins its epoch there tells of the new one.
+        self._earlier = [_Earlier(0, self._stream_state() if self._way == "state" else None, point)]
         self._own = self._found()
-        self._earlier = [_Earlier(0, state, points.here(self._own))]
-        return iter(self.stream)
+        return source
 
     def _look(self) -> None:
         """Note where the generators and the stream stand before a batch."""
@@ -292,8 +291,8 @@ class TrainStream:
 
     def _other_state(self) -> str:
         return (
-            f"{self._where()} after batch {self._taken} of epoch {self.epoch}, read again, is not what was recorded there: it must "
-            "depend on nothing but load_state_dict() and the generators since"
+            f"{self._where()} after batch {self._taken} of epoch {self.epoch}, read again, is not what was recorded there: it "
+            "must depend on nothing but load_state_dict() and the generators since"
         )
 
     # --- state ---------------------------------------------------------------------------------------------------------
