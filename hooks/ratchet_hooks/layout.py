@@ -52,6 +52,21 @@ class ManagedDDP(DistributedDataParallel):
         _check_reducer(self)
         self._stand(recorded)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """As torch's for ``copy.deepcopy`` and pickle: without the reducer, and so without the hook. The copy's gradients are
+        averaged as DDP does without one."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        for name in ("hook", "_comm_hooks", "_names", "_limits"):
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        names = {id(p): name for name, p in state["_modules"]["module"].named_parameters()}
+        static = state["static_graph"]
+        fresh = {"_recorded": None, "_names": names, "_static_wanted": static, "_limits": None, "_trains": False}
+        self.__dict__.update(fresh)
+        super().__setstate__({**state, **fresh, "_comm_hooks": []})  # type: ignore[no-untyped-call]
+
     @classmethod
     def adopt(cls, ddp: DistributedDataParallel) -> ManagedDDP:
         """Make ``ddp``, which somebody else constructed, a managed one: the same object, on a new reducer without a hook.

@@ -18,6 +18,7 @@ from ratchet_worker.data.epochs import endless
 from ratchet_worker.data.iterable import TrainStream
 from ratchet_worker.job_state import JobState
 from ratchet_worker.snapshot import Snapshot
+from tests.support import streams
 from tests.support.streams import BY_STATE, REPEATABLE, TORCHDATA, N, train_stream
 
 CPU = torch.device("cpu")

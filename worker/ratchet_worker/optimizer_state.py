@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -192,6 +192,15 @@ def capture(
     groups = [{**group, "params": [labels[i] for i in group["params"]]} for group in state["param_groups"]]
     extra = {k: v for k, v in state.items() if k not in ("state", "param_groups")}
     text = json.dumps(keys, separators=(",", ":"))
+    place = {name: number for number, name in enumerate(names.values())}
+    if any(listed != sorted(listed, key=_placed(place)) for listed in (group["params"] for group in groups)):
+        # Of a set, say: another one on every rank. The ranks share the tensors in one order.
+        ordered = [label for group in groups for label in sorted(group["params"], key=_placed(place))]
+        of = {
+            label: [f"{component}/{label}/{key}" for key, stride in listed if stride is not None]
+            for label, listed in keys
+        }
+        shared = {name: shared[name] for label in ordered for name in of.get(label, ())}
     return shared, {"keys": text, "state": entries, "others": others, "param_groups": groups, "extra": extra}
 
 
@@ -210,8 +219,19 @@ def restore(optimizer: Optimizer, component: str, names: dict[int, str], shared:
             f"{component}: it has other parameters than the recorded one: {', '.join(odd[:3]) or 'in number'}"
         )
     sizes = [[len(g["params"]) for g in groups] for groups in (rest["param_groups"], optimizer.param_groups)]
-    if sizes[0] != sizes[1] or recorded != labels:
+    own = iter(labels)
+    groups = [
+        {**group, "params": list(islice(own, size))}
+        for group, size in zip(rest["param_groups"], sizes[1], strict=False)
+    ]
+    moved = isinstance(optimizer, torch.optim.LBFGS) and recorded != labels  # its vectors are all parameters in a row
+    if (
+        sizes[0] != sizes[1]
+        or moved
+        or any(set(a["params"]) != set(b["params"]) for a, b in zip(groups, rest["param_groups"], strict=True))
+    ):
         raise StateError(f"{component}: its parameter groups hold other parameters than the recorded ones")
+    rest = {**rest, "param_groups": groups}  # within a group the order may be another one: of a set, say
     entries = _entries(component, shared, rest)
     optimizer.load_state_dict(_numbered(entries, rest))
     _undo_casts(optimizer, labels, entries)
@@ -284,6 +304,10 @@ def _labels(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[str]:
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     for number, parameter in enumerate(parameters):
         yield names.get(id(parameter), f"#{number}")
+
+
+def _placed(place: Mapping[str, int]) -> Callable[[str], int]:
+    return lambda label: place.get(label, len(place))
 
 
 def _plain(value: Any) -> bool:

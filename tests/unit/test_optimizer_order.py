@@ -1,0 +1,55 @@
+"""Optimizers that list the parameters of a group in another order on every rank, and in every attempt: of a set, say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ratchet_contract.errors import StateError
+from ratchet_worker import optimizer_state
+
+
+def _trained(order: list[int], kind: Any = torch.optim.AdamW, **more: Any) -> tuple[Any, dict[int, str]]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    parameters = list(net.parameters())
+    optimizer = kind([parameters[n] for n in order], lr=0.1, **more)
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        found = net(torch.ones(2, 3)).square().sum()
+        found.backward()
+        return found
+
+    optimizer.step(loss)
+    return optimizer, {id(p): name for name, p in net.named_parameters()}
+
+
+def _captured(optimizer: Any, names: dict[int, str]) -> tuple[dict[str, torch.Tensor], Any]:
+    return optimizer_state.capture(optimizer, "optimizer", names, frozenset(names.values()))
+
+
+def test_the_ranks_share_its_tensors_in_one_order() -> None:
+    one, other = _captured(*_trained([0, 1, 2, 3]))[0], _captured(*_trained([2, 0, 3, 1]))[0]
+    assert [*one] == [*other] and len(one) == 12
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_its_state_goes_to_the_parameters_by_name() -> None:
+    shared, rest = _captured(*_trained([2, 0, 3, 1]))
+    optimizer, names = _trained([1, 3, 0, 2])
+    for state in optimizer.state.values():
+        state["exp_avg"].zero_()
+    optimizer_state.restore(optimizer, "optimizer", names, {n: t.clone() for n, t in shared.items()}, rest)
+    found = _captured(optimizer, names)[0]
+    assert [*found] == [*shared] and all(torch.equal(found[name], shared[name]) for name in shared)
+
+
+def test_one_whose_state_is_of_all_parameters_in_a_row_is_refused() -> None:
+    shared, rest = _captured(*_trained([2, 0, 3, 1], torch.optim.LBFGS))
+    optimizer, names = _trained([1, 3, 0, 2], torch.optim.LBFGS)
+    with pytest.raises(StateError, match="its parameter groups hold other parameters"):
+        optimizer_state.restore(optimizer, "optimizer", names, shared, rest)
