@@ -53,3 +53,43 @@ def test_one_whose_state_is_of_all_parameters_in_a_row_is_refused() -> None:
     optimizer, names = _trained([1, 3, 0, 2], torch.optim.LBFGS)
     with pytest.raises(StateError, match="its parameter groups hold other parameters"):
         optimizer_state.restore(optimizer, "optimizer", names, shared, rest)
+
+
+def test_a_group_that_training_has_added_is_built_before_a_resume() -> None:
+    def build(step: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(net[1].parameters(), lr=0.1, momentum=0.9)
+        if step >= 2:
+            add(net, optimizer)
+        return net, optimizer
+
+    def add(net: Any, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.add_param_group({"params": list(net[0].parameters()), "lr": 0.01})
+
+    def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            if step == 2 and len(optimizer.param_groups) == 1:
+                add(net, optimizer)
+            optimizer.zero_grad()
+            net(torch.full((2, 3), float(step + 1))).square().sum().backward()
+            optimizer.step()
+
+    net, optimizer = build(0)
+    train(net, optimizer, range(4))
+    names = {id(p): name for name, p in net.named_parameters()}
+    shared, rest = _captured(optimizer, names)
+    shared = {name: tensor.clone() for name, tensor in shared.items()}
+    weights = {name: value.clone() for name, value in net.state_dict().items()}
+    train(net, optimizer, range(4, 6))
+
+    for step, fits in ((0, False), (4, True)):
+        again, other = build(step)
+        again.load_state_dict(weights)
+        theirs = {id(p): name for name, p in again.named_parameters()}
+        if not fits:
+            with pytest.raises(StateError, match=r"if session.step >= N: optimizer.add_param_group"):
+                optimizer_state.restore(other, "optimizer", theirs, shared, rest)
+            continue
+        optimizer_state.restore(other, "optimizer", theirs, shared, rest)
+        train(again, other, range(4, 6))
+        assert all(a.equal(b) for a, b in zip(again.parameters(), net.parameters(), strict=True))

@@ -23,6 +23,10 @@ from ratchet_hooks.torch_compat import has_state_hooks
 from ratchet_worker.same import CONSTANTS, Contents, Same, is_constant
 from ratchet_worker.snapshot import Tensors
 
+_ADDED: Final = (
+    "Groups that training adds at some step (add_param_group) are there again before the first step of a resumed run, as the "
+    "script builds them: `if session.step >= N: optimizer.add_param_group(...)`, where N is how many steps were done without"
+)
 _SHARED: Final = "ratchet:shared"
 """In format 1 the key of the mark that stands for a shared tensor; its value is the list of strides."""
 
@@ -216,7 +220,7 @@ def restore(optimizer: Optimizer, component: str, names: dict[int, str], shared:
     if sorted(recorded) != sorted(labels):
         odd = sorted(set(recorded) ^ set(labels))
         raise StateError(
-            f"{component}: it has other parameters than the recorded one: {', '.join(odd[:3]) or 'in number'}"
+            f"{component}: it has other parameters than the recorded one: {', '.join(odd[:3]) or 'in number'}. {_ADDED}"
         )
     sizes = [[len(g["params"]) for g in groups] for groups in (rest["param_groups"], optimizer.param_groups)]
     own = iter(labels)
@@ -230,7 +234,7 @@ def restore(optimizer: Optimizer, component: str, names: dict[int, str], shared:
         or moved
         or any(set(a["params"]) != set(b["params"]) for a, b in zip(groups, rest["param_groups"], strict=True))
     ):
-        raise StateError(f"{component}: its parameter groups hold other parameters than the recorded ones")
+        raise StateError(f"{component}: its parameter groups hold other parameters than the recorded ones. {_ADDED}")
     rest = {**rest, "param_groups": groups}  # within a group the order may be another one: of a set, say
     entries = _entries(component, shared, rest)
     optimizer.load_state_dict(_numbered(entries, rest))
