@@ -97,8 +97,8 @@ class TrainData(Protocol):
     ``steps_per_epoch`` is the number of batches of this rank in one epoch, equal on all ranks; None if it is not known.
     ``exact`` False (a stream that cannot seek): the resume report says that the data are not exact, and why is asked of
     ``inexact_reason`` if there is one. ``state_dict`` is what ``ratchet_hooks.codec`` takes: it holds the epoch,
-    the position, and what identifies the order (seed, world size, batch size, number of samples); ``load_state_dict`` raises ``ValueError`` when it cannot
-    continue that order, with a sentence that says what differs.
+    the position, and what identifies the order (seed, world size, batch size, number of samples); ``load_state_dict`` raises
+    ``ValueError`` when it cannot continue that order, with a sentence that says what differs.
 
     When the number of ranks changed, ``load_resized(states)`` is called with the old ranks' states, in rank order, if the
     object has it, and must continue without giving a sample twice or leaving one out; otherwise the resume is refused,
