@@ -17,7 +17,11 @@ FOLDERS = ("hooks", "worker", "store", "service", "contract", "client", "example
 COMPAT = ROOT / "hooks/ratchet_hooks/torch_compat.py"
 NOT_TORCHS = {
     "_amp_state": "Apex", "_asdict": "a named tuple", "_batches_that_stepped": "Lightning",
-    "_call_callbacks_load_state_dict": "Lightning",
+    "_call_callbacks_load_state_dict": "Lightning", "_call_callbacks_on_load_checkpoint": "Lightning",
+    "_call_callbacks_on_save_checkpoint": "Lightning", "_call_lightning_module_hook": "Lightning",
+    "_computed": "torchmetrics", "_data_fetcher": "Lightning", "_defaults": "torchmetrics", "_has_run": "Lightning",
+    "_init_n_averaged": "Lightning", "_last_train_dl_reload_epoch": "Lightning", "_last_val_dl_reload_epoch": "Lightning",
+    "_logger_connector": "Lightning", "_results": "Lightning", "_skip_backward": "Lightning",
     "_call_callbacks_state_dict": "Lightning", "_combined_loader": "Lightning", "_exit": "os", "_fields_": "ctypes",
     "_get_output_dir": "transformers", "_initial_global_step": "transformers", "_inst": "random",
     "_load_optimizer_and_scheduler": "transformers", "_num_ready_batches_reached": "Lightning",

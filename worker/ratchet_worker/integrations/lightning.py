@@ -18,17 +18,23 @@ Hook, DDP's settings, ranks and devices are those of the spec. A step of the job
 ``accumulate_grad_batches`` batches. It ends when the Trainer asks for the next batch: what callbacks, validation and schedulers
 did until then belongs to it. Then it is counted, saved when a checkpoint is due, and stopped at when a stop was asked for, all of
 it by the Session. Saved are model, optimizer, schedulers, scaler, data position, generators, buffers, hook, and the Trainer's
-own progress and callbacks.
+own: its loops' counters, logged values, callbacks, and what ``on_save_checkpoint`` adds to a checkpoint.
+
+A resumed Trainer begins as a new one does, with the hooks from ``setup`` to ``on_train_epoch_start`` of the epoch that is
+resumed, and everything is put back when it asks for its first batch: where it was saved. Lightning's own way of resuming is not
+taken; it leaves out hooks, schedulers' steps and logged values.
 
 Not supported, and refused by name: manual optimization, ``ckpt_path`` (the job resumes by itself), training data that is not the
-registered one, ``ReduceLROnPlateau`` per step. A stop waits for the end of a validation.
+registered one, ``StochasticWeightAveraging`` of a model with batch norm, ``BaseFinetuning``, ``ModelPruning``. A stop waits for
+the end of a validation.
 """
 
 from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final
 
 from torch import nn
@@ -36,20 +42,56 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 try:
+    import lightning
     import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import (
+        BaseFinetuning,
+        GradientAccumulationScheduler,
+        LearningRateFinder,
+        ModelCheckpoint,
+        ModelPruning,
+        OnExceptionCheckpoint,
+        SpikeDetection,
+        StochasticWeightAveraging,
+    )
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.loggers import Logger
+    from lightning.pytorch.loops.loop import _Loop
     from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.trainer import call
     from lightning.pytorch.trainer.states import TrainerFn
+    from lightning_utilities.core.rank_zero import rank_zero_info
+
+    from ratchet_worker.integrations.lightning_state import (
+        Additions,
+        Attributes,
+        metrics_of,
+        put_metrics,
+        put_results,
+        results_of,
+    )
 except ImportError as error:
     raise ImportError("Lightning is not installed: pip install 'ratchet-train[worker,lightning]'") from error
 
 from ratchet_contract.errors import UserError
+from ratchet_hooks.codec import encode
+from ratchet_hooks.errors import HookStateError
 from ratchet_worker.integrations.steps import Steps, goes_on, refuse_other_epochs
 from ratchet_worker.session import Session
 
 _UNLIMITED: Final = -1  # as Lightning writes it
+_COMPONENT: Final = "user:lightning"
+_SETTINGS: Final = (
+    "accumulate_grad_batches", "check_val_every_n_epoch", "gradient_clip_algorithm", "gradient_clip_val", "limit_train_batches",
+    "limit_val_batches", "log_every_n_steps", "val_check_batch", "val_check_interval",
+)  # fmt: skip
+_CONNECTOR: Final = (
+    "_callback_metrics",
+    "_current_fx",
+    "_first_loop_iter",
+    "_logged_metrics",
+    "_progress_bar_metrics",
+)
 
 
 class SessionStrategy(DDPStrategy):
@@ -59,13 +101,14 @@ class SessionStrategy(DDPStrategy):
         super().__init__()
         self._session = session
         self._runtime = session._runtime
-        self._steps = Steps(session, "the Trainer", self._settle)
+        self._steps = Steps(session, "the Trainer", lambda: None)
         self._global_step = _UNLIMITED  # the Trainer's, when the open step began
         self._handler: Any = None
         self._progress: _Progress | None = None
+        self._trial = False  # steps of a finder, which are undone
 
     def options(self) -> dict[str, Any]:
-        """For ``Trainer(**options, ...)``: strategy, accelerator, devices, nodes; none of Lightning's checkpoints."""
+        """For ``Trainer(**options, ...)``: strategy, accelerator, devices, nodes."""
         world = self._runtime.launch.spec.world
         return {
             "strategy": self,
@@ -73,7 +116,6 @@ class SessionStrategy(DDPStrategy):
             "devices": self._session.world_size // world.nodes,
             "num_nodes": world.nodes,
             "use_distributed_sampler": False,
-            "enable_checkpointing": False,
         }
 
     # --- the way in ----------------------------------------------------------------------------------------------------
@@ -82,11 +124,11 @@ class SessionStrategy(DDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
             _refuse(trainer)
+            _leave_out_default(trainer)
         self._handler = signal.getsignal(signal.SIGTERM)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._register(trainer)
-            self._steps.restore(self._total(trainer))
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
@@ -96,7 +138,7 @@ class SessionStrategy(DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         """The Session has done it."""
 
-    def _register(self, trainer: pl.Trainer) -> None:
+    def _register(self, trainer: Any) -> None:
         (optimizer,) = self.optimizers
         state: dict[str, Any] = {
             "optimizer": optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
@@ -106,9 +148,33 @@ class SessionStrategy(DDPStrategy):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             state["scaler"] = scaler
-        _refuse_plateau(self.lr_scheduler_configs)
-        self._progress = _Progress(self._session, trainer)
-        self._session.register(**state, lightning=self._progress)
+        self._progress = progress = _Progress(self._session, trainer)
+        self._session.register(**state, lightning=progress)
+        for callback in trainer.callbacks:
+            if isinstance(callback, LearningRateFinder):
+                callback.lr_find = partial(self._try_out, callback.lr_find)  # type: ignore[method-assign]
+        manifest = self._runtime.chosen.manifest
+        if manifest is not None and manifest.finished:  # saved behind the loop
+            self._steps.restore(self._total(trainer))
+        elif manifest is not None:
+            held = self._runtime.chosen.held[-1]
+            if _COMPONENT in held.state:
+                progress.begin_with(held.value(_COMPONENT))
+        if not self._runtime.restored and trainer.fit_loop.done:
+            self._steps.restore(self._total(trainer))
+
+    def _try_out(self, find: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """A finder trains, and undoes it. What it found before is in what is put back."""
+        if self._session.resumed and not self._runtime.restored:
+            return
+        data: Any = self._runtime.state.data
+        position = data.state_dict()
+        self._trial = True
+        try:
+            find(*args, **kwargs)
+        finally:
+            self._trial = False
+            data.load_state_dict(position)
 
     def _total(self, trainer: pl.Trainer) -> int | None:
         """Steps of the whole job, where the Trainer's limits tell."""
@@ -117,8 +183,9 @@ class SessionStrategy(DDPStrategy):
         per_epoch = len(_Batches(self, data))
         per_epoch = min(per_epoch, batches) if isinstance(batches, int) else int(per_epoch * batches)
         epochs = trainer.max_epochs if trainer.max_epochs is not None else _UNLIMITED
-        limits = [] if epochs == _UNLIMITED else [epochs * math.ceil(per_epoch / trainer.accumulate_grad_batches)]
-        limits += [] if trainer.max_steps == _UNLIMITED else [trainer.max_steps]
+        limits = [] if trainer.max_steps == _UNLIMITED else [trainer.max_steps]
+        if epochs != _UNLIMITED:
+            limits.append(sum(math.ceil(per_epoch / _accumulated(trainer, epoch)) for epoch in range(epochs)))
         return min(limits, default=None)
 
     @override
@@ -128,6 +195,8 @@ class SessionStrategy(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        if self._trial:
+            return
         signal.signal(
             signal.SIGTERM, self._handler
         )  # Lightning's would end this rank alone, without the others' agreement
@@ -143,14 +212,18 @@ class SessionStrategy(DDPStrategy):
     def before_batch(self) -> None:
         """The Trainer asks for a batch: the step that is done ends, and the next one begins. Raises ``Stopped``."""
         trainer = self._trainer()
+        self._runtime.counter.tick()
+        if self._trial:
+            return
+        if not self._runtime.restored:
+            assert self._progress is not None
+            self._progress.refuse_unstorable()
+            self._steps.restore(self._total(trainer))
         if self._global_step != trainer.global_step:
+            if trainer.accumulate_grad_batches != _accumulated(trainer, trainer.current_epoch):
+                self._runtime.total = None  # the script changes it
             self._steps.next()
             self._global_step = trainer.global_step
-        self._runtime.counter.tick()
-
-    def _settle(self) -> None:
-        assert self._progress is not None
-        self._progress.settle()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -161,12 +234,20 @@ class SessionStrategy(DDPStrategy):
     def on_train_end(self) -> None:
         """Before Lightning takes the model off its device: the last step ends, the final checkpoint is made."""
         super().on_train_end()
-        self._session.finish()
+        if not self._trial:
+            self._session.finish()
 
     # --- what is Ratchet's to do ---------------------------------------------------------------------------------------
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        if self._trial:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        trainer = self._trainer()
+        if any(isinstance(callback, OnExceptionCheckpoint) for callback in trainer.callbacks):
+            return _Nothing(
+                {"pytorch-lightning_version": lightning.__version__}
+            )  # the Trainer asks for "last" by itself
         raise UserError(
             "ckpt_path: the job resumes from its own checkpoints; drop it, or load weights into the module before fit"
         )
@@ -174,6 +255,13 @@ class SessionStrategy(DDPStrategy):
     def _trainer(self) -> Any:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
+
+
+class _Nothing(dict[str, Any]):
+    """A checkpoint from which Lightning takes nothing."""
+
+    def __bool__(self) -> bool:
+        return False
 
 
 class SessionLogger(Logger):
@@ -223,58 +311,189 @@ class _Batches:
                 return
             yield batch
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: the Session has the position. Without it Lightning would warn that it is lost."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
 
 class _Progress:
-    """The Trainer's own state: its loops' counters, its callbacks, and whether one of them has asked it to stop."""
+    """The Trainer's own state: where its loops are, what was logged, its callbacks, and whether one has asked it to stop."""
 
-    def __init__(self, session: Session, trainer: pl.Trainer) -> None:
+    def __init__(self, session: Session, trainer: Any) -> None:
         self._session, self._trainer = session, trainer
-        self._stepped: int | None = None
+        loops = {"trainer": (trainer, _SETTINGS), "fit_loop": (trainer.fit_loop, ("max_epochs", "min_epochs"))}
+        self._attributes = Attributes(loops, trainer.callbacks)
+        self._muted: list[Logger] = []
+
+    # --- the way in ----------------------------------------------------------------------------------------------------
+
+    def begin_with(self, state: dict[str, Any]) -> None:
+        """The Trainer is to begin the recorded epoch anew, as it did then. Its loggers wait, and no validation is tried out."""
+        loop: Any = self._trainer.fit_loop
+        _load(loop, state["fit_loop"])
+        for tracker in (loop.epoch_progress.total, loop.epoch_progress.current):
+            tracker.ready -= 1
+            tracker.started -= 1
+        loop.epoch_loop.val_loop.restarting = True
+        self._muted = [*self._trainer.loggers]
+        for logger in self._muted:
+            logger.log_metrics = lambda *_, **__: None  # type: ignore[method-assign]
+        for callback in self._trainer.callbacks:
+            if isinstance(callback, StochasticWeightAveraging) and callback.state_key in state["callbacks"]:
+                callback.load_state_dict(state["callbacks"][callback.state_key])  # it makes its scheduler from it
+
+    def refuse_unstorable(self) -> None:
+        """Raises ``UserError`` naming what a callback or the module adds to a checkpoint that cannot be stored."""
+        try:
+            encode(self.state_dict(), where="lightning")
+        except HookStateError as error:
+            raise UserError(
+                f"{error.key}: {error.detail}. It is the state_dict of a callback or what on_save_checkpoint adds"
+            ) from error
+
+    # --- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
+        trainer, module = self._trainer, self._trainer.lightning_module
+        checkpoint = self._checkpoint()
+        additions = Additions(checkpoint)
+        callbacks = checkpoint["callbacks"]
+        call._call_callbacks_on_save_checkpoint(trainer, checkpoint)
+        call._call_lightning_module_hook(trainer, "on_save_checkpoint", checkpoint)
+        loop: Any = trainer.fit_loop
         return {
             **self._epoch(),
-            "fit_loop": self._trainer.fit_loop.state_dict(),
-            "callbacks": call._call_callbacks_state_dict(self._trainer),
-            "should_stop": self._trainer.should_stop,
+            "fit_loop": loop.state_dict(),
+            "callbacks": callbacks,
+            "checkpoint": additions.found(),
+            "should_stop": trainer.should_stop,
+            "fetched": 0 if loop._data_fetcher is None else loop._data_fetcher.fetched,
+            "reloaded": [loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch],
+            "validated": loop.epoch_loop.val_loop._has_run,
+            "skip_backward": loop._skip_backward,
+            "logged": {name: getattr(trainer._logger_connector, name) for name in _CONNECTOR},
+            "results": [results_of(results) for results in self._results()],
+            "metrics": metrics_of(module),
+            "attributes": self._attributes.state(),
+            **({} if trainer.datamodule is None else {"datamodule": trainer.datamodule.state_dict()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises ``ValueError`` where an epoch has other steps than the recorded one."""
         refuse_other_epochs(state, self._epoch())
-        self._trainer.fit_loop.load_state_dict(state["fit_loop"])
-        call._call_callbacks_load_state_dict(self._trainer, {"callbacks": state["callbacks"]})
-        # A checkpoint of before has no such entry.
-        self._trainer.should_stop = state.get("should_stop", False) and goes_on(self._session)
-        self._stepped = self._trainer.fit_loop.epoch_loop._batches_that_stepped
+        trainer: Any = self._trainer
+        self._load_hooks(state)
+        _load(trainer.fit_loop, state["fit_loop"])
+        # A checkpoint of before has no such entries, from here on.
+        trainer.should_stop = state.get("should_stop", False) and goes_on(self._session)
+        loop, module = trainer.fit_loop, trainer.lightning_module
+        if loop._data_fetcher is not None:
+            loop._data_fetcher.fetched = state.get("fetched", loop.epoch_loop.batch_progress.current.ready)
+        if "results" in state:
+            loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch = state["reloaded"]
+            loop.epoch_loop.val_loop._has_run = state["validated"]
+            loop._skip_backward = state["skip_backward"]
+            vars(trainer._logger_connector).update(state["logged"])
+            for results, saved in zip(self._results(), state["results"], strict=True):
+                put_results(results, saved, module, trainer.strategy.reduce)
+            put_metrics(module, state["metrics"])
+            self._attributes.put(state["attributes"])
+        for logger in self._muted:
+            del logger.log_metrics
+        self._muted = []
+
+    def _load_hooks(self, state: dict[str, Any]) -> None:
+        trainer = self._trainer
+        if trainer.datamodule is not None and "datamodule" in state:
+            trainer.datamodule.load_state_dict(state["datamodule"])
+        if "checkpoint" in state:
+            checkpoint = {**self._checkpoint(), "callbacks": {**state["callbacks"]}}
+            checkpoint["loops"]["fit_loop"] = state["fit_loop"]
+            checkpoint = Additions.put(checkpoint, state["checkpoint"])
+            call._call_lightning_module_hook(trainer, "on_load_checkpoint", checkpoint)
+            call._call_callbacks_on_load_checkpoint(trainer, checkpoint)
+        # Lightning's load_state_dict of a SpikeDetection fails by a wrong name; its attributes are put back with the others'.
+        broken = [callback.state_key for callback in trainer.callbacks if isinstance(callback, SpikeDetection)]
+        whole = {key: value for key, value in state["callbacks"].items() if key not in broken}
+        call._call_callbacks_load_state_dict(trainer, {"callbacks": whole})
+        for callback in trainer.callbacks:
+            if isinstance(callback, StochasticWeightAveraging) and callback.n_averaged is not None:
+                callback.n_averaged.fill_(callback._init_n_averaged)
+
+    def _checkpoint(self) -> dict[str, Any]:
+        """As Lightning makes one, before the hooks."""
+        trainer = self._trainer
+        module = trainer.lightning_module
+        return {
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "pytorch-lightning_version": lightning.__version__,
+            "state_dict": trainer.strategy.lightning_module_state_dict(),
+            "loops": {"fit_loop": trainer.fit_loop.state_dict()},
+            "callbacks": call._call_callbacks_state_dict(trainer),
+            "optimizer_states": [optimizer.state_dict() for optimizer in trainer.optimizers],
+            "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+            **({module.CHECKPOINT_HYPER_PARAMS_KEY: dict(module.hparams)} if module.hparams else {}),
+        }
+
+    def _results(self) -> list[Any]:
+        loop = self._trainer.fit_loop.epoch_loop
+        return [loop._results, loop.val_loop._results]
 
     def _epoch(self) -> dict[str, int]:
         data: Any = self._session._runtime.state.data
         return {"batches_per_epoch": int(data.steps_per_epoch)}
 
-    def settle(self) -> None:
-        """A Trainer that resumes where a validation would be due passes over it, and counts a batch that it did not train."""
-        if self._stepped is not None:
-            self._trainer.fit_loop.epoch_loop._batches_that_stepped = self._stepped
+
+def _load(loop: _Loop, state: dict[str, Any]) -> None:
+    """The counters alone: the Trainer does not learn that it resumes."""
+    loop.load_state_dict(state)
+    loops = [loop]
+    for one in loops:
+        one.on_iteration_done()
+        loops += [part for part in vars(one).values() if isinstance(part, _Loop)]
 
 
-def _refuse(trainer: pl.Trainer) -> None:
+def _accumulated(trainer: Any, epoch: int) -> int:
+    """Batches of one step in ``epoch``."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, GradientAccumulationScheduler):
+            return callback.get_accumulate_grad_batches(epoch)
+    return int(trainer.accumulate_grad_batches)
+
+
+def _leave_out_default(trainer: Any) -> None:
+    """The callback that every Trainer gets where it is given none."""
+    default = vars(ModelCheckpoint())
+    for callback in trainer.checkpoint_callbacks:
+        plain = type(callback) is ModelCheckpoint
+        if plain and all(vars(callback)[k] == v for k, v in default.items() if k not in ("dirpath", "_fs")):
+            trainer.callbacks.remove(callback)
+            rank_zero_info(
+                "Lightning's default ModelCheckpoint is left out, the job has its own checkpoints: give ModelCheckpoint "
+                "arguments (save_top_k, monitor, ...) for files of Lightning's"
+            )
+
+
+def _refuse(trainer: Any) -> None:
     if not trainer.lightning_module.automatic_optimization:
         raise UserError(
             "manual optimization is not supported: SessionStrategy cannot tell where a step ends; use automatic optimization"
         )
-    if trainer.strategy._runtime.state.data is None:  # type: ignore[attr-defined]
+    if trainer.strategy._runtime.state.data is None:
         raise UserError("no data is registered: session.register(data=TrainLoader(...)) before trainer.fit")
-
-
-def _refuse_plateau(configs: Any) -> None:
-    if any(config.reduce_on_plateau and config.interval == "step" for config in configs):
-        raise UserError(
-            "ReduceLROnPlateau with interval 'step' is not supported: Lightning steps it once more on a resume; use 'epoch'"
-        )
+    for callback in trainer.callbacks:
+        name = type(callback).__name__
+        if isinstance(callback, BaseFinetuning):
+            raise UserError(
+                f"{name} is not supported: it adds parameters to the optimizer in the middle of the training. Give the optimizer "
+                "all parameters in groups from the start, and keep a group's learning rate at 0 until it is to be trained: "
+                "LambdaLR(optimizer, [lambda epoch: 1.0, lambda epoch: float(epoch >= 10)])"
+            )
+        if isinstance(callback, ModelPruning):
+            raise UserError(
+                f"{name} is not supported: it gives parameters other names in the middle of the training. Keep a mask for each "
+                "weight in a buffer of the module, and multiply the weight by it in forward"
+            )
+        batch_norm = StochasticWeightAveraging.pl_module_contains_batch_norm(trainer.lightning_module)
+        if isinstance(callback, StochasticWeightAveraging) and batch_norm:
+            raise UserError(
+                f"{name} of a model with batch norm is not supported: it runs an epoch without steps at the end. Use "
+                "lightning.pytorch.callbacks.WeightAveraging, which averages the statistics, too"
+            )

@@ -1,0 +1,280 @@
+"""What Lightning's Trainer carries from step to step besides its loops' counters, as plain values and tensors.
+
+Logged values (``self.log``), torchmetrics, attributes of callbacks, and what ``on_save_checkpoint`` adds to a checkpoint.
+"""
+
+from __future__ import annotations
+
+import builtins
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, SpikeDetection, WeightAveraging
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
+from torch import nn
+from torchmetrics import Metric
+
+from ratchet_contract.errors import UserError
+from ratchet_hooks.codec import Tensors, decode, encode
+from ratchet_hooks.errors import HookStateError
+from ratchet_worker.snapshot import digest
+
+State = dict[str, Any]
+
+_META: Final = (
+    "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
+    "metric_attribute",
+)  # fmt: skip
+_OWN: Final[dict[type, tuple[str, ...]]] = {
+    ModelCheckpoint: (
+        "current_score",
+        "_last_global_step_saved",
+        "_last_checkpoint_saved",
+        "_defer_save_until_validation",
+    ),
+    SpikeDetection: ("last_val", "bad_batches"),
+    WeightAveraging: ("_latest_update_step", "_latest_update_epoch"),
+}
+"""State of Lightning's own callbacks that their ``state_dict`` leaves out or rounds."""
+
+# --- torchmetrics ------------------------------------------------------------------------------------------------------
+
+
+def metrics_of(module: nn.Module) -> State:
+    """State of every metric in ``module``, by path. Only what is persistent would be in its ``state_dict``."""
+    return {path: _metric(m) for path, m in module.named_modules() if isinstance(m, Metric)}
+
+
+def put_metrics(module: nn.Module, state: State) -> None:
+    for path, metric in module.named_modules():
+        if isinstance(metric, Metric) and path in state:
+            _put(metric, state[path])
+
+
+def _metric(metric: Metric) -> State:
+    return {
+        "values": {name: getattr(metric, name) for name in metric._defaults},
+        "numbers": {name: value for name, value in vars(metric).items() if type(value) in (int, float)},
+        "caches": {name: getattr(metric, name) for name in ("_computed", "_forward_cache") if _is_plain(metric, name)},
+    }
+
+
+def _is_plain(metric: Metric, name: str) -> bool:
+    return isinstance(getattr(metric, name, None), torch.Tensor | float | int | None)
+
+
+def _put(metric: Metric, state: State) -> None:
+    metric._computed = None
+    for name, value in {**state["values"], **state["numbers"], **state["caches"]}.items():
+        setattr(metric, name, value)
+
+
+# --- values that are logged --------------------------------------------------------------------------------------------
+
+
+def results_of(results: _ResultCollection) -> State:
+    """By key. Raises ``UserError`` for a value that is reduced over a group of ranks that no other process knows."""
+    return {key: _result(result) for key, result in results.items()}
+
+
+def _result(result: _ResultMetric) -> State:
+    meta = result.meta
+    if meta.sync.group not in (None, torch.distributed.group.WORLD):
+        raise UserError(
+            f"self.log({meta.name!r}, sync_dist_group=...) over a group of its own cannot be saved: reduce the value in the "
+            "module, and log it without sync_dist"
+        )
+    out = _metric(result)
+    if not result.is_tensor:
+        del out["caches"]["_computed"]
+    return {
+        **out,
+        "meta": {name: getattr(meta, name) for name in _META},
+        "reduce": [meta.reduce_fx is getattr(builtins, meta.reduce_fx.__name__, None), meta.reduce_fx.__name__],
+        "sync": [meta.sync.should, meta.sync.rank_zero_only, meta.sync.group is not None],
+        "is_tensor": result.is_tensor,
+        "has_reset": result.has_reset,
+    }
+
+
+def put_results(results: _ResultCollection, state: State, module: nn.Module, reduce: Callable[..., Any]) -> None:
+    """``reduce``: the strategy's. Metrics that ``module`` has logged themselves are found by their names in it."""
+    results.clear()
+    for key, saved in state.items():
+        built_in, name = saved["reduce"]
+        meta = _Metadata(**saved["meta"], reduce_fx=getattr(builtins if built_in else torch, name))
+        should, rank_zero_only, world = saved["sync"]
+        group = torch.distributed.group.WORLD if world else None
+        meta.sync = _Sync(fn=reduce, _should=should, rank_zero_only=rank_zero_only, _group=group)
+        results[key] = result = _ResultMetric(meta, saved["is_tensor"])
+        _put(result, saved)
+        result.has_reset = saved["has_reset"]
+        if not result.is_tensor:
+            result.value = operator.attrgetter(str(meta.metric_attribute))(module)
+
+
+# --- attributes --------------------------------------------------------------------------------------------------------
+
+
+class Attributes:
+    """Attributes that change in training, of the Trainer and of callbacks: numbers, strings, tensors, arrays, and containers of
+    these. Those of ``named``, and of callbacks all that no class of Lightning's own names."""
+
+    def __init__(self, named: Mapping[str, tuple[object, Iterable[str]]], callbacks: Iterable[Callback]) -> None:
+        self._named = [(name, item, tuple(keys)) for name, (item, keys) in named.items()]
+        self._callbacks = [*callbacks]
+        self._before = {path: _copied(value) for path, _, _, value in self._found()}  # any hook of the training ran
+
+    def state(self) -> State:
+        return {path: value for path, _, _, value in self._found() if not _same(self._before.get(path), value)}
+
+    def put(self, state: State) -> None:
+        """What the recorded training had not changed gets the value that this process began with."""
+        found = {path: (item, key) for path, item, key, _ in self._found()}
+        for path, (item, key) in found.items():
+            if path in state:
+                _set(item, key, state[path])
+            elif path in self._before:
+                _set(item, key, decode(*self._before[path]))
+        owners = dict(self._owners())
+        for path in state.keys() - found.keys():  # begun later in training
+            owner, _, key = path.rpartition("/")
+            if owner in owners:
+                _set(owners[owner], key, state[path])
+
+    def _owners(self) -> Iterator[tuple[str, Any]]:
+        yield from ((name, item) for name, item, _ in self._named)
+        yield from ((f"{n}:{type(callback).__qualname__}", callback) for n, callback in enumerate(self._callbacks))
+
+    def _found(self) -> Iterator[tuple[str, Any, str, Any]]:
+        """Path, object, name and value of each attribute that can be stored."""
+        keys = [k for _, _, k in self._named] + [_own_names(callback) for callback in self._callbacks]
+        for (path, item), names in zip(self._owners(), keys, strict=True):
+            for name in names:
+                if name in vars(item):
+                    value = vars(item)[name]
+                    value = metrics_of(value) if isinstance(value, Metric) else value
+                    if _storable(value):
+                        yield f"{path}/{name}", item, name, value
+
+
+def _set(item: Any, name: str, value: Any) -> None:
+    if isinstance(vars(item).get(name), Metric):
+        put_metrics(vars(item)[name], value)
+    else:
+        setattr(item, name, value)
+
+
+def _own_names(callback: Callback) -> list[str]:
+    """Attributes of a callback's instance that are the user's, and those that Lightning's classes forget."""
+    theirs = [kind for kind in type(callback).__mro__ if kind.__module__.startswith("lightning.")]
+    known = {name for kind in theirs for function in vars(kind).values() for name in _names_in(function)}
+    forgotten = [name for kind in theirs for name in _OWN.get(kind, ())]
+    metrics = [name for name, value in vars(callback).items() if isinstance(value, Metric)]
+    return [*dict.fromkeys([*forgotten, *metrics, *(n for n in vars(callback) if n not in known)])]
+
+
+def _names_in(function: Any) -> tuple[str, ...]:
+    function = getattr(function, "fget", None) or getattr(function, "__func__", function)
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    code = getattr(function, "__code__", None)
+    return () if code is None else code.co_names
+
+
+def _storable(value: Any) -> bool:
+    try:
+        encode(value, where="")
+    except HookStateError:
+        return False
+    return True
+
+
+def _copied(value: Any) -> tuple[Tensors, Any]:
+    tensors, data = encode(value, where="")
+    return {name: tensor.clone() for name, tensor in tensors.items()}, data
+
+
+def _same(before: tuple[Tensors, Any] | None, value: Any) -> bool:
+    if before is None:
+        return False
+    tensors, data = encode(value, where="")
+    same = data == before[1] and tensors.keys() == before[0].keys()
+    return same and digest(tensors.values()) == digest(before[0].values())
+
+
+# --- on_save_checkpoint ------------------------------------------------------------------------------------------------
+
+
+class Additions:
+    """What hooks made of a checkpoint: the keys they added, replaced or removed, without what the checkpoint had before.
+
+    ``checkpoint`` is shared with the hooks. Within ``state_dict`` and ``callbacks`` single entries are told apart.
+    """
+
+    PARTED: Final = ("state_dict", "callbacks")
+
+    def __init__(self, checkpoint: State) -> None:
+        self._checkpoint = checkpoint
+        self._before = dict(checkpoint)
+        self._parts = {key: dict(checkpoint[key]) for key in self.PARTED}
+
+    def found(self) -> State:
+        """Call it once the hooks have run."""
+        now = self._checkpoint
+        return {
+            "put": {k: self._parted(v) for k, v in now.items() if k not in self._before or v is not self._before[k]},
+            "gone": [key for key in self._before if key not in now],
+            "parts": {
+                key: [
+                    {n: v for n, v in now[key].items() if n not in part or v is not part[n]},
+                    [n for n in part if n not in now[key]],
+                ]
+                for key, part in self._parts.items()
+                if now.get(key) is self._before[key]
+            },
+        }
+
+    def _parted(self, value: Any) -> State:
+        """Tensors that are the module's own, under their own names, are not stored twice."""
+        for key in self.PARTED:
+            if value is self._before[key]:
+                return {"is": key}
+        weights = self._parts["state_dict"]
+        if isinstance(value, dict) and value and any(_one_memory(v, weights.get(k)) for k, v in value.items()):
+            own = [k for k, v in value.items() if _one_memory(v, weights.get(k))]
+            return {"names": [*value], "own": own, "value": {k: v for k, v in value.items() if k not in own}}
+        return {"value": value}
+
+    @classmethod
+    def put(cls, checkpoint: State, found: State) -> State:
+        """``checkpoint`` as the hooks left it, for ``on_load_checkpoint``."""
+        weights, before = dict(checkpoint["state_dict"]), dict(checkpoint)
+        for key, (changed, gone) in found["parts"].items():
+            checkpoint[key].update(changed)
+            for name in gone:
+                checkpoint[key].pop(name, None)
+        for key in found["gone"]:
+            checkpoint.pop(key, None)
+        for key, one in found["put"].items():
+            if "is" in one:
+                checkpoint[key] = before[one["is"]]
+            elif "own" in one:
+                checkpoint[key] = {n: weights[n] if n in one["own"] else one["value"][n] for n in one["names"]}
+            else:
+                checkpoint[key] = one["value"]
+        return checkpoint
+
+
+def _one_memory(a: Any, b: Any) -> bool:
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return False
+    same = (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
+    return same and a.numel() > 0 and a.data_ptr() == b.data_ptr()
