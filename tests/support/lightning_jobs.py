@@ -1,0 +1,67 @@
+"""Jobs of ``lightning_job``, without the service: undisturbed and killed, and what is the same of both."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.phases import Cause
+from ratchet_store.compare import compare
+from tests.support.interpreters import LIBRARIES, Program
+from tests.support.launch import Attempt, Job
+
+CODE = Path(__file__).with_name("lightning_job")
+
+
+class LightningJob(Job):
+    def __init__(self, home: Path, case: dict[str, Any], job_id: str, **spec: Any) -> None:
+        spec = {"script": ["train.py", json.dumps(case)], "code": {"path": str(CODE)}, **spec}
+        super().__init__(home, {"checkpoint": {"every_steps": 3}, **spec}, CODE, job_id=job_id)
+
+    def start_agent(self, paths: AttemptPaths) -> Program:
+        command = [sys.executable, "-P", "-m", "ratchet_worker.agent", str(paths.launch_file)]
+        with paths.agent_log.open("ab") as log:
+            return LIBRARIES.start(command, log.fileno())
+
+    def run(self) -> Attempt:
+        """The next attempt, to its end."""
+        attempt = self.launch()
+        attempt.wait(120)
+        return attempt
+
+    def logged(self) -> dict[str, str]:
+        """The last value of each name and step."""
+        lines = [json.loads(line) for line in (self.paths.work / "log.jsonl").read_text().splitlines()]
+        return {f"{name} {step}": value for step, values in lines for name, value in values.items()}
+
+    def end(self) -> Any:
+        return json.loads((self.paths.work / "end.json").read_text())
+
+
+def difference(
+    home: Path, case: dict[str, Any], kills: list[tuple[str, int, int]], *, unlike: tuple[str, ...] = (), **spec: Any
+) -> list[str]:
+    """What is other where the job is killed at ``kills``: [] where nothing is. ``unlike``: beginnings of the names of logged
+    values that are measured times."""
+    whole, cut = (LightningJob(home, case | {"kills": k}, name, **spec) for name, k in (("whole", []), ("cut", kills)))
+    try:
+        attempt = whole.run()
+        assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
+        for kill in kills:
+            attempt = cut.run()
+            assert attempt.wait().cause is Cause.RANK_KILLED, f"{kill}\n{attempt.logs()}"
+        attempt = cut.run()
+        assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
+        assert all(a.report().verdict in ("exact", "not-exact") for a in cut.attempts[1:])
+        found = compare(whole.newest(), cut.newest())
+        out = [f"tensor {one.name}" for one in found.different if "user:lightning/" not in one.name]
+        out += [f"{k}: {v} {cut.end().get(k)}" for k, v in whole.end().items() if cut.end().get(k) != v]
+        ours, theirs = whole.logged(), cut.logged()
+        names = [k for k in ours.keys() | theirs.keys() if not k.startswith(unlike) or not unlike]
+        return out + [f"{k}: {ours.get(k)} {theirs.get(k)}" for k in sorted(names) if ours.get(k) != theirs.get(k)]
+    finally:
+        whole.close()
+        cut.close()
