@@ -6,7 +6,7 @@ import re
 from typing import Final
 
 OLDEST: Final = "2.9"
-TESTED: Final = ("2.9", "2.13", "2.15")
+TESTED: Final = ("2.9", "2.11", "2.13", "2.15")
 
 
 def untested(version: str) -> str | None:

@@ -37,7 +37,8 @@ SELECTION = {
         "integration/test_hooks_exact.py", "unit/test_hooks_codec.py", "unit/test_hooks_files.py",
     ),
     "a worker's state": (
-        "unit/test_snapshot.py", "unit/test_worker_kept_names.py", "unit/test_worker_module_state.py",
+        "unit/test_snapshot.py", "unit/test_worker_hidden_state.py", "unit/test_worker_kept_names.py",
+        "unit/test_worker_live_memory.py", "unit/test_worker_module_state.py",
         "unit/test_worker_quiet.py", "unit/test_worker_restore.py", "unit/test_worker_same.py",
         "unit/test_worker_saving.py", "unit/test_worker_staging.py", "unit/test_worker_state.py",
         "integration/test_forked_ranks.py", "integration/test_worker_resume.py", "integration/test_worker_saves.py",
