@@ -136,7 +136,7 @@ def run(home: Path, *, killed: bool, strict: bool = False, **arguments: Any) -> 
         flag.touch()
     spec = {
         "task": {"entrypoint": "hiding:Hiding", "args": {"flag": str(flag), **arguments}},
-        "checkpoint": {"every_steps": 6},
+        "checkpoint": {"every_steps": 6, "first": "off"},
         "determinism": "strict" if strict else "warn",
     }
     return Job(home / "job", spec, code)

@@ -96,7 +96,7 @@ def make(tmp_path: Path) -> Any:
             flag.touch()
         spec = {
             "task": {"entrypoint": "training:Training", "args": {"flag": str(flag), **arguments}},
-            "checkpoint": {"every_steps": 6},
+            "checkpoint": {"every_steps": 6, "first": "off"},
             "determinism": "strict",
         }
         jobs.append(Job(tmp_path / name / "job", spec, code))

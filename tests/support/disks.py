@@ -59,7 +59,7 @@ class Place:
         spec = {
             "task": {"entrypoint": "fault_task:Faulty", "args": args},
             "code": {"path": str(CODE)},
-            "checkpoint": {"every_steps": EVERY, "keep_last": 20, **checkpoint},
+            "checkpoint": {"every_steps": EVERY, "keep_last": 20, "first": "off", **checkpoint},
             "policy": policy or {},
         }
         job = WarmJob(self.warm, self.root / "home", spec, CODE, job_id=job_id)
