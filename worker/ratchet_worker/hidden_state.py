@@ -137,7 +137,7 @@ class _Recorder:
             if not self._has_state(value) and not self._has_state(before.children.get(name)):
                 continue
             try:
-                if not now.stored:
+                if not now.stored and not is_constant(value):
                     raise _Unstorable(at)
                 found[name] = self._reference(at, value)
             except _Unstorable as error:

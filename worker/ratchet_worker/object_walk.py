@@ -182,6 +182,15 @@ def attributes(item: Any) -> dict[str, Any]:
     return held
 
 
+@lru_cache(maxsize=4096)
+def _of_frameworks(kind: type) -> frozenset[str]:
+    """Private names that Lightning's classes among the bases use for themselves (ids of objects, the Trainer)."""
+    bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")]
+    methods = [getattr(method, "fget", method) for base in bases for method in vars(base).values()]
+    names = (name for method in methods for name in getattr(getattr(method, "__code__", None), "co_names", ()))
+    return frozenset(name for name in names if name.startswith("_"))
+
+
 @lru_cache(maxsize=1)
 def _of_optimizers() -> frozenset[str]:
     """Attributes that every optimizer has, and what schedulers put there. Not made at import: the first optimizer of a process
@@ -195,7 +204,9 @@ def _children(item: Any, kind: Kind, *, covered: bool) -> Children:
     if kind == "dict":
         return dict(item)
     if covered:
-        return {name: value for name, value in vars(item).items() if name not in _OF_MODULES}
+        its_class: type = type(item)
+        theirs = _OF_MODULES | _of_frameworks(its_class)
+        return {name: value for name, value in vars(item).items() if name not in theirs}
     if kind == "object":
         return attributes(item)
     if isinstance(item, MethodType):
