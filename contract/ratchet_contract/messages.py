@@ -85,7 +85,7 @@ class LaunchFile(Grown):
 
     LATER: ClassVar[tuple[str, ...]] = (
         "pace", "service_ca", "log_bytes", "spec.secret_env", "spec.resources.open_files", "spec.policy.preemptible",
-        "spec.policy.exit_codes", "spec.policy.startup_deadline", "spec.policy.step_deadline",
+        "spec.policy.exit_codes", "spec.policy.startup_deadline", "spec.policy.step_deadline", "spec.checkpoint.first",
     )  # fmt: skip
     protocol: int = PROTOCOL_VERSION
     job_id: str
@@ -120,7 +120,9 @@ class LaunchFile(Grown):
     fork: ForkSource | None = None
     desired: Desired = Desired.RUN
     save_seconds: float | None = Field(
-        None, description="The longest of the job's last saves, in seconds; null: none yet."
+        None,
+        description="The longest of the job's last saves, in seconds; 0: none yet; null: of a service that knows no save before "
+        "the first scheduled one.",
     )
     log_bytes: int = Field(LOG_BYTES, description="Of disk, for each rank's log; its beginning and its end stay.")
     pace: Pace | None = Field(

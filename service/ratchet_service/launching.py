@@ -279,7 +279,7 @@ class Launching:
                 "lineage": segments,
                 "recorded": newest_recorded(session, job.id, segments),
                 "fork": fork_for_launch(fork, segments, committed),
-                "save_seconds": save_seconds(session, job.id),
+                "save_seconds": save_seconds(session, job.id) or 0.0,
                 "pace": pace_before(session, job.id, epoch),
                 "log_bytes": self._bounds.log_bytes,
             }

@@ -116,7 +116,7 @@ class Attempt:
             workdir=str(job.paths.work),
             report_token="none",
             service_file=str(job.home.service_file),
-            **{"lineage": lineage, "resolved": RESOLVED, **launch},
+            **{"lineage": lineage, "resolved": RESOLVED, "save_seconds": 0.0, **launch},
         )
         self.paths.root.mkdir(parents=True)
         self.paths.launch_file.write_text(self.launch.model_dump_json())

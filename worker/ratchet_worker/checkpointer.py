@@ -230,7 +230,7 @@ class Checkpointer:
         """Why a save is not begun; the same on all ranks."""
         text = None
         if self._schedule is not None and left is not None:
-            takes = self._schedule.save_seconds() or self._launch.save_seconds
+            takes = self._schedule.save_seconds() or self._launch.save_seconds or None
             if takes is not None and takes > left:
                 text = f"a save takes about {takes:.1f} s, and {max(0.0, left):.1f} s are left"
                 self._reporter.note("checkpoint-late", text, seconds=takes, left=left)

@@ -352,7 +352,7 @@ class Runtime:
 
 
 def _has_none(launch: LaunchFile, chosen: Chosen) -> bool:
-    """Has the job no checkpoint of its own, and may it have one before the first scheduled? Not under a service of before there
-    was such a key: it knows no such reason."""
+    """Has the job no checkpoint of its own, and may it have one before the first scheduled? Not under a service that knows no
+    such save: it sends null for a job that has none."""
     own = chosen.manifest is not None and chosen.manifest.job_id == launch.job_id
-    return not own and "first" in launch.spec.checkpoint.model_fields_set
+    return not own and launch.save_seconds is not None

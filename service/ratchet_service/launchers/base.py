@@ -96,7 +96,7 @@ def stop_seconds(launch: LaunchFile) -> float:
     """The notice, in seconds, that an engine must give an agent before it kills it: from the job's own measured saves, at most
     ``policy.stop_grace`` (after which the agent itself kills its ranks) and what its end takes. Without a save yet, just that."""
     most = longest_stop(launch.spec)
-    if launch.save_seconds is None:
+    if not launch.save_seconds:
         return most
     return min(most, _SAVE_FACTOR * launch.save_seconds + _STOP_ROOM)
 
