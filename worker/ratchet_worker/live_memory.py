@@ -71,11 +71,12 @@ def live_bytes(tensor: torch.Tensor) -> Bytes:
 
 class LiveTensors(Mapping[str, torch.Tensor]):
     """Tensors by name as they are at one step boundary: views, whose storages code cannot free by giving a tensor other memory
-    (``parameter.data = ...``), but can resize."""
+    (``parameter.data = ...``), but can resize. ``addresses`` and ``versions``, torch's count of in-place changes: at the
+    boundary."""
 
     def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = [*map(torch.Tensor.detach, tensors)]
-        self._addresses, self._versions = [*map(address, self.tensors)], versions_of(self.tensors)
+        self.addresses, self.versions = [*map(address, self.tensors)], versions_of(self.tensors)
         self._numbers = {name: number for number, name in enumerate(names)}
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -90,14 +91,14 @@ class LiveTensors(Mapping[str, torch.Tensor]):
     def require_intact(self, name: str) -> None:
         """Raises ``StateError`` when the tensor was changed in place since the boundary, or its storage was resized."""
         number = self._numbers[name]
-        if address(self.tensors[number]) != self._addresses[number]:
+        if address(self.tensors[number]) != self.addresses[number]:
             raise resized(name)
-        if version_of(self.tensors[number]) != self._versions[number]:
+        if version_of(self.tensors[number]) != self.versions[number]:
             raise changed(name)
 
     def require_all_intact(self) -> None:
         """``require_intact`` for every tensor."""
-        if [*map(address, self.tensors)] != self._addresses or versions_of(self.tensors) != self._versions:
+        if [*map(address, self.tensors)] != self.addresses or versions_of(self.tensors) != self.versions:
             for name in self._numbers:
                 self.require_intact(name)
 

@@ -10,7 +10,7 @@ import torch
 
 from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX
 from ratchet_store.slices import Slice
-from ratchet_worker.live_memory import LiveTensors
+from ratchet_worker.live_memory import LiveTensors, is_row_major
 from ratchet_worker.snapshot import Sizes, Snapshot, Until
 
 
@@ -29,11 +29,13 @@ class Source(NamedTuple):
 
 
 class Listed(Sequence[Source]):
-    """Sources of this save's ``tensors`` and of columns that stay the same from save to save. Each ``Source`` is made when the
-    first of them is asked for."""
+    """Sources of this save's tensors and of columns that stay the same from save to save. Each ``Source`` is made when the first
+    of them is asked for. ``tensors``, ``addresses`` and ``versions``: as ``LiveTensors`` has them, in the sources' order."""
 
-    def __init__(self, columns: _Columns, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors = tensors
+    def __init__(self, columns: _Columns, numbers: Sequence[int], shared: LiveTensors, private: LiveTensors) -> None:
+        self.tensors = [shared.tensors[n] for n in numbers] + private.tensors
+        self.addresses = [shared.addresses[n] for n in numbers] + private.addresses
+        self.versions = [shared.versions[n] for n in numbers] + private.versions
         self._columns = columns
 
     @cached_property
@@ -57,15 +59,17 @@ class Listed(Sequence[Source]):
 
 class Sources(NamedTuple):
     """``form``: the same object as for an older list where all but the tensors themselves is the same, and these have the same
-    shapes and dtypes. None: not known."""
+    shapes, dtypes and order in memory. None: not known."""
 
     each: Sequence[Source]
     form: object = None
 
     @property
-    def tensors(self) -> Sequence[torch.Tensor]:
-        """The tensors of ``each``, in its order."""
-        return self.each.tensors if isinstance(self.each, Listed) else [source.tensor for source in self.each]
+    def live(self) -> Listed | LiveTensors:
+        """The tensors of ``each`` as they are now, in its order."""
+        if isinstance(self.each, Listed):
+            return self.each
+        return LiveTensors([source.name for source in self.each], [source.tensor for source in self.each])
 
 
 class Lister:
@@ -84,15 +88,16 @@ class Lister:
     def of(self, snapshot: Snapshot, slices: Sequence[Slice]) -> Sources:
         """``slices``: the same object as before where they are the same."""
         until, sizes, shared = snapshot.until, snapshot.sizes(), snapshot.shared
-        private = [(name, t.dtype, t.shape, until.get(name)) for name, t in snapshot.private.items()]
+        private = [(name, t.dtype, t.shape, until.get(name), is_row_major(t)) for name, t in snapshot.private.items()]
         if sizes is not self._sizes or slices is not self._slices or private != self._private:
             self._sizes, self._slices, self._private, self._form = sizes, slices, private, object()
             self._columns = self._listed(snapshot, slices)
             number = {name: n for n, (name, _, _) in enumerate(sizes)}
             self._numbers = [number[s.name] for s in slices]
-        views = shared.tensors if isinstance(shared, LiveTensors) else [*shared.values()]
-        tensors = [views[n] for n in self._numbers]
-        return Sources(Listed(self._columns, [*tensors, *snapshot.private.values()]), self._form)
+        if not isinstance(shared, LiveTensors):
+            shared = LiveTensors([*shared], [*shared.values()])
+        own = LiveTensors([*snapshot.private], [*snapshot.private.values()])
+        return Sources(Listed(self._columns, self._numbers, shared, own), self._form)
 
     def _listed(self, snapshot: Snapshot, slices: Sequence[Slice]) -> _Columns:
         until, private = snapshot.until, snapshot.private

@@ -101,6 +101,11 @@ class _Layout:
         self.kinds: dict[Until, list[int]] = {until: [] for until in Until}
         for number, source in enumerate(sources):
             self.kinds[source.until if sizes[number] >= small else Until.BOUNDARY].append(number)
+        self.row_major = [is_row_major(source.tensor) for source in sources]
+        self.moves = {
+            until: [m for n in numbers for m in cut(n, sizes[n], whole=not self.row_major[n])]
+            for until, numbers in self.kinds.items()
+        }
         self.places = [
             _Place(
                 offset, size, s.start, s.tensor.dtype, s.tensor.shape if s.stop - s.start == s.tensor.numel() else None
@@ -141,15 +146,6 @@ class _Place(NamedTuple):
         return flat if self.shape is None else flat.view(self.shape)
 
 
-class _AtBoundary(NamedTuple):
-    """A tensor's memory and torch's count of its in-place changes when it was handed over. ``row_major``: its bytes in the host's
-    memory, in order, are what is stored."""
-
-    address: int
-    version: int | None
-    row_major: bool
-
-
 class Staged:
     """Copies that are made kind by kind: ``copy`` makes one kind's, in any thread; ``wait`` waits for it, in any other, and takes
     part in it, or takes it over."""
@@ -157,7 +153,9 @@ class Staged:
     def __init__(
         self, sources: Sources, layout: _Layout, buffer: torch.Tensor, stream: Any, cores: int, reader: SafeReader
     ) -> None:
-        self._sources, self._tensors = sources.each, sources.tensors
+        live = sources.live
+        self._sources, self._tensors = sources.each, live.tensors
+        self._addresses, self._versions = live.addresses, live.versions
         self._layout, self._buffer, self._stream, self._reader = layout, buffer, stream, reader
         self._bytes: Bytes = buffer.numpy()
         self._alone = cores < 2
@@ -165,26 +163,17 @@ class Staged:
         self._waited: set[Until] = set()
         self._direct = threading.Lock()
         self._marks: dict[Until, Any] = {}
-        self._late: dict[int, _AtBoundary] = {}
         self._memory: dict[int, Bytes] = {}
-        self._work = {until: Work(self._moves_of(until)) for until in (Until.BACKWARD, Until.STEP)}
+        self._work = {until: Work(layout.moves[until]) for until in (Until.BACKWARD, Until.STEP)}
         self.error: StateError | None = None
-
-    def _moves_of(self, until: Until) -> list[Move]:
-        moves: list[Move] = []
-        for number in self._layout.kinds[until]:
-            tensor = self._tensors[number]
-            row_major = is_row_major(tensor)
-            self._late[number] = _AtBoundary(address(tensor), version_of(tensor), row_major)
-            moves += cut(number, self._layout.places[number].nbytes, whole=not row_major)
-        return moves
 
     def copy_at_boundary(self) -> None:
         """Copy what cannot wait, in the loop's thread. Raises ``StateError`` for a tensor without memory."""
         numbers = self._layout.kinds[Until.BOUNDARY]
-        if any(map(is_freed, (self._tensors[number] for number in numbers))):
-            name = next(self._sources[number].name for number in numbers if is_freed(self._tensors[number]))
-            raise StateError(f"{name} has no memory: its storage was emptied before the step's end")
+        for number in numbers:
+            if not self._addresses[number] and is_freed(self._tensors[number]):
+                name = self._sources[number].name
+                raise StateError(f"{name} has no memory: its storage was emptied before the step's end")
         with self._queue(Until.BOUNDARY), torch.no_grad():
             if self._stream is None:
                 foreach_copy_(self._layout.boundary_targets(self._buffer), [self._part(number) for number in numbers])
@@ -229,11 +218,11 @@ class Staged:
     def _make(self, move: Move, *, direct: bool) -> None:
         """One copy. ``direct``: the loop's code does not run meanwhile, which could free the memory."""
         number, begin, end = move
-        tensor, before, place = self._tensors[number], self._late[number], self._layout.places[number]
-        lost = address(tensor) != before.address
+        tensor, place = self._tensors[number], self._layout.places[number]
+        lost = address(tensor) != self._addresses[number]
         if not lost and place.nbytes:
             try:
-                if not before.row_major:
+                if not self._layout.row_major[number]:
                     self._copy(number, tensor if direct or not tensor.is_cpu else self._reader.private(tensor))
                 else:
                     memory = self._memory_of(number)[begin:end]
@@ -248,10 +237,10 @@ class Staged:
 
     def _check(self, number: int, *, lost: bool = False) -> None:
         """Note an error where the tensor is not what it was at the boundary."""
-        tensor, before = self._tensors[number], self._late[number]
-        if lost or address(tensor) != before.address:
+        tensor = self._tensors[number]
+        if lost or address(tensor) != self._addresses[number]:
             self.error = self.error or resized(self._sources[number].name)
-        if version_of(tensor) != before.version:
+        if version_of(tensor) != self._versions[number]:
             self.error = self.error or changed(self._sources[number].name)
 
     def require_intact(self, until: Until) -> None:
