@@ -114,6 +114,8 @@ class Hiding:
         return Parts(model=self.net, optimizer=self.optimizer, train=data, total_steps=14)
 
     def loss(self, model, batch):
+        import rich.style  # draws from random when it is imported, which a resumed attempt does again
+
         if self.extra == "iterator":
             next(self.net.moving)
         if self.optimizer.t == 9 and not self.flag.exists():

@@ -26,7 +26,7 @@ from ratchet_contract.messages import LaunchFile, RankResult
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import Cause
 from ratchet_hooks.build import close_group
-from ratchet_worker import allocator, determinism, limits, loop, rng, user_code
+from ratchet_worker import allocator, determinism, import_draws, limits, loop, rng, user_code
 from ratchet_worker.agreement import Agreement, Decision, Stopped, Wish
 from ratchet_worker.choice import choose
 from ratchet_worker.counter import StepCounter
@@ -96,6 +96,7 @@ class RankProcess:
         # A device that is made current cannot be used by processes that the script forks: that is its own affair.
         device = named_device(launch, identity) if unmanaged else device_of(launch, identity)
         rng.seed_all(spec.seed, identity.rank)
+        import_draws.take_back_draws()
         self._reporter.started(str(device), torch.__version__)
         self._clients = connect(identity, self._timeout)
         self._agreement = Agreement(
