@@ -196,6 +196,10 @@ class AttemptPaths(NodePaths):
     def counter(self, rank: int) -> Path:
         return self.root / "counters" / f"rank-{rank:05d}.bin"
 
+    def ring(self, rank: int) -> Path:
+        """Fingerprints of the rank's newest steps (``step_ring``), for the attempt that does these again."""
+        return self.root / "fingerprints" / f"rank-{rank:05d}.bin"
+
     def spool(self, rank: int) -> Path:
         """JSON lines, one ``RankMessage`` each, appended by the rank; line number (from 1) is the sequence number."""
         return self.root / "spool" / f"rank-{rank:05d}.jsonl"

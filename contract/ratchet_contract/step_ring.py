@@ -1,0 +1,140 @@
+"""The ring of step fingerprints: a file of fixed size per rank and attempt, mapped by the rank, readable also after its death.
+
+A step that a kill took is done again by a later attempt. What the ring has of the first time is what the second is compared with.
+The rank only stores into mapped memory: no system call. What is stored survives the process (SIGKILL), not a loss of power.
+
+Little-endian. Header of 16 KiB: magic, version, number of records, length and CRC-32 of the JSON that follows (``RingHeader``).
+Then the records of 40 bytes; step s has number s modulo their number, so that the newest steps are there. A record: step,
+parameters, generators, data (64 bits each), CRC-32 of these. One that was torn by a kill fails its CRC and is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import zlib
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+
+RING_RECORDS: Final = 4096
+"""Steps that a ring holds: the newest ones. More than are usually done between two checkpoints, in 176 KiB of disk."""
+RING_VERSION: Final = 1
+_MAGIC: Final = b"RATCHETF"
+_HEADER_SIZE: Final = 16 * 1024
+_HEADER: Final = struct.Struct("<8sIIII")
+_RECORD: Final = struct.Struct("<5Q")
+_VALUES: Final = struct.Struct("<4Q")
+_FILE_SIZE: Final = _HEADER_SIZE + RING_RECORDS * _RECORD.size
+
+Part = Literal["data", "generators", "parameters"]
+PARTS: Final[tuple[Part, ...]] = ("data", "generators", "parameters")
+"""In the order of cause and effect: where several differ after a step, the first of these is told."""
+
+
+class StepFingerprint(NamedTuple):
+    """A rank's state behind ``step``, as 64-bit digests: a sample of the parameters, the generators, the position in the data."""
+
+    step: int
+    parameters: int
+    generators: int
+    data: int
+
+    def difference(self, other: StepFingerprint) -> Part | None:
+        """The first part (``PARTS``) in which both differ; None: they are equal. Both are of one step."""
+        return next((part for part in PARTS if getattr(self, part) != getattr(other, part)), None)
+
+
+@dataclass(frozen=True)
+class RingHeader:
+    """What a comparison depends on. ``line``: names the course of training that the attempt belongs to; attempts that go on
+    exactly from each other's checkpoints have the same. ``facts``: what can change a bit, by name."""
+
+    line: str
+    facts: dict[str, str | int | float | bool | None] = field(default_factory=dict)
+
+
+class StepRing:
+    """The rank's side: one writer."""
+
+    def __init__(self, path: Path, header: RingHeader) -> None:
+        """Create ``path``, with its space allocated: a full disk must fail here, not as a SIGBUS in the middle of a step. Raises
+        ``OSError``, and ``ValueError`` for a header that is too long."""
+        self._header, text = header, _text(header)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            os.posix_fallocate(fd, 0, _FILE_SIZE)
+            self._map = mmap.mmap(fd, _FILE_SIZE)
+        finally:
+            os.close(fd)
+        self._write_header(text)
+
+    def set_line(self, line: str) -> None:
+        """From now on the attempt trains along another line."""
+        self._header = replace(self._header, line=line)
+        self._write_header(_text(self._header))
+
+    def write(self, fingerprint: StepFingerprint) -> None:
+        """Store it in the place of the one that is ``RING_RECORDS`` steps older."""
+        check = zlib.crc32(_VALUES.pack(*fingerprint))
+        place = _HEADER_SIZE + fingerprint.step % RING_RECORDS * _RECORD.size
+        _RECORD.pack_into(self._map, place, *fingerprint, check)
+
+    def close(self) -> None:
+        self._map.close()
+
+    def _write_header(self, text: bytes) -> None:
+        self._map[_HEADER.size : _HEADER.size + len(text)] = text
+        _HEADER.pack_into(self._map, 0, _MAGIC, RING_VERSION, RING_RECORDS, len(text), zlib.crc32(text))
+
+
+def read_header(path: Path) -> RingHeader | None:
+    """The header of a ring; None where there is no ring, or none that this version can read."""
+    return _header(_read(path, _HEADER_SIZE))
+
+
+def read_ring(path: Path) -> dict[int, StepFingerprint]:
+    """The fingerprints in a ring, by step; empty where there is no ring, or none that this version can read. Records that are not
+    whole are left out."""
+    data = _read(path, _FILE_SIZE + 1)
+    if _header(data) is None:
+        return {}
+    found: dict[int, StepFingerprint] = {}
+    for number, (*values, check) in enumerate(_RECORD.iter_unpack(data[_HEADER_SIZE:])):
+        step = values[0]
+        if step and step % RING_RECORDS == number and zlib.crc32(_VALUES.pack(*values)) == check:
+            found[step] = StepFingerprint(*values)
+    return found
+
+
+def _text(header: RingHeader) -> bytes:
+    text = json.dumps(asdict(header), separators=(",", ":")).encode()
+    if len(text) > _HEADER_SIZE - _HEADER.size:
+        raise ValueError(f"the header of a ring of fingerprints takes {len(text)} bytes; there is room for 16 KiB")
+    return text
+
+
+def _read(path: Path, size: int) -> bytes:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # whatever user code has put there
+        with os.fdopen(fd, "rb") as file:
+            return file.read(size) or b""
+    except OSError:
+        return b""
+
+
+def _header(data: bytes) -> RingHeader | None:
+    if len(data) < _HEADER_SIZE or (len(data) > _HEADER_SIZE and len(data) != _FILE_SIZE):
+        return None
+    magic, version, records, length, check = _HEADER.unpack_from(data)
+    text = data[_HEADER.size : _HEADER.size + length]
+    if (magic, version, records) != (_MAGIC, RING_VERSION, RING_RECORDS) or zlib.crc32(text) != check:
+        return None
+    try:
+        found: Any = json.loads(text)
+        return RingHeader(str(found["line"]), dict(found["facts"]))
+    except (ValueError, KeyError, TypeError):
+        return None
