@@ -197,6 +197,17 @@ class RatchetClient(Following, Access):
         """
         return self._post(f"{checkpoint_path(job_id, checkpoint_id)}/verify", api.VerifyResult)
 
+    def compare(self, job_id: str, with_job_id: str, *, checkpoint: str | None = None,
+                with_checkpoint: str | None = None) -> api.ComparisonView:  # fmt: skip
+        """Two jobs' checkpoints, every tensor and every rank's state: at the first step at which they differ, of those that both
+        have a checkpoint of; if they differ nowhere, at the newest. Or of the checkpoints that are named.
+
+        >>> client.compare(job_id, job_id).identical
+        True
+        """
+        params: Params = {"checkpoint": checkpoint, "with_checkpoint": with_checkpoint}
+        return self._get(f"{job_path(job_id)}/compare/{quote(with_job_id, safe='')}", api.ComparisonView, params)
+
     def export(self, job_id: str, checkpoint_id: str, target: str | os.PathLike[str], *,
                format: ExportFormat = "safetensors") -> list[str]:  # fmt: skip
         """Write a checkpoint as files for other programs; ``target`` must not be there yet. Returns what their reader must know.

@@ -334,6 +334,33 @@ class VerifyResult(View):
     )
 
 
+class DifferenceView(View):
+    component: str
+    name: str = Field(description="The tensor's name in the checkpoint, or a JSON pointer into the rank's state.")
+    rank: int | None = Field(None, description="null: shared by all ranks.")
+    place: str = Field(description="For people: which tensor or value it is.")
+    detail: str = Field(description="What differs there: how many elements, the first one, both values.")
+
+
+class ComparisonView(View):
+    """Two checkpoints, of two jobs or of one, bit for bit."""
+
+    job_id: str
+    checkpoint_id: str
+    with_job_id: str
+    with_checkpoint_id: str
+    identical: bool
+    step: int
+    equal_through: int | None = Field(
+        None,
+        description="The newest step before it at which both jobs' checkpoints are identical; null: none is stored.",
+    )
+    tensors: int
+    different: int = Field(description="Tensors and places in the ranks' states that differ.")
+    differences: list[DifferenceView] = Field(description="The first 50 of them, causes before consequences.")
+    advice: str | None = Field(None, description="What the first of them means, and what to do.")
+
+
 class PruneResult(View):
     """What was removed, or with ``dry_run`` would be."""
 

@@ -57,12 +57,3 @@ class ProbeReport(BaseModel):
     findings: list[Finding]
     cpu: str | None = None
     gpus: list[str] = []
-
-
-class CheckpointDifference(BaseModel):
-    """What ``python -m ratchet_worker.doctor compare`` prints. ``different``: tensors, or places in a rank's state."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    tensors: int
-    different: list[str]

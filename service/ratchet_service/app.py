@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
+from typing import Final
 
 from fastapi import Depends, FastAPI
 from starlette.concurrency import run_in_threadpool
@@ -33,9 +34,11 @@ from ratchet_service.routers import (
 )
 from ratchet_service.settings import Settings
 from ratchet_service.turns import Turns
+from ratchet_service.usecases.comparison import Comparer
 from ratchet_service.usecases.export import Exporter
 from ratchet_service.usecases.upload import Uploads
 
+_COMPARISONS: Final = 2  # of checkpoints at one time: each reads and hashes whole files
 DESCRIPTION = """\
 Checkpoint-aware training: DDP jobs that may be killed at any instant and go on bit for bit, hook state included.
 
@@ -92,6 +95,7 @@ def create_app(
         ports,
         idempotency,
         exporter,
+        Comparer(shared, settings.paths, Turns(_COMPARISONS, "comparing other checkpoints")),
         Uploads(settings.paths),
         Gate(settings, shared),
         health or Health(),

@@ -26,6 +26,7 @@ from ratchet_service.ingest_news import Told
 from ratchet_service.pacing import Pacing
 from ratchet_service.ports import SubmissionPorts
 from ratchet_service.settings import Settings
+from ratchet_service.usecases.comparison import Comparer
 from ratchet_service.usecases.export import Exporter
 from ratchet_service.usecases.upload import Uploads
 
@@ -41,6 +42,7 @@ class Service:
     ports: SubmissionPorts
     idempotency: Idempotency
     exporter: Exporter
+    comparer: Comparer
     uploads: Uploads
     gate: Gate
     health: Health

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import argparse
+import math
+import struct
 import sys
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +18,7 @@ from typing import Any, Final
 import xxhash
 
 from ratchet_contract.errors import CheckpointError
-from ratchet_contract.manifest import SHARED_PREFIX
+from ratchet_contract.manifest import SHARED_PREFIX, Manifest
 from ratchet_store.header import ITEMSIZE
 from ratchet_store.read import CheckpointReader, StoredTensor
 
@@ -26,12 +28,22 @@ _CHUNK: Final = 1 << 20
 _NONZERO: Final = bytes([0]) + bytes([1]) * 255
 _MISSING: Final = object()
 _MAX_STATE_DIFFERENCES: Final = 100
+_BATCH: Final = 64 << 20
+"""Bytes of tensors that are held of each checkpoint at one time, unless one tensor is larger."""
+_NUMBERS: Final = 1 << 20
+"""Elements of a tensor whose differences are measured: what Python does in a fraction of a second."""
+_FORMATS: Final = {
+    "F16": "e", "F32": "f", "F64": "d", "I8": "b", "U8": "B", "I16": "h", "U16": "H", "I32": "i", "U32": "I", "I64": "q",
+    "U64": "Q",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class TensorComparison:
     """One tensor name. ``digest_*``: XXH3-128 of dtype, shape and bytes, None where there is no such tensor. ``first``: index of
-    the first element that differs (row-major), ``count``: how many do; both None unless dtype and shape agree and bits differ."""
+    the first element that differs (row-major), ``count``: how many do; both None unless dtype and shape agree and bits differ.
+    ``values``: that element of both; ``largest``: the largest difference among the first 2**20 elements from it on; None where
+    the dtype is no plain number, or no difference is a number."""
 
     name: str
     equal: bool
@@ -40,16 +52,21 @@ class TensorComparison:
     first: int | None = None
     count: int | None = None
     note: str | None = None
+    shape: tuple[int, ...] = ()
+    values: tuple[float, float] | None = None
+    largest: float | None = None
 
 
 @dataclass(frozen=True)
 class StateDifference:
-    """One place in a rank's JSON state; ``pointer`` is a JSON pointer, values are shortened for reading."""
+    """One place in a rank's JSON state; ``pointer`` is a JSON pointer, ``path`` the keys that the worker's code knows it by,
+    values are shortened for reading."""
 
     rank: int
     pointer: str
     a: str
     b: str
+    path: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,9 +102,19 @@ def compare(a: Path, b: Path, *, exclude: Collection[str] = ()) -> Comparison:
     0.0 differs from -0.0.
 
     ``exclude``: shell patterns of JSON pointers into the ranks' states that may differ, such as ``/timing/*`` (``*`` crosses
-    ``/``). Raises ``CheckpointError`` when either cannot be read. Memory: one component of both at a time.
+    ``/``). Raises ``CheckpointError`` when either cannot be read. Memory: 64 MiB of both, or the largest tensor.
     """
-    readers = CheckpointReader(a), CheckpointReader(b)
+    return compare_opened(CheckpointReader(a), CheckpointReader(b), exclude=exclude)
+
+
+def same_files(a: Manifest, b: Manifest) -> bool:
+    """Do the recorded digests say that every tensor and every state is the same? No file is read; False decides nothing."""
+    return [f.model_dump() for f in a.files] == [f.model_dump() for f in b.files] and a.tensors == b.tensors
+
+
+def compare_opened(a: CheckpointReader, b: CheckpointReader, *, exclude: Collection[str] = ()) -> Comparison:
+    """``compare`` of two that are open."""
+    readers = a, b
     groups: dict[str, list[str]] = {}
     for name in sorted({entry.name for reader in readers for entry in reader.manifest.tensors}):
         groups.setdefault(component_of(name), []).append(name)
@@ -113,12 +140,31 @@ def component_of(name: str) -> str:
 def _compare_names(
     readers: tuple[CheckpointReader, CheckpointReader], names: list[str]
 ) -> tuple[list[TensorComparison], int]:
-    sides = []
-    for reader in readers:
-        known = {entry.name for entry in reader.manifest.tensors}
-        sides.append(reader.tensors([name for name in names if name in known]))
-    nbytes = sum(len(tensor.data) for tensor in sides[0].values())
-    return [_compare_tensor(name, sides[0].get(name), sides[1].get(name)) for name in names], nbytes
+    found, nbytes = [], 0
+    for batch in _batches(readers[0].manifest, names):
+        sides = []
+        for reader in readers:
+            known = {entry.name for entry in reader.manifest.tensors}
+            sides.append(reader.tensors([name for name in batch if name in known]))
+        nbytes += sum(len(tensor.data) for tensor in sides[0].values())
+        found += [_compare_tensor(name, sides[0].get(name), sides[1].get(name)) for name in batch]
+    return found, nbytes
+
+
+def _batches(manifest: Manifest, names: list[str]) -> Iterator[list[str]]:
+    sizes: dict[str, int] = {}
+    for entry in manifest.tensors:
+        sizes[entry.name] = sizes.get(entry.name, 0) + entry.nbytes
+    batch: list[str] = []
+    room = _BATCH
+    for name in names:
+        room -= sizes.get(name, 0)
+        if batch and room < 0:
+            yield batch
+            batch, room = [], _BATCH - sizes.get(name, 0)
+        batch.append(name)
+    if batch:
+        yield batch
 
 
 def _compare_tensor(name: str, a: StoredTensor | None, b: StoredTensor | None) -> TensorComparison:
@@ -133,7 +179,32 @@ def _compare_tensor(name: str, a: StoredTensor | None, b: StoredTensor | None) -
     if a.data == b.data:
         return TensorComparison(name, True, digest_a, digest_b)
     first, count = count_differences(a.data, b.data, ITEMSIZE[a.dtype])
-    return TensorComparison(name, False, digest_a, digest_b, first, count)
+    assert first is not None
+    values, largest = _measured(a, b, first)
+    return TensorComparison(
+        name, False, digest_a, digest_b, first, count, shape=a.shape, values=values, largest=largest
+    )
+
+
+def _measured(a: StoredTensor, b: StoredTensor, first: int) -> tuple[tuple[float, float] | None, float | None]:
+    """``values`` and ``largest`` of a ``TensorComparison``."""
+    x, y = (_numbers(tensor, first, _NUMBERS) for tensor in (a, b))
+    if not x or not y:
+        return None, None
+    gaps = [gap for gap in (abs(p - q) for p, q in zip(x, y, strict=True)) if not math.isnan(gap)]
+    return (x[0], y[0]), max(gaps, default=None)
+
+
+def _numbers(tensor: StoredTensor, first: int, most: int) -> tuple[float, ...]:
+    """Up to ``most`` elements from ``first`` on; none of a dtype that is no plain number."""
+    size = ITEMSIZE[tensor.dtype]
+    raw = tensor.data[first * size : (first + most) * size]
+    if tensor.dtype == "BF16":  # the upper half of an F32
+        wide = bytearray(2 * len(raw))
+        wide[2::4], wide[3::4] = raw[0::2], raw[1::2]
+        return struct.unpack(f"<{len(wide) // 4}f", wide)
+    code = _FORMATS.get(tensor.dtype)
+    return () if code is None else struct.unpack(f"<{len(raw) // size}{code}", raw)
 
 
 def count_differences(a: bytes | bytearray, b: bytes | bytearray, itemsize: int) -> tuple[int | None, int]:
@@ -184,7 +255,9 @@ def _compare_states(
     for rank in range(max(reader.manifest.world_size for reader in readers)):
         a, b = (r.state(rank) if rank < r.manifest.world_size else _MISSING for r in readers)
         try:
-            _walk(a, b, "", rank, exclude, found)
+            places: list[StateDifference] = []
+            _walk(a, b, "", rank, exclude, places)
+            found += [replace(p, path=_path(b if a is _MISSING else a, p.pointer)) for p in places]
         except RecursionError:
             raise CheckpointError(f"the state of rank {rank} is nested too deep: no Ratchet wrote that") from None
     return found
@@ -204,6 +277,27 @@ def _walk(
             _walk(x, y, f"{pointer}/{index}", rank, exclude, out)
     elif type(a) is not type(b) or repr(a) != repr(b):  # repr tells -0.0 from 0.0
         out.append(StateDifference(rank, pointer, _short(a), _short(b)))
+
+
+def _path(root: JsonValue, pointer: str) -> tuple[str, ...]:
+    """``("scheduler", "last_epoch")`` for ``/scheduler/dict/2/1``: without the tags of the JSON form of Python's values."""
+    out: list[str] = []
+    node, tokens = root, [token.replace("~1", "/").replace("~0", "~") for token in pointer.split("/")[1:]]
+    while tokens:
+        token = tokens.pop(0)
+        if isinstance(node, dict) and len(node) == 1 and out and token in node:  # a tag
+            node = node[token]
+            if token == "dict" and len(tokens) > 1 and isinstance(node, list) and int(tokens[0]) < len(node):
+                key, node = node[int(tokens[0])]
+                tokens = tokens[2:]
+                out.append(str(key))
+            continue
+        out.append(token)
+        if isinstance(node, list) and token.isdigit() and int(token) < len(node):
+            node = node[int(token)]
+        else:
+            node = node.get(token) if isinstance(node, dict) else None
+    return tuple(out)
 
 
 def _short(value: JsonValue) -> str:

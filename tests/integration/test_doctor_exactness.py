@@ -61,7 +61,7 @@ def test_a_hook_that_forgets_its_residuals_is_found_out(
     rows = by_name(doctor("--exactness", "--hook", "powerSGD", "--json", expect=1, deadline=280))
     found = rows.pop("exactness powerSGD cpu")
     assert (found["status"], found["value"]) == ("failed", "not identical")
-    assert "shared/model/" in found["detail"] and "98 tensors" in found["detail"]
+    assert "hook state" in found["detail"] and "98 tensors" in found["detail"]
     assert [row for row in rows.values() if row["status"] == "failed"] == []
     assert rows["service"]["value"] == "running" and rows["service version"]["detail"] == "protocol 1"
     assert rows["schema"]["status"] == rows["database"]["status"] == "ok"

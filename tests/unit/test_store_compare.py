@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratchet_contract.paths import checkpoint_dir_name
-from ratchet_store.compare import compare, component_of, count_differences, render
+from ratchet_store.checkpoint_difference import advice, differences
+from ratchet_store.commit import read_manifest
+from ratchet_store.compare import compare, component_of, count_differences, render, same_files
 from tests.support.checkpoints import make_checkpoint, manifest_of
 from tests.support.one_shot import Given, commit, write_rank_file
 
@@ -137,3 +139,55 @@ def test_components_are_named_by_the_first_part(tmp_path: Path) -> None:
         "hook",
         "rng",
     ]
+
+
+def test_differences_are_told_in_words_causes_first(tmp_path: Path) -> None:
+    def stored(side: str, weights: bytes, momentum: float, position: int) -> Path:
+        name = "shared/optimizer/net.weight/momentum_buffer"
+        tensors = {"shared/model/net.weight": weights, name: floats(momentum), "rank/0/rng/torch": floats(7)}
+        return save(tmp_path / side, tensors, {"data": {"dict": [["epoch", 0], ["position", position]]}})
+
+    a, b = stored("a", floats(1, 2, 3, 4), 1, 64), stored("b", floats(1, 2.5, 3, 8), 2, 96)
+    found = differences(compare(a, b))
+    assert [(d.component, d.place, d.detail) for d in found] == [
+        ("data", "data, position (rank 0)", "64 against 96"),
+        (
+            "optimizer",
+            "optimizer, momentum_buffer of net.weight",
+            "1 of 1 elements differ, the first at [0]: 1 against 2; largest difference seen 1",
+        ),
+        (
+            "model",
+            "parameter net.weight",
+            "2 of 4 elements differ, the first at [1]: 2 against 2.5; largest difference seen 4",
+        ),
+    ]
+    assert "order" in str(advice(found)) and "no checkpoint has" in str(advice(found[1:])) and advice([]) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "a", "b", "values"),
+    [
+        ("BF16", b"\x80\x3f", b"\x00\x40", (1.0, 2.0)), ("F16", b"\x00\x3c", b"\x00\x40", (1.0, 2.0)),
+        ("F64", struct.pack("<d", 1.5), struct.pack("<d", -1.5), (1.5, -1.5)), ("U8", b"\x05", b"\x07", (5, 7)),
+        ("C64", bytes(8), bytes(7) + b"\x01", None),
+    ],
+)  # fmt: skip
+def test_the_first_element_that_differs_is_shown_as_a_number(
+    tmp_path: Path, dtype: str, a: bytes, b: bytes, values: Any
+) -> None:
+    def stored(side: str, data: bytes) -> Path:
+        directory = tmp_path / side / checkpoint_dir_name(5, 1)
+        file, entries = write_rank_file(directory, 0, 1, [Given("shared/model/w", dtype, (1,), 0, data)], {})
+        commit(directory, manifest_of(5, 1, [file], entries))
+        return directory
+
+    (found,) = compare(stored("a", a), stored("b", b)).different
+    assert found.values == values
+    assert found.largest == (None if values is None else abs(values[0] - values[1]))
+
+
+def test_equal_digests_in_the_manifests_say_that_all_is_the_same(tmp_path: Path) -> None:
+    a, b = save(tmp_path / "a", {"shared/model/w": floats(1)}), save(tmp_path / "b", {"shared/model/w": floats(1)})
+    c = save(tmp_path / "c", {"shared/model/w": floats(2)})
+    assert same_files(read_manifest(a), read_manifest(b)) and not same_files(read_manifest(a), read_manifest(c))

@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from ratchet_client.cli import (
     act,
     checkpoints,
+    compare,
     config,
     doctor,
     hook,
@@ -112,6 +113,7 @@ for _module in (
     streams,
     act,
     checkpoints,
+    compare,
     processes,
     hooks,
     queue,

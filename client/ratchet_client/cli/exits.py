@@ -26,7 +26,7 @@ MEANINGS: dict[Exit, str] = {
     Exit.OK: "done",
     Exit.JOB_FAILED: (
         "the job waited for failed, was cancelled, or ended elsewhere than asked; a checkpoint is damaged; "
-        "`doctor --exactness` found other bits"
+        "`doctor --exactness` or `compare` found other bits"
     ),
     Exit.USAGE: "wrong command line; a name that several jobs have; a checkpoint to verify that cannot be read",
     Exit.NOT_FOUND: "no such job, attempt, checkpoint, hook or file",

@@ -11,7 +11,15 @@ from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from ratchet_contract.access import Scope
-from ratchet_contract.api import AttemptView, CheckpointDetail, CheckpointView, Page, PruneResult, VerifyResult
+from ratchet_contract.api import (
+    AttemptView,
+    CheckpointDetail,
+    CheckpointView,
+    ComparisonView,
+    Page,
+    PruneResult,
+    VerifyResult,
+)
 from ratchet_contract.api_requests import PinRequest, PruneRequest
 from ratchet_service import examples, openapi
 from ratchet_service.access import needs
@@ -111,6 +119,24 @@ async def export_checkpoint(
     }
     seconds = service.settings.export_send_seconds
     return Sending(made.file, seconds, headers=headers, media_type=export.MEDIA_TYPES[format])
+
+
+@router.get(
+    "/v1/jobs/{job_id}/compare/{with_job_id}",
+    dependencies=[needs(Scope.JOBS_READ)],
+    responses={503: {"description": "`busy`: as many comparisons as the service makes at one time are being made."}},
+    summary="Compare two jobs' checkpoints, bit for bit",
+)
+def compare(
+    service: ServiceDep,
+    job_id: str,
+    with_job_id: str,
+    checkpoint: Annotated[str | None, Query(description="Of the first job. Default: see above.")] = None,
+    with_checkpoint: Annotated[str | None, Query(description="Of the second job.")] = None,
+) -> ComparisonView:
+    """Every tensor and every rank's state: at the first step at which they differ, of those that both have a checkpoint of; if
+    they differ nowhere, at the newest. Takes as long as reading the files takes, unless the recorded digests are the same."""
+    return service.comparer.compare(job_id, with_job_id, checkpoint, with_checkpoint)
 
 
 @router.post(

@@ -9,16 +9,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
-
-from pydantic import ValidationError
 
 from ratchet_client.cli.doctor.checks import Diagnosis
 from ratchet_client.cli.doctor.progress import Progress
@@ -27,7 +23,7 @@ from ratchet_client.client import RatchetClient
 from ratchet_contract.api import AttemptView, JobView
 from ratchet_contract.counter import finished_step
 from ratchet_contract.errors import RatchetError
-from ratchet_contract.findings import CheckpointDifference, Finding, failed, ok
+from ratchet_contract.findings import Finding, failed, ok
 from ratchet_contract.paths import MANIFEST_NAME, HomePaths
 from ratchet_contract.phases import Cause, JobPhase
 from ratchet_hooks.registry import HOOKS, HookEntry
@@ -170,7 +166,7 @@ def _run(client: RatchetClient, paths: HomePaths, proofs: list[Proof], python: s
     jobs = _until_ended(client, paths, proofs, say)
     for proof in proofs:
         say(f"exactness: comparing {proof.hook} on {proof.device} ...")
-        _judge(client, paths, proof, jobs, python)
+        _judge(client, proof, jobs)
 
 
 def _until_ended(client: RatchetClient, paths: HomePaths, proofs: list[Proof], say: Progress) -> dict[str, JobView]:
@@ -227,7 +223,7 @@ def _pid(spool: Path) -> int | None:
 # --- the verdict ---------------------------------------------------------------------------------------------------------
 
 
-def _judge(client: RatchetClient, paths: HomePaths, proof: Proof, jobs: dict[str, JobView], python: str | None) -> None:
+def _judge(client: RatchetClient, proof: Proof, jobs: dict[str, JobView]) -> None:
     """Fill in what was found; every breach of the promise is a line in ``problems``."""
     bad = proof.problems.append
     unfinished = [job for job in (jobs[proof.undisturbed], jobs[proof.killed]) if job.phase is not JobPhase.SUCCEEDED]
@@ -243,7 +239,7 @@ def _judge(client: RatchetClient, paths: HomePaths, proof: Proof, jobs: dict[str
     attempts = sorted(client.attempts(proof.killed), key=lambda a: a.number)
     proof.lost = sum(a.steps_lost or 0 for a in attempts)
     _check_attempts(attempts, bad)
-    _compare(paths, proof, jobs, python)
+    _compare(client, proof, jobs)
 
 
 def _check_attempts(attempts: list[AttemptView], bad: Any) -> None:
@@ -259,28 +255,17 @@ def _check_attempts(attempts: list[AttemptView], bad: Any) -> None:
             bad(f"attempt {attempt.number} did not resume exactly: {said}")
 
 
-def _compare(paths: HomePaths, proof: Proof, jobs: dict[str, JobView], python: str | None) -> None:
-    """Bit for bit, by the worker's side, which may read checkpoints."""
-    places = [
-        str(paths.job(job).checkpoints / str(jobs[job].last_checkpoint)) for job in (proof.undisturbed, proof.killed)
-    ]
-    command = [python or sys.executable, "-P", "-m", "ratchet_worker.doctor", "compare", *places]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        result = CheckpointDifference.model_validate_json(done.stdout)
-    except (OSError, subprocess.SubprocessError) as error:
-        proof.problems.append(f"the checkpoints could not be compared: {error}")
-        return
-    except ValidationError:
-        last = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
-        proof.problems.append(f"the checkpoints could not be compared: {last}")
-        return
-    proof.tensors = result.tensors
-    if result.different:
-        more = len(result.different) - _MOST_NAMES
-        weights_first = sorted(result.different, key=lambda name: not name.startswith("shared/model/"))
-        names = ", ".join(weights_first[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
-        proof.problems.append(f"{len(result.different)} differ: {names}")
+def _compare(client: RatchetClient, proof: Proof, jobs: dict[str, JobView]) -> None:
+    """Bit for bit, by the service, which reads checkpoints."""
+    first, second = (jobs[job].last_checkpoint for job in (proof.undisturbed, proof.killed))
+    found = client.compare(proof.undisturbed, proof.killed, checkpoint=first, with_checkpoint=second)
+    proof.tensors = found.tensors
+    if not found.identical:
+        more = found.different - _MOST_NAMES
+        names = ", ".join(one.place for one in found.differences[:_MOST_NAMES]) + (
+            f" and {more} more" if more > 0 else ""
+        )
+        proof.problems.append(f"{found.different} differ: {names}")
         proof.identical = False
-    elif result.tensors and not proof.problems:
+    elif not proof.problems:
         proof.identical = True

@@ -1,0 +1,68 @@
+"""``ratchet compare``: two jobs' checkpoints, bit for bit, in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ratchet_client.cli import complete, output
+from ratchet_client.cli.common import SAVED, JobId, JsonFlag, open_client
+from ratchet_client.cli.exits import Exit
+
+if TYPE_CHECKING:
+    from ratchet_contract.api import ComparisonView
+
+_SECONDS = 3600.0
+"""For one answer: whole checkpoints are read from the disk before it comes."""
+_MOST = 10
+
+
+def register(app: typer.Typer) -> None:
+    app.command(rich_help_panel=SAVED)(compare)
+
+
+def compare(
+    ctx: typer.Context,
+    job: JobId,
+    other: JobId,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the first job. (default: every step that both have a checkpoint of, until they differ)",
+            show_default=False,
+            autocompletion=complete.checkpoints,
+        ),
+    ] = None,
+    with_checkpoint: Annotated[
+        str | None, typer.Option(metavar="CHECKPOINT", help="Of the second job.", show_default=False)
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Compare two jobs' checkpoints, every tensor and every rank's state, bit for bit. A difference is exit code 1."""
+    with open_client(ctx, timeout=_SECONDS) as client:
+        found = client.compare(job, other, checkpoint=checkpoint, with_checkpoint=with_checkpoint)
+    if as_json:
+        output.emit(found)
+    else:
+        for line in lines(found):
+            output.line(line)
+    if not found.identical:
+        raise typer.Exit(Exit.JOB_FAILED)
+
+
+def lines(found: ComparisonView) -> list[str]:
+    """For people: the verdict, what differs first, and what to do."""
+    names = f"{found.job_id}/{found.checkpoint_id} and {found.with_job_id}/{found.with_checkpoint_id}"
+    if found.identical:
+        return [f"identical: {names}, {found.tensors} tensors and every rank's state, bit for bit"]
+    out = [f"not identical: {names}, {found.different} of their tensors and values differ"]
+    if found.equal_through is not None:
+        out.append(
+            f"step {found.equal_through} is identical: they parted between steps {found.equal_through} and {found.step}"
+        )
+    out.append("what differs, causes first:")
+    out += [f"  {one.place}: {one.detail}" for one in found.differences[:_MOST]]
+    if found.different > _MOST:
+        out.append(f"  ... and {found.different - _MOST} more")
+    return [*out, *([f"next: {found.advice}"] if found.advice else [])]
