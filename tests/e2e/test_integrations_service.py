@@ -87,10 +87,12 @@ def live(server: Server, package: str, disturbed: bool, start: Path) -> str:
 
 REFUSALS = """
 import torch
+from accelerate import Accelerator, DataLoaderConfiguration
 from lightning import LightningModule, Trainer
 from ratchet_contract.errors import UserError
 from ratchet_worker.data.loader import TrainLoader
 from ratchet_worker.data.own_generators import OwnGenerators
+from ratchet_worker.integrations.accelerate import prepare
 from ratchet_worker.integrations.lightning import SessionStrategy
 from ratchet_worker.integrations.training_arguments import make_generator
 from ratchet_worker.integrations.transformers import SessionTrainer, options
@@ -113,9 +115,15 @@ def refused(what):
     except UserError as error:
         print("refused:", error.detail, flush=True)
 
-def fit(module, data, **more):
-    trainer = Trainer(**SessionStrategy(session).options(), max_epochs=1, logger=False, enable_progress_bar=False)
+def fit(module, data, overfit=0.0, **more):
+    trainer = Trainer(**SessionStrategy(session).options(), max_epochs=1, logger=False, enable_progress_bar=False,
+                      overfit_batches=overfit)
     refused(lambda: trainer.fit(module, data, **more))
+
+def accelerated(**loader):
+    net = torch.nn.Linear(2, 1)
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**loader))
+    refused(lambda: prepare(session, accelerator, net, torch.optim.SGD(net.parameters(), lr=0.1)))
 
 class Sampling(SessionTrainer):
     def _get_train_sampler(self, dataset=None):
@@ -166,8 +174,13 @@ train(data=samples, collator=masks, dataloader_num_workers=1)
 make_generator(masks, 0)
 print("refused: to draw from nothing:", sorted(OwnGenerators({"collate_fn": masks}).find()), flush=True)
 fit(Module(), data)
+accelerated(split_batches=True)
 session.register(data=data)
 train(data=samples)
+accelerated(split_batches=True)
+accelerated(dispatch_batches=True)
+accelerated(use_seedable_sampler=True, data_seed=3)
+fit(Module(), data, overfit=2)
 fit(Module(automatic=False), data)
 fit(Module(), data, ckpt_path="somewhere.ckpt")
 fit(Module(), torch.utils.data.DataLoader(samples))
@@ -232,7 +245,12 @@ def test_what_no_session_can_honour_is_refused_by_name(server: Server, tmp_path:
         "data_collator: its seed",
         "['collate_fn.generator']",
         "no data is registered",
+        "split_batches: session.register(data=...) comes before prepare",
         "other data already",
+        "split_batches: register TrainLoader(..., batch_is='global')",
+        "dispatch_batches: every rank",
+        "data_seed: the order of a job's data",
+        "overfit_batches: a TrainLoader goes on",
         "manual optimization is not supported",
         "ckpt_path",
         "trains on other data",

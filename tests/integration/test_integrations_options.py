@@ -1,22 +1,28 @@
-"""Every callback of the Trainer and, one at a time, options of the Trainer and of Accelerate: killed within an epoch, a job
-ends in the bits of one that nobody disturbed. What is refused is in ``e2e/test_integrations_service.py``.
+"""Every callback, scheduler, optimizer and, one at a time, option of the Trainer and of Accelerate: killed within an epoch, and
+some in an evaluation and stopped in the next one, a job ends in the bits of one that nobody disturbed. Every option is walked, or
+it is said why not; ``e2e/test_integrations_service.py`` has what is refused.
 
 A few by default; RATCHET_TEST_OPTIONS=all: all of them.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import os
 import subprocess
 import sys
+from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
 from typing_extensions import override
 
+from ratchet_contract.errors import UserError
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import Cause
 from ratchet_store.compare import compare, render
@@ -34,7 +40,8 @@ pytestmark = [
 ALL: Final = os.environ.get("RATCHET_TEST_OPTIONS") == "all"
 CODE: Final = Path(__file__).parents[1] / "support" / "options_job"
 EVERY: Final = 5
-KILL: Final = 17  # behind step 15, which ends no epoch (12 steps; accumulated by two 6)
+KILL: Final = 16  # in it, or in its evaluation: behind step 15, which ends no epoch (12 steps; accumulated by two 6)
+STOP: Final = 24  # asked for in the evaluation of this step
 WATCHED: Final = {"eval_strategy": "steps", "eval_steps": 4}
 STOPPING: Final = {**WATCHED, "metric_for_best_model": "eval_loss", "greater_is_better": False}
 
@@ -43,7 +50,7 @@ CALLBACKS: Final[dict[str, dict[str, Any]]] = {
     "DefaultFlowCallback": {},
     "ProgressCallback": {},
     "PrinterCallback": {},
-    "EarlyStoppingCallback": {"early_stopping_patience": 4, "early_stopping_threshold": 0.1},
+    "EarlyStoppingCallback": {"early_stopping_patience": 6, "early_stopping_threshold": 0.1},
 }
 """What each is made with. The Trainer adds some of them itself: then there are two."""
 SCHEDULERS: Final[dict[str, dict[str, Any]]] = {
@@ -60,6 +67,42 @@ SCHEDULERS: Final[dict[str, dict[str, Any]]] = {
     "warmup_stable_decay": {"lr_scheduler_kwargs": {"num_decay_steps": 10}, "warmup_steps": 4},
     "greedy": {**STOPPING},
 }
+OPTIMIZERS: Final[dict[str, dict[str, Any]]] = {
+    "adamw_torch": {},
+    "adamw_torch_fused": {},
+    "adafactor": {},
+    "sgd": {"optim_args": "momentum=0.9"},
+    "adagrad": {"optim_args": "lr_decay=0.01"},
+    "rmsprop": {"optim_args": "momentum=0.5,centered=True"},
+}
+_LOW_RANK: Final = {"optim_target_modules": "all-linear", "optim_args": "rank=2,update_proj_gap=7"}
+OF_A_PACKAGE: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "adamw_torch_xla": ("torch_xla", {}),
+    "adamw_torch_npu_fused": ("torch_npu", {}),
+    "adamw_anyprecision": ("torchdistx", {}),
+    **dict.fromkeys(("adamw_torch_4bit", "adamw_torch_8bit"), ("torchao", {})),
+    **dict.fromkeys(
+        (
+            "ademamix", "adamw_bnb_8bit", "adamw_8bit", "ademamix_8bit", "lion_8bit", "lion_32bit", "paged_adamw_32bit",
+            "paged_adamw_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "paged_lion_32bit", "paged_lion_8bit",
+            "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit",
+        ),
+        ("bitsandbytes", {}),
+    ),
+    **dict.fromkeys(
+        (
+            "galore_adamw", "galore_adamw_8bit", "galore_adafactor", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise",
+            "galore_adafactor_layerwise",
+        ),
+        ("galore_torch", _LOW_RANK),
+    ),
+    **dict.fromkeys(("apollo_adamw", "apollo_adamw_layerwise"), ("apollo_torch", _LOW_RANK)),
+    **dict.fromkeys(("lomo", "adalomo"), ("lomo_optim", {})),
+    "grokadamw": ("grokadamw", {}),
+    **dict.fromkeys(("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"), ("schedulefree", {})),
+    "stable_adamw": ("optimi", {}),
+}  # fmt: skip
+"""Optimizers that another package brings: walked where it is installed."""
 OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "max_steps": {"max_steps": 30},
     "optim_args": {"optim": "sgd", "optim_args": "momentum=0.9,nesterov=True"},
@@ -72,6 +115,11 @@ OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "label_smoothing_factor": {"label_smoothing_factor": 0.1},
     "bf16": {"bf16": True},
     "bf16_full_eval": {**WATCHED, "bf16_full_eval": True},
+    "fp16_full_eval": {**WATCHED, "fp16_full_eval": True},
+    "activation_checkpointing": {
+        "activation_checkpointing": True,
+        "activation_checkpointing_kwargs": {"use_reentrant": False},
+    },
     "gradient_checkpointing": {"gradient_checkpointing": True},
     "reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
     "neftune_noise_alpha": {"neftune_noise_alpha": 5.0},
@@ -85,7 +133,10 @@ OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "eval_delay": {**WATCHED, "eval_delay": 9},
     "eval_on_start": {**WATCHED, "eval_on_start": True},
     "eval_accumulation_steps": {**WATCHED, "eval_accumulation_steps": 1, "per_device_eval_batch_size": 2},
-    "batch_eval_metrics": {**WATCHED, "eval_do_concat_batches": False, "eval_use_gather_object": True},
+    "eval_do_concat_batches": {**WATCHED, "eval_do_concat_batches": False, "eval_use_gather_object": True},
+    "batch_eval_metrics": {**WATCHED, "batch_eval_metrics": True, "include_for_metrics": ["inputs", "loss"]},
+    "prediction_loss_only": {**WATCHED, "prediction_loss_only": True, "label_names": ["labels"]},
+    "use_cache": {"use_cache": True},
     "metric_for_best_model": STOPPING,
     "dataloader_drop_last": {"dataloader_drop_last": True, "per_device_train_batch_size": 5, "num_train_epochs": 8},
     "no dataloader_drop_last": {"per_device_train_batch_size": 5, "num_train_epochs": 8},
@@ -99,8 +150,12 @@ OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "skip_memory_metrics": {"skip_memory_metrics": False},
     "debug": {"debug": "underflow_overflow"},
     "even_batches": {"accelerator_config": {"even_batches": False}},
-    "dispatch_batches": {"accelerator_config": {"dispatch_batches": True}},
-    "use_seedable_sampler": {"accelerator_config": {"use_seedable_sampler": False}},
+    "use_seedable_sampler": {"accelerator_config": {"use_seedable_sampler": False, "non_blocking": True}},
+    "gradient_accumulation_kwargs": {
+        "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 6,
+    },
 }
 ACCELERATE: Final[dict[str, dict[str, Any]]] = {
     "plain": {},
@@ -114,24 +169,90 @@ ACCELERATE: Final[dict[str, dict[str, Any]]] = {
     "warm restarts": {"scheduler": "warm restarts", "accelerator": {"step_scheduler_with_optimizer": False}},
     "plateau": {"scheduler": "plateau", "accelerator": {"step_scheduler_with_optimizer": False}},
     "even_batches": {"loader": {"even_batches": False}},
-    "dispatch_batches": {"loader": {"dispatch_batches": True}},
     "split_batches": {"loader": {"split_batches": True}},
-    "use_seedable_sampler": {"loader": {"use_seedable_sampler": True, "data_seed": 3}},
-    "clip_grad_norm_": {"clip": "norm", "accumulated": 2},
+    "use_seedable_sampler": {"loader": {"use_seedable_sampler": True, "non_blocking": True}},
+    "use_stateful_dataloader": {"loader": {"use_stateful_dataloader": True}},
+    "an evaluation": {"clip": "norm", "accumulated": 2, "evaluation": 2},
     "clip_grad_value_": {"clip": "value"},
     "autocast": {"accelerator": {"mixed_precision": "bf16"}},
     "no autocast": {"accelerator": {"mixed_precision": "bf16"}, "autocast": {"enabled": False}},
     "tracker": {"accelerator": {"log_with": "tensorboard", "project_dir": "logs"}},
     "rng_types": {"accelerator": {"rng_types": ["torch", "generator"]}},
+    "dynamo_backend": {"accelerator": {"dynamo_backend": "eager"}},
 }
-FEW: Final = {"EarlyStoppingCallback", "reduce_lr_on_plateau", "neftune_noise_alpha", "clip_grad_norm_"}
+FEW: Final = {"EarlyStoppingCallback", "reduce_lr_on_plateau", "neftune_noise_alpha", "an evaluation"}
+
+IN_EVERY_CASE: Final = {"per_device_train_batch_size", "learning_rate", "seed", "use_cpu", "save_strategy"}
+REFUSED: Final[dict[str, Any]] = {
+    "accelerator_config": SimpleNamespace(split_batches=False, dispatch_batches=True),
+    "auto_find_batch_size": True,
+    "data_seed": 5,
+    "dataloader_multiprocessing_context": "fork",
+    "ddp_backend": "nccl",
+    "ddp_broadcast_buffers": False,
+    "ddp_bucket_cap_mb": 5,
+    "ddp_find_unused_parameters": True,
+    "ddp_static_graph": True,
+    "ddp_timeout": 60,
+    "deepspeed": "zero.json",
+    "enable_jit_checkpoint": True,
+    "fsdp": True,
+    "ignore_data_skip": True,
+    "load_best_model_at_end": True,
+    "parallelism_config": object(),
+    "resume_from_checkpoint": "checkpoint-5",
+    "save_strategy": "steps",
+    "seed": 5,
+    "torch_compile": True,
+    "train_sampling_strategy": "group_by_length",
+}
+"""What ``training_arguments.refuse`` refuses by the field's name."""
+NO_EFFECT: Final[dict[str, str]] = {
+    **dict.fromkeys(
+        ("save_only_model", "save_steps", "save_on_each_node", "save_total_limit"), "of checkpoints of its own"
+    ),
+    **dict.fromkeys(
+        ("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id"), "uploads copies, over the network"
+    ),
+    **dict.fromkeys(("hub_strategy", "hub_always_push", "hub_revision"), "uploads copies, over the network"),
+    **dict.fromkeys(("report_to", "run_name", "project", "output_dir"), "where logs and files go"),
+    **dict.fromkeys(("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), "where logs go"),
+    **dict.fromkeys(("log_on_each_node", "log_level", "log_level_replica", "disable_tqdm"), "what is printed"),
+    **dict.fromkeys(("do_train", "do_eval", "do_predict"), "for scripts to read"),
+    **dict.fromkeys(("torch_compile_backend", "torch_compile_mode"), "each turns torch_compile on, which is refused"),
+    "dataloader_in_order": "a TrainLoader's batches are always in order",
+    "dataloader_pin_memory": "a TrainLoader's batches come in shared memory",
+    "fsdp_config": "of fsdp, which is refused",
+    "length_column_name": "of a sampling by length, which is refused",
+    "local_rank": "the launcher's variables tell",
+}
+NOT_HERE: Final[dict[str, str]] = {
+    "fp16": "needs a GPU",
+    "tf32": "needs a GPU",
+    "use_liger_kernel": "needs a GPU and liger_kernel",
+    "liger_kernel_config": "needs a GPU and liger_kernel",
+    "optim_target_modules": "of GaLore's and APOLLO's optimizers, which packages bring",
+}
+ACCELERATE_GIVEN: Final = {"cpu", "gradient_accumulation_steps", "gradient_accumulation_plugin", "dataloader_config"}
+ACCELERATE_OTHER: Final[dict[str, str]] = {
+    "deepspeed_plugin": "refused as deepspeed_plugins",
+    "deepspeed_plugins": "refused",
+    "device_placement": "where tensors lie",
+    "dynamo_plugin": "made of dynamo_backend",
+    "fsdp_plugin": "refused on a GPU, where alone it means something",
+    "megatron_lm_plugin": "refused",
+    "parallelism_config": "refused",
+    "project_config": "where files go",
+    "split_batches": "Accelerate itself does not read it; dataloader_config",
+    "torch_tp_plugin": "refused as parallelism_config",
+}
 
 
 class Cell(Job):
     """A job of ``script`` in ``options_job``, whose libraries are imported already."""
 
     def __init__(self, home: Path, script: str, case: dict[str, Any], *, killed: bool) -> None:
-        told = {**case, "every": EVERY, "kill": KILL if killed else -1}
+        told = {**case, "every": EVERY, "kill": KILL if killed else -1, "stop": STOP if killed else -1}
         super().__init__(
             home / ("killed" if killed else "whole"),
             {
@@ -165,12 +286,18 @@ def assert_exact(jobs: list[Job], home: Path, script: str, case: dict[str, Any])
     undisturbed, killed = attempts(jobs, home, script, case)
     assert undisturbed.wait().cause is Cause.COMPLETED, undisturbed.logs()
     assert killed.wait().cause is Cause.RANK_KILLED, killed.logs()
+    bases = [15]
+    if "evaluation" in case:
+        stopped = killed.job.launch()
+        assert stopped.wait(120).cause is Cause.SIGTERM, stopped.logs()
+        bases += [STOP]
     resumed = killed.job.launch()
     assert resumed.wait(120).cause is Cause.COMPLETED, resumed.logs()
-    assert (resumed.report().base.step, resumed.report().verdict) == (15, "exact"), resumed.report()
+    reports = [attempt.report() for attempt in killed.job.attempts[1:]]
+    assert [(one.base.step, one.verdict) for one in reports] == [(step, "exact") for step in bases], reports
     comparison = compare(undisturbed.job.newest(), killed.job.newest())
     assert comparison.tensors and comparison.identical, render(comparison)
-    logged = {**lasting(killed), **lasting(resumed)}
+    logged = {step: values for attempt in killed.job.attempts for step, values in lasting(attempt).items()}
     assert logged == lasting(undisturbed) != {}
 
 
@@ -188,7 +315,8 @@ def some(names: dict[str, Any]) -> list[str]:
 
 
 def trainer(callbacks: dict[str, Any], **arguments: Any) -> dict[str, Any]:
-    return {"callbacks": callbacks, "arguments": arguments}
+    evaluation = {"evaluation": 2} if "EarlyStoppingCallback" in callbacks else {}
+    return {"callbacks": callbacks, "arguments": arguments, **evaluation}
 
 
 def classes() -> set[str]:
@@ -201,10 +329,76 @@ def classes() -> set[str]:
     }
 
 
-def test_the_walk_has_every_callback_and_every_scheduler() -> None:
-    from transformers.trainer_utils import SchedulerType
+def values(enum: type[Enum]) -> set[str]:
+    return {one.value for one in enum}
 
-    assert classes() == set(CALLBACKS) and {one.value for one in SchedulerType} == set(SCHEDULERS)
+
+def test_the_walk_has_every_callback_every_scheduler_and_every_optimizer() -> None:
+    from transformers.trainer_utils import SchedulerType
+    from transformers.training_args import OptimizerNames
+
+    assert classes() == set(CALLBACKS) and values(SchedulerType) == set(SCHEDULERS)
+    assert values(OptimizerNames) == {*OPTIMIZERS, *OF_A_PACKAGE} and not OPTIMIZERS.keys() & OF_A_PACKAGE.keys()
+
+
+def names(kind: type) -> set[str]:
+    return {one.name for one in dataclasses.fields(kind)}
+
+
+def test_every_argument_of_the_trainer_is_walked_or_it_is_said_why_not() -> None:
+    from transformers.trainer_pt_utils import AcceleratorConfig
+    from transformers.training_args import TrainingArguments
+
+    cases = [*OPTIONS.values(), *SCHEDULERS.values(), *OPTIMIZERS.values()]
+    walked = {name for case in cases for name in case} | {"lr_scheduler_type", "optim"} | IN_EVERY_CASE
+    told = [walked, REFUSED.keys() - walked, NO_EFFECT.keys(), NOT_HERE.keys()]
+    assert names(TrainingArguments) == {name for part in told for name in part}
+    assert sum(map(len, told)) == len({name for part in told for name in part}), "in one place each"
+    of_accelerate = {name for case in cases for name in case.get("accelerator_config", {})}
+    others = {
+        "split_batches",
+        "dispatch_batches",
+        "use_configured_state",
+    }  # refused; the last is of a Trainer's own start
+    assert names(AcceleratorConfig) == of_accelerate | others
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_trainer_refuses_an_argument_by_its_name(tmp_path: Path, name: str) -> None:
+    from transformers.training_args import TrainingArguments
+
+    from ratchet_worker.integrations.training_arguments import refuse
+
+    session: Any = SimpleNamespace(seed=7)
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, seed=7, save_strategy="no", report_to="none")
+    refuse(arguments, session)
+    object.__setattr__(arguments, name, REFUSED[name])
+    with pytest.raises(UserError, match=f"^{name}"):
+        refuse(arguments, session)
+
+
+def test_every_argument_of_accelerate_is_walked_or_it_is_said_why_not() -> None:
+    from accelerate import Accelerator, DataLoaderConfiguration
+    from accelerate.utils import GradientAccumulationPlugin
+
+    cases = ACCELERATE.values()
+    walked = {name for case in cases for name in case.get("accelerator", {})} | {"kwargs_handlers"} | ACCELERATE_GIVEN
+    given = inspect.signature(Accelerator).parameters.keys()
+    assert given == walked | ACCELERATE_OTHER.keys() and not walked & ACCELERATE_OTHER.keys()
+    loader = {name for case in cases for name in case.get("loader", {})}
+    assert names(DataLoaderConfiguration) == loader | {
+        "dispatch_batches",
+        "data_seed",
+    }  # refused, the first of these by cases
+    assert names(GradientAccumulationPlugin) == {n for case in cases for n in case.get("plugin", {})} | {"num_steps"}
+
+
+@pytest.mark.parametrize("name", some(OPTIMIZERS | OF_A_PACKAGE))
+def test_the_trainer_with_an_optimizer_is_exact(jobs: list[Job], tmp_path: Path, name: str) -> None:
+    package, arguments = OF_A_PACKAGE[name] if name in OF_A_PACKAGE else ("torch", OPTIMIZERS[name])
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    assert_exact(jobs, tmp_path, "trainer_options.py", trainer({}, optim=name, **arguments))
 
 
 @pytest.mark.parametrize("name", some(CALLBACKS))

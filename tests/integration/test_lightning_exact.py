@@ -1,4 +1,5 @@
-"""Every callback that Lightning ships and every way to step a scheduler, killed and resumed in a Session: the same bits."""
+"""Every callback that Lightning ships, every argument of its Trainer and every way to step a scheduler, killed and stopped, in
+validations too, and resumed in a Session: the same bits. RATCHET_TEST_LIGHTNING=all: all arguments and schedulers."""
 
 from __future__ import annotations
 
@@ -12,17 +13,20 @@ from typing import Any
 import pytest
 
 from ratchet_contract.phases import Cause
-from tests.support.lightning_jobs import LightningJob, difference
+from tests.support.lightning_jobs import Kill, LightningJob, difference
 
 pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="the extra `lightning` is not installed")
 AGENTS = "libraries"
 ALL = os.environ.get("RATCHET_TEST_LIGHTNING") == "all"
 
-# Six batches in an epoch, a save every three steps: in the middle of an epoch, at its last batch, within a validation, and at
-# the start of an epoch.
-EVERYWHERE = [("batch", 7, 3), ("batch", 11, 6), ("validation", 2, 12), ("epoch", 3, 15)]
-AVERAGED = [("batch", 9, 3), ("validation", 2, 9)]  # with two batches in each step of the first epochs
-WITHIN = [("batch", 10, 9)]
+# Six batches in an epoch, a save every three steps: in the validation before the first step, in the middle of an epoch, within a
+# validation, stopped in one, at the last batch of an epoch, and at the start of one.
+EVERYWHERE: list[Kill] = [
+    ("sanity", 0, None), ("batch", 7, 3), ("validation", 1, 9), ("validation", 1, None, "SIGTERM"), ("batch", 17, 15),
+    ("validation", 2, 15), ("epoch", 3, 15),
+]  # fmt: skip
+AVERAGED: list[Kill] = [("batch", 9, 3), ("validation", 2, 9)]  # with two batches in each step of the first epochs
+WITHIN: list[Kill] = [("batch", 10, 9)]
 TIMES = ("train/", "train|", "validate/", "validate|", "DeviceStatsMonitor")
 
 WATCHING = [
@@ -30,13 +34,49 @@ WATCHING = [
     "ModelCheckpoint", "OnExceptionCheckpoint", "RichModelSummary", "SpikeDetection", "TQDMProgressBar",
     "ThroughputMonitor", "Timer",
 ]  # fmt: skip
-CASES: dict[str, tuple[dict[str, Any], list[tuple[str, int, int]]]] = {
+CASES: dict[str, tuple[dict[str, Any], list[Kill]]] = {
     "watching": ({"callbacks": WATCHING, "scheduler": ["plateau", "epoch", "loss_epoch"], "epochs": 6}, EVERYWHERE),
     "averaging": ({"callbacks": ["EMAWeightAveraging", "GradientAccumulationScheduler", "RichProgressBar"]}, AVERAGED),
     "hooks": ({"callbacks": ["Keeps", "ModelSummary"], "trainer": {"val_check_interval": 0.5}}, WITHIN),
     "finder": ({"callbacks": ["LearningRateFinder", "WeightAveraging", "BasePredictionWriter"]}, WITHIN),
     "swa": ({"callbacks": ["StochasticWeightAveraging", "ProgressBar"], "norm": False}, [("batch", 10, 9), ("batch", 20, 18)]),
 }  # fmt: skip
+ARGUMENTS: dict[str, tuple[dict[str, Any], list[Kill]]] = {
+    "an interval beyond an epoch": (
+        {"val_check_interval": 8, "check_val_every_n_epoch": None}, [("batch", 10, 9), ("validation", 2, 15)],
+    ),
+    "parts of epochs": (
+        {
+            "limit_train_batches": 0.7, "limit_val_batches": 0.5, "val_check_interval": 0.5, "check_val_every_n_epoch": 2,
+            "reload_dataloaders_every_n_epochs": 1,
+        },
+        [("batch", 7, 6), ("batch", 13, 12)],
+    ),
+    "clipped": (
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value", "precision": "bf16-mixed", "detect_anomaly": True},
+        WITHIN,
+    ),
+    "clipped by norm": ({"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}, [("batch", 13, 6)]),
+    "64 bits": ({"precision": "64-true", "max_steps": 17, "inference_mode": False}, WITHIN),
+    "16 bits": ({"precision": "bf16-true", "min_epochs": 2, "min_steps": 20}, WITHIN),
+    "time": ({"max_time": {"hours": 1}, "profiler": "simple", "deterministic": True, "benchmark": False}, WITHIN),
+    "a short run": ({"fast_dev_run": 6}, [("batch", 4, 3)]),
+    "without trial": ({"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_checkpointing": False}, WITHIN),
+}  # fmt: skip
+GIVEN = {"accelerator", "callbacks", "devices", "enable_progress_bar", "logger", "max_epochs", "num_nodes", "strategy"}
+NOT_WALKED = {
+    "barebones": "switches callbacks and logs off",
+    "default_root_dir": "where files go",
+    "enable_autolog_hparams": "what is logged",
+    "enable_model_summary": "what is printed",
+    "limit_predict_batches": "not of a training",
+    "limit_test_batches": "not of a training",
+    "model_registry": "uploads checkpoints of Lightning's",
+    "overfit_batches": "refused: tests/e2e/test_integrations_service.py",
+    "plugins": "precision has its own argument; a checkpoint's form and a cluster's are the job's",
+    "sync_batchnorm": "needs a GPU",
+    "use_distributed_sampler": "of loaders that are no TrainLoader",
+}
 REFUSED = {
     "BackboneFinetuning": "BackboneFinetuning is not supported",
     "BaseFinetuning": "Mine is not supported",
@@ -58,6 +98,20 @@ def test_every_callback_that_lightning_ships_is_walked() -> None:
 def test_callbacks(tmp_path: Path, name: str) -> None:
     case, kills = CASES[name]
     assert difference(tmp_path, case, kills, unlike=TIMES) == []
+
+
+def test_every_argument_of_the_trainer_is_walked_or_it_is_said_why_not() -> None:
+    from lightning.pytorch import Trainer
+
+    walked = {name for arguments, _ in ARGUMENTS.values() for name in arguments} | GIVEN
+    known = inspect.signature(Trainer).parameters.keys()
+    assert known == walked | NOT_WALKED.keys() and not walked & NOT_WALKED.keys()
+
+
+@pytest.mark.parametrize("name", ARGUMENTS if ALL else [])
+def test_arguments(tmp_path: Path, name: str) -> None:
+    arguments, kills = ARGUMENTS[name]
+    assert difference(tmp_path, {"trainer": arguments, "epochs": 5}, kills, unlike=TIMES) == []
 
 
 INTERVALS, MONITORS = ("step", "epoch"), ("accuracy", "loss_epoch", "loss_step")

@@ -17,6 +17,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from ratchet_worker.data.iterable import TrainStream
 
@@ -148,6 +149,23 @@ class Buffer(Position):
         self.at, self.read, self.buffer = state["at"], state["read"], state["buffer"]
 
 
+class Shuffles(IterableDataset[Any]):
+    """A shuffle buffer without a position, drawn from, batch by batch, by Python's generator, which the training draws from, too.
+    ``noise``: it also draws what is handed out only later."""
+
+    def __init__(self, *, noise: bool = False) -> None:
+        self.noise = noise
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        buffer: list[torch.Tensor] = []
+        for n in range(N * SIZE):
+            more = torch.rand(()) + np.random.random() if self.noise else torch.zeros(())
+            buffer.append(n + more)
+            if len(buffer) == 9:
+                yield buffer.pop(0 if self.noise else random.randrange(9))
+        yield from buffer
+
+
 class Nested(Position):
     """What a ``StatefulDataLoader`` has for a state, where torchdata is not installed: tensors in nested dicts."""
 
@@ -197,6 +215,14 @@ class Unknown:
 
     def __iter__(self) -> Iterator[float]:
         yield from (random.SystemRandom().random() for _ in range(N))
+
+
+class UnknownAtFirst:
+    """Its first batch alone is another one every time."""
+
+    def __iter__(self) -> Iterator[float]:
+        yield random.SystemRandom().random()
+        yield from range(1, N)
 
 
 class UnknownByState(Position):
@@ -253,6 +279,9 @@ REPEATABLE: dict[str, Callable[[], Any]] = {
     "persistent workers": lambda: loader(shuffle=True, noise=True, persistent_workers=True, **WORKERS),
     "generator": lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(5)),
     "lines": lambda: DataLoader(Lines(), batch_size=SIZE),
+    "shuffle buffer": lambda: DataLoader(Shuffles(), batch_size=SIZE),
+    "noise drawn ahead": lambda: DataLoader(Shuffles(noise=True), batch_size=SIZE),
+    "pipe": lambda: DataLoader(IterableWrapper(range(N * SIZE)).shuffle(buffer_size=9), batch_size=SIZE),
     "weighted": lambda: sampled(lambda: WeightedRandomSampler([1.0] * (N * SIZE), N * SIZE)),
     "subset": lambda: sampled(lambda: SubsetRandomSampler(range(N * SIZE))),
     "replaced": lambda: sampled(lambda: RandomSampler(range(N * SIZE), replacement=True)),

@@ -109,9 +109,29 @@ def test_a_sampler_that_a_script_tells_the_epoch_only_when_it_begins() -> None:
     assert differing(lambda: train_stream("epochs"), ALL, before=tell) == []
 
 
+def test_a_generator_of_a_repeatable_stream_that_the_training_draws_from_too() -> None:
+    def draw(stream: DataLoader[Any], step: int) -> None:
+        torch.rand(step % 3, generator=stream.generator)
+
+    assert differing(lambda: train_stream("generator"), ALL, before=draw) == []
+
+
+def test_what_a_repeatable_stream_draws_differs_from_epoch_to_epoch_and_from_what_the_training_draws() -> None:
+    class Draws:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            for n in range(N):
+                yield torch.rand(2) if n else torch.zeros(2)
+
+    with rng.forked(CPU):
+        run = Run(lambda: TrainStream(Draws(), repeatable=True))
+        drawn = [value for batch, trained, *_ in run.steps(3 * N) for value in (*batch, *trained) if value]
+    assert len(drawn) == len(set(drawn)) == 3 * (N - 1) * 2 + 3 * N * 2
+
+
 NAMED: dict[str, Callable[[], TrainStream]] = {
     "counts": lambda: TrainStream(DataLoader(streams.Counts(), batch_size=streams.SIZE), repeatable=True),
     "worker noise": lambda: TrainStream(streams.LateLoader(noise=True, **streams.WORKERS)),
+    "an earlier batch alone": lambda: TrainStream(streams.UnknownAtFirst(), repeatable=True),
     "unknown order": lambda: TrainStream(streams.Unknown(), repeatable=True),
     "unknown order, with a state": lambda: TrainStream(streams.UnknownByState()),
 }

@@ -1,7 +1,8 @@
 """A Trainer in a Session, in the way that ``argv[1]`` (JSON) asks for; killed where it asks for it.
 
 ``kills``: for attempt n the n-th entry, a hook and how often it has been called in all of the training; rank 1 ends there by
-SIGKILL, once a checkpoint of ``saved`` steps is complete. Rank 0 leaves ``log.jsonl`` (what was logged) and ``end.json``.
+SIGKILL, once a checkpoint of ``saved`` steps (None: whatever there is) is complete, or gets the signal that the entry names.
+Rank 0 leaves ``log.jsonl`` (what was logged) and ``end.json``.
 """
 
 from __future__ import annotations
@@ -46,10 +47,12 @@ class Kills(Callback):
             return
         wanted, deadline = self.kill[2], time.monotonic() + 60
         checkpoints = Path(LAUNCH["job_root"], "checkpoints")
-        while not any(json.loads(m.read_bytes())["step"] >= wanted for m in checkpoints.glob("*/MANIFEST.json")):
+        while wanted is not None and all(
+            json.loads(m.read_bytes())["step"] < wanted for m in checkpoints.glob("*/MANIFEST.json")
+        ):
             assert time.monotonic() < deadline, "no checkpoint to resume from"
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.Signals[self.kill[3] if len(self.kill) > 3 else "SIGKILL"])
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._at("epoch", trainer.current_epoch)
@@ -58,8 +61,7 @@ class Kills(Callback):
         self._at("batch", trainer.fit_loop.total_batch_idx)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if not trainer.sanity_checking:
-            self._at("validation", trainer.current_epoch)
+        self._at("sanity" if trainer.sanity_checking else "validation", trainer.current_epoch)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._at("epoch end", trainer.current_epoch)
@@ -215,7 +217,8 @@ def made(name: str) -> Callback:
 
 def end(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     """Facts that must be the same, whatever disturbed the job."""
-    weights = hashlib.sha256(b"".join(v.numpy().tobytes() for v in module.state_dict().values())).hexdigest()
+    values = [v.flatten().view(torch.uint8) for v in module.state_dict().values()]
+    weights = hashlib.sha256(b"".join(v.numpy().tobytes() for v in values)).hexdigest()
     out: dict[str, Any] = {"weights": weights, "step": trainer.global_step, "epoch": trainer.current_epoch}
     out["metrics"] = {k: float(v).hex() for k, v in trainer.callback_metrics.items()}
     out["lr"] = [group["lr"] for group in trainer.optimizers[0].param_groups]
@@ -250,9 +253,8 @@ def main() -> None:
             max_epochs=CASE.get("epochs", 4),
             callbacks=[*map(made, CASE.get("callbacks", [])), Kills()],
             logger=[Lines(), SessionLogger(session)],
-            log_every_n_steps=2,
             enable_progress_bar=bar,
-            **CASE.get("trainer", {}),
+            **{"log_every_n_steps": 2} | CASE.get("trainer", {}),
         )
         module = Module()
         trainer.fit(module, data, DataLoader(TensorDataset(x[:32], y[:32]), batch_size=16))

@@ -1,5 +1,6 @@
 """A small net under Accelerate, as a job, with the options that the command line names; the first attempt dies in step ``kill``,
-behind the checkpoint before it."""
+behind the checkpoint before it. With ``evaluation`` in that batch of the evaluation of that step; then the second one gets a
+SIGTERM in that of step ``stop``."""
 
 import json
 import os
@@ -14,7 +15,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import AutocastKwargs, GradientAccumulationPlugin
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from ratchet_worker.data.loader import TrainLoader
 from ratchet_worker.integrations.accelerate import prepare
@@ -24,9 +25,13 @@ case = json.loads(sys.argv[1])
 STEPS = 36
 
 
-def die(session: Session, step: int) -> None:
+def die(session: Session, step: int, batch: int | None = None) -> None:
     launch = session._runtime.launch
-    if launch.epoch == 1 and step == case["kill"] and session.rank == 1:
+    if session.rank != 1 or batch != case.get("evaluation"):
+        return
+    if launch.epoch == 2 and step == case["stop"] and batch is not None:
+        os.kill(os.getpid(), signal.SIGTERM)
+    if launch.epoch == 1 and step == case["kill"]:
         name = f"step-{(step - 1) // case['every'] * case['every']:012d}.a0001"
         end = time.monotonic() + 60
         while not (Path(launch.job_root) / "checkpoints" / name / "MANIFEST.json").exists() and time.monotonic() < end:
@@ -50,7 +55,11 @@ with Session() as session:
     if "autocast" in case:
         options["kwargs_handlers"] = [AutocastKwargs(**case["autocast"])]
     accelerator = Accelerator(cpu=session.device.type == "cpu", **options)
-    data = TrainLoader(samples, batch_size=3, seed=session.seed, rank=session.rank, world_size=session.world_size)
+    whole = accelerator.split_batches
+    data = TrainLoader(
+        samples, batch_size=6 if whole else 3, batch_is="global" if whole else "per_rank", seed=session.seed,
+        rank=session.rank, world_size=session.world_size,
+    )  # fmt: skip
     session.register(data=data)
     net = nn.Sequential(nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 2))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
@@ -62,11 +71,12 @@ with Session() as session:
     }
     kind = case.get("scheduler", "exponential")
     model, optimizer, scheduler = prepare(session, accelerator, net, optimizer, schedulers[kind]())
+    held_back = accelerator.prepare(DataLoader(samples, batch_size=5)) if "evaluation" in case else ()
     if "log_with" in options:
         accelerator.init_trackers("walk")
     batches = session.batches()
     for step in session.steps(STEPS):
-        die(session, step)
+        die(session, step + 1)
         for x, y in islice(batches, case.get("taken", accumulated)):
             with accelerator.accumulate(model), accelerator.autocast():
                 loss = cross_entropy(model(x), y)
@@ -81,5 +91,14 @@ with Session() as session:
                 else:
                     scheduler.step()
                 optimizer.zero_grad()
+        if (step + 1) % 4 == 0 and held_back:
+            model.eval()
+            right = 0
+            for n, (x, y) in enumerate(held_back, 1):
+                with torch.no_grad():
+                    right += int(accelerator.gather_for_metrics(model(x).argmax(1) == y).sum())
+                die(session, step + 1, n)
+            model.train()
+            optimizer.param_groups[0]["weight_decay"] = right / len(samples)
         accelerator.log({"loss": loss.item()}, step=step)
         session.log({"loss": loss.item()})

@@ -1,5 +1,6 @@
 """A small BERT under the Trainer, as a job, with the arguments and callbacks that the command line names; the first attempt dies
-in step ``kill``, behind the checkpoint before it."""
+in step ``kill``, behind the checkpoint before it. With ``evaluation`` in that batch of the evaluation behind it; then the second
+one gets a SIGTERM in that of step ``stop``."""
 
 import json
 import os
@@ -23,17 +24,32 @@ case = json.loads(sys.argv[1])
 class Dies(TrainerCallback):
     """``every``: steps between checkpoints."""
 
-    def __init__(self, session: Session, kill: int, every: int) -> None:
-        self.kill, self.every, self.rank = kill, every, session.rank
+    def __init__(
+        self, session: Session, *, kill: int, stop: int, every: int, evaluation: int | None = None, **_: Any
+    ) -> None:
+        self.kill, self.stop, self.every, self.evaluation = kill, stop, every, evaluation
         self.root, self.epoch = Path(session._runtime.launch.job_root), session._runtime.launch.epoch
+        self.batches, self.first = 0, session.rank == 1
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.epoch == 1 and state.global_step + 1 == self.kill and self.rank == 1:
-            name = f"step-{state.global_step // self.every * self.every:012d}.a0001"
-            end = time.monotonic() + 60
-            while not (self.root / "checkpoints" / name / "MANIFEST.json").exists() and time.monotonic() < end:
-                time.sleep(0.002)
-            os.kill(os.getpid(), signal.SIGKILL)
+        self.batches = 0
+        if self.first and self.evaluation is None and self.epoch == 1 and state.global_step + 1 == self.kill:
+            self._die((self.kill - 1) // self.every * self.every)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.batches += 1
+        if not self.first or self.batches != self.evaluation:
+            return
+        if self.epoch == 1 and state.global_step == self.kill:
+            self._die((self.kill - 1) // self.every * self.every)
+        if self.epoch == 2 and state.global_step == self.stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _die(self, saved: int) -> None:
+        manifest, end = self.root / "checkpoints" / f"step-{saved:012d}.a0001" / "MANIFEST.json", time.monotonic() + 60
+        while not manifest.exists() and time.monotonic() < end:
+            time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def samples(number: int, seed: int) -> list[dict[str, torch.Tensor]]:
@@ -59,7 +75,7 @@ def main() -> None:
         callbacks = [getattr(transformers.trainer_callback, name)(**made) for name, made in case["callbacks"].items()]
         trainer = SessionTrainer(
             session, model=model, args=arguments, train_dataset=samples(48, 1), eval_dataset=samples(12, 2),
-            callbacks=[*callbacks, Dies(session, case["kill"], case["every"])],
+            callbacks=[*callbacks, Dies(session, **case)],
         )  # fmt: skip
         trainer.train()
 

@@ -1,4 +1,4 @@
-"""A digest by which a batch that is read again is known as the one that was handed out before."""
+"""A digest by which batches that are read again are known as those that were handed out before."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ratchet_worker.snapshot import byte_view, flat
 _BYTES: Final = 64 << 10
 _LEAVES: Final = 4096
 _DEPTH: Final = 20
+_WAITING: Final = 64  # batches on an accelerator, which are hashed together
 
 
 class BatchDigest:
@@ -28,11 +29,35 @@ class BatchDigest:
         share = max(_BYTES // max(len(leaves), 1), 16)
         self._parts = [_part(leaf, share) for leaf in leaves]
 
+    @property
+    def on_host(self) -> bool:
+        return all(isinstance(part, bytes) for part in self._parts)
+
     def hex(self) -> str:
         hasher = xxhash.xxh3_128()
         for part in self._parts:
             hasher.update(part if isinstance(part, bytes) else byte_view(part.cpu()))
         return hasher.hexdigest()
+
+
+class BatchChain:
+    """Of several batches, in their order: XXH3-128 over the digest of those before and that of the next, and so on."""
+
+    def __init__(self) -> None:
+        self._value = ""
+        self._waiting: list[BatchDigest] = []
+
+    def add(self, digest: BatchDigest) -> BatchChain:
+        self._waiting.append(digest)
+        if digest.on_host or len(self._waiting) == _WAITING:
+            self.hex()
+        return self
+
+    def hex(self) -> str:
+        for digest in self._waiting:
+            self._value = xxhash.xxh3_128_hexdigest((self._value + digest.hex()).encode())
+        self._waiting = []
+        return self._value
 
 
 def _leaves(item: Any, depth: int) -> Iterator[Any]:

@@ -14,10 +14,11 @@ from ratchet_hooks.codec import encode
 from ratchet_hooks.errors import HookStateError
 from ratchet_hooks.torch_compat import forget_workers
 from ratchet_worker.data import points
-from ratchet_worker.data.batch_digest import BatchDigest
+from ratchet_worker.data.batch_digest import BatchChain, BatchDigest
 from ratchet_worker.data.own_generators import StreamGenerators, reachable
 
 _ATOMS: Final = (type(None), bool, int, float, complex, str, bytes)
+_DIGESTS: Final = {"state": "last", "skip": "chain"}
 
 
 class _Earlier(NamedTuple):
@@ -40,13 +41,14 @@ class TrainStream:
     - Without, but ``repeatable=True``: every ``iter()`` gives the same batches for the same epoch, where all generators stand as
       they did (``set_epoch(epoch)`` is called first if there is such a method). All batches of the epoch that were used are read
       again, from generators that stand as they did when the epoch began: the process-wide ones, and those that the stream holds
-      for itself. ``epoch`` of samplers and data sets that have ``set_epoch`` comes back. Workers of a ``DataLoader`` start anew
-      with every epoch, also persistent ones.
+      for itself. From its second batch on a stream draws from the process-wide ones apart from the training: they are seeded
+      for it, by where they stand behind the first batch. ``epoch`` of samplers and data sets that have ``set_epoch`` comes back.
+      Workers of a ``DataLoader`` start anew with every epoch, also persistent ones.
     - Otherwise: the stream starts over. ``exact`` is False, and ``inexact_reason`` says why.
 
-    The last batch that is read again must be the one that was handed out, by a digest over at most 64 KiB of it; otherwise
-    ``exact`` is False. ``reach()`` reads; without it the next ``iter()`` does, and raises ``ValueError`` where it is not.
-    Generators stand as before afterwards.
+    What is read again must be what was handed out: the last batch, of a repeatable stream all of them, by a digest over at most
+    64 KiB of each; otherwise ``exact`` is False. ``reach()`` reads; without it the next ``iter()`` does, and raises
+    ``ValueError`` where it is not. Generators stand as before afterwards.
 
     Splitting the stream over ranks, and ending after the same number of batches on each, is the iterable's affair.
     """
@@ -74,7 +76,9 @@ class TrainStream:
         self._restored = False
         self._differs: str | None = None
         self._recorded: Any = None  # the stream's state, until it is put back
-        self._last: BatchDigest | str | None = None  # of the last batch handed out
+        # Of the last batch handed out; of a repeatable stream of all of the epoch.
+        self._digests: BatchDigest | BatchChain | str | None = None
+        self._draws: points.Point | None = None  # where a repeatable stream stands in the process-wide generators
         self._earlier: list[_Earlier] = []
         self._epochs: dict[str, int] = {}
         self._own: dict[str, Any] = {}
@@ -111,14 +115,14 @@ class TrainStream:
         while True:
             self._look()
             try:
-                batch = next(source)
+                batch = self._next(source, self._taken)
             except StopIteration:
                 break
             if run != self._run:
                 return
             self._taken += 1
             if self._way != "anew":
-                self._last = BatchDigest(batch)
+                self._digests = self._with(self._digests, batch)
                 if self._taken == 1:
                     self._insist_moved()
                     self._own = self._found()
@@ -126,7 +130,7 @@ class TrainStream:
             if run != self._run:
                 return
         was_at_the_end = self._taken == began_at > 0
-        self.epoch, self._taken, self._last = self.epoch + 1, 0, None
+        self.epoch, self._taken, self._digests = self.epoch + 1, 0, None
         self._earlier = []
         self.own_generators.marks = {}
         self.own_generators.end()
@@ -158,18 +162,41 @@ class TrainStream:
         self._own = self._found()
         return source
 
+    def _next(self, source: Iterator[Any], taken: int) -> Any:
+        """Batch number ``taken`` from 0. What a repeatable stream draws behind its first batch, and what it draws ahead, must not
+        depend on what the training draws meanwhile, which no resume repeats."""
+        if self._way != "skip":
+            return next(source)
+        if taken == 0:
+            batch = next(source)
+            self._draws = points.branch(self.epoch)
+            return batch
+        assert self._draws is not None
+        training = points.here({})
+        self._draws.put({})
+        try:
+            return next(source)
+        finally:
+            self._draws = points.here({})
+            training.put({})
+
     def _look(self) -> None:
-        """Note where the generators and the stream stand before a batch."""
-        if self._way == "anew":
+        """Note where the generators and a stream with a state stand before a batch."""
+        if self._way != "state":
             return
         point = points.here(self._own)
         self.own_generators.marks["last"] = point
         if self._taken == 0:
             self.own_generators.marks["first"] = point
-        elif self._way == "state":
+        else:
             self._earlier = [*self._earlier[-1:], _Earlier(self._taken, self._stream_state(), point)]
             if self._taken > 2:
                 self.own_generators.marks.pop("first", None)
+
+    def _with(self, digests: Any, batch: Any) -> BatchDigest | BatchChain:
+        if self._way == "state":
+            return BatchDigest(batch)
+        return (BatchChain() if digests is None else digests).add(BatchDigest(batch))
 
     def _found(self) -> dict[str, Any]:
         """The stream's own generators to look at; in a repeatable one they follow from the beginning of the epoch."""
@@ -213,7 +240,7 @@ class TrainStream:
         self._forget_workers()
         self.own_generators.begin(again=True)
         self._put(earlier.point)
-        source, batch = iter(self.stream), None
+        source, digests = iter(self.stream), None
         at = {0: marks.get("first"), self._taken - 1: last}
         if earlier.taken > 0:
             at[earlier.taken] = earlier.point
@@ -222,19 +249,20 @@ class TrainStream:
             if self._way == "state" and earlier.taken < n == self._taken - 1:
                 self._earlier.append(_Earlier(n, self._stream_state(), last))
             try:
-                batch = next(source)
+                digests = self._with(digests, self._next(source, n))
             except StopIteration:
                 raise ValueError(self._ended_early(n)) from None
-        if self._last is None or earlier.taken == self._taken:
+        if self._digests is None or digests is None:
             self._differs = (
-                "the checkpoint was made by an older version: it has no digest of the last batch, so nothing shows whether the "
+                "the checkpoint was made by an older version: it has no digest of these batches, so nothing shows whether the "
                 "stream is where it was"
             )
-        elif BatchDigest(batch).hex() != _hex(self._last):
+        elif digests.hex() != _hex(self._digests):
             self._differs = self._other_batch()
         elif self._recorded is not None and not _same(self._stream_state(), self._recorded, self._where()):
             self._differs = self._other_state()
-        self._recorded = None
+        self._recorded, self._digests = None, digests
+        self._put(marks.get("now"))
         self._own = self._found()
         return source
 
@@ -281,8 +309,9 @@ class TrainStream:
         name, which = type(self.stream).__name__, f"batch {self._taken} of epoch {self.epoch}"
         if self._way == "skip":
             return (
-                f"{name} was said to be repeatable, but {which}, read again, is another one than was used: give it state_dict() "
-                "and load_state_dict(), or let its batches depend on nothing but the epoch (set_epoch) and generators"
+                f"{name} was said to be repeatable, but the batches up to {which}, read again, are not those that were used: "
+                "give it state_dict() and load_state_dict(), or let its batches depend on nothing but the epoch (set_epoch) and "
+                "generators that nothing else draws from"
             )
         return (
             f"{name}, put back by load_state_dict(), gives another {which} than was used: its state_dict() must hold all that "
@@ -316,9 +345,11 @@ class TrainStream:
         if self._taken:
             earlier = self._from_where()
             state |= {"earlier": [earlier.taken, earlier.stream], "epochs": dict(self._epochs)}
-            state["last"] = None if self._last is None else _hex(self._last)
+            state[_DIGESTS[self._way]] = None if self._digests is None else _hex(self._digests)
             if earlier.point is not None:
                 self.own_generators.marks["earlier"] = earlier.point
+            if self._way == "skip" and not self._restored:
+                self.own_generators.marks["now"] = points.here(self.own_generators.find())
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -332,13 +363,14 @@ class TrainStream:
         if self._way == "anew":
             self._taken = 0
             return
-        self._recorded, self._last, self._epochs = state.get("stream"), state.get("last"), state.get("epochs", {})
+        self._recorded, self._epochs = state.get("stream"), state.get("epochs", {})
+        self._digests = state.get(_DIGESTS[self._way])
         self._earlier = [_Earlier(state["earlier"][0], state["earlier"][1], None)] if "earlier" in state else []
         self._source, self._differs, self._restored = None, None, True
 
 
-def _hex(digest: BatchDigest | str) -> str:
-    return digest if isinstance(digest, str) else digest.hex()
+def _hex(digests: BatchDigest | BatchChain | str) -> str:
+    return digests if isinstance(digests, str) else digests.hex()
 
 
 def _copied(value: Any) -> Any:

@@ -122,6 +122,10 @@ class TrainLoader:
         return self._cursor.position
 
     @property
+    def batch_is(self) -> BatchIs:
+        return self._cursor.rule.batch_is
+
+    @property
     def steps_per_epoch(self) -> int:
         return self._cursor.rule.batches_per_epoch
 

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ratchet_worker.rng import Generator, GeneratorState
+from ratchet_hooks.codec import encode
+from ratchet_worker.rng import Generator, GeneratorState, derive_seed
+from ratchet_worker.snapshot import digest
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,19 @@ def here(own: Mapping[str, Generator]) -> Point:
         torch.cuda.get_rng_state() if _on_cuda() else None,
         {path: GeneratorState(item).state_dict() for path, item in own.items()},
     )
+
+
+def branch(epoch: int) -> Point:
+    """Where the process-wide generators would stand if they were seeded by where they stand now, and by ``epoch``."""
+    tensors, facts = encode(here({}).state()["process"], where="generators")
+    seeds = (digest(tensors.values()), repr(facts), epoch)
+    with kept():
+        random.seed(derive_seed(0, "python", *seeds))
+        np.random.seed(derive_seed(0, "numpy", *seeds, bits=32))
+        torch.default_generator.manual_seed(derive_seed(0, "torch", *seeds))
+        if _on_cuda():
+            torch.cuda.manual_seed(derive_seed(0, "cuda", *seeds))
+        return here({})
 
 
 @contextmanager

@@ -24,9 +24,9 @@ A resumed Trainer begins as a new one does, with the hooks from ``setup`` to ``o
 resumed, and everything is put back when it asks for its first batch: where it was saved. Lightning's own way of resuming is not
 taken; it leaves out hooks, schedulers' steps and logged values.
 
-Not supported, and refused by name: manual optimization, ``ckpt_path`` (the job resumes by itself), training data that is not the
-registered one, ``StochasticWeightAveraging`` of a model with batch norm, ``BaseFinetuning``, ``ModelPruning``. A stop waits for
-the end of a validation.
+Not supported, and refused by name: manual optimization, ``ckpt_path`` (the job resumes by itself), ``overfit_batches``, training
+data that is not the registered one, ``StochasticWeightAveraging`` of a model with batch norm, ``BaseFinetuning``,
+``ModelPruning``. A stop waits for the end of a validation.
 """
 
 from __future__ import annotations
@@ -200,8 +200,12 @@ class SessionStrategy(DDPStrategy):
         signal.signal(
             signal.SIGTERM, self._handler
         )  # Lightning's would end this rank alone, without the others' agreement
-        loaders = self._trainer().fit_loop._combined_loader.flattened
-        if not all(isinstance(loader, _Batches) for loader in loaders):
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        loaders = self._trainer().fit_loop._combined_loader.flattened  # a reload makes new ones
+        if not self._trial and not all(isinstance(loader, _Batches) for loader in loaders):
             raise UserError(
                 "the Trainer trains on other data than the job's: session.register(data=TrainLoader(...)), and give the same "
                 "object to trainer.fit"
@@ -478,6 +482,11 @@ def _refuse(trainer: Any) -> None:
         )
     if trainer.strategy._runtime.state.data is None:
         raise UserError("no data is registered: session.register(data=TrainLoader(...)) before trainer.fit")
+    if trainer.overfit_batches > 0:
+        raise UserError(
+            "overfit_batches: a TrainLoader goes on in its order from epoch to epoch; register one of the samples to overfit "
+            "on, TrainLoader(torch.utils.data.Subset(dataset, range(64)), shuffle=False, ...), and drop it"
+        )
     for callback in trainer.callbacks:
         name = type(callback).__name__
         if isinstance(callback, BaseFinetuning):

@@ -63,6 +63,8 @@ def refuse(args: TrainingArguments, session: Session) -> None:
     config: Any = args.accelerator_config
     if config.split_batches:
         raise UserError("accelerator_config.split_batches: register TrainLoader(..., batch_is='global') instead")
+    if config.dispatch_batches:
+        raise UserError("accelerator_config.dispatch_batches: every rank of a job reads its own samples; drop it")
 
 
 def make_generator(collator: Any, workers: int) -> None:
