@@ -69,7 +69,7 @@ def main() -> None:
         )  # fmt: skip
         given = {
             "output_dir": "out", "per_device_train_batch_size": 2, "num_train_epochs": 3, "learning_rate": 1e-3,
-            "logging_steps": 5, "report_to": "none", "disable_tqdm": True,
+            "logging_steps": 5, "report_to": "none", "disable_tqdm": True, "per_device_eval_batch_size": 2,
         }  # fmt: skip
         arguments = TrainingArguments(**(options(session) | given | case["arguments"]))
         callbacks = [getattr(transformers.trainer_callback, name)(**made) for name, made in case["callbacks"].items()]

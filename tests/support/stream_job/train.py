@@ -1,4 +1,5 @@
-"""A small net on a stream of the kind ``argv[1]``; where ``argv[2]`` is ``killed``, the first attempt dies behind the checkpoint of 14 steps."""
+"""A small net on a stream of the kind ``argv[1]``. Where ``argv[2]`` is ``killed``, the first attempt dies behind the checkpoint
+of 14 steps."""
 
 from __future__ import annotations
 
