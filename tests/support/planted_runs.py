@@ -1,0 +1,192 @@
+"""Trainings with planted state (``planted_job``), run undisturbed and interrupted, and what became of the bits.
+
+``python -m tests.support.planted_runs [CASES] [--ways epoch,stop] [--jobs 2] [--blind]`` prints a table; exit status 1: a case
+was silent, or could not be judged. ``CASES``: parts of their names; without any, all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from typing_extensions import override
+
+from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.phases import Cause
+from ratchet_store.compare import Comparison, compare
+from tests.support.interpreters import LIBRARIES, Program
+from tests.support.launch import Attempt, Job
+
+CODE: Final = Path(__file__).parent / "planted_job"
+WAYS: Final = {
+    "epoch": Cause.RANK_KILLED, "preempt": Cause.SIGTERM, "evaluation": Cause.RANK_KILLED, "stop": Cause.SIGTERM,
+}  # fmt: skip
+"""How ``training.Fault`` interrupts a first attempt, and the cause of its end."""
+_BASES: Final = {"Piece", "Training", "Case"}
+_SPEC: Final[dict[str, dict[str, Any]]] = {"networks:RequiresGrad": {"ddp": {"find_unused_parameters": True}}}
+
+
+def catalogue() -> list[str]:
+    """Every case, ``module:Class``: the public classes of ``planted_job`` that derive from one of ``_BASES``."""
+    return [f"{file.stem}:{name}" for file in sorted(CODE.glob("*.py")) for name in _classes(file)]
+
+
+def _classes(file: Path) -> Iterator[str]:
+    known = set(_BASES)
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ClassDef) and known & {base.id for base in node.bases if isinstance(base, ast.Name)}:
+            known.add(node.name)
+            if not node.name.startswith("_") and node.name not in _BASES:
+                yield node.name
+
+
+def _is_piece(case: str) -> bool:
+    """Is the case a model, for the task ``Training``?"""
+    module, name = case.split(":")
+    classes = {
+        node.name: node
+        for node in ast.parse((CODE / f"{module}.py").read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }
+    while name in classes:
+        name = next((base.id for base in classes[name].bases if isinstance(base, ast.Name)), "")
+    return name == "Piece"
+
+
+class _Run(Job):
+    """A job of one case; ``way``: of ``WAYS``, or ``none``. ``blind``: attributes are neither saved nor named."""
+
+    def __init__(self, home: Path, case: str, way: str, *, strict: bool = False, blind: bool = False) -> None:
+        module, name = case.split(":")
+        told = f"{way}-blind" if blind else way
+        if module == "script":
+            code: dict[str, Any] = {"script": ["script.py", name, told], "code": {"path": str(CODE)}}
+        elif _is_piece(case):
+            code = {"task": {"entrypoint": "training:Training", "args": {"way": told, "piece": case}}}
+        else:
+            code = {"task": {"entrypoint": case, "args": {"way": told}}}
+        spec = {
+            **code,
+            "world": {"ranks_per_node": 1, "device": "cpu"},
+            "checkpoint": {"every_steps": 6, "first": "off"},
+            "determinism": "strict" if strict else "warn",
+            **_SPEC.get(case, {}),
+        }
+        super().__init__(home / f"{way}{'-strict' * strict}", spec, CODE, job_id="job")
+        self._libraries = module == "libraries"
+
+    @override
+    def start_agent(self, paths: AttemptPaths) -> subprocess.Popen[bytes] | Program:
+        if not self._libraries:
+            return super().start_agent(paths)
+        with paths.agent_log.open("ab") as log:
+            command = [sys.executable, "-P", "-m", "ratchet_worker.agent", str(paths.launch_file)]
+            return LIBRARIES.start(command, log.fileno())
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``kind``: exact (equal bits, and so says the report), named (the report says not-exact, with ``reason``), refused (with
+    ``reason``), silent (other bits under ``exact``), false alarm (equal bits under ``not-exact``), broken (anything else)."""
+
+    kind: str
+    reason: str = ""
+
+
+def outcomes(
+    home: Path, case: str, ways: Sequence[str] = (*WAYS,), *, strict: bool = False, blind: bool = False
+) -> dict[str, Outcome]:
+    """By way. One undisturbed run serves all of them."""
+    whole = _Run(home, case, "none", strict=strict, blind=blind)
+    try:
+        attempt = whole.launch()
+        result = attempt.wait(120)
+        if result.cause is not Cause.COMPLETED:
+            return dict.fromkeys(ways, _ended(attempt, result.cause, str(result.message)))
+        return {way: _interrupted(home, case, way, whole, strict, blind) for way in ways}
+    finally:
+        whole.close()
+
+
+def _interrupted(home: Path, case: str, way: str, whole: Job, strict: bool, blind: bool) -> Outcome:
+    job = _Run(home, case, way, strict=strict, blind=blind)
+    try:
+        first = job.launch()
+        result = first.wait(120)
+        if result.cause is not WAYS[way]:
+            return _ended(first, result.cause, str(result.message))
+        resumed = job.launch()
+        result = resumed.wait(120)
+        if result.cause is not Cause.COMPLETED:
+            return _ended(resumed, result.cause, str(result.message))
+        report = resumed.report()
+        reasons = [f"{c.component}: {c.reason}" for c in report.components if c.status != "exact"]
+        reasons += [f"{d.key}: {d.recorded} and now {d.current}" for d in report.differences]
+        found = compare(whole.newest(), job.newest())
+        if report.verdict == "exact":
+            return Outcome("exact") if found.identical else Outcome("silent", _different(found))
+        return Outcome("false alarm" if found.identical else "named", "; ".join(reasons))
+    finally:
+        job.close()
+
+
+def _different(found: Comparison) -> str:
+    return ", ".join([*(one.name for one in found.different), *(one.pointer for one in found.states)][:3])
+
+
+def _ended(attempt: Attempt, cause: Cause, message: str) -> Outcome:
+    if cause is Cause.USER_ERROR:
+        return Outcome("refused", message)
+    return Outcome("broken", f"{cause}: {message}\n{attempt.logs()}")
+
+
+def table(found: dict[str, dict[str, Outcome]]) -> str:
+    """How many cases of each kind, by way, and by the worst of all ways."""
+    kinds = ["exact", "named", "refused", "silent", "false alarm", "broken"]
+    ways = [*dict.fromkeys(way for of_case in found.values() for way in of_case)]
+    counts = {way: Counter(of_case[way].kind for of_case in found.values()) for way in ways}
+    counts["all"] = Counter(max((o.kind for o in of_case.values()), key=kinds.index) for of_case in found.values())
+    head = f"{len(found)} cases".ljust(14) + "".join(kind.rjust(13) for kind in kinds)
+    return "\n".join(
+        [head, *(way.ljust(14) + "".join(str(row[k]).rjust(13) for k in kinds) for way, row in counts.items())]
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cases", nargs="*")
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--strict", action="store_true")
+    parser.add_argument("--blind", action="store_true")
+    given = parser.parse_args()
+    chosen = [case for case in catalogue() if not given.cases or any(part in case for part in given.cases)]
+    found: dict[str, dict[str, Outcome]] = {}
+
+    def one(case: str) -> None:
+        home = Path(tempfile.mkdtemp(prefix="planted-"))
+        try:
+            found[case] = outcomes(home, case, given.ways.split(","), strict=given.strict, blind=given.blind)
+        finally:
+            shutil.rmtree(home, ignore_errors=True)
+        for way, outcome in found[case].items():
+            print(f"{case:40} {way:11} {outcome.kind:11} {outcome.reason}", flush=True)
+
+    with ThreadPoolExecutor(given.jobs) as pool:
+        [*pool.map(one, chosen)]
+    print(table(found))
+    return int(any(o.kind in ("silent", "broken") for of_case in found.values() for o in of_case.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
