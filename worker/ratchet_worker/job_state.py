@@ -55,6 +55,7 @@ class JobState:
         self.hook: ManagedHook | None = None
         self._origin = Origin({}, {})
         self.hidden = HiddenState()
+        self._before_evaluation: Snapshot | None = None
         self._walk: Walk | None = None  # of the module, as the last save found it
         self._equal, self._modules, self._generators = EqualState(), module_state.Capture(), rng.Capture(device)
         self.optimizers: dict[str, Optimizer] = {}
@@ -118,9 +119,9 @@ class JobState:
         out.add_encoded("buffers", buffers, sorted(buffers))
         out.add_made(module_state.COMPONENT, lambda: self._modules.encoded(walk, self._origin))
         out.state[state_names.COMPONENT] = state_names.capture(walk, form)
-        for component, item in self.stateful.items():
-            out.add(component, item.state_dict())
-        self._add_hidden(out)
+        own = self._before_evaluation or self._own()
+        out.private |= own.private
+        out.state |= own.state
         if self.data is not None:
             out.add("data", self.data.state_dict())
             if states := own_generators.of(self.data).states():
@@ -130,6 +131,25 @@ class JobState:
             out.until = {**out.until, **{f"hook/{name}": Until.BACKWARD for name in hook_tensors}}
         out.add_made("rng", self._generators.encoded)
         return out
+
+    def _own(self) -> Snapshot:
+        """Of registered objects, and state outside ``state_dict``."""
+        out = Snapshot()
+        for component, item in self.stateful.items():
+            out.add(component, item.state_dict())
+        self._add_hidden(out)
+        return out
+
+    def evaluation_begins(self) -> None:
+        """Between two steps: what an evaluation moves (a metric's sums, a module's own generator) is saved as it is now, since
+        the evaluation runs again behind a resume from any save until ``step_begins``."""
+        if self._before_evaluation is None:
+            own = self._own()
+            own.private = {name: tensor.detach().clone() for name, tensor in own.private.items()}
+            self._before_evaluation = own
+
+    def step_begins(self) -> None:
+        self._before_evaluation = None
 
     def require_storable(self) -> None:
         """Raises ``UserError`` naming what is registered and cannot be stored. What a ``state_dict()`` draws leaves no trace."""

@@ -159,6 +159,7 @@ class Runtime:
         self._begin(position(self.step + 1))
         self._evaluations = 0
         self.checkpointer.resumed()
+        self.state.step_begins()
         self._open, self._iteration = True, self.state.hook_or_refuse()[1].iteration
         self.counter.start_step(self.step + 1)
 
@@ -253,6 +254,8 @@ class Runtime:
         ddp, hook = self.state.hook_or_refuse()
         cut_short = not self._open
         name = self._begin_evaluation()  # which may begin a save
+        if cut_short:
+            self.state.evaluation_begins()
         self.checkpointer.hold(Until.STEP, trial=False)  # averages may be swapped for the parameters, and back
         self.abandonable = cut_short
         self.counter.stage(Stage.EVALUATING)

@@ -183,7 +183,7 @@ class Augmentation(Training):
         def __init__(self) -> None:
             self.strength, self.noise = 0.0, torch.Generator().manual_seed(3)
 
-        def __call__(self, row: Sample) -> Sample:
+        def __call__(self, row: Sample, sample_generator: torch.Generator) -> Sample:
             self.strength += 0.01
             return row[0] + self.strength * torch.randn(WIDTH, generator=self.noise), row[1]
 

@@ -207,7 +207,7 @@ class OfStateDict(Piece):
 class Functional(Training):
     """A loss function that is a closure with a count."""
 
-    def __init__(self, way: str = "none") -> None:
+    def __init__(self, way: str) -> None:
         super().__init__(way)
         calls = 0
 

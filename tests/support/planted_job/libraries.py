@@ -269,7 +269,7 @@ class Graph(Piece):
 class MetricOfTask(Training):
     """A metric in the task, whose value weighs the loss."""
 
-    def __init__(self, way: str = "none") -> None:
+    def __init__(self, way: str) -> None:
         super().__init__(way)
         from torchmetrics import MeanMetric
 

@@ -196,7 +196,11 @@ class Frozen(Piece):
         weight, bias = self.extra.weight, self.extra.bias
         if self.calls >= 5:
             weight, bias = weight.detach(), bias.detach()
-        return super().forward(x) + nn.functional.linear(x, weight, bias) + 0 * self.extra.weight.sum()
+        return (
+            super().forward(x)
+            + nn.functional.linear(x, weight, bias)
+            + 0 * (self.extra.weight.sum() + self.extra.bias.sum())
+        )
 
 
 class ShapeOfBuffer(Piece):
@@ -355,8 +359,6 @@ class Scripted(Piece):
     """A module of TorchScript with a number."""
 
     class Inner(nn.Module):
-        calls: int
-
         def __init__(self) -> None:
             super().__init__()
             self.calls = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -85,8 +86,8 @@ class Wrapper(Optimizer):
         self.inner, self.steps = inner, 0
         self.param_groups, self.defaults, self.state = inner.param_groups, inner.defaults, inner.state
         self.slow = [[p.detach().clone() for p in group["params"]] for group in inner.param_groups]
-        self._optimizer_step_pre_hooks: Any = {}
-        self._optimizer_step_post_hooks: Any = {}
+        self._optimizer_step_pre_hooks: Any = OrderedDict()
+        self._optimizer_step_post_hooks: Any = OrderedDict()
 
     def state_dict(self) -> dict[str, Any]:
         return self.inner.state_dict()
@@ -306,11 +307,11 @@ class Registered(Training):
         return super().value(model, batch) * self.meter.next()
 
 
-class FusedAdam(Training):
+class TensorRate(Training):
     """torch's own with all options, to be sure."""
 
     def optimizer(self, net: nn.Module) -> Optimizer:
-        return torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.05), amsgrad=True, foreach=True, capturable=False)
+        return torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.05), amsgrad=True, foreach=False)
 
 
 class TwoOptimizers(Training):

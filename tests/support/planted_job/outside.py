@@ -218,7 +218,7 @@ class NumpyErrors(Piece):
 class TaskAttribute(Training):
     """A number of the task itself."""
 
-    def __init__(self, way: str = "none") -> None:
+    def __init__(self, way: str) -> None:
         super().__init__(way)
         self.calls = 0
 
@@ -244,7 +244,7 @@ class TaskTeacher(Training):
 
 
 class TaskGenerator(Training):
-    def __init__(self, way: str = "none") -> None:
+    def __init__(self, way: str) -> None:
         super().__init__(way)
         self.noise = torch.Generator().manual_seed(1)
 
@@ -256,7 +256,7 @@ class TaskGenerator(Training):
 class BeforeStep(Training):
     """Clips by a running norm, which ``before_step`` keeps in the task."""
 
-    def __init__(self, way: str = "none") -> None:
+    def __init__(self, way: str) -> None:
         super().__init__(way)
         self.norms: list[float] = []
 
@@ -279,7 +279,7 @@ class TaskCriterion(Training):
             self.mean.lerp_(found.detach().mean(0), 0.1)  # type: ignore[operator]
             return ((found - wanted + self.mean) / self.temperature).square().mean()
 
-    def __init__(self, way: str = "none") -> None:
+    def __init__(self, way: str) -> None:
         super().__init__(way)
         self.criterion = self.Cooling()
 

@@ -44,21 +44,21 @@ class Fault:
             hidden_state.HiddenState.changes = lambda self: hidden_state.Changes({}, [])  # type: ignore[method-assign]
 
     def in_step(self) -> None:
-        if self._way == "epoch" and self._done() == KILLED - 1:
+        if self._way == "epoch" and self._begun() == KILLED:
             self._kill()
-        if self._way == "preempt" and self._done() == KILLED:
+        if self._way == "preempt" and self._begun() == KILLED + 1:
             self._stop()
 
     def in_evaluation(self) -> None:
-        if self._way == "evaluation" and self._done() == KILLED:
+        if self._way == "evaluation" and self._begun() == KILLED:
             self._kill()
-        if self._way == "stop" and self._done() == KILLED:
+        if self._way == "stop" and self._begun() == KILLED:
             self._stop()
 
-    def _done(self) -> int:
+    def _begun(self) -> int:
         reading = CounterReader(self._paths.attempt(1).counter(0)).read()
         assert reading is not None
-        return reading.finished
+        return reading.started
 
     def _kill(self) -> None:
         _wait((self._paths.checkpoint(SAVED, 1) / "MANIFEST.json").exists, "the save to be committed")
@@ -98,9 +98,9 @@ class Piece(nn.Module):
 
 
 class Training:
-    """``piece``: the class of the model, ``module:Class``, or this task's own."""
+    """``piece``: the class of the model."""
 
-    def __init__(self, way: str = "none", piece: str | None = None) -> None:
+    def __init__(self, way: str, piece: type[Piece] = Piece) -> None:
         self.fault, self.piece = Fault(way), piece
 
     def build(self, context: TaskContext) -> Parts:
@@ -113,11 +113,7 @@ class Training:
         return Parts(net, optimizer, data, total_steps=STEPS, scheduler=scheduler, evaluate_every=3, **self.more())
 
     def net(self) -> nn.Module:
-        if self.piece is None:
-            return Piece()
-        module, name = self.piece.split(":")
-        found: nn.Module = getattr(importlib.import_module(module), name)()
-        return found
+        return self.piece()
 
     def optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
@@ -149,9 +145,16 @@ class Training:
         for number in range(3):
             if number == 1:
                 self.fault.in_evaluation()
-            x = torch.full((4, WIDTH), float(number + 1))
+            x = torch.full((4, WIDTH), float(number + 1), dtype=torch.float32)
             yield x, x
 
     def evaluate(self, model: nn.Module, batch: Any) -> dict[str, tuple[float, float]]:
         x, y = batch
         return {"distance": (float((model(x) - y).abs().sum()), float(len(x)))}
+
+
+def planted(case: str, way: str) -> Training:
+    """The task of a case, ``module:Class``, which is a ``Piece`` or a ``Training``."""
+    module, name = case.split(":")
+    found: Any = getattr(importlib.import_module(module), name)
+    return Training(way, found) if issubclass(found, Piece) else found(way)
