@@ -15,6 +15,7 @@ from ratchet_contract.spec import JobSpec
 from ratchet_contract.spec_base import _duration, _size
 from ratchet_contract.spec_engines import _DNS, _PATH, _SLURM_WORD, LAUNCHER_SPECS
 from ratchet_contract.spec_policy import ExitRule
+from ratchet_contract.spec_trial import FaultSpec
 from ratchet_hooks.registry import HOOKS, HookEntry
 from ratchet_hooks.specs import WRAPPERS
 
@@ -99,6 +100,11 @@ launcher:
   setup: [module load cuda]
   options: {mail-type: FAIL}""",
     "launcher other": "launcher: {kind: my-engine, options: {pool: night}}",
+    "trial": "trial: {end_at: 60}",
+    "faults": """\
+trial:
+  end_at: 60
+  faults: [{attempt: 1, rank: 1, step: 17, kind: kill-rank}]""",
     "allreduce": "hook: allreduce",
     "fp16_compress": "hook: fp16_compress",
     "bf16_compress": "hook: bf16_compress",
@@ -117,7 +123,7 @@ hook:
 }
 """One per table; a test parses each within a job."""
 _HOOK_SPECS = {entry.spec for entry in HOOKS.values()}
-SECTIONS = ("task", "code", "secrets", "world", "resources", "ddp", "checkpoint", "policy", "volumes")
+SECTIONS = ("task", "code", "secrets", "world", "resources", "ddp", "checkpoint", "policy", "volumes", "trial")
 _SEE_BELOW = {*SECTIONS, "hook", "launcher"}
 _MANY = ("secrets", "volumes")
 
@@ -130,6 +136,8 @@ def page() -> str:
         parts += [_table(f"one of `{name}`" if name in _MANY else f"`{name}`", model), _example(name)]
         if name == "policy":
             parts += [_table("one of `policy.exit_codes`", ExitRule), _example("exit_codes")]
+        if name == "trial":
+            parts += [_table("one of `trial.faults`", FaultSpec), _example("faults")]
     for kind, model in LAUNCHER_SPECS.items():
         title = "another `launcher`" if kind == "other" else f"`launcher: {{kind: {kind}}}`"
         about = f"{(model.__doc__ or '').replace('``', '`')} More: [launchers.md](launchers.md).\n"

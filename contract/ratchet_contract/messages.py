@@ -10,6 +10,7 @@ from ratchet_contract.deadlines import Deadlines, Pace, deadlines
 from ratchet_contract.phases import AttemptPhase, Cause, Desired
 from ratchet_contract.resume import Base, ResumeReport, Segment
 from ratchet_contract.spec import JobSpec, Resolved
+from ratchet_contract.spec_trial import FaultSpec
 from ratchet_contract.version import PROTOCOL_VERSION
 from ratchet_hooks.summary import HookSummary
 
@@ -86,6 +87,7 @@ class LaunchFile(Grown):
     LATER: ClassVar[tuple[str, ...]] = (
         "pace", "service_ca", "log_bytes", "spec.secret_env", "spec.resources.open_files", "spec.policy.preemptible",
         "spec.policy.exit_codes", "spec.policy.startup_deadline", "spec.policy.step_deadline", "spec.checkpoint.first",
+        "spec.trial",
     )  # fmt: skip
     protocol: int = PROTOCOL_VERSION
     job_id: str
@@ -133,6 +135,12 @@ class LaunchFile(Grown):
     def deadlines(self) -> Deadlines:
         """How long this attempt's ranks may go without progress."""
         return deadlines(self.spec.policy, self.pace)
+
+    @property
+    def faults(self) -> list[FaultSpec]:
+        """What a trial's plan has for this attempt."""
+        plan = [] if self.spec.trial is None else self.spec.trial.faults
+        return [fault for fault in plan if fault.attempt == self.epoch]
 
     def of_node(self, node: int) -> LaunchFile:
         """The same launch as node ``node`` sees it. Raises ``ValueError`` when there is no such node."""

@@ -20,6 +20,7 @@ from ratchet_contract.spec_base import Seconds, Size, SpecModel, size_in_bytes
 from ratchet_contract.spec_checkpoint import CheckpointSpec
 from ratchet_contract.spec_engines import LauncherSpec, LocalLauncherSpec, VolumeSpec
 from ratchet_contract.spec_policy import PolicySpec
+from ratchet_contract.spec_trial import TrialSpec
 from ratchet_hooks.specs import AllreduceSpec, HookSpec, normalise_hook
 
 _NAME = r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$"
@@ -230,6 +231,10 @@ class JobSpec(SpecModel):
     )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="Of every generator, the order of the data and augmentation.")
     ttl: Seconds | None = Field(None, description="Seconds after the end until the job and its files are deleted.")
+    trial: TrialSpec | None = Field(
+        None,
+        description="What `ratchet prove` asks of its jobs: an early end, and faults. Not for jobs whose result is wanted.",
+    )
 
     @field_validator("env", "nccl", mode="before")
     @classmethod
@@ -309,7 +314,7 @@ class JobSpec(SpecModel):
 
     def digest(self) -> str:
         """Hex SHA-256 of the canonical JSON of everything that can change the training's result."""
-        irrelevant = {"name", "labels", "priority", "ttl", "policy", "launcher", "secrets", "checkpoint"}
+        irrelevant = {"name", "labels", "priority", "ttl", "policy", "launcher", "secrets", "checkpoint", "trial"}
         data = self.model_dump(mode="json", exclude=irrelevant)
         if self.start_from is None:  # specs from before there was such a key keep their digest
             del data["start_from"]

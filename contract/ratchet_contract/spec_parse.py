@@ -216,6 +216,9 @@ def cross_check(spec: JobSpec) -> list[FieldProblem]:
         text = "with source nodes the nodes' own directory is used, and none that was sent: give only one of the two"
         refuse("/code/digest", "code-conflict", text)
     out += policy_faults(spec.policy)
+    for i, fault in enumerate(spec.trial.faults if spec.trial is not None else ()):
+        if fault.rank >= spec.world.size:
+            refuse(f"/trial/faults/{i}/rank", "invalid-value", f"there is no rank {fault.rank} among {spec.world.size}")
     _check_secrets(spec, refuse)
     _check_volumes(spec, refuse)
     threads = spec.env.get("OMP_NUM_THREADS")

@@ -275,6 +275,9 @@ def _warn(spec: JobSpec, resolved: Resolved, report: Report) -> None:
         report.warn("/nccl", "no-effect", f"NCCL settings have no effect with backend {resolved.backend}")
     if spec.policy.backoff > MAX_BACKOFF:
         report.warn("/policy/backoff", "capped", f"delays are capped at {MAX_BACKOFF:g} s")
+    if spec.trial is not None:
+        text = "a trial: the job ends early and may kill its own processes, as `ratchet prove` asks. Drop it to train"
+        report.warn("/trial", "trial", text)
     timeout = spec.policy.timeout
     if timeout is not None and timeout <= spec.policy.stop_grace:
         text = "timeout is not longer than stop_grace: a job that is stopped at the timeout may run for longer than it"

@@ -29,10 +29,17 @@ def check(spec: JobSpec, main_file: bytes) -> tuple[list[Warning_], list[FieldPr
     if "every_steps" in spec.checkpoint.model_fields_set and spec.checkpoint.every_steps is not None:
         text = f"no checkpoints are made for {name}: it has no Session of Ratchet. {elsewhere}"
         warnings.append(Warning_(pointer="/checkpoint/every_steps", code=_NO_CHECKPOINT, detail=text))
+    problems = []
+    if spec.trial is not None:
+        text = (
+            f"{name} has no Session of Ratchet: Ratchet saves and restores nothing of it, so there is nothing to prove. Use a "
+            f"Session or a Task (docs/adoption.md). {elsewhere}"
+        )
+        problems.append(FieldProblem(pointer="/script", code="trial-needs-session", detail=text))
     if spec.hook == AllreduceSpec():
-        return warnings, []
+        return warnings, problems
     text = (
         f"hook {spec.hook.name} would not be applied: {name} has no Session of Ratchet, whose wrap() applies it. Use a Session "
         f"or a Task (docs/adoption.md), or register the hook in the script with ratchet_hooks and leave it out here. {elsewhere}"
     )
-    return warnings, [FieldProblem(pointer="/hook", code="hook-needs-session", detail=text)]
+    return warnings, [*problems, FieldProblem(pointer="/hook", code="hook-needs-session", detail=text)]

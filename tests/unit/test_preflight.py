@@ -242,6 +242,7 @@ def test_the_users_code_is_looked_up_and_never_imported(code: Path, job: dict[st
             ["/script unmanaged-script", "/hook hook-experimental", "/hook hook-caution"],
             ["/hook hook-needs-session"],
         ),
+        ({"trial": {}}, ["/script unmanaged-script", "/trial trial"], ["/script trial-needs-session"]),
     ],
 )
 def test_a_script_without_a_session_is_told_so_and_gets_no_hook(

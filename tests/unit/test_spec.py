@@ -245,6 +245,7 @@ def test_yaml_errors_say_where() -> None:
 def test_the_digest_follows_what_changes_the_result_and_nothing_else() -> None:
     base = parse_spec(spec()).digest()
     assert parse_spec(spec(labels={"a": "b"}, priority=3, ttl="1d")).digest() == base
+    assert parse_spec(spec(trial={"end_at": 60})).digest() == base
     assert parse_spec(spec(seed=1)).digest() != base
     assert parse_spec(spec(hook="fp16_compress")).digest() != base
 

@@ -121,6 +121,11 @@ class Agreement:
         """Wish a stop of all ranks' own accord. Any thread."""
         self._own = cause
 
+    def wait_decided(self) -> None:
+        """Until what was asked for is decided. The main thread, between two units."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._decision is not None or self._error is not None)
+
     def since_stop(self) -> float:
         """Seconds since this rank first heard of a stop; 0.0 when it has not."""
         return 0.0 if self._stop_heard is None else time.monotonic() - self._stop_heard

@@ -30,6 +30,7 @@ def run_task(runtime: Runtime, task: Task) -> None:
     runtime.data_digest = parts.digest or (digest() if callable(digest) else None)
     runtime.restore(total)
     trainer = Trainer(runtime, task, parts, ddp)
+    runtime.trial.expects_evaluation = hasattr(task, "evaluation") and parts.evaluate_every is not None
     if runtime.step > 0 and trainer.evaluation_due():
         trainer.evaluate()
     while not runtime.done:

@@ -76,7 +76,8 @@ class RankProcess:
             if self._unmanaged.told is not None:
                 return self._leave_as_told(self._unmanaged.told, error)
             if isinstance(error, Stopped):
-                return self._leave(error.cause, EXIT_PREEMPTED, error.message)
+                code = EXIT_COMPLETED if error.cause is Cause.COMPLETED else EXIT_PREEMPTED
+                return self._leave(error.cause, code, error.message)
             self._fail(error)
         if self._unmanaged.told is not None:
             return self._leave_as_told(self._unmanaged.told, None)

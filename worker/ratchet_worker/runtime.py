@@ -34,6 +34,7 @@ from ratchet_worker.job_state import JobState
 from ratchet_worker.reporter import Reason, Reporter, metric
 from ratchet_worker.restore import Chosen
 from ratchet_worker.snapshot import Until
+from ratchet_worker.trial import Trial
 
 Item = TypeVar("Item")
 current: Final[ContextVar[Callable[[], Runtime]]] = ContextVar("ratchet_runtime")
@@ -79,6 +80,7 @@ class Runtime:
         self.notes = resume.Notes()
         self.gathers = 0  # of the script's Sessions, of JSON values
         self.gatherer = Gatherer()
+        self.trial = Trial(launch, exchange.rank)
         self.abandonable = False  # within an evaluation that a stop may cut short
         self._unit = position(self.step)  # the last one begun
         self._ended = False  # the last step is done, the final checkpoint made
@@ -135,6 +137,7 @@ class Runtime:
         self.state.require_storable()
         self._set_gates()
         self.counter.stage(Stage.TRAINING)
+        self.trial.begins(self._data_epoch)
         self._report_hook()
 
     def _set_gates(self) -> None:
@@ -156,6 +159,8 @@ class Runtime:
                 "nothing left to do and would leave it out. Ask for all steps in one loop: steps(total of all phases)",
                 code="after-the-end",
             )
+        if self.trial.under_way:
+            self._next_of_trial()
         self._begin(position(self.step + 1))
         self._evaluations = 0
         self.checkpointer.resumed()
@@ -179,6 +184,9 @@ class Runtime:
         self.step += 1
         self.counter.finish_step(self.step)
         self._ended = last or self.step == self.total
+        if self.trial.under_way:
+            phase = self.state.hook_or_refuse()[1].summary(rank=self.rank, step=self.step, norm=False).phase
+            self.trial.step_done(self.step, self._data_epoch, phase)
         self._report_progress(always=self._ended)
         if self._ended:
             self._save("end", finished=True)
@@ -199,6 +207,7 @@ class Runtime:
                 "a batch of the training data was taken outside a step, so a checkpoint would count it to the wrong one: take "
                 "batches in the body of the loop over steps, before its end is asked for, and none in advance"
             )
+        self.trial.batch()
         self.counter.tick()
 
     def settle(self, *, last: bool = False) -> None:
@@ -236,11 +245,38 @@ class Runtime:
         if self.step != last.step or not ended:
             self._save("end", finished=True)
         self._report_hook()
+        self._report_trial()
         # A rank that stopped listening now would leave one that is frozen before its own end waiting for an answer.
         self.exchange.gather("finish", None, timeout=math.inf)
         self.checkpointer.finish()  # only now: a rank that left its loop alone has not ended the job
         self.finished = self._ended = True
         self.agreement.close()
+
+    # --- a trial -------------------------------------------------------------------------------------------------------
+
+    def _next_of_trial(self) -> None:
+        """Before the next step of a trial: its end, or a fault of its plan. Raises ``Stopped``, and ``CheckpointError``."""
+        if not self.trial.over(self.step):
+            self.trial.strike(self.step, self.checkpointer.drain, self.counter.start_step, self.agreement)
+            return
+        self._begin(position(self.step, FINISH))
+        if (error := self._save_if_new("end")) is not None:
+            raise CheckpointError(error)
+        self._report_progress(always=True)
+        self._report_hook()
+        self._report_trial()
+        self.exchange.gather("finish", None, timeout=math.inf)
+        self.agreement.close()
+        raise Stopped(Cause.COMPLETED, f"the trial ends after step {self.step}")
+
+    def _report_trial(self) -> None:
+        if self.rank != 0 or not self.trial.under_way:
+            return
+        steps = {
+            name: int(item.last_epoch) for name, item in self.state.stateful.items() if hasattr(item, "last_epoch")
+        }
+        facts = self.trial.facts(self.step, self.total, steps)
+        self.reporter.note("trial-ended", f"a trial ended after step {self.step}", **facts)
 
     # --- evaluation ----------------------------------------------------------------------------------------------------
 
@@ -256,6 +292,7 @@ class Runtime:
         name = self._begin_evaluation()  # which may begin a save
         if cut_short:
             self.state.evaluation_begins()
+        self.trial.evaluates(self.step, self.checkpointer.drain)
         self.checkpointer.hold(Until.STEP, trial=False)  # averages may be swapped for the parameters, and back
         self.abandonable = cut_short
         self.counter.stage(Stage.EVALUATING)
@@ -344,10 +381,13 @@ class Runtime:
 
     def _report_progress(self, *, always: bool = False) -> None:
         if self.rank == 0:
-            epoch = None if self.state.data is None else self.state.data.epoch
-            self.reporter.progress(self.step, self.total, epoch, always=always)
+            self.reporter.progress(self.step, self.total, self._data_epoch, always=always)
         if self.reporter.hook_due():
             self._report_hook()
+
+    @property
+    def _data_epoch(self) -> int | None:
+        return None if self.state.data is None else self.state.data.epoch
 
     def _report_hook(self) -> None:
         _, hook = self.state.hook_or_refuse()

@@ -4,6 +4,7 @@ them, so everything here happens in the agent's main thread; only ``Wishes`` and
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -87,6 +88,8 @@ class Supervisor:
             },
         )
         self._waking = Waking()
+        kills = (fault for fault in launch.faults if fault.kind == "kill-agent" and fault.rank in launch.ranks)
+        self._fault = next(kills, None)
 
     # --- the uplink's side (any thread) ---
 
@@ -188,6 +191,7 @@ class Supervisor:
             return
         now = time.monotonic()
         self._watch.look(now)
+        self._strike()
         self._publish()
         self._housekeeping(now)
         if self._failed_since is not None:
@@ -275,6 +279,16 @@ class Supervisor:
         self._evidence = replace(self._evidence, hung=stuck.ranks, hang_message=message, hung_since=since)
         self._kill_live("hang")
         return True
+
+    def _strike(self) -> None:
+        """The fault that a trial plans for this agent: its ranks die with it."""
+        if self._fault is None:
+            return
+        reading = CounterReader(self._paths.counter(self._fault.rank)).read()
+        if reading is not None and reading.started > self._fault.step:
+            say(f"the trial's plan: this agent is killed after step {self._fault.step}")
+            os.kill(os.getpid(), signal.SIGKILL)
+            os._exit(128 + signal.SIGKILL)  # the first process of a container gets no signal of its own
 
     def _is_stopped(self, rank: int) -> bool:
         return self._ranks[rank].halted

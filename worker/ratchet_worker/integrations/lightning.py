@@ -228,10 +228,13 @@ class SessionStrategy(DDPStrategy):
                 self._runtime.total = None  # the script changes it
             self._steps.next()
             self._global_step = trainer.global_step
+        self._runtime.trial.batch()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self._runtime.counter.tick()  # a long validation is no hang
+        if self._runtime.restored:
+            self._runtime.trial.evaluates(self._runtime.step, self._runtime.checkpointer.drain)
         return super().validation_step(*args, **kwargs)
 
     @override

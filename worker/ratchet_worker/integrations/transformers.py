@@ -178,6 +178,7 @@ class SessionTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """Where a step begins, and the one before it ends. Raises ``Stopped``."""
         self._steps.next()
+        self._runtime.trial.batch(num_batches)
         samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if len(samples) != num_batches:
             raise UserError("the data ended before their epoch did: steps_per_epoch promised more batches")
@@ -234,7 +235,14 @@ class _Reporter(TrainerCallback):
         self._trainer._runtime.counter.tick()
 
     on_substep_end: Callable[..., None] = _alive
-    on_prediction_step: Callable[..., None] = _alive
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        runtime = self._trainer._runtime
+        runtime.counter.tick()
+        if runtime.restored and not runtime.finished:
+            runtime.trial.evaluates(runtime.step, runtime.checkpointer.drain)
 
 
 class _Progress:
