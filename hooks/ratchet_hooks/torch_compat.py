@@ -336,5 +336,6 @@ def abort_groups() -> int:
 
 def forget_workers(loader: Any) -> None:
     """The next ``iter`` of a ``DataLoader`` with persistent workers starts new ones."""
-    if hasattr(loader, "_iterator"):
-        loader._iterator = None
+    if not hasattr(loader, "_iterator"):
+        raise missing("DataLoader._iterator")
+    loader._iterator = None

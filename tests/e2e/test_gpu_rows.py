@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,14 +18,15 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.gpu import __main__ as command
-from tests.gpu.packages import CARRIED, LIMIT, PRESENT, ROOTS, canonical
+from tests.gpu import inventory
+from tests.gpu.packages import CARRIED, LIMIT, OBSTACLE, PRESENT, ROOTS, canonical
 from tests.gpu.rows import ROWS, Row
 from tests.gpu.runner import ROOT, Result, run_rows
 from tests.gpu.search_path import PACKAGES, variables
 from tests.gpu.wheels import RECORD, wheel_name
 from tests.gpu.work import Work, read_parts
 from tests.support.interpreters import Interpreter
-from tests.support.server import processes_below
+from tests.support.server import processes_below, wait_for
 
 FORKS_AGENTS = """
 import os, sys
@@ -170,9 +172,91 @@ def test_the_command_prints_the_inventory_and_the_table_and_ends_with_0(tmp_path
     assert "| hook-memory | green |" in table and "| powerSGD | green | promised 0." in table
 
 
-def test_wheels_that_are_not_there_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--wheels", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
-    assert "python -m tests.gpu.wheels --to" in capsys.readouterr().err
+HERE = f"--python {sys.version_info[0]}.{sys.version_info[1]}"
+
+
+def test_wheels_that_are_not_there_or_of_another_python_are_refused_with_the_cure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for reason in ("no wheels", "pydantic_core-2.0-cp27-none-any.whl is not a supported wheel on this platform"):
+        assert command.main(["--wheels", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+        told = capsys.readouterr().err
+        assert reason in told and f"python3 -m tests.gpu.wheels --to {tmp_path} {HERE}` downloads them" in told
+        (tmp_path / "pydantic_core-2.0-cp27-none-any.whl").touch()
+
+
+def test_without_a_gpu_the_command_says_so_and_runs_no_row(tmp_path: Path) -> None:
+    given = [sys.executable, "-m", "tests.gpu", "--device", "cuda", "--out", str(tmp_path)]
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(given, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and json.loads((tmp_path / "table.json").read_text())["rows"] == []
+    told = done.stderr.strip()
+    assert told.startswith("make gpu: no row can run: the GPU cannot be used: ") and "DEVICE=cpu" in told, told
+
+
+def test_what_no_row_can_do_without_is_named_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(inventory, "_version", lambda name: "" if name == "pydantic" else "1.0")
+    told = inventory.inventory("cpu")[OBSTACLE]
+    assert "no pydantic" in told and f"python3 -m tests.gpu.wheels --to DIR {HERE}`" in told and "WHEELS=DIR" in told
+    monkeypatch.setattr(torch, "__version__", "2.8.1+cu126")
+    assert inventory.inventory("cpu")[OBSTACLE] == "torch 2.8.1+cu126 is too old: Ratchet needs torch 2.9 or newer"
+    monkeypatch.setitem(sys.modules, "torch", None)
+    told = inventory.inventory("cpu")[OBSTACLE]
+    assert told.startswith("torch cannot be imported: ") and "PYTHON=" in told
+
+
+def test_the_reason_of_a_red_part_is_printed_at_once_and_stands_in_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "_inventory", lambda device, _: {"device": device})
+    monkeypatch.setattr(command, "ROWS", {row.name: row for row in rows("is_partly_red")})
+    assert command.main(["--device", "cpu", "--out", str(tmp_path)]) == 1
+    first, reason, *_ = capsys.readouterr().out.splitlines()[1:]
+    assert "2 cases; red: second" in first and reason == "    second: ValueError: 3 tensors differ"
+    table = (tmp_path / "table.md").read_text()
+    assert "| second | red | rank 0: Traceback" in table and "ValueError: 3 tensors differ |" in table
+
+
+INTERRUPTED = """
+import signal, sys
+from tests.gpu import __main__ as command
+from tests.gpu.rows import Row
+if sys.argv[2] == "nohup":
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+command.answer_signals()
+command._inventory = lambda device, _: {"device": device}
+command.ROWS.clear()
+command.ROWS.update((name, Row(name, f"tests.gpu.faulty:{name}", {"cpu": 1.0}, "")) for name in ("works", "hangs"))
+sys.exit(command.main(["--device", "cpu", "--out", sys.argv[1]]))
+"""
+
+
+@pytest.mark.parametrize("under", ["", "nohup"])
+def test_an_interrupt_ends_the_row_and_keeps_what_was_seen(tmp_path: Path, under: str) -> None:
+    out, temporary = tmp_path / "out", tmp_path / "tmp"
+    temporary.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, str(out), under], cwd=ROOT, env={**os.environ, "TMPDIR": str(temporary)}, text=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+    def hangs() -> bool:
+        assert process.poll() is None, process.communicate()
+        return len(processes_below(temporary)) == 4  # the command, the row and its two processes
+
+    try:
+        wait_for(hangs, "the row to hang", 60)
+        if under:
+            process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        told = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    assert (process.returncode, told) == (130, f"make gpu: interrupted after 1 rows, which are in {out}/table.md\n")
+    assert processes_below(temporary) == [] and list(temporary.iterdir()) == []
+    assert "| works | green |" in (out / "table.md").read_text()
 
 
 # --- what travels to the machine ------------------------------------------------------------------------------------------

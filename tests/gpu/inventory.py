@@ -1,4 +1,5 @@
-"""What the run is made on: ``python -m tests.gpu.inventory DEVICE`` prints it as JSON. Nothing that is missing is an error."""
+"""What the run is made on: ``python -m tests.gpu.inventory DEVICE`` prints it as JSON. What every row needs and is not there is
+told under ``OBSTACLE``; what some rows lack makes those red."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.packages import CARRIED, PRESENT
+from ratchet_hooks.torch_versions import OLDEST
+from tests.gpu.packages import CARRIED, OBSTACLE, PRESENT
 
 
 def inventory(device: str) -> dict[str, str]:
@@ -27,6 +29,12 @@ def inventory(device: str) -> dict[str, str]:
     packages = {name: _version(name) for name in sorted(PRESENT | CARRIED)}
     facts["packages"] = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
     facts["packages missing"] = ", ".join(name for name, version in packages.items() if not version) or "none"
+    if OBSTACLE not in facts and not packages["pydantic"]:
+        here = "{}.{}".format(*sys.version_info)
+        facts[OBSTACLE] = (
+            f"{sys.executable} has no pydantic: `python3 -m tests.gpu.wheels --to DIR --python {here}` downloads it and "
+            f"{len(CARRIED) - 1} others where there is a network; then give WHEELS=DIR"
+        )
     return facts
 
 
@@ -34,8 +42,11 @@ def _torch_facts(device: str) -> dict[str, str]:
     try:
         import torch
     except Exception as error:
-        return {"torch": f"cannot be imported: {type(error).__name__}: {error}"}
+        what = f"cannot be imported: {type(error).__name__}: {error}"
+        return {"torch": what, OBSTACLE: f"torch {what}: give PYTHON= an interpreter that has torch"}
     facts = {"torch": str(torch.__version__)}
+    if tuple(map(int, torch.__version__.split(".")[:2])) < tuple(map(int, OLDEST.split("."))):
+        facts[OBSTACLE] = f"torch {torch.__version__} is too old: Ratchet needs torch {OLDEST} or newer"
     if device == "cpu":
         return facts
     facts["CUDA"] = str(torch.version.cuda)
@@ -51,6 +62,7 @@ def _torch_facts(device: str) -> dict[str, str]:
         facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     except Exception as error:
         facts["GPU"] = f"cannot be used: {type(error).__name__}: {error}"
+        facts.setdefault(OBSTACLE, f"the GPU {facts['GPU']}; DEVICE=cpu tries the rows without one")
     return facts
 
 

@@ -27,6 +27,9 @@ CARRIED: Final = frozenset(
 )
 """``ROOTS`` and what they require, without ``PRESENT``. typing-extensions is on the machine, but pydantic wants the newest."""
 
+OBSTACLE: Final = "no row can run"
+"""Among the facts of the inventory: why, and the cure."""
+
 LIMIT: Final = 64 << 20
 """Bytes that may travel to the machine in one call."""
 

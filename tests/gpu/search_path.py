@@ -45,8 +45,10 @@ def _is_here(name: str, source: Path) -> bool:
 
 def _unpack(wheels: Path, folder: Path) -> str:
     files = sorted(map(str, wheels.glob("*.whl")))
+    here = "{}.{}".format(*sys.version_info)
+    cure = f"`python3 -m tests.gpu.wheels --to {wheels} --python {here}` downloads them where there is a network"
     if not files:
-        raise NoWheels(f"{wheels}: no wheels; `python -m tests.gpu.wheels --to {wheels}` downloads them")
+        raise NoWheels(f"{wheels}: no wheels; {cure}")
     command = [
         sys.executable,
         "-m",
@@ -62,5 +64,6 @@ def _unpack(wheels: Path, folder: Path) -> str:
         [*command, "--disable-pip-version-check", "--target", str(folder), *files], capture_output=True, text=True
     )
     if done.returncode:
-        raise NoWheels(f"pip cannot unpack the wheels of {wheels}: {done.stderr.strip()}")
+        said = done.stderr.strip().rstrip(".")
+        raise NoWheels(f"pip cannot unpack the wheels of {wheels} for {sys.executable}, Python {here}: {said}; {cure}")
     return str(folder)

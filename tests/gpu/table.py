@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from tests.gpu.rows import ROWS
 from tests.gpu.runner import Result, as_json
+
+_CELL: Final = 1500
+"""Characters of a cell."""
 
 
 def write(out: Path, facts: Mapping[str, Any], results: Sequence[Result]) -> None:
@@ -39,7 +42,9 @@ def markdown(facts: Mapping[str, Any], results: Sequence[Result]) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")[:1500]
+    """In one line. Of a long text both ends: a traceback tells its error last."""
+    line = " ".join(text.split()).replace("|", "\\|")
+    return line if len(line) <= _CELL else f"{line[: _CELL // 3]} ... {line[-_CELL * 2 // 3 :]}"
 
 
 def _put(path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Downloads the wheels that the GPU machine's Python 3.12 (x86-64) lacks: ``python -m tests.gpu.wheels --to DIR``."""
+"""Downloads the wheels that the GPU machine's Python (x86-64) lacks: ``python -m tests.gpu.wheels --to DIR``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tests.gpu.packages import CARRIED, LIMIT, PRESENT, ROOTS, canonical
 
 _PROJECT: Final = Path(__file__).parents[2] / "pyproject.toml"
 RECORD: Final = Path(__file__).with_name("wheels.txt")
-"""Size in bytes and name of each wheel of the last download."""
+"""Size in bytes and name of each wheel of the last download for ``_USUAL``."""
+_USUAL: Final = "3.12"
 _PLATFORMS: Final = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 
 
@@ -36,12 +37,13 @@ def wheel_name(file: Path) -> str:
     return canonical(file.name.partition("-")[0])
 
 
-def download(to: Path) -> list[Path]:
-    """The wheels, in ``to``, by name. Raises ``Incomplete``, ``subprocess.CalledProcessError``."""
+def download(to: Path, python: str) -> list[Path]:
+    """The wheels for a version of Python (``3.12``), in ``to``, by name. Raises ``Incomplete`` and
+    ``subprocess.CalledProcessError``."""
     to.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=to) as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", "--dest", folder]
-        command += ["--implementation", "cp", "--python-version", "3.12"]
+        command += ["--implementation", "cp", "--python-version", python]
         command += [word for platform in _PLATFORMS for word in ("--platform", platform)]
         subprocess.run([*command, *requirements()], check=True)
         found = {wheel_name(file): file for file in Path(folder).glob("*.whl")}
@@ -63,8 +65,10 @@ def download(to: Path) -> list[Path]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.wheels", description=__doc__)
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="old wheels in it are removed")
+    parser.add_argument("--python", default=_USUAL, metavar="X.Y", help="version of its Python (default: %(default)s)")
+    given = parser.parse_args()
     try:
-        wheels = download(parser.parse_args().to)
+        wheels = download(given.to, given.python)
     except (Incomplete, subprocess.CalledProcessError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -73,7 +77,8 @@ def main() -> int:
     print(
         f"{sum(file.stat().st_size for file in wheels):,d} bytes in {len(wheels)} wheels, at most {LIMIT:,d} may travel"
     )
-    RECORD.write_text("\n".join(lines) + "\n")
+    if given.python == _USUAL:
+        RECORD.write_text("\n".join(lines) + "\n")
     return 0
 
 

@@ -73,10 +73,10 @@ def release(asked: str, python: str) -> str:
     if asked != "newest":
         return asked
     command = [python, "-m", "pip", "index", "versions", "torch"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.match(r"torch \(([\d.]+)\)", said)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = re.match(r"torch \(([\d.]+)\)", done.stdout)
     if found is None:
-        raise SystemExit(f"pip names no newest version of torch: {said}")
+        raise SystemExit(f"pip names no newest version of torch: {done.stdout}{done.stderr}")
     return found[1]
 
 
@@ -92,7 +92,9 @@ def environment(version: str, python: str) -> Path:
     if not stamp.exists() or stamp.stat().st_mtime < project.stat().st_mtime:
         print(f"==> installing torch {version} and Ratchet into {folder.relative_to(ROOT)}", flush=True)
         install = [str(made), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*install, f"torch=={version}", "-e", f"{ROOT}[{EXTRAS}]", *TOOLS], check=True)
+        command = [*install, f"torch=={version}", "-e", f"{ROOT}[{EXTRAS}]", *TOOLS]
+        if subprocess.run(command, check=False).returncode:
+            raise SystemExit(f"pip could not install torch {version} for {python}, as it says above")
         stamp.touch()
     return made
 

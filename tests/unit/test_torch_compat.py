@@ -60,6 +60,8 @@ WITHOUT: list[tuple[object, str, Callable[[], object]]] = [
     (dist, "_compute_bucket_assignment_by_size", lambda: torch_compat.assign_buckets([torch.ones(1)], [1], [0])),
     (powerSGD_hook, "_should_compress", lambda: torch_compat.should_compress(4, 4, 1, 2.0)),
     (powerSGD_hook, "_report_compression_stats", lambda: torch_compat.report_compression(None, None)),
+    (dist.distributed_c10d, "_world", torch_compat.abort_groups),
+    (dist.distributed_c10d, "_abort_process_group", torch_compat.abort_groups),
     (torch.nn.Module, "_compiled_call_impl", lambda: torch_compat.is_compiled(torch.nn.Linear(1, 1))),
 ]
 
@@ -74,7 +76,7 @@ def test_a_part_without_a_substitute_is_named(
 
 
 @pytest.mark.parametrize(
-    "name", ["_version", "_state_dict_hooks", "_non_persistent_buffers_set", "_buffers", "_get_backend"]
+    "name", ["_version", "_state_dict_hooks", "_non_persistent_buffers_set", "_buffers", "_get_backend", "_iterator"]
 )
 def test_an_attribute_without_a_substitute_is_named(name: str) -> None:
     calls: dict[str, Callable[[Any], object]] = {
@@ -83,6 +85,7 @@ def test_an_attribute_without_a_substitute_is_named(name: str) -> None:
         "_non_persistent_buffers_set": lambda bare: torch_compat.is_persistent(bare, "x"),
         "_buffers": torch_compat.own_buffers,
         "_get_backend": lambda bare: torch_compat.timeout_of(bare, CPU),
+        "_iterator": torch_compat.forget_workers,
     }
     with pytest.raises(TorchUnsupported, match=absent(f".*{name}")):
         calls[name](SimpleNamespace(is_inference=lambda: False))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ratchet_hooks.torch_versions import OLDEST, TESTED
+from tests.support import torch_versions
 from tests.support.docs import ROOT
 from tests.support.torch_versions import SELECTION, interpreter, release
 
@@ -41,8 +42,19 @@ def test_names_of_versions(tmp_path: Path) -> None:
     pip = script(tmp_path / "python", "echo 'torch (2.99.1)'; echo 'Available versions: 2.99.1, 2.99.0'")
     assert release("newest", str(pip)) == "2.99.1"
     assert release("oldest", str(pip)) == f"{OLDEST}.0" and release("2.11.0", str(pip)) == "2.11.0"
-    with pytest.raises(SystemExit, match="no newest version"):
-        release("newest", str(script(tmp_path / "other", "echo 'ERROR: none'")))
+    with pytest.raises(SystemExit, match="no newest version of torch: ERROR: none"):
+        release("newest", str(script(tmp_path / "other", "echo 'ERROR: none' >&2; exit 1")))
+
+
+def test_a_version_that_pip_cannot_install_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_versions, "ROOT", tmp_path)
+    made = script(tmp_path / ".venv-torch/2.8.0-py3.11/bin/python", "exit 1")
+    python = script(tmp_path / "python", "echo 3.11")
+    for _ in range(2):  # it is tried again
+        with pytest.raises(SystemExit, match=r"pip could not install torch 2\.8\.0 for"):
+            torch_versions.environment("2.8.0", str(python))
+    made.write_text("#!/bin/sh\n")
+    assert torch_versions.environment("2.8.0", str(python)) == made
 
 
 def test_every_selected_file_is_there_once() -> None:
