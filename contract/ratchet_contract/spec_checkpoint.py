@@ -59,6 +59,13 @@ class CheckpointSpec(SpecModel):
         "and fetched from there where the local disk has none. Credentials come from the environment.",
     )
 
+    ignore: dict[str, str] = Field(
+        {},
+        max_length=100,
+        description="Attributes and variables that training does not depend on, by path as a resume report names it, each with "
+        'the reason: {"model.history": "a log"}. They are neither saved nor reported, and every resume report says so.',
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _by_time_alone(cls, data: Any) -> Any:

@@ -141,6 +141,12 @@ def storage_id(tensor: torch.Tensor) -> int:
     return number
 
 
+def tensor_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+    """What is registered on a tensor for its gradient."""
+    tables = (getattr(tensor, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+    return [hook for table in tables if table for hook in table.values()]
+
+
 def in_backward() -> bool:
     """Whether the calling thread is inside a backward pass."""
     return bool(_part(torch._C, "_current_graph_task_id")() != -1)

@@ -1,11 +1,12 @@
-"""State outside ``state_dict``: attributes of modules, optimizers and data sets, and what they hold.
+"""State outside ``state_dict``: attributes of modules, optimizers, data sets and tasks, and what they hold.
 
 A script builds the same objects in every attempt. They are walked through (``object_walk``) before the first step and again at
 each save. What is another by then is stored under the path of the object that has changed (``model.layers.0.cache``), and put
 into the object at that path in the next attempt. Objects that two attributes share are shared again.
 
 Stored are numbers, strings, containers, tensors, numpy arrays, generators, and objects of the user's classes and modules made of
-these. What else has changed is named by its path: an iterator that moved on, an object of an installed package.
+these. What else has changed is named by its path: an iterator that moved on, an object of an installed package, and every
+variable of a module, a class or a function (``train:COUNT``, ``train:Net.calls``, ``model.layer._forward_hooks[0].calls``).
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from enum import Enum
+from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,9 +27,12 @@ from ratchet_contract.errors import StateError
 from ratchet_hooks.codec import encode
 from ratchet_hooks.errors import HookStateError
 from ratchet_hooks.torch_compat import storage_id
+from ratchet_worker import job_modules
 from ratchet_worker.object_walk import (
     PLAIN_TENSORS,
+    Kind,
     Node,
+    Roots,
     Walked,
     attributes,
     is_constant,
@@ -51,6 +56,10 @@ _TYPES: Final[dict[str, type]] = {
 
 _LEAVES: Final = ("tensor", "array", "generator")
 _CHANGEABLE: Final = ("list", "dict", "set")
+_CODE: Final[tuple[Kind, ...]] = ("other", "bound", "function", "class", "module")
+_MOST_NAMED: Final = 100
+_DEEPEST: Final = 20
+"""Objects within objects that are compared with others than those that were there."""
 
 
 class Changes(NamedTuple):
@@ -62,26 +71,50 @@ class Changes(NamedTuple):
 
 
 class HiddenState:
-    """Of one rank. ``ignored``: why, by the path of what is left alone, with all that is reached through it alone."""
+    """Of one rank. ``ignored``: why, by the path of what is left alone, with all that is reached through it alone. ``code``: the
+    directory of the job's own modules."""
 
-    def __init__(self) -> None:
+    def __init__(self, code: Path | None = None) -> None:
         self.ignored: dict[str, str] = {}
-        self._roots: Mapping[str, Any] = {}
-        self._apart: Sequence[Any] = ()
+        self._code = code
+        self._roots = Roots()
         self._built = Walked()
+        self._met: set[str] = set()
 
-    def begin(self, roots: Mapping[str, Any], apart: Sequence[Any] = ()) -> None:
-        """``roots``, by name, are as the script has built them: changes are those from here on. ``apart``: objects that are saved
-        by themselves."""
-        self._roots, self._apart = roots, apart
+    def begin(
+        self,
+        own: Mapping[str, Any],
+        registered: Mapping[str, Any] | None = None,
+        shared: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``own``, by name, are as the script has built them: changes are those from here on. ``registered``: objects that are
+        saved by themselves. ``shared``: what is looked at like variables of modules."""
+        self._roots = Roots(own, registered or {}, shared or {})
         self._built = self._walked()
 
     def changes(self) -> Changes:
         """What has changed since ``begin``."""
-        return _Recorder(self._built, self._walked()).run()
+        now = self._walked()
+        self._take_new_modules(now)
+        return _Recorder(self._built, now).run()
+
+    @property
+    def unmatched(self) -> list[str]:
+        """Paths that are ignored, and were never met."""
+        return sorted(self.ignored.keys() - self._met)
 
     def _walked(self) -> Walked:
-        return walk(self._roots, self.ignored, self._apart)
+        modules = {f"{name}:": module for name, module in job_modules.below(self._code).items()}
+        found = walk(Roots(self._roots.own, self._roots.registered, {**self._roots.shared, **modules}), self.ignored)
+        self._met |= found.left_out
+        return found
+
+    def _take_new_modules(self, now: Walked) -> None:
+        """Those that training has imported count from their first save on."""
+        new = {path for path, node in now.nodes.items() if node.kind == "module"} - self._built.nodes.keys()
+        for path, node in now.nodes.items() if new else ():
+            if f"{path.partition(':')[0]}:" in new and self._built.path_of(node.item) is None:
+                self._built.nodes[path], self._built.paths[id(node.item)] = node, path
 
     def restore(self, stored: Mapping[str, Any]) -> None:
         """Inverse of ``changes``, in objects that are as they were at ``begin``. Raises ``StateError`` for a path at which there
@@ -104,15 +137,18 @@ class _Recorder:
         changed: dict[str, Any] = {}
         for node in self._now.nodes.values():
             path = self._built.path_of(node.item)
-            if path is None or node.covered:
+            if path is None or node.covered or node.region == "registered":
                 continue
             before = self._built.nodes[path]
             if node.mark == before.mark and same_children(before.children, node.children):
                 continue
+            if node.region == "shared":
+                self._unsaved.update(self._named(path, before, node))
+                continue
             try:
                 if node.kind == "object":
                     content = self._attributes(path, before, node)
-                elif node.kind in _LEAVES or (node.stored and node.kind in _CHANGEABLE):
+                elif node.kind in _LEAVES or (node.users and node.kind in _CHANGEABLE):
                     content = self._content(path, node)
                 else:
                     raise _Unstorable(path)
@@ -123,7 +159,45 @@ class _Recorder:
                     changed[path] = {"kind": node.kind, "content": content}
         if not self._now.complete:
             self._unsaved.add("what lies beyond the first 200000 objects")
-        return Changes({"changed": changed, "new": self._new} if changed else {}, sorted(self._unsaved))
+        return Changes({"changed": changed, "new": self._new} if changed else {}, sorted(self._unsaved)[:_MOST_NAMED])
+
+    def _named(self, path: str, before: Node, now: Node) -> Iterator[str]:
+        """Paths of what changed among variables of modules, classes and functions. Of an object of an installed package only
+        tensors, arrays and generators count."""
+        if now.kind in _LEAVES:
+            yield path
+            return
+        if not now.users:
+            return
+        if now.kind not in ("object", "function", "class", "module"):
+            if (now.mark != before.mark or not self._alike_children(before, now)) and not job_modules.is_log(path):
+                yield path
+            return
+        for name in {**before.children, **now.children}:
+            old, new = before.children.get(name), now.children.get(name)
+            has_changed = (self._has_state(old) or self._has_state(new)) and not self._alike(old, new)
+            if has_changed and self._is_set_by_code(now, name):
+                yield f"{path}{step(now.kind, name)}"
+
+    def _is_set_by_code(self, node: Node, name: str) -> bool:
+        """Not by the running script or function whose variable it is: those are local variables, as a loop's."""
+        if node.kind == "function":
+            return job_modules.sets(node.item.__code__, name) or name not in node.item.__code__.co_freevars
+        return node.kind != "module" or job_modules.is_set_by_functions(node.item, name)
+
+    def _alike(self, old: Any, new: Any, depth: int = 0) -> bool:
+        """The same object, or an equal one as it was in the beginning."""
+        if same(old, new):
+            return True
+        a, b = self._built.path_of(old), self._now.path_of(new)
+        if a is None or b is None or type(old) is not type(new) or depth == _DEEPEST:
+            return False
+        before, now = self._built.nodes[a], self._now.nodes[b]
+        return before.mark == now.mark and self._alike_children(before, now, depth + 1)
+
+    def _alike_children(self, before: Node, now: Node, depth: int = 0) -> bool:
+        old, new = before.children, now.children
+        return [*old] == [*new] and all(self._alike(old[key], value, depth) for key, value in new.items())
 
     def _attributes(self, path: str, before: Node, now: Node) -> Any:
         """Those of an object that are others than before; None where that is code alone."""
@@ -137,12 +211,12 @@ class _Recorder:
             if not self._has_state(value) and not self._has_state(before.children.get(name)):
                 continue
             try:
-                if not now.stored and not is_constant(value):
+                if not now.users and not is_constant(value):
                     raise _Unstorable(at)
                 found[name] = self._reference(at, value)
             except _Unstorable as error:
                 self._unsaved.add(str(error))
-        if gone and not now.stored:
+        if gone and not now.users:
             self._unsaved |= {f"{path}.{name}" for name in gone}
             gone = []
         return {"set": found, "gone": gone} if found or gone else None
@@ -153,7 +227,9 @@ class _Recorder:
             return value is not None
         path = self._now.path_of(value) or self._built.path_of(value)
         walked = self._now if self._now.path_of(value) else self._built
-        return path is not None and walked.nodes[path].kind not in ("other", "bound")
+        if path is None or (node := walked.nodes[path]).kind in _CODE:
+            return False
+        return node.region != "shared" or node.users or node.kind in _LEAVES
 
     def _reference(self, path: str, item: Any) -> Reference:
         if is_constant(item):
@@ -167,7 +243,7 @@ class _Recorder:
         if (built := self._built.path_of(item)) is not None:
             return "at", built
         if id(item) not in self._numbers:
-            if node.kind in ("sealed", "bound", "other"):
+            if node.kind in ("sealed", *_CODE):
                 raise _Unstorable(path)
             if node.kind == "tensor" and (view := self._view(item)) is not None:
                 return view

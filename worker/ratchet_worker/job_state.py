@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from types import FunctionType, MethodType
 from typing import Any, Final
 
 import torch
@@ -40,21 +42,24 @@ _ALWAYS: Final = frozenset({
 
 
 _CURE: Final = (
-    "Make it a buffer or a number, give its module get_extra_state and set_extra_state, register an object with state_dict; or "
-    "session.ignore(path, reason) if training does not depend on it"
+    "Make it a buffer or another attribute of the model, give its module get_extra_state and set_extra_state, or register an "
+    "object with state_dict. If training does not depend on it: session.ignore(path, reason), or checkpoint.ignore in the spec"
 )
 
 
 class JobState:
     """The registered objects of one rank. ``hook`` and ``ddp`` are set by ``wrapped``."""
 
-    def __init__(self, rank: int, device: torch.device, *, strict: bool = False) -> None:
-        """``strict``: what cannot be stored is refused at a save, in place of named at a resume."""
+    def __init__(self, rank: int, device: torch.device, *, code: Path | None = None, strict: bool = False) -> None:
+        """``code``: the directory of the job's own modules. ``strict``: what cannot be stored is refused at a save, in place of
+        named at a resume."""
         self._rank, self._device, self._strict = rank, device, strict
         self.ddp: ManagedDDP | None = None
         self.hook: ManagedHook | None = None
         self._origin = Origin({}, {})
-        self.hidden = HiddenState()
+        self.hidden = HiddenState(code)
+        self.task: object = None
+        self.not_found: frozenset[str] = frozenset()  # paths that were to be ignored, by the checkpoint
         self._before_evaluation: Snapshot | None = None
         self._walk: Walk | None = None  # of the module, as the last save found it
         self._equal, self._modules, self._generators = EqualState(), module_state.Capture(), rng.Capture(device)
@@ -169,10 +174,21 @@ class JobState:
 
     def begin(self) -> None:
         """Everything is registered and as the script has built it."""
-        roots = {"model": self.hook_or_refuse()[0].module, **self.optimizers}
-        if isinstance(self.data, TrainLoader):
-            roots |= own_generators.of(self.data).roots
-        self.hidden.begin(roots, [*self.stateful.values()])
+        ddp, _ = self.hook_or_refuse()
+        data, generators = self.data, own_generators.of(self.data)
+        own = {"model": ddp.module, **self.optimizers, **({"task": self.task} if self.task is not None else {})}
+        registered = {
+            **self.stateful,
+            "ddp": ddp,
+            "data": data,
+            **{f"data:{p}": g for p, g in generators.find().items()},
+        }
+        if isinstance(data, TrainLoader):
+            own |= generators.roots
+        else:
+            registered |= generators.roots
+        schedulers = {c: item for c, item in self.stateful.items() if isinstance(item, LRScheduler)}
+        self.hidden.begin(own, registered, _functions_of(schedulers))
 
     def _add_hidden(self, out: Snapshot) -> None:
         changes = self.hidden.changes()
@@ -182,7 +198,8 @@ class JobState:
                 + _CURE,
                 code="state-unsaved",
             )
-        out.add(_HIDDEN, {"stored": changes.stored, "unsaved": changes.unsaved, "ignored": self.hidden.ignored})
+        told = {"unsaved": changes.unsaved, "ignored": self.hidden.ignored, "unmatched": self.hidden.unmatched}
+        out.add(_HIDDEN, {"stored": changes.stored, **told})
 
     def _walked(self, module: nn.Module) -> Walk:
         self._walk = (self._walk or Walk(module)).again()
@@ -292,6 +309,7 @@ class JobState:
             )
         reports = [self._report("modules", "not-exact", "; ".join(reasons))] if reasons else []
         hidden = saved.value(_HIDDEN) if _HIDDEN in saved.state else {}
+        self.not_found = frozenset(hidden.get("unmatched", ()))
         if names := hidden.get("unsaved"):
             text = f"{', '.join(names[:5])} changed in training and cannot be saved. {_CURE}"
             reports.append(self._report(_HIDDEN, "not-exact", text))
@@ -384,6 +402,19 @@ class JobState:
 def counted(ranks: int) -> str:
     """``1 rank``, ``2 ranks``"""
     return f"{ranks} rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def _functions_of(schedulers: Mapping[str, Any]) -> dict[str, Any]:
+    """By path, what schedulers call, of which their ``state_dict`` leaves out what it keeps from call to call."""
+    found: dict[str, Any] = {}
+    for path, scheduler in schedulers.items():
+        for name, value in vars(scheduler).items():
+            items = {f"{path}.{name}": value}
+            if isinstance(value, (list, tuple)):
+                items = {f"{path}.{name}[{number}]": one for number, one in enumerate(value)}
+            found |= {at: one for at, one in items.items() if isinstance(one, (FunctionType, MethodType, partial))}
+            found |= _functions_of({at: one for at, one in items.items() if isinstance(one, LRScheduler)})
+    return found
 
 
 def _as_stateful(component: str, item: Any) -> Stateful:

@@ -26,6 +26,7 @@ def run_task(runtime: Runtime, task: Task) -> None:
     ddp = runtime.wrap(parts.model)
     for component, item in _components(parts).items():
         runtime.state.register(component, item)
+    runtime.state.task = task
     digest = getattr(parts.train, "data_digest", None)
     runtime.data_digest = parts.digest or (digest() if callable(digest) else None)
     runtime.restore(total)

@@ -1,8 +1,15 @@
 """A walk through the attributes of objects and what they hold, which finds every object once, by its shortest path.
 
-Looked into are containers, modules, optimizers, schedulers, data sets, bound methods, ``functools.partial``, and objects of the
-user's classes. Objects of an installed package are looked into as well, and not ``stored``: a change in one is named only. Not
-looked into is what ``_PASSED_BY`` lists: the frameworks themselves, loggers, threads, files.
+It goes through three regions, one after the other, and an object belongs to the first in which it is found:
+
+- ``own``: attributes of modules, optimizers, data sets and tasks. What changes is stored, or named where that cannot be.
+- ``registered``: objects that are saved by themselves, by what they say in ``state_dict``.
+- ``shared``: variables of the job's modules and classes, and what functions keep. What changes is named.
+
+Looked into are containers, modules, optimizers, schedulers, data sets, bound methods, ``functools.partial``, functions and
+classes of the user's, and objects of the user's classes. Objects of an installed package are looked into as well, and not
+``users``: a change in one is named only. Not looked into is what ``_PASSED_BY`` lists: the frameworks themselves, loggers,
+threads, files.
 """
 
 from __future__ import annotations
@@ -11,14 +18,15 @@ import sys
 import sysconfig
 import warnings
 from argparse import Namespace
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache, partial
 from pathlib import Path
 from types import FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
-from typing import Any, Final, Literal, TypeAlias, cast
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -28,13 +36,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ratchet_hooks.codec import encode
-from ratchet_hooks.torch_compat import storage_id, version_of
+from ratchet_hooks.torch_compat import storage_id, tensor_hooks, version_of
 from ratchet_worker.rng import GeneratorState, is_generator, process_wide
 
 Kind: TypeAlias = Literal[
-    "tensor", "array", "generator", "list", "tuple", "dict", "set", "object", "bound", "sealed", "other"
-]
-"""``sealed``: has a state that cannot be stored; ``bound``: a bound method or a partial; ``other``: code, or passed by."""
+    "tensor", "array", "generator", "list", "tuple", "dict", "set", "object", "bound", "function", "class", "module", "sealed",
+    "other",
+]  # fmt: skip
+"""``sealed``: has a state that cannot be stored; ``bound``: a bound method or a partial; ``module``: the variables of a module of
+Python's; ``other``: code of installed packages, or passed by."""
+Region: TypeAlias = Literal["own", "registered", "shared"]
 Children: TypeAlias = dict[Any, Any]
 """By index, key or name."""
 
@@ -54,6 +65,11 @@ _PASSED_BY: Final = frozenset({
     "decimal", "fractions", "uuid", "ctypes", "mmap", "operator", "string", "collections", "importlib", "numpy",
 })  # fmt: skip
 _LOOKED_INTO: Final = ("torch.utils.data",)
+_LOOKED_INTO_WHERE_REGISTERED: Final = (
+    "lightning", "pytorch_lightning", "accelerate", "ratchet_worker.integrations"
+)  # fmt: skip
+_POSITIONS: Final = ("ratchet_worker.data.", "ratchet_worker.session")
+"""Whose positions are restored."""
 _USERS: Final = (SimpleNamespace, Namespace)
 """Classes of Python whose objects are as a user's."""
 _TORCHS: Final = (nn.Module, Optimizer, LRScheduler)
@@ -69,25 +85,27 @@ _SMALL: Final = 64 << 10
 
 @dataclass(frozen=True)
 class Node:
-    """One object at one time. ``mark``: what a leaf is compared by; ``children``: what others hold. ``stored``: it is the
+    """One object at one time. ``mark``: what a leaf is compared by; ``children``: what others hold. ``users``: it is the
     script's, so that it can be changed and made. ``covered``: a tensor that is saved by itself."""
 
     item: Any
     kind: Kind
     mark: Any
     children: Children
-    stored: bool
+    users: bool
+    region: Region
     covered: bool = False
 
 
 @dataclass
 class Walked:
     """``nodes``: by path; ``paths``: by the id of their objects; ``places``: by storage, the path of a covered tensor;
-    ``complete``: there was no more to be looked at."""
+    ``left_out``: the paths that were left out; ``complete``: there was no more to be looked at."""
 
     nodes: dict[str, Node] = field(default_factory=dict)
     paths: dict[int, str] = field(default_factory=dict)
     places: dict[int, str] = field(default_factory=dict)
+    left_out: set[str] = field(default_factory=set)
     complete: bool = True
 
     def path_of(self, item: Any) -> str | None:
@@ -95,51 +113,118 @@ class Walked:
         return path if path is not None and self.nodes[path].item is item else None
 
 
-def walk(roots: Mapping[str, Any], left_out: Collection[str] = (), apart: Iterable[Any] = ()) -> Walked:
-    """Breadth first from ``roots``, by path. A root that is a module is one whose parts, parameters and buffers are saved by
-    themselves. ``left_out``: paths that are not looked into; ``apart``: objects that are saved by themselves."""
-    found, passed = Walked(), {*map(id, (*process_wide(), *apart))}
-    waiting = deque((path, item, True, isinstance(item, nn.Module)) for path, item in roots.items())
-    while waiting:
-        path, item, stored, covered = waiting.popleft()
-        if id(item) in found.paths or id(item) in passed:
-            continue
-        if len(found.nodes) == _MOST:
-            found.complete = False
-            break
-        kind = _kind(item)
-        its_class: type = type(item)
-        stored = stored and (kind != "object" or isinstance(item, _TORCHS) or is_users(its_class))
-        children = _children(item, kind, covered=covered)
-        if left_out:
-            children = {key: child for key, child in children.items() if f"{path}{step(kind, key)}" not in left_out}
-        found.paths[id(item)] = path
-        found.nodes[path] = Node(item, kind, _mark(item, kind), children, stored)
-        if covered:
-            for name, tensor in (*item.named_parameters(recurse=False), *item.named_buffers(recurse=False)):
-                _cover(found, f"{path}.{name}", tensor)
-            waiting.extendleft(
-                (f"{path}.{name}", part, True, True) for name, part in reversed([*item.named_children()])
-            )
-        waiting.extend(
-            (f"{path}{step(kind, key)}", child, stored, False)
-            for key, child in children.items()
-            if not is_constant(child)
+@dataclass(frozen=True)
+class Roots:
+    """Where the walk begins, by path, region by region. A module of ``own`` is one whose parts, parameters and buffers are saved
+    by themselves."""
+
+    own: Mapping[str, Any] = field(default_factory=dict)
+    registered: Mapping[str, Any] = field(default_factory=dict)
+    shared: Mapping[str, Any] = field(default_factory=dict)
+
+
+def walk(roots: Roots, left_out: Collection[str] = ()) -> Walked:
+    """``left_out``: paths that are not looked into."""
+    walker = _Walker(left_out, {*map(id, (*process_wide(), *roots.registered.values()))})
+    walker.run("own", roots.own)
+    walker.passed = {*map(id, process_wide())}
+    walker.run("registered", roots.registered)
+    walker.shared |= roots.shared
+    walker.run("shared", {})
+    return walker.found
+
+
+class _Found(NamedTuple):
+    """Before it is looked at."""
+
+    path: str
+    item: Any
+    users: bool = True
+    covered: bool = False
+
+
+class _Walker:
+    """Breadth first through one region after the other. ``passed``: ids of what is not looked at; ``shared``: what was met that
+    belongs to the last region."""
+
+    def __init__(self, left_out: Collection[str], passed: set[int]) -> None:
+        self.found, self.passed, self.shared = Walked(), passed, dict[str, Any]()
+        self._left_out = left_out
+        self._waiting = deque[_Found]()
+
+    def run(self, region: Region, roots: Mapping[str, Any]) -> None:
+        covered = region == "own"
+        self._waiting.extend(
+            _Found(path, item, covered=covered and isinstance(item, nn.Module)) for path, item in roots.items()
         )
-    return found
+        while self.found.complete and (self._waiting or (region == "shared" and self.shared)):
+            if not self._waiting:
+                self._waiting.extend(_Found(path, item) for path, item in self.shared.items())
+                self.shared.clear()
+            one = self._waiting.popleft()
+            known = id(one.item) in self.found.paths or id(one.item) in self.passed
+            if not known and not self._is_left_out(one.path):
+                self._look_at(one, region)
 
+    def _look_at(self, one: _Found, region: Region) -> None:
+        path, item = one.path, one.item
+        kind = _kind(item, region)
+        if kind in ("function", "class", "bound") and region == "registered":
+            return  # a state_dict does not say what they keep
+        if kind in ("function", "class") and region == "own":
+            self.shared.setdefault(path if kind == "function" else name_of(item), item)
+            return
+        if len(self.found.nodes) == _MOST:
+            self.found.complete = False
+            return
+        its_class: type = type(item)
+        users = one.users and (kind != "object" or isinstance(item, _TORCHS) or is_users(its_class))
+        children = _children(item, kind, covered=one.covered)
+        if self._left_out:
+            children = {k: child for k, child in children.items() if not self._is_left_out(f"{path}{step(kind, k)}")}
+        self.found.paths[id(item)] = path
+        mark = None if region == "registered" else _mark(item, kind)
+        self.found.nodes[path] = Node(item, kind, mark, children, users, region)
+        if one.covered:
+            self._look_at_parts(path, item)
+        self._waiting.extend(
+            _Found(f"{path}{step(kind, key)}", child, users)
+            for key, child in children.items()
+            if not is_constant(child) and not isinstance(child, ModuleType)
+        )
+        if kind == "object" and region != "registered":
+            self._waiting.extend(_Found(f"{path}.{name}", hook, users) for name, hook in _hooks(item))
+            self.shared |= {name_of(base): base for base in _users_bases(its_class)}
 
-def _cover(found: Walked, path: str, tensor: torch.Tensor) -> None:
-    if id(tensor) not in found.paths:
+    def _look_at_parts(self, path: str, module: nn.Module) -> None:
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            self._cover(f"{path}.{name}", tensor)
+        parts = (_Found(f"{path}.{name}", part, covered=True) for name, part in module.named_children())
+        self._waiting.extendleft(reversed([*parts]))
+
+    def _cover(self, path: str, tensor: torch.Tensor) -> None:
+        found = self.found
+        if id(tensor) in found.paths:
+            return
         found.paths[id(tensor)] = path
-        found.nodes[path] = Node(tensor, "tensor", None, {}, stored=False, covered=True)
+        found.nodes[path] = Node(tensor, "tensor", None, {}, users=False, region="own", covered=True)
         if tensor.layout is torch.strided and tensor.numel():
             found.places.setdefault(storage_id(tensor), path)
+        hooks = enumerate(tensor_hooks(tensor))
+        self._waiting.extend(_Found(f"{path}.hooks[{number}]", hook) for number, hook in hooks)
+
+    def _is_left_out(self, path: str) -> bool:
+        if path not in self._left_out:
+            return False
+        self.found.left_out.add(path)
+        return True
 
 
 def step(kind: Kind, key: Any) -> str:
     """How a path goes on from an object of this kind to what it holds under ``key``."""
-    return f".{key}" if kind in ("object", "bound") else f"[{key!r}]"
+    if kind == "module":
+        return str(key)
+    return f".{key}" if kind in ("object", "bound", "function", "class") else f"[{key!r}]"
 
 
 def is_constant(item: Any) -> bool:
@@ -147,7 +232,12 @@ def is_constant(item: Any) -> bool:
     return isinstance(item, _CONSTANTS) or (type(item) is tuple and all(map(is_constant, item)))
 
 
-def _kind(item: Any) -> Kind:
+def name_of(item: Any) -> str:
+    """The path of a class: ``module:Class``."""
+    return f"{item.__module__}:{item.__qualname__}"
+
+
+def _kind(item: Any, region: Region) -> Kind:
     if isinstance(item, torch.Tensor):
         return "tensor" if item.layout is torch.strided else "sealed"
     if isinstance(item, np.ndarray):
@@ -159,16 +249,50 @@ def _kind(item: Any) -> Kind:
             return kind
     if isinstance(item, (MethodType, partial)):
         return "bound"
-    if isinstance(item, (FunctionType, type, ModuleType)):
-        return "other"
+    if isinstance(item, FunctionType):
+        return "function" if is_users_module(str(item.__module__)) else "other"
+    if isinstance(item, type):
+        return "class" if is_users(item) and not issubclass(item, Enum) else "other"
+    if isinstance(item, ModuleType):
+        return "module"
+    if isinstance(item, GeneratorType):
+        return "other" if _is_passed(_owner_of(item)) else "sealed"
     if hasattr(type(item), "__next__") and not hasattr(item, "__dict__"):
         return "other" if hasattr(item, "fileno") else "sealed"
     its_class = cast(type, type(item))
     package = its_class.__module__
     if isinstance(item, _TORCHS) or package.startswith(_LOOKED_INTO):
         return "object"
-    passed = package.partition(".")[0] in _PASSED_BY or not (hasattr(item, "__dict__") or _slots(its_class))
-    return "other" if passed else "object"
+    if region == "registered" and package.startswith(_LOOKED_INTO_WHERE_REGISTERED):
+        return "object"
+    return "other" if _is_passed(package) or not (hasattr(item, "__dict__") or _slots(its_class)) else "object"
+
+
+def _is_passed(module: str) -> bool:
+    return module.partition(".")[0] in _PASSED_BY and not module.startswith(_LOOKED_INTO)
+
+
+def _owner_of(generator: GeneratorType[Any, Any, Any]) -> str:
+    """The module whose code a generator object runs; that of a Session or of registered data, where it reads these."""
+    frame = generator.gi_frame
+    if frame is None:
+        return ""
+    held = (str(type(value).__module__) for value in frame.f_locals.values())
+    return next((module for module in held if module.startswith(_POSITIONS)), str(frame.f_globals.get("__name__")))
+
+
+def _hooks(item: Any) -> Iterator[tuple[str, Any]]:
+    """What is registered on a module or an optimizer to be called."""
+    names = _OF_MODULES if isinstance(item, nn.Module) else _of_optimizers() if isinstance(item, Optimizer) else ()
+    for name in names:
+        held = vars(item).get(name)
+        if isinstance(held, OrderedDict) and held and name not in _STATE_OF_MODULES:
+            yield from ((f"{name}[{n}]", hook) for n, hook in enumerate(held.values()) if callable(hook))
+
+
+@lru_cache(maxsize=4096)
+def _users_bases(kind: type) -> tuple[type, ...]:
+    return tuple(base for base in kind.__mro__ if is_users(base) and base not in _USERS and not issubclass(base, Enum))
 
 
 def attributes(item: Any) -> dict[str, Any]:
@@ -209,11 +333,27 @@ def _children(item: Any, kind: Kind, *, covered: bool) -> Children:
         return {name: value for name, value in vars(item).items() if name not in theirs}
     if kind == "object":
         return attributes(item)
+    if kind == "function":
+        return _kept_by(item)
+    if kind in ("class", "module"):
+        plain = {name: value for name, value in vars(item).items() if not name.startswith("__")}
+        return {n: v.__func__ if isinstance(v, (classmethod, staticmethod)) else v for n, v in plain.items()}
     if isinstance(item, MethodType):
         return {"__self__": item.__self__}
     if isinstance(item, partial):
         return {"args": item.args, "keywords": item.keywords, "func": item.func}
     return {}
+
+
+def _kept_by(function: FunctionType) -> Children:
+    """What a function keeps from call to call: defaults, its own attributes, and variables around it."""
+    code = function.__code__
+    defaults, names = function.__defaults__ or (), code.co_varnames[: code.co_argcount]
+    kept = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True)) | (function.__kwdefaults__ or {})
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # not assigned yet
+            kept[name] = cell.cell_contents
+    return kept | vars(function)
 
 
 def _mark(item: Any, kind: Kind) -> Any:
@@ -285,13 +425,18 @@ def _slots(kind: type) -> tuple[str, ...]:
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
-@lru_cache(maxsize=4096)
 def is_users(kind: type) -> bool:
     """Whether a class is neither Python's nor an installed package's."""
-    if kind.__module__ == "__main__" or kind in _USERS:
-        return True
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return file is not None and not any(Path(file).is_relative_to(folder) for folder in _installed())
+    return kind in _USERS or is_users_module(kind.__module__)
+
+
+@lru_cache(maxsize=4096)
+def is_users_module(name: str) -> bool:
+    """Whether the code of a module is neither Python's nor an installed package's."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if name == "__main__" or file is None:
+        return name == "__main__"
+    return not _is_passed(name) and not any(Path(file).is_relative_to(folder) for folder in _installed())
 
 
 @lru_cache(maxsize=1)

@@ -181,7 +181,9 @@ def _union(found: list[EnvironmentDifference]) -> list[EnvironmentDifference]:
 def _caveats(runtime: Runtime) -> list[str]:
     """What a report cannot know of."""
     out = [note for note in (runtime.notes.total, untested(torch.__version__)) if note is not None]
-    out += [f"{path} is ignored: {reason}" for path, reason in sorted(runtime.state.hidden.ignored.items())]
+    for path, reason in sorted(runtime.state.hidden.ignored.items()):
+        odd = "; nothing was found there when the checkpoint was made" if path in runtime.state.not_found else ""
+        out.append(f"{path} is ignored: {reason}{odd}")
     if runtime.state.data is None:
         out.append("no data are registered: their position is right only if batches are a function of the step")
     if runtime.chosen.manifest is not None and compiled(runtime.state.hook_or_refuse()[0].module):

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Final, TypeVar
 
 import torch
@@ -61,7 +62,9 @@ class Runtime:
         self.chosen = chosen
         self.step = chosen.base.step
         self.total: int | None = None
-        self.state = JobState(exchange.rank, device, strict=launch.spec.determinism == "strict")
+        code = Path(launch.code_dir or launch.workdir)
+        self.state = JobState(exchange.rank, device, code=code, strict=launch.spec.determinism == "strict")
+        self.state.hidden.ignored |= launch.spec.checkpoint.ignore
         self._contents = Contents(self.state, exchange.rank, exchange.world_size)
         self.checkpointer = Checkpointer(
             launch,
@@ -194,7 +197,12 @@ class Runtime:
             if not self._stepped:  # what appears in a first step
                 self._stepped = True
                 self.state.require_storable()
+                self._report_unmatched()
             self.checkpointer.boundary(self.step, self.state.late, self._content)
+
+    def _report_unmatched(self) -> None:
+        if self.rank == 0 and (paths := self.state.hidden.unmatched):
+            self.reporter.note("ignored-not-found", f"nothing was found at {', '.join(paths)}, which is to be ignored")
 
     def batches(self, data: Iterable[Item]) -> Iterator[Item]:
         """Batches of ``data``, epoch after epoch. Raises ``UserError`` for an epoch without batches, and for a batch that is
