@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.planted_runs import NAMED, catalogue, outcomes
+from tests.support.planted_runs import NAMED, How, catalogue, outcomes
 
 EXACT = [
     "arrays:Sliced", "datasets:CachingInList", "generators:InDataclass", "networks:TeacherInObject", "objects:Linked",
@@ -29,12 +29,12 @@ def test_what_cannot_be_saved_is_named_and_refused_under_strict(tmp_path: Path) 
     case = "iterators:GeneratorObject"
     (named,) = outcomes(tmp_path / "warn", case, ["epoch"]).values()
     assert named.kind == "named" and NAMED[case] in named.reason, named
-    (refused,) = outcomes(tmp_path / "strict", case, ["epoch"], strict=True).values()
+    (refused,) = outcomes(tmp_path / "strict", case, ["epoch"], How(strict=True)).values()
     assert refused.kind == "refused" and NAMED[case] in refused.reason, refused
 
 
 def test_without_the_walk_the_comparison_finds_a_difference(tmp_path: Path) -> None:
-    (silent,) = outcomes(tmp_path, "generators:InDataclass", ["epoch"], blind=True).values()
+    (silent,) = outcomes(tmp_path, "generators:InDataclass", ["epoch"], How(blind=True)).values()
     assert silent.kind == "silent" and "shared/model/layer.weight" in silent.reason, silent
 
 

@@ -55,24 +55,33 @@ def _classes(file: Path) -> Iterator[str]:
                 yield node.name
 
 
-class _Run(Job):
-    """A job of one case; ``way``: of ``WAYS``, or ``none``. ``blind``: attributes are neither saved nor named."""
+@dataclass(frozen=True)
+class How:
+    """``blind``: state outside ``state_dict`` is neither saved nor named."""
 
-    def __init__(self, home: Path, case: str, way: str, *, strict: bool = False, blind: bool = False) -> None:
+    strict: bool = False
+    blind: bool = False
+    ranks: int = 1
+
+
+class _Run(Job):
+    """A job of one case; ``way``: of ``WAYS``, or ``none``."""
+
+    def __init__(self, home: Path, case: str, way: str, how: How) -> None:
         module, name = case.split(":")
-        told = f"{way}-blind" if blind else way
+        told = f"{way}-blind" if how.blind else way
         if module == "script":
             code: dict[str, Any] = {"script": ["script.py", name, told], "code": {"path": str(CODE)}}
         else:
             code = {"task": {"entrypoint": "training:planted", "args": {"case": case, "way": told}}}
         spec = {
             **code,
-            "world": {"ranks_per_node": 1, "device": "cpu"},
+            "world": {"ranks_per_node": how.ranks, "device": "cpu"},
             "checkpoint": {"every_steps": 6, "first": "off"},
-            "determinism": "strict" if strict else "warn",
+            "determinism": "strict" if how.strict else "warn",
             **_SPEC.get(case, {}),
         }
-        super().__init__(home / f"{way}{'-strict' * strict}", spec, CODE, job_id="job")
+        super().__init__(home / way, spec, CODE, job_id="job")
         self._libraries = module == "libraries"
 
     @override
@@ -87,29 +96,31 @@ class _Run(Job):
 @dataclass(frozen=True)
 class Outcome:
     """``kind``: exact (equal bits, and so says the report), named (the report says not-exact, with ``reason``), refused (with
-    ``reason``), silent (other bits under ``exact``), false alarm (equal bits under ``not-exact``), broken (anything else)."""
+    ``reason``), proved other (other bits under ``exact``, and the replay proof found it), silent (other bits under ``exact``),
+    false alarm (equal bits under ``not-exact``), broken (anything else)."""
 
     kind: str
     reason: str = ""
 
 
-def outcomes(
-    home: Path, case: str, ways: Sequence[str] = (*WAYS,), *, strict: bool = False, blind: bool = False
-) -> dict[str, Outcome]:
+KINDS: Final = ("exact", "named", "refused", "proved other", "silent", "false alarm", "broken")
+
+
+def outcomes(home: Path, case: str, ways: Sequence[str] = (*WAYS,), how: How = How()) -> dict[str, Outcome]:
     """By way. One undisturbed run serves all of them."""
-    whole = _Run(home, case, "none", strict=strict, blind=blind)
+    whole = _Run(home, case, "none", how)
     try:
         attempt = whole.launch()
         result = attempt.wait(120)
         if result.cause is not Cause.COMPLETED:
             return dict.fromkeys(ways, _ended(attempt, result.cause, str(result.message)))
-        return {way: _interrupted(home, case, way, whole, strict, blind) for way in ways}
+        return {way: _interrupted(home, case, way, whole, how) for way in ways}
     finally:
         whole.close()
 
 
-def _interrupted(home: Path, case: str, way: str, whole: Job, strict: bool, blind: bool) -> Outcome:
-    job = _Run(home, case, way, strict=strict, blind=blind)
+def _interrupted(home: Path, case: str, way: str, whole: Job, how: How) -> Outcome:
+    job = _Run(home, case, way, how)
     try:
         first = job.launch()
         result = first.wait(120)
@@ -119,19 +130,25 @@ def _interrupted(home: Path, case: str, way: str, whole: Job, strict: bool, blin
         result = resumed.wait(120)
         if result.cause is not Cause.COMPLETED:
             return _ended(resumed, result.cause, str(result.message))
-        report = resumed.report()
-        reasons = [f"{c.component}: {c.reason}" for c in report.components if c.status != "exact"]
-        reasons += [f"{d.key}: {d.recorded} and now {d.current}" for d in report.differences]
-        found = compare(whole.newest(), job.newest())
-        if report.verdict == "exact":
-            return Outcome("exact") if found.identical else Outcome("silent", _different(found))
-        return Outcome("false alarm" if found.identical else "named", "; ".join(reasons))
+        return _judged(resumed, compare(whole.newest(), job.newest()))
     finally:
         job.close()
 
 
-def _different(found: Comparison) -> str:
-    return ", ".join([*(one.name for one in found.different), *(one.pointer for one in found.states)][:3])
+def _judged(resumed: Attempt, found: Comparison) -> Outcome:
+    report, redone = resumed.report(), resumed.messages(kind="redone")
+    reasons = [f"{c.component}: {c.reason}" for c in report.components if c.status != "exact"]
+    reasons += [f"{d.key}: {d.recorded} and now {d.current}" for d in report.differences]
+    reasons += [message.first_difference.sentence() for message in redone[-1:] if message.first_difference]
+    if found.identical:
+        return Outcome("false alarm" if reasons or report.verdict != "exact" else "exact", "; ".join(reasons))
+    if report.verdict != "exact":
+        return Outcome("named", "; ".join(reasons))
+    if reasons:
+        return Outcome("proved other", "; ".join(reasons))
+    compared = f"; {redone[-1].compared} of {redone[-1].steps} redone steps compared" if redone else ""
+    differ = [*(tensor.name for tensor in found.different), *(state.pointer for state in found.states)]
+    return Outcome("silent", ", ".join(differ[:3]) + compared)
 
 
 def _ended(attempt: Attempt, cause: Cause, message: str) -> Outcome:
@@ -142,13 +159,12 @@ def _ended(attempt: Attempt, cause: Cause, message: str) -> Outcome:
 
 def table(found: dict[str, dict[str, Outcome]]) -> str:
     """How many cases of each kind, by way, and by the worst of all ways."""
-    kinds = ["exact", "named", "refused", "silent", "false alarm", "broken"]
     ways = [*dict.fromkeys(way for of_case in found.values() for way in of_case)]
     counts = {way: Counter(of_case[way].kind for of_case in found.values()) for way in ways}
-    counts["all"] = Counter(max((o.kind for o in of_case.values()), key=kinds.index) for of_case in found.values())
-    head = f"{len(found)} cases".ljust(14) + "".join(kind.rjust(13) for kind in kinds)
+    counts["all"] = Counter(max((o.kind for o in of_case.values()), key=KINDS.index) for of_case in found.values())
+    head = f"{len(found)} cases".ljust(14) + "".join(kind.rjust(14) for kind in KINDS)
     return "\n".join(
-        [head, *(way.ljust(14) + "".join(str(row[k]).rjust(13) for k in kinds) for way, row in counts.items())]
+        [head, *(way.ljust(14) + "".join(str(row[k]).rjust(14) for k in KINDS) for way, row in counts.items())]
     )
 
 
@@ -157,25 +173,27 @@ def main() -> int:
     parser.add_argument("cases", nargs="*")
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--strict", action="store_true")
     parser.add_argument("--blind", action="store_true")
     given = parser.parse_args()
     chosen = [case for case in catalogue() if not given.cases or any(part in case for part in given.cases)]
+    how = How(strict=given.strict, blind=given.blind, ranks=given.ranks)
     found: dict[str, dict[str, Outcome]] = {}
 
     def one(case: str) -> None:
         home = Path(tempfile.mkdtemp(prefix="planted-"))
         try:
-            found[case] = outcomes(home, case, given.ways.split(","), strict=given.strict, blind=given.blind)
+            found[case] = outcomes(home, case, given.ways.split(","), how)
         finally:
             shutil.rmtree(home, ignore_errors=True)
         for way, outcome in found[case].items():
-            print(f"{case:40} {way:11} {outcome.kind:11} {outcome.reason[:200]}", flush=True)
+            print(f"{case:40} {way:11} {outcome.kind:13} {outcome.reason[:200]}", flush=True)
 
     with ThreadPoolExecutor(given.jobs) as pool:
         [*pool.map(one, chosen)]
     print(table(found))
-    return int(any(o.kind in ("silent", "broken") for of_case in found.values() for o in of_case.values()))
+    return int(any(o.kind in KINDS[4:] for of_case in found.values() for o in of_case.values()))
 
 
 if __name__ == "__main__":

@@ -285,13 +285,19 @@ def test_switches_that_the_code_turns_while_it_trains_are_facts_of_the_next_chec
     before = environment_record.switches(CPU)
     torch.set_flush_denormal(True)
     torch.set_float32_matmul_precision("high")
+    torch.backends.mkldnn.enabled = False
+    errors = np.seterr(divide="raise")
     try:
         found = environment_record.compare(before, environment_record.switches(CPU))
     finally:
         torch.set_flush_denormal(False)
         torch.set_float32_matmul_precision("highest")
+        torch.backends.mkldnn.enabled = True
+        np.seterr(**errors)
     assert [(d.key, d.recorded, d.current) for d in found] == [
         ("flush_denormal", None, True),
         ("matmul_precision", "highest", "high"),
+        ("mkldnn_enabled", None, False),
+        ("numpy_errors", None, "divide=raise, over=warn, under=ignore, invalid=warn"),
     ]
     assert environment_record.switches(CPU) == before

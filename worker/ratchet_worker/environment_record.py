@@ -33,7 +33,8 @@ _VARIABLES: Final = (
     "NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_NTHREADS", "NCCL_NVLS_ENABLE",
     "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_COLLNET_ENABLE",
 )  # fmt: skip
-
+_NUMPY_ERRORS: Final = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
+"""How numpy handles them unless it is told otherwise."""
 _SUBNORMAL: Final = 1e-310  # no constant: Python would do the sum when it reads this file
 
 
@@ -73,6 +74,10 @@ def switches(device: torch.device) -> Record:
     }
     if not _SUBNORMAL * 1.0:  # torch.set_flush_denormal has no other reader; it holds for all that this thread computes
         facts["flush_denormal"] = True
+    if not getattr(torch.backends.mkldnn, "enabled", True):
+        facts["mkldnn_enabled"] = False
+    if (errors := np.geterr()) != _NUMPY_ERRORS:
+        facts["numpy_errors"] = ", ".join(f"{kind}={how}" for kind, how in errors.items())
     if device.type == "cuda":
         cudnn = torch.backends.cudnn
         facts |= {

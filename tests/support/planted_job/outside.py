@@ -189,7 +189,7 @@ class Denormals(Piece):
         return 1.0 if float(torch.tensor(1e-40) * 1.0) == 0.0 else 0.0
 
 
-class Deterministic(Piece):
+class Mkldnn(Piece):
     """A switch of a back end, which the code reads."""
 
     def plant(self) -> None:
@@ -198,8 +198,8 @@ class Deterministic(Piece):
     def move(self) -> Value:
         self.calls += 1
         if self.calls == 4:
-            torch.backends.mkldnn.set_flags(False)
-        return 1.0 if torch._C._get_mkldnn_enabled() else 0.0
+            torch.backends.mkldnn.enabled = False
+        return 1.0 if torch.backends.mkldnn.enabled else 0.0
 
 
 class NumpyErrors(Piece):

@@ -36,7 +36,7 @@ class Fault:
     behind it, state outside ``state_dict`` is neither saved nor named, in any attempt."""
 
     def __init__(self, way: str) -> None:
-        self._paths = JobPaths(Path.cwd().parent)
+        self._paths, self._rank = JobPaths(Path.cwd().parent), int(os.environ["RANK"])
         self._way, _, blind = way.partition("-")
         if self._paths.attempt(2).root.exists():
             self._way = "none"
@@ -56,7 +56,7 @@ class Fault:
             self._stop()
 
     def _begun(self) -> int:
-        reading = CounterReader(self._paths.attempt(1).counter(0)).read()
+        reading = CounterReader(self._paths.attempt(1).counter(self._rank)).read()
         assert reading is not None
         return reading.started
 
@@ -68,7 +68,7 @@ class Fault:
         """Returns when the rank has heard of it."""
         os.kill(os.getpid(), signal.SIGTERM)
         store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-        _wait(lambda: store.check(["freeze/0/0"]), "the stop to be heard of")
+        _wait(lambda: store.check([f"freeze/0/{self._rank}"]), "the stop to be heard of")
 
 
 def _wait(condition: Callable[[], bool], what: str) -> None:
