@@ -13,7 +13,7 @@ import pytest
 from tests.support.planted_runs import NAMED, How, catalogue, outcomes
 
 EXACT = [
-    "arrays:Sliced", "datasets:CachingInList", "generators:InDataclass", "networks:TeacherInObject", "objects:Linked",
+    "datasets:CachingInList", "generators:InDataclass", "networks:ShapeOfBuffer", "networks:TeacherInObject", "objects:Linked",
     "optimizers:SlowWeights", "tensors:Queue",
 ]  # fmt: skip
 WAYS = ("epoch", "evaluation", "stop")

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ratchet_hooks.layout import ManagedDDP
 from ratchet_hooks.managed import ManagedHook
@@ -64,7 +65,7 @@ def undisturbed(
     What is evaluated is one model, not one per rank: where replicas differ, their mean stands in the parameters' place. With
     ``broadcast`` every rank has rank 0's buffers inside, those that DDP would hand out at the next forward. Collectives then.
     """
-    modes = [(module, module.training) for module in ddp.modules()]
+    modes = [(module, module.training, _own_buffers(module)) for module in ddp.modules()]
     buffers = [buffer for _, buffer in sorted(ddp.module.named_buffers())]
     with torch.no_grad():
         kept = [buffer.clone() for buffer in buffers]
@@ -76,8 +77,16 @@ def undisturbed(
         with rng.forked(device), own_generators.of(data).kept(), hook.averaged_parameters(), torch.no_grad():
             yield
     finally:
-        for module, training in modes:
+        for module, training, held in modes:
             module.training = training
+            now = _own_buffers(module)
+            for name in now | held:  # an evaluation may have put another one in a buffer's place
+                if now.get(name) is not held.get(name):
+                    setattr(module, name, held.get(name))
         with torch.no_grad():
             for buffer, value in zip(buffers, kept, strict=True):
                 buffer.copy_(value)
+
+
+def _own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(module.named_buffers(recurse=False, remove_duplicate=False))
