@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ratchet_contract.access import LOCAL_OWNER
 from ratchet_contract.phases import AttemptPhase, Cause, Desired, JobPhase, Outcome
-from ratchet_contract.resume import Base, ResumeReport
+from ratchet_contract.resume import Base, Redone, ResumeReport
 from ratchet_contract.spec import Resolved
 from ratchet_hooks.summary import HookSummary
 
@@ -162,6 +162,16 @@ class AttemptView(View):
     )
     committed_step: int | None = None
     resume_report: ResumeReport | None = None
+    proof: str | None = Field(
+        None,
+        description="The report's verdict, and what redone steps have shown: `exact, proved (37 of 37 redone steps)`, "
+        "`exact, not yet proved`, `not-exact`.",
+    )
+    redone: Redone = Field(Redone(), description="Steps that it did again, compared with the first time.")
+    metrics_differ: list[str] = Field(
+        [],
+        description="Logged values that are other ones in steps that were done again and are the same: times, as a rule.",
+    )
     nodes: list[NodeView] = []
     created_at: datetime
     begun_at: datetime | None = Field(None, description="Its first agent began; until then it waited for its engine.")
@@ -285,6 +295,11 @@ class MetricSeries(View):
     """A long series is thinned as it is stored: beyond the service's bound every second step goes, the newest point stays."""
 
     name: str
+    superseded: list[MetricPoint] = Field(
+        [],
+        description="What earlier attempts had logged at steps that were done again, where the later value is another one; 1000 "
+        "at most.",
+    )
     every: int = Field(
         1, description="Of the steps at which it was logged, about one in so many is kept (a power of two; 1: all are)."
     )

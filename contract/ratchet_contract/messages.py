@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 
 from ratchet_contract.deadlines import Deadlines, Pace, deadlines
 from ratchet_contract.phases import AttemptPhase, Cause, Desired
-from ratchet_contract.resume import Base, ResumeReport, Segment
+from ratchet_contract.resume import Base, ResumeReport, Segment, StepDifference
 from ratchet_contract.spec import JobSpec, Resolved
 from ratchet_contract.spec_trial import FaultSpec
 from ratchet_contract.version import PROTOCOL_VERSION
@@ -224,6 +224,29 @@ class Progress(Message):
     steps_per_second: float | None = Field(None, description="Since the report before this one, saves included.")
 
 
+class RedoneSteps(Message):
+    """How far a rank has got with the steps that an earlier attempt had done (``Redone``). ``steps`` and ``reason`` are the same
+    on all ranks; each newer message of a rank replaces the one before."""
+
+    kind: Literal["redone"] = "redone"
+    rank: int
+    at: str
+    world_size: int
+    steps: int
+    compared: int
+    equal: int
+    first_difference: StepDifference | None = None
+    reason: str | None = None
+
+    def as_note(self) -> Note:
+        """For a service that does not know this kind."""
+        text = f"{self.equal} of {self.steps} steps that were done again are the same"
+        if self.first_difference is not None:
+            text = self.first_difference.sentence()
+        data = self.model_dump(mode="json", exclude={"kind", "rank", "at"})
+        return Note(rank=self.rank, at=self.at, type=self.kind, message=text, data=data)
+
+
 class HookState(Message):
     kind: Literal["hook"] = "hook"
     rank: int
@@ -298,7 +321,7 @@ class Note(Message):
 
 
 RankMessage = Annotated[
-    Started | Training | Resumed | Metrics | Progress | HookState | CheckpointCommitted | CheckpointUploaded
+    Started | Training | Resumed | Metrics | Progress | RedoneSteps | HookState | CheckpointCommitted | CheckpointUploaded
     | CheckpointFailed | CheckpointDeleted | Quarantined | Note,
     Field(discriminator="kind"),
 ]  # fmt: skip

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+
+from ratchet_contract.step_ring import Part
 
 ComponentStatus = Literal["exact", "redistributed", "reset", "absent", "not-exact", "imported"]
 Verdict = Literal["fresh", "exact", "not-exact", "unmanaged"]
@@ -71,3 +73,35 @@ class ResumeReport(_Model):
     differences: list[EnvironmentDifference] = []
     quarantined: list[str] = []
     notes: list[str] = []
+
+
+class StepDifference(_Model):
+    """The first step that was not the same when it was done again, and the part of the rank's state that tells so."""
+
+    step: int
+    rank: int
+    part: Part
+
+    def sentence(self) -> str:
+        return f"step {self.step}, done again, differs from the first time ({self.part} of rank {self.rank})"
+
+
+class Redone(_Model):
+    """What an attempt's ranks found when they did steps again that an earlier attempt had done (the replay proof)."""
+
+    steps: int = Field(0, description="Steps behind its base that an earlier attempt had done.")
+    compared: int = Field(0, description="Of these, how many all ranks have compared so far.")
+    equal: int = Field(0, description="How many of those were the same, up to the first that differs.")
+    first_difference: StepDifference | None = None
+    reason: str | None = Field(None, description="Why steps are left out of the comparison; null: none is.")
+
+
+def proof(verdict: Verdict, redone: Redone) -> str:
+    """A verdict with its level of proof: ``exact, proved (37 of 37 redone steps)``, ``exact, not yet proved``, ``not-exact``."""
+    if redone.first_difference is not None:
+        return f"not-exact ({redone.first_difference.sentence()})"
+    if verdict not in ("exact", "fresh") or (verdict == "fresh" and redone.steps == 0):
+        return verdict
+    if redone.compared == 0:
+        return f"{verdict}, not yet proved"
+    return f"{verdict}, proved ({redone.compared} of {redone.steps} redone steps)"

@@ -20,6 +20,7 @@ from ratchet_contract.messages import (
     Progress,
     Quarantined,
     RankMessage,
+    RedoneSteps,
     Resumed,
     Started,
     Training,
@@ -33,6 +34,7 @@ from ratchet_service.columns import MAX_NUMBER
 from ratchet_service.ingest_checkpoints import Checkpoints, Key
 from ratchet_service.ingest_series import Samples, Series
 from ratchet_service.models import Attempt, Job
+from ratchet_service.redone import DIFFERENCE, add_redone
 from ratchet_service.storable import bounded_json, storable, storable_json, when
 
 UNMANAGED: Final = "unmanaged"
@@ -41,7 +43,9 @@ FIGURES: Final = (Metrics, Progress, HookState)
 
 _NUMBERS: Final = {
     kind: [
-        n for n in ("step", "epoch", "total_steps", "data_epoch", "size", "files", "nbytes") if n in kind.model_fields
+        n
+        for n in ("step", "epoch", "total_steps", "data_epoch", "size", "files", "nbytes", "steps", "compared", "equal")
+        if n in kind.model_fields
     ]
     for kind in get_args(get_args(RankMessage)[0])
 }
@@ -91,6 +95,8 @@ class Effects:
                 self._add_metrics(message)
             case Progress():
                 self._progress(message)
+            case RedoneSteps():
+                self._redone(rank, message)
             case HookState():
                 self._hook(rank, message)
             case CheckpointCommitted():
@@ -208,6 +214,11 @@ class Effects:
         if rate is not None and 0 <= rate < math.inf:  # also false for NaN
             self._job.steps_per_second = rate
 
+    def _redone(self, rank: int, message: RedoneSteps) -> None:
+        difference = add_redone(self._attempt, rank, message)
+        if difference is not None:
+            self._event(DIFFERENCE, difference.sentence(), difference.model_dump(mode="json"))
+
     def _hook(self, rank: int, message: HookState) -> None:
         summary = storable_json(message.model_dump(mode="json")["summary"]) | {"rank": rank}
         step = message.summary.step
@@ -226,6 +237,8 @@ def _numbers(message: RankMessage) -> Iterator[int | None]:
         yield from (message.summary.step, message.summary.iteration)
     if isinstance(message, Training):
         yield from (message.base.step, message.base.epoch)
+    if isinstance(message, RedoneSteps):
+        yield from (message.world_size, None if message.first_difference is None else message.first_difference.step)
 
 
 def tell_left_out(session: Session, attempt: Attempt, bounds: Bounds) -> None:

@@ -6,6 +6,9 @@ A series keeps the points at steps of a grid (``step % stride == phase``) and th
 the very point that it supersedes; and since the stride follows from the points there are, the portions in which those of a
 regular series came do not matter. Values are never averaged.
 
+A point that a step done again replaces is kept beside (``SupersededMetric``) where the new value is another one, up to a bound;
+the attempt has the names of such series.
+
 The series that ``checkpoint.keep_best`` judges by has points beside its grid, too: those at steps that are checkpoints, or may
 become ones.
 """
@@ -22,11 +25,23 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from ratchet_service.bounds import Bounds
-from ratchet_service.models import Attempt, Checkpoint, HookSample, Job, Metric, MetricSeries
+from ratchet_service.models import (
+    Attempt,
+    Checkpoint,
+    HookSample,
+    Job,
+    Metric,
+    MetricSeries,
+    SupersededMetric,
+)
 
 _CHUNK: Final = 500
 _LOOK: Final = 256
 """Messages of a rank between two looks at how many of its hook summaries there are."""
+_SUPERSEDED: Final = 1000
+"""Values of a series that are kept beside those that replaced them."""
+_NAMES: Final = 100
+"""Of series in which an attempt's values differ, on its row."""
 Row = dict[str, Any]
 _metrics, _series = cast("sa.Table", Metric.__table__), cast("sa.Table", MetricSeries.__table__)
 
@@ -84,9 +99,12 @@ class Series:
         refused = set(self._make(known, [name for name in names if name not in known]))
         rows: list[Row] = []
         gone: list[Row] = []
+        old: list[Row] = []
         for name in names:
             if name not in refused:
-                rows += self._chosen(known[name], self._rows[name], gone)
+                rows += self._chosen(known[name], self._rows[name], gone, old)
+        if old:
+            self._keep_superseded(old)
         if gone:
             connection.execute(_FORGET, gone)
         upsert(self._session, Metric, ("job_id", "name", "step"), rows)
@@ -125,10 +143,10 @@ class Series:
         known |= {name: Kept(self._job.id, name) for name in fresh[:room]}
         return fresh[room:]
 
-    def _chosen(self, series: Kept, rows: dict[int, Row], gone: list[Row]) -> list[Row]:
+    def _chosen(self, series: Kept, rows: dict[int, Row], gone: list[Row], old: list[Row]) -> list[Row]:
         """Those of ``rows`` that are stored; the series' counts are brought up to date. ``gone``: gets the key of the point that
-        need not be kept any longer."""
-        before = series.newest
+        need not be kept any longer; ``old``: the points of earlier attempts that are replaced by other values."""
+        before, there = series.newest, self._there(series, rows)
         if self._epoch > series.epoch:
             series.newest, series.epoch = max(rows), self._epoch
         elif self._epoch == series.epoch:
@@ -136,21 +154,48 @@ class Series:
         if before not in (-1, series.newest) and not _on_grid(series, before) and series.name != self._best:
             gone.append({"job_id_": series.job_id, "name_": series.name, "step_": before})
         grid = [step for step in rows if _on_grid(series, step)]
-        series.points += len(grid) - self._there(series, grid)
+        series.points += len(grid) - len(there.keys() & {*grid})
         series.top = max(series.top, *grid) if grid else series.top
-        if series.name == self._best:
-            return list(rows.values())
         newest = series.newest if self._epoch == series.epoch else None
-        return [row for step, row in rows.items() if step == newest or _on_grid(series, step)]
+        stored = {
+            step: row
+            for step, row in rows.items()
+            if series.name == self._best or step == newest or _on_grid(series, step)
+        }
+        old += [
+            there[step]
+            for step in stored.keys() & there.keys()
+            if there[step]["epoch"] < self._epoch and there[step]["value"] != stored[step]["value"]
+        ]
+        return list(stored.values())
 
-    def _there(self, series: Kept, steps: list[int]) -> int:
-        """How many of these steps have a point already: none, where all come behind the last."""
-        again = [step for step in steps if step <= series.top]
+    def _there(self, series: Kept, steps: Collection[int]) -> dict[int, Row]:
+        """The points that are there at these steps: none, where all come behind the last."""
+        again = [step for step in steps if step <= max(series.top, series.newest)]
         if not again:
-            return 0
+            return {}
         between = Metric.step.between(min(again), max(again))
-        found = self._session.scalars(sa.select(Metric.step).where(*self._of(series), between))
-        return len(set(again).intersection(found))
+        columns = [_metrics.c[name] for name in ("job_id", "name", "step", "epoch", "value", "at")]
+        found = self._session.execute(sa.select(*columns).where(*self._of(series), between)).mappings()
+        return {row["step"]: dict(row) for row in found if row["step"] in steps}
+
+    def _keep_superseded(self, old: list[Row]) -> None:
+        """As many of each series as there is room for; the names go to the attempt."""
+        first: dict[str, int] = {}
+        for name in dict.fromkeys(row["name"] for row in old):
+            mine = sorted((row for row in old if row["name"] == name), key=lambda row: int(row["step"]))
+            first[name] = mine[0]["step"]
+            count = sa.select(sa.func.count()).select_from(SupersededMetric)
+            mine_too = SupersededMetric.job_id == self._job.id, SupersededMetric.name == name
+            room = max(0, _SUPERSEDED - (self._session.scalar(count.where(*mine_too)) or 0))
+            upsert(self._session, SupersededMetric, ("job_id", "name", "step", "epoch"), mine[:room])
+        attempt = Attempt.job_id == self._job.id, Attempt.number == self._epoch
+        known: dict[str, int] = self._session.scalar(sa.select(Attempt.metrics_differ).where(*attempt)) or {}
+        names = known | {name: min(step, known.get(name, step)) for name, step in first.items()}
+        if names != known:
+            some = dict([*names.items()][:_NAMES])
+            statement = sa.update(Attempt).where(*attempt).values(metrics_differ=some)
+            self._session.execute(statement, execution_options={"synchronize_session": False})
 
     def _thin(self, series: Kept) -> None:
         """Points of branches left behind go first, then every second one, until there are few enough."""

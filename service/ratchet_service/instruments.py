@@ -25,7 +25,8 @@ from ratchet_contract.errors import RatchetError
 from ratchet_contract.phases import AttemptPhase, Cause, JobPhase
 from ratchet_contract.version import PROTOCOL_VERSION, RATCHET_VERSION
 from ratchet_service.database import Database
-from ratchet_service.models import Attempt, Checkpoint, Job
+from ratchet_service.models import Attempt, Checkpoint, Event, Job
+from ratchet_service.redone import DIFFERENCE, redone_of
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +90,8 @@ class Instruments:
         )
         self._attempts = counter("ratchet_attempts_ended", "Attempts that this process has ended.", "outcome", "cause")
         self._lost = counter("ratchet_steps_lost", "Steps done in these attempts that no checkpoint has.", "cause")
+        self._compared = counter("ratchet_replay_steps_compared", "Steps done again, compared with the first time.")
+        self._differences = counter("ratchet_replay_differences", "Attempts in which such a step was another one.")
         self._sizes = histogram("ratchet_checkpoint_bytes", "Checkpoints recorded by this process.", _SIZE_BUCKETS)
         self._saves = histogram("ratchet_checkpoint_seconds", "Of these saves, from boundary to commit.", _SAVE_BUCKETS)
         self._stalls = histogram("ratchet_checkpoint_stall_seconds", "Of these, training stood still.", _SAVE_BUCKETS)
@@ -143,6 +146,7 @@ class Instruments:
         """Rows of this transaction that will count once it is committed."""
         told = session.info.setdefault(self, [])
         told += [row for row in session.new if isinstance(row, Checkpoint)]
+        told += [row for row in session.new if isinstance(row, Event) and row.type == DIFFERENCE]
         for row in session.dirty:
             if isinstance(row, Attempt) and AttemptPhase.ENDED in (sa.inspect(row).attrs.phase.history.added or ()):
                 told.append(row)
@@ -156,6 +160,9 @@ class Instruments:
                 cause = "none" if row.cause is None else row.cause.value
                 self._attempts.labels("none" if row.outcome is None else row.outcome.value, cause).inc()
                 self._lost.labels(cause).inc(row.steps_lost or 0)
+                self._compared.inc(redone_of(row).compared)
+            elif isinstance(row, Event):
+                self._differences.inc()
             else:
                 self._sizes.observe(row.size)
                 for instrument, seconds in ((self._saves, row.seconds), (self._stalls, row.stall)):

@@ -167,6 +167,8 @@ class Attempt(Base):
     committed_step: Mapped[int | None]  # newest step this attempt committed
     steps_lost: Mapped[int | None]
     resume_report: Mapped[dict[str, Any] | None]
+    redone: Mapped[dict[str, Any] | None]  # ``redone``: what its ranks told of steps that they did again
+    metrics_differ: Mapped[dict[str, Any] | None]  # {name: first such step}: of steps done again
     report_token_hash: Mapped[str] = mapped_column(sa.String(64))  # hex SHA-256
     launch: Mapped[dict[str, Any]] = mapped_column(default=dict)  # the launcher's plan
     results: Mapped[dict[str, Any]] = mapped_column(
@@ -296,6 +298,19 @@ class Metric(Base):
     step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     epoch: Mapped[int]
     value: Mapped[float | None] = mapped_column(sa.Double())  # None: NaN (SQLite stores NaN as NULL)
+    at: Mapped[datetime]
+
+
+class SupersededMetric(Base):
+    """What an earlier epoch had logged at a step that a later one did again, where that logged another value."""
+
+    __tablename__ = "superseded_metrics"
+
+    job_id: Mapped[str] = _job_id()
+    name: Mapped[str] = mapped_column(sa.String(200), primary_key=True)
+    step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    epoch: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    value: Mapped[float | None] = mapped_column(sa.Double())  # as in ``Metric``
     at: Mapped[datetime]
 
 

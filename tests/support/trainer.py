@@ -2,8 +2,8 @@
 
 ``python trainer.py agent LAUNCH_FILE [--node K]`` is the agent, ``python trainer.py rank`` the rank it starts. What the rank
 does is in the spec's env, TRAINER (JSON): steps, every (steps between checkpoints), pause (seconds per step), pauses (those of
-single ranks), keep (true: it deletes as a worker does, by checkpoint.keep_last), chain (see ``Rank._follow``); per epoch under
-"epochs": at (step) and do: kill
+single ranks), redone (true: it tells of steps done again), keep (true: it deletes as a worker does, by
+checkpoint.keep_last), chain (see ``Rank._follow``); per epoch under "epochs": at (step) and do: kill
 (itself), kill-agent, raise, user-error, exit-N, mute (checkpoints are committed but not reported), deaf (stops are ignored),
 child (a sleeping process in a session of its own, then kill-agent).
 """
@@ -23,7 +23,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ratchet_contract.manifest import Manifest
-from ratchet_contract.messages import CheckpointCommitted, CheckpointDeleted, LaunchFile, Progress, RankResult, Training
+from ratchet_contract.messages import (
+    CheckpointCommitted,
+    CheckpointDeleted,
+    LaunchFile,
+    Progress,
+    RankResult,
+    RedoneSteps,
+    Training,
+)
 from ratchet_contract.paths import AttemptPaths, JobPaths
 from ratchet_contract.phases import Cause
 from ratchet_contract.resume import Base
@@ -73,6 +81,9 @@ class Rank:
         if self.rank == 0:
             write_atomic(self.paths.base_file, base.model_dump_json().encode(), durable=True)
             self.spool.append(Training(rank=0, at=now(), base=base, total_steps=steps))
+        if self.plan.get("redone") and base.step:
+            told = RedoneSteps(rank=self.rank, at=now(), world_size=1, steps=5, compared=5, equal=5)
+            self.spool.append(told)
         self.counter.stage(Stage.TRAINING)
         for step in range(base.step + 1, steps + 1):
             self.counter.start_step(step)

@@ -19,7 +19,7 @@ import torch
 from ratchet_contract import messages as m
 from ratchet_contract.errors import UserError
 from ratchet_contract.manifest import Manifest
-from ratchet_contract.resume import Base, ResumeReport
+from ratchet_contract.resume import Base, ResumeReport, StepDifference
 from ratchet_hooks.summary import HookSummary
 from ratchet_hooks.watch import HookWarning
 from ratchet_worker.files import now
@@ -43,6 +43,10 @@ class Reporter:
         self._progress_at = self._hook_at = _NEVER
         self._progress_step: int | None = None
         self._warned: set[str] = set()
+
+    @property
+    def rank(self) -> int:
+        return self._rank
 
     def started(self, device: str, torch_version: str) -> None:
         self._send(
@@ -114,6 +118,22 @@ class Reporter:
     def saved_hook(self, summary: HookSummary) -> None:
         """The summary of a step that was saved, from the saving thread; those that go by time are not put off by it."""
         self._send(m.HookState(rank=self._rank, at=now(), summary=summary))
+
+    def redone(
+        self,
+        world_size: int,
+        steps: int,
+        compared: int,
+        equal: int,
+        difference: StepDifference | None,
+        reason: str | None,
+    ) -> None:
+        self._send(
+            m.RedoneSteps(
+                rank=self._rank, at=now(), world_size=world_size, steps=steps, compared=compared, equal=equal,
+                first_difference=difference, reason=reason,
+            )
+        )  # fmt: skip
 
     def committed(self, manifest: Manifest, seconds: float, stall: float | None = None) -> None:
         self._send(

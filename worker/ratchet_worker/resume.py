@@ -89,8 +89,9 @@ def _managed(
         raise UserError(f"the state of the hook cannot be saved: {error}", code="hook-state-unsupported") from error
 
 
-def restore(runtime: Runtime) -> None:
-    """Load, compare, report; afterwards ``base.json`` is on the disk and rank 0 has said that training begins."""
+def restore(runtime: Runtime) -> ResumeReport:
+    """Load, compare, report; afterwards ``base.json`` is on the disk and rank 0 has said that training begins. Every rank returns
+    the report; only rank 0's has its ``notes``."""
     launch, chosen = runtime.launch, runtime.chosen
     runtime.environment = environment_record.record(launch, runtime.device)
     differences: list[EnvironmentDifference] = []
@@ -117,8 +118,6 @@ def restore(runtime: Runtime) -> None:
     }
     gathered = runtime.exchange.gather("resume", mine)
     _insist_on_one_total([rank["total"] for rank in gathered])
-    if runtime.rank != 0:
-        return
     components = [ComponentReport.model_validate(r) for rank in gathered for r in rank["reports"]]
     differences = _union([EnvironmentDifference.model_validate(d) for rank in gathered for d in rank["differences"]])
     report = ResumeReport(
@@ -129,9 +128,11 @@ def restore(runtime: Runtime) -> None:
         components=components,
         differences=differences,
         quarantined=chosen.quarantined,
-        notes=[*chosen.notes, *_caveats(runtime)],
+        notes=[*chosen.notes, *_caveats(runtime)] if runtime.rank == 0 else [],
     )
-    _announce(runtime, report)
+    if runtime.rank == 0:
+        _announce(runtime, report)
+    return report
 
 
 def _report_import(runtime: Runtime) -> list[ComponentReport]:

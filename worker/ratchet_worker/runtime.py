@@ -21,7 +21,7 @@ from ratchet_contract.errors import CheckpointError, UserError
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.phases import Cause
 from ratchet_hooks.layout import ManagedDDP
-from ratchet_worker import environment_record, resume
+from ratchet_worker import environment_record, replay_proof, resume
 from ratchet_worker.agreement import FINISH, NOT_STARTED, STRIDE, Agreement, Decision, Stopped, position
 from ratchet_worker.checkpointer import Checkpointer
 from ratchet_worker.content import Content, Contents
@@ -77,6 +77,7 @@ class Runtime:
             lambda: agreement.ask(Cause.CHECKPOINT_ERROR),
             early=_has_none(launch, chosen),
         )
+        self.proof: replay_proof.ReplayProof | None = None  # from restore on
         self.restored = self.finished = False
         self.data_digest: str | None = None
         self.environment: Record = {}
@@ -91,6 +92,7 @@ class Runtime:
         self._iteration = 0  # of the hook, when the open step began
         self._stepped = False  # this attempt has done a step
         self._evaluations = 0  # within the open step
+        self._batches = 0  # taken in it
 
     @property
     def rank(self) -> int:
@@ -135,7 +137,7 @@ class Runtime:
         self.state.refuse_changed()
         self.state.begin()
         self.counter.tick()
-        resume.restore(self)
+        self.proof = replay_proof.begin(self, resume.restore(self))
         self.restored = True
         self.state.require_storable()
         self._set_gates()
@@ -165,7 +167,7 @@ class Runtime:
         if self.trial.under_way:
             self._next_of_trial()
         self._begin(position(self.step + 1))
-        self._evaluations = 0
+        self._evaluations = self._batches = 0
         self.checkpointer.resumed()
         self.state.step_begins()
         self._open, self._iteration = True, self.state.hook_or_refuse()[1].iteration
@@ -185,8 +187,9 @@ class Runtime:
         self.exchange.hold()
         self._open = False
         self.step += 1
-        self.counter.finish_step(self.step)
         self._ended = last or self.step == self.total
+        self._fingerprint()
+        self.counter.finish_step(self.step)
         if self.trial.under_way:
             phase = self.state.hook_or_refuse()[1].summary(rank=self.rank, step=self.step, norm=False).phase
             self.trial.step_done(self.step, self._data_epoch, phase)
@@ -216,7 +219,15 @@ class Runtime:
                 "batches in the body of the loop over steps, before its end is asked for, and none in advance"
             )
         self.trial.batch()
+        self._batches += 1
         self.counter.tick()
+
+    def _fingerprint(self) -> None:
+        """Before the step is counted, so that whoever finds it counted finds its fingerprint, and before it is saved."""
+        assert self.proof is not None
+        self.proof.boundary(self.step, self.state.data, self._batches)
+        if self._ended:
+            self.proof.finish()
 
     def settle(self, *, last: bool = False) -> None:
         """Something is asked for in the middle of a loop's body: if the open step has done its work, it ends here."""
@@ -247,6 +258,8 @@ class Runtime:
                 "earlier checkpoint"
             )
         self._begin(position(self.step, FINISH))
+        assert self.proof is not None
+        self.proof.finish()
         self.checkpointer.drain()
         last = self.checkpointer.last
         ended = last.epoch == self.launch.epoch or (manifest is not None and manifest.finished)
@@ -350,6 +363,8 @@ class Runtime:
         if decision.stop is Cause.CHECKPOINT_ERROR:
             raise self.checkpointer.too_many_failures
         self.counter.stage(Stage.STOPPING)
+        if self.proof is not None:
+            self.proof.finish()
         error = self._save_if_new("stop", self._left(decision.stop))
         self._report_progress(always=True)
         self._report_hook()

@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
 from ratchet_contract.hearing import hears_within
-from ratchet_contract.messages import AGENT_RANK, AgentReport, AttemptResult, Control, LaunchFile, RankBatch
+from ratchet_contract.messages import (
+    AGENT_RANK,
+    AgentReport,
+    AttemptResult,
+    Control,
+    LaunchFile,
+    RankBatch,
+    RedoneSteps,
+)
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import AttemptPhase, Desired
 from ratchet_contract.version import PROTOCOL_GROWTH
@@ -143,7 +151,7 @@ class Uplink:
             node=self._launch.node,
             phase=status.phase if result is None else AttemptPhase.ENDED,
             last_step=status.last_step,
-            batches=batches,
+            batches=batches if self.understood else [_for_older(batch) for batch in batches],
             result=result,
             address=None if self._meeting is None else self._meeting.address,
         )
@@ -229,6 +237,12 @@ class Uplink:
         nominal = min(_LAST_DELAY, _FIRST_DELAY * 2.0 ** min(self._failures, 10))
         self._failures += 1
         return nominal * random.uniform(0.5, 1.0)
+
+
+def _for_older(batch: RankBatch) -> RankBatch:
+    """Without the kinds of messages that came since the protocol's number was raised."""
+    messages = [message.as_note() if isinstance(message, RedoneSteps) else message for message in batch.messages]
+    return batch.model_copy(update={"messages": messages})
 
 
 def waiting_turns(answer: float, period: float, stop_grace: float, asked: float = 0.0) -> int:

@@ -40,7 +40,7 @@ def console() -> Console:
 
 
 def style_of(word: str) -> str:
-    return _STYLES.get(word, "")
+    return _STYLES.get(word.partition(", ")[0].partition(" (")[0], "")
 
 
 def line(text: str = "") -> None:

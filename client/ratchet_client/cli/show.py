@@ -83,6 +83,7 @@ def get(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
     """Show one job."""
     with open_client(ctx) as client:
         found = client.job(job)
+        newest = next(client.attempts(job), None) if found.epoch and not as_json else None
     if as_json:
         output.emit(found)
         return
@@ -97,6 +98,7 @@ def get(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
             ("steps per second", _rate(found.progress.steps_per_second)),
             ("attempt", found.epoch), ("hook", found.hook), ("device", found.resolved.device),
             ("backend", found.resolved.backend), ("threads per rank", found.resolved.threads_per_rank),
+            ("resumed", None if newest is None else _resumed(newest)),
             ("last checkpoint", found.last_checkpoint), ("forked from", found.forked_from),
             ("working directory", found.work_dir),
             ("failures", f"{budgets.failures} of {budgets.max_failures}"),
@@ -153,6 +155,14 @@ def attempts(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
         if attempt.notice_used is not None and attempt.notice_seconds is not None:
             given, used = (output.duration(s) for s in (attempt.notice_seconds, attempt.notice_used))
             output.note(f"attempt {attempt.number} stopped with {used} of its {given} of notice used")
+        redone = attempt.redone
+        if redone.reason is not None:
+            output.note(
+                f"attempt {attempt.number}: {redone.compared} of {redone.steps} redone steps compared: {redone.reason}"
+            )
+        if attempt.metrics_differ:
+            names = ", ".join(attempt.metrics_differ)
+            output.note(f"attempt {attempt.number}: logged values that differ in redone steps that are equal: {names}")
         report = attempt.resume_report
         if report is None or report.verdict != "not-exact":
             continue
@@ -166,9 +176,14 @@ def attempts(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
         output.note(f"attempt {', '.join(numbers)}: {note}")
 
 
+def _resumed(a: api.AttemptView) -> str | None:
+    """The verdict of its report with its proof; an older service tells the verdict alone."""
+    return a.proof or (a.resume_report.verdict if a.resume_report is not None else None)
+
+
 def _attempt_row(a: api.AttemptView) -> list[str]:
     return [
         str(a.number), str(a.phase), output.dash(a.outcome), output.dash(a.cause),
         output.dash(a.base.step if a.base else None), str(a.last_step), str(a.steps_done), output.dash(a.steps_lost),
-        a.resume_report.verdict if a.resume_report else "-", output.span(a.created_at, a.ended_at), a.message or "",
+        _resumed(a) or "-", output.span(a.created_at, a.ended_at), a.message or "",
     ]  # fmt: skip

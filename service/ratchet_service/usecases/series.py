@@ -4,7 +4,7 @@ from step s, the earlier attempts' points above s are steps that are done again.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
 from typing import Any, Final, Literal, TypeVar
 
@@ -22,7 +22,7 @@ from ratchet_hooks.specs import HookSpec
 from ratchet_hooks.summary import HookSummary
 from ratchet_service import cursors
 from ratchet_service.file_owner import as_owner
-from ratchet_service.models import Attempt, Checkpoint, HookSample, Job, Metric, MetricSeries
+from ratchet_service.models import Attempt, Checkpoint, HookSample, Job, Metric, MetricSeries, SupersededMetric
 from ratchet_service.usecases.queries import find_job
 from ratchet_service.usecases.views import last_checkpoint
 from ratchet_service.usecases.worlds import next_start
@@ -45,7 +45,7 @@ def _not_abandoned(table: Any) -> sa.ColumnElement[bool]:
 def metrics(session: Session, job_id: str, names: Sequence[str], max_points: int) -> MetricsView:
     """Series by name. Of one with more than ``max_points`` come evenly spaced points of its own, first and last included
     (``max_points`` >= 2); values are never averaged or made up."""
-    find_job(session, job_id)
+    job = find_job(session, job_id)
     wanted = sa.select(MetricSeries).where(MetricSeries.job_id == job_id).order_by(MetricSeries.name)
     if names:
         wanted = wanted.where(MetricSeries.name.in_(names))
@@ -56,8 +56,14 @@ def metrics(session: Session, job_id: str, names: Sequence[str], max_points: int
     points = {name: spaced(found, max_points) for name, found in _points(session, job_id, short, None).items()}
     for name, steps in _steps(session, job_id, [name for name in kept if name not in points], max_points).items():
         points |= _points(session, job_id, [name], spaced(steps, max_points))
+    old = _superseded(session, job_id, kept) if job.epoch > 1 and max_points > 2 else {}
     found = [
-        api.MetricSeries(name=name, every=kept[name].stride if name in kept else 1, points=points.get(name, []))
+        api.MetricSeries(
+            name=name,
+            every=kept[name].stride if name in kept else 1,
+            points=points.get(name, []),
+            superseded=old.get(name, []),
+        )
         for name in (dict.fromkeys(names) if names else kept)
     ]
     return MetricsView(job_id=job_id, series=[series for series in found if series.points or names])
@@ -100,6 +106,17 @@ def _points(
     for name, step, epoch, value, at in session.execute(query.order_by(Metric.name, Metric.step)) if names else ():
         number = math.nan if value is None else value
         out[name].append(MetricPoint(step=step, epoch=epoch, value=number, at=at))
+    return out
+
+
+def _superseded(session: Session, job_id: str, names: Collection[str]) -> dict[str, list[MetricPoint]]:
+    table = SupersededMetric
+    query = sa.select(table.name, table.step, table.epoch, table.value, table.at).where(table.job_id == job_id)
+    out: dict[str, list[MetricPoint]] = {}
+    for name, step, epoch, value, at in session.execute(query.order_by(table.name, table.step, table.epoch)):
+        if name in names:
+            number = math.nan if value is None else value
+            out.setdefault(name, []).append(MetricPoint(step=step, epoch=epoch, value=number, at=at))
     return out
 
 

@@ -20,9 +20,10 @@ from ratchet_contract.api import (
 from ratchet_contract.masking import masked_spec
 from ratchet_contract.paths import checkpoint_dir_name
 from ratchet_contract.phases import JobPhase
-from ratchet_contract.resume import Base, ResumeReport, Segment, holds
+from ratchet_contract.resume import Base, ResumeReport, Segment, holds, proof
 from ratchet_contract.spec import Resolved
 from ratchet_service.models import Attempt, AttemptNode, Checkpoint, Event, Job, JobLabel
+from ratchet_service.redone import metrics_that_differ, redone_of, with_proof
 from ratchet_service.usecases.spent import Spent
 
 
@@ -94,7 +95,8 @@ def attempt_view(attempt: Attempt, nodes: Iterable[AttemptNode], spent: Spent) -
     base = None
     if attempt.base_step is not None:
         base = Base(step=attempt.base_step, epoch=attempt.base_epoch, digest=attempt.base_digest)
-    report = attempt.resume_report
+    redone = redone_of(attempt)
+    report = None if attempt.resume_report is None else ResumeReport.model_validate(attempt.resume_report)
     return AttemptView(
         job_id=attempt.job_id,
         number=attempt.number,
@@ -109,7 +111,10 @@ def attempt_view(attempt: Attempt, nodes: Iterable[AttemptNode], spent: Spent) -
         steps_done=max(0, attempt.last_step - attempt.base_step) if attempt.base_step is not None else 0,
         steps_lost=attempt.steps_lost,
         committed_step=attempt.committed_step,
-        resume_report=None if report is None else ResumeReport.model_validate(report),
+        resume_report=None if report is None else with_proof(report, redone),
+        proof=None if report is None else proof(report.verdict, redone),
+        redone=redone,
+        metrics_differ=metrics_that_differ(attempt, redone),
         nodes=[
             NodeView(node=n.node, host=n.host, pid=n.pid, gpus=n.gpus, phase=n.phase, address=n.address) for n in nodes
         ],

@@ -84,6 +84,11 @@ class TrainStream:
         self._own: dict[str, Any] = {}
 
     @property
+    def position(self) -> int:
+        """Batches of this epoch that were handed out."""
+        return self._taken
+
+    @property
     def exact(self) -> bool:
         return self.inexact_reason is None
 

@@ -1,0 +1,243 @@
+"""A rank's fingerprint behind a step: a sample of its parameters, its generators, its position in the data.
+
+The parameters are one line of bytes, cut into chunks once (``SamplePlan``); step s reads chunk s modulo their number K, so that
+every element is read within K steps. The plan follows from shapes alone, so that all attempts of a job have the same. Memory on
+the CPU is hashed where it lies (XXH3). On CUDA the chunk is reduced on the device, into two sums of its words by random odd
+weights, which are copied to the host beside the next step; nothing waits for them.
+
+Everything here is called by the loop's thread between two steps, so that no user code frees memory meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import struct
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+
+from ratchet_contract.step_ring import StepFingerprint
+from ratchet_worker.live_memory import address, live_bytes
+from ratchet_worker.snapshot import flat
+
+_LEAST_BYTES: Final = 64 << 10
+_MOST_BYTES: Final = 1 << 20
+_CHUNKS: Final = 512
+"""A chunk has so large a share of the parameters, within the two bounds: larger models have longer steps."""
+_PIECES: Final = 16
+"""Of different tensors in a chunk, at most: each takes a microsecond or two of Python."""
+_PENDING: Final = 64
+"""Steps whose sums may be on their way from the device; beyond that the oldest is waited for."""
+_ALIGNMENT: Final = 4
+_MT19937: Final = ctypes.c_uint32 * 625
+"""numpy's ``mt19937_state``: 624 words, and the position among them."""
+_NO_MEMORY: Final = (RuntimeError, BufferError)
+"""User code has freed or resized a storage, or given a parameter another kind of tensor: the fingerprint tells that it is so."""
+
+
+class Piece(NamedTuple):
+    """Bytes ``start`` to ``stop`` of parameter ``number``; ``buffer`` is the ctypes type of so many."""
+
+    number: int
+    start: int
+    stop: int
+    buffer: Any
+
+
+class SamplePlan:
+    """Which bytes of which parameters are read behind which step. ``chunks``: by step modulo their number. ``left_out``: numbers
+    of parameters without memory of their own (sparse ones, subclasses that wrap other tensors)."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        readable = [n for n, p in enumerate(parameters) if p.numel() and address(p) and p.layout is torch.strided]
+        self.left_out = sorted({n for n, p in enumerate(parameters) if p.numel()} - {*readable})
+        total = sum(parameters[n].nbytes for n in readable)
+        self.chunk_bytes = min(max(total // _CHUNKS, _LEAST_BYTES), _MOST_BYTES) // _ALIGNMENT * _ALIGNMENT
+        self.chunks: list[list[Piece]] = []
+        room = pieces = 0
+        for number in readable:
+            size, start = parameters[number].nbytes, 0
+            while start < size:
+                if room == 0 or pieces == 0:
+                    self.chunks.append([])
+                    room, pieces = self.chunk_bytes, _PIECES
+                stop = min(size, start + room)
+                self.chunks[-1].append(Piece(number, start, stop, ctypes.c_char * (stop - start)))
+                # What follows begins at a multiple of the alignment, so that all words of a chunk are whole.
+                room, pieces = (room - (stop - start)) // _ALIGNMENT * _ALIGNMENT, pieces - 1
+                start = stop
+        sizes = ([-(-(p.stop - p.start) // _ALIGNMENT) for p in chunk] for chunk in self.chunks)
+        self.most_words = max(map(sum, sizes), default=0)
+        forms = [(str(p.dtype), [*p.shape], [*p.stride()] if n in readable else None) for n, p in enumerate(parameters)]
+        self.digest = xxhash.xxh3_64_hexdigest(repr((forms, self.chunk_bytes, _PIECES)).encode())
+
+    def of(self, step: int) -> list[Piece]:
+        """What is read behind ``step``."""
+        return self.chunks[step % len(self.chunks)] if self.chunks else []
+
+
+class StepFingerprints:
+    """Of one rank. ``parameters``: of the model, each once, in an order that is the same in every attempt."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], device: torch.device, *, on_device: bool = False) -> None:
+        """``on_device``: reduce there, as is done on CUDA in any case."""
+        self.plan = SamplePlan(parameters)
+        self._parameters, self._device = parameters, device
+        self._dense = [_is_dense(p) for p in parameters]
+        on_device = on_device or device.type == "cuda"
+        self._sums = DeviceSums(device, self.plan.most_words) if on_device else None
+        self._elsewhere = {n for n, p in enumerate(parameters) if not on_device or p.device.type != device.type}
+        self._pending: deque[tuple[int, int, int, int, _Sums]] = deque()
+
+    def take(self, step: int, position: tuple[int, int]) -> list[StepFingerprint]:
+        """Make the fingerprint behind ``step``, whose ``position`` in the data is (epoch, place in it). Returns those that are
+        there: of this step, or where they come from a device of the steps before."""
+        generators, data = generators_digest(self._device), _digest(struct.pack("<2q", *position))
+        on_host = self._on_host(step)
+        if self._sums is None:
+            return [StepFingerprint(step, on_host, generators, data)]
+        self._pending.append((step, on_host, generators, data, self._sums.begin(self._on_device(step))))
+        return self._arrived(wait=len(self._pending) >= _PENDING)
+
+    def rest(self) -> list[StepFingerprint]:
+        """Those that are still on their way, waited for: the loop stands still anyway."""
+        found: list[StepFingerprint] = []
+        while self._pending:
+            found += self._arrived(wait=True)
+        return found
+
+    def _arrived(self, *, wait: bool) -> list[StepFingerprint]:
+        """``wait``: for the oldest of them."""
+        found: list[StepFingerprint] = []
+        while self._pending:
+            step, on_host, generators, data, sums = self._pending[0]
+            if not sums.there(wait=wait and not found):
+                break
+            self._pending.popleft()
+            found.append(StepFingerprint(step, sums.digest(on_host), generators, data))
+        return found
+
+    def _on_host(self, step: int) -> int:
+        hasher = xxhash.xxh3_64()
+        for number, start, stop, buffer in self.plan.of(step):
+            if number not in self._elsewhere:
+                continue
+            tensor = self._parameters[number]
+            try:
+                if self._dense[number] and tensor.is_cpu and _reaches(tensor, stop):
+                    hasher.update(buffer.from_address(tensor.data_ptr() + start))
+                else:
+                    hasher.update(live_bytes(flat(tensor).cpu())[start:stop].data)
+            except _NO_MEMORY:
+                hasher.update(b"no memory")
+        return hasher.intdigest()
+
+    def _on_device(self, step: int) -> list[torch.Tensor]:
+        """The chunk's bytes, in parts whose sizes are multiples of the alignment."""
+        found: list[torch.Tensor] = []
+        for number, start, stop, _ in self.plan.of(step):
+            if number in self._elsewhere:
+                continue
+            tensor = self._parameters[number].detach()
+            try:
+                dense = self._dense[number] and _reaches(tensor, stop)
+                line = tensor.as_strided((tensor.numel(),), (1,)) if dense else flat(tensor)
+                found.append(line.view(torch.uint8)[start:stop])
+            except _NO_MEMORY:
+                continue
+            if rest := -(stop - start) % _ALIGNMENT:
+                found.append(torch.zeros(rest, dtype=torch.uint8, device=self._device))
+        return found
+
+
+class _Sums(NamedTuple):
+    """On their way from the device. ``event`` None: they are there."""
+
+    host: torch.Tensor
+    event: Any
+
+    def there(self, *, wait: bool) -> bool:
+        if self.event is None or self.event.query():
+            return True
+        if wait:
+            self.event.synchronize()
+        return wait
+
+    def digest(self, on_host: int) -> int:
+        """``on_host``: of what was hashed there."""
+        return _digest(struct.pack("<2qQ", *self.host.tolist(), on_host))
+
+
+class DeviceSums:
+    """Sums of 32-bit words by odd 64-bit weights, modulo 2^64: two words that differ in any way leave equal sums by chance only.
+    Integer sums do not depend on their order."""
+
+    def __init__(self, device: torch.device, most_words: int) -> None:
+        numbers = random.Random(0).randbytes(
+            2 * 8 * most_words
+        )  # a generator of torch's may draw others in another version
+        weights = (
+            torch.frombuffer(bytearray(numbers), dtype=torch.int64) if most_words else torch.zeros(0, dtype=torch.int64)
+        )
+        self._weights = weights.bitwise_or(1).reshape(2, most_words).to(device)
+        self._device = device
+
+    def begin(self, pieces: list[torch.Tensor]) -> _Sums:
+        """The sums of these bytes; a copy to the host is under way."""
+        pinned = self._device.type == "cuda"
+        host = torch.zeros(2, dtype=torch.int64, pin_memory=pinned)
+        if not pieces:
+            return _Sums(host, None)
+        words = torch.cat(pieces).view(torch.int32)
+        sums = torch.mul(self._weights[:, : words.numel()], words).sum(1)
+        host.copy_(sums, non_blocking=True)
+        if not pinned:
+            return _Sums(host, None)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return _Sums(host, event)
+
+
+def generators_digest(device: torch.device) -> int:
+    """Of the process-wide generators: torch on the CPU and on ``device``, numpy, ``random``."""
+    hasher = xxhash.xxh3_64(torch.get_rng_state().numpy().data)
+    if device.type == "cuda":
+        hasher.update(torch.cuda.get_rng_state(device).numpy().data)
+    numpy_own = np.random.get_bit_generator()
+    if type(numpy_own) is np.random.MT19937:
+        # Where it lies: get_state takes 24 us. The half of a pair of normal numbers that waits is not there; it shows in the
+        # next draws.
+        hasher.update(_MT19937.from_address(numpy_own.ctypes.state_address))
+    else:  # somebody gave numpy another one
+        hasher.update(repr(numpy_own.state).encode())
+    version, words, gauss = random.getstate()
+    # Python's hash of numbers and of tuples of numbers is the same in every process; its gauss may be None.
+    hasher.update(struct.pack("<qqd", version, hash(words), gauss or 0.0))
+    return hasher.intdigest()
+
+
+def _digest(data: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Do its elements fill the memory from its address on without a gap, in whatever order? They are read in that order then."""
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        return False
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _reaches(tensor: torch.Tensor, stop: int) -> bool:
+    """Has it memory up to byte ``stop``? User code may have resized its storage, or given it another."""
+    storage = tensor.untyped_storage()
+    return storage.nbytes() >= tensor.storage_offset() * tensor.element_size() + stop
