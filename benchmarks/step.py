@@ -4,7 +4,7 @@ A real job of two ranks under a real service and agent runs ``scripts/step.py``,
 in one process. The ratio of a pair of blocks is free of whatever slows the machine for longer than a pair; the median over the
 pairs comes with its 95 % interval, and blocks of one and the same loop against each other show what the method itself sees.
 ``RATCHET_BENCH_PAIRS`` (default 40, and 24 for the large model), ``RATCHET_BENCH_BLOCK`` (steps) and ``RATCHET_BENCH_SIZES``
-(``small,large``) set the size.
+(``small,large,many``) set the size.
 """
 
 from __future__ import annotations
@@ -46,7 +46,13 @@ class Size:
     pairs: int
 
 
-SIZES: Final = {"small": Size(512, 4, 32, 20, 40), "large": Size(2048, 6, 32, 2, 24)}
+SIZES: Final = {
+    "small": Size(512, 4, 32, 20, 40),
+    "large": Size(2048, 6, 32, 2, 24),
+    "many": Size(64, 250, 32, 4, 24),  # 500 small tensors
+}
+ONE_HOOK: Final = {"many": ("allreduce",)}
+"""Sizes that are there for what a step costs by tensors, whatever the hook."""
 
 
 def main() -> None:
@@ -66,7 +72,7 @@ def table(service: Service, folder: Path, sizes: Mapping[str, Size], hooks: Sequ
     columns = ("ratio of a pair [95 %]", "of CPU time [95 %]", "control [95 %]", "us per step", "by hand", "no hook")
     print(_line("", *columns, "CPU of agent, service, own threads"))
     for name, size in sizes.items():
-        for hook in hooks:
+        for hook in ONE_HOOK.get(name, hooks):
             _row(name, hook, size, _measure(service, hook, size, folder))
     print(
         "ratio: Ratchet's loop / hand-written loop, torch's hook. control: neighbouring blocks of one and the same loop."
@@ -118,6 +124,12 @@ def _row(name: str, hook: str, size: Size, result: dict[str, Any]) -> None:
     ratios = (estimate(_pairs(wall)), estimate(_pairs(cpu)), estimate(_control(wall["managed"], wall["plain"])))
     times = (f"{each[key]:.0f}" for key in ("managed", "plain", "alone"))
     print(_line(title, *map(str, ratios), *times, loads), flush=True)
+    made = estimate([seconds * 1e6 for seconds in result["fingerprints"]])
+    share = [made.median / each["managed"], made.low / each["managed"], made.high / each["managed"]]
+    print(
+        f"  fingerprint of a step: {made.median:.1f} [{made.low:.1f}, {made.high:.1f}] us, "
+        f"{share[0]:.2%} [{share[1]:.2%}, {share[2]:.2%}] of a step"
+    )
 
 
 def _line(title: str, pairs: str, cpu: str, control: str, ours: str, plain: str, alone: str, loads: str) -> str:

@@ -83,6 +83,7 @@ def measure(
     for loop in (ours, by_hand, computing):
         loop(WARM_UP)
     blocks: dict[str, list[tuple[float, float]]] = {"managed": [], "plain": [], "alone": []}
+    fingerprints = watched_fingerprints(session)
     begun.touch()
     begin, cpu = time.monotonic(), thread_seconds()
     for pair in range(pairs):
@@ -92,7 +93,22 @@ def measure(
             blocks[name].append(timed(loop, block))
     spent = time.monotonic() - begin
     used = {name: after - cpu.get(name, 0.0) for name, after in thread_seconds().items()}
-    return {"blocks": blocks, "spent": spent, "own_threads": used}
+    return {"blocks": blocks, "spent": spent, "own_threads": used, "fingerprints": fingerprints}
+
+
+def watched_fingerprints(session: Session) -> list[float]:
+    """Gets the seconds of each step's fingerprint from now on, as the loop's thread has them."""
+    proof, seconds = session._runtime.proof, list[float]()
+    assert proof is not None
+    make = proof.boundary
+
+    def boundary(step: int, data: Any, taken: int) -> None:
+        begin = time.perf_counter()
+        make(step, data, taken)
+        seconds.append(time.perf_counter() - begin)
+
+    proof.boundary = boundary  # type: ignore[method-assign]
+    return seconds
 
 
 def pair_order(

@@ -47,7 +47,11 @@ def test_step_prints_a_ratio_with_its_interval(
 ) -> None:
     size = step.Size(width=16, depth=2, batch=4, block=2, pairs=4)
     step.table(service, tmp_path, {"tiny": size}, ["powerSGD"])
-    line = next(text for text in capsys.readouterr().out.splitlines() if text.startswith("tiny powerSGD"))
+    lines = capsys.readouterr().out.splitlines()
+    line = next(text for text in lines if text.startswith("tiny powerSGD"))
+    assert any(re.search(r"fingerprint of a step: [\d.]+ \[[\d.]+, [\d.]+\] us, [\d.]+%", text) for text in lines), (
+        lines
+    )
     figures = re.findall(FIGURE, line)
     assert len(figures) == 3, "a ratio, of CPU time too, and its control"
     assert all(0 < float(low) <= float(median) <= float(high) for median, low, high in figures)

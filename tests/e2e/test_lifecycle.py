@@ -175,8 +175,13 @@ class World:
         comparison = compare(self.reference, final_checkpoint(self.server, job_id))
         assert comparison.identical and len(comparison.tensors) > 50, render(comparison)
         assert self.metrics(job_id) == self.metrics(self.reference_id)
-        verdicts = {(a["resume_report"] or {}).get("verdict") for a in self.server.attempts(job_id)}
+        attempts = self.server.attempts(job_id)
+        verdicts = {(a["resume_report"] or {}).get("verdict") for a in attempts}
         assert verdicts <= {"fresh", "exact", None}
+        assert [a["redone"]["first_difference"] for a in attempts] == [None] * len(attempts)
+        steps = attempts[-1]["redone"]["steps"]
+        proved = f"proved ({steps} of {steps} redone steps)"
+        assert attempts[-1]["proof"].endswith(proved if steps else ("fresh", "not yet proved")), attempts[-1]["redone"]
         started = [e for e in self.server.events(job_id) if e["type"] == "rank-started"]
         assert len({(e["epoch"], e["data"]["rank"]) for e in started}) == len(started), "an attempt ran twice"
 
@@ -349,6 +354,7 @@ def test_four_kills_in_the_first_interval_end_no_job_that_may_fail_more_often(
     assert [a["cause"] for a in attempts] == ["rank-killed"] * 4 + ["completed"]
     assert [a["base"]["step"] for a in attempts] == [0, base, base, base, base]
     assert {a["resume_report"]["verdict"] for a in attempts[1:]} == {"exact" if base else "fresh"}
+    assert attempts[-1]["redone"]["steps"] == 3 - base
     world.assert_like_the_reference(job)
     assert not any(name.startswith("step-000000000001.") for name in world.checkpoints(job))
 

@@ -62,6 +62,13 @@ ROWS: Final[dict[str, Row]] = {
         _row(
             "save-stall", "save_stall:run", 65, 50, "what a save and a load cost the loop, beside torch.save and a copy"
         ),
+        _row(
+            "replay-proof",
+            "replay_proof:run",
+            40,
+            40,
+            "steps done again are proved, a hidden generator is seen; what a fingerprint costs",
+        ),
         _row("hook-memory", "hook_memory:run", 30, 15, "memory of hooks against what pre-flight promises"),
         _row("doctor", "doctor:run", 60, 60, "ratchet doctor --exactness"),
         _row("hook-steps", "hook_steps:run", 40, 50, "a step under each hook beside torch's own"),

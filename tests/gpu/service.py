@@ -83,6 +83,8 @@ def breaches(whole: Ended, killed: Ended) -> tuple[list[str], str]:
     report, step = last["resume_report"] or {}, (last["base"] or {}).get("step")
     if report.get("verdict") != "exact" or not step:
         problems.append(f"resumed {report.get('verdict')} from step {step}: {report}")
+    if last["redone"]["first_difference"] is not None:
+        problems.append(last["proof"])
     comparison = compare(whole.checkpoint, killed.checkpoint)
     if not comparison.identical:
         names = [tensor.name for tensor in comparison.different] + [
@@ -91,4 +93,4 @@ def breaches(whole: Ended, killed: Ended) -> tuple[list[str], str]:
         problems.append(f"{len(names)} differences: {', '.join(names[:5])}")
     if not comparison.tensors:
         problems.append("nothing was compared")
-    return problems, f"identical, {len(comparison.tensors)} tensors; resumed from step {step}"
+    return problems, f"identical, {len(comparison.tensors)} tensors; resumed from step {step}: {last['proof']}"

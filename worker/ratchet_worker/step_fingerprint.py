@@ -208,7 +208,7 @@ def generators_digest(device: torch.device) -> int:
     hasher = xxhash.xxh3_64(torch.get_rng_state().numpy().data)
     if device.type == "cuda":
         hasher.update(torch.cuda.get_rng_state(device).numpy().data)
-    numpy_own = np.random.get_bit_generator()
+    numpy_own: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if type(numpy_own) is np.random.MT19937:
         # Where it lies: get_state takes 24 us. The half of a pair of normal numbers that waits is not there; it shows in the
         # next draws.

@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--compile", help="back end of torch.compile")
     parser.add_argument("--half", choices=("bfloat16", "float16"), help="autocast; float16 with a GradScaler")
+    parser.add_argument("--hidden", action="store_true", help="noise of a generator that no checkpoint has")
     args = parser.parse_args()
     with Session() as session:
         torch.manual_seed(session.seed)
@@ -42,10 +43,13 @@ def main() -> None:
         )
         if scaler.is_enabled():
             session.register(scaler=scaler)
+        hidden = torch.Generator().manual_seed(1)
         for step in session.steps(args.steps):
             draw = torch.Generator().manual_seed(1000 * step + session.rank)
             images = torch.randn(16, 3, 16, 16, generator=draw)
             labels = images.mean((2, 3)).argmax(1)
+            if args.hidden:
+                images += torch.randn(images.shape, generator=hidden)
             images, labels = images.to(session.device), labels.to(session.device)
             half = torch.autocast(session.device.type, dtype=getattr(torch, args.half)) if args.half else nullcontext()
             with half:
