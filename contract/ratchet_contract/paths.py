@@ -23,6 +23,9 @@ DELETED_MANIFEST_NAME: Final = "MANIFEST.json.deleted"
 FINISHED_NAME: Final = (
     "FINISHED"  # empty file in a checkpoint's directory: it was the job's last, which showed behind its commit
 )
+CHANGED_NAME: Final = (
+    "CHANGED"  # beside it: what changed behind the checkpoint, in a sentence; a resume from it is not exact
+)
 PINNED_NAME: Final = "PINNED"  # empty file in a checkpoint's directory, made by the service: retention leaves it alone
 VERIFIED_NAME: Final = (
     "VERIFIED"  # empty file beside it, made by the service: all bytes were right; the newest such one stays

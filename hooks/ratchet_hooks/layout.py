@@ -66,6 +66,7 @@ class ManagedDDP(DistributedDataParallel):
         fresh = {"_recorded": None, "_names": names, "_static_wanted": static, "_limits": None, "_trains": False}
         self.__dict__.update(fresh)
         super().__setstate__({**state, **fresh, "_comm_hooks": []})  # type: ignore[no-untyped-call]
+        self.register_forward_pre_hook(_sync_where_it_trains)
 
     @classmethod
     def adopt(cls, ddp: DistributedDataParallel) -> ManagedDDP:
@@ -300,3 +301,9 @@ class CountedBucket:
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
         self._bucket.set_buffer(tensor)
+
+
+def _sync_where_it_trains(copied: Any, _: Any) -> None:
+    """Hand out rank 0's buffers before a forward pass with gradients, and before no other. Torch goes by the pass before, which a
+    new process does not know."""
+    copied.require_forward_param_sync = torch.is_grad_enabled()

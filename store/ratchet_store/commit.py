@@ -10,7 +10,13 @@ from typing import Final
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.manifest import Manifest, Sealer, open_manifest
-from ratchet_contract.paths import DELETED_MANIFEST_NAME, FINISHED_NAME, MANIFEST_NAME, parse_checkpoint_dir_name
+from ratchet_contract.paths import (
+    CHANGED_NAME,
+    DELETED_MANIFEST_NAME,
+    FINISHED_NAME,
+    MANIFEST_NAME,
+    parse_checkpoint_dir_name,
+)
 from ratchet_store.files import (
     DAMAGED,
     EXISTS,
@@ -28,6 +34,7 @@ from ratchet_store.header import refuse_json_bomb
 from ratchet_store.structure import StructureCheck, check_structure
 
 MAX_MANIFEST: Final = 256 << 20  # bytes; about a million tensors
+MAX_MARK: Final = 4096  # bytes of a sentence that a mark has
 
 
 class ManifestWriter:
@@ -80,6 +87,40 @@ def mark_finished(directory: Path) -> None:
         fsync_dir(directory)
     except OSError as error:
         raise not_written(path, error) from error
+
+
+def mark_changed(directory: Path, what: str) -> bool:
+    """State that the committed checkpoint in ``directory`` should have had changed behind it: ``what``, in a sentence. False: it
+    is marked already, by another rank, say. Raises ``CheckpointError`` (``checkpoint-not-written``)."""
+    path = directory / CHANGED_NAME
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise not_written(path, error) from error
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(what.encode())
+            file.flush()
+            os.fsync(fd)
+        fsync_dir(directory)
+    except OSError as error:
+        raise not_written(path, error) from error
+    return True
+
+
+def what_changed(directory: Path) -> str | None:
+    """What ``mark_changed`` said of the checkpoint; None: nothing. Raises ``CheckpointError`` (``checkpoint-unreadable``)."""
+    path = directory / CHANGED_NAME
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            text = file.read(MAX_MARK).decode(errors="replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise not_read(path, error) from error
+    return text or "state changed behind checkpoint() in the same loop body"  # a crash came before the text
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -19,9 +19,9 @@ import xxhash
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.manifest import FileEntry, Manifest
-from ratchet_contract.paths import FINISHED_NAME, MANIFEST_NAME, PINNED_NAME, checkpoint_dir_name
+from ratchet_contract.paths import CHANGED_NAME, FINISHED_NAME, MANIFEST_NAME, PINNED_NAME, checkpoint_dir_name
 from ratchet_contract.resume import Segment, holds
-from ratchet_store.commit import checkpoint_dirs, read_manifest
+from ratchet_store.commit import MAX_MARK, checkpoint_dirs, read_manifest
 from ratchet_store.files import (
     DAMAGED,
     MISSING,
@@ -136,6 +136,8 @@ def fetch(
             for mark in (FINISHED_NAME, PINNED_NAME):
                 if mark in marks:
                     (place / mark).touch()
+            if CHANGED_NAME in marks:
+                (place / CHANGED_NAME).write_bytes(remote.objects.get(f"{folder}/{CHANGED_NAME}", MAX_MARK))
             with replacing(place / MANIFEST_NAME) as fd:
                 write_all(fd, memoryview(raw))
             done(place)

@@ -18,15 +18,15 @@ import xxhash
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.manifest import FileEntry, Manifest
-from ratchet_contract.paths import FINISHED_NAME, MANIFEST_NAME, PINNED_NAME, checkpoint_dir_name
+from ratchet_contract.paths import CHANGED_NAME, FINISHED_NAME, MANIFEST_NAME, PINNED_NAME, checkpoint_dir_name
 from ratchet_contract.resume import Segment, holds
-from ratchet_store.commit import MAX_MANIFEST, checkpoint_dirs
+from ratchet_store.commit import MAX_MANIFEST, MAX_MARK, checkpoint_dirs
 from ratchet_store.copied import RECORD_NAME, Record, read_bytes
 from ratchet_store.files import DAMAGED, not_read, open_regular
 from ratchet_store.objects import DENIED, REMOTE
 from ratchet_store.remote import QUARANTINED_MANIFEST, Id, RemoteCheckpoints, digest_of, is_whole
 
-_MARKS: Final = (PINNED_NAME, FINISHED_NAME)
+_MARKS: Final = (PINNED_NAME, FINISHED_NAME, CHANGED_NAME)
 _CHUNK: Final = 4 << 20
 _LOOK_AGAIN: Final = 600.0
 """Seconds after which the store is listed again: somebody may have deleted there."""
@@ -167,7 +167,7 @@ class Mirror:
             nbytes += entry.size
         for mark in _MARKS:
             if (directory / mark).exists():
-                objects.put_if_absent(f"{folder}/{mark}", b"")
+                objects.put_if_absent(f"{folder}/{mark}", _text_of(directory, mark))
                 names[mark] = 0
         self._remote.commit(folder, raw, manifest.digest)
         names[MANIFEST_NAME] = len(raw)
@@ -183,7 +183,7 @@ class Mirror:
             self._remote.remove(checkpoint_dir_name(*one), list(names))
 
     def _mark(self, one: Id, directory: Path) -> bool:
-        """``PINNED`` and ``FINISHED`` as they are here; they come and go behind the commit."""
+        """``_MARKS`` as they are here; they come and go behind the commit."""
         names, changed = self._known().setdefault(one, {}), False
         for mark in _MARKS:
             here = (directory / mark).exists()
@@ -191,7 +191,7 @@ class Mirror:
                 continue
             path = f"{directory.name}/{mark}"
             if here:
-                self._remote.objects.put_if_absent(path, b"")
+                self._remote.objects.put_if_absent(path, _text_of(directory, mark))
                 names[mark] = 0
             else:
                 self._remote.objects.delete([path])
@@ -239,6 +239,11 @@ class Mirror:
         """Its directory is; one whose manifest alone is away may get it back. What lies in quarantine was not let go of."""
         folder = checkpoint_dir_name(*one)
         return not os.path.lexists(self._checkpoints / folder) and not any(self._quarantine.glob(f"{folder}*"))
+
+
+def _text_of(directory: Path, mark: str) -> bytes:
+    """The others are empty."""
+    return read_bytes(directory / mark, MAX_MARK) if mark == CHANGED_NAME else b""
 
 
 def _is_orphan(names: dict[str, int]) -> bool:

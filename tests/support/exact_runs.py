@@ -79,7 +79,7 @@ class Run:
     def save(self) -> Saved:
         layout = self.hook.layout()
         captured = self.state.capture()
-        return Saved(self.step, _copies(captured.shared), _copies(captured.private), json.dumps(captured.state), layout)
+        return Saved(self.step, copies(captured.shared), copies(captured.private), json.dumps(captured.state), layout)
 
     def train(self, until: int) -> None:
         while self.step < until:
@@ -151,7 +151,7 @@ def _ddp(row: Row) -> dict[str, Any]:
     }
 
 
-def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Row-major, as a file holds them."""
     return {name: t.detach().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
 

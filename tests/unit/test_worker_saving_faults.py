@@ -79,7 +79,7 @@ def test_an_evaluation_waits_for_the_copies_of_a_save_that_is_begun_at_its_own_b
 
     monkeypatch.setattr(runtime_module, "undisturbed", undisturbed)
     run: Any = Runtime.__new__(Runtime)
-    run.state = SimpleNamespace(hook_or_refuse=lambda: (None, None), data=None)
+    run.state = SimpleNamespace(hook_or_refuse=lambda: (None, None), data=None, all_optimizers=[])
     run.checkpointer = SimpleNamespace(hold=lambda *_, **__: told.append("hold"))
     run.counter = SimpleNamespace(stage=lambda _: None, tick=None)
     run.launch = SimpleNamespace(spec=SimpleNamespace(ddp=SimpleNamespace(broadcast_buffers=True)))
@@ -271,8 +271,8 @@ def test_ranks_with_different_tensors_are_said_to_have_them(tmp_path: Path) -> N
     mine = group.content(0, 1)
     plan = committer._cuts.of(mine.snapshot.sizes(), mine.parts)
     own = [["x"] * len(slices) for slices in plan]
-    text = committer._divergence(mine, own, [{}, {"0": ["x"] * (len(plan[0]) + 1)}])
-    assert text is not None and "different sets of tensors" in text
+    found = committer._divergence(mine, own, [{}, {"0": ["x"] * (len(plan[0]) + 1)}])
+    assert found is not None and "different sets of tensors" in found[0] and found[1] is None
     assert RANKS == 2
 
 

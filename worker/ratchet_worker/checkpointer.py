@@ -146,8 +146,9 @@ class Checkpointer:
         self.drain()
         if self._given_up:  # the same on all ranks: the stop that follows from it is being agreed on
             return
-        self._begin(step, reason, False, content, thorough=False)
-        if self._save is not None and not (self._overlapped and self._tried):
+        beside = self._overlapped and self._tried
+        self._begin(step, reason, False, content, thorough=False, beside=beside)
+        if self._save is not None and not beside:
             self._save.hold(Until.STEP)
 
     def save(
@@ -238,11 +239,18 @@ class Checkpointer:
         return told
 
     def _begin(
-        self, step: int, reason: Reason, finished: bool, content: Callable[[], Content], *, thorough: bool
+        self,
+        step: int,
+        reason: Reason,
+        finished: bool,
+        content: Callable[[], Content],
+        *,
+        thorough: bool,
+        beside: bool = False,
     ) -> None:
         self._numbers += 1
         self._due.save_begins()
-        order, begun = Order(self._numbers, step, reason, finished, time.monotonic()), time.perf_counter()
+        order, begun = Order(self._numbers, step, reason, finished, time.monotonic(), beside), time.perf_counter()
         mine = staged = error = None
         try:
             with uncollected():  # so many small objects would bring a pass about, and training waits

@@ -27,25 +27,33 @@ from ratchet_worker.reporter import Reason, Reporter
 
 @dataclass(frozen=True)
 class Order:
-    """What is saved, as all ranks know it. ``begun``: monotonic seconds."""
+    """What is saved, as all ranks know it. ``begun``: monotonic seconds. ``beside``: it is copied and compared while the next
+    step is computed."""
 
     number: int
     step: int
     reason: Reason
     finished: bool
     begun: float
+    beside: bool = False
 
     @property
     def name(self) -> str:
         return f"save/{self.number}"
 
 
+_BESIDE: Final = (
+    "{}. Code beside optimizer.step() has changed it while it was copied beside the next step, or the replicas have diverged: "
+    "the next save, which is copied before a step begins, tells which"
+)
 _PAUSE: Final = 0.002
 """Seconds between two looks at the reports that may be due, at most: one rank alone looks, and a save is not safe before it has
 seen them."""
+DIVERGED: Final = "replicas have diverged"
 Verdict = dict[str, Any]
 """``error`` None: committed, ``base`` is the new checkpoint. ``parted``: only some ranks have ended. ``early``: a tensor may have
-changed before it was copied; all ranks copy before each step from now on. ``failures``: in a row."""
+changed before it was copied; all ranks copy before each step from now on. ``diverged``: the first tensor that the ranks have
+otherwise (null: they have other tensors), of which the likely cause is not told yet. ``failures``: in a row."""
 
 
 class Committer:
@@ -88,8 +96,12 @@ class Committer:
             return {"error": text, "parted": True}
         own = [digests for report in reports for digests in report["parts"]]
         diverged = self._divergence(mine, own, [r["seen"] for r in reports])
+        if diverged is not None and order.beside:
+            return {"error": _BESIDE.format(diverged[0].removeprefix(f"{DIVERGED}: ")), "early": True}
         if diverged is not None:
-            return {"error": diverged, "early": True}
+            text, name = diverged
+            custom = isinstance(self._launch.spec.hook, CustomSpec)
+            return {"error": text, "early": True, **({} if custom else {"diverged": name})}
         try:
             tensors = self._listings.of([listing for _, listing in told])
             digests = [fingerprint.part_digest(slices) for slices in own]
@@ -163,21 +175,22 @@ class Committer:
 
     def _divergence(
         self, mine: Content, own: Sequence[Sequence[str]], seen: Sequence[Mapping[str, Sequence[str]]]
-    ) -> str | None:
-        """The first tensor that differs, with the ranks that do not have what the rank has that was to write it."""
+    ) -> tuple[str, str | None] | None:
+        """The first tensor that differs, with the ranks that do not have what the rank has that was to write it; and its name."""
+        other_tensors = f"{DIVERGED}: the ranks hold different sets of tensors; nothing was saved", None
         if len(own) != mine.parts:
-            return "replicas have diverged: the ranks hold different sets of tensors; nothing was saved"
+            return other_tensors
         plan = self._cuts.of(mine.snapshot.sizes(), mine.parts or 1)
         if [len(digests) for digests in own] != [len(slices) for slices in plan][: mine.parts]:
-            return "replicas have diverged: the ranks hold different sets of tensors; nothing was saved"
+            return other_tensors
         if any(len(digests) != len(own[int(part)]) for one in seen for part, digests in one.items()):
-            return "replicas have diverged: the ranks hold different sets of tensors; nothing was saved"
+            return other_tensors
         found = fingerprint.first_difference(own, seen)
         if found is None:
             return None
         name, writer = plan[found.part][found.slice].name, found.part * self._exchange.world_size // mine.parts
-        text = f"replicas have diverged: {name} of rank {found.ranks} differs from rank {writer}'s; nothing was saved"
-        return text + self._advice()
+        text = f"{DIVERGED}: {name} of rank {found.ranks} differs from rank {writer}'s; nothing was saved"
+        return text + self._advice(), name
 
     def _advice(self) -> str:
         hook = self._launch.spec.hook

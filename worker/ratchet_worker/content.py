@@ -10,6 +10,7 @@ from ratchet_contract.manifest import HookRecord
 from ratchet_hooks.build import STATE_VERSION
 from ratchet_hooks.specs import HookSpec
 from ratchet_hooks.summary import HookSummary
+from ratchet_worker.divergence import Start
 from ratchet_worker.environment_record import Record
 from ratchet_worker.fingerprint import number_of_parts
 from ratchet_worker.job_state import JobState
@@ -20,7 +21,7 @@ from ratchet_worker.snapshot import Sizes, Snapshot, Tensors
 class Content:
     """What one rank has to save; ``layout``, ``hook`` and ``replicas`` are the same on all ranks. ``parts``: in how many the
     shared tensors are compared. ``summary`` lacks the norm of the residuals, which ``norm_of`` makes of the copies of the hook's
-    tensors: a pass over them that nobody should wait for."""
+    tensors: a pass over them that nobody should wait for. ``start``: of the model."""
 
     snapshot: Snapshot
     layout: list[list[str]] | None
@@ -32,6 +33,7 @@ class Content:
     total_steps: int | None
     parts: int
     norm_of: Callable[[Tensors], float | None]
+    start: Start = Start({}, {})  # noqa: RUF009 (it is frozen)
 
 
 class Contents:
@@ -61,6 +63,7 @@ class Contents:
             total_steps=total_steps,
             parts=self._number_of_parts(snapshot.sizes()) if snapshot.shared else 0,
             norm_of=hook.norm_of,
+            start=self._state.start,
         )
 
     def _recorded(self, spec: HookSpec) -> HookRecord:

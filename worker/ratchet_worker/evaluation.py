@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from ratchet_hooks.layout import ManagedDDP
 from ratchet_hooks.managed import ManagedHook
+from ratchet_hooks.torch_compat import versions_of
 from ratchet_worker import rng
 from ratchet_worker.data import own_generators
 from ratchet_worker.exchange import Abandoned, Exchange
@@ -57,15 +58,22 @@ class Evaluation:
 
 @contextmanager
 def undisturbed(
-    ddp: ManagedDDP, hook: ManagedHook, data: TrainData | None, device: torch.device, *, broadcast: bool
+    ddp: ManagedDDP,
+    hook: ManagedHook,
+    data: TrainData | None,
+    device: torch.device,
+    optimizers: Sequence[Any] = (),
+    *,
+    broadcast: bool,
 ) -> Iterator[None]:
     """Eval mode without gradients; afterwards modes, parameters, buffers and generators are as before, also those that the
-    training ``data`` hold for themselves.
+    training ``data`` hold for themselves, and the weights that ``optimizers`` with modes of their own have switched.
 
     What is evaluated is one model, not one per rank: where replicas differ, their mean stands in the parameters' place. With
     ``broadcast`` every rank has rank 0's buffers inside, those that DDP would hand out at the next forward. Collectives then.
     """
     modes = [(module, module.training, _own_buffers(module)) for module in ddp.modules()]
+    synced = ddp.require_forward_param_sync
     buffers = [buffer for _, buffer in sorted(ddp.module.named_buffers())]
     with torch.no_grad():
         kept = [buffer.clone() for buffer in buffers]
@@ -74,7 +82,10 @@ def undisturbed(
                 dist.broadcast(buffer, src=0, group=ddp.process_group)
     try:
         ddp.eval()
-        with rng.forked(device), own_generators.of(data).kept(), hook.averaged_parameters(), torch.no_grad():
+        with (
+            rng.forked(device), own_generators.of(data).kept(), hook.averaged_parameters(), _weights_kept(optimizers),
+            torch.no_grad(),
+        ):  # fmt: skip
             yield
     finally:
         for module, training, held in modes:
@@ -83,6 +94,7 @@ def undisturbed(
             for name in now | held:  # an evaluation may have put another one in a buffer's place
                 if now.get(name) is not held.get(name):
                     setattr(module, name, held.get(name))
+        ddp.require_forward_param_sync = synced
         with torch.no_grad():
             for buffer, value in zip(buffers, kept, strict=True):
                 buffer.copy_(value)
@@ -90,3 +102,22 @@ def undisturbed(
 
 def _own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict(module.named_buffers(recurse=False, remove_duplicate=False))
+
+
+@contextmanager
+def _weights_kept(optimizers: Sequence[Any]) -> Iterator[None]:
+    """Weights and modes of optimizers that switch between training and evaluating (schedulefree's ``train`` and ``eval``): there
+    and back rounds the weights, and an evaluation that runs again after a resume would round them twice."""
+    modal = {id(o): [place for place in (vars(o), *o.param_groups) if "train_mode" in place] for o in optimizers}
+    weights = [p for o in optimizers if modal[id(o)] for group in o.param_groups for p in group["params"]]
+    modes = [(place, place["train_mode"]) for places in modal.values() for place in places]
+    kept, versions = [p.detach().clone() for p in weights], versions_of(weights)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, value, before, now in zip(weights, kept, versions, versions_of(weights), strict=True):
+                if now != before:
+                    p.copy_(value)
+        for place, mode in modes:
+            place["train_mode"] = mode

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -21,10 +22,20 @@ from ratchet_hooks.layout import ManagedDDP
 from ratchet_hooks.specs import BatchedPowerSGDSpec, PowerSGDSpec
 from ratchet_store.abreast import abreast
 from ratchet_store.slices import Slice
-from ratchet_worker import fingerprint, model_state, module_origin, module_state, optimizer_state, rng, state_names
+from ratchet_worker import (
+    divergence,
+    fingerprint,
+    model_state,
+    module_origin,
+    module_state,
+    optimizer_state,
+    rng,
+    state_names,
+)
 from ratchet_worker.data import own_generators
 from ratchet_worker.data.iterable import TrainStream
 from ratchet_worker.data.loader import TrainLoader
+from ratchet_worker.divergence import Start
 from ratchet_worker.equal_state import EqualState
 from ratchet_worker.hidden_state import HiddenState
 from ratchet_worker.model_state import MODEL
@@ -36,8 +47,9 @@ from ratchet_worker.walk import Walk
 
 _GENERATORS: Final = "data_generators"
 _HIDDEN: Final = "attributes"
+_DDP: Final = "ddp"
 _ALWAYS: Final = frozenset({
-    MODEL, "buffers", "modules", "facts", "hook", "rng", _GENERATORS, _HIDDEN, state_names.COMPONENT
+    MODEL, "buffers", "modules", _DDP, "facts", "hook", "rng", _GENERATORS, _HIDDEN, state_names.COMPONENT
 })  # fmt: skip
 
 
@@ -53,7 +65,7 @@ class JobState:
     def __init__(self, rank: int, device: torch.device, *, code: Path | None = None, strict: bool = False) -> None:
         """``code``: the directory of the job's own modules. ``strict``: what cannot be stored is refused at a save, in place of
         named at a resume."""
-        self._rank, self._device, self._strict = rank, device, strict
+        self.rank, self._device, self._strict = rank, device, strict
         self.ddp: ManagedDDP | None = None
         self.hook: ManagedHook | None = None
         self._origin = Origin({}, {})
@@ -66,6 +78,7 @@ class JobState:
         self.optimizers: dict[str, Optimizer] = {}
         self.stateful: dict[str, Stateful] = {}
         self.data: TrainData | None = None
+        self.start = Start({}, {})  # of the model
 
     def wrapped(self, ddp: ManagedDDP, hook: ManagedHook) -> None:
         """The model is wrapped: what it becomes from now on differs from how the next attempt will build it."""
@@ -88,7 +101,7 @@ class JobState:
                     "ratchet_worker.data.loader.TrainLoader (map-style) or ratchet_worker.data.iterable.TrainStream (iterable)"
                 )
             self.data = item
-        elif isinstance(item, nn.parallel.DistributedDataParallel):
+        elif item is self.ddp or (isinstance(item, DistributedDataParallel) and not isinstance(item, ManagedDDP)):
             raise UserError(f"{component}: a model is registered by wrap(), not by register()")
         else:
             self.stateful[component] = _as_stateful(component, item)
@@ -123,6 +136,7 @@ class JobState:
         buffers = {name: buffer.detach() for name, buffer in walk.named_buffers()}
         out.add_encoded("buffers", buffers, sorted(buffers))
         out.add_made(module_state.COMPONENT, lambda: self._modules.encoded(walk, self._origin))
+        out.state[_DDP] = {"buffers_next": ddp.require_forward_param_sync}  # does the next forward begin with rank 0's?
         out.state[state_names.COMPONENT] = state_names.capture(walk, form)
         own = self._before_evaluation or self._own()
         out.private |= own.private
@@ -175,6 +189,7 @@ class JobState:
     def begin(self) -> None:
         """Everything is registered and as the script has built it."""
         ddp, _ = self.hook_or_refuse()
+        self.start = divergence.start(ddp.module)
         data, generators = self.data, own_generators.of(self.data)
         own = {"model": ddp.module, **self.optimizers, **({"task": self.task} if self.task is not None else {})}
         registered = {
@@ -254,7 +269,7 @@ class JobState:
         if self.data is not None and "data" in mine.state:
             reports.append(self._resize_data([s.value("data") for s in old], len(old)))
         reports.append(self._restore_hook([s.encoded("hook") for s in old], how, resized=True))
-        rng.seed_all(seed, self._rank)
+        rng.seed_all(seed, self.rank)
         reports.append(self._report("rng", "reset", "the number of ranks changed; seeded anew"))
         return reports
 
@@ -262,7 +277,10 @@ class JobState:
         self, saved: Snapshot, status: ComponentStatus, reason: str | None, how: Passage
     ) -> list[ComponentReport]:
         """Model, optimizers, buffers and further objects. ``status``: of what is private; the rest is exact, or averaged."""
-        module = self.hook_or_refuse()[0].module
+        ddp = self.hook_or_refuse()[0]
+        module = ddp.module
+        if _DDP in saved.state:  # a checkpoint of before has none
+            ddp.require_forward_param_sync = saved.state[_DDP]["buffers_next"]
         reports = [self._fits(MODEL, lambda: model_state.restore_parameters(module, saved))]
         equal, names = {**saved.shared, **saved.private}, self._names()
         replicas = set(model_state.parameters_of(saved.private))
@@ -366,14 +384,14 @@ class JobState:
             raise
         except (StateError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise UserError(
-                f"{component} of rank {self._rank} cannot take the state of the checkpoint: {error}. Resume with the code, the "
+                f"{component} of rank {self.rank} cannot take the state of the checkpoint: {error}. Resume with the code, the "
                 "spec and the arguments that made it, or fork the job from an earlier checkpoint",
                 code="state-mismatch",
             ) from error
         return self._report(component, "exact", None)
 
     def _report(self, component: str, status: ComponentStatus, reason: str | None) -> ComponentReport:
-        return ComponentReport(component=component, rank=self._rank, status=status, reason=reason)
+        return ComponentReport(component=component, rank=self.rank, status=status, reason=reason)
 
     def of_the_group(self) -> list[str]:
         """Components that steer all ranks alike, unlike objects of the user's own, which may well be each rank's."""
@@ -384,6 +402,12 @@ class JobState:
         """The other registered objects, but for generators: what these draw is each rank's, whatever the replicas are."""
         group = self.of_the_group()
         return [c for c, item in self.stateful.items() if c not in group and not isinstance(item, rng.GeneratorState)]
+
+    @property
+    def all_optimizers(self) -> list[Any]:
+        """The registered ones, and what holds one and is none."""
+        around = [i.item for i in self.stateful.values() if isinstance(i, optimizer_state.AroundOptimizer)]
+        return [*self.optimizers.values(), *around]
 
     # --- what belongs to what ------------------------------------------------------------------------------------------
 
@@ -418,6 +442,8 @@ def _functions_of(schedulers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_stateful(component: str, item: Any) -> Stateful:
+    if isinstance(getattr(item, "param_groups", None), list) and hasattr(item, "__dict__"):
+        return optimizer_state.AroundOptimizer(item)
     if hasattr(item, "state_dict") and hasattr(item, "load_state_dict"):
         found: Stateful = item
         return found

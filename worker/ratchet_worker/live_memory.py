@@ -88,6 +88,10 @@ class LiveTensors(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._numbers)
 
+    def version(self, name: str) -> int | None:
+        """How often the tensor had been changed in place at the boundary; None: it does not count."""
+        return self.versions[self._numbers[name]]
+
     def require_intact(self, name: str) -> None:
         """Raises ``StateError`` when the tensor was changed in place since the boundary, or its storage was resized."""
         number = self._numbers[name]

@@ -27,6 +27,7 @@ _ADDED: Final = (
     "Groups that training adds at some step (add_param_group) are there again before the first step of a resumed run, as the "
     "script builds them: `if session.step >= N: optimizer.add_param_group(...)`, where N is how many steps were done without"
 )
+_OWN: Final = "ratchet:own"
 _SHARED: Final = "ratchet:shared"
 """In format 1 the key of the mark that stands for a shared tensor; its value is the list of strides."""
 
@@ -40,6 +41,22 @@ def refuse_sharded(name: str, optimizer: Optimizer) -> None:
             f"{name}: ZeroRedundancyOptimizer keeps each part of the state on one rank only, which is not supported; use the "
             "optimizer that it wraps"
         )
+
+
+class AroundOptimizer:
+    """The state of what is no optimizer and holds one, as schedulefree's wrappers: numbers of its own (is it in train mode?) lie
+    beside a ``state_dict`` that is the optimizer's alone."""
+
+    def __init__(self, item: Any) -> None:
+        self.item = item
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {name: value for name, value in vars(self.item).items() if type(value) in (bool, int, float, str)}
+        return {**self.item.state_dict(), _OWN: own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.item.load_state_dict({key: value for key, value in state.items() if key != _OWN})
+        vars(self.item).update(state.get(_OWN, {}))
 
 
 class Captured(NamedTuple):
@@ -195,16 +212,18 @@ def capture(
             entries[label] = rest
     groups = [{**group, "params": [labels[i] for i in group["params"]]} for group in state["param_groups"]]
     extra = {k: v for k, v in state.items() if k not in ("state", "param_groups")}
+    place = _placed({name: number for number, name in enumerate(names.values())})
+    ordered = [{**group, "params": sorted(group["params"], key=place)} for group in groups]
+    if any(one["params"] != other["params"] for one, other in zip(groups, ordered, strict=True)):
+        # Of a set, say: another one on every rank and in every attempt. All have it in one order.
+        order = {label: number for number, label in enumerate(label for group in ordered for label in group["params"])}
+        keys.sort(key=lambda pair: order[pair[0]])
+        entries = {label: entries[label] for label in sorted(entries, key=order.__getitem__)}
+        named = (f"{component}/{label}/{key}" for label, listed in keys for key, stride in listed if stride is not None)
+        shared = {name: shared[name] for name in named}
+        if not isinstance(optimizer, torch.optim.LBFGS):  # its vectors are all parameters in a row
+            groups = ordered
     text = json.dumps(keys, separators=(",", ":"))
-    place = {name: number for number, name in enumerate(names.values())}
-    if any(listed != sorted(listed, key=_placed(place)) for listed in (group["params"] for group in groups)):
-        # Of a set, say: another one on every rank. The ranks share the tensors in one order.
-        ordered = [label for group in groups for label in sorted(group["params"], key=_placed(place))]
-        of = {
-            label: [f"{component}/{label}/{key}" for key, stride in listed if stride is not None]
-            for label, listed in keys
-        }
-        shared = {name: shared[name] for label in ordered for name in of.get(label, ())}
     return shared, {"keys": text, "state": entries, "others": others, "param_groups": groups, "extra": extra}
 
 

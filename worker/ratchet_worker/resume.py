@@ -19,6 +19,7 @@ from ratchet_hooks.changes import HookChange
 from ratchet_hooks.errors import CustomHookError, HookStateError, LayoutMismatch, UnsupportedModel
 from ratchet_hooks.layout import Layout, ManagedDDP
 from ratchet_hooks.torch_versions import untested
+from ratchet_store.commit import what_changed
 from ratchet_worker import environment_record, imported, reload
 from ratchet_worker import restore as disk
 from ratchet_worker.files import write_atomic
@@ -107,7 +108,7 @@ def restore(runtime: Runtime) -> ResumeReport:
                 code="environment-differs",
             )
         _keep_total(runtime, chosen.manifest)
-        reports = reload.restore_state(runtime, chosen.manifest, saved)
+        reports = [*reload.restore_state(runtime, chosen.manifest, saved), *_behind(runtime)]
         _insist_if_strict(launch, reports)
     elif launch.start_file is not None:
         reports = _report_import(runtime)
@@ -133,6 +134,15 @@ def restore(runtime: Runtime) -> ResumeReport:
     if runtime.rank == 0:
         _announce(runtime, report)
     return report
+
+
+def _behind(runtime: Runtime) -> list[ComponentReport]:
+    """What the checkpoint lacks, since it changed behind ``checkpoint()`` (``late_changes``)."""
+    directory = runtime.chosen.directory
+    what = None if directory is None else what_changed(directory)
+    if what is None:
+        return []
+    return [ComponentReport(component="checkpoint", rank=runtime.rank, status="not-exact", reason=what)]
 
 
 def _report_import(runtime: Runtime) -> list[ComponentReport]:

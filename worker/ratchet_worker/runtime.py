@@ -19,8 +19,10 @@ from torch import nn
 
 from ratchet_contract.errors import CheckpointError, UserError
 from ratchet_contract.messages import LaunchFile
+from ratchet_contract.paths import JobPaths
 from ratchet_contract.phases import Cause
 from ratchet_hooks.layout import ManagedDDP
+from ratchet_store.commit import mark_changed
 from ratchet_worker import environment_record, replay_proof, resume
 from ratchet_worker.agreement import FINISH, NOT_STARTED, STRIDE, Agreement, Decision, Stopped, position
 from ratchet_worker.checkpointer import Checkpointer
@@ -32,6 +34,7 @@ from ratchet_worker.evaluation import Evaluation, undisturbed
 from ratchet_worker.exchange import Abandoned, Exchange
 from ratchet_worker.gather import Gatherer
 from ratchet_worker.job_state import JobState
+from ratchet_worker.late_changes import LateChanges, sentence
 from ratchet_worker.reporter import Reason, Reporter, metric
 from ratchet_worker.restore import Chosen
 from ratchet_worker.snapshot import Until
@@ -93,6 +96,7 @@ class Runtime:
         self._stepped = False  # this attempt has done a step
         self._evaluations = 0  # within the open step
         self._batches = 0  # taken in it
+        self._late: LateChanges | None = None  # behind a checkpoint() in the body of the step that it ended
 
     @property
     def rank(self) -> int:
@@ -168,6 +172,7 @@ class Runtime:
             self._next_of_trial()
         self._begin(position(self.step + 1))
         self._evaluations = self._batches = 0
+        self._late = None
         self.checkpointer.resumed()
         self.state.step_begins()
         self._open, self._iteration = True, self.state.hook_or_refuse()[1].iteration
@@ -181,6 +186,7 @@ class Runtime:
         ``optimizer.step()`` on some, and before the step counts, is saved or stopped at.
         """
         if not self._open:
+            self._look_behind()
             return
         self.checkpointer.hold(Until.STEP)  # a scaler may have left the optimizer's step out
         self.state.hook_or_refuse()[1].average_parameters()
@@ -236,8 +242,20 @@ class Runtime:
 
     def checkpoint(self) -> bool:
         """Save now, unless this step is saved; every rank calls it after the same step. False: the save failed (and was told)."""
+        self._look_behind()
         self.settle()
-        return self._save_if_new("request") is None
+        error = self._save_if_new("request")
+        if not self._open and self.checkpointer.last.epoch == self.launch.epoch and error is None:
+            self._late = LateChanges(self.state, self.device, self.step)
+        return error is None
+
+    def _look_behind(self) -> None:
+        """A body goes on behind ``checkpoint()``, which has ended its step: what changes there belongs to no step."""
+        late, self._late = self._late, None
+        if late is not None and (names := late.found()):
+            text = sentence(late.step, names)
+            if mark_changed(JobPaths(Path(self.launch.job_root)).checkpoint(late.step, self.launch.epoch), text):
+                self.reporter.note("changed-behind-checkpoint", text, step=late.step)
 
     def log(self, values: dict[str, float | torch.Tensor]) -> None:
         """Metrics of the open step, or of the one just done; only rank 0's are kept."""
@@ -251,6 +269,7 @@ class Runtime:
         if self.finished:
             return
         self.settle(last=True)
+        self._look_behind()
         manifest = self.chosen.manifest
         if manifest is not None and manifest.job_id != self.launch.job_id and self.step == manifest.step:
             raise UserError(
@@ -321,7 +340,10 @@ class Runtime:
             self.exchange, name, self.counter.tick, lambda: cut_short and self.agreement.stop_pending()
         )
         try:
-            with undisturbed(ddp, hook, self.state.data, self.device, broadcast=self.launch.spec.ddp.broadcast_buffers):
+            with undisturbed(
+                ddp, hook, self.state.data, self.device, self.state.all_optimizers,
+                broadcast=self.launch.spec.ddp.broadcast_buffers,
+            ):  # fmt: skip
                 yield evaluation
         except Abandoned:
             note = f"a stop left the evaluation after step {self.step}; it runs again"

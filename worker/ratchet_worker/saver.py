@@ -17,8 +17,10 @@ from typing import Final
 from ratchet_contract.errors import RatchetError
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import JobPaths
+from ratchet_worker import divergence
 from ratchet_worker.aside import Aside
 from ratchet_worker.commitment import Committer, Verdict, written
+from ratchet_worker.content import Content
 from ratchet_worker.exchange import Exchange
 from ratchet_worker.latch import Latch
 from ratchet_worker.live_memory import ChangedTooEarly
@@ -105,7 +107,7 @@ class Saver:
             verdict = self._committer.decide(order, save.content, save.stall)
             self._failures = 0 if verdict["error"] is None else self._failures + 1
             verdict["failures"] = self._failures
-            if verdict["error"] is not None:
+            if verdict["error"] is not None and "diverged" not in verdict:
                 self._reporter.checkpoint_failed(order.step, verdict["error"])
         # Rank 0 may wait for the last report for as long as the deadline says.
         save.verdict = self._exchange.broadcast(
@@ -115,7 +117,17 @@ class Saver:
             progress=lambda: written(self._part.directory(save)),
             recurs=True,
         )
+        if "diverged" in save.verdict and save.content is not None:
+            save.verdict["error"] += f". {self._likely_cause(order.name, save, save.content)}"
+            if rank == 0:
+                self._reporter.checkpoint_failed(order.step, save.verdict["error"])
         return self._clearing is not None and self._settle(save, self._clearing)
+
+    def _likely_cause(self, order: str, save: Save, content: Content) -> str:
+        """Of replicas that differ; the same on all ranks."""
+        name = save.verdict["diverged"]
+        mine = divergence.facts(content.snapshot, content.summary, content.start, name)
+        return divergence.cause(name, self._exchange.gather(f"{order}/cause", mine, timeout=self._patience))
 
     def _settle(self, save: Save, clearing: Aside) -> bool:
         """Rank 0, when all are told: clear away. All ranks are past the save before this one, since they have reported. Who

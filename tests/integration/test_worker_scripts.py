@@ -1,0 +1,190 @@
+"""Scripts whose state lies where torch's own examples have it, killed and resumed: the same bits, or the report says why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet_contract.messages import ForkSource
+from ratchet_contract.phases import Cause
+from ratchet_store.commit import read_manifest
+from ratchet_store.compare import compare, render
+from tests.support.launch import Attempt, Job
+
+COMMON = '''
+import copy, os, signal, sys, time
+from pathlib import Path
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from ratchet_worker.data.loader import TrainLoader
+from ratchet_worker.session import Session
+
+FLAG = Path(sys.argv[1])
+STEPS = 12
+
+
+def killed():
+    """Once in a job's life, when something is saved."""
+    if FLAG.exists():
+        return
+    end = time.monotonic() + 30
+    while not list(FLAG.parent.glob("job/jobs/*/checkpoints/*/MANIFEST.json")):
+        assert time.monotonic() < end, "nothing was saved"
+        time.sleep(0.01)
+    FLAG.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.2)), nn.Linear(6, 6)
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64) / 4)
+        self.register_buffer("center", torch.zeros(6))
+
+    def forward(self, x):
+        y = torch.fft.irfft(torch.fft.rfft(self.body(x)) @ self.weight, n=6) - self.center
+        if self.training:
+            self.center.lerp_(y.detach().mean(0), 0.3)
+        return self.head(y)
+
+'''
+COPIES = (
+    COMMON
+    + """
+with Session() as s:
+    torch.manual_seed(1)
+    net = Net()
+    data = TrainLoader(torch.randn(64, 6), batch_size=4, seed=3, rank=s.rank, world_size=s.world_size)
+    model = s.wrap(net)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    teacher = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(list(set(net.body.parameters()) | {net.weight}), lr=0.01)
+    if s.step >= 5:
+        optimizer.add_param_group({"params": list(net.head.parameters()), "lr": 0.1})
+    s.register(optimizer=optimizer, data=data, average=average, teacher=teacher)
+    batches = s.batches()
+    for step in s.steps(STEPS):
+        if step == 4 and len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": list(net.head.parameters()), "lr": 0.1})
+        if step == 8:
+            killed()
+        x = next(batches)
+        with torch.no_grad():
+            wanted = teacher(x) + average(x)
+        (model(x) - wanted + x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+        with torch.no_grad():
+            for p, q in zip(teacher.module.parameters(), net.parameters()):
+                p.lerp_(q, 0.2)
+        if step == 5:  # the next forward pass does not begin with rank 0's buffers, since this one has no gradients
+            with torch.no_grad():
+                model.eval()(x)
+                model.train()
+"""
+)
+LATE = (
+    COMMON
+    + """
+with Session() as s:
+    torch.manual_seed(1)
+    net = Net()
+    data = TrainLoader(torch.randn(64, 6), batch_size=4, seed=3, rank=s.rank, world_size=s.world_size)
+    model = s.wrap(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    s.register(optimizer=optimizer, data=data, scheduler=scheduler)
+    batches = s.batches()
+    late = sys.argv[2] == "late"
+    for step in s.steps(STEPS):
+        if step == 8:
+            killed()
+        x = next(batches)
+        (model(x) - x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if not late:
+            scheduler.step()
+        if step == 6:
+            assert s.checkpoint()
+            with s.evaluation() as ev:
+                found = ev.averages({"loss": (float((net(x) - x).square().mean()), 1)})
+            s.log(found)
+        if late:
+            scheduler.step()
+"""
+)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Any:
+    jobs: list[Job] = []
+
+    def job(name: str, script: str, *arguments: str, killed: bool = True, strict: bool = True, **spec: Any) -> Job:
+        code = tmp_path / name / "code"
+        code.mkdir(parents=True)
+        (code / "train.py").write_text(script)
+        flag = tmp_path / name / "flag"
+        if not killed:
+            flag.touch()
+        whole = {
+            "script": ["train.py", str(flag), *arguments],
+            "code": {"path": str(code)},
+            "checkpoint": {"every_steps": 6, "first": "off"},
+            "determinism": "strict" if strict else "warn",
+            **spec,
+        }
+        jobs.append(Job(tmp_path / name / "job", whole, code))
+        return jobs[-1]
+
+    yield job
+    for one in jobs:
+        one.close()
+
+
+def resumed(job: Job) -> Attempt:
+    assert job.launch().wait().cause is Cause.RANK_KILLED, job.attempts[0].logs()
+    return job.launch()
+
+
+def test_copies_of_the_model_a_set_of_parameters_and_a_group_added_in_training_come_back(make: Any) -> None:
+    whole, cut = make("whole", COPIES, killed=False), make("cut", COPIES)
+    undisturbed, attempt = whole.launch(), resumed(cut)
+    assert undisturbed.wait().cause is attempt.wait().cause is Cause.COMPLETED, attempt.logs() + undisturbed.logs()
+    assert (attempt.report().verdict, attempt.report().base.step) == ("exact", 6)
+    found = compare(whole.newest(), cut.newest())
+    assert found.identical, render(found)
+
+
+def test_state_that_changes_behind_checkpoint_in_the_same_body_marks_it(make: Any) -> None:
+    """Named at the resume, refused under strict, and known to a fork."""
+    warned, strict, clean = (
+        make("warn", LATE, "late", strict=False),
+        make("strict", LATE, "late"),
+        make("clean", LATE, "no"),
+    )
+    killed = warned.launch()
+    attempts = resumed(strict), resumed(clean)
+    result = attempts[0].wait()
+    assert result.cause is Cause.USER_ERROR and "call checkpoint() last" in str(result.message), attempts[0].logs()
+    assert attempts[1].wait().cause is Cause.COMPLETED, attempts[1].logs()
+    assert (attempts[1].report().verdict, attempts[1].report().base.step) == ("exact", 7)
+    assert not clean.attempts[0].messages(kind="note"), clean.attempts[0].messages(kind="note")
+
+    assert killed.wait().cause is Cause.RANK_KILLED
+    [told] = [m for rank in (0, 1) for m in killed.messages(rank, kind="note")]
+    wanted = "scheduler changed behind checkpoint() in the same loop body"
+    assert told.type == "changed-behind-checkpoint" and wanted in told.message
+    source = read_manifest(warned.newest())
+    fork = make("fork", LATE, "late", killed=False, strict=False)
+    root = ForkSource(job_root=str(warned.paths.root), step=source.step, epoch=source.epoch, digest=source.digest)
+    for attempt in (warned.launch(), fork.launch(fork=root)):
+        assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
+        report = attempt.report()
+        assert (report.verdict, report.base.step) == ("not-exact", 7)
+        assert all(wanted in str(c.reason) for c in report.components if c.component == "checkpoint")

@@ -1,0 +1,73 @@
+"""What a script changes behind ``checkpoint()`` in the same loop body. The undisturbed run has it, the checkpoint has not: the
+checkpoint is marked, and a resume from it is not exact.
+
+The state is captured when ``checkpoint()`` has saved it, and at the end of the body. Both are views: compared are the values of
+what is small, and of the rest torch's count of in-place changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from ratchet_hooks.torch_compat import version_of
+from ratchet_worker.job_state import JobState
+from ratchet_worker.live_memory import address
+from ratchet_worker.rng import forked
+from ratchet_worker.snapshot import Snapshot, digest
+
+_SMALL: Final = 64 << 10
+"""Bytes of a tensor on the CPU up to which its elements are compared."""
+
+
+class LateChanges:
+    """Of one rank, from the end of a ``checkpoint()`` on. ``step``: the one that is saved."""
+
+    def __init__(self, state: JobState, device: torch.device, step: int) -> None:
+        self.step = step
+        self._state, self._device = state, device
+        self._snapshot = self._captured()  # holds the tensors, so that no other gets their memory
+        self._marks = _marks(self._snapshot)
+
+    def found(self) -> list[str]:
+        """Names of the components that are others now."""
+        now = self._captured()
+        marks = _marks(now)
+        names = {
+            name.partition("/")[0] for name in {**self._marks, **marks} if self._marks.get(name) != marks.get(name)
+        }
+        states = self._snapshot.state, now.state
+        names |= {name for name in {**states[0], **states[1]} if states[0].get(name) != states[1].get(name)}
+        return sorted(names - self._without_effect())
+
+    def _captured(self) -> Snapshot:
+        with forked(self._device):  # what a state_dict() draws leaves no trace
+            return self._state.capture()
+
+    def _without_effect(self) -> set[str]:
+        """Every forward begins with rank 0's buffers, where DDP broadcasts them."""
+        ddp = self._state.hook_or_refuse()[0]
+        return {"buffers"} if ddp.broadcast_buffers and self._state.rank != 0 else set()
+
+
+def sentence(step: int, names: Sequence[str]) -> str:
+    """What is wrong with the checkpoint of ``step``, and what to do."""
+    return (
+        f"{', '.join(name.removeprefix('user:') for name in names)} changed behind checkpoint() in the same loop body, so the "
+        f"checkpoint of step {step} lacks it: call checkpoint() last"
+    )
+
+
+def _marks(snapshot: Snapshot) -> dict[str, Any]:
+    tensors: Mapping[str, torch.Tensor] = snapshot.shared
+    found = {name: (address(tensor), _mark(tensor)) for name, tensor in tensors.items()}
+    return {**found, **{name: _mark(tensor) for name, tensor in snapshot.private.items()}}
+
+
+def _mark(tensor: torch.Tensor) -> Any:
+    form = tensor.shape, tensor.dtype
+    if tensor.is_cpu and tensor.nbytes <= _SMALL:
+        return *form, digest([tensor])
+    return *form, version_of(tensor)
