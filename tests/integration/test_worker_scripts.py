@@ -84,8 +84,7 @@ with Session() as s:
                 p.lerp_(q, 0.2)
         if step == 5:  # the next forward pass does not begin with rank 0's buffers, since this one has no gradients
             with torch.no_grad():
-                model.eval()(x)
-                model.train()
+                model(x)
 """
 )
 LATE = (
