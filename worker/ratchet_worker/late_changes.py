@@ -32,7 +32,8 @@ class LateChanges:
         self._marks = _marks(self._snapshot)
 
     def found(self) -> list[str]:
-        """Names of the components that are others now."""
+        """Names of the components that are others now. An evaluation in the body, too, belongs to what the checkpoint lacks."""
+        self._state.step_begins()
         now = self._captured()
         marks = _marks(now)
         names = {
