@@ -20,6 +20,7 @@ from ratchet_client.cli import (
     hooks,
     init,
     processes,
+    prove,
     queue,
     quota,
     show,
@@ -106,6 +107,7 @@ app = typer.Typer(
 app.callback()(_root)
 for _module in (
     submit,
+    prove,
     init,
     show,
     top,

@@ -26,10 +26,12 @@ MEANINGS: dict[Exit, str] = {
     Exit.OK: "done",
     Exit.JOB_FAILED: (
         "the job waited for failed, was cancelled, or ended elsewhere than asked; a checkpoint is damaged; "
-        "`doctor --exactness` or `compare` found other bits"
+        "`doctor --exactness`, `prove` or `compare` found other bits"
     ),
     Exit.USAGE: "wrong command line; a name that several jobs have; a checkpoint to verify that cannot be read",
-    Exit.NOT_FOUND: "no such job, attempt, checkpoint, hook or file",
+    Exit.NOT_FOUND: (
+        "no such job, attempt, checkpoint, hook or file; `prove`: equal, but not everything in the spec was exercised"
+    ),
     Exit.CONFLICT: "the action does not fit the job's phase",
     Exit.REFUSED: "invalid spec or configuration, or a request the service refuses",
     Exit.UNREACHABLE: "the service does not answer",

@@ -26,6 +26,7 @@ from ratchet_contract.paths import HomePaths
 
 ROOM: Final = 512 << 20
 START_SECONDS: Final = 60.0
+_SECONDS: Final = 600.0  # for one answer: comparing checkpoints takes as long as reading them
 END_SECONDS: Final = 20.0
 _JOBS_AT_ONCE: Final = 2
 """Jobs per core: half of a small job's life is waiting (imports, meeting, files), and thread counts are fixed either way."""
@@ -45,8 +46,9 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float, period: f
 
 
 @contextmanager
-def throw_away_service(home: Path) -> Iterator[tuple[RatchetClient, HomePaths]]:
-    """A client of the service and its run directory, beside ``home`` if there is room, else among the temporary files.
+def throw_away_service(home: Path, *, slots: int = 0) -> Iterator[tuple[RatchetClient, HomePaths]]:
+    """A client of the service and its run directory, beside ``home`` if there is room, else among the temporary files. ``slots``:
+    CPU slots that it has at least.
 
     Ctrl-C, SIGTERM and SIGHUP end the block with ``KeyboardInterrupt``; until all is cleaned up, further ones are ignored.
     Raises ``CannotStart``.
@@ -56,10 +58,10 @@ def throw_away_service(home: Path) -> Iterator[tuple[RatchetClient, HomePaths]]:
     with interruptible():
         try:
             root = _directory(home)
-            process = _start(root)
+            process = _start(root, slots)
             paths = HomePaths(root)
             _wait_ready(process, paths)
-            with RatchetClient(home=root, retry_for=5.0) as client:
+            with RatchetClient(home=root, retry_for=5.0, timeout=_SECONDS) as client:
                 yield client, paths
         finally:
             with undisturbed():
@@ -79,10 +81,10 @@ def _directory(home: Path) -> Path:
     raise CannotStart(f"no room for a run directory of {ROOM >> 20} MiB in {' or '.join(map(str, places))}")
 
 
-def _start(root: Path) -> subprocess.Popen[bytes]:
+def _start(root: Path, slots: int) -> subprocess.Popen[bytes]:
     """``ratchet serve`` by its own module; nothing of this shell's Ratchet variables: never the user's own database."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("RATCHET_")}
-    slots = _JOBS_AT_ONCE * max(2, len(os.sched_getaffinity(0)))
+    slots = max(slots, _JOBS_AT_ONCE * max(2, len(os.sched_getaffinity(0))))
     with (root / "service.log").open("wb") as log:
         return subprocess.Popen(
             [

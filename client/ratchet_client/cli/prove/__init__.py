@@ -1,0 +1,168 @@
+"""``ratchet prove``: does this code, on these devices, end with the same bits when it is interrupted?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ratchet_client.cli import output
+from ratchet_client.cli.common import RUN, JsonFlag, UploadOption, _job_id, is_path, open_client, settings
+from ratchet_client.cli.exits import Exit
+from ratchet_client.cli.submit import override
+
+if TYPE_CHECKING:
+    from ratchet_client.cli.doctor.progress import Progress
+    from ratchet_client.cli.prove.proof import Proof
+    from ratchet_client.client import RatchetClient
+
+_SECONDS = 3600.0
+"""For one answer: checkpoints are compared before it comes."""
+_MOST = 10
+
+
+def register(app: typer.Typer) -> None:
+    app.command(rich_help_panel=RUN)(prove)
+
+
+def prove(
+    ctx: typer.Context,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="SPEC|JOB", help="A spec file (with a slash or a dot in it, or -), or a job.", show_default=False
+        ),
+    ],
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Where the runs end. (default: behind the end of an epoch, an evaluation and the hook's start, at most 1000)",
+            show_default=False,
+        ),
+    ] = None,
+    sets: Annotated[
+        list[str],
+        typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the spec, like hook.start_powerSGD_iter=10."),
+    ] = [],  # noqa: B006
+    upload: UploadOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Prove on your own code, data and devices that an interrupted job ends with the same bits.
+
+    SPEC: two short undisturbed runs, which must be equal, then one that is killed and preempted; every tensor, state and
+    metric is compared. Needs a Session or a Task. Without a running service on one of its own, on this machine. Exit code 0:
+    proved; 1: it differs; 3: equal, but something in the spec was not exercised.
+
+    JOB: a fork trains from its last checkpoint but one to the last, which must be equal. The job is not touched.
+    """
+    from ratchet_client.cli.doctor.progress import Progress
+    from ratchet_client.cli.prove.proof import prove_job, prove_spec
+    from ratchet_client.cli.prove.trials import trials
+    from ratchet_client.cli.signals import interruptible
+    from ratchet_client.spec_file import read_spec
+
+    if target == "-" or is_path(target):
+        spec = read_spec(target)
+        override(spec, sets, {})
+        with (
+            interruptible(),
+            Progress(lines=True) as say,
+            _service(ctx, spec, say) as client,
+            trials(client, say) as made,
+        ):
+            proof = prove_spec(made, spec, steps, upload)
+    else:
+        if steps is not None or sets or upload is not None:
+            raise typer.BadParameter("--steps, --set and --upload are for a SPEC; a job is trained again as it is")
+        job_id = _job_id(ctx, target)
+        with (
+            interruptible(),
+            Progress(lines=True) as say,
+            open_client(ctx, timeout=_SECONDS) as client,
+            trials(client, say) as made,
+        ):
+            proof = prove_job(made, job_id)
+    if as_json:
+        output.emit(proof)
+    else:
+        for line in _lines(proof):
+            output.line(line)
+        _show_exercised(proof)
+    if proof.verdict == "not-exercised":
+        raise typer.Exit(Exit.NOT_FOUND)
+    if proof.verdict != "proved":
+        raise typer.Exit(Exit.JOB_FAILED)
+
+
+@contextmanager
+def _service(ctx: typer.Context, spec: dict[str, Any], say: Progress) -> Iterator[RatchetClient]:
+    """The service that runs, so that the jobs run where the user's do; where none was named and none runs, one of its own."""
+    from ratchet_client.cli.doctor.throwaway import throw_away_service
+    from ratchet_client.discovery import find_target, home_directory
+
+    given = settings(ctx)
+    with open_client(ctx, timeout=_SECONDS) as client:
+        if find_target(given.server, given.home).server is not None or client.ready():
+            yield client
+            return
+    say("no service runs for the run directory: starting one of its own, on this machine ...")
+    world = spec.get("world")
+    ranks = world.get("ranks_per_node", 1) if isinstance(world, dict) else 1
+    with throw_away_service(home_directory(given.home), slots=2 * ranks if isinstance(ranks, int) else 2) as (
+        client,
+        _,
+    ):
+        yield client
+
+
+def _lines(proof: Proof) -> list[str]:
+    from ratchet_client.cli.compare import lines as difference
+
+    of = "" if proof.total is None or proof.total == proof.steps else f" of {proof.total}"
+    seen = f"{proof.comparison.tensors} tensors, every rank's state and {proof.metrics} metrics after {proof.steps}{of} steps"
+    if proof.verdict == "not-repeatable":
+        out = [f"NOT REPEATABLE: two undisturbed runs of {proof.what} differ, so training itself does not repeat"]
+        out.append(
+            "this is not the resume's doing, and no resume can be exact before it is mended: a seed that comes from the clock, "
+            "an operation without a fixed order (determinism), data that change from run to run"
+        )
+        out += difference(proof.comparison) if not proof.comparison.identical else ["they ended after different steps"]
+        return [*out, *_metrics(proof)]
+    if proof.verdict == "differs":
+        how = "the interrupted run" if proof.interruptions else "the same steps done again"
+        out = [f"DIFFERS: {how} of {proof.what} did not end as the undisturbed one"]
+        out += [] if proof.comparison.identical else difference(proof.comparison)
+        out += (
+            [f"what the resume reports say: {proof.reports[0]}", *(f"  {text}" for text in proof.reports[1:])]
+            if proof.reports
+            else []
+        )
+        return [*out, *_metrics(proof)]
+    done = (
+        f"interrupted {len(proof.interruptions)} times, {proof.redone} steps done again"
+        if proof.interruptions
+        else "done again"
+    )
+    head = "PROVED" if proof.verdict == "proved" else "EQUAL, BUT NOT ALL WAS EXERCISED"
+    out = [f"{head}: {proof.what}, {done}, ends with the same bits: {seen}"]
+    out += [f"note: {text}" for text in proof.reports]
+    if proof.times:
+        out.append(
+            f"not judged, since undisturbed runs differ in them while all tensors are equal: {', '.join(proof.times)}"
+        )
+    return [*out, *_metrics(proof)]
+
+
+def _metrics(proof: Proof) -> list[str]:
+    more = len(proof.metrics_differ) - _MOST
+    out = [f"metric {text}" for text in proof.metrics_differ[:_MOST]]
+    return [*out, *([f"... and {more} more metrics"] if more > 0 else [])]
+
+
+def _show_exercised(proof: Proof) -> None:
+    if proof.exercised:
+        output.line()
+        output.table(("PART", "STATUS", "HOW"), [(one.name, one.status, one.detail) for one in proof.exercised])

@@ -1,0 +1,107 @@
+"""What a proof has exercised of a spec, and what not. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from ratchet_client.cli.prove.fault_plan import Fault
+from ratchet_client.cli.prove.trials import Facts
+
+Status = Literal["exercised", "not exercised", "none seen"]
+
+
+class Exercise(BaseModel):
+    """``not exercised``: the job has it, and the runs did not come to it; ``none seen``: as far as Ratchet sees, it has none."""
+
+    name: str
+    status: Status
+    detail: str
+
+
+def exercises(facts: Facts, hook: Mapping[str, Any], faults: list[Fault]) -> list[Exercise]:
+    """``hook``: its part of the spec; ``faults``: those that were carried out."""
+    last = max((fault.step for fault in faults), default=0)
+    return [
+        _hook(facts, hook, last),
+        _epoch(facts),
+        _evaluation(facts, faults),
+        _scheduler(facts),
+        _accumulation(facts),
+    ]
+
+
+def _hook(facts: Facts, hook: Mapping[str, Any], last: int) -> Exercise:
+    name = str(hook["name"])
+    phases = ", ".join(f"{phase} from step {step}" for phase, step in facts.phases.items() if phase != "steady")
+    if set(facts.phases) == {"warm-up"}:
+        key, start = _start(hook)
+        enough = start + 10
+        told = f"{name}: only its warm-up; {_ACTS[name]} starts at step {start} ({key}), the runs had {facts.step}"
+        if facts.total is not None and facts.total <= start:
+            told += f"; the job itself ends at step {facts.total}, and never comes to it: lower hook.{key}"
+        else:
+            told += f": `--steps {enough}`, or `--set hook.{key}=10`"
+        return Exercise(name="hook phase", status="not exercised", detail=told)
+    begun = max((step for phase, step in facts.phases.items() if phase not in ("warm-up", "steady")), default=0)
+    if begun > last:
+        text = f"{name}: {phases}; no interruption came after that: give more `--steps`"
+        return Exercise(name="hook phase", status="not exercised", detail=text)
+    return Exercise(
+        name="hook phase", status="exercised", detail=f"{name}: {phases}" if phases else f"{name}, from step 1"
+    )
+
+
+_ACTS = {"powerSGD": "compression", "batched_powerSGD": "compression", "post_localSGD": "local training"}
+
+
+def _start(hook: Mapping[str, Any]) -> tuple[str, int]:
+    """The key that says when the hook begins, and its value."""
+    keys = [key for key in ("start_powerSGD_iter", "start_localSGD_iter") if key in hook]
+    return (keys[0], int(hook[keys[0]])) if keys else ("its start", 0)
+
+
+def _epoch(facts: Facts) -> Exercise:
+    if facts.epoch_ends:
+        ends = ", ".join(map(str, facts.epoch_ends[:5]))
+        return Exercise(name="end of an epoch", status="exercised", detail=f"after step {ends}")
+    if not facts.epochs:
+        return Exercise(name="end of an epoch", status="none seen", detail="no data are registered with the Session")
+    if facts.step == facts.total:
+        return Exercise(name="end of an epoch", status="none seen", detail="the job ends within its first epoch")
+    text = f"none within {facts.step} steps: give more `--steps`"
+    return Exercise(name="end of an epoch", status="not exercised", detail=text)
+
+
+def _evaluation(facts: Facts, faults: list[Fault]) -> Exercise:
+    if facts.evaluations:
+        killed = [f.step for f in faults if f.kind == "kill-in-evaluation"]
+        text = f"after step {', '.join(map(str, facts.evaluations[:5]))}" + (
+            f"; killed in that of step {killed[0]}" if killed else ""
+        )
+        return Exercise(name="evaluation", status="exercised", detail=text)
+    if facts.expects_evaluation and facts.step != facts.total:
+        text = f"none within {facts.step} steps: give more `--steps`"
+        return Exercise(name="evaluation", status="not exercised", detail=text)
+    text = "no Session.evaluation() within these steps; a loop of the script's own is not seen"
+    return Exercise(name="evaluation", status="none seen", detail=text)
+
+
+def _scheduler(facts: Facts) -> Exercise:
+    if not facts.schedulers:
+        return Exercise(name="scheduler", status="none seen", detail="none with a step count is registered")
+    still = [name for name, steps in facts.schedulers.items() if steps < 1]
+    if still and facts.step != facts.total:
+        text = f"{', '.join(still)} was not stepped within {facts.step} steps: give more `--steps`"
+        return Exercise(name="scheduler", status="not exercised", detail=text)
+    text = ", ".join(f"{name}: {steps} steps" for name, steps in facts.schedulers.items())
+    return Exercise(name="scheduler", status="exercised", detail=text)
+
+
+def _accumulation(facts: Facts) -> Exercise:
+    if facts.batches > 1:
+        text = f"up to {facts.batches} batches in a step"
+        return Exercise(name="accumulation", status="exercised", detail=text)
+    return Exercise(name="accumulation", status="none seen", detail="one batch in a step")

@@ -1,0 +1,73 @@
+"""Where a run is to be interrupted, by what undisturbed runs have come by. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ratchet_client.cli.prove.trials import EVERY, Facts
+
+REDONE: Final = 2
+"""Steps that each kill loses at least."""
+_WORDS: Final = {
+    "kill-rank": "rank {rank} killed", "kill-agent": "the agent of rank {rank} killed", "preempt": "preempted",
+    "kill-in-evaluation": "rank {rank} killed in the evaluation",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Attempt ``attempt`` ends when ``step`` steps of the job are done."""
+
+    attempt: int
+    rank: int
+    step: int
+    kind: str
+
+    @property
+    def words(self) -> str:
+        return f"{_WORDS[self.kind].format(rank=self.rank)} after step {self.step}"
+
+    def data(self) -> dict[str, Any]:
+        """For the spec."""
+        return {"attempt": self.attempt, "rank": self.rank, "step": self.step, "kind": self.kind}
+
+
+@dataclass(frozen=True)
+class FaultPlan:
+    """``every``: steps between the interrupted run's checkpoints, so that each kill loses ``REDONE`` steps or more."""
+
+    every: int
+    faults: list[Fault]
+
+
+def fault_plan(facts: Facts, ranks: int) -> FaultPlan | None:
+    """A kill within the first epoch, one in an evaluation, one of an agent behind the end of the epoch and the start of the hook,
+    then a preemption; as many of them as fit. None: not even one does."""
+    plans = [FaultPlan(every, _faults(facts, ranks, every)) for every in (EVERY, *range(3, 2 * EVERY))]
+    best = max(plans, key=lambda plan: len(plan.faults))  # of equals the first
+    return best if any(fault.kind.startswith("kill") for fault in best.faults) else None
+
+
+def _faults(facts: Facts, ranks: int, every: int) -> list[Fault]:
+    last = facts.step - 1
+    behind = max(
+        [*facts.epoch_ends[:1], *(step for phase, step in facts.phases.items() if phase != "warm-up")], default=0
+    )
+    within = min([*facts.epoch_ends[:1], last])
+    wanted: list[tuple[str, Sequence[int]]] = [
+        ("kill-rank", range(every, within + 1)),
+        ("kill-in-evaluation", [step for step in facts.evaluations if step <= last]),
+        ("kill-agent", [*range(behind + 1, last + 1), *range(every, last + 1)]),
+        ("preempt", range(max(behind, every) + 1, last + 1)),
+    ]
+    out: list[Fault] = []
+    done = 0
+    for kind, steps in wanted:
+        fits = (s for s in steps if s > done and s >= every and (kind == "preempt" or s % every >= REDONE))
+        if (step := next(fits, None)) is not None:
+            rank = (ranks - 1, 0)[len(out) % 2]
+            out.append(Fault(len(out) + 1, rank, step, kind))
+            done = step
+    return out

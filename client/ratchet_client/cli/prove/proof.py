@@ -1,0 +1,220 @@
+"""``ratchet prove``: undisturbed runs against each other, then an interrupted one, or a stretch of a job done again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel
+
+from ratchet_client.cli.prove.exercise import Exercise, exercises
+from ratchet_client.cli.prove.fault_plan import REDONE, Fault, fault_plan
+from ratchet_client.cli.prove.trials import EVERY, LABEL, TRACKERS_OFF, Run, TrialFailed, Trials, trial_spec
+from ratchet_contract.api import AttemptView, CheckpointView, ComparisonView
+from ratchet_contract.api_requests import ForkRequest
+from ratchet_contract.errors import Conflict, Refused
+from ratchet_contract.phases import Cause
+
+Verdict = Literal["proved", "not-exercised", "differs", "not-repeatable"]
+_CAUSES: Final[dict[str, frozenset[Cause]]] = {
+    "kill-rank": frozenset({Cause.RANK_KILLED, Cause.OOM}),
+    "kill-in-evaluation": frozenset({Cause.RANK_KILLED, Cause.OOM}),
+    "preempt": frozenset({Cause.SIGTERM}),
+}
+_MOST: Final = 10
+
+
+class Proof(BaseModel):
+    """``comparison``: of what differs, else of the interrupted run; ``redone``: steps that were lost and done again;
+    ``metrics``: series that were compared, ``metrics_differ``: what differs in them; ``times``: series that differ between
+    undisturbed runs, while all tensors are equal: they are not judged; ``reports``: what resumes were not exact in."""
+
+    verdict: Verdict
+    what: str
+    steps: int
+    total: int | None
+    comparison: ComparisonView
+    interruptions: list[str] = []
+    redone: int = 0
+    metrics: int = 0
+    metrics_differ: list[str] = []
+    times: list[str] = []
+    reports: list[str] = []
+    exercised: list[Exercise] = []
+
+
+def prove_spec(trials: Trials, spec: Mapping[str, Any], steps: int | None, upload: bool | None) -> Proof:
+    """Two undisturbed runs, which must be equal, and an interrupted one. ``steps``: where they end; None: behind an epoch's end
+    and an evaluation. Raises ``SpecError``, ``TrialFailed``, ``Refused`` (``trial-too-short``)."""
+    client = trials.client
+
+    def submit(role: str, end_at: int | None, every: int, faults: list[Fault]) -> str:
+        data = trial_spec(spec, role, end_at, every, [fault.data() for fault in faults])
+        return trials.add(client.submit(data, upload=upload, note=trials.say))
+
+    roles = {submit(f"undisturbed-{n}", steps, EVERY, []): f"undisturbed run {n}" for n in (1, 2)}
+    a, b = trials.wait(roles)
+    found = client.compare(a.job.id, b.job.id)
+    different = _different(a, b)
+    if not found.identical or a.facts.step != b.facts.step:
+        return _proof("not-repeatable", a, found, metrics_differ=different)
+    world = a.job.spec["world"]
+    plan = fault_plan(a.facts, world["nodes"] * world["ranks_per_node"])
+    if plan is None:
+        raise Refused(
+            f"the runs had {a.facts.step} steps, too few to be killed {REDONE} steps behind a checkpoint: give more (--steps), "
+            "or a job with more steps",
+            code="trial-too-short",
+        )
+    (c,) = trials.wait({submit("interrupted", a.facts.step, plan.every, plan.faults): "interrupted run"})
+    found = client.compare(a.job.id, c.job.id)
+    times = sorted({text.partition(" ")[0] for text in different})
+    metrics = [text for text in _different(a, c) if text.partition(" ")[0] not in times]
+    struck = _struck(c, plan.faults)
+    exercised = [
+        _interruptions(struck, plan.faults),
+        *exercises(a.facts, a.job.spec["hook"], [fault for fault, _ in struck]),
+    ]
+    lacking = any(one.status == "not exercised" for one in exercised)
+    equal = found.identical and not metrics
+    return _proof(
+        "differs" if not equal else "not-exercised" if lacking else "proved",
+        a,
+        found,
+        interruptions=[f"{fault.words}, {_redone(attempt)}" for fault, attempt in struck],
+        redone=sum(attempt.steps_lost or 0 for _, attempt in struck),
+        metrics_differ=metrics,
+        times=times,
+        reports=_reports(c.attempts),
+        exercised=exercised,
+    )
+
+
+def prove_job(trials: Trials, job_id: str) -> Proof:
+    """The steps between the job's last two checkpoints, done again by a fork. Raises ``Conflict`` (``too-few-checkpoints``) and
+    ``TrialFailed``."""
+    client = trials.client
+    job = client.job(job_id)
+    stored = [c for c in client.checkpoints(job_id) if c.state == "committed" and c.lineage == "current"]
+    older = [c for c in stored[1:] if c.step < stored[0].step]
+    if not older:
+        raise Conflict(
+            f"job {job_id} has {len(stored)} checkpoint{'s' * (len(stored) != 1)} stored: two of different steps are needed, to "
+            "train from one to the other. Let it train on, or keep more (checkpoint.keep_last)",
+            code="too-few-checkpoints",
+        )
+    newest, before = stored[0], older[0]
+    _pin(trials, newest)
+    changes = {
+        "labels": {LABEL: "again"},
+        "env": dict(TRACKERS_OFF),
+        "checkpoint": {"uri": None, "first": "off"},
+        "policy": {"timeout": None},
+        "ttl": 86_400,
+        "trial": {"end_at": newest.step},
+    }
+    request = ForkRequest(checkpoint_id=before.id, name=f"{job.name[:48].rstrip('-')}-prove-again", spec=changes)
+    fork = trials.add(client.fork(job_id, request))
+    _unpin_later(trials, before)
+    (again,) = trials.wait({fork: f"steps {before.step + 1} to {newest.step} again"})
+    if again.facts.step != newest.step or again.job.last_checkpoint is None:
+        raise TrialFailed(f"the fork ended at step {again.facts.step}, not at {newest.step}: nothing can be compared")
+    found = client.compare(job_id, fork, checkpoint=newest.id, with_checkpoint=again.job.last_checkpoint)
+    theirs = {n: dict(zip(s.steps, s.values, strict=True)) for n, s in client.series(job_id).items()}
+    within = {
+        name: {s: v for s, v in points.items() if before.step < s <= newest.step} for name, points in theirs.items()
+    }
+    return Proof(
+        verdict="proved" if found.identical else "differs",
+        what=f"{job_id}, steps {before.step + 1} to {newest.step}",
+        steps=newest.step,
+        total=again.facts.total,
+        comparison=found,
+        redone=newest.step - before.step,
+        metrics=len(within),
+        metrics_differ=_metrics_differ(within, again.metrics),
+        reports=_reports(again.attempts),
+    )
+
+
+def _pin(trials: Trials, checkpoint: CheckpointView) -> None:
+    """Nobody's retention takes it away meanwhile."""
+    if not checkpoint.pinned:
+        trials.client.pin(checkpoint.job_id, checkpoint.id)
+        trials.later(lambda: trials.client.pin(checkpoint.job_id, checkpoint.id, False))
+
+
+def _unpin_later(trials: Trials, checkpoint: CheckpointView) -> None:
+    """A fork pins what it starts from."""
+    if not checkpoint.pinned:
+        trials.later(lambda: trials.client.pin(checkpoint.job_id, checkpoint.id, False))
+
+
+def _proof(verdict: Verdict, run: Run, found: ComparisonView, **more: Any) -> Proof:
+    facts = run.facts
+    return Proof(
+        verdict=verdict, what=run.job.name.rpartition("-prove-")[0], steps=facts.step, total=facts.total, comparison=found,
+        metrics=len(run.metrics), **more,
+    )  # fmt: skip
+
+
+def _different(a: Run, b: Run) -> list[str]:
+    return _metrics_differ(a.metrics, b.metrics)
+
+
+def _metrics_differ(a: Mapping[str, Mapping[int, float]], b: Mapping[str, Mapping[int, float]]) -> list[str]:
+    """A sentence per series, which begins with its name: the first step at which it differs."""
+    out = []
+    for name in sorted({*a, *b}):
+        x, y = a.get(name, {}), b.get(name, {})
+        steps = (step for step in sorted({*x, *y}) if repr(x.get(step)) != repr(y.get(step)))
+        if (step := next(steps, None)) is not None:
+            out.append(f"{name} at step {step}: {_shown(x.get(step))} against {_shown(y.get(step))}")
+    return out
+
+
+def _shown(value: float | None) -> str:
+    return "none" if value is None else f"{value:.9g}"
+
+
+def _struck(run: Run, faults: list[Fault]) -> list[tuple[Fault, AttemptView]]:
+    """Faults that were carried out as planned, each with the attempt that it ended."""
+    out = []
+    for fault, attempt in zip(faults, run.attempts, strict=False):
+        lost = attempt.steps_lost or 0
+        expected = (
+            attempt.cause in _CAUSES[fault.kind] if fault.kind in _CAUSES else attempt.cause is not Cause.COMPLETED
+        )
+        if expected and (fault.kind == "preempt" or lost >= REDONE):
+            out.append((fault, attempt))
+    return out
+
+
+def _redone(attempt: AttemptView) -> str:
+    lost = attempt.steps_lost or 0
+    return f"{lost} step{'s' * (lost != 1)} done again"
+
+
+def _interruptions(struck: list[tuple[Fault, AttemptView]], faults: list[Fault]) -> Exercise:
+    missed = [fault.words for fault in faults if fault not in [one for one, _ in struck]]
+    if missed:
+        text = f"not carried out as planned: {'; '.join(missed)}"
+        return Exercise(name="interruptions", status="not exercised", detail=text)
+    text = "; ".join(f"{fault.words}, {_redone(attempt)}" for fault, attempt in struck)
+    return Exercise(name="interruptions", status="exercised", detail=text)
+
+
+def _reports(attempts: list[AttemptView]) -> list[str]:
+    """What the resume reports do not call exact, and what they note."""
+    out: dict[str, None] = {}
+    for attempt in attempts:
+        report = attempt.resume_report
+        if report is None or report.verdict == "fresh":
+            continue
+        for one in report.components:
+            if one.status != "exact":
+                out[f"{one.component} is {one.status}: {one.reason or 'no reason given'}"] = None
+        for difference in report.differences:
+            out[f"{difference.key} was {difference.recorded}, and is {difference.current}"] = None
+        out |= dict.fromkeys(report.notes)
+    return list(out)[:_MOST]
