@@ -11,7 +11,7 @@ from ratchet_client.cli.common import SAVED, JobId, JsonFlag, open_client
 from ratchet_client.cli.exits import Exit
 
 if TYPE_CHECKING:
-    from ratchet_contract.api import ComparisonView
+    from ratchet_contract.api import ComparisonView, DifferenceView
 
 _SECONDS = 3600.0
 """For one answer: whole checkpoints are read from the disk before it comes."""
@@ -56,13 +56,19 @@ def lines(found: ComparisonView) -> list[str]:
     names = f"{found.job_id}/{found.checkpoint_id} and {found.with_job_id}/{found.with_checkpoint_id}"
     if found.identical:
         return [f"identical: {names}, {found.tensors} tensors and every rank's state, bit for bit"]
-    out = [f"not identical: {names}, {found.different} of their tensors and values differ"]
-    if found.equal_through is not None:
-        out.append(
-            f"step {found.equal_through} is identical: they parted between steps {found.equal_through} and {found.step}"
-        )
-    out.append("what differs, causes first:")
-    out += [f"  {one.place}: {one.detail}" for one in found.differences[:_MOST]]
-    if found.different > _MOST:
-        out.append(f"  ... and {found.different - _MOST} more")
+    return [f"not identical: {names}", *difference_lines(found)]
+
+
+def difference_lines(found: ComparisonView) -> list[str]:
+    """What differs, a line per component, causes first, and what to do."""
+    of: dict[str, list[DifferenceView]] = {}
+    for one in found.differences:
+        of.setdefault(one.component, []).append(one)
+    equal = "" if found.equal_through is None else f"; step {found.equal_through} is identical"
+    out = [f"{found.different} tensors and values differ at step {found.step}{equal}. Causes first:"]
+    for component, several in list(of.items())[:_MOST]:
+        more = f"; {len(several) - 1} more of {component}" if len(several) > 1 else ""
+        out.append(f"  {several[0].place}: {several[0].detail}{more}")
+    if found.different > len(found.differences):
+        out.append(f"  ... and {found.different - len(found.differences)} more")
     return [*out, *([f"next: {found.advice}"] if found.advice else [])]

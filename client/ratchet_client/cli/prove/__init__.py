@@ -119,28 +119,25 @@ def _service(ctx: typer.Context, spec: dict[str, Any], say: Progress) -> Iterato
 
 
 def _lines(proof: Proof) -> list[str]:
-    from ratchet_client.cli.compare import lines as difference
+    from ratchet_client.cli.compare import difference_lines
 
     of = "" if proof.total is None or proof.total == proof.steps else f" of {proof.total}"
     seen = f"{proof.comparison.tensors} tensors, every rank's state and {proof.metrics} metrics after {proof.steps}{of} steps"
+    different = [] if proof.comparison.identical else difference_lines(proof.comparison)
     if proof.verdict == "not-repeatable":
-        out = [f"NOT REPEATABLE: two undisturbed runs of {proof.what} differ, so training itself does not repeat"]
-        out.append(
-            "this is not the resume's doing, and no resume can be exact before it is mended: a seed that comes from the clock, "
-            "an operation without a fixed order (determinism), data that change from run to run"
-        )
-        out += difference(proof.comparison) if not proof.comparison.identical else ["they ended after different steps"]
-        return [*out, *_metrics(proof)]
+        return [
+            f"NOT REPEATABLE: two undisturbed runs of {proof.what} differ: {_first(proof)}",
+            "Training itself does not repeat. That is not the resume's doing, and no resume can be exact before it is mended: a "
+            "seed that comes from the clock, an operation without a fixed order (determinism), data that change from run to run",
+            *different,
+            *_metrics(proof),
+        ]  # fmt: skip
     if proof.verdict == "differs":
         how = "the interrupted run" if proof.interruptions else "the same steps done again"
-        out = [f"DIFFERS: {how} of {proof.what} did not end as the undisturbed one"]
-        out += [] if proof.comparison.identical else difference(proof.comparison)
-        out += (
-            [f"what the resume reports say: {proof.reports[0]}", *(f"  {text}" for text in proof.reports[1:])]
-            if proof.reports
-            else []
-        )
-        return [*out, *_metrics(proof)]
+        out = [f"DIFFERS: {how} of {proof.what} did not end as the undisturbed one: {_first(proof)}"]
+        if proof.reports:
+            out += ["Why, as the resume reports say:", *(f"  {text}" for text in proof.reports)]
+        return [*out, *different, *_metrics(proof)]
     done = (
         f"interrupted {len(proof.interruptions)} times, {proof.redone} steps done again"
         if proof.interruptions
@@ -154,6 +151,16 @@ def _lines(proof: Proof) -> list[str]:
             f"not judged, since undisturbed runs differ in them while all tensors are equal: {', '.join(proof.times)}"
         )
     return [*out, *_metrics(proof)]
+
+
+def _first(proof: Proof) -> str:
+    """Where they part."""
+    found = proof.comparison
+    if found.identical:
+        return "in metrics alone" if proof.metrics_differ else "they ended after different steps"
+    return f"first seen in the checkpoint of step {found.step}" + (
+        "" if found.equal_through is None else f", that of step {found.equal_through} is identical"
+    )
 
 
 def _metrics(proof: Proof) -> list[str]:

@@ -81,7 +81,7 @@ def prove_spec(trials: Trials, spec: Mapping[str, Any], steps: int | None, uploa
         "differs" if not equal else "not-exercised" if lacking else "proved",
         a,
         found,
-        interruptions=[f"{fault.words}, {_redone(attempt)}" for fault, attempt in struck],
+        interruptions=[_told(fault, attempt) for fault, attempt in struck],
         redone=sum(attempt.steps_lost or 0 for _, attempt in struck),
         metrics_differ=metrics,
         times=times,
@@ -190,9 +190,9 @@ def _struck(run: Run, faults: list[Fault]) -> list[tuple[Fault, AttemptView]]:
     return out
 
 
-def _redone(attempt: AttemptView) -> str:
+def _told(fault: Fault, attempt: AttemptView) -> str:
     lost = attempt.steps_lost or 0
-    return f"{lost} step{'s' * (lost != 1)} done again"
+    return fault.words + (f", {lost} step{'s' * (lost != 1)} done again" if lost else "")
 
 
 def _interruptions(struck: list[tuple[Fault, AttemptView]], faults: list[Fault]) -> Exercise:
@@ -200,7 +200,7 @@ def _interruptions(struck: list[tuple[Fault, AttemptView]], faults: list[Fault])
     if missed:
         text = f"not carried out as planned: {'; '.join(missed)}"
         return Exercise(name="interruptions", status="not exercised", detail=text)
-    text = "; ".join(f"{fault.words}, {_redone(attempt)}" for fault, attempt in struck)
+    text = "; ".join(_told(fault, attempt) for fault, attempt in struck)
     return Exercise(name="interruptions", status="exercised", detail=text)
 
 

@@ -1,0 +1,112 @@
+"""``ratchet prove`` and ``ratchet compare`` on real jobs: what is exact is proved, what is wrong with a script is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cli import Cli
+from tests.support.server import Server, processes_below
+
+CODE = Path(__file__).parents[1] / "support" / "prove_job"
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> str:
+    data = {
+        "name": "proved",
+        "code": {"path": str(CODE)},
+        "script": ["train.py"],
+        "world": {"ranks_per_node": 2, "device": "cpu"},
+        "resources": {"cpus_per_rank": 1},
+        "hook": {
+            "name": "powerSGD",
+            "matrix_approximation_rank": 1,
+            "start_powerSGD_iter": 3,
+            "min_compression_rate": 1,
+        },
+    }
+    path = tmp_path / "spec.yaml"
+    path.write_text(json.dumps(data))
+    return str(path)
+
+
+def parts(proof: dict[str, Any]) -> dict[str, str]:
+    return {one["name"]: one["status"] for one in proof["exercised"]}
+
+
+def test_what_is_exact_is_proved_and_nothing_is_left(server: Server, spec: str, tmp_path: Path) -> None:
+    before = sorted(CODE.iterdir())
+    proof = Cli(server.home, tmp_path)("prove", spec, "--json", deadline=240).data
+    assert (proof["verdict"], proof["comparison"]["identical"], proof["what"]) == ("proved", True, "proved")
+    assert proof["total"] == 200 and 14 < proof["steps"] < 40 and proof["comparison"]["step"] == proof["steps"]
+    assert [text.split(" after")[0] for text in proof["interruptions"]] == [
+        "rank 1 killed", "rank 0 killed in the evaluation", "the agent of rank 1 killed", "preempted",
+    ]  # fmt: skip
+    assert (
+        proof["redone"] >= 6 and proof["times"] == ["time"] and proof["metrics"] == 3 and proof["metrics_differ"] == []
+    )
+    assert parts(proof) == {
+        "interruptions": "exercised", "hook phase": "exercised", "end of an epoch": "exercised", "evaluation": "exercised",
+        "scheduler": "exercised", "accumulation": "none seen",
+    }  # fmt: skip
+    assert server.call("GET", "/v1/jobs").json()["items"] == [] and sorted(CODE.iterdir()) == before
+
+
+def test_a_generator_that_no_checkpoint_has_is_named(server: Server, spec: str, tmp_path: Path) -> None:
+    text = Cli(server.home, tmp_path)("prove", spec, "--set", "env.PLANT=generator", expect=1, deadline=240).text
+    assert text.startswith("DIFFERS: the interrupted run of proved") and "NOT REPEATABLE" not in text
+    assert "__main__:NOISE" in text and "metric loss at step" in text and "next: " in text
+
+
+def test_training_that_does_not_repeat_is_not_blamed_on_the_resume(server: Server, spec: str, tmp_path: Path) -> None:
+    text = Cli(server.home, tmp_path)("prove", spec, "--set", "env.PLANT=clock", expect=1, deadline=240).text
+    assert text.startswith("NOT REPEATABLE: two undisturbed runs of proved differ")
+    assert "not the resume's doing" in text and "step 5" in text and "interrupt" not in text
+
+
+def test_compression_that_never_began_is_told(server: Server, spec: str, tmp_path: Path) -> None:
+    cli = Cli(server.home, tmp_path)
+    text = cli("prove", spec, "--set", "hook.start_powerSGD_iter=1000", "--steps", "60", expect=3, deadline=240).text
+    assert text.startswith("EQUAL, BUT NOT ALL WAS EXERCISED") and "after 60 of 200 steps" in text
+    (row,) = [line for line in text.splitlines() if line.startswith("hook phase")]
+    assert "not exercised" in row and "compression starts at step 1000 (start_powerSGD_iter), the runs had 60" in row
+
+
+def test_a_script_without_a_session_is_refused_by_a_service_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "train.py").write_text("print('hello')\n")
+    path = tmp_path / "plain.yaml"
+    path.write_text(json.dumps({"name": "plain", "code": {"path": "code"}, "script": ["train.py"]}))
+    result = Cli(tmp_path / "home", tmp_path)("prove", "./plain.yaml", expect=5, deadline=120)
+    assert "no service runs" in result.errors and "has no Session of Ratchet" in result.errors
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["code", "plain.yaml"] and processes_below(tmp_path) == []
+
+
+def test_jobs_are_compared_and_a_stretch_of_one_is_done_again(server: Server, spec: str, tmp_path: Path) -> None:
+    cli = Cli(server.home, tmp_path)
+    short = ("--set", "env.STEPS=12", "--set", "checkpoint.every_steps=5", "--set", "checkpoint.first=off")
+    a, b = (cli("submit", spec, *short).text.strip() for _ in range(2))
+    other = cli("submit", spec, *short, "--set", "seed=1").text.strip()
+    for job in (a, b, other):
+        server.wait_phase(job, "SUCCEEDED")
+    assert cli("compare", a, b).text.startswith(f"identical: {a}/step-000000000012")
+    text = cli("compare", a, other, expect=1).text
+    assert text.startswith(f"not identical: {a}/step-000000000005") and "generator" in text and "next: " in text
+
+    def stored() -> list[tuple[str, bool]]:
+        return [(c["id"], c["pinned"]) for c in cli("checkpoints", "ls", a, "--json").data]
+
+    before = stored()
+    text = cli("prove", a, deadline=120).text
+    assert text.startswith(f"PROVED: {a}, steps 11 to 12, done again, ends with the same bits")
+    assert stored() == before and not any(pinned for _, pinned in before)
+    assert {job["id"] for job in server.call("GET", "/v1/jobs").json()["items"]} == {a, b, other}
+    one = cli("submit", spec, "--set", "env.STEPS=3", "--set", "checkpoint.first=off").text.strip()
+    server.wait_phase(one, "SUCCEEDED")
+    assert "two of different steps are needed" in cli("prove", one, expect=4).errors

@@ -1,0 +1,53 @@
+"""A small script with a Session; PLANT names what is wrong with it: generator, clock."""
+
+import os
+import time
+
+import torch
+from torch import nn
+
+from ratchet_worker.data.loader import TrainLoader
+from ratchet_worker.session import Session
+
+NOISE = torch.Generator().manual_seed(3)
+PLANT = os.environ.get("PLANT")
+
+
+class Numbers:
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(12, generator=torch.Generator().manual_seed(index)), torch.tensor(index % 2)
+
+
+def main() -> None:
+    with Session() as s:
+        net = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 2))
+        model = s.wrap(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+        data = TrainLoader(Numbers(), batch_size=8, seed=s.seed, rank=s.rank, world_size=s.world_size)
+        s.register(optimizer=optimizer, scheduler=scheduler, data=data)
+        batches = s.batches()
+        for step in s.steps(int(os.environ.get("STEPS", "200"))):
+            x, y = next(batches)
+            if PLANT == "generator":
+                x = x + 0.1 * torch.randn(x.shape, generator=NOISE)
+            if PLANT == "clock":
+                x = x + time.time() % 1
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            s.log({"loss": loss, "time": time.time()})
+            if (step + 1) % 8 == 0:
+                with s.evaluation() as ev:
+                    right = sum(int((net(x).argmax(1) == y).sum()) for x, y in ev.batches([(x, y)]))
+                    found = ev.averages({"right": (float(right), float(len(y)))})
+                s.log({**found})
+
+
+if __name__ == "__main__":
+    main()
