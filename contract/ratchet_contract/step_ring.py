@@ -21,6 +21,8 @@ from typing import Any, Final, Literal, NamedTuple
 
 RING_RECORDS: Final = 4096
 """Steps that a ring holds: the newest ones. More than are usually done between two checkpoints, in 176 KiB of disk."""
+RING_ATTEMPTS: Final = 64
+"""Of a job, newest first, whose rings are looked at and kept."""
 RING_VERSION: Final = 1
 _MAGIC: Final = b"RATCHETF"
 _HEADER_SIZE: Final = 16 * 1024

@@ -1,4 +1,4 @@
-"""Logs and spools of ended attempts, bounded for the job: one that is stopped a thousand times must not fill the disk."""
+"""Logs, spools and fingerprints of ended attempts, bounded for the job: one that is stopped often must not fill the disk."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 from sqlalchemy.orm import Session
 
 from ratchet_contract.paths import JobPaths
+from ratchet_contract.step_ring import RING_ATTEMPTS
 from ratchet_service.bounds import Bounds
 from ratchet_service.file_owner import as_owner, names_in
 from ratchet_service.models import Job
@@ -62,15 +63,24 @@ def _bounded(paths: JobPaths, epoch: int, bounds: Bounds) -> Shortened | None:
 
 
 def drop_spools(paths: JobPaths, epoch: int, bounds: Bounds) -> None:
-    """Of attempts before the last ``bounds.log_attempts`` up to ``epoch``: each was stored to its end when its attempt ended."""
+    """Of attempts before the last ``bounds.log_attempts`` up to ``epoch``: each was stored to its end when its attempt ended. And
+    the rings of fingerprints that no attempt looks at any more."""
     with as_owner(paths.root):
         attempts = paths.attempt(0).root.parent
         for attempt in names_in(attempts):
-            if attempt.isdigit() and int(attempt) <= epoch - bounds.log_attempts:
-                for spool in names_in(attempts / attempt / "spool"):
-                    if spool.endswith(".jsonl"):
-                        with suppress(OSError):
-                            (attempts / attempt / "spool" / spool).unlink()
+            if not attempt.isdigit():
+                continue
+            if int(attempt) <= epoch - bounds.log_attempts:
+                _drop(attempts / attempt / "spool", ".jsonl")
+            if int(attempt) <= epoch - RING_ATTEMPTS:
+                _drop(attempts / attempt / "fingerprints", ".bin")
+
+
+def _drop(folder: Path, suffix: str) -> None:
+    for name in names_in(folder):
+        if name.endswith(suffix):
+            with suppress(OSError):
+                (folder / name).unlink()
 
 
 def tell(session: Session, job: Job, epoch: int, shortened: Shortened | None) -> None:

@@ -18,6 +18,7 @@ import pytest
 from ratchet_contract.api import LogLine
 from ratchet_contract.paths import AttemptPaths, JobPaths
 from ratchet_contract.phases import Cause, JobPhase
+from ratchet_contract.step_ring import RING_ATTEMPTS
 from ratchet_service import log_lines, old_logs
 from ratchet_service.app import create_app
 from ratchet_service.bounds import Bounds
@@ -230,11 +231,14 @@ def test_where_no_middle_can_be_freed_old_logs_are_removed_and_spools_go_once_th
     for attempt in range(1, 7):
         write(paths.attempt(attempt).log(0), numbered(0, 4000))
         write(paths.attempt(attempt).spool(0), "{}\n")
+        write(paths.attempt(attempt).ring(0), "of steps")
     shortened = shorten(paths, 6, bounds)
     assert shortened is not None and (shortened.attempts, shortened.removed) == ([3, 4], True)
     old_logs.drop_spools(paths, 6, bounds)
     assert [a for a in range(1, 7) if paths.attempt(a).log(0).exists()] == [1, 2, 5, 6]
     assert [a for a in range(1, 7) if paths.attempt(a).spool(0).exists()] == [5, 6]
+    old_logs.drop_spools(paths, RING_ATTEMPTS + 2, bounds)
+    assert [a for a in range(1, 7) if paths.attempt(a).ring(0).exists()] == [3, 4, 5, 6]
 
 
 def stream(api: Api, job: str, last: str | None, stop: int) -> list[tuple[str, str]]:

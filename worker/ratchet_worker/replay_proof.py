@@ -20,7 +20,7 @@ from ratchet_contract.errors import UserError
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import AttemptPaths, JobPaths
 from ratchet_contract.resume import ResumeReport, StepDifference
-from ratchet_contract.step_ring import RingHeader, StepFingerprint, StepRing, read_header, read_ring
+from ratchet_contract.step_ring import RING_ATTEMPTS, RingHeader, StepFingerprint, StepRing, read_header, read_ring
 from ratchet_worker.environment_record import Record, compare, sentence
 from ratchet_worker.reporter import Reporter
 from ratchet_worker.step_fingerprint import StepFingerprints
@@ -29,8 +29,6 @@ from ratchet_worker.task import TrainData
 if TYPE_CHECKING:
     from ratchet_worker.runtime import Runtime
 
-_ATTEMPTS: Final = 64
-"""Earlier attempts that are looked at, the newest first."""
 _SECONDS: Final = 2.0
 """Between two reports of how far the comparison has got."""
 _NAMED: Final = 3
@@ -158,7 +156,7 @@ def _earlier(launch: LaunchFile, rank: int, report: ResumeReport, header: RingHe
     base, job = report.base.step, JobPaths(Path(launch.job_root))
     refused: list[tuple[int, str]] = []
     last, fingerprints = 0, dict[int, StepFingerprint]()
-    for number in range(launch.epoch - 1, max(0, launch.epoch - 1 - _ATTEMPTS), -1):
+    for number in range(launch.epoch - 1, max(0, launch.epoch - 1 - RING_ATTEMPTS), -1):
         paths = job.attempt(number)
         done = finished_step(paths.counter(rank if paths.counter(rank).exists() else 0))
         if done <= base:
