@@ -33,7 +33,10 @@ NEVER: Any = lambda: pytest.fail("nothing is given up")  # noqa: E731
 def _launch(root: Path) -> Any:
     spec = SimpleNamespace(checkpoint=CheckpointSpec(), task=None, determinism="warn", digest=lambda: "spec")
     deadlines = SimpleNamespace(step=10)
-    return SimpleNamespace(job_root=str(root), job_id="job", epoch=1, spec=spec, save_seconds=None, deadlines=deadlines)
+    return SimpleNamespace(
+        job_root=str(root), job_id="job", epoch=1, spec=spec, save_seconds=None, deadlines=deadlines,
+        code_dir=None, workdir=str(root), trial=None,
+    )  # fmt: skip
 
 
 def test_a_save_that_is_the_end_for_some_ranks_alone_is_refused_on_all(tmp_path: Path) -> None:

@@ -63,7 +63,8 @@ class Job:
         groups: list[dict[str, Any]] = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.1}]
         self.adam = torch.optim.AdamW(groups, lr=0.01)
         self.sgd = torch.optim.SGD([self.net.first.weight], lr=0.1, momentum=0.9)
-        self._wrapped = (SimpleNamespace(module=self.net), SimpleNamespace(replicas=replicas, capture=self._hook))
+        ddp = SimpleNamespace(module=self.net, require_forward_param_sync=True)
+        self._wrapped = (ddp, SimpleNamespace(replicas=replicas, capture=self._hook))
         self.kept = self._rank()
         self.step()
         self.kept.capture(), self.kept.capture()

@@ -79,11 +79,14 @@ def test_an_evaluation_waits_for_the_copies_of_a_save_that_is_begun_at_its_own_b
 
     monkeypatch.setattr(runtime_module, "undisturbed", undisturbed)
     run: Any = Runtime.__new__(Runtime)
-    run.state = SimpleNamespace(hook_or_refuse=lambda: (None, None), data=None, all_optimizers=[])
+    run.state = SimpleNamespace(
+        hook_or_refuse=lambda: (None, None), data=None, all_optimizers=[], evaluation_begins=lambda: None
+    )
     run.checkpointer = SimpleNamespace(hold=lambda *_, **__: told.append("hold"))
     run.counter = SimpleNamespace(stage=lambda _: None, tick=None)
     run.launch = SimpleNamespace(spec=SimpleNamespace(ddp=SimpleNamespace(broadcast_buffers=True)))
     run.exchange = run.device = run.agreement = None
+    run.trial, run.step = SimpleNamespace(evaluates=lambda *_: None), 1
     run._open = False
     run._begin_evaluation = lambda: str(told.append("request"))  # type: ignore[func-returns-value]
     with pytest.raises(KeyboardInterrupt), run.evaluating():

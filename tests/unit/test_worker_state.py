@@ -232,7 +232,7 @@ class Counting(nn.Module):
 def test_an_evaluation_leaves_modes_buffers_gradients_and_generators_as_they_were() -> None:
     inner = Counting()
     outer: Any = nn.Sequential()
-    outer.module = inner
+    outer.module, outer.require_forward_param_sync = inner, True
     inner.train()
     inner.drop.eval()  # frozen by the user: stays so
     before = _through_a_checkpoint(rng.capture(CPU))
