@@ -31,11 +31,13 @@ NEVER: Any = lambda: pytest.fail("nothing is given up")  # noqa: E731
 
 
 def _launch(root: Path) -> Any:
-    spec = SimpleNamespace(checkpoint=CheckpointSpec(), task=None, determinism="warn", digest=lambda: "spec")
+    spec = SimpleNamespace(
+        checkpoint=CheckpointSpec(), task=None, determinism="warn", digest=lambda: "spec", trial=None
+    )
     deadlines = SimpleNamespace(step=10)
     return SimpleNamespace(
         job_root=str(root), job_id="job", epoch=1, spec=spec, save_seconds=None, deadlines=deadlines,
-        code_dir=None, workdir=str(root), trial=None,
+        code_dir=None, workdir=str(root), faults=[],
     )  # fmt: skip
 
 

@@ -82,7 +82,7 @@ def test_an_evaluation_waits_for_the_copies_of_a_save_that_is_begun_at_its_own_b
     run.state = SimpleNamespace(
         hook_or_refuse=lambda: (None, None), data=None, all_optimizers=[], evaluation_begins=lambda: None
     )
-    run.checkpointer = SimpleNamespace(hold=lambda *_, **__: told.append("hold"))
+    run.checkpointer = SimpleNamespace(hold=lambda *_, **__: told.append("hold"), drain=None)
     run.counter = SimpleNamespace(stage=lambda _: None, tick=None)
     run.launch = SimpleNamespace(spec=SimpleNamespace(ddp=SimpleNamespace(broadcast_buffers=True)))
     run.exchange = run.device = run.agreement = None
