@@ -78,6 +78,7 @@ def test_the_mark_of_the_end_waits_for_all_ranks(tmp_path: Path) -> None:
     chosen: Any = SimpleNamespace(base=Base(step=0), manifest=None)
     runtime = Runtime(_launch(tmp_path), 0, torch.device("cpu"), exchange, exchange, agreement, SILENT, SILENT, chosen)
     hook = SimpleNamespace(summary=lambda **_: None, warnings=list)
+    runtime.proof = SimpleNamespace(finish=lambda: None)  # type: ignore[assignment]
     runtime.state = SimpleNamespace(hook_or_refuse=lambda: (None, hook))  # type: ignore[assignment]
     runtime.step, runtime.checkpointer.last = 3, sealed.base
     runtime.checkpointer._committer._committed = (sealed, 0.1)
