@@ -11,6 +11,7 @@ from ratchet_contract.access import LOCAL_OWNER
 from ratchet_contract.phases import AttemptPhase, Cause, Desired, JobPhase, Outcome
 from ratchet_contract.resume import Base, Redone, ResumeReport
 from ratchet_contract.spec import Resolved
+from ratchet_contract.step_ring import Part
 from ratchet_hooks.summary import HookSummary
 
 T = TypeVar("T")
@@ -370,6 +371,12 @@ class ComparisonView(View):
         None,
         description="The newest step before it at which both jobs' checkpoints are identical; null: none is stored.",
     )
+    first_step: int | None = Field(
+        None,
+        description="The first step behind which fingerprints of the ranks differ: a sample of the parameters that changes with "
+        "the step, the generators, the position in the data. null: none differs, or none are there.",
+    )
+    first_part: Part | None = Field(None, description="What differs behind that step, by these fingerprints.")
     tensors: int
     different: int = Field(description="Tensors and places in the ranks' states that differ.")
     differences: list[DifferenceView] = Field(description="The first 50 of them, causes before consequences.")

@@ -1,17 +1,24 @@
-"""``ratchet prove`` and ``ratchet compare`` on real jobs: what is exact is proved, what is wrong with a script is named."""
+"""``ratchet prove`` and ``ratchet compare`` on real jobs: what is exact is proved, what is wrong with a script is named.
+
+``RATCHET_TEST_PROVE=all`` proves every example, those of Lightning, Accelerate and the Trainer among them.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.cli import Cli
+from tests.support.docs import ROOT
 from tests.support.server import Server, processes_below
 
-CODE = Path(__file__).parents[1] / "support" / "prove_job"
+CODE = ROOT / "tests" / "support" / "prove_job"
+EXAMPLES = sorted(p for p in (ROOT / "examples").rglob("*.yaml") if "cluster" not in p.parts)
 
 pytestmark = pytest.mark.slow
 
@@ -61,13 +68,14 @@ def test_what_is_exact_is_proved_and_nothing_is_left(server: Server, spec: str, 
 def test_a_generator_that_no_checkpoint_has_is_named(server: Server, spec: str, tmp_path: Path) -> None:
     text = Cli(server.home, tmp_path)("prove", spec, "--set", "env.PLANT=generator", expect=1, deadline=240).text
     assert text.startswith("DIFFERS: the interrupted run of proved") and "NOT REPEATABLE" not in text
+    assert re.search(r"first at step \d+, behind which their parameters differ", text)
     assert "__main__:NOISE" in text and "metric loss at step" in text and "next: " in text
 
 
 def test_training_that_does_not_repeat_is_not_blamed_on_the_resume(server: Server, spec: str, tmp_path: Path) -> None:
     text = Cli(server.home, tmp_path)("prove", spec, "--set", "env.PLANT=clock", expect=1, deadline=240).text
     assert text.startswith("NOT REPEATABLE: two undisturbed runs of proved differ")
-    assert "not the resume's doing" in text and "step 5" in text and "interrupt" not in text
+    assert "not the resume's doing" in text and "first at step 1, behind" in text and "interrupt" not in text
 
 
 def test_compression_that_never_began_is_told(server: Server, spec: str, tmp_path: Path) -> None:
@@ -110,3 +118,14 @@ def test_jobs_are_compared_and_a_stretch_of_one_is_done_again(server: Server, sp
     one = cli("submit", spec, "--set", "env.STEPS=3", "--set", "checkpoint.first=off").text.strip()
     server.wait_phase(one, "SUCCEEDED")
     assert "two of different steps are needed" in cli("prove", one, expect=4).errors
+
+
+@pytest.mark.skipif(os.environ.get("RATCHET_TEST_PROVE") != "all", reason="RATCHET_TEST_PROVE=all proves the examples")
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_is_proved(server: Server, tmp_path: Path, example: Path) -> None:
+    """Most within their default number of steps; what an example does not come to in these is told."""
+    done = Cli(server.home, tmp_path).ended("prove", str(example), "--set", "world.device=cpu", "--json", deadline=1200)
+    assert done.code in (0, 3), done
+    proof = done.data
+    assert proof["comparison"]["identical"] and proof["metrics_differ"] == [] and proof["redone"] >= 2
+    assert (done.code == 0) == ("not exercised" not in parts(proof).values())

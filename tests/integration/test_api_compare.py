@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ratchet_contract.paths import checkpoint_dir_name
+from ratchet_contract.step_ring import RingHeader, StepFingerprint, StepRing
 from tests.integration.test_api_checkpoints import paths, told
 from tests.support.api import Api, training_message
 from tests.support.checkpoints import make_checkpoint
@@ -39,6 +40,36 @@ def test_jobs_are_compared_at_the_first_step_at_which_they_differ(api: Api) -> N
     assert "generator" in found["advice"]
     later = api.client.get(f"/v1/jobs/{a}/compare/{b}", params={"checkpoint": checkpoint_dir_name(5, 1)}).json()
     assert later["identical"] and later["step"] == 5 and later["differences"] == [] and later["advice"] is None
+
+
+def test_fingerprints_name_the_very_step(api: Api) -> None:
+    """Of steps that were done again the last attempt's count; a link to somewhere else is not read."""
+    a, b = trained(api, s5=1), trained(api, s5=2)
+
+    def write(job_id: str, number: int, rank: int, steps: dict[int, tuple[int, int, int]]) -> None:
+        ring = StepRing(paths(api, job_id).attempt(number).ring(rank), RingHeader("line"))
+        for step, values in steps.items():
+            ring.write(StepFingerprint(step, *values))
+        ring.close()
+
+    def parted() -> tuple[int | None, str | None]:
+        found = api.client.get(f"/v1/jobs/{a}/compare/{b}").json()
+        return found["first_step"], found["first_part"]
+
+    assert parted() == (None, None)
+    write(a, 1, 0, {1: (1, 1, 1), 2: (2, 2, 2), 3: (3, 3, 3)})
+    write(b, 1, 0, {1: (1, 1, 1), 2: (2, 2, 2), 3: (3, 9, 3), 4: (4, 4, 4)})
+    assert parted() == (3, "generators")
+    write(a, 1, 1, {1: (1, 1, 1), 2: (2, 2, 2)})
+    write(b, 1, 1, {1: (1, 1, 1), 2: (9, 2, 2)})
+    assert parted() == (2, "parameters")
+    api.attempt(b, 2)
+    write(b, 2, 1, {2: (2, 2, 2)})
+    assert parted() == (3, "generators")
+    ring = paths(api, b).attempt(1).ring(0)
+    ring.rename(ring.with_name("moved"))
+    ring.symlink_to("moved")
+    assert parted() == (None, None)
 
 
 def test_what_is_the_same_everywhere_is_compared_at_the_newest_step(api: Api) -> None:

@@ -60,6 +60,12 @@ class Cli:
         return [str(EXECUTABLE), *arguments]
 
     def __call__(self, *arguments: str, expect: int = 0, stdin: str = "", deadline: float = 60.0) -> Result:
+        result = self.ended(*arguments, stdin=stdin, deadline=deadline)
+        assert result.code == expect, f"{arguments}: {result}"
+        return result
+
+    def ended(self, *arguments: str, stdin: str = "", deadline: float = 60.0) -> Result:
+        """Whatever its exit code is."""
         if FORKS.fits(self.environment):
             ended = FORKS.run(arguments, cwd=self.cwd, env=self.environment, stdin=stdin, deadline=deadline)
         else:
@@ -68,9 +74,7 @@ class Cli:
                 timeout=deadline,
             )  # fmt: skip
             ended = done.returncode, done.stdout, done.stderr
-        result = Result(*ended)
-        assert result.code == expect, f"{arguments}: {result}"
-        return result
+        return Result(*ended)
 
     @contextmanager
     def terminal(self, *arguments: str, columns: int = 80, **variables: str) -> Iterator[Terminal]:

@@ -64,11 +64,20 @@ def difference_lines(found: ComparisonView) -> list[str]:
     of: dict[str, list[DifferenceView]] = {}
     for one in found.differences:
         of.setdefault(one.component, []).append(one)
-    equal = "" if found.equal_through is None else f"; step {found.equal_through} is identical"
-    out = [f"{found.different} tensors and values differ at step {found.step}{equal}. Causes first:"]
+    out = [f"{parted(found)}. There {found.different} tensors and values differ, causes first:"]
     for component, several in list(of.items())[:_MOST]:
         more = f"; {len(several) - 1} more of {component}" if len(several) > 1 else ""
         out.append(f"  {several[0].place}: {several[0].detail}{more}")
     if found.different > len(found.differences):
         out.append(f"  ... and {found.different - len(found.differences)} more")
     return [*out, *([f"next: {found.advice}"] if found.advice else [])]
+
+
+def parted(found: ComparisonView) -> str:
+    """Where two that differ part."""
+    text = f"first seen in the checkpoint of step {found.step}"
+    if found.equal_through is not None:
+        text += f", that of step {found.equal_through} is identical"
+    if found.first_step is not None:
+        text = f"first at step {found.first_step}, behind which their {found.first_part} differ; {text}"
+    return text

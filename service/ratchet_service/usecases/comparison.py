@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
+
+import sqlalchemy as sa
 
 from ratchet_contract.api import ComparisonView, DifferenceView
 from ratchet_contract.errors import CheckpointError, Conflict
 from ratchet_contract.manifest import Manifest
 from ratchet_contract.paths import HomePaths
+from ratchet_contract.step_ring import PARTS, Part, StepFingerprint, read_ring
 from ratchet_service import object_store
 from ratchet_service.database import Database
 from ratchet_service.file_owner import as_owner
-from ratchet_service.models import Checkpoint, Job
+from ratchet_service.models import Attempt, Checkpoint, Job
 from ratchet_service.turns import Turns
 from ratchet_service.usecases.queries import committed_in_lineage, find_checkpoint, find_job
 from ratchet_store.checkpoint_difference import advice, differences
@@ -23,6 +29,8 @@ from ratchet_store.compare import compare_opened, same_files
 from ratchet_store.read import CheckpointReader
 
 _MOST: Final = 50
+_MOST_RANKS: Final = 64
+_MOST_ATTEMPTS: Final = 100
 
 
 class _Reader(CheckpointReader):
@@ -71,7 +79,9 @@ class Comparer:
                 if not found.identical or (a, b) == pairs[-1]:
                     break
                 equal = a.row.step
-        return found.model_copy(update={"equal_through": equal})
+            parted = None if found.identical else self._parted(job_id, other_id)
+        step, part = parted or (None, None)
+        return found.model_copy(update={"equal_through": equal, "first_step": step, "first_part": part})
 
     def _pairs(
         self, job_id: str, other_id: str, checkpoint_id: str | None, other_checkpoint_id: str | None
@@ -100,6 +110,34 @@ class Comparer:
                 code="no-common-step",
             )
         return [(self._stored(jobs[0], a), self._stored(jobs[1], b)) for a, b in pairs]
+
+    def _parted(self, *job_ids: str) -> tuple[int, Part] | None:
+        """The first step at which fingerprints of both jobs' ranks differ, and in what."""
+        with self.database.read() as session:
+            jobs = [find_job(session, job_id) for job_id in job_ids]
+            attempts = [
+                list(
+                    session.scalars(sa.select(Attempt.number).where(Attempt.job_id == job.id).order_by(Attempt.number))
+                )
+                for job in jobs
+            ]
+        ranks = min(_MOST_RANKS, *(job.spec["world"]["nodes"] * job.spec["world"]["ranks_per_node"] for job in jobs))
+        found: list[tuple[int, Part]] = []
+        for rank in range(ranks):
+            a, b = (self._fingerprints(job.id, numbers, rank) for job, numbers in zip(jobs, attempts, strict=True))
+            parts = ((step, a[step].difference(b[step])) for step in sorted(a.keys() & b.keys()))
+            found += islice(((step, part) for step, part in parts if part is not None), 1)
+        return min(found, key=lambda one: (one[0], PARTS.index(one[1])), default=None)
+
+    def _fingerprints(self, job_id: str, attempts: list[int], rank: int) -> dict[int, StepFingerprint]:
+        """By step; of one that was done again the last."""
+        out: dict[int, StepFingerprint] = {}
+        for number in attempts[-_MOST_ATTEMPTS:]:
+            ring = self.homes.job(job_id).attempt(number).ring(rank)
+            with as_owner(ring), suppress(OSError):
+                if stat.S_ISREG(ring.lstat().st_mode):  # its user may have put something else in its place
+                    out |= read_ring(ring)
+        return out
 
     def _stored(self, job: Job, row: Checkpoint) -> _Stored:
         return _Stored(job, row, self.homes.job(job.id).checkpoint(row.step, row.epoch))

@@ -60,31 +60,35 @@ def prove(
     """
     from ratchet_client.cli.doctor.progress import Progress
     from ratchet_client.cli.prove.proof import prove_job, prove_spec
-    from ratchet_client.cli.prove.trials import trials
+    from ratchet_client.cli.prove.trials import TrialFailed, trials
     from ratchet_client.cli.signals import interruptible
     from ratchet_client.spec_file import read_spec
 
-    if target == "-" or is_path(target):
-        spec = read_spec(target)
-        override(spec, sets, {})
-        with (
-            interruptible(),
-            Progress(lines=True) as say,
-            _service(ctx, spec, say) as client,
-            trials(client, say) as made,
-        ):
-            proof = prove_spec(made, spec, steps, upload)
-    else:
-        if steps is not None or sets or upload is not None:
-            raise typer.BadParameter("--steps, --set and --upload are for a SPEC; a job is trained again as it is")
-        job_id = _job_id(ctx, target)
-        with (
-            interruptible(),
-            Progress(lines=True) as say,
-            open_client(ctx, timeout=_SECONDS) as client,
-            trials(client, say) as made,
-        ):
-            proof = prove_job(made, job_id)
+    try:
+        if target == "-" or is_path(target):
+            spec = read_spec(target)
+            override(spec, sets, {})
+            with (
+                interruptible(),
+                Progress(lines=True) as say,
+                _service(ctx, spec, say) as client,
+                trials(client, say) as made,
+            ):
+                proof = prove_spec(made, spec, steps, upload)
+        else:
+            if steps is not None or sets or upload is not None:
+                raise typer.BadParameter("--steps, --set and --upload are for a SPEC; a job is trained again as it is")
+            job_id = _job_id(ctx, target)
+            with (
+                interruptible(),
+                Progress(lines=True) as say,
+                open_client(ctx, timeout=_SECONDS) as client,
+                trials(client, say) as made,
+            ):
+                proof = prove_job(made, job_id)
+    except TrialFailed as error:
+        output.note(f"ratchet: {error.detail}")
+        raise typer.Exit(Exit.JOB_FAILED) from None
     if as_json:
         output.emit(proof)
     else:
@@ -155,12 +159,12 @@ def _lines(proof: Proof) -> list[str]:
 
 def _first(proof: Proof) -> str:
     """Where they part."""
+    from ratchet_client.cli.compare import parted
+
     found = proof.comparison
     if found.identical:
         return "in metrics alone" if proof.metrics_differ else "they ended after different steps"
-    return f"first seen in the checkpoint of step {found.step}" + (
-        "" if found.equal_through is None else f", that of step {found.equal_through} is identical"
-    )
+    return parted(found)
 
 
 def _metrics(proof: Proof) -> list[str]:

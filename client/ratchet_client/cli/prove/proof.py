@@ -47,6 +47,7 @@ def prove_spec(trials: Trials, spec: Mapping[str, Any], steps: int | None, uploa
     """Two undisturbed runs, which must be equal, and an interrupted one. ``steps``: where they end; None: behind an epoch's end
     and an evaluation. Raises ``SpecError``, ``TrialFailed``, ``Refused`` (``trial-too-short``)."""
     client = trials.client
+    client.plan(spec, upload=upload, note=trials.say)  # what is wrong with the user's own spec is told of that
 
     def submit(role: str, end_at: int | None, every: int, faults: list[Fault]) -> str:
         data = trial_spec(spec, role, end_at, every, [fault.data() for fault in faults])
@@ -208,7 +209,9 @@ def _reports(attempts: list[AttemptView]) -> list[str]:
     """What the resume reports do not call exact, and what they note."""
     out: dict[str, None] = {}
     for attempt in attempts:
-        report = attempt.resume_report
+        report, redone = attempt.resume_report, attempt.redone.first_difference
+        if redone is not None:
+            out[f"attempt {attempt.number}: {redone.sentence()}"] = None
         if report is None or report.verdict == "fresh":
             continue
         for one in report.components:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -29,7 +30,7 @@ _KEPT_FOR: Final = 86_400.0
 _LOOK: Final = 0.3
 _LOG_LINES: Final = 15
 _ENDED: Final = "note.trial-ended"
-_PAUSE: Final = 5.0  # seconds between two lines that tell of steps alone
+_PAUSE: Final = 15.0  # seconds between two lines that tell of steps alone
 
 
 class TrialFailed(RatchetError):
@@ -77,7 +78,7 @@ def trial_spec(
     """The user's spec, but for what a trial must not have: it ends early, strikes itself, keeps its files in the job's own
     directories, and goes when it is old."""
     out = deepcopy(dict(spec))
-    out["name"] = f"{str(spec.get('name', 'job'))[:48].rstrip('-')}-prove-{role}"
+    out["name"] = f"{str(spec.get('name', 'job'))[:42].rstrip('-')}-prove-{role}"
     out |= changes(out, role, end_at, every, faults)
     return out
 
@@ -92,7 +93,7 @@ def changes(
     return {
         "labels": {**(spec.get("labels") or {}), LABEL: role},
         "env": {**(spec.get("env") or {}), **TRACKERS_OFF},
-        "checkpoint": {**checkpoint, "every_steps": every, "first": "off", "keep_last": 10_000, "when_busy": "wait"},
+        "checkpoint": {**checkpoint, "every_steps": every, "first": "off", "keep_last": 10, "when_busy": "wait"},
         "policy": {
             **(spec.get("policy") or {}),
             "max_failures": len(faults) + 3,
@@ -135,7 +136,7 @@ class Trials:
                 now += f"{job.phase} {job.epoch} "
                 if job.phase.terminal and job.phase is not JobPhase.SUCCEEDED:
                     raise TrialFailed(self._why(job, words))
-            if now != phases or time.monotonic() - said > _PAUSE:
+            if now != phases or time.monotonic() - said > _PAUSE or sys.stderr.isatty():
                 self.say("; ".join(told))
                 phases, said = now, time.monotonic()
             time.sleep(_LOOK)
@@ -188,4 +189,5 @@ def _where(job: JobView) -> str:
     if job.phase.terminal:
         return "done"
     step = f"step {job.progress.step}" if job.progress.step else "no step yet"
-    return f"{job.phase}, {step}" + (f", attempt {job.epoch}" if job.epoch > 1 else "")
+    waits = f" ({job.message or job.reason})" if job.phase is JobPhase.QUEUED and job.reason else ""
+    return f"{job.phase}{waits}, {step}" + (f", attempt {job.epoch}" if job.epoch > 1 else "")
