@@ -41,6 +41,7 @@ exactness: $(STAMP)
 	$(BIN)/python -m tests.support.planted_runs
 	RATCHET_TEST_STRIKES=all RATCHET_TEST_PROVE=all RATCHET_TEST_SEEDS=5 RATCHET_TEST_OPTIONS=all $(BIN)/python -m pytest -v --timeout=7200 tests/e2e/test_exactness.py tests/e2e/test_slurm.py tests/e2e/test_prove.py tests/integration/test_hooks_accuracy.py tests/integration/test_integrations_options.py tests/integration/test_stream_jobs.py
 	RATCHET_TEST_LIGHTNING=all $(BIN)/python -m pytest -v --timeout=7200 tests/integration/test_lightning_exact.py
+	RATCHET_TEST_CLEAN=all $(BIN)/python -m pytest -v --timeout=7200 tests/integration/test_clean_models.py
 
 # N faults by seed (SEED=), half on each database, a job for every five; with N=500 about 20 minutes on two cores. What failed is
 # told with its seed, its log and the command that runs it again

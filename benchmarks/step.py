@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks import walk
 from benchmarks.processes import agent_pid, attempt_paths, cpu_shares, ended, until
 from benchmarks.stats import estimate, machine
 from examples.demo.processes import Service
@@ -58,6 +59,7 @@ ONE_HOOK: Final = {"many": ("allreduce",)}
 def main() -> None:
     names = os.environ.get("RATCHET_BENCH_SIZES", ",".join(SIZES)).split(",")
     print(machine())
+    print(walk.line(), flush=True)
     with tempfile.TemporaryDirectory(prefix="ratchet-bench-") as folder:
         service = Service(Path(folder) / "home")
         try:

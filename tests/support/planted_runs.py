@@ -33,7 +33,11 @@ WAYS: Final = {
 }  # fmt: skip
 """How ``training.Fault`` interrupts a first attempt, and the cause of its end."""
 _BASES: Final = {"Piece", "Training", "Case"}
-_SPEC: Final[dict[str, dict[str, Any]]] = {"networks:RequiresGrad": {"ddp": {"find_unused_parameters": True}}}
+_UNUSED: Final[dict[str, Any]] = {"ddp": {"find_unused_parameters": True}}
+_SPEC: Final = {
+    "networks:RequiresGrad": _UNUSED,
+    **{f"clean:{name}": _UNUSED for name in ("Wav2Vec2", "DeBERTa", "Mixtral")},
+}
 
 NAMED: Final[dict[str, str]] = {
     "iterators:GeneratorObject": "model.levels",
@@ -43,7 +47,13 @@ NAMED: Final[dict[str, str]] = {
 
 def catalogue() -> list[str]:
     """Every case, ``module:Class``: the public classes of ``planted_job`` that derive from one of ``_BASES``."""
-    return [f"{file.stem}:{name}" for file in sorted(CODE.glob("*.py")) for name in _classes(file)]
+    files = (file for file in sorted(CODE.glob("*.py")) if file.stem != "clean")
+    return [f"{file.stem}:{name}" for file in files for name in _classes(file)]
+
+
+def clean() -> list[str]:
+    """Public models, in which nothing is planted."""
+    return [f"clean:{name}" for name in _classes(CODE / "clean.py")]
 
 
 def _classes(file: Path) -> Iterator[str]:
@@ -82,7 +92,7 @@ class _Run(Job):
             **_SPEC.get(case, {}),
         }
         super().__init__(home / way, spec, CODE, job_id="job")
-        self._libraries = module == "libraries"
+        self._libraries = module in ("libraries", "clean")
 
     @override
     def start_agent(self, paths: AttemptPaths) -> subprocess.Popen[bytes] | Program:

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -47,6 +49,25 @@ class Bank:
 
     def __init__(self) -> None:
         self.keys, self.at, self.owner = torch.zeros(4, 3), 0, None
+
+
+class Slotless(Bank):
+    """Of the same form."""
+
+
+class Private:
+    __slots__ = ("__dict__", "__hidden", "shown")
+
+    def __init__(self) -> None:
+        self.__hidden, self.shown, self.other = 0, 0, 0
+
+    def move(self) -> None:
+        self.__hidden += 1
+        self.shown += 2
+        self.other += 3
+
+    def look(self) -> tuple[int, int, int]:
+        return self.__hidden, self.shown, self.other
 
 
 class Net(nn.Module):
@@ -204,6 +225,23 @@ CASES: dict[str, tuple[Build, Callable[[Net], Any], Callable[[Net], Any]]] = {
         lambda n: (setattr(n.x[0], "count", 4), setattr(n.x[0], "last", [1])),
         lambda n: (n.x[0].count, n.x[0].last),
     ),
+    "a plain object with private slots and a dictionary": (
+        lambda: Net(x=Private()),
+        lambda n: n.x.move(),
+        lambda n: n.x.look(),
+    ),
+    "a large array": (
+        lambda: Net(x=np.zeros(17 << 17)),
+        lambda n: n.x.__setitem__(12345, 0.5),
+        lambda n: float(n.x[12345]),
+    ),
+    "a method of a generator": (lambda: Net(x=random.Random(4).random), lambda n: n.x(), lambda n: n.x()),
+    "a queue": (lambda: Net(x=Queue()), lambda n: n.x.put([1]), lambda n: n.x.get_nowait()),
+    "a generator in a weak dictionary": (
+        lambda: (net := Net(), setattr(net, "x", WeakKeyDictionary({net.layer: random.Random(1)})))[0],
+        lambda n: draw(n.x[n.layer]),
+        lambda n: draw(n.x[n.layer]),
+    ),
     "a namespace": (lambda: Net(x=SimpleNamespace(a=1)), lambda n: vars(n.x).update(b=2), lambda n: vars(n.x)),
     "new objects in a circle": (
         lambda: Net(x=Bank()),
@@ -272,6 +310,7 @@ def test_it_comes_back_from_a_checkpoint_of_a_resumed_run() -> None:
         ({"it": iter([1, 2, 3])}, lambda n: next(n.it), "model.it"),
         ({"it": map(abs, iter([1, 2, 3]))}, lambda n: next(n.it), "model.it"),
         ({"it": itertools.count()}, lambda n: next(n.it), "model.it"),
+        ({"x": np.random.SeedSequence(1)}, lambda n: n.x.spawn(1), "model.x"),
         ({"it": (i for i in range(3))}, lambda n: next(n.it), "model.it"),
         ({"x": None}, lambda n: vars(n).update(x=iter([1])), "model.x"),
         ({"x": None}, lambda n: vars(n).update(x=[object, iter([1])]), "model.x"),
@@ -284,14 +323,30 @@ def test_what_cannot_be_stored_is_named(attributes: dict[str, Any], train: Calla
     assert len(changes.unsaved) == 1 and changes.unsaved[0].startswith(name)
 
 
-def test_code_and_what_is_only_looked_at_are_no_changes() -> None:
+def test_code_that_is_made_anew_and_what_is_only_looked_at_are_no_changes() -> None:
+    def made() -> Any:
+        return lambda: 1
+
     def train(net: Net) -> None:
-        vars(net).update(f=lambda: 2, kind=Bank, module=random)
+        vars(net).update(f=made(), g=made(), module=random)
         net(torch.zeros(2)) if False else net.layer(torch.ones(1, 3)).sum().backward()
         net.eval(), net.train()
 
-    _, changes = later(Net(f=lambda: 1, kind=Net, module=itertools), train)
+    _, changes = later(Net(f=made(), g=None, kind=Net, module=itertools), train)
     assert changes == Changes({}, [])
+
+
+def test_other_code_is_named() -> None:
+    def train(net: Net) -> None:
+        vars(net).update(f=lambda: 2, kind=Bank)
+        net.x.__class__ = Slotless
+        net.layer.register_forward_hook(lambda *_: None)
+        net.register_module("norm", nn.Identity())
+
+    _, changes = later(Net(f=lambda: 1, kind=Net, x=Bank()), train)
+    assert changes.unsaved == [
+        "model.f", "model.kind", "model.layer._forward_hooks", "model.parts", "model.x.__class__"
+    ]  # fmt: skip
 
 
 def test_what_is_ignored_is_left_alone() -> None:

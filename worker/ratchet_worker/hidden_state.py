@@ -5,7 +5,7 @@ each save. What is another by then is stored under the path of the object that h
 into the object at that path in the next attempt. Objects that two attributes share are shared again.
 
 Stored are numbers, strings, containers, tensors, numpy arrays, generators, and objects of the user's classes and modules made of
-these. What else has changed is named by its path: an iterator that moved on, an object of an installed package, and every
+these. What else has changed is named by its path: an iterator that moved on, a function in another one's place, and every
 variable of a module, a class or a function (``train:COUNT``, ``train:Net.calls``, ``model.layer._forward_hooks[0].calls``).
 """
 
@@ -37,8 +37,10 @@ from ratchet_worker.object_walk import (
     attributes,
     is_constant,
     is_users,
+    is_users_code,
     same,
     same_children,
+    slots_of,
     step,
     walk,
 )  # fmt: skip
@@ -147,8 +149,11 @@ class _Recorder:
                 continue
             try:
                 if node.kind == "object":
+                    self._unsaved.update(_changed_code(path, before, node))
                     content = self._attributes(path, before, node)
-                elif node.kind in _LEAVES or (node.users and node.kind in _CHANGEABLE):
+                elif node.kind in _LEAVES or node.kind in _CHANGEABLE:
+                    if node.kind == "generator" and not same_children(before.children, node.children):
+                        raise _Unstorable(path)
                     content = self._content(path, node)
                 else:
                     raise _Unstorable(path)
@@ -176,7 +181,7 @@ class _Recorder:
         for name in {**before.children, **now.children}:
             old, new = before.children.get(name), now.children.get(name)
             has_changed = (self._has_state(old) or self._has_state(new)) and not self._alike(old, new)
-            if has_changed and self._is_set_by_code(now, name):
+            if (has_changed or _is_other_code(old, new)) and self._is_set_by_code(now, name):
                 yield f"{path}{step(now.kind, name)}"
 
     def _is_set_by_code(self, node: Node, name: str) -> bool:
@@ -208,17 +213,14 @@ class _Recorder:
         found: dict[str, Reference] = {}
         for name in names:
             at, value = f"{path}.{name}", now.children[name]
+            if _is_other_code(before.children.get(name), value):
+                self._unsaved.add(at)
             if not self._has_state(value) and not self._has_state(before.children.get(name)):
                 continue
             try:
-                if not now.users and not is_constant(value):
-                    raise _Unstorable(at)
                 found[name] = self._reference(at, value)
             except _Unstorable as error:
                 self._unsaved.add(str(error))
-        if gone and not now.users:
-            self._unsaved |= {f"{path}.{name}" for name in gone}
-            gone = []
         return {"set": found, "gone": gone} if found or gone else None
 
     def _has_state(self, value: Any) -> bool:
@@ -300,6 +302,21 @@ class _Recorder:
             if self._has_state(value) or value is None or isinstance(item, nn.Module):
                 found[name] = self._reference(f"{path}.{name}", value)
         return {"class": _named(path, type(item)), "set": found}
+
+
+def _changed_code(path: str, before: Node, now: Node) -> Iterator[str]:
+    """Where an object became one of another class, has other parts, or calls other functions of the user's."""
+    (old_class, old), (new_class, new) = before.mark, now.mark
+    if old_class is not new_class:
+        yield f"{path}.__class__"
+    yield from (f"{path}.{name}" for name in {**old, **new} if old.get(name) != new.get(name))
+
+
+def _is_other_code(old: Any, new: Any) -> bool:
+    """Is there another function or class of the user's in place of one that was there? One that is made anew is the same."""
+    if not (is_users_code(old) and is_users_code(new)) or same(old, new):
+        return False
+    return getattr(old, "__code__", old) is not getattr(new, "__code__", new)
 
 
 def _constant(path: str, item: Any) -> Reference:
@@ -488,7 +505,8 @@ class _Restorer:
 
 def _set(item: Any, name: str, value: Any) -> None:
     """Where it was found: a class may have a property of that name."""
-    if hasattr(item, "__dict__"):
+    kind: type = type(item)
+    if hasattr(item, "__dict__") and name not in slots_of(kind):
         vars(item)[name] = value
     else:
         object.__setattr__(item, name, value)

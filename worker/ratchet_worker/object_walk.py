@@ -7,26 +7,37 @@ It goes through three regions, one after the other, and an object belongs to the
 - ``shared``: variables of the job's modules and classes, and what functions keep. What changes is named.
 
 Looked into are containers, modules, optimizers, schedulers, data sets, bound methods, ``functools.partial``, functions and
-classes of the user's, and objects of the user's classes. Objects of an installed package are looked into as well, and not
-``users``: a change in one is named only. Not looked into is what ``_PASSED_BY`` lists: the frameworks themselves, loggers,
-threads, files.
+classes of the user's, and objects of any other class. Those of installed packages are not ``users``: none is made anew, and of
+shared ones only tensors, arrays and generators count. Not looked into is what ``_PASSED_BY`` lists: the frameworks themselves,
+loggers, threads, files.
 """
 
 from __future__ import annotations
 
 import sys
 import sysconfig
+import threading
 import warnings
 from argparse import Namespace
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache, partial
 from pathlib import Path
-from types import FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinMethodType,
+    FunctionType,
+    GeneratorType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)  # fmt: skip
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import torch
@@ -43,7 +54,8 @@ Kind: TypeAlias = Literal[
     "tensor", "array", "generator", "list", "tuple", "dict", "set", "object", "bound", "function", "class", "module", "sealed",
     "other",
 ]  # fmt: skip
-"""``sealed``: has a state that cannot be stored; ``bound``: a bound method or a partial; ``module``: the variables of a module of
+"""``sealed``: has a state that cannot be stored; ``bound``: a bound method, a partial, and other things that only hold others;
+``module``: the variables of a module of
 Python's; ``other``: code of installed packages, or passed by."""
 Region: TypeAlias = Literal["own", "registered", "shared"]
 Children: TypeAlias = dict[Any, Any]
@@ -64,7 +76,7 @@ _PASSED_BY: Final = frozenset({
     "builtins", "typing", "socket", "queue", "contextlib", "functools", "sqlite3", "tempfile", "subprocess", "datetime",
     "decimal", "fractions", "uuid", "ctypes", "mmap", "operator", "string", "collections", "importlib", "numpy",
 })  # fmt: skip
-_LOOKED_INTO: Final = ("torch.utils.data",)
+_LOOKED_INTO: Final = ("torch.utils.data", "torch.quasirandom", "torch.distributions", "numpy.polynomial", "queue")
 _LOOKED_INTO_WHERE_REGISTERED: Final = (
     "lightning", "pytorch_lightning", "accelerate", "ratchet_worker.integrations"
 )  # fmt: skip
@@ -74,11 +86,16 @@ _USERS: Final = (SimpleNamespace, Namespace)
 """Classes of Python whose objects are as a user's."""
 _TORCHS: Final = (nn.Module, Optimizer, LRScheduler)
 _OF_MODULES: Final = frozenset(vars(nn.Module()))
+_HOLDERS: Final = (
+    MethodType, partial, BuiltinMethodType, MappingProxyType, ContextVar, WeakKeyDictionary, WeakValueDictionary
+)  # fmt: skip
 _STATE_OF_MODULES: Final = frozenset({"training", "_parameters", "_buffers", "_modules"})
 _MOST: Final = 200_000
 """Objects that are looked at."""
-_WHOLE: Final = 16 << 20
-"""Bytes of an array up to which all of it is compared; of a larger one so many are sampled."""
+_WHOLE: Final = 256 << 20
+"""Bytes of an array up to which all of it is compared; of a larger one a part of about so many."""
+_BLOCK: Final = 64 << 10
+"""Bytes that lie together in such a part."""
 _SMALL: Final = 64 << 10
 """Bytes of a tensor on the CPU up to which its elements are compared; for a larger one torch counts changes."""
 
@@ -247,14 +264,18 @@ def _kind(item: Any, region: Region) -> Kind:
     for kind, types in _CONTAINERS.items():
         if isinstance(item, types):
             return kind
-    if isinstance(item, (MethodType, partial)):
+    if isinstance(item, _HOLDERS):
         return "bound"
+    if isinstance(item, threading.local):
+        return "object"
     if isinstance(item, FunctionType):
         return "function" if is_users_module(str(item.__module__)) else "other"
     if isinstance(item, type):
         return "class" if is_users(item) and not issubclass(item, Enum) else "other"
     if isinstance(item, ModuleType):
         return "module"
+    if isinstance(item, np.random.SeedSequence):
+        return "sealed"
     if isinstance(item, GeneratorType):
         return "other" if _is_passed(_owner_of(item)) else "sealed"
     if hasattr(type(item), "__next__") and not hasattr(item, "__dict__"):
@@ -265,7 +286,7 @@ def _kind(item: Any, region: Region) -> Kind:
         return "object"
     if region == "registered" and package.startswith(_LOOKED_INTO_WHERE_REGISTERED):
         return "object"
-    return "other" if _is_passed(package) or not (hasattr(item, "__dict__") or _slots(its_class)) else "object"
+    return "other" if _is_passed(package) or not (hasattr(item, "__dict__") or slots_of(its_class)) else "object"
 
 
 def _is_passed(module: str) -> bool:
@@ -290,6 +311,22 @@ def _hooks(item: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}[{n}]", hook) for n, hook in enumerate(held.values()) if callable(hook))
 
 
+def _registered_code(item: Any) -> dict[str, Any]:
+    """Of a module its parts; of a module or an optimizer, by table, the user's functions that are called."""
+    if not isinstance(item, (nn.Module, Optimizer)):
+        return {}
+    found: dict[str, Any] = {"parts": dict(item.named_children())} if isinstance(item, nn.Module) else {}
+    for name, hook in _hooks(item):
+        if is_users_code(hook):
+            found.setdefault(name.partition("[")[0], []).append(hook)
+    return found
+
+
+def is_users_code(item: Any) -> bool:
+    """Whether a function, a method or a class is the user's."""
+    return isinstance(item, (FunctionType, MethodType, type)) and is_users_module(str(item.__module__))
+
+
 @lru_cache(maxsize=4096)
 def _users_bases(kind: type) -> tuple[type, ...]:
     return tuple(base for base in kind.__mro__ if is_users(base) and base not in _USERS and not issubclass(base, Enum))
@@ -297,7 +334,7 @@ def _users_bases(kind: type) -> tuple[type, ...]:
 
 def attributes(item: Any) -> dict[str, Any]:
     """Attributes of an object that carry state."""
-    held = {name: getattr(item, name) for name in _slots(cast(type, type(item))) if hasattr(item, name)}
+    held = {name: getattr(item, name) for name in slots_of(cast(type, type(item))) if hasattr(item, name)}
     held |= getattr(item, "__dict__", {})
     if isinstance(item, nn.Module):
         return {name: value for name, value in held.items() if name not in _OF_MODULES or name in _STATE_OF_MODULES}
@@ -338,11 +375,21 @@ def _children(item: Any, kind: Kind, *, covered: bool) -> Children:
     if kind in ("class", "module"):
         plain = {name: value for name, value in vars(item).items() if not name.startswith("__")}
         return {n: v.__func__ if isinstance(v, (classmethod, staticmethod)) else v for n, v in plain.items()}
-    if isinstance(item, MethodType):
-        return {"__self__": item.__self__}
+    if kind == "generator":
+        return {name: value for name, value in getattr(item, "__dict__", {}).items() if name != "gauss_next"}
+    return _held_by(item) if kind == "bound" else {}
+
+
+def _held_by(item: Any) -> Children:
     if isinstance(item, partial):
         return {"args": item.args, "keywords": item.keywords, "func": item.func}
-    return {}
+    if isinstance(item, MappingProxyType):
+        return dict(item)
+    if isinstance(item, ContextVar):
+        return {"value": item.get(None)}
+    if isinstance(item, (WeakKeyDictionary, WeakValueDictionary)):
+        return dict(enumerate(item.values()))
+    return {"__self__": item.__self__}
 
 
 def _kept_by(function: FunctionType) -> Children:
@@ -366,6 +413,8 @@ def _mark(item: Any, kind: Kind) -> Any:
         return data, {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
     if kind == "set":
         return frozenset(item)
+    if kind == "object":
+        return type(item), _registered_code(item)
     return _mark_of_sealed(item) if kind == "sealed" else None
 
 
@@ -373,7 +422,9 @@ def _mark_of_sealed(item: Any) -> Any:
     if isinstance(item, torch.Tensor):
         return version_of(item)
     if isinstance(item, np.ndarray):
-        return None if isinstance(item, np.memmap) else [*map(id, item.reshape(-1)[:_SMALL])]
+        return [*map(id, item.reshape(-1)[:_SMALL])] if item.dtype.hasobject else _array_digest(item)
+    if isinstance(item, np.random.SeedSequence):
+        return repr(item.state)
     if isinstance(item, GeneratorType):
         frame = item.gi_frame
         return frame and (frame.f_lasti, {name: value for name, value in frame.f_locals.items() if is_constant(value)})
@@ -410,8 +461,13 @@ def _mark_of_tensor(tensor: torch.Tensor) -> Any:
 
 
 def _array_digest(array: np.ndarray[Any, Any]) -> str:
-    flat = array.reshape(-1)[:: max(1, -(-array.nbytes // _WHOLE))]
-    return _digest(np.ascontiguousarray(flat).view(np.uint8)) if array.size else ""
+    if not array.size:
+        return ""
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    if flat.nbytes <= _WHOLE:
+        return _digest(flat)
+    blocks = flat[: flat.nbytes // _BLOCK * _BLOCK].reshape(-1, _BLOCK)
+    return _digest(np.ascontiguousarray(blocks[:: -(-flat.nbytes // _WHOLE)]).reshape(-1))
 
 
 def _digest(flat: np.ndarray[Any, Any]) -> str:
@@ -419,9 +475,14 @@ def _digest(flat: np.ndarray[Any, Any]) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _slots(kind: type) -> tuple[str, ...]:
-    found = (vars(one).get("__slots__", ()) for one in kind.__mro__)
-    names = (name for slots in found for name in ((slots,) if isinstance(slots, str) else slots))
+def slots_of(kind: type) -> tuple[str, ...]:
+    """Under the names by which they are found."""
+    names: list[str] = []
+    for one in kind.__mro__:
+        slots = vars(one).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{one.__name__.lstrip('_')}{name}" if private else name)
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
