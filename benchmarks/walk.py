@@ -43,7 +43,8 @@ def line(layers: int = LAYERS) -> str:
             walks.append((walked - stepped) * 1000)
             shares.append(100 * (walked - stepped) / (EVERY_STEPS * (stepped - begun)))
     count = sum(1 for _ in model.modules())
-    return f"walk, averaged over every_steps: {EVERY_STEPS}, % of a step: {estimate(shares)}; {estimate(walks)} ms for {count} modules"
+    share = f"walk, averaged over every_steps: {EVERY_STEPS}, % of a step: {estimate(shares)}"
+    return f"{share}; {estimate(walks)} ms for {count} modules"
 
 
 if __name__ == "__main__":
