@@ -190,11 +190,13 @@ def _no_progress_limit(view: JobView, treated: Treatment) -> int:
 
 def _no_progress_cure(end: AttemptEnd) -> str:
     """A job that gets on and does not save is told from one that does not get on."""
+    if end.cause is Cause.CHECKPOINT_ERROR:
+        return "Its saves failed: do what the last failure says (its checkpoint-failed events have all); then resume the job."
     if end.unsaved:
         return (
-            f"It did {end.unsaved} new step{'s' * (end.unsaved > 1)}, and was ended before one was saved: let "
-            "checkpoint.every_steps be smaller (or every_seconds), give it more notice (policy.stop_grace), and see its "
-            "checkpoint-failed events; then resume the job."
+            f"It did {end.unsaved} new step{'s' * (end.unsaved > 1)}, and was ended before one was saved. If it has "
+            "checkpoint-failed events, do what they say; else let checkpoint.every_steps be smaller (or every_seconds), or "
+            "give it more notice (policy.stop_grace); then resume the job."
         )
     return "It finished no new step: read its logs, mend the cause; then resume the job."
 

@@ -192,6 +192,37 @@ def test_three_attempts_in_a_row_without_a_new_step_end_the_job_or_as_many_as_ma
         assert events == [(Event.END_REQUEUE, False)] * (most - 1) + [(Event.END_FAILED, True)]
 
 
+@pytest.mark.parametrize(
+    ("causes", "over"),
+    [
+        ("kkkkk", False),
+        ("kek", False),  # the limit goes by the last end: three, where it is the job's own fault
+        ("kkek", False),
+        ("kke", True),
+        ("eke", True),
+        ("kkkke", True),
+    ],
+)
+def test_where_causes_come_mixed_the_last_one_tells_how_many_attempts_may_save_nothing(causes: str, over: bool) -> None:
+    counters, decision = Counters(), None
+    for letter in causes:
+        cause = Cause.RANK_KILLED if letter == "k" else Cause.EXCEPTION
+        decision = end(cause, counters=counters, limits=Limits(max_failures=20), committed=None)
+        counters = decision.counters
+    assert decision is not None and (decision.reason == "no-progress") is over
+    again = end(Cause.EXCEPTION, counters=counters, limits=Limits(max_failures=20))
+    assert again.counters.no_progress == 0, "a new step forgives all"
+
+
+def test_a_job_whose_saves_fail_is_not_told_to_save_more_often() -> None:
+    attempt = AttemptEnd(
+        Cause.CHECKPOINT_ERROR, 10, None, last_step=31, message="3 saves in a row failed, the last at step 28"
+    )
+    view = JobView("job-1", JobPhase.RUNNING, Desired.RUN, epoch=3, counters=Counters(no_progress=2), attempt=attempt)
+    text = str(decide(view, NOW).message)
+    assert "the last at step 28" in text and "do what the last failure says" in text and "every_steps" not in text
+
+
 def delay(cause: Cause, failures: int = 0, committed: int | None = 10) -> float:
     """Seconds until the next attempt, after ``failures`` before this one; without a new step unless ``committed`` > 10."""
     counters = Counters(failures=failures)

@@ -144,13 +144,13 @@ class Group:
         assert len(found) == RANKS, "a rank hangs"
         return [found[rank] for rank in range(RANKS)]
 
-    def step(self, number: int) -> list[Any]:
-        """The optimizer's step and the boundary behind it, on all ranks."""
+    def step(self, number: int, apart: float = 0.0) -> list[Any]:
+        """The optimizer's step and the boundary behind it, on all ranks. ``apart``: by so much rank 1's weights are others."""
 
         def act(rank: int) -> None:
             self.ranks[rank].resumed()
             self.ranks[rank].hold(Until.STEP)
-            self.weights[rank].fill_(number)
+            self.weights[rank].fill_(number + apart * rank)
             late = Snapshot(shared={"model/w": self.weights[rank]}, until={"model/w": Until.STEP})
             self.ranks[rank].boundary(number, lambda: (late, 0), lambda: self.content(rank, number))
 
@@ -471,6 +471,24 @@ def test_before_the_first_scheduled_save_all_ranks_save_what_rank_0_decides(
     assert asked == [4096 * 4] and schedule._trained >= 39.99 and list(group.saved()) == [number]
     assert [rank.judged for rank in group.ranks] == [None, None]
     assert [values[0].reason for values in group.told[0].of("committed")] == ["first"]
+
+
+def test_a_difference_that_was_seen_beside_a_step_is_called_a_divergence_when_it_comes_again(tmp_path: Path) -> None:
+    """What code changes while it is copied may differ between the ranks for that alone."""
+    group = Group(tmp_path, every_steps=3)
+    for number in range(1, 3):
+        group.step(number)
+    group.step(3, apart=1.0)
+    group.drain()
+    for number in range(4, 7):
+        group.step(number, apart=1.0)
+    group.drain()
+    told = [text for _, text in group.told[0].of("checkpoint_failed")]
+    assert len(told) == 2 and group.saved() == {}
+    assert (
+        told[0].startswith("model/w of rank [1] differs") and "Code beside optimizer.step() has changed it" in told[0]
+    )
+    assert told[1].startswith("replicas have diverged: model/w of rank [1]") and "Likely cause: " in told[1]
 
 
 @pytest.mark.parametrize("when_busy", ["wait", "skip"])
