@@ -1,18 +1,27 @@
+# ruff: noqa: F811  (fixtures)
 """The save before the first scheduled one, by real ranks: who is killed in the first interval goes on from it, bit for bit."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ratchet_contract.messages import ForkSource
+from ratchet_contract.paths import MANIFEST_NAME
 from ratchet_contract.phases import Cause
+from ratchet_contract.resume import Segment
+from ratchet_store.commit import read_manifest
 from ratchet_store.compare import compare, render
+from ratchet_store.remote import open_job
 from tests.support.launch import Attempt, Job
+from tests.support.object_stores import BUCKET, PATIENT, S3Server, s3, s3_server  # noqa: F401
 from tests.support.server import wait_for
 
 STEPS = 40
+URI = f"s3://{BUCKET}/team"
 TASK = '''
 import time
 from pathlib import Path
@@ -59,13 +68,22 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def job(home: Path, name: str, hook: dict[str, Any], hold: int = 0, **checkpoint: Any) -> Job:
+def job(
+    home: Path,
+    name: str,
+    hook: dict[str, Any],
+    hold: int = 0,
+    *,
+    job_id: str = "job",
+    afresh: bool = False,
+    **checkpoint: Any,
+) -> Job:
     spec = {
         "task": {"entrypoint": "held:Held", "args": {"steps": STEPS, "hold": hold, "gate": str(home / f"{name}.gate")}},
         "hook": hook,
         "checkpoint": {"every_steps": 30, **checkpoint},
     }
-    return Job(home / name, spec, home / "code", job_id="job")
+    return Job(home / name, spec, home / "code", job_id=job_id, afresh=afresh)
 
 
 def saves(attempt: Attempt) -> list[tuple[int, str]]:
@@ -117,3 +135,42 @@ def test_it_goes_when_two_others_are_there_and_moves_no_scheduled_one(home: Path
     assert found[1] == (7, "schedule")  # not left out, whether or not the one before was still being written
     assert 1 in {m.step for m in attempt.messages(kind="checkpoint_deleted")}
     assert not any(name.startswith("step-000000000001.") for name in one.checkpoints())
+
+
+def test_a_fork_and_a_lost_disk_go_on_from_it_and_a_resume_from_an_older_step_needs_none(
+    home: Path, jobs: list[Job], s3: S3Server
+) -> None:
+    hook = {"name": "allreduce"}
+    whole = job(home, "whole", hook, first="off", every_steps=12)
+    cut = job(home, "cut", hook, 6, uri=URI, afresh=True)
+    jobs += [whole, cut]
+    undisturbed, killed = whole.launch(), cut.launch()
+    there = open_job(URI, "job", PATIENT)
+    wait_for(
+        lambda: MANIFEST_NAME in there.listing().get((1, 1), ()), f"the copy of the first save\n{killed.logs()}", 30
+    )
+    killed.kill(0)
+    assert killed.wait().cause is Cause.RANK_KILLED
+    assert undisturbed.wait().cause is Cause.COMPLETED, undisturbed.logs()
+    shutil.rmtree(cut.paths.checkpoints)
+    (home / "cut.gate").touch()
+
+    middle = read_manifest(whole.paths.checkpoints / "step-000000000024.a0001")
+    source = ForkSource(job_root=str(whole.paths.root), step=middle.step, epoch=middle.epoch, digest=middle.digest)
+    fork = job(home, "fork", hook, 29, job_id="fork")
+    jobs.append(fork)
+    resumed, forked = cut.launch(), fork.launch(fork=source)
+    wait_for(lambda: fork.checkpoints() == ["step-000000000025.a0001"], f"the fork's first save\n{forked.logs()}", 30)
+    forked.kill(1)
+    assert forked.wait().cause is Cause.RANK_KILLED
+    (home / "fork.gate").touch()
+    again = fork.launch(fork=source)
+    older = whole.launch(lineage=[Segment(epoch=1, after_step=0, until_step=24)])
+    for attempt, base in ((resumed, 1), (again, 25), (older, 24)):
+        assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
+        assert (attempt.report().verdict, attempt.report().base.step) == ("exact", base), attempt.report()
+    assert saves(older) == [(36, "schedule"), (STEPS, "end")]
+    for one in (cut, fork):
+        assert saves(one.attempts[1]) == [(30, "schedule"), (STEPS, "end")]
+        comparison = compare(whole.newest(), one.newest())
+        assert comparison.identical, render(comparison)

@@ -51,6 +51,8 @@ def made(name, optimizer):
         return rates.MultiStepLR(optimizer, [2, 5, 5, 9])
     if name == "SequentialLR":
         return rates.SequentialLR(optimizer, [rates.LinearLR(optimizer), rates.MultiStepLR(optimizer, [2, 6])], [4])
+    if name != "ChainedScheduler":
+        return None
     return rates.ChainedScheduler([rates.ExponentialLR(optimizer, 0.9), rates.MultiStepLR(optimizer, [5])])
 
 
@@ -80,6 +82,34 @@ class Training:
             self.flag.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return model(batch).square().mean()
+
+
+class Free(Training):
+    """Evaluates with weights that the optimizer switches to, and back."""
+
+    def build(self, context):
+        parts = super().build(context)
+        import schedulefree
+
+        parts.model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        if self.scheduler == "AdamWScheduleFree":
+            parts.optimizer = schedulefree.AdamWScheduleFree(parts.model.parameters(), lr=0.01, warmup_steps=4)
+        else:
+            parts.optimizer = schedulefree.ScheduleFreeWrapper(torch.optim.SGD(parts.model.parameters(), lr=0.05))
+        parts.scheduler, parts.evaluate_every, self.optimizer = None, 3, parts.optimizer
+        return parts
+
+    def loss(self, model, batch):
+        self.optimizer.train()
+        return super().loss(model, batch)
+
+    def evaluation(self):
+        self.optimizer.eval()
+        yield torch.ones(4, 6)
+        self.optimizer.train()
+
+    def evaluate(self, model, batch):
+        return {"size": (float(model(batch).square().mean()), 1.0)}
 '''
 
 
@@ -87,7 +117,7 @@ class Training:
 def make(tmp_path: Path) -> Any:
     jobs: list[Job] = []
 
-    def job(name: str, *, killed: bool, **arguments: Any) -> Job:
+    def job(name: str, *, killed: bool, task: str = "Training", **arguments: Any) -> Job:
         code = tmp_path / name / "code"
         code.mkdir(parents=True)
         (code / "training.py").write_text(TASK)
@@ -95,7 +125,7 @@ def make(tmp_path: Path) -> Any:
         if not killed:
             flag.touch()
         spec = {
-            "task": {"entrypoint": "training:Training", "args": {"flag": str(flag), **arguments}},
+            "task": {"entrypoint": f"training:{task}", "args": {"flag": str(flag), **arguments}},
             "checkpoint": {"every_steps": 6, "first": "off"},
             "determinism": "strict",
         }
@@ -107,9 +137,15 @@ def make(tmp_path: Path) -> Any:
         one.close()
 
 
-@pytest.mark.parametrize("scheduler", ["MultiStepLR", "SequentialLR", "ChainedScheduler"])
+@pytest.mark.parametrize(
+    "scheduler", ["MultiStepLR", "SequentialLR", "ChainedScheduler", "AdamWScheduleFree", "ScheduleFreeWrapper"]
+)
 def test_a_killed_job_ends_in_the_bits_of_an_undisturbed_one(make: Any, scheduler: str) -> None:
-    whole, cut = make("whole", killed=False, scheduler=scheduler), make("cut", killed=True, scheduler=scheduler)
+    task = "Training"
+    if "ScheduleFree" in scheduler:
+        pytest.importorskip("schedulefree")
+        task = "Free"
+    whole, cut = (make(name, killed=name == "cut", scheduler=scheduler, task=task) for name in ("whole", "cut"))
     attempt = whole.launch()
     assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
     assert cut.launch().wait().cause is Cause.RANK_KILLED

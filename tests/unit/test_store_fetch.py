@@ -13,6 +13,7 @@ from obstore.store import MemoryStore
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.resume import Segment
+from ratchet_store.commit import mark_changed, what_changed
 from ratchet_store.fetch import bring, fetch, newest_local
 from ratchet_store.mirror import Mirror
 from ratchet_store.objects import ObjectStore
@@ -60,6 +61,19 @@ def test_a_store_that_gives_more_than_was_asked_for_is_damage(
     found = bring(remote, tmp_path / "here", tmp_path / "aside", ALL, None)
     assert found.fetched is not None and found.fetched.step == 10
     assert "set aside" in found.notes[0]
+
+
+def test_what_changed_behind_a_checkpoint_is_known_to_its_copy(remote: RemoteCheckpoints, tmp_path: Path) -> None:
+    """Whether it was marked before it was copied, or behind that."""
+    there = tmp_path / "there"
+    assert mark_changed(there / NEWEST, "scheduler changed") and not mark_changed(there / NEWEST, "again")
+    make_chain(there, 30)
+    assert mark_changed(there / "step-000000000030.a0001", "optimizer changed")
+    run(Mirror(remote, there, tmp_path / "there-aside", ALL, 1))
+    for step, text in ((10, None), (20, "scheduler changed"), (30, "optimizer changed")):
+        name = f"step-{step:012d}.a0001"
+        fetch(remote, name, tmp_path / "here", tmp_path / "aside")
+        assert what_changed(tmp_path / "here" / name) == what_changed(there / name) == text
 
 
 def test_a_fetch_that_was_killed_makes_room_for_the_next(remote: RemoteCheckpoints, tmp_path: Path) -> None:
