@@ -104,7 +104,7 @@ launcher:
     "faults": """\
 trial:
   end_at: 60
-  faults: [{attempt: 1, rank: 1, step: 17, kind: kill-rank}]""",
+  faults: [{attempt: 1, rank: 0, step: 17, kind: kill-rank}]""",
     "allreduce": "hook: allreduce",
     "fp16_compress": "hook: fp16_compress",
     "bf16_compress": "hook: bf16_compress",

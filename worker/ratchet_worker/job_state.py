@@ -136,7 +136,7 @@ class JobState:
         buffers = {name: buffer.detach() for name, buffer in walk.named_buffers()}
         out.add_encoded("buffers", buffers, sorted(buffers))
         out.add_made(module_state.COMPONENT, lambda: self._modules.encoded(walk, self._origin))
-        out.state[_DDP] = {"buffers_next": ddp.require_forward_param_sync}  # does the next forward begin with rank 0's?
+        out.add(_DDP, {"buffers_next": ddp.require_forward_param_sync})  # does the next forward begin with rank 0's?
         out.state[state_names.COMPONENT] = state_names.capture(walk, form)
         own = self._before_evaluation or self._own()
         out.private |= own.private
@@ -280,7 +280,7 @@ class JobState:
         ddp = self.hook_or_refuse()[0]
         module = ddp.module
         if _DDP in saved.state:  # a checkpoint of before has none
-            ddp.require_forward_param_sync = saved.state[_DDP]["buffers_next"]
+            ddp.require_forward_param_sync = saved.value(_DDP)["buffers_next"]
         reports = [self._fits(MODEL, lambda: model_state.restore_parameters(module, saved))]
         equal, names = {**saved.shared, **saved.private}, self._names()
         replicas = set(model_state.parameters_of(saved.private))
