@@ -18,7 +18,8 @@ from tests.support.docs import ROOT
 from tests.support.server import Server, processes_below
 
 CODE = ROOT / "tests" / "support" / "prove_job"
-EXAMPLES = sorted(p for p in (ROOT / "examples").rglob("*.yaml") if "cluster" not in p.parts)
+WITHOUT_SESSION = {"0_torchrun", "1_hooks"}
+EXAMPLES = sorted(p for p in (ROOT / "examples").rglob("*.yaml") if not {"cluster", *WITHOUT_SESSION} & {*p.parts})
 
 pytestmark = pytest.mark.slow
 
