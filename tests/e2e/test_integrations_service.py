@@ -100,9 +100,8 @@ from ratchet_worker.session import Session
 from transformers import DataCollatorForLanguageModeling, Trainer as Trainer_, TrainerCallback, TrainingArguments
 
 class Module(LightningModule):
-    def __init__(self, automatic=True):
+    def __init__(self):
         super().__init__()
-        self.automatic_optimization = automatic
         self.net = torch.nn.Linear(2, 1)
     def training_step(self, batch, _):
         return self.net(batch).sum()
@@ -181,7 +180,6 @@ accelerated(split_batches=True)
 accelerated(dispatch_batches=True)
 accelerated(use_seedable_sampler=True, data_seed=3)
 fit(Module(), data, overfit=2)
-fit(Module(automatic=False), data)
 fit(Module(), data, ckpt_path="somewhere.ckpt")
 fit(Module(), torch.utils.data.DataLoader(samples))
 runtime = session._runtime  # as a new process has it: Lightning had begun to train
@@ -251,7 +249,6 @@ def test_what_no_session_can_honour_is_refused_by_name(server: Server, tmp_path:
         "dispatch_batches: every rank",
         "data_seed: the order of a job's data",
         "overfit_batches: a TrainLoader goes on",
-        "manual optimization is not supported",
         "ckpt_path",
         "trains on other data",
         "should_epoch_stop",

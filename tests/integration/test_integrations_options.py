@@ -180,7 +180,10 @@ ACCELERATE: Final[dict[str, dict[str, Any]]] = {
     "rng_types": {"accelerator": {"rng_types": ["torch", "generator"]}},
     "dynamo_backend": {"accelerator": {"dynamo_backend": "eager"}},
 }
-FEW: Final = {"EarlyStoppingCallback", "reduce_lr_on_plateau", "neftune_noise_alpha", "an evaluation"}
+FEW: Final = {
+    "EarlyStoppingCallback", "reduce_lr_on_plateau", "neftune_noise_alpha", "an evaluation",
+    "a step in the midst of an accumulation",
+}  # fmt: skip
 
 IN_EVERY_CASE: Final = {"per_device_train_batch_size", "learning_rate", "seed", "use_cpu", "save_strategy"}
 REFUSED: Final[dict[str, Any]] = {

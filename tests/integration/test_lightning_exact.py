@@ -100,6 +100,11 @@ def test_callbacks(tmp_path: Path, name: str) -> None:
     assert difference(tmp_path, case, kills, unlike=TIMES) == []
 
 
+def test_a_module_that_optimizes_by_itself(tmp_path: Path) -> None:
+    kills: list[Kill] = [("batch", 10, 9), ("validation", 2, 15, "SIGTERM"), ("batch", 21, 18)]
+    assert difference(tmp_path, {"manual": True}, kills, ddp={"find_unused_parameters": True}) == []
+
+
 def test_every_argument_of_the_trainer_is_walked_or_it_is_said_why_not() -> None:
     from lightning.pytorch import Trainer
 

@@ -182,6 +182,44 @@ class Module(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": config | ({"monitor": monitor} if monitor else {})}
 
 
+class Manual(Module):
+    """Optimizes by itself: two optimizers, one of them after every other batch, and a plateau scheduler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        x, y = batch
+        first, second = self.optimizers()
+        for optimizer, due in ((first, True), (second, number % 2 == 1)):
+            self.toggle_optimizer(optimizer)
+            out = self.net(x)
+            loss = cross_entropy(out, y) if optimizer is first else (out**2).mean()
+            self.manual_backward(loss)
+            if due:
+                self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+                optimizer.step()
+                optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+        self.factor = self.factor * 0.99 + 0.01 * out.detach().abs().mean(0)
+        self.right(out, y)
+        self.by_epoch.update(out, y)
+        self.log("right", self.right, on_step=False, on_epoch=True)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.lr_schedulers().step(self.trainer.callback_metrics["loss_epoch"])
+
+    def configure_optimizers(self) -> Any:
+        first, second = (
+            torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (self.net[0], self.net[1:])
+        )
+        return [first, second], [lr_scheduler.ReduceLROnPlateau(first, factor=0.7, patience=0)]
+
+
 def made(name: str) -> Callback:
     monitor = CASE.get("monitor", "loss_epoch")
     kinds: dict[str, Any] = {
@@ -256,7 +294,7 @@ def main() -> None:
             enable_progress_bar=bar,
             **{"log_every_n_steps": 2} | CASE.get("trainer", {}),
         )
-        module = Module()
+        module = Manual() if CASE.get("manual") else Module()
         trainer.fit(module, data, DataLoader(TensorDataset(x[:32], y[:32]), batch_size=16))
         if session.rank == 0:
             Path("end.json").write_text(json.dumps(end(trainer, module)))

@@ -31,12 +31,26 @@ def die(session: Session, step: int, batch: int | None = None) -> None:
         return
     if launch.epoch == 2 and step == case["stop"] and batch is not None:
         os.kill(os.getpid(), signal.SIGTERM)
+        session._runtime.agreement.wait_decided()  # the other rank waits for this one's next batch
     if launch.epoch == 1 and step == case["kill"]:
         name = f"step-{(step - 1) // case['every'] * case['every']:012d}.a0001"
         end = time.monotonic() + 60
         while not (Path(launch.job_root) / "checkpoints" / name / "MANIFEST.json").exists() and time.monotonic() < end:
             time.sleep(0.002)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Centred(nn.Module):
+    """What is trained depends on a buffer, which ranks make of their own samples, and DDP of rank 0's."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
+        return x - self.mean
 
 
 with Session() as session:
@@ -61,7 +75,9 @@ with Session() as session:
         rank=session.rank, world_size=session.world_size,
     )  # fmt: skip
     session.register(data=data)
-    net = nn.Sequential(nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 2))
+    net = nn.Sequential(
+        nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), Centred(24), nn.Dropout(0.3), nn.Linear(24, 2)
+    )  # fmt: skip
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     schedulers = {
         "exponential": lambda: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97),

@@ -15,16 +15,17 @@ The script as it was, but for the session, the data and the strategy::
         trainer.fit(MyModule(), data)
 
 Hook, DDP's settings, ranks and devices are those of the spec. A step of the job is one of the optimizer, with its
-``accumulate_grad_batches`` batches. It ends when the Trainer asks for the next batch: what callbacks, validation and schedulers
-did until then belongs to it. Then it is counted, saved when a checkpoint is due, and stopped at when a stop was asked for, all of
-it by the Session. Saved are model, optimizer, schedulers, scaler, data position, generators, buffers, hook, and the Trainer's
-own: its loops' counters, logged values, callbacks, and what ``on_save_checkpoint`` adds to a checkpoint.
+``accumulate_grad_batches`` batches; of a module that optimizes by itself (``automatic_optimization = False``) it is all batches
+up to the one in which an optimizer stepped. It ends when the Trainer asks for the next batch: what callbacks, validation and
+schedulers did until then belongs to it. Then it is counted, saved when a checkpoint is due, and stopped at when a stop was asked
+for, all of it by the Session. Saved are model, optimizers, schedulers, scaler, data position, generators, buffers, hook, and the
+Trainer's own: its loops' counters, logged values, callbacks, and what ``on_save_checkpoint`` adds to a checkpoint.
 
 A resumed Trainer begins as a new one does, with the hooks from ``setup`` to ``on_train_epoch_start`` of the epoch that is
 resumed, and everything is put back when it asks for its first batch: where it was saved. Lightning's own way of resuming is not
 taken; it leaves out hooks, schedulers' steps and logged values.
 
-Not supported, and refused by name: manual optimization, ``ckpt_path`` (the job resumes by itself), ``overfit_batches``, training
+Not supported, and refused by name: ``ckpt_path`` (the job resumes by itself), ``overfit_batches``, training
 data that is not the registered one, ``StochasticWeightAveraging`` of a model with batch norm, ``BaseFinetuning``,
 ``ModelPruning``. A stop waits for the end of a validation.
 """
@@ -76,6 +77,7 @@ except ImportError as error:
 from ratchet_contract.errors import UserError
 from ratchet_hooks.codec import encode
 from ratchet_hooks.errors import HookStateError
+from ratchet_worker.data.epochs import endless
 from ratchet_worker.integrations.steps import Steps, goes_on, refuse_other_epochs
 from ratchet_worker.session import Session
 
@@ -105,6 +107,7 @@ class SessionStrategy(DDPStrategy):
         self._global_step = _UNLIMITED  # the Trainer's, when the open step began
         self._handler: Any = None
         self._progress: _Progress | None = None
+        self._batches: _Batches | None = None
         self._trial = False  # steps of a finder, which are undone
 
     def options(self) -> dict[str, Any]:
@@ -139,10 +142,10 @@ class SessionStrategy(DDPStrategy):
         """The Session has done it."""
 
     def _register(self, trainer: Any) -> None:
-        (optimizer,) = self.optimizers
-        state: dict[str, Any] = {
-            "optimizer": optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        }
+        state: dict[str, Any] = {}
+        for number, optimizer in enumerate(self.optimizers):
+            plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+            state[f"optimizer_{number}" if number else "optimizer"] = plain
         for number, config in enumerate(self.lr_scheduler_configs):
             state[f"scheduler_{number}" if number else "scheduler"] = config.scheduler
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -177,7 +180,9 @@ class SessionStrategy(DDPStrategy):
             data.load_state_dict(position)
 
     def _total(self, trainer: pl.Trainer) -> int | None:
-        """Steps of the whole job, where the Trainer's limits tell."""
+        """Steps of the whole job, where the Trainer's limits tell; a module that optimizes by itself steps when it likes."""
+        if not trainer.lightning_module.automatic_optimization:
+            return None
         data: Any = self._runtime.state.data
         batches = trainer.limit_train_batches
         per_epoch = len(_Batches(self, data))
@@ -190,7 +195,11 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        return _Batches(self, dataloader) if dataloader is self._runtime.state.data else dataloader
+        if dataloader is not self._runtime.state.data:
+            return dataloader
+        if self._batches is None:
+            self._batches = _Batches(self, dataloader)
+        return self._batches
 
     @override
     def on_train_start(self) -> None:
@@ -298,25 +307,22 @@ class SessionLogger(Logger):
 
 
 class _Batches:
-    """The job's data as the Trainer sees them: epochs of a fixed length, each batch within a step."""
+    """The job's data as the Trainer sees them, each batch within a step. The Trainer ends an epoch by the length; a shorter one
+    of its own (``limit_train_batches``) does not end that of the data, which go on in their order."""
 
     def __init__(self, strategy: SessionStrategy, data: Any) -> None:
         self._strategy, self._data = strategy, data
+        self._endless: Iterator[Any] | None = None
 
     def __len__(self) -> int:
         return int(self._data.steps_per_epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        batches: Iterator[Any] | None = None
         while True:
             self._strategy.before_batch()
-            if batches is None:  # after the data's position was put back
-                batches = iter(self._data)
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            yield batch
+            if self._endless is None:  # after the data's position was put back
+                self._endless = endless(self._data, lambda: None)
+            yield next(self._endless)
 
 
 class _Progress:
@@ -479,9 +485,9 @@ def _leave_out_default(trainer: Any) -> None:
 
 
 def _refuse(trainer: Any) -> None:
-    if not trainer.lightning_module.automatic_optimization:
+    if not trainer.lightning_module.automatic_optimization and trainer.strategy._runtime.launch.spec.ddp.static_graph:
         raise UserError(
-            "manual optimization is not supported: SessionStrategy cannot tell where a step ends; use automatic optimization"
+            "automatic_optimization = False with ddp.static_graph: Lightning drives DDP's reducer by itself; drop static_graph"
         )
     if trainer.strategy._runtime.state.data is None:
         raise UserError("no data is registered: session.register(data=TrainLoader(...)) before trainer.fit")
