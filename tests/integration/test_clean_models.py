@@ -1,5 +1,5 @@
-"""Public models with random weights under ``determinism: strict``: killed, resumed in a new process, nothing refused or named, and
-at the end the checkpoint of an undisturbed run. ``RATCHET_TEST_CLEAN=all``: every one of them."""
+"""Public models with random weights under ``determinism: strict``: killed, resumed in a new process, nothing refused or named,
+and at the end the checkpoint of an undisturbed run. ``RATCHET_TEST_CLEAN=all``: every one of them."""
 
 from __future__ import annotations
 
