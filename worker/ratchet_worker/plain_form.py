@@ -25,7 +25,7 @@ from ratchet_worker.restore import Chosen
 from ratchet_worker.snapshot import Snapshot, Tensors, byte_view, empty
 
 FORMAT: Final = 1
-_OWN: Final = frozenset({"model", "buffers", "modules", "facts", "hook", "rng", "ddp", state_names.COMPONENT})
+_OWN: Final = frozenset({"model", "buffers", "modules", "facts", "hook", "rng", state_names.COMPONENT})
 
 
 @dataclass
