@@ -21,6 +21,8 @@ from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import AttemptPaths, JobPaths
 from ratchet_contract.resume import ResumeReport, StepDifference
 from ratchet_contract.step_ring import RING_ATTEMPTS, RingHeader, StepFingerprint, StepRing, read_header, read_ring
+from ratchet_worker.data.iterable import TrainStream
+from ratchet_worker.data.loader import TrainLoader
 from ratchet_worker.environment_record import Record, compare, sentence
 from ratchet_worker.reporter import Reporter
 from ratchet_worker.step_fingerprint import StepFingerprints
@@ -252,11 +254,10 @@ def _ring(path: Path, header: RingHeader, reporter: Reporter) -> StepRing | None
 
 
 def _position(data: TrainData | None, taken: int) -> tuple[int, int]:
-    """Epoch and place in it. Data that do not tell their place: how many batches the step took."""
-    if data is None:
-        return 0, taken
-    place = getattr(data, "position", taken)
-    return data.epoch, place if isinstance(place, int) else taken
+    """Epoch and place in it. Data of the user's own, whose attributes may mean anything: how many batches the step took."""
+    if isinstance(data, TrainLoader | TrainStream):
+        return data.epoch, data.position
+    return 0 if data is None else int(data.epoch), taken
 
 
 def _ranges(steps: Iterable[int]) -> Ranges:

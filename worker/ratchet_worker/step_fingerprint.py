@@ -25,17 +25,17 @@ from ratchet_contract.step_ring import StepFingerprint
 from ratchet_worker.live_memory import address, live_bytes
 from ratchet_worker.snapshot import flat
 
-_LEAST_BYTES: Final = 64 << 10
-_MOST_BYTES: Final = 1 << 20
-_CHUNKS: Final = 512
+_LEAST_BYTES: Final = 32 << 10
+_MOST_BYTES: Final = 512 << 10
+_CHUNKS: Final = 1024
 """A chunk has so large a share of the parameters, within the two bounds: larger models have longer steps."""
-_PIECES: Final = 16
-"""Of different tensors in a chunk, at most: each takes a microsecond or two of Python."""
+_PIECES: Final = 4
+"""Of different tensors in a chunk, at most: behind a step whatever is touched of each lies in no cache."""
 _PENDING: Final = 64
 """Steps whose sums may be on their way from the device; beyond that the oldest is waited for."""
 _ALIGNMENT: Final = 4
 _MT19937: Final = ctypes.c_uint32 * 625
-"""numpy's ``mt19937_state``: 624 words, and the position among them."""
+"""The Mersenne Twister's 624 words and the position among them, which numpy has behind them and Python before."""
 _NO_MEMORY: Final = (RuntimeError, BufferError)
 """User code has freed or resized a storage, or given a parameter another kind of tensor: the fingerprint tells that it is so."""
 
@@ -56,12 +56,13 @@ class SamplePlan:
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         readable = [n for n, p in enumerate(parameters) if p.numel() and address(p) and p.layout is torch.strided]
         self.left_out = sorted({n for n, p in enumerate(parameters) if p.numel()} - {*readable})
-        total = sum(parameters[n].nbytes for n in readable)
+        self.sizes = [p.nbytes if n in readable else 0 for n, p in enumerate(parameters)]
+        total = sum(self.sizes)
         self.chunk_bytes = min(max(total // _CHUNKS, _LEAST_BYTES), _MOST_BYTES) // _ALIGNMENT * _ALIGNMENT
         self.chunks: list[list[Piece]] = []
         room = pieces = 0
         for number in readable:
-            size, start = parameters[number].nbytes, 0
+            size, start = self.sizes[number], 0
             while start < size:
                 if room == 0 or pieces == 0:
                     self.chunks.append([])
@@ -89,6 +90,8 @@ class StepFingerprints:
         self.plan = SamplePlan(parameters)
         self._parameters, self._device = parameters, device
         self._dense = [_is_dense(p) for p in parameters]
+        self._known = [0] * len(parameters)  # addresses of memory that was looked at and is large enough
+        self._generators = Generators(device)
         on_device = on_device or device.type == "cuda"
         self._sums = DeviceSums(device, self.plan.most_words) if on_device else None
         self._elsewhere = {n for n, p in enumerate(parameters) if not on_device or p.device.type != device.type}
@@ -97,7 +100,7 @@ class StepFingerprints:
     def take(self, step: int, position: tuple[int, int]) -> list[StepFingerprint]:
         """Make the fingerprint behind ``step``, whose ``position`` in the data is (epoch, place in it). Returns those that are
         there: of this step, or where they come from a device of the steps before."""
-        generators, data = generators_digest(self._device), _digest(struct.pack("<2q", *position))
+        generators, data = self._generators.digest(), _digest(struct.pack("<2q", *position))
         on_host = self._on_host(step)
         if self._sums is None:
             return [StepFingerprint(step, on_host, generators, data)]
@@ -129,13 +132,21 @@ class StepFingerprints:
                 continue
             tensor = self._parameters[number]
             try:
-                if self._dense[number] and tensor.is_cpu and _reaches(tensor, stop):
-                    hasher.update(buffer.from_address(tensor.data_ptr() + start))
+                place = tensor.data_ptr()
+                # A storage that is resized moves.
+                if place == self._known[number] or self._may_be_read(number, tensor, place):
+                    hasher.update(buffer.from_address(place + start))
                 else:
                     hasher.update(live_bytes(flat(tensor).cpu())[start:stop].data)
             except _NO_MEMORY:
                 hasher.update(b"no memory")
         return hasher.intdigest()
+
+    def _may_be_read(self, number: int, tensor: torch.Tensor, place: int) -> bool:
+        """Where it lies, to the end of what the plan knows of it."""
+        good = bool(place) and self._dense[number] and tensor.is_cpu and _reaches(tensor, self.plan.sizes[number])
+        self._known[number] = place if good else 0
+        return good
 
     def _on_device(self, step: int) -> list[torch.Tensor]:
         """The chunk's bytes, in parts whose sizes are multiples of the alignment."""
@@ -203,22 +214,51 @@ class DeviceSums:
         return _Sums(host, event)
 
 
-def generators_digest(device: torch.device) -> int:
-    """Of the process-wide generators: torch on the CPU and on ``device``, numpy, ``random``."""
-    hasher = xxhash.xxh3_64(torch.get_rng_state().numpy().data)
-    if device.type == "cuda":
-        hasher.update(torch.cuda.get_rng_state(device).numpy().data)
-    numpy_own: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if type(numpy_own) is np.random.MT19937:
-        # Where it lies: get_state takes 24 us. The half of a pair of normal numbers that waits is not there; it shows in the
-        # next draws.
-        hasher.update(_MT19937.from_address(numpy_own.ctypes.state_address))
-    else:  # somebody gave numpy another one
-        hasher.update(repr(numpy_own.state).encode())
-    version, words, gauss = random.getstate()
-    # Python's hash of numbers and of tuples of numbers is the same in every process; its gauss may be None.
-    hasher.update(struct.pack("<qqd", version, hash(words), gauss or 0.0))
-    return hasher.intdigest()
+class Generators:
+    """Process-wide ones: torch on the CPU and on ``device``, numpy, ``random``. The last two are read where they lie: the ways
+    to ask for their states make hundreds of numbers, which takes 25 us each behind a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device if device.type == "cuda" else None
+        self._torch = ctypes.c_char * torch.default_generator.get_state().nbytes
+        self._numpy: tuple[Any, Any] = (None, None)
+        self._numpy_own: Any = np.random.mtrand._rand
+        self._python_own: Any = random._inst
+        self._python = _python_words()
+
+    def digest(self) -> int:
+        torch_state = torch.default_generator.get_state()
+        hasher = xxhash.xxh3_64(self._torch.from_address(torch_state.data_ptr()))
+        if self._cuda is not None:
+            hasher.update(torch.cuda.get_rng_state(self._cuda).numpy().data)
+        hasher.update(self._numpy_state())
+        if self._python is None:
+            hasher.update(repr(random.getstate()).encode())
+        else:
+            hasher.update(self._python)
+            gauss = self._python_own.gauss_next
+            if gauss is not None:  # the half of a pair that waits
+                hasher.update(float(gauss).hex().encode())
+        return hasher.intdigest()
+
+    def _numpy_state(self) -> Any:
+        """Without the half of a pair of normal numbers that may wait: it shows in the next draws."""
+        generator = self._numpy_own._bit_generator
+        if type(generator) is not np.random.MT19937:  # somebody gave numpy another one
+            return repr(generator.state).encode()
+        if generator is not self._numpy[0]:
+            self._numpy = generator, _MT19937.from_address(generator.ctypes.state_address)
+        return self._numpy[1]
+
+
+def _python_words() -> Any:
+    """Python's own generator as it lies in memory; None where this Python keeps it otherwise."""
+    inst, head = random._inst, object.__basicsize__
+    if type(inst).__basicsize__ < head + ctypes.sizeof(_MT19937):
+        return None
+    view = _MT19937.from_address(id(inst) + head)
+    place, *words = view
+    return view if (*words, place) == random.getstate()[1] else None
 
 
 def _digest(data: bytes) -> int:
