@@ -126,11 +126,12 @@ def _row(name: str, hook: str, size: Size, result: dict[str, Any]) -> None:
     ratios = (estimate(_pairs(wall)), estimate(_pairs(cpu)), estimate(_control(wall["managed"], wall["plain"])))
     times = (f"{each[key]:.0f}" for key in ("managed", "plain", "alone"))
     print(_line(title, *map(str, ratios), *times, loads), flush=True)
-    made = estimate([seconds * 1e6 for seconds in result["fingerprints"]])
+    made, empty = (estimate([s * 1e6 for s in result["fingerprints"][key]]) for key in ("made", "empty"))
     share = [made.median / each["managed"], made.low / each["managed"], made.high / each["managed"]]
     print(
         f"  fingerprint of a step: {made.median:.1f} [{made.low:.1f}, {made.high:.1f}] us, "
-        f"{share[0]:.2%} [{share[1]:.2%}, {share[2]:.2%}] of a step"
+        f"{share[0]:.2%} [{share[1]:.2%}, {share[2]:.2%}] of a step; "
+        f"an empty tensor of 5 KB before it {empty.median:.1f} us"
     )
 
 

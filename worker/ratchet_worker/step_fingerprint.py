@@ -25,6 +25,8 @@ from ratchet_contract.step_ring import StepFingerprint
 from ratchet_worker.live_memory import address, live_bytes
 from ratchet_worker.snapshot import flat
 
+_KIND: Final = 1
+"""Of what is hashed, and how: raised where that changes, so that fingerprints of two versions are not compared."""
 _LEAST_BYTES: Final = 32 << 10
 _MOST_BYTES: Final = 512 << 10
 _CHUNKS: Final = 1024
@@ -75,7 +77,7 @@ class SamplePlan:
         sizes = ([-(-(p.stop - p.start) // _ALIGNMENT) for p in chunk] for chunk in self.chunks)
         self.most_words = max(map(sum, sizes), default=0)
         forms = [(str(p.dtype), [*p.shape], [*p.stride()] if n in readable else None) for n, p in enumerate(parameters)]
-        self.digest = xxhash.xxh3_64_hexdigest(repr((forms, self.chunk_bytes, _PIECES)).encode())
+        self.digest = xxhash.xxh3_64_hexdigest(repr((_KIND, forms, self.chunk_bytes, _PIECES)).encode())
 
     def of(self, step: int) -> list[Piece]:
         """What is read behind ``step``."""
