@@ -13,11 +13,17 @@ from __future__ import annotations
 
 import random
 import sys
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from enum import Enum
-from pathlib import Path
+from fractions import Fraction
+from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any, Final, NamedTuple, TypeAlias
+from uuid import UUID
 
 import numpy as np
 import torch
@@ -49,14 +55,26 @@ from ratchet_worker.rng import GeneratorState
 Reference: TypeAlias = tuple[Any, ...]
 """``("value", constant)``; ``("at", path)``: an object that the script builds; ``("new", number)``: one that training made;
 ``("covered", path)``: a tensor that is saved by itself; ``("view", path, offset, shape, stride)``: a part of one; ``("member",
-module, class, name)``: of an enumeration; ``("torch", name)``, ``("device", name)``, ``("tuple", references)``, ranges."""
+module, class, name)``: of an enumeration; ``("torch", name)``, ``("device", name)``, ``("tuple", references)``, ranges,
+``("python", type, text)``."""
 
 _TYPES: Final[dict[str, type]] = {
     kind.__name__: kind for kind in (list, tuple, deque, dict, OrderedDict, defaultdict, Counter, set, frozenset)
 }
 
-
-_LEAVES: Final = ("tensor", "array", "generator")
+_VALUES: Final[dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]]] = {
+    "Fraction": (Fraction, str, Fraction),
+    "Decimal": (Decimal, str, Decimal),
+    "datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
+    "date": (date, date.isoformat, date.fromisoformat),
+    "time": (time, time.isoformat, time.fromisoformat),
+    "timedelta": (timedelta, lambda d: [d.days, d.seconds, d.microseconds], lambda parts: timedelta(*parts)),
+    "UUID": (UUID, str, UUID),
+    "PosixPath": (PosixPath, str, PosixPath),
+    "PurePosixPath": (PurePosixPath, str, PurePosixPath),
+}
+"""Constants of Python's library: their type, how they are written and read."""
+_LEAVES: Final = ("tensor", "array", "generator", "bytes")
 _CHANGEABLE: Final = ("list", "dict", "set")
 _CODE: Final[tuple[Kind, ...]] = ("other", "bound", "function", "class", "module")
 _MOST_NAMED: Final = 100
@@ -93,6 +111,7 @@ class HiddenState:
         saved by themselves. ``shared``: what is looked at like variables of modules."""
         self._roots = Roots(own, registered or {}, shared or {})
         self._built = self._walked()
+        self._roots = replace(self._roots, around=frozenset(self._built.around))
 
     def changes(self) -> Changes:
         """What has changed since ``begin``."""
@@ -107,7 +126,7 @@ class HiddenState:
 
     def _walked(self) -> Walked:
         modules = {f"{name}:": module for name, module in job_modules.below(self._code).items()}
-        found = walk(Roots(self._roots.own, self._roots.registered, {**self._roots.shared, **modules}), self.ignored)
+        found = walk(replace(self._roots, shared={**self._roots.shared, **modules}), self.ignored)
         self._met |= found.left_out
         return found
 
@@ -139,7 +158,7 @@ class _Recorder:
         changed: dict[str, Any] = {}
         for node in self._now.nodes.values():
             path = self._built.path_of(node.item)
-            if path is None or node.covered or node.region == "registered":
+            if path is None or node.region == "registered":
                 continue
             before = self._built.nodes[path]
             if node.mark == before.mark and same_children(before.children, node.children):
@@ -148,7 +167,14 @@ class _Recorder:
                 self._unsaved.update(self._named(path, before, node))
                 continue
             try:
-                if node.kind == "object":
+                if node.covered:
+                    self._unsaved |= {
+                        f"{path}.{n}" for n in {**before.mark, **node.mark} if before.mark.get(n) != node.mark.get(n)
+                    }
+                    content = self._attributes(path, before, node)
+                elif node.kind == "tensor":
+                    content = self._content(path, node) | (self._attributes(path, before, node) or {})
+                elif node.kind == "object":
                     self._unsaved.update(_changed_code(path, before, node))
                     content = self._attributes(path, before, node)
                 elif node.kind in _LEAVES or node.kind in _CHANGEABLE:
@@ -238,7 +264,7 @@ class _Recorder:
             return _constant(path, item)
         at = self._now.path_of(item)
         if at is None:
-            raise _Unstorable(path)
+            return self._unseen(path, item)
         node = self._now.nodes[at]
         if node.covered:
             return "covered", at
@@ -254,6 +280,18 @@ class _Recorder:
             self._new[number] = {"kind": node.kind, "content": self._content(path, node, new=True)}
         return "new", self._numbers[id(item)]
 
+    def _unseen(self, path: str, item: Any) -> Reference:
+        """A container of constants that the walk passes by: what a new module keeps for itself."""
+        kind: Kind = "dict" if isinstance(item, dict) else "set"
+        if _TYPES.get(type(item).__name__) is not type(item) or not isinstance(item, (dict, set)):
+            raise _Unstorable(path)
+        if not all(is_constant(one) for one in (item.values() if isinstance(item, dict) else item)):
+            raise _Unstorable(path)
+        self._new.append(
+            {"kind": kind, "content": self._content(path, Node(item, kind, None, {}, users=True, region="own"))}
+        )
+        return "new", len(self._new) - 1
+
     def _view(self, tensor: torch.Tensor) -> Reference | None:
         owner = self._now.places.get(storage_id(tensor)) if tensor.numel() else None
         if owner is None or self._now.nodes[owner].item.dtype is not tensor.dtype:
@@ -268,21 +306,30 @@ class _Recorder:
             if type(item) not in PLAIN_TENSORS:
                 raise _Unstorable(path)
             trained = item.requires_grad and item.is_leaf
-            return {"value": item.detach(), "parameter": isinstance(item, nn.Parameter), "trained": trained}
+            value = _storable(path, item.detach())
+            kept = {name: self._reference(f"{path}.{name}", one) for name, one in node.children.items()} if new else {}
+            return {"value": value, "parameter": isinstance(item, nn.Parameter), "trained": trained, "set": kept}
         if kind == "array":
             return _storable(path, item)
+        if kind == "bytes":
+            return {"type": "" if isinstance(item, bytearray) else item.typecode, "value": bytes(item)}
         if kind == "generator":
             return {"made": _maker(path, item) if new else None, "state": GeneratorState(item).state_dict()}
         if kind == "object":
             return self._object(path, item)
+        if isinstance(item, tuple) and hasattr(item, "_fields"):
+            items = [self._reference(f"{path}[{number}]", one) for number, one in enumerate(item)]
+            return {"class": _named(path, type(item)), "items": items}
         name = type(item).__name__
         if _TYPES.get(name) is not node.item.__class__:
             raise _Unstorable(path)
         content: dict[str, Any] = {"type": name}
         if kind == "set":
-            content["items"] = [_constant(path, one) for one in item]
+            if type(item) is set and [*{*item}] != [*item]:
+                raise _Unstorable(path)  # its order goes by what was taken out of it, too
+            content["items"] = [self._reference(path, one) for one in item]
         elif kind == "dict":
-            content["keys"] = [_constant(path, key) for key in item]
+            content["keys"] = [self._reference(path, key) for key in item]
             content["items"] = [self._reference(f"{path}{step(kind, key)}", one) for key, one in item.items()]
             if type(item) is defaultdict:
                 content["factory"] = _named(path, item.default_factory)
@@ -321,6 +368,11 @@ def _is_other_code(old: Any, new: Any) -> bool:
 
 def _constant(path: str, item: Any) -> Reference:
     """Raises ``_Unstorable``."""
+    if type(item).__name__ in _VALUES:
+        kind, write, read = _VALUES[type(item).__name__]
+        if type(item) is not kind or repr(read(write(item))) != repr(item):
+            raise _Unstorable(path)
+        return "python", type(item).__name__, write(item)
     if type(item) is tuple and not all(
         type(one) in (int, float, str, bool, bytes, complex, type(None)) for one in item
     ):
@@ -373,6 +425,13 @@ def _find(module: str, name: str) -> Any:
     return found
 
 
+def _class(module: str, name: str) -> Any:
+    found = _find(module, name)
+    if not isinstance(found, type):
+        raise StateError(f"the class {module}.{name} is not imported this time")
+    return found
+
+
 class _Restorer:
     def __init__(self, built: Walked, stored: Mapping[str, Any]) -> None:
         self._built = built
@@ -386,12 +445,19 @@ class _Restorer:
             if node is None or node.kind != change["kind"]:
                 raise StateError(f"{path}: a {change['kind']} was there, which the script has not built this time")
         for path, change in self._changed.items():
-            self._fill(path, self._built.nodes[path].item, change["kind"], change["content"])
+            node = self._built.nodes[path]
+            if node.covered:
+                self._give(self._covered(path), change["content"])
+            else:
+                self._fill(path, node.item, change["kind"], change["content"])
 
     def _fill(self, path: str, item: Any, kind: str, content: Any) -> None:
         """Give an object that is there its content."""
         if kind == "tensor":
             self._fill_tensor(path, item, content["value"])
+            self._give(item, content)
+        elif kind == "bytes":
+            item[:] = self._empty(kind, content)
         elif kind == "array":
             if item.shape != content.shape or item.dtype != content.dtype:
                 raise StateError(
@@ -401,10 +467,7 @@ class _Restorer:
         elif kind == "generator":
             GeneratorState(item).load_state_dict(content["state"])
         elif kind == "object":
-            for name in content.get("gone", ()):
-                vars(item).pop(name, None)
-            for name, reference in content["set"].items():
-                _set(item, name, self._resolved(reference))
+            self._give(item, content)
         elif kind == "dict":
             found = self._pairs(content)
             item.clear()
@@ -414,6 +477,15 @@ class _Restorer:
             found = [self._resolved(one) for one in content["items"]]
             item.clear()
             (item.update if kind == "set" else item.extend)(found)
+
+    def _give(self, item: Any, content: Mapping[str, Any]) -> None:
+        """Attributes."""
+        for name in content.get("gone", ()):
+            if isinstance(item, torch.Tensor) and name == "grad":
+                item.grad = None
+            vars(item).pop(name, None)
+        for name, reference in content.get("set", {}).items():
+            _set(item, name, self._resolved(reference))
 
     def _fill_tensor(self, path: str, item: torch.Tensor, value: torch.Tensor) -> None:
         with torch.no_grad():
@@ -441,6 +513,8 @@ class _Restorer:
             return self._covered(path).detach().as_strided(shape, stride, offset)
         if kind == "tuple":
             return tuple(map(self._resolved, rest[0]))
+        if kind == "python":
+            return _VALUES[rest[0]][2](rest[1])
         if kind == "member":
             return _find(rest[0], rest[1])[rest[2]]
         if kind == "torch":
@@ -467,10 +541,13 @@ class _Restorer:
         if number not in self._made:
             kind, content = self._new[number]["kind"], self._new[number]["content"]
             if kind == "tuple":
-                self._made[number] = tuple(map(self._resolved, content["items"]))
+                items = map(self._resolved, content["items"])
+                self._made[number] = _class(*content["class"])(*items) if "class" in content else tuple(items)
             else:
                 self._made[number] = self._empty(kind, content)
-                if kind not in ("tensor", "array") and content.get("type") != "frozenset":
+                if kind == "tensor":
+                    self._give(self._made[number], content)
+                elif kind not in ("array", "bytes") and content.get("type") != "frozenset":
                     self._fill("", self._made[number], kind, content)
         return self._made[number]
 
@@ -485,14 +562,13 @@ class _Restorer:
             )
         if kind == "array":
             return content
+        if kind == "bytes":
+            return array(content["type"], content["value"]) if content["type"] else bytearray(content["value"])
         if kind == "generator":
             made = content["made"]
             return {"random": random.Random, "torch": torch.Generator}[made]() if isinstance(made, str) else made
         if kind == "object":
-            found: Any = _find(*content["class"])
-            if not isinstance(found, type):
-                raise StateError(f"the class {'.'.join(content['class'])} is not imported this time")
-            return object.__new__(found)
+            return object.__new__(_class(*content["class"]))
         if content["type"] == "deque":
             return deque(maxlen=content["longest"])
         if content["type"] == "defaultdict":
@@ -506,7 +582,9 @@ class _Restorer:
 def _set(item: Any, name: str, value: Any) -> None:
     """Where it was found: a class may have a property of that name."""
     kind: type = type(item)
-    if hasattr(item, "__dict__") and name not in slots_of(kind):
+    if isinstance(item, torch.Tensor):
+        setattr(item, name, value)
+    elif hasattr(item, "__dict__") and name not in slots_of(kind):
         vars(item)[name] = value
     else:
         object.__setattr__(item, name, value)

@@ -14,19 +14,24 @@ loggers, threads, files.
 
 from __future__ import annotations
 
+import io
 import sys
 import sysconfig
 import threading
 import warnings
 from argparse import Namespace
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from datetime import date, time, timedelta
+from decimal import Decimal
 from enum import Enum
+from fractions import Fraction
 from functools import lru_cache, partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import (
     BuiltinMethodType,
     FunctionType,
@@ -37,7 +42,8 @@ from types import (
     SimpleNamespace,
 )  # fmt: skip
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from uuid import UUID
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import numpy as np
 import torch
@@ -51,20 +57,23 @@ from ratchet_hooks.torch_compat import storage_id, tensor_hooks, version_of
 from ratchet_worker.rng import GeneratorState, is_generator, process_wide
 
 Kind: TypeAlias = Literal[
-    "tensor", "array", "generator", "list", "tuple", "dict", "set", "object", "bound", "function", "class", "module", "sealed",
-    "other",
+    "tensor", "array", "generator", "bytes", "list", "tuple", "dict", "set", "object", "bound", "function", "class", "module",
+    "sealed", "other",
 ]  # fmt: skip
-"""``sealed``: has a state that cannot be stored; ``bound``: a bound method, a partial, and other things that only hold others;
-``module``: the variables of a module of
-Python's; ``other``: code of installed packages, or passed by."""
+"""``bytes``: a ``bytearray`` or an ``array.array``; ``sealed``: has a state that cannot be stored; ``bound``: a bound method, a
+partial, and other things that only hold others; ``module``: the variables of a module of Python's; ``other``: code of installed
+packages, or passed by."""
 Region: TypeAlias = Literal["own", "registered", "shared"]
 Children: TypeAlias = dict[Any, Any]
 """By index, key or name."""
 
 PLAIN_TENSORS: Final = (torch.Tensor, nn.Parameter)
+VALUES: Final = (Decimal, Fraction, date, time, timedelta, UUID, PurePath)
+"""Constants of Python's library."""
+_PLAIN: Final = frozenset({int, float, complex, str, bytes, bool, type(None)})
 _CONSTANTS: Final = (
     int, float, complex, str, bytes, type(None), np.generic, Enum, torch.dtype, torch.device, torch.Size, torch.memory_format,
-    range, slice,
+    range, slice, *VALUES,
 )  # fmt: skip
 _CONTAINERS: Final[dict[Kind, tuple[type, ...]]] = {
     "list": (list, deque), "tuple": (tuple,), "dict": (dict,), "set": (set, frozenset)
@@ -74,7 +83,7 @@ _PASSED_BY: Final = frozenset({
     "ratchet_contract", "logging", "threading", "_thread", "io", "_io", "weakref", "concurrent", "multiprocessing", "asyncio",
     "re", "pathlib", "abc", "inspect", "warnings", "wandb", "tensorboard", "mlflow", "comet_ml", "neptune", "tqdm", "rich",
     "builtins", "typing", "socket", "queue", "contextlib", "functools", "sqlite3", "tempfile", "subprocess", "datetime",
-    "decimal", "fractions", "uuid", "ctypes", "mmap", "operator", "string", "collections", "importlib", "numpy",
+    "decimal", "fractions", "uuid", "ctypes", "mmap", "operator", "importlib", "numpy",
 })  # fmt: skip
 _LOOKED_INTO: Final = ("torch.utils.data", "torch.quasirandom", "torch.distributions", "numpy.polynomial", "queue")
 _LOOKED_INTO_WHERE_REGISTERED: Final = (
@@ -87,7 +96,8 @@ _USERS: Final = (SimpleNamespace, Namespace)
 _TORCHS: Final = (nn.Module, Optimizer, LRScheduler)
 _OF_MODULES: Final = frozenset(vars(nn.Module()))
 _HOLDERS: Final = (
-    MethodType, partial, BuiltinMethodType, MappingProxyType, ContextVar, WeakKeyDictionary, WeakValueDictionary
+    MethodType, partial, BuiltinMethodType, MappingProxyType, ContextVar, memoryview, WeakKeyDictionary, WeakValueDictionary,
+    WeakSet,
 )  # fmt: skip
 _STATE_OF_MODULES: Final = frozenset({"training", "_parameters", "_buffers", "_modules"})
 _MOST: Final = 200_000
@@ -96,7 +106,9 @@ _WHOLE: Final = 256 << 20
 """Bytes of an array up to which all of it is compared; of a larger one a part of about so many."""
 _BLOCK: Final = 64 << 10
 """Bytes that lie together in such a part."""
-_SMALL: Final = 64 << 10
+_ITEMS: Final = 64 << 10
+"""Of an array of objects, those that are compared."""
+_SMALL: Final = 16 << 20
 """Bytes of a tensor on the CPU up to which its elements are compared; for a larger one torch counts changes."""
 
 
@@ -117,12 +129,14 @@ class Node:
 @dataclass
 class Walked:
     """``nodes``: by path; ``paths``: by the id of their objects; ``places``: by storage, the path of a covered tensor;
-    ``left_out``: the paths that were left out; ``complete``: there was no more to be looked at."""
+    ``left_out``: the paths that were left out; ``around``: ids of optimizers whose state is saved by itself; ``complete``: there
+    was no more to be looked at."""
 
     nodes: dict[str, Node] = field(default_factory=dict)
     paths: dict[int, str] = field(default_factory=dict)
     places: dict[int, str] = field(default_factory=dict)
     left_out: set[str] = field(default_factory=set)
+    around: set[int] = field(default_factory=set)
     complete: bool = True
 
     def path_of(self, item: Any) -> str | None:
@@ -133,16 +147,19 @@ class Walked:
 @dataclass(frozen=True)
 class Roots:
     """Where the walk begins, by path, region by region. A module of ``own`` is one whose parts, parameters and buffers are saved
-    by themselves."""
+    by themselves. ``around``: see ``Walked``."""
 
     own: Mapping[str, Any] = field(default_factory=dict)
     registered: Mapping[str, Any] = field(default_factory=dict)
     shared: Mapping[str, Any] = field(default_factory=dict)
+    around: frozenset[int] = frozenset()
 
 
 def walk(roots: Roots, left_out: Collection[str] = ()) -> Walked:
     """``left_out``: paths that are not looked into."""
-    walker = _Walker(left_out, {*map(id, (*process_wide(), *roots.registered.values()))})
+    states = [vars(item).get("state") for item in roots.own.values() if isinstance(item, Optimizer)]
+    walker = _Walker(left_out, {*map(id, (*process_wide(), *roots.registered.values(), *states))})
+    walker.found.around |= {*roots.around, *map(id, (*roots.own.values(), *roots.registered.values()))}
     walker.run("own", roots.own)
     walker.passed = {*map(id, process_wide())}
     walker.run("registered", roots.registered)
@@ -197,6 +214,8 @@ class _Walker:
         its_class: type = type(item)
         users = one.users and (kind != "object" or isinstance(item, _TORCHS) or is_users(its_class))
         children = _children(item, kind, covered=one.covered)
+        if isinstance(item, Optimizer) and region == "own":
+            children |= self._of_inner(item)
         if self._left_out:
             children = {k: child for k, child in children.items() if not self._is_left_out(f"{path}{step(kind, k)}")}
         self.found.paths[id(item)] = path
@@ -224,11 +243,23 @@ class _Walker:
         if id(tensor) in found.paths:
             return
         found.paths[id(tensor)] = path
-        found.nodes[path] = Node(tensor, "tensor", None, {}, users=False, region="own", covered=True)
+        hooks = [(f"hooks[{number}]", hook) for number, hook in enumerate(tensor_hooks(tensor))]
+        mark, kept = {name: hook for name, hook in hooks if is_users_code(hook)}, dict(vars(tensor))
+        found.nodes[path] = Node(tensor, "tensor", mark, kept, users=False, region="own", covered=True)
         if tensor.layout is torch.strided and tensor.numel():
             found.places.setdefault(storage_id(tensor), path)
-        hooks = enumerate(tensor_hooks(tensor))
-        self._waiting.extend(_Found(f"{path}.hooks[{number}]", hook) for number, hook in hooks)
+        self._waiting.extend(
+            _Found(f"{path}.{name}", one) for name, one in (*hooks, *kept.items()) if not is_constant(one)
+        )
+
+    def _of_inner(self, optimizer: Optimizer) -> Children:
+        """The state of an optimizer within another one, unless that is the other one's."""
+        held = vars(optimizer)
+        if id(held.get("state")) in self.passed:
+            self.found.around.add(id(optimizer))
+        if id(optimizer) in self.found.around:
+            return {}
+        return {name: held[name] for name in ("state", "param_groups") if name in held}
 
     def _is_left_out(self, path: str) -> bool:
         if path not in self._left_out:
@@ -241,12 +272,32 @@ def step(kind: Kind, key: Any) -> str:
     """How a path goes on from an object of this kind to what it holds under ``key``."""
     if kind == "module":
         return str(key)
-    return f".{key}" if kind in ("object", "bound", "function", "class") else f"[{key!r}]"
+    return f".{key}" if kind in ("object", "bound", "function", "class", "tensor", "generator") else f"[{key!r}]"
+
+
+class ObjectKey:
+    """A key of a dictionary that is no constant, by its place."""
+
+    def __init__(self, number: int, item: Any) -> None:
+        self.number, self.item = number, item
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ObjectKey) and self.number == other.number and self.item is other.item
+
+    def __hash__(self) -> int:
+        return hash((self.number, id(self.item)))
+
+    def __repr__(self) -> str:
+        return f"#{self.number}"
 
 
 def is_constant(item: Any) -> bool:
     """A value that cannot change, or a tuple of such."""
-    return isinstance(item, _CONSTANTS) or (type(item) is tuple and all(map(is_constant, item)))
+    if type(item) in _PLAIN:
+        return True
+    if type(item) is tuple:
+        return all(map(is_constant, item))
+    return isinstance(item, _CONSTANTS) and (isinstance(item, Enum) or not getattr(item, "__dict__", None))
 
 
 def name_of(item: Any) -> str:
@@ -261,6 +312,8 @@ def _kind(item: Any, region: Region) -> Kind:
         return "array" if item.dtype.kind in "biufcSUmM" and not isinstance(item, np.memmap) else "sealed"
     if is_generator(item):
         return "generator"
+    if isinstance(item, (bytearray, array)):
+        return "bytes"
     for kind, types in _CONTAINERS.items():
         if isinstance(item, types):
             return kind
@@ -274,7 +327,9 @@ def _kind(item: Any, region: Region) -> Kind:
         return "class" if is_users(item) and not issubclass(item, Enum) else "other"
     if isinstance(item, ModuleType):
         return "module"
-    if isinstance(item, np.random.SeedSequence):
+    if isinstance(item, (np.random.SeedSequence, torch.UntypedStorage)) or (
+        isinstance(item, io.IOBase) and _is_read(item)
+    ):
         return "sealed"
     if isinstance(item, GeneratorType):
         return "other" if _is_passed(_owner_of(item)) else "sealed"
@@ -287,6 +342,13 @@ def _kind(item: Any, region: Region) -> Kind:
     if region == "registered" and package.startswith(_LOOKED_INTO_WHERE_REGISTERED):
         return "object"
     return "other" if _is_passed(package) or not (hasattr(item, "__dict__") or slots_of(its_class)) else "object"
+
+
+def _is_read(file: io.IOBase) -> bool:
+    """A file that is only written into moves nothing."""
+    with suppress(ValueError):  # closed
+        return file.readable() and (isinstance(file, (io.BytesIO, io.StringIO)) or not file.writable())
+    return False
 
 
 def _is_passed(module: str) -> bool:
@@ -363,7 +425,13 @@ def _children(item: Any, kind: Kind, *, covered: bool) -> Children:
     if kind in ("list", "tuple"):
         return dict(enumerate([*item]))
     if kind == "dict":
-        return dict(item)
+        held = enumerate(item.items())
+        return {key if is_constant(key) else ObjectKey(number, key): value for number, (key, value) in held}
+    if kind == "set":
+        objects = [one for one in item if not is_constant(one)]
+        return dict(enumerate(objects)) if len(objects) == 1 else {}  # of several, the order is another in each process
+    if kind == "tensor":
+        return _kept_by_tensor(item)
     if covered:
         its_class: type = type(item)
         theirs = _OF_MODULES | _of_frameworks(its_class)
@@ -387,9 +455,19 @@ def _held_by(item: Any) -> Children:
         return dict(item)
     if isinstance(item, ContextVar):
         return {"value": item.get(None)}
-    if isinstance(item, (WeakKeyDictionary, WeakValueDictionary)):
-        return dict(enumerate(item.values()))
+    if isinstance(item, (WeakKeyDictionary, WeakValueDictionary, WeakSet)):
+        return dict(enumerate([*item] if isinstance(item, WeakSet) else [*item.values()]))
+    if isinstance(item, memoryview):
+        return {"obj": item.obj}
     return {"__self__": item.__self__}
+
+
+def _kept_by_tensor(tensor: torch.Tensor) -> Children:
+    """Attributes of a tensor, and the gradient of one that is trained by hand."""
+    kept = dict(vars(tensor))
+    if tensor.is_leaf and tensor.requires_grad and tensor.grad is not None:
+        kept["grad"] = tensor.grad
+    return kept
 
 
 def _kept_by(function: FunctionType) -> Children:
@@ -412,7 +490,10 @@ def _mark(item: Any, kind: Kind) -> Any:
         tensors, data = encode(GeneratorState(item).state_dict(), where="generator")
         return data, {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
     if kind == "set":
-        return frozenset(item)
+        constant = all(map(is_constant, item))
+        return frozenset(item) if constant else [(id(one), _mark(one, _kind(one, "own"))) for one in item]
+    if kind == "bytes":
+        return bytes(item)
     if kind == "object":
         return type(item), _registered_code(item)
     return _mark_of_sealed(item) if kind == "sealed" else None
@@ -422,13 +503,27 @@ def _mark_of_sealed(item: Any) -> Any:
     if isinstance(item, torch.Tensor):
         return version_of(item)
     if isinstance(item, np.ndarray):
-        return [*map(id, item.reshape(-1)[:_SMALL])] if item.dtype.hasobject else _array_digest(item)
+        return [*map(id, item.reshape(-1)[:_ITEMS])] if item.dtype.hasobject else _array_digest(item)
     if isinstance(item, np.random.SeedSequence):
         return repr(item.state)
+    if isinstance(item, torch.UntypedStorage):
+        return _mark_of_tensor(torch.empty(0, dtype=torch.uint8, device=item.device).set_(item))
+    if isinstance(item, io.IOBase):
+        return _mark_of_file(item)
     if isinstance(item, GeneratorType):
         frame = item.gi_frame
         return frame and (frame.f_lasti, {name: value for name, value in frame.f_locals.items() if is_constant(value)})
     return _position(item)
+
+
+def _mark_of_file(file: Any) -> Any:
+    """Where it is read, and what one in memory holds."""
+    held = file.getvalue() if isinstance(file, (io.BytesIO, io.StringIO)) else None
+    places: tuple[Any, ...] = (file, getattr(file, "buffer", None))
+    for one in places:  # a text file that is iterated over does not tell
+        with suppress(OSError, AttributeError):
+            return one.tell(), held
+    return held
 
 
 def _position(iterator: Any) -> Any:
@@ -451,8 +546,8 @@ def _position_of(part: Any) -> Any:
 
 
 def _mark_of_tensor(tensor: torch.Tensor) -> Any:
-    if type(tensor) not in PLAIN_TENSORS:
-        return None
+    if type(tensor) not in PLAIN_TENSORS or tensor.is_quantized:
+        return version_of(tensor)
     form = tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
     if tensor.is_cpu and tensor.nbytes <= _SMALL:
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
@@ -513,7 +608,7 @@ def same(old: Any, new: Any) -> bool:
         return isinstance(new, MethodType) and old.__func__ is new.__func__ and old.__self__ is new.__self__
     if type(old) is not type(new) or not is_constant(new):
         return False
-    return repr(old) == repr(new) if isinstance(new, (float, complex, np.generic, tuple)) else bool(old == new)
+    return repr(old) == repr(new) if isinstance(new, (float, complex, np.generic, tuple, *VALUES)) else bool(old == new)
 
 
 def same_children(old: Children, new: Children) -> bool:

@@ -422,7 +422,7 @@ class ReplacedLambda(Piece):
 
     def move(self) -> Value:
         self.calls += 1
-        if self.calls % 4 == 0:
+        if self.calls % 7 == 0:
             now = self.calls / 10
             self.level = lambda: now
         return self.level()
