@@ -7,7 +7,8 @@ what is small, and of the rest torch's count of in-place changes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from ratchet_hooks.torch_compat import version_of
 from ratchet_worker.job_state import JobState
 from ratchet_worker.live_memory import address
+from ratchet_worker.model_state import MODEL
 from ratchet_worker.rng import forked
 from ratchet_worker.snapshot import Snapshot, digest
 
@@ -42,6 +44,20 @@ class LateChanges:
         states = self._snapshot.state, now.state
         names |= {name for name in {**states[0], **states[1]} if states[0].get(name) != states[1].get(name)}
         return sorted(names - self._without_effect())
+
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """Around an evaluation, which puts parameters and buffers back bit for bit. Torch counts that as a change; it is none."""
+        before = self._of_the_model()
+        try:
+            yield
+        finally:
+            after = self._of_the_model()
+            self._marks |= {name: mark for name, mark in after.items() if self._marks.get(name) == before.get(name)}
+
+    def _of_the_model(self) -> dict[str, Any]:
+        marks = _marks(self._captured())
+        return {name: mark for name, mark in marks.items() if name.startswith((f"{MODEL}/", "buffers/"))}
 
     def _captured(self) -> Snapshot:
         with forked(self._device):  # what a state_dict() draws leaves no trace

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Final, TypeVar
@@ -340,9 +340,12 @@ class Runtime:
             self.exchange, name, self.counter.tick, lambda: cut_short and self.agreement.stop_pending()
         )
         try:
-            with undisturbed(
-                ddp, hook, self.state.data, self.device, self.state.all_optimizers,
-                broadcast=self.launch.spec.ddp.broadcast_buffers,
+            with (
+                nullcontext() if self._late is None else self._late.evaluated(),
+                undisturbed(
+                    ddp, hook, self.state.data, self.device, self.state.all_optimizers,
+                    broadcast=self.launch.spec.ddp.broadcast_buffers,
+                ),
             ):  # fmt: skip
                 yield evaluation
         except Abandoned:
