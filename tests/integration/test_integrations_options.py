@@ -289,15 +289,16 @@ def assert_exact(jobs: list[Job], home: Path, script: str, case: dict[str, Any])
     undisturbed, killed = attempts(jobs, home, script, case)
     assert undisturbed.wait().cause is Cause.COMPLETED, undisturbed.logs()
     assert killed.wait().cause is Cause.RANK_KILLED, killed.logs()
-    bases = [15]
+    bases = [{15}]
     if "evaluation" in case:
         stopped = killed.job.launch()
         assert stopped.wait(120).cause is Cause.SIGTERM, stopped.logs()
-        bases += [STOP]
+        bases += [{STOP, STOP + 1}]  # another rank may have begun the next step before it heard of the stop
     resumed = killed.job.launch()
     assert resumed.wait(120).cause is Cause.COMPLETED, resumed.logs()
     reports = [attempt.report() for attempt in killed.job.attempts[1:]]
-    assert [(one.base.step, one.verdict) for one in reports] == [(step, "exact") for step in bases], reports
+    assert all(one.verdict == "exact" for one in reports), reports
+    assert all(one.base.step in steps for one, steps in zip(reports, bases, strict=True)), reports
     comparison = compare(undisturbed.job.newest(), killed.job.newest())
     assert comparison.tensors and comparison.identical, render(comparison)
     logged = {step: values for attempt in killed.job.attempts for step, values in lasting(attempt).items()}
