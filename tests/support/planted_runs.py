@@ -43,6 +43,14 @@ NAMED: Final[dict[str, str]] = {
     "iterators:GeneratorObject": "model.levels",
 }
 """Cases that are not exact: what a report, or a refusal, says of them."""
+OUTSIDE: Final = frozenset({
+    "datasets:InWorkers", "iterators:AppendedFile", "iterators:Cached", "iterators:CachedFunction", "networks:Scripted",
+    "objects:Database", "objects:SimpleQueued", "optimizers:Defaults", "optimizers:Registered", "optimizers:Scaler",
+    "outside:Directory", "outside:Environment", "outside:GlobalOfAnotherModule", "schedulers:OwnSubclass",
+    "schedulers:OwnWithout", "script:BestSoFar", "script:LocalNumber", "script:LocalTeacher", "script:Reinforcement",
+    "script:SchedulerBehindCheckpoint", "values:OrderOfSet",
+})  # fmt: skip
+"""State that docs/exactness.md says is not seen: the replay proof alone tells of it, where steps are done again."""
 
 
 def catalogue() -> list[str]:
@@ -202,8 +210,9 @@ def main() -> int:
 
     with ThreadPoolExecutor(given.jobs) as pool:
         [*pool.map(one, chosen)]
-    print(table(found))
-    return int(any(o.kind in KINDS[4:] for of_case in found.values() for o in of_case.values()))
+    inside = {case: of_case for case, of_case in found.items() if case not in OUTSIDE}
+    print(table(inside), "of what is not seen, " + table({c: found[c] for c in found if c in OUTSIDE}), sep="\n\n")
+    return int(any(o.kind in KINDS[3:] for of_case in inside.values() for o in of_case.values()))
 
 
 if __name__ == "__main__":
