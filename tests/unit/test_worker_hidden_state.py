@@ -349,6 +349,17 @@ def test_other_code_is_named() -> None:
     ]  # fmt: skip
 
 
+def test_a_librarys_note_that_its_hooks_are_registered_is_not_put_back() -> None:
+    def train(net: Net) -> None:
+        net.layer.register_forward_hook(print)
+        net._hooks_installed, net.calls = True, 1
+
+    _, changes = later(Net(calls=0), train)
+    again = resumed(lambda: Net(calls=0), changes)
+    assert changes.unsaved == []
+    assert again.calls == 1 and not hasattr(again, "_hooks_installed")
+
+
 def test_what_is_ignored_is_left_alone() -> None:
     net, hidden = Net(x=[0], it=iter([1]), n=0), HiddenState()
     hidden.ignored = {"model.it": "for show", "model.x": "a log", "model.n": "for show"}

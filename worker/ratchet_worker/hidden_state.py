@@ -235,6 +235,10 @@ class _Recorder:
         names = [
             n for n, value in now.children.items() if n not in before.children or not same(before.children[n], value)
         ]
+        if self._now.library_hooks > self._built.library_hooks:
+            # A library that registers hooks in a first forward notes on the module that it has; a new process has none.
+            noted = {n for n in names if n.startswith("_") and n not in before.children and now.children[n] is True}
+            names = [name for name in names if name not in noted]
         gone = [name for name in before.children if name not in now.children]
         found: dict[str, Reference] = {}
         for name in names:

@@ -129,14 +129,15 @@ class Node:
 @dataclass
 class Walked:
     """``nodes``: by path; ``paths``: by the id of their objects; ``places``: by storage, the path of a covered tensor;
-    ``left_out``: the paths that were left out; ``around``: ids of optimizers whose state is saved by itself; ``complete``: there
-    was no more to be looked at."""
+    ``left_out``: the paths that were left out; ``around``: ids of optimizers whose state is saved by itself;
+    ``library_hooks``: how many hooks of libraries are registered; ``complete``: there was no more to be looked at."""
 
     nodes: dict[str, Node] = field(default_factory=dict)
     paths: dict[int, str] = field(default_factory=dict)
     places: dict[int, str] = field(default_factory=dict)
     left_out: set[str] = field(default_factory=set)
     around: set[int] = field(default_factory=set)
+    library_hooks: int = 0
     complete: bool = True
 
     def path_of(self, item: Any) -> str | None:
@@ -229,7 +230,9 @@ class _Walker:
             if not is_constant(child) and not isinstance(child, ModuleType)
         )
         if kind == "object" and region != "registered":
-            self._waiting.extend(_Found(f"{path}.{name}", hook, users) for name, hook in _hooks(item))
+            for name, hook in _hooks(item):
+                self._waiting.append(_Found(f"{path}.{name}", hook, users))
+                self.found.library_hooks += not is_users_code(hook)
             self.shared |= {name_of(base): base for base in _users_bases(its_class)}
 
     def _look_at_parts(self, path: str, module: nn.Module) -> None:
