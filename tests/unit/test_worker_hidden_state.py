@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import re
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, Flag, auto
 from functools import partial
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -130,6 +133,17 @@ class Teacher(nn.Module):
 def shares(net: Net) -> None:
     made = torch.ones(2)
     net.a, net.b, net.both = made, made, [made]
+
+
+def build_slow() -> Net:
+    net = Net()
+    net.slow = {id(p): torch.zeros_like(p) for p in net.parameters()}
+    return net
+
+
+class Mode(Flag):
+    SLOW = auto()
+    LOUD = auto()
 
 
 CASES: dict[str, tuple[Build, Callable[[Net], Any], Callable[[Net], Any]]] = {
@@ -264,6 +278,36 @@ CASES: dict[str, tuple[Build, Callable[[Net], Any], Callable[[Net], Any]]] = {
         lambda n: n.x.net.eval(),
         lambda n: n.x.net.training,
     ),
+    "a new namespace": (
+        lambda: Net(x=None),
+        lambda n: vars(n).update(x=SimpleNamespace(count=3)),
+        lambda n: (type(n.x), n.x.count),
+    ),
+    "a flag of two members": (
+        lambda: Net(x=None, y=re.I),
+        lambda n: vars(n).update(x=Mode.SLOW | Mode.LOUD, y=re.I | re.M),
+        lambda n: (n.x, n.y),
+    ),
+    "whether a hidden tensor is trained": (
+        lambda: Net(x=[torch.zeros(2)], teacher=[Teacher()]),
+        lambda n: (n.x[0].requires_grad_(), n.teacher[0].inner.requires_grad_(False)),
+        lambda n: (n.x[0].requires_grad, n.teacher[0].inner.weight.requires_grad),
+    ),
+    "tensors by the addresses of parameters": (
+        build_slow,
+        lambda n: [slow.add_(number) for number, slow in enumerate(n.slow.values())],
+        lambda n: [n.slow[id(p)].flatten().tolist() for p in n.parameters()],
+    ),
+    "tensors by the addresses of parameters, first made in training": (
+        lambda: Net(slow={}),
+        lambda n: n.slow.update({id(p): torch.full_like(p, 1.0) for p in n.parameters()}),
+        lambda n: [n.slow[id(p)].flatten().tolist() for p in n.parameters()],
+    ),
+    "the end of a long list": (
+        lambda: Net(x=[0.0] * 20_001),
+        lambda n: n.x.append(1.0),
+        lambda n: (len(n.x), n.x[-1]),
+    ),
     "an argument of a partial": (lambda: Net(x=partial(min, [1])), lambda n: n.x.args[0].append(0), lambda n: n.x()),
     "the object of a bound method": (
         lambda: Net(x=Bank().__class__.__init__.__get__(Bank())),
@@ -316,11 +360,88 @@ def test_it_comes_back_from_a_checkpoint_of_a_resumed_run() -> None:
         ({"x": None}, lambda n: vars(n).update(x=[object, iter([1])]), "model.x"),
         ({"x": None}, lambda n: vars(n).update(x=torch.eye(2).to_sparse()), "model.x"),
         ({"x": None}, lambda n: vars(n).update(x=np.array([object()])), "model.x"),
+        ({"x": torch.relu}, lambda n: vars(n).update(x=torch.sigmoid), "model.x"),
+        ({"x": np.zeros(4), "y": None}, lambda n: vars(n).update(y=n.x[1:3]), "model.y"),
+        ({"x": np.zeros(4), "y": None}, lambda n: vars(n).update(y=torch.from_numpy(n.x)), "model.y"),
+        ({"x": None}, lambda n: vars(n).update(x=torch.empty(2, device="meta")), "model.x"),
+        ({"x": [[0]] * 20_001}, lambda n: n.x.append([1]), "model.x"),
     ],
 )
 def test_what_cannot_be_stored_is_named(attributes: dict[str, Any], train: Callable[[Net], Any], name: str) -> None:
     _, changes = later(Net(**attributes), train)
     assert len(changes.unsaved) == 1 and changes.unsaved[0].startswith(name)
+
+
+class Rude:
+    """Raises when it is looked at."""
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("not now")
+
+
+class Broken:
+    """An iterator that raises when it is asked for its position."""
+
+    __slots__ = ()
+
+    def __iter__(self) -> Broken:
+        return self
+
+    def __next__(self) -> int:
+        raise StopIteration
+
+    def __reduce__(self) -> Any:
+        raise NotImplementedError
+
+
+def too_deep(kind: type) -> Any:
+    found: Any = kind()
+    for _ in range(1500):
+        found = kind((found,))
+    return found
+
+
+def dead_proxy() -> Any:
+    return weakref.proxy(Bank())
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (Rude, True),
+        (Broken, True),
+        (lambda: [dead_proxy()], True),
+        (lambda: too_deep(tuple), None),
+        (MagicMock, False),
+    ],
+    ids=["rude", "broken", "proxy", "deep", "mock"],
+)
+def test_an_object_that_cannot_be_looked_at_ends_no_training(make: Callable[[], Any], named: bool | None) -> None:
+    net, hidden = Net(x=make(), n=0), HiddenState()
+    hidden.begin({"model": net})
+    net.n = 1
+    changes = hidden.changes()
+    assert changes.stored["changed"]["model"]["content"]["set"]["n"] == ("value", 1)
+    if named is not None:
+        assert [name[:7] for name in changes.unsaved] == (["model.x"] if named else [])
+
+
+def test_two_references_to_what_cannot_be_stored_end_no_resume() -> None:
+    def train(net: Net) -> None:
+        net.x = net.y = [iter([1]), torch.ones(1)]
+
+    _, changes = later(Net(x=None, y=None), train)
+    assert changes.unsaved
+    net, hidden = Net(x=None, y=None), HiddenState()
+    hidden.begin({"model": net})
+    hidden.restore(changes.stored)
+
+
+def test_a_data_set_of_many_small_lists_is_looked_at_in_part() -> None:
+    hidden = HiddenState()
+    hidden.begin({"dataset": SimpleNamespace(samples=[[number, number] for number in range(250_000)], at=0)})
+    assert hidden.changes() == Changes({}, [])
 
 
 def test_code_that_is_made_anew_and_what_is_only_looked_at_are_no_changes() -> None:

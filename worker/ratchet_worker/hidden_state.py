@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
-from enum import Enum
+from enum import Enum, Flag
 from fractions import Fraction
 from pathlib import Path, PosixPath, PurePosixPath
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, Final, NamedTuple, TypeAlias
 from uuid import UUID
 
@@ -55,7 +56,8 @@ from ratchet_worker.rng import GeneratorState
 Reference: TypeAlias = tuple[Any, ...]
 """``("value", constant)``; ``("at", path)``: an object that the script builds; ``("new", number)``: one that training made;
 ``("covered", path)``: a tensor that is saved by itself; ``("view", path, offset, shape, stride)``: a part of one; ``("member",
-module, class, name)``: of an enumeration; ``("torch", name)``, ``("device", name)``, ``("tuple", references)``, ranges,
+module, class, name)``: of an enumeration; ``("flag", module, class, value)``; ``("address", reference)``: an object's ``id``;
+``("torch", name)``, ``("device", name)``, ``("tuple", references)``, ranges,
 ``("python", type, text)``."""
 
 _TYPES: Final[dict[str, type]] = {
@@ -77,6 +79,8 @@ _VALUES: Final[dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]
 _LEAVES: Final = ("tensor", "array", "generator", "bytes")
 _CHANGEABLE: Final = ("list", "dict", "set")
 _CODE: Final[tuple[Kind, ...]] = ("other", "bound", "function", "class", "module")
+_MADE_BY_PYTHON: Final = 1 << 9
+"""The flag of classes that a ``class`` statement makes (``Py_TPFLAGS_HEAPTYPE``)."""
 _MOST_NAMED: Final = 100
 _DEEPEST: Final = 20
 """Objects within objects that are compared with others than those that were there."""
@@ -153,6 +157,7 @@ class _Recorder:
         self._numbers: dict[int, int] = {}
         self._new: list[Any] = []
         self._unsaved: set[str] = set()
+        self._arrays: Counter[int] | None = None  # by the memory that they look into
 
     def run(self) -> Changes:
         changed: dict[str, Any] = {}
@@ -185,9 +190,12 @@ class _Recorder:
                     raise _Unstorable(path)
             except _Unstorable as error:
                 self._unsaved.add(str(error))
+            except Exception:  # raised by the object's own code, or by a structure too deep
+                self._unsaved.add(path)
             else:
                 if content is not None:
                     changed[path] = {"kind": node.kind, "content": content}
+        self._unsaved |= {f"{path} (raises when it is looked at)" for path in self._now.failed}
         if not self._now.complete:
             self._unsaved.add("what lies beyond the first 200000 objects")
         return Changes({"changed": changed, "new": self._new} if changed else {}, sorted(self._unsaved)[:_MOST_NAMED])
@@ -279,6 +287,8 @@ class _Recorder:
                 raise _Unstorable(path)
             if node.kind == "tensor" and (view := self._view(item)) is not None:
                 return view
+            if node.kind in ("tensor", "array") and self._shares_memory_of_array(item):
+                raise _Unstorable(path)
             number = self._numbers[id(item)] = len(self._new)
             self._new.append(None)
             self._new[number] = {"kind": node.kind, "content": self._content(path, node, new=True)}
@@ -295,6 +305,13 @@ class _Recorder:
             {"kind": kind, "content": self._content(path, Node(item, kind, None, {}, users=True, region="own"))}
         )
         return "new", len(self._new) - 1
+
+    def _shares_memory_of_array(self, item: Any) -> bool:
+        """Does a new tensor or array look into the memory of an array that is another attribute?"""
+        if self._arrays is None:
+            arrays = [node.item for node in self._now.nodes.values() if node.kind == "array"]
+            self._arrays = Counter(map(_memory_of, arrays))
+        return self._arrays[_memory_of(item)] > (1 if isinstance(item, np.ndarray) else 0)
 
     def _view(self, tensor: torch.Tensor) -> Reference | None:
         owner = self._now.places.get(storage_id(tensor)) if tensor.numel() else None
@@ -333,7 +350,7 @@ class _Recorder:
                 raise _Unstorable(path)  # its order goes by what was taken out of it, too
             content["items"] = [self._reference(path, one) for one in item]
         elif kind == "dict":
-            content["keys"] = [self._reference(path, key) for key in item]
+            content["keys"] = [self._key(path, key) for key in item]
             content["items"] = [self._reference(f"{path}{step(kind, key)}", one) for key, one in item.items()]
             if type(item) is defaultdict:
                 content["factory"] = _named(path, item.default_factory)
@@ -343,10 +360,23 @@ class _Recorder:
                 content["longest"] = item.maxlen
         return content
 
+    def _key(self, path: str, key: Any) -> Reference:
+        """Of a dictionary. One that is an object's ``id`` becomes that of its counterpart."""
+        found = self._now.paths.get(key) if type(key) is int else None
+        return (
+            self._reference(path, key)
+            if found is None
+            else ("address", self._reference(path, self._now.nodes[found].item))
+        )
+
     def _object(self, path: str, item: Any) -> Any:
         users: type = type(item)
         if not (is_users(users) or isinstance(item, nn.Module)):
             raise _Unstorable(path)
+        try:
+            _blank(users)
+        except TypeError as error:
+            raise _Unstorable(path) from error
         held = vars(item) if isinstance(item, nn.Module) else attributes(item)
         found = {}
         for name, value in held.items():
@@ -364,10 +394,16 @@ def _changed_code(path: str, before: Node, now: Node) -> Iterator[str]:
 
 
 def _is_other_code(old: Any, new: Any) -> bool:
-    """Is there another function or class of the user's in place of one that was there? One that is made anew is the same."""
-    if not (is_users_code(old) and is_users_code(new)) or same(old, new):
+    """Is there another function or class in place of one that was there? One that is made anew is the same."""
+    if same(old, new) or not (_is_code(old) and _is_code(new)):
         return False
-    return getattr(old, "__code__", old) is not getattr(new, "__code__", new)
+    if is_users_code(old) and is_users_code(new):
+        return getattr(old, "__code__", old) is not getattr(new, "__code__", new)
+    return (old.__module__, old.__qualname__) != (new.__module__, new.__qualname__)
+
+
+def _is_code(item: Any) -> bool:
+    return is_users_code(item) or isinstance(item, (FunctionType, BuiltinFunctionType, type))
 
 
 def _constant(path: str, item: Any) -> Reference:
@@ -381,6 +417,8 @@ def _constant(path: str, item: Any) -> Reference:
         type(one) in (int, float, str, bool, bytes, complex, type(None)) for one in item
     ):
         return "tuple", [_constant(path, one) for one in item]
+    if isinstance(item, Flag):  # several members have no name in every version of Python
+        return "flag", *_named(path, type(item)), item.value
     if isinstance(item, Enum):
         return "member", *_named(path, type(item)), item.name
     if isinstance(item, (torch.dtype, torch.memory_format)):
@@ -429,6 +467,22 @@ def _find(module: str, name: str) -> Any:
     return found
 
 
+def _blank(kind: type) -> Any:
+    """An object without attributes, by the first base that Python's own code makes. Raises ``TypeError``."""
+    maker: Any = next(base for base in kind.__mro__ if not base.__flags__ & _MADE_BY_PYTHON)
+    return maker.__new__(kind)
+
+
+def _memory_of(item: Any) -> int:
+    """Where the memory begins that an array or a tensor looks into."""
+    if isinstance(item, torch.Tensor):
+        return item.untyped_storage().data_ptr()
+    while isinstance(item.base, np.ndarray):
+        item = item.base
+    address: int = item.__array_interface__["data"][0]
+    return address
+
+
 def _class(module: str, name: str) -> Any:
     found = _find(module, name)
     if not isinstance(found, type):
@@ -458,7 +512,9 @@ class _Restorer:
     def _fill(self, path: str, item: Any, kind: str, content: Any) -> None:
         """Give an object that is there its content."""
         if kind == "tensor":
-            self._fill_tensor(path, item, content["value"])
+            self._fill_tensor(item, content["value"])
+            if item.is_leaf:
+                item.requires_grad_(content["trained"])
             self._give(item, content)
         elif kind == "bytes":
             item[:] = self._empty(kind, content)
@@ -491,7 +547,7 @@ class _Restorer:
         for name, reference in content.get("set", {}).items():
             _set(item, name, self._resolved(reference))
 
-    def _fill_tensor(self, path: str, item: torch.Tensor, value: torch.Tensor) -> None:
+    def _fill_tensor(self, item: torch.Tensor, value: torch.Tensor) -> None:
         with torch.no_grad():
             if item.shape != value.shape or item.dtype is not value.dtype:
                 item.data = value.to(item.device)
@@ -519,6 +575,10 @@ class _Restorer:
             return tuple(map(self._resolved, rest[0]))
         if kind == "python":
             return _VALUES[rest[0]][2](rest[1])
+        if kind == "address":
+            return id(self._resolved(rest[0]))
+        if kind == "flag":
+            return _class(rest[0], rest[1])(rest[2])
         if kind == "member":
             return _find(rest[0], rest[1])[rest[2]]
         if kind == "torch":
@@ -542,6 +602,8 @@ class _Restorer:
         return self._built.nodes[path].item
 
     def _one(self, number: int) -> Any:
+        if self._new[number] is None:  # it could not be stored, and is named
+            return None
         if number not in self._made:
             kind, content = self._new[number]["kind"], self._new[number]["content"]
             if kind == "tuple":
@@ -572,7 +634,7 @@ class _Restorer:
             made = content["made"]
             return {"random": random.Random, "torch": torch.Generator}[made]() if isinstance(made, str) else made
         if kind == "object":
-            return object.__new__(_class(*content["class"]))
+            return _blank(_class(*content["class"]))
         if content["type"] == "deque":
             return deque(maxlen=content["longest"])
         if content["type"] == "defaultdict":

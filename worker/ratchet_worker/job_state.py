@@ -442,9 +442,9 @@ def _functions_of(schedulers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_stateful(component: str, item: Any) -> Stateful:
-    if isinstance(getattr(item, "param_groups", None), list) and hasattr(item, "__dict__"):
-        return optimizer_state.AroundOptimizer(item)
     if hasattr(item, "state_dict") and hasattr(item, "load_state_dict"):
+        if isinstance(getattr(item, "param_groups", None), list) and hasattr(item, "__dict__"):
+            return optimizer_state.AroundOptimizer(item)
         found: Stateful = item
         return found
     if rng.is_generator(item):

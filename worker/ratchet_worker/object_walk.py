@@ -31,6 +31,7 @@ from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path, PurePath
 from types import (
     BuiltinMethodType,
@@ -83,7 +84,7 @@ _PASSED_BY: Final = frozenset({
     "ratchet_contract", "logging", "threading", "_thread", "io", "_io", "weakref", "concurrent", "multiprocessing", "asyncio",
     "re", "pathlib", "abc", "inspect", "warnings", "wandb", "tensorboard", "mlflow", "comet_ml", "neptune", "tqdm", "rich",
     "builtins", "typing", "socket", "queue", "contextlib", "functools", "sqlite3", "tempfile", "subprocess", "datetime",
-    "decimal", "fractions", "uuid", "ctypes", "mmap", "operator", "importlib", "numpy",
+    "decimal", "fractions", "uuid", "ctypes", "mmap", "operator", "importlib", "numpy", "unittest",
 })  # fmt: skip
 _LOOKED_INTO: Final = ("torch.utils.data", "torch.quasirandom", "torch.distributions", "numpy.polynomial", "queue")
 _LOOKED_INTO_WHERE_REGISTERED: Final = (
@@ -102,6 +103,9 @@ _HOLDERS: Final = (
 _STATE_OF_MODULES: Final = frozenset({"training", "_parameters", "_buffers", "_modules"})
 _MOST: Final = 200_000
 """Objects that are looked at."""
+_LARGE: Final = 20_000
+"""Items of a container up to which each is looked at; of a larger one the number of items and a sample of them."""
+_SAMPLE: Final = 1000
 _WHOLE: Final = 256 << 20
 """Bytes of an array up to which all of it is compared; of a larger one a part of about so many."""
 _BLOCK: Final = 64 << 10
@@ -129,13 +133,15 @@ class Node:
 @dataclass
 class Walked:
     """``nodes``: by path; ``paths``: by the id of their objects; ``places``: by storage, the path of a covered tensor;
-    ``left_out``: the paths that were left out; ``around``: ids of optimizers whose state is saved by itself;
+    ``left_out``: the paths that were left out; ``failed``: those of objects that raise when they are looked at; ``around``: ids
+    of optimizers whose state is saved by itself;
     ``library_hooks``: how many hooks of libraries are registered; ``complete``: there was no more to be looked at."""
 
     nodes: dict[str, Node] = field(default_factory=dict)
     paths: dict[int, str] = field(default_factory=dict)
     places: dict[int, str] = field(default_factory=dict)
     left_out: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
     around: set[int] = field(default_factory=set)
     library_hooks: int = 0
     complete: bool = True
@@ -199,7 +205,10 @@ class _Walker:
             one = self._waiting.popleft()
             known = id(one.item) in self.found.paths or id(one.item) in self.passed
             if not known and not self._is_left_out(one.path):
-                self._look_at(one, region)
+                try:
+                    self._look_at(one, region)
+                except Exception:  # a user's property, a dead proxy, a structure too deep
+                    self.found.failed.add(one.path)
 
     def _look_at(self, one: _Found, region: Region) -> None:
         path, item = one.path, one.item
@@ -215,6 +224,8 @@ class _Walker:
         its_class: type = type(item)
         users = one.users and (kind != "object" or isinstance(item, _TORCHS) or is_users(its_class))
         children = _children(item, kind, covered=one.covered)
+        if kind == "dict":
+            children = {self._named_by_address(key): child for key, child in children.items()}
         if isinstance(item, Optimizer) and region == "own":
             children |= self._of_inner(item)
         if self._left_out:
@@ -264,6 +275,11 @@ class _Walker:
             return {}
         return {name: held[name] for name in ("state", "param_groups") if name in held}
 
+    def _named_by_address(self, key: Any) -> Any:
+        """A key that is the ``id`` of an object: by the object's path, which is the same in every process."""
+        path = self.found.paths.get(key) if type(key) is int else None
+        return key if path is None else AddressKey(path)
+
     def _is_left_out(self, path: str) -> bool:
         if path not in self._left_out:
             return False
@@ -294,12 +310,25 @@ class ObjectKey:
         return f"#{self.number}"
 
 
+@dataclass(frozen=True)
+class AddressKey:
+    """A key of a dictionary that is the ``id`` of the object at ``path``."""
+
+    path: str
+
+    def __repr__(self) -> str:
+        return f"id({self.path})"
+
+
 def is_constant(item: Any) -> bool:
     """A value that cannot change, or a tuple of such."""
     if type(item) in _PLAIN:
         return True
     if type(item) is tuple:
-        return all(map(is_constant, item))
+        try:
+            return all(map(is_constant, item))
+        except RecursionError:  # tuples in tuples: they are looked at one by one
+            return False
     return isinstance(item, _CONSTANTS) and (isinstance(item, Enum) or not getattr(item, "__dict__", None))
 
 
@@ -424,7 +453,13 @@ def _of_optimizers() -> frozenset[str]:
     return frozenset({*vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))])), "step", "_opt_called", "_step_count"})
 
 
+def _is_large(item: Any, kind: Kind) -> bool:
+    return kind in ("list", "tuple", "dict") and len(item) > _LARGE
+
+
 def _children(item: Any, kind: Kind, *, covered: bool) -> Children:
+    if _is_large(item, kind):
+        return {}
     if kind in ("list", "tuple"):
         return dict(enumerate([*item]))
     if kind == "dict":
@@ -497,9 +532,28 @@ def _mark(item: Any, kind: Kind) -> Any:
         return frozenset(item) if constant else [(id(one), _mark(one, _kind(one, "own"))) for one in item]
     if kind == "bytes":
         return bytes(item)
+    if _is_large(item, kind):
+        return _mark_of_large(item)
     if kind == "object":
         return type(item), _registered_code(item)
     return _mark_of_sealed(item) if kind == "sealed" else None
+
+
+def _mark_of_large(item: Any) -> Any:
+    """How many items a container has, and a sample of them: constants, and what else is there by its identity."""
+    every = -(-len(item) // _SAMPLE)
+    found = islice(item.items() if isinstance(item, dict) else item, 0, None, every)
+    return len(item), [repr(one) if is_constant(one) else _shallow(one) for one in (*found, *_last(item))]
+
+
+def _last(item: Any) -> list[Any]:
+    return [*islice(reversed(item.items() if isinstance(item, dict) else item), 1)]
+
+
+def _shallow(item: Any) -> Any:
+    """The identity of an item and, of a container, of what it holds."""
+    held = [*(item.items() if isinstance(item, dict) else item)] if isinstance(item, (list, dict, tuple)) else []
+    return id(item), [repr(one) if is_constant(one) else id(one) for one in held[:_SAMPLE]]
 
 
 def _mark_of_sealed(item: Any) -> Any:
@@ -535,7 +589,7 @@ def _position(iterator: Any) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             parts = iterator.__reduce__()
-    except TypeError:
+    except Exception:  # whatever the iterator's own code raises
         return object()
     return _position_of(parts)
 
@@ -561,7 +615,7 @@ def _mark_of_tensor(tensor: torch.Tensor) -> Any:
 def _array_digest(array: np.ndarray[Any, Any]) -> str:
     if not array.size:
         return ""
-    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    flat = np.ascontiguousarray(array.reshape(-1, order="A")).view(np.uint8)  # of a transposed one without a copy
     if flat.nbytes <= _WHOLE:
         return _digest(flat)
     blocks = flat[: flat.nbytes // _BLOCK * _BLOCK].reshape(-1, _BLOCK)
@@ -600,7 +654,8 @@ def is_users_module(name: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _installed() -> tuple[Path, ...]:
-    return tuple({Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+    places = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return tuple(places | {Path(one) for one in sys.path if Path(one).name in ("site-packages", "dist-packages")})
 
 
 def same(old: Any, new: Any) -> bool:

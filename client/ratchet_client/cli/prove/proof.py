@@ -58,7 +58,7 @@ def prove_spec(trials: Trials, spec: Mapping[str, Any], steps: int | None, uploa
     found = client.compare(a.job.id, b.job.id)
     different = _different(a, b)
     if not found.identical or a.facts.step != b.facts.step:
-        return _proof("not-repeatable", a, found, metrics_differ=different)
+        return _proof("not-repeatable", a, found, metrics_differ=[*different.values()])
     world = a.job.spec["world"]
     plan = fault_plan(a.facts, world["nodes"] * world["ranks_per_node"])
     if plan is None:
@@ -69,8 +69,8 @@ def prove_spec(trials: Trials, spec: Mapping[str, Any], steps: int | None, uploa
         )
     (c,) = trials.wait({submit("interrupted", a.facts.step, plan.every, plan.faults): "interrupted run"})
     found = client.compare(a.job.id, c.job.id)
-    times = sorted({text.partition(" ")[0] for text in different})
-    metrics = [text for text in _different(a, c) if text.partition(" ")[0] not in times]
+    times = sorted(different)
+    metrics = [text for name, text in _different(a, c).items() if name not in times]
     struck = _struck(c, plan.faults)
     exercised = [
         _interruptions(struck, plan.faults),
@@ -133,7 +133,7 @@ def prove_job(trials: Trials, job_id: str) -> Proof:
         comparison=found,
         redone=newest.step - before.step,
         metrics=len(within),
-        metrics_differ=_metrics_differ(within, again.metrics),
+        metrics_differ=[*_metrics_differ(within, again.metrics).values()],
         reports=_reports(again.attempts),
     )
 
@@ -159,18 +159,18 @@ def _proof(verdict: Verdict, run: Run, found: ComparisonView, **more: Any) -> Pr
     )  # fmt: skip
 
 
-def _different(a: Run, b: Run) -> list[str]:
+def _different(a: Run, b: Run) -> dict[str, str]:
     return _metrics_differ(a.metrics, b.metrics)
 
 
-def _metrics_differ(a: Mapping[str, Mapping[int, float]], b: Mapping[str, Mapping[int, float]]) -> list[str]:
-    """A sentence per series, which begins with its name: the first step at which it differs."""
-    out = []
+def _metrics_differ(a: Mapping[str, Mapping[int, float]], b: Mapping[str, Mapping[int, float]]) -> dict[str, str]:
+    """By the name of a series, the first step at which it differs, in words."""
+    out = {}
     for name in sorted({*a, *b}):
         x, y = a.get(name, {}), b.get(name, {})
         steps = (step for step in sorted({*x, *y}) if repr(x.get(step)) != repr(y.get(step)))
         if (step := next(steps, None)) is not None:
-            out.append(f"{name} at step {step}: {_shown(x.get(step))} against {_shown(y.get(step))}")
+            out[name] = f"{name} at step {step}: {_shown(x.get(step))} against {_shown(y.get(step))}"
     return out
 
 
