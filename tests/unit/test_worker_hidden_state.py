@@ -283,6 +283,11 @@ CASES: dict[str, tuple[Build, Callable[[Net], Any], Callable[[Net], Any]]] = {
         lambda n: vars(n).update(x=SimpleNamespace(count=3)),
         lambda n: (type(n.x), n.x.count),
     ),
+    "functions and classes that have names": (
+        lambda: Net(x=None, y=draw, z=shares, kind=Net),
+        lambda n: vars(n).update(x=draw, y=None, z=later, kind=Bank),
+        lambda n: (n.x, n.y, n.z, n.kind),
+    ),
     "a flag of two members": (
         lambda: Net(x=None, y=re.I),
         lambda n: vars(n).update(x=Mode.SLOW | Mode.LOUD, y=re.I | re.M),
@@ -463,10 +468,11 @@ def test_other_code_is_named() -> None:
         net.x.__class__ = Slotless
         net.layer.register_forward_hook(lambda *_: None)
         net.register_module("norm", nn.Identity())
+        vars(net).update(part=partial(max, 2))
 
-    _, changes = later(Net(f=lambda: 1, kind=Net, x=Bank()), train)
+    _, changes = later(Net(f=lambda: 1, kind=Net, x=Bank(), part=partial(max, 1)), train)
     assert changes.unsaved == [
-        "model.f", "model.kind", "model.layer._forward_hooks", "model.parts", "model.x.__class__"
+        "model.f", "model.layer._forward_hooks", "model.part", "model.parts", "model.x.__class__"
     ]  # fmt: skip
 
 

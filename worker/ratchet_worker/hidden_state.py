@@ -21,6 +21,7 @@ from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum, Flag
 from fractions import Fraction
+from functools import partial
 from pathlib import Path, PosixPath, PurePosixPath
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -56,8 +57,8 @@ from ratchet_worker.rng import GeneratorState
 Reference: TypeAlias = tuple[Any, ...]
 """``("value", constant)``; ``("at", path)``: an object that the script builds; ``("new", number)``: one that training made;
 ``("covered", path)``: a tensor that is saved by itself; ``("view", path, offset, shape, stride)``: a part of one; ``("member",
-module, class, name)``: of an enumeration; ``("flag", module, class, value)``; ``("address", reference)``: an object's ``id``;
-``("torch", name)``, ``("device", name)``, ``("tuple", references)``, ranges,
+module, class, name)``: of an enumeration; ``("flag", module, class, value)``; ``("code", module, name)``: a function or class;
+``("address", reference)``: an object's ``id``; ``("torch", name)``, ``("device", name)``, ``("tuple", references)``, ranges,
 ``("python", type, text)``."""
 
 _TYPES: Final[dict[str, type]] = {
@@ -250,10 +251,14 @@ class _Recorder:
         gone = [name for name in before.children if name not in now.children]
         found: dict[str, Reference] = {}
         for name in names:
-            at, value = f"{path}.{name}", now.children[name]
-            if _is_other_code(before.children.get(name), value):
-                self._unsaved.add(at)
-            if not self._has_state(value) and not self._has_state(before.children.get(name)):
+            at, value, old = f"{path}.{name}", now.children[name], before.children.get(name)
+            if _is_other_code(old, value) or (_is_code(old) and value is None) or (old is None and _is_code(value)):
+                if (code := _code(value)) is not None:
+                    found[name] = code
+                    continue
+                if old is not None:
+                    self._unsaved.add(at)
+            if not self._has_state(value) and not self._has_state(old):
                 continue
             try:
                 found[name] = self._reference(at, value)
@@ -395,11 +400,22 @@ def _changed_code(path: str, before: Node, now: Node) -> Iterator[str]:
 
 def _is_other_code(old: Any, new: Any) -> bool:
     """Is there another function or class in place of one that was there? One that is made anew is the same."""
+    if isinstance(old, partial) and isinstance(new, partial):
+        kept = zip((*old.args, *old.keywords.values()), (*new.args, *new.keywords.values()), strict=False)
+        return _is_other_code(old.func, new.func) or any(is_constant(a) and not same(a, b) for a, b in kept)
     if same(old, new) or not (_is_code(old) and _is_code(new)):
         return False
     if is_users_code(old) and is_users_code(new):
         return getattr(old, "__code__", old) is not getattr(new, "__code__", new)
     return (old.__module__, old.__qualname__) != (new.__module__, new.__qualname__)
+
+
+def _code(item: Any) -> Reference | None:
+    """A function or a class by its name; None where it cannot be found by one, as a lambda."""
+    if item is None:
+        return "value", None
+    name = str(item.__module__), str(getattr(item, "__qualname__", ""))  # a partial has none
+    return ("code", *name) if _find(*name) is item else None
 
 
 def _is_code(item: Any) -> bool:
@@ -577,6 +593,8 @@ class _Restorer:
             return _VALUES[rest[0]][2](rest[1])
         if kind == "address":
             return id(self._resolved(rest[0]))
+        if kind == "code":
+            return self._found(rest[0], rest[1])
         if kind == "flag":
             return _class(rest[0], rest[1])(rest[2])
         if kind == "member":
@@ -586,6 +604,12 @@ class _Restorer:
         if kind == "device":
             return torch.device(rest[0])
         return {"range": range, "slice": slice}[kind](*rest)
+
+    def _found(self, module: str, name: str) -> Any:
+        found = _find(module, name)
+        if found is None:
+            raise StateError(f"{module}.{name} is not imported this time")
+        return found
 
     def _covered(self, path: str) -> Any:
         """By its name: it may be another tensor than the one that was built."""
