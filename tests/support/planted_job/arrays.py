@@ -211,7 +211,7 @@ class Polynomial(Piece):
         self.curve = np.polynomial.Polynomial([0.1, 0.2])
 
     def move(self) -> Value:
-        self.curve = self.curve * np.polynomial.Polynomial([0.5]) + 0.1
+        self.curve = self.curve * np.polynomial.Polynomial([1.1]) + 0.1
         return float(self.curve(0.5))
 
 
