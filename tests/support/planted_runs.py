@@ -48,7 +48,7 @@ OUTSIDE: Final = frozenset({
     "objects:Database", "objects:SimpleQueued", "optimizers:Defaults", "optimizers:Registered", "optimizers:Scaler",
     "outside:Directory", "outside:Environment", "outside:GlobalOfAnotherModule", "schedulers:OwnSubclass",
     "schedulers:OwnWithout", "script:BestSoFar", "script:LocalNumber", "script:LocalTeacher", "script:Reinforcement",
-    "script:SchedulerBehindCheckpoint", "values:OrderOfSet",
+    "values:OrderOfSet",
 })  # fmt: skip
 """State that docs/exactness.md says is not seen: the replay proof alone tells of it, where steps are done again."""
 

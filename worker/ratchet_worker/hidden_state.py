@@ -353,7 +353,9 @@ class _Recorder:
         if kind == "set":
             if type(item) is set and [*{*item}] != [*item]:
                 raise _Unstorable(path)  # its order goes by what was taken out of it, too
-            content["items"] = [self._reference(path, one) for one in item]
+            # In an order that does not go by how the set grew: two checkpoints of equal sets are equal.
+            items = sorted(item, key=repr) if all(map(is_constant, item)) else [*item]
+            content["items"] = [self._reference(path, one) for one in items]
         elif kind == "dict":
             content["keys"] = [self._key(path, key) for key in item]
             content["items"] = [self._reference(f"{path}{step(kind, key)}", one) for key, one in item.items()]
