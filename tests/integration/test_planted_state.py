@@ -33,9 +33,9 @@ def test_what_cannot_be_saved_is_named_and_refused_under_strict(tmp_path: Path) 
     assert refused.kind == "refused" and NAMED[case] in refused.reason, refused
 
 
-def test_without_the_walk_the_comparison_finds_a_difference(tmp_path: Path) -> None:
-    (silent,) = outcomes(tmp_path, "generators:InDataclass", ["epoch"], How(blind=True)).values()
-    assert silent.kind == "silent" and "shared/model/layer.weight" in silent.reason, silent
+def test_without_the_walk_the_replay_proof_finds_the_difference(tmp_path: Path) -> None:
+    (found,) = outcomes(tmp_path, "generators:InDataclass", ["epoch"], How(blind=True)).values()
+    assert found.kind == "proved other" and "differs from the first time" in found.reason, found
 
 
 def test_every_case_that_is_not_exact_is_a_case() -> None:

@@ -192,8 +192,12 @@ class JobState:
         self.start = divergence.start(ddp.module)
         data, generators = self.data, own_generators.of(self.data)
         own = {"model": ddp.module, **self.optimizers, **({"task": self.task} if self.task is not None else {})}
+        stateful = {
+            c: item.item if isinstance(item, optimizer_state.AroundOptimizer) else item
+            for c, item in self.stateful.items()
+        }
         registered = {
-            **self.stateful,
+            **stateful,
             "ddp": ddp,
             "data": data,
             **{f"data:{p}": g for p, g in generators.find().items()},
