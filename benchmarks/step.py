@@ -12,13 +12,14 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import walk
 from benchmarks.processes import agent_pid, attempt_paths, cpu_shares, ended, until
 from benchmarks.stats import estimate, machine
 from examples.demo.processes import Service
@@ -59,7 +60,6 @@ ONE_HOOK: Final = {"many": ("allreduce",)}
 def main() -> None:
     names = os.environ.get("RATCHET_BENCH_SIZES", ",".join(SIZES)).split(",")
     print(machine())
-    print(walk.line(), flush=True)
     with tempfile.TemporaryDirectory(prefix="ratchet-bench-") as folder:
         service = Service(Path(folder) / "home")
         try:
@@ -67,6 +67,8 @@ def main() -> None:
             table(service, Path(folder), {name: _size(name) for name in names})
         finally:
             service.stop()
+        # in a process of its own, whose torch makes its directories in this folder
+        subprocess.run([sys.executable, "-m", "benchmarks.walk"], env={**os.environ, "TMPDIR": folder}, check=True)
 
 
 def table(service: Service, folder: Path, sizes: Mapping[str, Size], hooks: Sequence[str] = tuple(HOOKS)) -> None:
