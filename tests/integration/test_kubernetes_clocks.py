@@ -4,6 +4,8 @@ and a lost one is still found. The server is a model behind real HTTP (``tests/s
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -34,19 +36,29 @@ def leaving(site: Site, ref: AttemptRef) -> bool:
     return bool(pods) and all("deletionTimestamp" in pod.object["metadata"] for pod in pods)
 
 
+def runs(argument: str) -> bool:
+    """Has a process of this machine such an argument?"""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            if argument.encode() in path.read_bytes().split(b"\0"):
+                return True
+    return False
+
+
 def test_a_pod_that_saves_under_its_grace_is_not_lost_where_the_cluster_is_behind(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster_is_ahead(monkeypatch, timedelta(hours=-2))
     program = tmp_path / "saving" / "python"
     program.parent.mkdir()
-    program.write_text("#!/bin/sh\ntrap '' TERM\nsleep 1000 &\nwait\n")
+    seconds = f"1000.{os.getpid()}"  # by which this pod's sleep is found
+    program.write_text(f"#!/bin/sh\ntrap '' TERM\nsleep {seconds} &\nwait\n")
     program.chmod(0o755)
     site.cluster.kubelet.images.first["saves"] = program.parent
     site.launcher = site.launcher_of(image="saves", lost_after=0.01)
     plan = site.plan()
     site.launcher.submit(plan)
-    wait_for(lambda: site.running(plan.ref), "the pod to run", 30)
+    wait_for(lambda: site.running(plan.ref) and runs(seconds), "the pod to run, and not to hear a SIGTERM", 30)
     site.launcher.stop(plan.ref, 60)
     wait_for(lambda: leaving(site, plan.ref), "the deletion to be seen", 30)
     state = site.launcher.poll(plan.ref)
