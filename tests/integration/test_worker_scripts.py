@@ -52,16 +52,16 @@ class Net(nn.Module):
             self.center.lerp_(y.detach().mean(0), 0.3)
         return self.head(y)
 
-'''
-COPIES = (
-    COMMON
-    + """
+
 with Session() as s:
     torch.manual_seed(1)
     net = Net()
     data = TrainLoader(torch.randn(64, 6), batch_size=4, seed=3, rank=s.rank, world_size=s.world_size)
     model = s.wrap(net)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+'''
+COPIES = (
+    COMMON
+    + """    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     teacher = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(list(set(net.body.parameters()) | {net.weight}), lr=0.01)
     if s.step >= 5:
@@ -90,13 +90,7 @@ with Session() as s:
 )
 LATE = (
     COMMON
-    + """
-with Session() as s:
-    torch.manual_seed(1)
-    net = Net()
-    data = TrainLoader(torch.randn(64, 6), batch_size=4, seed=3, rank=s.rank, world_size=s.world_size)
-    model = s.wrap(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    + """    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     s.register(optimizer=optimizer, data=data, scheduler=scheduler)
     batches = s.batches()

@@ -501,6 +501,13 @@ def _memory_of(item: Any) -> int:
     return address
 
 
+def _imported(module: str, name: str) -> Any:
+    found = _find(module, name)
+    if found is None:
+        raise StateError(f"{module}.{name} is not imported this time")
+    return found
+
+
 def _class(module: str, name: str) -> Any:
     found = _find(module, name)
     if not isinstance(found, type):
@@ -596,7 +603,7 @@ class _Restorer:
         if kind == "address":
             return id(self._resolved(rest[0]))
         if kind == "code":
-            return self._found(rest[0], rest[1])
+            return _imported(rest[0], rest[1])
         if kind == "flag":
             return _class(rest[0], rest[1])(rest[2])
         if kind == "member":
@@ -606,12 +613,6 @@ class _Restorer:
         if kind == "device":
             return torch.device(rest[0])
         return {"range": range, "slice": slice}[kind](*rest)
-
-    def _found(self, module: str, name: str) -> Any:
-        found = _find(module, name)
-        if found is None:
-            raise StateError(f"{module}.{name} is not imported this time")
-        return found
 
     def _covered(self, path: str) -> Any:
         """By its name: it may be another tensor than the one that was built."""

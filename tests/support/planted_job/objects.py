@@ -396,21 +396,12 @@ class ReplacedFunction(Piece):
         return self.level()
 
 
-class ReplacedMethod(Piece):
-    def warm(self) -> float:
+class ReplacedMethod(ReplacedFunction):
+    def warm(self) -> float:  # type: ignore[override]
         return 0.5
 
-    def hot(self) -> float:
+    def hot(self) -> float:  # type: ignore[override]
         return 1.5
-
-    def plant(self) -> None:
-        self.level, self.calls = self.warm, 0
-
-    def move(self) -> Value:
-        self.calls += 1
-        if self.calls == 4:
-            self.level = self.hot
-        return self.level()
 
 
 class ReplacedLambda(Piece):
