@@ -21,7 +21,7 @@ from ratchet_hooks.torch_versions import OLDEST
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = "worker,service,postgres,lightning,accelerate,transformers"
-TOOLS = ("pytest>=8.4", "pytest-timeout>=2.4", "pytest-xdist>=3.8", "hypothesis>=6.140")
+TOOLS = ("pytest>=8.4", "pytest-timeout>=2.4", "pytest-xdist>=3.8", "hypothesis>=6.140", "schedulefree>=1.4")
 # The first takes longest.
 SELECTION = {
     "a killed job of each hook, through the service": ("e2e/test_exactness.py",),
@@ -40,8 +40,13 @@ SELECTION = {
         "unit/test_snapshot.py", "unit/test_worker_hidden_state.py", "unit/test_worker_kept_names.py",
         "unit/test_worker_live_memory.py", "unit/test_worker_module_state.py",
         "unit/test_worker_quiet.py", "unit/test_worker_restore.py", "unit/test_worker_same.py",
-        "unit/test_worker_saving.py", "unit/test_worker_staging.py", "unit/test_worker_state.py",
-        "integration/test_forked_ranks.py", "integration/test_worker_resume.py", "integration/test_worker_saves.py",
+        "unit/test_worker_saving.py", "unit/test_worker_shared_state.py", "unit/test_worker_staging.py",
+        "unit/test_worker_state.py", "integration/test_forked_ranks.py", "integration/test_worker_resume.py",
+        "integration/test_worker_saves.py", "integration/test_optimizers.py", "integration/test_worker_schedulers.py",
+        "integration/test_worker_hidden_state.py",
+    ),
+    "the proof by steps done again": (
+        "unit/test_step_ring.py", "unit/test_worker_step_fingerprint.py", "integration/test_replay_proof.py",
     ),
 }  # fmt: skip
 
