@@ -1,7 +1,8 @@
 """Layout of the step counters: a 64-byte file per rank, mapped by the rank, readable by anyone, also after its death.
 
-Native 64-bit words: magic, ticks, steps started, steps finished, stage, three unused. Steps are numbers of global steps,
-0 until the first one of the attempt is started or finished.
+Native 64-bit words: magic, ticks, steps started, steps finished, stage, saved within, two unused. Steps are numbers of global
+steps, 0 until the first one of the attempt is started or finished. Saved within: the step that ``checkpoint()`` has ended and
+saves, while the body of its loop goes on; else 0.
 """
 
 from __future__ import annotations
@@ -15,11 +16,20 @@ from typing import Final
 COUNTER_MAGIC: Final = int.from_bytes(b"RATCHET1", sys.byteorder)
 COUNTER_WORDS: Final = struct.Struct("=8Q")
 COUNTER_SIZE: Final = COUNTER_WORDS.size
-TICKS, STARTED, FINISHED, STAGE = 1, 2, 3, 4
+TICKS, STARTED, FINISHED, STAGE, SAVED_WITHIN = 1, 2, 3, 4, 5
 
 
 def finished_step(path: Path) -> int:
     """The last step that the rank finished in its attempt; 0 if it finished none, or there is no counter."""
+    return _word(path, FINISHED)
+
+
+def saved_within(path: Path) -> int:
+    """The step whose loop body called ``checkpoint()`` and went on when the rank ended; 0: none."""
+    return _word(path, SAVED_WITHIN)
+
+
+def _word(path: Path, number: int) -> int:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # whatever user code has put there
         with os.fdopen(fd, "rb") as file:
@@ -29,4 +39,4 @@ def finished_step(path: Path) -> int:
     if len(data) != COUNTER_SIZE:
         return 0
     words = COUNTER_WORDS.unpack(data)
-    return int(words[FINISHED]) if words[0] == COUNTER_MAGIC else 0
+    return int(words[number]) if words[0] == COUNTER_MAGIC else 0

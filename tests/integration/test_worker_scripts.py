@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from ratchet_contract.messages import ForkSource
-from ratchet_contract.phases import Cause
-from ratchet_store.commit import read_manifest
+from ratchet_contract.phases import Cause, Desired
+from ratchet_store.commit import read_manifest, what_changed
 from ratchet_store.compare import compare, render
 from tests.support.launch import Attempt, Job
+from tests.support.server import wait_for
 
 COMMON = '''
 import copy, os, signal, sys, time
@@ -113,6 +114,32 @@ LATE = (
             scheduler.step()
 """
 )
+BEHIND = (
+    COMMON
+    + """    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    s.register(optimizer=optimizer, data=data, scheduler=scheduler)
+    batches = s.batches()
+    for step in s.steps(STEPS):
+        x = next(batches)
+        (model(x) - x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step != 6:
+            continue
+        assert s.checkpoint()
+        while sys.argv[2] == "held" and not FLAG.with_name("go").exists():
+            FLAG.with_name(f"held.{s.rank}").touch()
+            time.sleep(0.01)
+        with s.evaluation() as ev:
+            if sys.argv[2] == "killed":
+                killed()
+            found = ev.averages({"loss": (float((net(x) - x).square().mean()), 1)})
+        s.log(found)
+        if sys.argv[3] == "late":
+            scheduler.step()
+"""
+)
 
 
 @pytest.fixture
@@ -182,3 +209,50 @@ def test_state_that_changes_behind_checkpoint_in_the_same_body_marks_it(make: An
         report = attempt.report()
         assert (report.verdict, report.base.step) == ("not-exact", 7)
         assert all(wanted in str(c.reason) for c in report.components if c.component == "checkpoint")
+
+
+def test_a_stop_behind_checkpoint_waits_for_the_end_of_the_body(make: Any) -> None:
+    """What an evaluation in it decides, too, is seen before the ranks stop; without effect, the resume is exact."""
+    late, still = make("late", BEHIND, "held", "late", strict=False), make("still", BEHIND, "held", "still")
+    firsts = [job.launch() for job in (late, still)]
+    for attempt in firsts:
+        place = attempt.job.home.home.parent
+        wait_for(lambda at=place: all((at / f"held.{r}").exists() for r in (0, 1)), f"the hold\n{attempt.logs()}", 60)
+        attempt.control(desired=Desired.SUSPEND)
+        attempt.wait_freeze(0)
+        (place / "go").touch()
+    for attempt in firsts:
+        result = attempt.wait()
+        assert (result.cause, result.last_step) == (Cause.API_SUSPEND, 7), attempt.logs()
+        assert "loss" in attempt.metrics()[7]
+    notes = [m.type for job in (late, still) for rank in (0, 1) for m in job.attempts[0].messages(rank, kind="note")]
+    assert notes == ["changed-behind-checkpoint"]
+
+    again, exact = [job.launch() for job in (late, still)]
+    for attempt in (again, exact):
+        assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
+        assert attempt.report().base.step == 7
+    assert (again.report().verdict, exact.report().verdict) == ("not-exact", "exact")
+    assert "scheduler changed behind checkpoint()" in _of_checkpoint(again)
+
+
+def test_a_kill_behind_checkpoint_in_the_same_body_marks_it(make: Any) -> None:
+    """Where nobody has seen what the rest of the body would have changed."""
+    job, strict = make("warn", BEHIND, "killed", "late", strict=False), make("strict", BEHIND, "killed", "late")
+    first, refused = job.launch(), resumed(strict)
+    result = refused.wait()
+    assert result.cause is Cause.USER_ERROR and "call checkpoint() last" in str(result.message), refused.logs()
+
+    assert first.wait().cause is Cause.RANK_KILLED
+    source = read_manifest(job.newest())
+    fork = make("fork", BEHIND, "", "late", killed=False, strict=False)
+    root = ForkSource(job_root=str(job.paths.root), step=source.step, epoch=source.epoch, digest=source.digest)
+    for attempt in (fork.launch(fork=root), job.launch()):
+        assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
+        assert (attempt.report().verdict, attempt.report().base.step) == ("not-exact", 7)
+        assert "attempt 1 has not come to the end of the loop body" in _of_checkpoint(attempt)
+    assert "attempt 1 has not come to the end" in str(what_changed(job.paths.checkpoint(7, 1)))
+
+
+def _of_checkpoint(attempt: Attempt) -> str:
+    return str(next(c.reason for c in attempt.report().components if c.component == "checkpoint"))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ratchet_contract.counter import finished_step, saved_within
 from ratchet_contract.messages import Control, Metrics, Note, RankBatch
 from ratchet_contract.phases import Desired
 from ratchet_worker.control import ControlReader, write_control
@@ -137,6 +138,10 @@ def test_counter_tells_steps_and_stage(tmp_path: Path) -> None:
     counter.finish_step(1201)
     counter.tick()
     assert reader.read() == Reading(4, 1201, 1201, Stage.TRAINING)
+    counter.saved_within(1201)
+    assert (saved_within(path), finished_step(path)) == (1201, 1201)
+    counter.saved_within(0)
+    assert saved_within(path) == saved_within(tmp_path / "none") == 0
     assert path.stat().st_size == 64
     counter.close()
     path.write_bytes(bytes(64))  # made, but not ready

@@ -12,7 +12,16 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from ratchet_contract.counter import COUNTER_MAGIC, COUNTER_SIZE, COUNTER_WORDS, FINISHED, STAGE, STARTED, TICKS
+from ratchet_contract.counter import (
+    COUNTER_MAGIC,
+    COUNTER_SIZE,
+    COUNTER_WORDS,
+    FINISHED,
+    SAVED_WITHIN,
+    STAGE,
+    STARTED,
+    TICKS,
+)
 
 
 class Stage(IntEnum):
@@ -67,6 +76,10 @@ class StepCounter:
     def finish_step(self, step: int) -> None:
         self._words[FINISHED] = step
         self._words[TICKS] += 1
+
+    def saved_within(self, step: int) -> None:
+        """``checkpoint()`` ends ``step`` and saves it, and the body of the loop goes on behind it. 0: that body has ended."""
+        self._words[SAVED_WITHIN] = step
 
     def stage(self, stage: Stage) -> None:
         """Enter ``stage``; that is progress too."""

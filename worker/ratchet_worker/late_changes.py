@@ -1,5 +1,6 @@
 """What a script changes behind ``checkpoint()`` in the same loop body. The undisturbed run has it, the checkpoint has not: the
-checkpoint is marked, and a resume from it is not exact.
+checkpoint is marked, and a resume from it is not exact. The step counter keeps that a body goes on behind ``checkpoint()``: where
+the process ends there, the attempt that resumes from the checkpoint marks it.
 
 The state is captured when ``checkpoint()`` has saved it, and at the end of the body. Both are views: compared are the values of
 what is small, and of the rest torch's count of in-place changes.
@@ -34,8 +35,7 @@ class LateChanges:
         self._marks = _marks(self._snapshot)
 
     def found(self) -> list[str]:
-        """Names of the components that are others now. An evaluation in the body, too, belongs to what the checkpoint lacks."""
-        self._state.step_begins()
+        """Names of the components that are others now."""
         now = self._captured()
         marks = _marks(now)
         names = {
@@ -74,6 +74,14 @@ def sentence(step: int, names: Sequence[str]) -> str:
     return (
         f"{', '.join(name.removeprefix('user:') for name in names)} changed behind checkpoint() in the same loop body, so the "
         f"checkpoint of step {step} lacks it: call checkpoint() last"
+    )
+
+
+def cut_off(step: int, epoch: int) -> str:
+    """The same where nobody has seen the end of the body."""
+    return (
+        f"attempt {epoch} has not come to the end of the loop body in which checkpoint() saved step {step}, so the checkpoint "
+        "lacks what the rest of the body changes: call checkpoint() last"
     )
 
 

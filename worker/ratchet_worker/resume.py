@@ -9,22 +9,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ratchet_contract.counter import saved_within
 from ratchet_contract.errors import UserError
 from ratchet_contract.manifest import Manifest
 from ratchet_contract.messages import LaunchFile
-from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.paths import AttemptPaths, JobPaths
 from ratchet_contract.resume import ComponentReport, EnvironmentDifference, ResumeReport, Verdict
 from ratchet_hooks.build import ManagedHook, managed_ddp
 from ratchet_hooks.changes import HookChange
 from ratchet_hooks.errors import CustomHookError, HookStateError, LayoutMismatch, UnsupportedModel
 from ratchet_hooks.layout import Layout, ManagedDDP
 from ratchet_hooks.torch_versions import untested
-from ratchet_store.commit import what_changed
+from ratchet_store.commit import mark_changed, what_changed
 from ratchet_worker import environment_record, imported, reload
 from ratchet_worker import restore as disk
 from ratchet_worker.files import write_atomic
 from ratchet_worker.imported import Imported
 from ratchet_worker.job_state import counted
+from ratchet_worker.late_changes import cut_off
 from ratchet_worker.module_origin import compiled
 from ratchet_worker.passage import reset_by_policy
 from ratchet_worker.restore import Chosen
@@ -132,17 +134,31 @@ def restore(runtime: Runtime) -> ResumeReport:
         notes=[*chosen.notes, *_caveats(runtime)] if runtime.rank == 0 else [],
     )
     if runtime.rank == 0:
+        _keep_mark(runtime, components)
         _announce(runtime, report)
     return report
 
 
 def _behind(runtime: Runtime) -> list[ComponentReport]:
-    """What the checkpoint lacks, since it changed behind ``checkpoint()`` (``late_changes``)."""
-    directory = runtime.chosen.directory
-    what = None if directory is None else what_changed(directory)
+    """What the checkpoint lacks, since it changed behind ``checkpoint()`` (``late_changes``), or since the body was cut off."""
+    directory, manifest = runtime.chosen.directory, runtime.chosen.manifest
+    assert directory is not None and manifest is not None
+    what = what_changed(directory)
     if what is None:
-        return []
+        attempt = JobPaths(directory.parent.parent).attempt(manifest.epoch)
+        ranks = range(runtime.rank, manifest.world_size, runtime.world_size)  # all of them, dealt out
+        if all(saved_within(attempt.counter(rank)) != manifest.step for rank in ranks):
+            return []
+        what = cut_off(manifest.step, manifest.epoch)
     return [ComponentReport(component="checkpoint", rank=runtime.rank, status="not-exact", reason=what)]
+
+
+def _keep_mark(runtime: Runtime, components: list[ComponentReport]) -> None:
+    """A copy of the checkpoint tells of it, too; what another job has is left as it is."""
+    what = next((c.reason for c in components if c.component == "checkpoint"), None)
+    directory, own = runtime.chosen.directory, JobPaths(Path(runtime.launch.job_root)).checkpoints
+    if what is not None and directory is not None and directory.parent == own:
+        mark_changed(directory, what)
 
 
 def _report_import(runtime: Runtime) -> list[ComponentReport]:

@@ -96,7 +96,8 @@ class Runtime:
         self._stepped = False  # this attempt has done a step
         self._evaluations = 0  # within the open step
         self._batches = 0  # taken in it
-        self._late: LateChanges | None = None  # behind a checkpoint() in the body of the step that it ended
+        self._behind = False  # checkpoint() has ended the step, and the body of its loop goes on
+        self._late: LateChanges | None = None  # there, where the step is saved
 
     @property
     def rank(self) -> int:
@@ -168,11 +169,11 @@ class Runtime:
                 "nothing left to do and would leave it out. Ask for all steps in one loop: steps(total of all phases)",
                 code="after-the-end",
             )
+        self._end_body()
         if self.trial.under_way:
             self._next_of_trial()
         self._begin(position(self.step + 1))
         self._evaluations = self._batches = 0
-        self._late = None
         self.checkpointer.resumed()
         self.state.step_begins()
         self._open, self._iteration = True, self.state.hook_or_refuse()[1].iteration
@@ -186,7 +187,7 @@ class Runtime:
         ``optimizer.step()`` on some, and before the step counts, is saved or stopped at.
         """
         if not self._open:
-            self._look_behind()
+            self._end_body()
             return
         self.checkpointer.hold(Until.STEP)  # a scaler may have left the optimizer's step out
         self.state.hook_or_refuse()[1].average_parameters()
@@ -237,20 +238,35 @@ class Runtime:
 
     def settle(self, *, last: bool = False) -> None:
         """Something is asked for in the middle of a loop's body: if the open step has done its work, it ends here."""
-        if self._open and self.state.hook_or_refuse()[1].iteration > self._iteration:
+        if self._worked:
             self.end_step(last=last)
+
+    @property
+    def _worked(self) -> bool:
+        return self._open and self.state.hook_or_refuse()[1].iteration > self._iteration
 
     def checkpoint(self) -> bool:
         """Save now, unless this step is saved; every rank calls it after the same step. False: the save failed (and was told)."""
         self._look_behind()
+        if self._worked:
+            self._behind = True
+            self.counter.saved_within(
+                self.step + 1
+            )  # before it can be saved: a kill from now on loses the rest of the body
         self.settle()
         error = self._save_if_new("request")
-        if not self._open and self.checkpointer.last.epoch == self.launch.epoch and error is None:
+        if self._behind and error is None:
             self._late = LateChanges(self.state, self.device, self.step)
         return error is None
 
+    def _end_body(self) -> None:
+        self._look_behind()
+        if self._behind:
+            self._behind = False
+            self.counter.saved_within(0)
+
     def _look_behind(self) -> None:
-        """A body goes on behind ``checkpoint()``, which has ended its step: what changes there belongs to no step."""
+        """What changes in a body behind ``checkpoint()``, which has ended its step, belongs to no step."""
         late, self._late = self._late, None
         if late is not None and (names := late.found()):
             text = sentence(late.step, names)
@@ -269,7 +285,7 @@ class Runtime:
         if self.finished:
             return
         self.settle(last=True)
-        self._look_behind()
+        self._end_body()
         manifest = self.chosen.manifest
         if manifest is not None and manifest.job_id != self.launch.job_id and self.step == manifest.step:
             raise UserError(
@@ -324,11 +340,11 @@ class Runtime:
     def evaluating(self) -> Iterator[Evaluation]:
         """A block that leaves no trace in the training state. On every rank, after the same step.
 
-        Between two steps a stop cuts it short, and it runs again after the resume. Within an open step it belongs to the step, as
-        does what a script makes of its values (a scheduler that is stepped by them): a stop comes after both.
+        Between two steps a stop cuts it short, and it runs again after the resume. Within a loop's body it belongs to the step,
+        as does what a script makes of its values (a scheduler that is stepped by them): a stop comes after both.
         """
         ddp, hook = self.state.hook_or_refuse()
-        cut_short = not self._open
+        cut_short = not self._in_body
         name = self._begin_evaluation()  # which may begin a save
         if cut_short:
             self.state.evaluation_begins()
@@ -355,9 +371,13 @@ class Runtime:
             self.abandonable = False
         self.counter.stage(Stage.TRAINING)
 
+    @property
+    def _in_body(self) -> bool:
+        return self._open or self._behind
+
     def _begin_evaluation(self) -> str:
-        """Its name. Between two steps it is a unit of its own, within one it belongs to the step's."""
-        if self._open:
+        """Its name. Between two steps it is a unit of its own, within a body it belongs to the step's."""
+        if self._in_body:
             self._evaluations += 1
             return f"evaluation/{self._unit}/{self._evaluations}"
         if (self._unit + 1) % STRIDE == FINISH:
