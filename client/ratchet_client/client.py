@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,6 +18,8 @@ from ratchet_client.calls import PAGE, checkpoint_path, job_path, quota_path
 from ratchet_client.errors import ServiceFault, ServiceUnreachable
 from ratchet_client.exports import ExportFormat, fetch
 from ratchet_client.following import Following, WhichAttempt
+from ratchet_client.job_files import Bar, Fetched, no_bar
+from ratchet_client.job_files import fetch as fetch_files
 from ratchet_client.polling import TERMINAL, Series, Snapshot
 from ratchet_client.spec_file import Spec, spec_body
 from ratchet_client.transport import Params, Transport
@@ -159,9 +161,13 @@ class RatchetClient(Following, Access):
         body = request.model_dump(mode="json", exclude_unset=True)
         return api.JobView.model_validate(self._transport.request("PATCH", job_path(job_id), json=body).json())
 
-    def delete(self, job_id: str, *, keep_checkpoints: bool = False) -> api.DeleteResult:
-        """Remove a job that has ended, and its checkpoints unless they are to be kept."""
-        params: Params = {"keep_checkpoints": "true" if keep_checkpoints else None}
+    def delete(self, job_id: str, *, keep_checkpoints: bool = False, outputs: bool = False) -> api.DeleteResult:
+        """Remove a job that has ended, its logs, and its checkpoints unless they are to be kept. What it left in its working
+        directory stays where the answer says, unless ``outputs`` is true, now or in a later call."""
+        params: Params = {
+            "keep_checkpoints": "true" if keep_checkpoints else None,
+            "outputs": "true" if outputs else None,
+        }
         return api.DeleteResult.model_validate(
             self._transport.request("DELETE", job_path(job_id), params=params).json()
         )
@@ -239,6 +245,47 @@ class RatchetClient(Following, Access):
         """
         body = api_requests.PruneRequest(dry_run=dry_run, quarantined=quarantined).model_dump(mode="json")
         return self._post(f"{job_path(job_id)}/checkpoints/prune", api.PruneResult, json=body)
+
+    # --- what a job left in its working directory ---------------------------------------------------------------------
+
+    def files(self, job_id: str, path: str = "", *, recursive: bool = True, everything: bool = False,
+              page_size: int = 1000) -> Iterator[api.FileView]:  # fmt: skip
+        """What is below ``path`` of its working directory, each directory before what is in it. ``everything``: with what its
+        code brought there and nobody has changed.
+
+        >>> [file.path for file in client.files(job_id)]
+        []
+        """
+        params: Params = {
+            "path": path or None,
+            "recursive": None if recursive else "false",
+            "all": "true" if everything else None,
+            "limit": page_size,
+        }
+        return self._pages(f"{job_path(job_id)}/files", api.FileView, params)
+
+    def read_file(self, job_id: str, path: str, start: int = 0, end: int | None = None) -> bytes:
+        """The bytes of one file from ``start`` up to ``end`` (default: its end, as it is now), which are held in memory.
+
+        Raises ``NotFound`` (``file-not-found``), ``Refused`` (``range-not-satisfiable``: there are none, ``symbolic-link`` ...).
+        """
+        if end is not None and end <= start:
+            return b""
+        ranged = {} if (start, end) == (0, None) else {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
+        with self._transport.stream(f"{job_path(job_id)}/files/content", {"path": path}, ranged) as response:
+            return response.read()
+
+    def fetch_files(self, job_id: str, target: str | os.PathLike[str], path: str = "", *, everything: bool = False,
+                    force: bool = False, bar: Callable[[int], Bar] = no_bar) -> Fetched:  # fmt: skip
+        """Write the file or directory ``path`` of its working directory into the directory ``target``, under its own name; all of
+        it without ``path``. No file is replaced without ``force``; what is fetched is whole, or nothing is written. ``bar``:
+        shows how far it is (``job_files.fetch``).
+
+        >>> client.fetch_files(job_id, directory / "outputs").files
+        []
+        """
+        params = {"path": path or None, "all": "true" if everything else None}
+        return fetch_files(self._transport, f"{job_path(job_id)}/files/archive", params, Path(target), force, bar)
 
     # --- queue and quotas ---------------------------------------------------------------------------------------------
 

@@ -47,8 +47,8 @@ def fetch(transport: Transport, path: str, form: ExportFormat, target: Path) -> 
     if os.path.lexists(target):
         raise _taken(target)
     try:
-        with _beside(target) as temporary, transport.stream(path, {"format": form}, {}, read=_READ_SECONDS) as response:
-            body = _Body(response.iter_bytes(_CHUNK))
+        with beside(target) as temporary, transport.stream(path, {"format": form}, {}, read=_READ_SECONDS) as response:
+            body = Body(response.iter_bytes(_CHUNK))
             made = temporary / "whole"
             if form in _MEMBERS:
                 made.mkdir()
@@ -62,11 +62,11 @@ def fetch(transport: Transport, path: str, form: ExportFormat, target: Path) -> 
         text = f"{error.detail}. {target} was not written and nothing of it stays; an export begins anew"
         raise ServiceUnreachable(text, **error.extra) from error
     except OSError as error:
-        raise _not_written(target, error) from error
+        raise not_written(target, error) from error
 
 
 @contextmanager
-def _beside(target: Path) -> Iterator[Path]:
+def beside(target: Path) -> Iterator[Path]:
     """A directory of its own beside ``target`` for as long as the block lasts. It is locked until this process ends, however it
     ends: one that nobody holds is left of a killed export, and is removed here."""
     parent, prefix = target.absolute().parent, f".{target.name[:100]}."
@@ -110,7 +110,7 @@ def _locked(directory: Path) -> int:
     return fd
 
 
-class _Body:
+class Body:
     """An answer's bytes as a file to read from, hashed on their way."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
@@ -142,7 +142,7 @@ class _Body:
             raise ServiceFault("the file arrived altered, its digest is another one: nothing was kept, try again")
 
 
-def _copy(body: _Body, target: Path) -> None:
+def _copy(body: Body, target: Path) -> None:
     with target.open("xb") as out:
         while chunk := body.read(_CHUNK):
             out.write(chunk)
@@ -174,14 +174,15 @@ def _give_name(made: Path, target: Path) -> None:
         if made.is_dir():
             made.rename(target)
         else:
-            _link(made, target)
+            link(made, target)
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
             raise _taken(target) from None
         raise
 
 
-def _link(made: Path, target: Path) -> None:
+def link(made: Path, target: Path) -> None:
+    """``target`` is the file ``made``, and never in the place of another. Raises ``FileExistsError``."""
     try:
         os.link(made, target)
     except FileExistsError:
@@ -196,7 +197,7 @@ def _taken(target: Path) -> Refused:
     return Refused(f"{target} is there already: name another, or remove it first", code="output-exists")
 
 
-def _not_written(target: Path, error: OSError) -> Refused:
+def not_written(target: Path, error: OSError) -> Refused:
     advice = {
         errno.ENOSPC: "the disk is full: make room, or name a place on another one",
         errno.EDQUOT: "the disk quota is used up: make room, or name a place on another disk",

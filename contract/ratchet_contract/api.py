@@ -392,11 +392,38 @@ class PruneResult(View):
     size: int = Field(description="Bytes of their files.")
 
 
+FileKind = Literal["file", "directory", "symlink", "special"]
+
+
+class FileView(View):
+    """One name in a job's working directory."""
+
+    path: str = Field(
+        description="Below the working directory, with `/`. Bytes that are not UTF-8 are shown as `\\udcff`."
+    )
+    kind: FileKind = Field(description="special: a FIFO, a socket or a device.")
+    size: int | None = Field(None, description="Bytes of a file.")
+    modified_at: datetime | None = Field(None, description="null: it has a time that no calendar has.")
+    from_code: bool = Field(
+        False, description="The job's code brought it there, and it is unchanged; listed with `all=true` alone."
+    )
+    refused: str | None = Field(
+        None,
+        description="Why its content is not given, as the code of a problem: symbolic-link, special-file, file-unreadable, "
+        "too-deep (what is in that directory is not listed), name-not-utf8 (it is in the archive of its directory).",
+    )
+
+
 class DeleteResult(View):
     """What ``DELETE /v1/jobs/{id}`` left behind."""
 
     id: str
     checkpoints: str | None = Field(None, description="Directory of the kept checkpoints; null: they were deleted.")
+    outputs: str | None = Field(
+        None,
+        description="Directory of what the job left in its working directory; `?outputs=true` removes it, now or later. null: it "
+        "left nothing there, or it was deleted.",
+    )
     remote: str | None = Field(
         None, description="What is left in the object store, and why; null: nothing, or the job had none there."
     )

@@ -87,7 +87,7 @@ class LaunchFile(Grown):
     LATER: ClassVar[tuple[str, ...]] = (
         "pace", "service_ca", "log_bytes", "spec.secret_env", "spec.resources.open_files", "spec.policy.preemptible",
         "spec.policy.exit_codes", "spec.policy.startup_deadline", "spec.policy.step_deadline", "spec.checkpoint.first",
-        "spec.trial", "spec.checkpoint.ignore",
+        "spec.trial", "spec.checkpoint.ignore", "spec.ttl_outputs",
     )  # fmt: skip
     protocol: int = PROTOCOL_VERSION
     job_id: str

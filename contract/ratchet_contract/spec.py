@@ -230,7 +230,12 @@ class JobSpec(SpecModel):
         "later (its policy.preemptible).",
     )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="Of every generator, the order of the data and augmentation.")
-    ttl: Seconds | None = Field(None, description="Seconds after the end until the job and its files are deleted.")
+    ttl: Seconds | None = Field(
+        None, description="Seconds after the end until the job, its logs and its checkpoints are deleted."
+    )
+    ttl_outputs: bool = Field(
+        False, description="With `ttl`: what the job left in its working directory is deleted, too; else it stays."
+    )
     trial: TrialSpec | None = Field(
         None,
         description="What `ratchet prove` asks of its jobs: an early end, and faults. Not for jobs whose result is wanted.",
@@ -314,7 +319,18 @@ class JobSpec(SpecModel):
 
     def digest(self) -> str:
         """Hex SHA-256 of the canonical JSON of everything that can change the training's result."""
-        irrelevant = {"name", "labels", "priority", "ttl", "policy", "launcher", "secrets", "checkpoint", "trial"}
+        irrelevant = {
+            "name",
+            "labels",
+            "priority",
+            "ttl",
+            "ttl_outputs",
+            "policy",
+            "launcher",
+            "secrets",
+            "checkpoint",
+            "trial",
+        }
         data = self.model_dump(mode="json", exclude=irrelevant)
         if self.start_from is None:  # specs from before there was such a key keep their digest
             del data["start_from"]

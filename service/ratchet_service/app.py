@@ -23,6 +23,7 @@ from ratchet_service.routers import (
     actions,
     checkpoints,
     code,
+    files,
     hooks,
     jobs,
     observe,
@@ -36,6 +37,7 @@ from ratchet_service.settings import Settings
 from ratchet_service.turns import Turns
 from ratchet_service.usecases.comparison import Comparer
 from ratchet_service.usecases.export import Exporter
+from ratchet_service.usecases.files import Files
 from ratchet_service.usecases.upload import Uploads
 
 _COMPARISONS: Final = 2  # of checkpoints at one time: each reads and hashes whole files
@@ -96,6 +98,7 @@ def create_app(
         idempotency,
         exporter,
         Comparer(shared, settings.paths, Turns(_COMPARISONS, "comparing other checkpoints")),
+        Files(shared, settings.paths, Turns(settings.file_transfers, "sending other files")),
         Uploads(settings.paths),
         Gate(settings, shared),
         health or Health(),
@@ -105,7 +108,7 @@ def create_app(
         app.add_middleware(OwnMachineOnly)
     edge.install(app, counts)  # outermost
     app.state.routes = []
-    for module in (jobs, actions, checkpoints, observe, hooks, reports, code, tokens, quotas, queue, operations):
+    for module in (jobs, actions, checkpoints, observe, files, hooks, reports, code, tokens, quotas, queue, operations):
         app.include_router(module.router, dependencies=[Depends(refuse_unknown_parameters)])
         app.state.routes += module.router.routes
     app.openapi = lambda: openapi.describe(app)  # type: ignore[method-assign]

@@ -54,13 +54,15 @@ class Expiry:
         trusted = self._trusted()  # behind the reading: a jump before it is seen
         for job_id in self._due(now) if trusted else ():
             try:
-                result = delete(self._database, job_id, keep_checkpoints=False, if_match=None, homes=self._home)
+                result = delete(self._database, job_id, outputs=None, homes=self._home)
             except (NotFound, Conflict) as error:
                 log.info("%s: not deleted at its ttl: %s", job_id, error.detail)
             except (OSError, CheckpointError) as error:  # of its files; the others must go all the same
                 log.error("%s: not deleted at its ttl: %s", job_id, error)
             else:
                 log.info("%s: deleted at its ttl", job_id)
+                if result.outputs is not None:
+                    log.info("%s: what it left in its working directory stays in %s", job_id, result.outputs)
                 if result.remote is not None:
                     log.warning("%s: %s", job_id, result.remote)
         disk.reserve(self._database)  # again, once there is room after a deletion took it

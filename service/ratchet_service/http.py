@@ -28,6 +28,7 @@ from ratchet_service.ports import SubmissionPorts
 from ratchet_service.settings import Settings
 from ratchet_service.usecases.comparison import Comparer
 from ratchet_service.usecases.export import Exporter
+from ratchet_service.usecases.files import Files
 from ratchet_service.usecases.upload import Uploads
 
 T = TypeVar("T")
@@ -43,6 +44,7 @@ class Service:
     idempotency: Idempotency
     exporter: Exporter
     comparer: Comparer
+    files: Files
     uploads: Uploads
     gate: Gate
     health: Health

@@ -1,12 +1,12 @@
-"""Sends a file that exists for its answer alone: while the client takes it, and no longer."""
+"""Sends bytes that hold something for as long as their client takes them, and no longer: a file, a turn."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Iterator, Mapping
-from io import BufferedRandom
-from typing import Final
+from contextlib import ExitStack
+from typing import BinaryIO, Final
 
 from fastapi.responses import StreamingResponse
 from starlette.types import Message, Send
@@ -16,12 +16,21 @@ _CHUNK: Final = 1 << 20
 
 
 class Sending(StreamingResponse):
-    """``file`` from where it stands; it is closed with the answer. A client that does not take the next MiB within ``seconds`` is
-    left with half of an answer, since the file holds room on the disk of the checkpoints."""
+    """``held`` is given back with the answer. A client that does not take the next of ``parts`` (a MiB) within ``seconds`` is
+    left with half of an answer."""
 
-    def __init__(self, file: BufferedRandom, seconds: float, *, headers: Mapping[str, str], media_type: str) -> None:
-        super().__init__(_chunks(file), headers=headers, media_type=media_type)
-        self._file, self._seconds = file, seconds
+    def __init__(
+        self,
+        parts: Iterator[bytes],
+        held: ExitStack,
+        seconds: float,
+        *,
+        headers: Mapping[str, str],
+        media_type: str,
+        status_code: int = 200,
+    ) -> None:
+        super().__init__(parts, status_code, headers=headers, media_type=media_type)
+        self._held, self._seconds = held, seconds
 
     async def stream_response(self, send: Send) -> None:
         async def in_time(message: Message) -> None:
@@ -31,11 +40,12 @@ class Sending(StreamingResponse):
         try:
             await super().stream_response(in_time)
         except TimeoutError:  # the server closes a connection whose answer is not complete
-            log.warning("an export was broken off: its client took no MiB of it within %g s", self._seconds)
+            log.warning("an answer was broken off: its client took no MiB of it within %g s", self._seconds)
         finally:
-            self._file.close()
+            self._held.close()
 
 
-def _chunks(file: BufferedRandom) -> Iterator[bytes]:
+def chunks(file: BinaryIO) -> Iterator[bytes]:
+    """From where the file stands to its end."""
     while chunk := file.read(_CHUNK):
         yield chunk

@@ -39,6 +39,8 @@ class Settings:
     exports: int = 2  # made at one time: each is a process with torch
     export_seconds: float = 1800.0  # for one; below what the client waits for the first byte
     export_send_seconds: float = 300.0  # for a client to take a MiB of one
+    file_transfers: int = 8  # files and archives of jobs' working directories that are sent at one time
+    file_send_seconds: float = 60.0  # for a client to take a MiB of one: it holds one of these
     paths: HomePaths = field(init=False)
 
     def __post_init__(self) -> None:

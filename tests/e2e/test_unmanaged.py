@@ -166,7 +166,11 @@ def test_an_unchanged_script_is_started_again_after_every_end_and_goes_on_from_i
     final = torch.load(work / "final.pt")
     assert final["step"] == 8
 
-    server.call("DELETE", f"/v1/jobs/{job_id}")
+    files = server.call("GET", f"/v1/jobs/{job_id}/files").json()["items"]
+    assert "final.pt" in [item["path"] for item in files] and "train.py" not in [item["path"] for item in files]
+    deleted = server.call("DELETE", f"/v1/jobs/{job_id}").json()
+    assert deleted["outputs"] == str(work) and (work / "final.pt").is_file() and not (work / "train.py").exists()
+    server.call("DELETE", f"/v1/jobs/{job_id}?outputs=true")
     assert not server.paths.job(job_id).root.exists()
 
 

@@ -188,7 +188,10 @@ def test_deleting_takes_every_row_and_file_along(api: Api) -> None:
     assert api.client.delete(f"/v1/jobs/{job_id}").status_code == 409
     api.put(job_id, JobPhase.SUCCEEDED)
     answer = api.client.delete(f"/v1/jobs/{job_id}")
-    assert (answer.status_code, answer.json()) == (200, {"id": job_id, "checkpoints": None, "remote": None})
+    assert (answer.status_code, answer.json()) == (
+        200,
+        {"id": job_id, "checkpoints": None, "outputs": None, "remote": None},
+    )
     assert not root.exists()
     assert api.client.get(f"/v1/jobs/{job_id}").status_code == 404
     assert api.client.delete(f"/v1/jobs/{job_id}").status_code == 404
@@ -205,7 +208,12 @@ def test_deleting_can_leave_the_checkpoints(api: Api) -> None:
     (paths.root / "attempts").mkdir()
     api.put(job_id, JobPhase.CANCELLED)
     answer = api.client.delete(f"/v1/jobs/{job_id}", params={"keep_checkpoints": "true"})
-    assert answer.json() == {"id": job_id, "checkpoints": str(paths.checkpoints), "remote": None}
+    assert answer.json() == {
+        "id": job_id,
+        "checkpoints": str(paths.checkpoints),
+        "outputs": None,
+        "remote": None,
+    }
     assert [p.name for p in paths.root.iterdir()] == ["checkpoints"]
     assert (paths.checkpoints / "step-000000000005.a0001").is_dir()
 

@@ -14,7 +14,7 @@ import pytest
 
 from ratchet_contract.counter import finished_step
 from ratchet_contract.errors import SpecError
-from ratchet_contract.paths import HomePaths
+from ratchet_contract.paths import HomePaths, JobPaths
 from ratchet_contract.spec import JobSpec
 from ratchet_service import children, ending, file_owner, preflight_python, snapshot
 from ratchet_service.confined import OWN
@@ -117,12 +117,13 @@ def test_of_what_a_process_prints_the_last_line_is_read_alone(tmp_path: Path) ->
 
 
 def test_no_fifo_in_the_place_of_a_deletions_mark_keeps_it_from_being_made(tmp_path: Path) -> None:
-    job = HomePaths(tmp_path).job(JOB)
+    homes = HomePaths(tmp_path)
+    job = homes.job(JOB)
     job.root.mkdir(parents=True)
     os.mkfifo(job.root / deletion.MARK)
-    deletion._mark(job, keep_checkpoints=True, uri=None)
-    assert (job.root / deletion.MARK).read_text() == "keep-checkpoints"
-    assert deletion._remove_files(job) is None and not job.root.exists()
+    deletion._write_mark(job, deletion._Mark(keep_checkpoints=True))
+    assert json.loads((job.root / deletion.MARK).read_text())["keep_checkpoints"] is True
+    assert deletion._remove_files(homes, JOB) is None and not job.root.exists()
 
 
 def test_a_file_that_has_become_a_fifo_since_it_was_found_is_refused(
@@ -170,21 +171,22 @@ def test_a_tree_of_any_depth_is_removed_and_nothing_behind_its_links(tmp_path: P
 def test_a_deletion_that_cannot_be_finished_keeps_no_other_from_it(
     api: Api, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    jobs = [api.settings.paths.job(f"job-00000000000{i}") for i in range(2)]
+    jobs = [api.settings.paths.job(f"job-00000000000{i}") for i in range(3)]
     for job in jobs:
         job.root.mkdir(parents=True)
-        (job.root / deletion.MARK).write_text("")
+        (job.root / deletion.MARK).write_text('{"uri": [' if job == jobs[2] else "")
     real = deletion._remove_what_goes
 
-    def refused(paths: object) -> object:
+    def refused(paths: JobPaths, homes: HomePaths) -> object:
         if paths == jobs[0]:
             raise PermissionError(1, "Operation not permitted")
-        return real(paths)  # type: ignore[arg-type]
+        return real(paths, homes)
 
     monkeypatch.setattr(deletion, "_remove_what_goes", refused)
     with caplog.at_level(logging.ERROR):
         assert deletion.sweep_deleted(api.database, api.settings.paths) == [jobs[1].root.name]
     assert jobs[0].root.name in caplog.text and jobs[0].root.exists() and not jobs[1].root.exists()
+    assert jobs[2].root.name in caplog.text
 
 
 @pytest.mark.parametrize("answer", ["[]", "[" * 100_000, "3"])

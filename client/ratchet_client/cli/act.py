@@ -161,18 +161,32 @@ def delete(
     keep_checkpoints: Annotated[
         bool, typer.Option("--keep-checkpoints", help="Leave its checkpoints on disk.")
     ] = False,
+    outputs: Annotated[
+        bool,
+        typer.Option(
+            "--outputs",
+            help="Also remove what it wrote to its working directory (`ratchet files`); now, of a job that was deleted without, "
+            "by its id.",
+        ),
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Remove a job that has ended, with its logs and, unless kept, its checkpoints."""
+    """Remove a job that has ended: its history, logs and, unless kept, checkpoints. What it wrote to its working directory stays
+    unless --outputs is given; the answer says where."""
     with open_client(ctx) as client:
-        result = client.delete(job, keep_checkpoints=keep_checkpoints)
+        result = client.delete(job, keep_checkpoints=keep_checkpoints, outputs=outputs)
     if as_json:
         output.emit(result)
-    else:
-        kept = f"; its checkpoints stay in {result.checkpoints}" if result.checkpoints else ", with its checkpoints"
-        output.line(f"{job} is deleted{kept}")
-        if result.remote is not None:
-            output.line(result.remote)
+        return
+    gone = ["its logs"] + (["its checkpoints"] if not result.checkpoints else []) + (["its outputs"] if outputs else [])
+    output.line(f"{job} is deleted, with {', '.join(gone[:-1])}{' and ' if gone[1:] else ''}{gone[-1]}")
+    if result.checkpoints is not None:
+        output.line(f"its checkpoints stay in {result.checkpoints}")
+    if result.outputs is not None:
+        output.line(f"its outputs stay in {result.outputs}")
+        output.note(f"fetch them: ratchet cp {job}: DIR; remove them: ratchet delete {job} --outputs")
+    if result.remote is not None:
+        output.line(result.remote)
 
 
 def wait(

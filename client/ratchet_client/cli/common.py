@@ -64,6 +64,11 @@ def _job_id(ctx: typer.Context, value: str) -> str:
         raise _many(value, found) if found else _none(client, value)
 
 
+def job_id_of(ctx: typer.Context, value: str) -> str:
+    """As a JOB argument is read, for a JOB that is a part of one."""
+    return _job_id(ctx, value)
+
+
 def is_path(value: str) -> bool:
     """Neither a job's id nor its name has a slash or a dot."""
     return "/" in value or "." in value

@@ -11,6 +11,7 @@ _NEXT: Final[dict[str, str]] = {
     "job-not-found": "`ratchet list` shows the jobs",
     "attempt-not-found": "`ratchet attempts JOB` shows the attempts",
     "checkpoint-not-found": "`ratchet checkpoints ls JOB` shows what is stored",
+    "file-not-found": "`ratchet files JOB` shows what there is",
     "hook-not-found": "`ratchet hooks` shows the hooks",
     "not-running": "`ratchet get JOB` shows where it is, `ratchet wait JOB --until RUNNING` waits until it trains",
     "wrong-phase": "`ratchet get JOB` shows where the job is, `ratchet wait JOB` waits until it has ended",

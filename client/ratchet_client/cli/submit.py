@@ -72,6 +72,7 @@ def submit(
             watch.wait(ctx, job.id, as_json=as_json)
         elif not as_json:
             output.note(f"watch it with: ratchet wait {job.id} --follow")
+            output.note(f"what it writes to its current directory stays with the job: ratchet files {job.id}")
 
 
 def override(spec: dict[str, Any], sets: list[str], labels: dict[str, str]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import typer
 
-from ratchet_client.cli import output
+from ratchet_client.cli import files, output
 from ratchet_client.cli.common import PATIENCE, RETRY_FOR, open_client, steps, why
 from ratchet_client.cli.exits import Exit
 from ratchet_client.cli.figures import (
@@ -72,6 +72,8 @@ def wait(ctx: typer.Context, job_id: str, *, until: Collection[JobPhase] = (), d
 
     with open_client(ctx, PATIENCE if deadline is None else 1.0) as client:
         job = client.wait(job_id, until or TERMINAL, deadline, on_change=tell)
+        if job.phase.terminal and not as_json:
+            files.tell(client, job)
     if as_json:
         output.emit(job)
     _end(job, until)
@@ -103,6 +105,8 @@ def follow(ctx: typer.Context, job_id: str, *, as_json: bool = False) -> None:
         output.emit_line({"job": job})
     else:
         output.line(f"{job.id} {job.phase} at step {steps(job)}" + (f": {why(job)}" if why(job) else ""))
+        with open_client(ctx) as client:
+            files.tell(client, job)
     _end(job)
 
 

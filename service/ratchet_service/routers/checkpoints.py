@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from contextlib import ExitStack
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Query, Request, Response
@@ -26,7 +27,7 @@ from ratchet_service.access import needs
 from ratchet_service.bodies import parse
 from ratchet_service.http import Cursor, JsonPost, Limit, ServiceDep, disconnected, reply
 from ratchet_service.routers.actions import Nothing
-from ratchet_service.sending import Sending
+from ratchet_service.sending import Sending, chunks
 from ratchet_service.usecases import attempts, checkpoints, export, prune
 
 router = APIRouter(tags=["attempts and checkpoints"])
@@ -118,7 +119,9 @@ async def export_checkpoint(
         "Ratchet-Notes": json.dumps(made.notes),
     }
     seconds = service.settings.export_send_seconds
-    return Sending(made.file, seconds, headers=headers, media_type=export.MEDIA_TYPES[format])
+    held = ExitStack()
+    held.enter_context(made.file)
+    return Sending(chunks(made.file), held, seconds, headers=headers, media_type=export.MEDIA_TYPES[format])
 
 
 @router.get(

@@ -125,8 +125,25 @@ def patch_job(
 def delete_job(
     service: ServiceDep,
     job_id: str,
+    caller: Caller,
     keep_checkpoints: Annotated[bool, Query(description="Leave its checkpoints on the disk.")] = False,
+    outputs: Annotated[
+        bool,
+        Query(
+            description="Also remove what it left in its working directory; now, of a job that was deleted without, for its "
+            "owner or an admin."
+        ),
+    ] = False,
     if_match: Annotated[str | None, Header(description=openapi.IF_MATCH)] = None,
 ) -> DeleteResult:
-    """Its history, logs and, unless kept, its checkpoints go. There is no way back."""
-    return deletion.delete(service.database, job_id, keep_checkpoints, if_match, service.settings.paths)
+    """Its history, logs and, unless kept, its checkpoints go. There is no way back. What it left in its working directory stays
+    unless `outputs` is true: the answer says where."""
+    return deletion.delete(
+        service.database,
+        job_id,
+        keep_checkpoints=keep_checkpoints,
+        outputs=outputs,
+        if_match=if_match,
+        homes=service.settings.paths,
+        caller=caller,
+    )

@@ -1,25 +1,34 @@
-"""Deleting a job that has ended: its rows at once, its files right after; a crash between the two is made good at start."""
+"""Deleting a job that has ended: its rows at once, its files right after; a crash between the two is made good at start.
+
+What the job left in its working directory stays unless its removal is asked for (``kept_outputs``).
+"""
 
 from __future__ import annotations
 
 import fcntl
 import logging
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Final
 
+from pydantic import BaseModel
 from sqlalchemy.exc import DBAPIError
 
+from ratchet_contract.access import LOCAL_OWNER
 from ratchet_contract.api import DeleteResult
-from ratchet_contract.errors import Conflict, RatchetError
+from ratchet_contract.code_tree import DIGEST
+from ratchet_contract.errors import Conflict, NotFound, RatchetError
 from ratchet_contract.paths import HomePaths, JobPaths, is_job_id
 from ratchet_contract.phases import Event
 from ratchet_service import disk, object_store
 from ratchet_service.database import Database
 from ratchet_service.file_owner import as_owner, open_read
 from ratchet_service.models import Job
+from ratchet_service.tokens import Principal
 from ratchet_service.transitions import check
+from ratchet_service.usecases import kept_outputs
 from ratchet_service.usecases.jobs import require_match
 from ratchet_service.usecases.queries import hold_job, waiting_forks
 from ratchet_store.files import fsync_dir, remove_tree
@@ -28,30 +37,60 @@ from ratchet_store.retain import delete_all
 log = logging.getLogger(__name__)
 
 MARK: Final = "DELETING"
-_KEEP: Final = "keep-checkpoints"
+_KEEP: Final = "keep-checkpoints"  # a whole mark of an older service; its other marks are a uri, or empty
 _MOST_TOLD: Final = 64 << 10  # bytes of a mark
 
 
+class _Mark(BaseModel):
+    """What is to be done, for who finishes it. ``uri``: below it copies are to be deleted; ``code``: digest of the snapshot."""
+
+    keep_checkpoints: bool = False
+    outputs: bool = False
+    uri: str | None = None
+    code: str | None = None
+    owner: str = LOCAL_OWNER
+
+
 def delete(
-    database: Database, job_id: str, keep_checkpoints: bool, if_match: str | None, homes: HomePaths
+    database: Database,
+    job_id: str,
+    *,
+    keep_checkpoints: bool = False,
+    outputs: bool | None = False,
+    if_match: str | None = None,
+    homes: HomePaths,
+    caller: Principal | None = None,
 ) -> DeleteResult:
-    """Remove the job, its history and its files. Raises ``NotFound``; ``Conflict`` while it has not ended, or while a fork
-    that has not started yet needs its checkpoints (``checkpoint-in-use``).
+    """Remove the job, its history, logs and checkpoints; with ``outputs`` (None: as its spec says by ``ttl_outputs``), what it
+    left in its working directory, too, also of a job that was deleted without, for a ``caller`` who may.
+
+    Raises ``NotFound``; ``Conflict`` while it has not ended, or while a fork that has not started yet needs its checkpoints
+    (``checkpoint-in-use``); ``Refused`` (``not-allowed``).
 
     Deleting is what makes room on a full disk, and needs some itself: what was kept for it.
     """
     try:
-        result = _delete(database, job_id, keep_checkpoints, if_match, homes)
+        result = _delete(database, job_id, keep_checkpoints, outputs, if_match, homes)
+    except NotFound:
+        kept = kept_outputs.remove(homes, job_id, caller) if outputs and caller is not None else None
+        if kept is None:
+            raise
+        return kept
     except (DBAPIError, OSError) as error:
         if not disk.is_full(error, homes.home) or not disk.release(database):
             raise
-        result = _delete(database, job_id, keep_checkpoints, if_match, homes)
+        result = _delete(database, job_id, keep_checkpoints, outputs, if_match, homes)
     disk.reserve(database)
     return result
 
 
 def _delete(
-    database: Database, job_id: str, keep_checkpoints: bool, if_match: str | None, homes: HomePaths
+    database: Database,
+    job_id: str,
+    keep_checkpoints: bool,
+    outputs: bool | None,
+    if_match: str | None,
+    homes: HomePaths,
 ) -> DeleteResult:
     paths = homes.job(job_id)
     with database.write() as session:
@@ -66,11 +105,23 @@ def _delete(
                 code="checkpoint-in-use",
             )
         uri = job.spec["checkpoint"].get("uri")
-        _mark(paths, keep_checkpoints, uri)  # on the disk before the rows go: see sweep_deleted
+        goes = bool(job.spec.get("ttl_outputs")) if outputs is None else outputs
+        mark = _Mark(
+            keep_checkpoints=keep_checkpoints,
+            outputs=goes,
+            uri=uri,
+            code=job.resolved.get("code_digest"),
+            owner=job.owner,
+        )
+        _write_mark(paths, mark)  # on the disk before the rows go: see sweep_deleted
         session.delete(job)
-    left = _remove_files(paths)
-    kept = keep_checkpoints and paths.checkpoints.is_dir()
-    return DeleteResult(id=job_id, checkpoints=str(paths.checkpoints) if kept else None, remote=left)
+    left = _remove_files(homes, job_id)
+    return DeleteResult(
+        id=job_id,
+        checkpoints=str(paths.checkpoints) if keep_checkpoints and paths.checkpoints.is_dir() else None,
+        outputs=None if kept_outputs.owner(paths) is None else str(paths.work),
+        remote=left,
+    )
 
 
 def sweep_deleted(database: Database, homes: HomePaths) -> list[str]:
@@ -85,8 +136,8 @@ def sweep_deleted(database: Database, homes: HomePaths) -> list[str]:
             there = session.get(Job, job_id) is not None
         if not there:
             try:
-                left = _remove_files(homes.job(job_id))
-            except (OSError, RatchetError) as error:  # the others must go all the same
+                left = _remove_files(homes, job_id)
+            except (OSError, ValueError, RatchetError) as error:  # the others must go all the same
                 log.error("%s: its deletion could not be finished: %s", job_id, error)
                 continue
             if left is not None:
@@ -95,55 +146,69 @@ def sweep_deleted(database: Database, homes: HomePaths) -> list[str]:
     return done
 
 
-def _mark(paths: JobPaths, keep_checkpoints: bool, uri: str | None) -> None:
-    """It says what stays, or the uri below which copies are to be deleted."""
-    if uri is not None and not keep_checkpoints:
+def _write_mark(paths: JobPaths, mark: _Mark) -> None:
+    if mark.uri is not None and not mark.keep_checkpoints:
         paths.root.mkdir(parents=True, exist_ok=True)
     if not paths.root.is_dir():
         return
     with as_owner(paths.root):
         fd, temporary = tempfile.mkstemp(dir=paths.root, prefix=".deleting-")
         with os.fdopen(fd, "w") as handle:
-            handle.write(_KEEP if keep_checkpoints else uri or "")
+            handle.write(mark.model_dump_json())
             handle.flush()
             os.fsync(handle.fileno())
         Path(temporary).rename(paths.root / MARK)  # whatever user code has put there: a link, a FIFO
         fsync_dir(paths.root)
 
 
-def _remove_files(paths: JobPaths) -> str | None:
+def _read_mark(text: str) -> _Mark:
+    """Of an older service it is a word or a uri: outputs stay then, too. Raises ``ValueError`` for one that no service wrote."""
+    if text.startswith("{"):
+        return _Mark.model_validate_json(text)
+    return _Mark(keep_checkpoints=text == _KEEP, uri=None if text in ("", _KEEP) else text)
+
+
+def _remove_files(homes: HomePaths, job_id: str) -> str | None:
     """What is left in the object store, in a sentence; the mark stays with it, so that the next start tries again."""
+    paths = homes.job(job_id)
     with as_owner(paths.root):
-        left, empty = _remove_what_goes(paths)
+        left, empty = _remove_what_goes(paths, homes)
     if empty:
         paths.root.rmdir()
     return left
 
 
-def _remove_what_goes(paths: JobPaths) -> tuple[str | None, bool]:
+def _remove_what_goes(paths: JobPaths, homes: HomePaths) -> tuple[str | None, bool]:
     """As ``_remove_files``, and whether the job's directory is to go, too."""
-    mark = paths.root / MARK
+    place = paths.root / MARK
     try:
-        handle = open_read(mark)
+        handle = open_read(place)
     except FileNotFoundError:  # there were no files, or somebody else has removed them
         return None, False
     with handle:
         fcntl.flock(handle, fcntl.LOCK_EX)  # the sweep and the request may both be at it
-        if not mark.exists():
+        if not place.exists():
             return None, False
-        told = handle.read(_MOST_TOLD).decode()
-        keep = told == _KEEP
-        if not keep:
+        mark = _read_mark(handle.read(_MOST_TOLD).decode())
+        stays = {place}
+        if mark.keep_checkpoints:
+            stays.add(paths.checkpoints)
+        else:
             delete_all(paths)
+        code = homes.code / mark.code if mark.code is not None and re.fullmatch(DIGEST, mark.code) else None
+        if not mark.outputs and kept_outputs.keep(paths, mark.owner, code):
+            stays |= {paths.work, paths.kept_file}
         for path in sorted(paths.root.iterdir()):
-            if path == mark or (keep and path == paths.checkpoints):
+            if path in stays:
                 continue
             if path.is_dir() and not path.is_symlink():
                 remove_tree(path)
             else:
                 path.unlink()
-        left = object_store.remove(told, paths.root.name) if told and not keep else None
+        left = None
+        if mark.uri is not None and not mark.keep_checkpoints:
+            left = object_store.remove(mark.uri, paths.root.name)
         if left is not None:
             return left, False
-        mark.unlink()
+        place.unlink()
         return None, not any(paths.root.iterdir())

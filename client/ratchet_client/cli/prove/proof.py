@@ -112,6 +112,7 @@ def prove_job(trials: Trials, job_id: str) -> Proof:
         "checkpoint": {"uri": None, "first": "off"},
         "policy": {"timeout": None},
         "ttl": 86_400,
+        "ttl_outputs": True,
         "trial": {"end_at": newest.step},
     }
     request = ForkRequest(checkpoint_id=before.id, name=f"{job.name[:48].rstrip('-')}-prove-again", spec=changes)

@@ -102,6 +102,7 @@ def changes(
             "timeout": None,
         },
         "ttl": _KEPT_FOR,
+        "ttl_outputs": True,
         "trial": {"end_at": "auto" if end_at is None else end_at, "faults": faults},
     }
 
@@ -168,7 +169,7 @@ class Trials:
                 if not self.client.job(job_id).phase.terminal:
                     self.client.cancel(job_id)
                     self.client.wait(job_id, deadline=60.0)
-                self.client.delete(job_id)
+                self.client.delete(job_id, outputs=True)
         for act in self._later:
             with suppress(RatchetError):
                 act()
