@@ -29,6 +29,7 @@ from ratchet_service.usecases import deletion, files
 from ratchet_worker.workdir import prepare
 from tests.support.api import Api, FakePorts, Server
 from tests.support.run_as import AS_ROOT, UID, open_home
+from tests.support.server import wait_for
 from tests.support.team import Team, guarded, refused, team
 
 __all__ = ["guarded", "team"]
@@ -330,13 +331,10 @@ def test_transfers_are_so_many_at_one_time_and_a_client_that_takes_nothing_holds
             busy = client.get(f"{place}/archive", params={"path": "runs"})
             assert refused(busy) == (503, "busy") and busy.headers["retry-after"] == "1"
             assert client.get(place).status_code == 200
-            with pytest.raises(httpx.TransportError):  # it was broken off while we looked away
-                while True:
-                    answer = client.get(f"{place}/archive", params={"path": "runs"})
-                    if answer.status_code == 200:
-                        for _ in slow.iter_raw():
-                            pass
-                        break
+            archive = {"params": {"path": "runs"}}
+            wait_for(lambda: client.get(f"{place}/archive", **archive).status_code == 200, "its turn", 30)
+            with pytest.raises(httpx.TransportError):  # it was broken off meanwhile
+                list(slow.iter_raw())
         for _ in range(3):  # refusals and whole answers give their turn back
             assert client.get(f"{place}/content", params={"path": "none"}).status_code == 404
             ended = client.get(f"{place}/content", params={"path": "runs/log.txt"}, headers={"Range": "bytes=99-"})

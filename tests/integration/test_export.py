@@ -37,7 +37,7 @@ from ratchet_service.credentials import bare
 from ratchet_service.launchers import processes
 from ratchet_service.launchers.table import Launchers
 from ratchet_service.machine import Machine
-from ratchet_service.sending import Sending
+from ratchet_service.sending import Sending, chunks
 from ratchet_service.submission import LocalSubmission
 from ratchet_store.commit import read_manifest
 from ratchet_worker.export import export
@@ -352,7 +352,10 @@ def test_a_client_that_takes_nothing_is_left_and_the_file_goes(caplog: pytest.Lo
     def send() -> Sending:
         files.append(tempfile.TemporaryFile())  # noqa: SIM115  # the answer closes it
         os.truncate(files[-1].fileno(), size)
-        return Sending(files[-1], 0.5, headers={"Content-Length": str(size)}, media_type="application/octet-stream")
+        headers = {"Content-Length": str(size)}
+        held = ExitStack()
+        held.enter_context(files[-1])
+        return Sending(chunks(files[-1]), held, 0.5, headers=headers, media_type="application/octet-stream")
 
     app.get("/", response_model=None)(send)
     with Server(app) as url, socket.socket() as client:
