@@ -8,7 +8,7 @@ import tarfile
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Final
 
 from ratchet_client.errors import ServiceFault, ServiceUnreachable
@@ -104,7 +104,7 @@ def _unpacked(body: Any, temporary: Path, arrived: Callable[[int], object]) -> l
 def _safe(name: str) -> Path:
     """A path that cannot lead out of the directory that it is used in, on this system. Raises ``ServiceFault``."""
     path = Path(name)
-    if not path.parts or path.is_absolute() or path.drive or ".." in path.parts or PurePosixPath(name).is_absolute():
+    if not path.parts or path.anchor or ".." in path.parts:
         raise _stranger(name)
     return path
 

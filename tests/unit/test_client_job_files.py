@@ -45,6 +45,7 @@ def fetch(
     body: bytes,
     *,
     cut: int = 0,
+    ended: bool = True,
     entries: int = 1,
     force: bool = False,
     meanwhile: Callable[[], object] = lambda: None,
@@ -58,7 +59,7 @@ def fetch(
         handler.send_header("Ratchet-Size", str(len(body)))
         handler.end_headers()
         handler.wfile.write(b"%x\r\n%s\r\n" % (len(body) - cut, body[: len(body) - cut]))
-        if not cut:
+        if ended and not cut:
             handler.wfile.write(b"0\r\n\r\n")
         return 0, "", b""
 
@@ -111,6 +112,17 @@ def test_a_file_that_comes_while_it_is_fetched_is_not_replaced_either(tmp_path: 
     assert (target / "a").read_text() == "mine" and names(target) == ["a"]
 
 
+def test_nor_one_that_comes_behind_the_last_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def free(target: Path, directory: bool, force: bool) -> bool:
+        target.write_text("mine")
+        return True
+
+    monkeypatch.setattr("ratchet_client.job_files._free", free)
+    with pytest.raises(Refused, match="was not written") as error:
+        fetch(tmp_path / "out", tar(("a", b"theirs", "")))
+    assert error.value.code == "output-not-written" and (tmp_path / "out" / "a").read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -140,7 +152,7 @@ def test_an_answer_that_is_cut_short_leaves_nothing_and_the_next_begins_anew(tmp
         fetch(tmp_path / "out", TREE, cut=600)
     assert names(tmp_path) == []
     with pytest.raises(ServiceUnreachable):  # all members are there; that it ended is not
-        fetch(tmp_path / "out", TREE, cut=10)
+        fetch(tmp_path / "out", TREE.ljust(3 << 20, b"\0"), ended=False)
     assert names(tmp_path) == []
     assert len(fetch(tmp_path / "out", TREE).files) == 2
 
