@@ -16,6 +16,7 @@ import pytest
 
 from ratchet_store.compare import Comparison, compare, render
 from tests.e2e.exactness import final_checkpoint, run_undisturbed
+from tests.support import noted
 from tests.support.engines import STRANGER
 from tests.support.exact_cells import Cell
 from tests.support.kube.cluster import Cluster
@@ -38,6 +39,7 @@ class Run:
     lists: int
     watches: int
     pods_left: int
+    notes: dict[str, str]
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +53,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             settings |= {"run_as_user": STRANGER, "run_as_group": STRANGER}
         (folder / "launchers.json").write_text(json.dumps({"local": {}, "kubernetes": settings}))
         try:
-            reference = run_undisturbed(server.start(), SPEC)
-            yield disturbed(server, cluster, reference)
+            (folder / "code").mkdir()
+            noted.write(folder / "code")
+            task = {**SPEC["task"], "entrypoint": noted.ENTRYPOINT}
+            spec = {**SPEC, "task": task, "code": {"path": str(folder / "code")}}
+            reference = run_undisturbed(server.start(), spec)
+            yield disturbed(server, cluster, spec, reference)
         finally:
             server.stop()
 
 
-def disturbed(server: Server, cluster: Cluster, reference: Path) -> Run:
-    world = {**SPEC["world"], "nodes": 2, "ranks_per_node": 1}
-    spec = {**SPEC, "world": world, "launcher": {"kind": "kubernetes"}}
+def disturbed(server: Server, cluster: Cluster, spec: dict[str, Any], reference: Path) -> Run:
+    world = {**spec["world"], "nodes": 2, "ranks_per_node": 1}
+    spec = {**spec, "world": world, "launcher": {"kind": "kubernetes"}}
     plan = server.call("POST", "/v1/jobs?dry_run=true", json=spec, expect=200).json()
     job_id = server.submit(spec)
     server.wait_step(job_id, 12)
@@ -68,7 +74,8 @@ def disturbed(server: Server, cluster: Cluster, reference: Path) -> Run:
     comparison = compare(reference, final_checkpoint(server, job_id))
     running = [pod for pod in cluster.pods() if pod["status"]["phase"] == "Running"]
     api = cluster.api
-    return Run(server.attempts(job_id), comparison, plan, api.count("list"), api.count("watch"), len(running))
+    asked = api.count("list"), api.count("watch")
+    return Run(server.attempts(job_id), comparison, plan, *asked, len(running), noted.notes(server, job_id))
 
 
 def test_the_bits_are_those_of_a_local_run(run: Run) -> None:
@@ -82,6 +89,10 @@ def test_an_eviction_is_the_cause_and_costs_no_step(run: Run) -> None:
     assert "node 1" in evicted["message"] or "-1-" in evicted["message"], evicted["message"]
     assert (last["cause"], last["resume_report"]["verdict"]) == ("completed", "exact")
     assert run.pods_left == 0
+
+
+def test_files_of_all_pods_are_there(run: Run) -> None:
+    assert run.notes == {"rank-0.txt": "0", "rank-1.txt": "1"}
 
 
 def test_the_plan_shows_the_manifests(run: Run) -> None:

@@ -19,9 +19,10 @@ import pytest
 from ratchet_contract.paths import AttemptPaths
 from ratchet_store.compare import Comparison, compare, render
 from tests.e2e.exactness import final_checkpoint, run_undisturbed
-from tests.support import gated
+from tests.support import gated, noted
 from tests.support.exact_cells import Cell
 from tests.support.launch import wait_freeze
+from tests.support.noted import notes
 from tests.support.server import Server, wait_for
 from tests.support.slurm import Slurm, missing, slurm_cluster
 
@@ -47,6 +48,7 @@ class Run:
     plan: dict[str, Any]
     jobs: list[str]
     reasons: set[str] = field(default_factory=set)
+    notes: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -81,10 +83,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     gates.mkdir()
     code.mkdir()
     gated.write(code)
+    noted.write(code, "gated", "Gated")
     launchers.write_text(json.dumps({"local": {}, "slurm": {"poll_seconds": 0.3, "file_seconds": 2}}))
     spec = Cell("powerSGD+bf16", "many", 2, "digits").spec("batch")
     arguments = {**spec["task"]["args"], "gates": str(gates)}
-    spec |= {"task": {"entrypoint": gated.ENTRYPOINT, "args": arguments}, "code": {"path": str(code)}}
+    spec |= {"task": {"entrypoint": noted.ENTRYPOINT, "args": arguments}, "code": {"path": str(code)}}
     server = Server(folder / "home", "--launchers", str(launchers))
     with slurm_cluster(node_timeout=10) as cluster, pytest.MonkeyPatch.context() as patch:
         for name, value in cluster.variables.items():
@@ -131,7 +134,9 @@ def disturbed(server: Server, cluster: Slurm, gates: Path, spec: dict[str, Any],
     server.wait_phase(job_id, "SUCCEEDED", deadline=180)
     comparison = compare(reference, final_checkpoint(server, job_id))
     attempts = server.attempts(job_id)
-    return Run(attempts, comparison, plan, [disturber.batch_job(a["number"]) for a in attempts], reasons)
+    return Run(
+        attempts, comparison, plan, [disturber.batch_job(a["number"]) for a in attempts], reasons, notes(server, job_id)
+    )
 
 
 def test_the_bits_are_those_of_a_local_run(run: Run) -> None:
@@ -152,6 +157,10 @@ def test_each_attempt_has_slurms_cause_and_loses_no_step(run: Run) -> None:
 
 def test_an_attempt_is_one_batch_job(run: Run) -> None:
     assert all(number.isdigit() for number in run.jobs) and len(set(run.jobs)) == len(CHOSEN) + 1
+
+
+def test_files_of_all_nodes_are_there(run: Run) -> None:
+    assert run.notes == {"rank-0.txt": "0", "rank-1.txt": "1"}
 
 
 def test_the_wait_for_a_node_is_told(run: Run) -> None:
