@@ -57,7 +57,7 @@ def launched_at(paths: AttemptPaths, now: datetime) -> datetime:
 @dataclass(frozen=True)
 class Difference:
     """Between a run directory and a database. ``lost``: jobs with a directory and no row; ``ahead``: jobs with attempts that
-    their row does not know; ``gone``: jobs that have begun, by their row, and have no directory."""
+    their row does not know; ``gone``: jobs that have begun, by their row, and have no directory, or only what a deletion left."""
 
     lost: tuple[str, ...] = ()
     ahead: tuple[str, ...] = ()
@@ -100,6 +100,7 @@ def difference(
     """``rows``: newest attempt by id, of those ids that are jobs; ``begun``: ids of all jobs with an attempt."""
     on_disk = sorted(name for name in _names_in(home.jobs) if is_job_id(name))
     lost, ahead, unread = list[str](), list[str](), list[str]()
+    deleted = set[str]()
     for i in range(0, len(on_disk), _AT_ONCE):
         part = on_disk[i : i + _AT_ONCE]
         known = rows(part)
@@ -109,12 +110,14 @@ def difference(
                     if _attempts_folder(home.job(job_id)).is_dir():  # else its checkpoints alone were kept
                         lost.append(job_id)
                     continue
+                if home.job(job_id).kept_file.exists():  # all but its outputs
+                    deleted.add(job_id)
                 following = next_attempt(home.job(job_id), known[job_id])
                 if following.found or following.skipped:
                     ahead.append(job_id)
             except OSError:
                 unread.append(job_id)
-    there = set(on_disk)
+    there = set(on_disk) - deleted
     gone = sorted(job_id for job_id in begun() if job_id not in there)
     return Difference(tuple(lost), tuple(ahead), tuple(gone), tuple(unread))
 

@@ -52,11 +52,17 @@ def test_jobs_that_only_the_disk_or_only_the_database_has(tmp_path: Path, databa
     (tmp_path / "jobs" / known / "attempts" / "0002").mkdir()
     (tmp_path / "jobs" / JOB.format(2) / "attempts" / "0001").mkdir(parents=True)
     (tmp_path / "jobs" / JOB.format(3) / "checkpoints").mkdir(parents=True)  # kept at its deletion
-    gone = add(database, 4, AttemptPhase.ENDED)
+    gone, kept = add(database, 4, AttemptPhase.ENDED), add(database, 5, AttemptPhase.ENDED)
+    (tmp_path / "jobs" / kept / "work").mkdir(parents=True)  # deleted behind a backup, but for its outputs
+    (tmp_path / "jobs" / kept / "KEPT").write_text("{}")
     told = found(tmp_path, database)["jobs on disk"]
-    assert (told.status, told.value) == ("warning", "3 differ")
+    assert (told.status, told.value) == ("warning", "4 differ")
     assert told.detail is not None and told.cure is not None
-    for words in (f"not in the database: {JOB.format(2)}.", f"does not know: {known}.", f"not on the disk: {gone}"):
+    for words in (
+        f"not in the database: {JOB.format(2)}.",
+        f"does not know: {known}.",
+        f"not on the disk: {gone}, {kept}",
+    ):
         assert words in told.detail, told.detail
     assert JOB.format(3) not in told.detail
 

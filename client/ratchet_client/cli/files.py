@@ -99,9 +99,12 @@ def tell(client: RatchetClient, job: api.JobView) -> None:
     from ratchet_contract.errors import RatchetError
 
     try:
-        found = [f for f in islice(client.files(job.id), _COUNTED) if f.kind == "file"]
+        listed = client.files(job.id)
+        found = [f for f in islice(listed, _COUNTED) if f.kind == "file"]
+        more = next(listed, None) is not None
     except RatchetError:
         return
     if found:
         count = f"{len(found)} file{'s' * (len(found) != 1)}, {output.size(sum(f.size or 0 for f in found))}"
+        count += " or more" if more else ""
         output.note(f"outputs: {count}; see: ratchet files {job.id}; fetch: ratchet cp {job.id}: DIR")
