@@ -31,9 +31,9 @@ class _Known(NamedTuple):
     numel: int
 
 
-def _reals(parameter: torch.Tensor) -> int:
-    """Elements that it has in a bucket, where DDP lays a complex number as two real ones."""
-    return parameter.numel() * (2 if parameter.is_complex() else 1)
+def _reals(tensor: torch.Tensor) -> int:
+    """Real numbers in it: DDP lays a complex number as two into a bucket, in torch 2.9 as one in a bucket of complex ones."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
 class ManagedHook:
@@ -217,7 +217,7 @@ class ManagedHook:
         index = bucket.index()
         if index == 0 and self._seen:
             self._seen, self._bytes_running = [], (0, 0)  # a backward before this one failed half-way
-        parameters, numel = bucket.parameters(), bucket.buffer().numel()
+        parameters, numel = bucket.parameters(), _reals(bucket.buffer())
         known = self._known.get(index)
         if known is not None and known.numel == numel and known.ids == [*map(id, parameters)]:
             return known.names

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -241,9 +242,23 @@ SCHEDULERS: dict[str, Callable[[Any, Any], Any]] = {
 """How those are made that take more than an optimizer."""
 
 
+class ByRule(lr_scheduler.LRScheduler):
+    """Keeps a function, as SWALR does in older torch; the ``state_dict`` that it inherits has it among the numbers."""
+
+    def __init__(self, optimizer: Optimizer, rule: Callable[[int], float]) -> None:
+        self.rule = rule
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        return [base * self.rule(self.last_epoch) for base in self.base_lrs]
+
+
 def _schedulers() -> dict[str, Build]:
     kinds = {**_classes(lr_scheduler, lr_scheduler.LRScheduler), **_classes(swa_utils, lr_scheduler.LRScheduler)}
     makers = {name: SCHEDULERS.get(name, lambda kind, o: kind(o)) for name in kinds}
+    kinds |= {"a scheduler with a function": ByRule, "one in another": lr_scheduler.SequentialLR}
+    makers["a scheduler with a function"] = lambda kind, o: kind(o, math.cos)
+    makers["one in another"] = lambda kind, o: kind(o, [ByRule(o, lambda n: 0.9**n), lr_scheduler.StepLR(o, 2)], [3])
     return {name: partial(_scheduled, kinds[name], makers[name]) for name in kinds}
 
 

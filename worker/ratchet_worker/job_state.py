@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final
 
 import torch
@@ -51,7 +51,7 @@ _DDP: Final = "ddp"
 _ALWAYS: Final = frozenset({
     MODEL, "buffers", "modules", _DDP, "facts", "hook", "rng", _GENERATORS, _HIDDEN, state_names.COMPONENT
 })  # fmt: skip
-
+_FUNCTIONS: Final = (FunctionType, BuiltinFunctionType, MethodType, partial)
 
 _CURE: Final = (
     "Make it a buffer or another attribute of the model, give its module get_extra_state and set_extra_state, or register an "
@@ -155,7 +155,7 @@ class JobState:
         """Of registered objects, and state outside ``state_dict``."""
         out = Snapshot()
         for component, item in self.stateful.items():
-            out.add(component, item.state_dict())
+            out.add(component, _state_of(item))
         self._add_hidden(out)
         return out
 
@@ -181,7 +181,7 @@ class JobState:
                 )
         with rng.forked(self._device), own_generators.of(self.data).kept():
             for component, item in self.stateful.items():
-                out.add(component, item.state_dict())
+                out.add(component, _state_of(item))
             if self.data is not None:
                 out.add("data", self.data.state_dict())
             self._add_hidden(out)
@@ -296,7 +296,7 @@ class JobState:
                 reports.append(self._fits(component, load))
         for component, item in self.stateful.items():
             if component in saved.state:
-                private.append(self._fits(component, partial(item.load_state_dict, saved.value(component))))
+                private.append(self._fits(component, partial(_load, item, saved.value(component))))
         private += self._restore_hidden(saved)
         reports += [r.model_copy(update={"status": status, "reason": reason}) for r in private]
         reports = [self._of_replicas(r, how) for r in reports]
@@ -432,6 +432,35 @@ def counted(ranks: int) -> str:
     return f"{ranks} rank" if ranks == 1 else f"{ranks} ranks"
 
 
+def _state_of(item: Stateful) -> Any:
+    """Its ``state_dict``; a scheduler's without the functions that it calls: these are there again as the code builds it."""
+    state = item.state_dict()
+    return _without_functions(state) if isinstance(item, LRScheduler) else state
+
+
+def _load(item: Stateful, state: Any) -> None:
+    """Inverse of ``_state_of``."""
+    item.load_state_dict(_with_functions(state, item.state_dict()) if isinstance(item, LRScheduler) else state)
+
+
+def _without_functions(state: Any) -> Any:
+    if type(state) is list:
+        return [_without_functions(one) for one in state]
+    if type(state) is not dict:
+        return state
+    return {key: _without_functions(one) for key, one in state.items() if not isinstance(one, _FUNCTIONS)}
+
+
+def _with_functions(state: Any, live: Any) -> Any:
+    """``state`` with those of ``live``."""
+    if type(state) is type(live) is list and len(state) == len(live):
+        return [_with_functions(*pair) for pair in zip(state, live, strict=True)]
+    if not type(state) is type(live) is dict:
+        return state
+    functions = {key: one for key, one in live.items() if isinstance(one, _FUNCTIONS)}
+    return {key: _with_functions(one, live.get(key)) for key, one in state.items()} | functions
+
+
 def _functions_of(schedulers: Mapping[str, Any]) -> dict[str, Any]:
     """By path, what schedulers call, of which their ``state_dict`` leaves out what it keeps from call to call."""
     found: dict[str, Any] = {}
@@ -440,7 +469,7 @@ def _functions_of(schedulers: Mapping[str, Any]) -> dict[str, Any]:
             items = {f"{path}.{name}": value}
             if isinstance(value, (list, tuple)):
                 items = {f"{path}.{name}[{number}]": one for number, one in enumerate(value)}
-            found |= {at: one for at, one in items.items() if isinstance(one, (FunctionType, MethodType, partial))}
+            found |= {at: one for at, one in items.items() if isinstance(one, _FUNCTIONS)}
             found |= _functions_of({at: one for at, one in items.items() if isinstance(one, LRScheduler)})
     return found
 
