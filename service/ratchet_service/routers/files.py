@@ -50,6 +50,7 @@ _ARCHIVE: Final[dict[int | str, dict[str, Any]]] = {
     413: {"description": "`archive-too-large`, `too-many-files`: fetch the directories in it one by one."},
     503: _BUSY,
 }
+_NO_SNIFFING: Final = {"X-Content-Type-Options": "nosniff"}
 Below = Annotated[
     str, Query(max_length=4096, description="Below the working directory, like `runs/best`. Default: all of it.")
 ]
@@ -59,6 +60,7 @@ All = Annotated[bool, Query(alias="all", description="With what the job's code b
 @router.get("/v1/jobs/{job_id}/files", dependencies=[needs(Scope.JOBS_READ)], summary="List a job's files")
 def list_files(
     service: ServiceDep,
+    response: Response,
     job_id: str,
     path: Below = "",
     recursive: Annotated[bool, Query(description="With what is in its directories.")] = True,
@@ -68,6 +70,7 @@ def list_files(
 ) -> Page[FileView]:
     """What it left in its working directory, each directory before what is in it, by name. Symbolic links are shown and not
     followed. Also of a job that was deleted without its outputs."""
+    response.headers.update(_NO_SNIFFING)  # names are users' own text
     return service.files.page(job_id, path, recursive=recursive, everything=everything, limit=limit, cursor=cursor)
 
 
@@ -143,5 +146,5 @@ def _saved(name: str) -> dict[str, str]:
     plain = "".join(chr(c) if 0x20 <= c < 0x7F and chr(c) not in '"\\%' else "_" for c in raw)
     return {
         "Content-Disposition": f"attachment; filename=\"{plain}\"; filename*=UTF-8''{quote(raw, safe='')}",
-        "X-Content-Type-Options": "nosniff",
+        **_NO_SNIFFING,
     }
