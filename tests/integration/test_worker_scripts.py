@@ -142,6 +142,31 @@ BEHIND = (
 )
 
 
+MIDDLE = (
+    COMMON
+    + """    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    s.register(optimizer=optimizer, data=data, scheduler=scheduler)
+    batches = s.batches()
+    for step in s.steps(STEPS):
+        if step == 8:
+            killed()
+        if sys.argv[2] == "number drawn":
+            torch.rand(1)
+        if sys.argv[2] == "scheduler stepped":
+            scheduler.step()
+        if step == 7 and sys.argv[2] != "batch taken":
+            assert s.checkpoint()
+        x = next(batches)
+        if step == 7 and sys.argv[2] == "batch taken":
+            assert s.checkpoint()
+        (model(x) - x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+)
+
+
 @pytest.fixture
 def make(tmp_path: Path) -> Any:
     jobs: list[Job] = []
@@ -209,6 +234,26 @@ def test_state_that_changes_behind_checkpoint_in_the_same_body_marks_it(make: An
         report = attempt.report()
         assert (report.verdict, report.base.step) == ("not-exact", 7)
         assert all(wanted in str(c.reason) for c in report.components if c.component == "checkpoint")
+
+
+def test_a_body_that_calls_checkpoint_first_is_exact_and_one_that_has_begun_its_step_is_named(make: Any) -> None:
+    whole, cut = make("whole", MIDDLE, "nothing", killed=False), make("cut", MIDDLE, "nothing")
+    undisturbed, attempt = whole.launch(), resumed(cut)
+    assert undisturbed.wait().cause is attempt.wait().cause is Cause.COMPLETED, attempt.logs() + undisturbed.logs()
+    assert (attempt.report().verdict, attempt.report().base.step) == ("exact", 7)
+    found = compare(whole.newest(), cut.newest())
+    assert found.identical, render(found)
+
+    jobs = {
+        ("batch taken", "data"): make("data", MIDDLE, "batch taken", strict=False),
+        ("number drawn", "generators"): make("draw", MIDDLE, "number drawn", strict=False),
+        ("scheduler stepped", "scheduler"): make("rate", MIDDLE, "scheduler stepped", strict=False),
+    }
+    attempts = [resumed(job) for job in jobs.values()]
+    for (_, name), attempt in zip(jobs, attempts, strict=True):
+        assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
+        assert (attempt.report().verdict, attempt.report().base.step) == ("not-exact", 7)
+        assert f"{name} had moved on" in _of_checkpoint(attempt)
 
 
 def test_a_stop_behind_checkpoint_waits_for_the_end_of_the_body(make: Any) -> None:

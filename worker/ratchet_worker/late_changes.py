@@ -77,6 +77,15 @@ def sentence(step: int, names: Sequence[str]) -> str:
     )
 
 
+def before_work(step: int, names: Sequence[str]) -> str:
+    """The same of a ``checkpoint()`` between the beginning of a body and the step's work."""
+    moved = ", ".join(name.removeprefix("user:") for name in names)
+    return (
+        f"checkpoint() saved step {step} when the next one had begun: {moved} had moved on. A resume does the body again, and "
+        "moves on once more: call checkpoint() last"
+    )
+
+
 def cut_off(step: int, epoch: int) -> str:
     """The same where nobody has seen the end of the body."""
     return (

@@ -70,12 +70,19 @@ class ReplayProof:
         self._difference: StepDifference | None = None
         self._told: tuple[int, int] | None = None
         self._told_at = time.monotonic()
+        self._place: tuple[int, int] | None = None
 
     def boundary(self, step: int, data: TrainData | None, taken: int) -> None:
         """Behind every step. ``taken``: batches that it took. Raises ``UserError`` (``replay-difference``) under ``determinism:
         strict``, for a step that differs from what it was."""
-        for fingerprint in self._fingerprints.take(step, _position(data, taken)):
+        self._place = _position(data, taken)
+        for fingerprint in self._fingerprints.take(step, self._place):
             self._note(fingerprint)
+
+    def moved(self, data: TrainData | None, taken: int) -> list[str]:
+        """What has moved since ``boundary``, where ``taken`` batches were taken since."""
+        placed = isinstance(data, TrainLoader | TrainStream) and self._place not in (None, _position(data, taken))
+        return [*(["data"] if taken or placed else []), *(["generators"] if self._fingerprints.has_drawn else [])]
 
     def finish(self) -> None:
         """The loop has ended, or stops: tell how far the comparison has got. Raises as ``boundary`` does."""

@@ -16,6 +16,7 @@ from typing import Final, TypeVar
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from ratchet_contract.errors import CheckpointError, UserError
 from ratchet_contract.messages import LaunchFile
@@ -34,7 +35,7 @@ from ratchet_worker.evaluation import Evaluation, undisturbed
 from ratchet_worker.exchange import Abandoned, Exchange
 from ratchet_worker.gather import Gatherer
 from ratchet_worker.job_state import JobState
-from ratchet_worker.late_changes import LateChanges, sentence
+from ratchet_worker.late_changes import LateChanges, before_work, sentence
 from ratchet_worker.reporter import Reason, Reporter, metric
 from ratchet_worker.restore import Chosen
 from ratchet_worker.snapshot import Until
@@ -98,6 +99,7 @@ class Runtime:
         self._batches = 0  # taken in it
         self._behind = False  # checkpoint() has ended the step, and the body of its loop goes on
         self._late: LateChanges | None = None  # there, where the step is saved
+        self._counts: dict[str, int] = {}  # of schedulers, at the last step boundary
 
     @property
     def rank(self) -> int:
@@ -233,6 +235,7 @@ class Runtime:
         """Before the step is counted, so that whoever finds it counted finds its fingerprint, and before it is saved."""
         assert self.proof is not None
         self.proof.boundary(self.step, self.state.data, self._batches)
+        self._counts = self._scheduler_counts()
         if self._ended:
             self.proof.finish()
 
@@ -248,16 +251,29 @@ class Runtime:
     def checkpoint(self) -> bool:
         """Save now, unless this step is saved; every rank calls it after the same step. False: the save failed (and was told)."""
         self._look_behind()
-        if self._worked:
+        early = self._begun()
+        if self._worked or early:
             self._behind = True
-            self.counter.saved_within(
-                self.step + 1
-            )  # before it can be saved: a kill from now on loses the rest of the body
+            # Before it can be saved: a kill from now on loses the rest of the body.
+            self.counter.saved_within(self.step + self._worked)
         self.settle()
         error = self._save_if_new("request")
-        if self._behind and error is None:
+        if early and error is None:
+            self._mark_changed(self.step, before_work(self.step, early))
+        elif self._behind and error is None:
             self._late = LateChanges(self.state, self.device, self.step)
         return error is None
+
+    def _begun(self) -> list[str]:
+        """What the open step has changed already, where ``checkpoint()`` would save the step before it."""
+        if not self._open or self._worked or self.step == self.checkpointer.last.step:
+            return []
+        assert self.proof is not None
+        stepped = [name for name, count in self._scheduler_counts().items() if count != self._counts.get(name, count)]
+        return [*self.proof.moved(self.state.data, self._batches), *stepped]
+
+    def _scheduler_counts(self) -> dict[str, int]:
+        return {name: item.last_epoch for name, item in self.state.stateful.items() if isinstance(item, LRScheduler)}
 
     def _end_body(self) -> None:
         self._look_behind()
@@ -269,9 +285,11 @@ class Runtime:
         """What changes in a body behind ``checkpoint()``, which has ended its step, belongs to no step."""
         late, self._late = self._late, None
         if late is not None and (names := late.found()):
-            text = sentence(late.step, names)
-            if mark_changed(JobPaths(Path(self.launch.job_root)).checkpoint(late.step, self.launch.epoch), text):
-                self.reporter.note("changed-behind-checkpoint", text, step=late.step)
+            self._mark_changed(late.step, sentence(late.step, names))
+
+    def _mark_changed(self, step: int, text: str) -> None:
+        if mark_changed(JobPaths(Path(self.launch.job_root)).checkpoint(step, self.launch.epoch), text):
+            self.reporter.note("changed-behind-checkpoint", text, step=step)
 
     def log(self, values: dict[str, float | torch.Tensor]) -> None:
         """Metrics of the open step, or of the one just done; only rank 0's are kept."""

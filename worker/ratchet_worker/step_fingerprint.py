@@ -98,12 +98,18 @@ class StepFingerprints:
         self._sums = DeviceSums(device, self.plan.most_words) if on_device else None
         self._elsewhere = {n for n, p in enumerate(parameters) if not on_device or p.device.type != device.type}
         self._pending: deque[tuple[int, int, int, int, _Sums]] = deque()
+        self._drawn: int | None = None  # digest of the generators behind the newest step
+
+    @property
+    def has_drawn(self) -> bool:
+        """Do generators stand elsewhere than behind the newest step?"""
+        return self._drawn is not None and self._generators.digest() != self._drawn
 
     def take(self, step: int, position: tuple[int, int]) -> list[StepFingerprint]:
         """Make the fingerprint behind ``step``, whose ``position`` in the data is (epoch, place in it). Returns those that are
         there: of this step, or where they come from a device of the steps before."""
         generators, data = self._generators.digest(), _digest(struct.pack("<2q", *position))
-        on_host = self._on_host(step)
+        on_host, self._drawn = self._on_host(step), generators
         if self._sums is None:
             return [StepFingerprint(step, on_host, generators, data)]
         self._pending.append((step, on_host, generators, data, self._sums.begin(self._on_device(step))))
