@@ -29,6 +29,7 @@ from tests.support.exact_cells import EVERY, START, STEPS, Cell, matrix
 from tests.support.exact_walk import walk
 from tests.support.server import Server, agent_pid, rank_pid
 
+_TRIES = 3
 Kill = Literal["rank", "agent", "sigterm", "preempt"]
 KILLS: tuple[Kill, ...] = ("rank", "agent", "sigterm", "preempt")
 CAUSES: dict[Kill, set[str]] = {
@@ -41,7 +42,8 @@ CAUSES: dict[Kill, set[str]] = {
 
 @dataclass
 class Outcome:
-    """What one case showed. ``problems`` empty: identical, and everything that must have happened did."""
+    """What one case showed. ``problems`` empty: identical, and everything that must have happened did. ``late``: a strike came on
+    the wrong side of the hook's start, as one may on a loaded machine; the case is run again."""
 
     kills: list[tuple[Kill, int]]
     bases: list[int] = field(default_factory=list)
@@ -49,6 +51,7 @@ class Outcome:
     tensors: int = 0
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
+    late: str | None = None
 
 
 def plan_kills(rng: random.Random, kinds: tuple[Kill, ...]) -> list[tuple[Kill, int]]:
@@ -154,9 +157,9 @@ def judge(
         if report.get("verdict") != "exact":
             bad(f"attempt {attempt['number']} resumed {report.get('verdict')}: {report}")
     if outcome.bases and not start <= outcome.bases[-1]:
-        bad(f"resumed at {outcome.bases}: compression starts at {start}, and the last must lie behind it")
+        outcome.late = f"resumed at {outcome.bases}: compression starts at {start}, and the last must lie behind it"
     if len(outcome.bases) > 1 and not outcome.bases[0] < start:
-        bad(f"resumed at {outcome.bases}: compression starts at {start}, and the first must lie before it")
+        outcome.late = f"resumed at {outcome.bases}: compression starts at {start}, and the first must lie before it"
     outcome.lost = sum(int(a["steps_lost"] or 0) for a in attempts)
     executed = sum(int(a["steps_done"]) for a in attempts)
     if executed != total + outcome.lost:
@@ -176,12 +179,17 @@ def run_case(
     server: Server, cell: Cell, seed: int, reference: Path | None, kinds: tuple[Kill, ...] = KILLS
 ) -> tuple[Outcome, Path]:
     """One cell with one seed; the reference run is made once per cell and handed on."""
-    rng = random.Random(seed)
     began = time.monotonic()
-    outcome = Outcome(plan_kills(rng, kinds))
     reference = reference or run_undisturbed(server, cell.spec(f"reference-{seed}"))
-    job_id = run_interrupted(server, cell.spec(f"interrupted-{seed}"), outcome.kills, rng)
-    judge(server, job_id, reference, outcome)
+    for number in range(_TRIES):
+        rng = random.Random(seed)
+        outcome = Outcome(plan_kills(rng, kinds))
+        job_id = run_interrupted(server, cell.spec(f"interrupted-{seed}-{number}"), outcome.kills, rng)
+        judge(server, job_id, reference, outcome)
+        if outcome.late is None or outcome.problems:
+            break
+    else:
+        outcome.problems.append(str(outcome.late))
     buckets = len(read_manifest(reference).bucket_layout or [])
     if not (buckets == 1 if cell.buckets == "one" else buckets >= 3):
         outcome.problems.append(f"{buckets} buckets, {cell.buckets} wanted")

@@ -60,4 +60,4 @@ def test_user_code_is_exact_although_it_is_edited_meanwhile(
     outcome = Outcome(kills)
     job_id = run_interrupted(server, spec(way, project), kills, random.Random(1), meanwhile=edit)
     judge(server, job_id, reference, outcome, total=STEPS, every=EVERY, start=START)
-    assert not outcome.problems
+    assert not outcome.problems and outcome.late is None

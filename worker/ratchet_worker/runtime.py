@@ -99,7 +99,7 @@ class Runtime:
         self._batches = 0  # taken in it
         self._behind = False  # checkpoint() has ended the step, and the body of its loop goes on
         self._late: LateChanges | None = None  # there, where the step is saved
-        self._counts: dict[str, int] = {}  # of schedulers, at the last step boundary
+        self._counts: dict[str, list[int]] = {}  # of schedulers, at the last step boundary
 
     @property
     def rank(self) -> int:
@@ -272,8 +272,13 @@ class Runtime:
         stepped = [name for name, count in self._scheduler_counts().items() if count != self._counts.get(name, count)]
         return [*self.proof.moved(self.state.data, self._batches), *stepped]
 
-    def _scheduler_counts(self) -> dict[str, int]:
-        return {name: item.last_epoch for name, item in self.state.stateful.items() if isinstance(item, LRScheduler)}
+    def _scheduler_counts(self) -> dict[str, list[int]]:
+        schedulers = {name: item for name, item in self.state.stateful.items() if isinstance(item, LRScheduler)}
+        # A ChainedScheduler has no count of its own up to torch 2.9.
+        return {
+            name: [one.last_epoch for one in vars(item).get("_schedulers") or (item,)]
+            for name, item in schedulers.items()
+        }
 
     def _end_body(self) -> None:
         self._look_behind()

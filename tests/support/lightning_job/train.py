@@ -220,11 +220,20 @@ class Manual(Module):
         return [first, second], [lr_scheduler.ReduceLROnPlateau(first, factor=0.7, patience=0)]
 
 
+class Mine(callbacks.BaseFinetuning):  # type: ignore[misc]
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
+
+
 def made(name: str) -> Callback:
     monitor = CASE.get("monitor", "loss_epoch")
     kinds: dict[str, Any] = {
         "BackboneFinetuning": lambda: callbacks.BackboneFinetuning(1),
-        "BaseFinetuning": lambda: type("Mine", (callbacks.BaseFinetuning,), {})(),
+        "BaseFinetuning": Mine,
         "BasePredictionWriter": lambda: callbacks.BasePredictionWriter("batch"),
         "Callback": Callback,
         "Checkpoint": callbacks.Checkpoint,
