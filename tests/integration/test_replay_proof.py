@@ -193,3 +193,18 @@ def test_fingerprints_that_were_lost_are_counted_and_not_taken_for_proof(make: M
     told = redone(second)
     assert (told["steps"], told["compared"], told["equal"]) == (4, 3, 3)
     assert "fingerprints of 1 steps" in told["reason"]
+
+
+def test_fingerprints_of_another_version_of_ratchet_are_not_compared(make: Make) -> None:
+    job = make("nothing", 11)
+    first = job.launch()
+    assert first.wait().cause is Cause.RANK_KILLED
+    for rank in (0, 1):
+        data = bytearray(first.paths.ring(rank).read_bytes())
+        data[8] -= 1  # its format's version
+        first.paths.ring(rank).write_bytes(data)
+    second = job.launch()
+    assert second.wait().cause is Cause.COMPLETED, second.logs()
+    told = redone(second)
+    assert (told["steps"], told["compared"], told["equal"]) == (4, 0, 0) and told["first_difference"] is None
+    assert told["reason"] == "attempt 1 left no fingerprints that this version of Ratchet reads"

@@ -187,7 +187,7 @@ def _incomparable(number: int, report: ResumeReport, found: RingHeader | None, m
     if report.verdict not in ("fresh", "exact"):
         return f"the resume is not exact: {_inexact(report)}"
     if found is None:
-        return f"attempt {number} left no fingerprints"
+        return f"attempt {number} left no fingerprints that this version of Ratchet reads"
     differences = compare(found.facts, mine.facts)
     if differences:
         more = f" and {len(differences) - _NAMED} more" if len(differences) > _NAMED else ""

@@ -5,7 +5,9 @@ every element is read within K steps. The plan follows from shapes alone, so tha
 the CPU is hashed where it lies (XXH3). On CUDA the chunk is reduced on the device, into two sums of its words by random odd
 weights, which are copied to the host beside the next step; nothing waits for them.
 
-Everything here is called by the loop's thread between two steps, so that no user code frees memory meanwhile.
+Everything here is called by the loop's thread between two steps, so that no user code frees memory meanwhile. A step leaves the
+caches full of its own data: what a fingerprint costs is how many functions and objects it touches, not the hashing. What a step
+reads is therefore laid out beforehand.
 """
 
 from __future__ import annotations
@@ -19,14 +21,12 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
-import xxhash
+from xxhash import xxh3_64, xxh3_64_hexdigest, xxh3_64_intdigest
 
-from ratchet_contract.step_ring import StepFingerprint
+from ratchet_contract.step_ring import RING_VERSION, StepFingerprint
 from ratchet_worker.live_memory import address, live_bytes
 from ratchet_worker.snapshot import flat
 
-_KIND: Final = 1
-"""Of what is hashed, and how: raised where that changes, so that fingerprints of two versions are not compared."""
 _LEAST_BYTES: Final = 32 << 10
 _MOST_BYTES: Final = 512 << 10
 _CHUNKS: Final = 1024
@@ -36,6 +36,10 @@ _PIECES: Final = 4
 _PENDING: Final = 64
 """Steps whose sums may be on their way from the device; beyond that the oldest is waited for."""
 _ALIGNMENT: Final = 4
+_EPOCH: Final = 1 << 40
+"""More than the positions of an epoch."""
+_WORD: Final = (1 << 64) - 1
+_UNKNOWN: Final = -1
 _MT19937: Final = ctypes.c_uint32 * 625
 """The Mersenne Twister's 624 words and the position among them, which numpy has behind them and Python before."""
 _NO_MEMORY: Final = (RuntimeError, BufferError)
@@ -77,11 +81,15 @@ class SamplePlan:
         sizes = ([-(-(p.stop - p.start) // _ALIGNMENT) for p in chunk] for chunk in self.chunks)
         self.most_words = max(map(sum, sizes), default=0)
         forms = [(str(p.dtype), [*p.shape], [*p.stride()] if n in readable else None) for n, p in enumerate(parameters)]
-        self.digest = xxhash.xxh3_64_hexdigest(repr((_KIND, forms, self.chunk_bytes, _PIECES)).encode())
+        self.digest = xxh3_64_hexdigest(repr((RING_VERSION, forms, self.chunk_bytes, _PIECES)).encode())
 
-    def of(self, step: int) -> list[Piece]:
-        """What is read behind ``step``."""
-        return self.chunks[step % len(self.chunks)] if self.chunks else []
+
+class _Place(NamedTuple):
+    """Where a piece lay when it was last looked at: ``begin`` of its tensor, or ``_UNKNOWN``, and ``memory``, its own bytes."""
+
+    tensor: torch.Tensor
+    begin: int
+    memory: Any
 
 
 class StepFingerprints:
@@ -92,11 +100,14 @@ class StepFingerprints:
         self.plan = SamplePlan(parameters)
         self._parameters, self._device = parameters, device
         self._dense = [_is_dense(p) for p in parameters]
-        self._known = [0] * len(parameters)  # addresses of memory that was looked at and is large enough
         self._generators = Generators(device)
         on_device = on_device or device.type == "cuda"
         self._sums = DeviceSums(device, self.plan.most_words) if on_device else None
-        self._elsewhere = {n for n, p in enumerate(parameters) if not on_device or p.device.type != device.type}
+        here = {n for n, p in enumerate(parameters) if on_device and p.device.type == device.type}
+        chunks = self.plan.chunks or [[]]
+        self._on_device = [[piece for piece in chunk if piece.number in here] for chunk in chunks]
+        self._on_host = [[piece for piece in chunk if piece.number not in here] for chunk in chunks]
+        self._places = [[_Place(parameters[p.number], _UNKNOWN, None) for p in chunk] for chunk in self._on_host]
         self._pending: deque[tuple[int, int, int, int, _Sums]] = deque()
         self._drawn: int | None = None  # digest of the generators behind the newest step
 
@@ -108,11 +119,13 @@ class StepFingerprints:
     def take(self, step: int, position: tuple[int, int]) -> list[StepFingerprint]:
         """Make the fingerprint behind ``step``, whose ``position`` in the data is (epoch, place in it). Returns those that are
         there: of this step, or where they come from a device of the steps before."""
-        generators, data = self._generators.digest(), _digest(struct.pack("<2q", *position))
-        on_host, self._drawn = self._on_host(step), generators
+        epoch, place = position
+        data, generators = (epoch * _EPOCH + place) & _WORD, self._generators.digest()
+        on_host, self._drawn = self._host_digest(step % len(self._places)), generators
         if self._sums is None:
             return [StepFingerprint(step, on_host, generators, data)]
-        self._pending.append((step, on_host, generators, data, self._sums.begin(self._on_device(step))))
+        on_device = self._device_bytes(self._on_device[step % len(self._on_device)])
+        self._pending.append((step, on_host, generators, data, self._sums.begin(on_device)))
         return self._arrived(wait=len(self._pending) >= _PENDING)
 
     def rest(self) -> list[StepFingerprint]:
@@ -133,35 +146,32 @@ class StepFingerprints:
             found.append(StepFingerprint(step, sums.digest(on_host), generators, data))
         return found
 
-    def _on_host(self, step: int) -> int:
-        hasher = xxhash.xxh3_64()
-        for number, start, stop, buffer in self.plan.of(step):
-            if number not in self._elsewhere:
-                continue
-            tensor = self._parameters[number]
+    def _host_digest(self, chunk: int) -> int:
+        hasher = xxh3_64()
+        for number, (tensor, begin, memory) in enumerate(self._places[chunk]):
             try:
-                place = tensor.data_ptr()
-                # A storage that is resized moves.
-                if place == self._known[number] or self._may_be_read(number, tensor, place):
-                    hasher.update(buffer.from_address(place + start))
+                if tensor.data_ptr() == begin:  # a storage that is resized moves
+                    hasher.update(memory)
                 else:
-                    hasher.update(live_bytes(flat(tensor).cpu())[start:stop].data)
+                    hasher.update(self._found(chunk, number))
             except _NO_MEMORY:
                 hasher.update(b"no memory")
         return hasher.intdigest()
 
-    def _may_be_read(self, number: int, tensor: torch.Tensor, place: int) -> bool:
-        """Where it lies, to the end of what the plan knows of it."""
-        good = bool(place) and self._dense[number] and tensor.is_cpu and _reaches(tensor, self.plan.sizes[number])
-        self._known[number] = place if good else 0
-        return good
+    def _found(self, chunk: int, number: int) -> Any:
+        """The bytes of a piece, whose place is noted for the next time."""
+        tensor, *_ = self._places[chunk][number]
+        parameter, start, stop, buffer = self._on_host[chunk][number]
+        begin, memory = tensor.data_ptr(), None
+        if begin and self._dense[parameter] and tensor.is_cpu and _reaches(tensor, self.plan.sizes[parameter]):
+            memory = memoryview(buffer.from_address(begin + start)).cast("B")
+        self._places[chunk][number] = _Place(tensor, _UNKNOWN if memory is None else begin, memory)
+        return live_bytes(flat(tensor).cpu())[start:stop].data if memory is None else memory
 
-    def _on_device(self, step: int) -> list[torch.Tensor]:
-        """The chunk's bytes, in parts whose sizes are multiples of the alignment."""
+    def _device_bytes(self, pieces: list[Piece]) -> list[torch.Tensor]:
+        """Their bytes, in parts whose sizes are multiples of the alignment."""
         found: list[torch.Tensor] = []
-        for number, start, stop, _ in self.plan.of(step):
-            if number in self._elsewhere:
-                continue
+        for number, start, stop, _ in pieces:
             tensor = self._parameters[number].detach()
             try:
                 dense = self._dense[number] and _reaches(tensor, stop)
@@ -189,7 +199,7 @@ class _Sums(NamedTuple):
 
     def digest(self, on_host: int) -> int:
         """``on_host``: of what was hashed there."""
-        return _digest(struct.pack("<2qQ", *self.host.tolist(), on_host))
+        return xxh3_64_intdigest(struct.pack("<2qQ", *self.host.tolist(), on_host))
 
 
 class DeviceSums:
@@ -228,18 +238,23 @@ class Generators:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device if device.type == "cuda" else None
-        self._torch = ctypes.c_char * torch.default_generator.get_state().nbytes
-        self._numpy: tuple[Any, Any] = (None, None)
+        self._torch_state = torch.default_generator.get_state
+        self._torch_words = ctypes.c_char * self._torch_state().nbytes
         self._numpy_own: Any = np.random.mtrand._rand
+        self._numpy: tuple[Any, Any] = (None, None)  # its bit generator, and where that has its words
         self._python_own: Any = random._inst
         self._python = _python_words()
 
     def digest(self) -> int:
-        torch_state = torch.default_generator.get_state()
-        hasher = xxhash.xxh3_64(self._torch.from_address(torch_state.data_ptr()))
+        torch_state = self._torch_state()
+        hasher = xxh3_64(self._torch_words.from_address(torch_state.data_ptr()))
         if self._cuda is not None:
             hasher.update(torch.cuda.get_rng_state(self._cuda).numpy().data)
-        hasher.update(self._numpy_state())
+        generator, words = self._numpy
+        if self._numpy_own._bit_generator is not generator:
+            words = self._numpy_words()
+        # Without the half of a pair of normal numbers that may wait: it shows in the next draws.
+        hasher.update(words)
         if self._python is None:
             hasher.update(repr(random.getstate()).encode())
         else:
@@ -249,13 +264,11 @@ class Generators:
                 hasher.update(float(gauss).hex().encode())
         return hasher.intdigest()
 
-    def _numpy_state(self) -> Any:
-        """Without the half of a pair of normal numbers that may wait: it shows in the next draws."""
+    def _numpy_words(self) -> Any:
         generator = self._numpy_own._bit_generator
         if type(generator) is not np.random.MT19937:  # somebody gave numpy another one
             return repr(generator.state).encode()
-        if generator is not self._numpy[0]:
-            self._numpy = generator, _MT19937.from_address(generator.ctypes.state_address)
+        self._numpy = generator, memoryview(_MT19937.from_address(generator.ctypes.state_address)).cast("B")
         return self._numpy[1]
 
 
@@ -266,11 +279,7 @@ def _python_words() -> Any:
         return None
     view = _MT19937.from_address(id(inst) + head)
     place, *words = view
-    return view if (*words, place) == random.getstate()[1] else None
-
-
-def _digest(data: bytes) -> int:
-    return xxhash.xxh3_64_intdigest(data)
+    return memoryview(view).cast("B") if (*words, place) == random.getstate()[1] else None
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
