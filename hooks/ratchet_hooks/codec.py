@@ -36,6 +36,7 @@ Tensors = dict[str, torch.Tensor]
 
 _MAX_DEPTH = 100
 _SAFE_INT = 2**53  # beyond it, readers that hold JSON numbers as doubles would lose digits
+_NO_TENSORS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
@@ -63,6 +64,14 @@ def _float_text(value: float) -> str:
     return "nan:" + struct.pack(">d", value).hex() if math.isnan(value) else value.hex()
 
 
+def _is_json(value: object) -> bool:
+    """Does it stand for itself? Strings beyond ASCII are looked at one by one."""
+    kind = type(value)
+    if kind is int:
+        return -_SAFE_INT <= value <= _SAFE_INT  # type: ignore[operator]
+    return value is None or kind is bool or (kind is str and value.isascii())  # type: ignore[attr-defined]
+
+
 class _Encoder:
     def __init__(self, where: str) -> None:
         self.where = where
@@ -86,16 +95,17 @@ class _Encoder:
                 self._count_sharers(item, depth + 1)
         elif isinstance(value, (list, tuple, deque)):
             for item in value:
-                self._count_sharers(item, depth + 1)
+                if type(item) not in _NO_TENSORS:
+                    self._count_sharers(item, depth + 1)
 
     def fail(self, path: tuple[str, ...], detail: str) -> HookStateError:
         return HookStateError(self.where + "".join(path), detail)
 
     def value(self, value: object, path: tuple[str, ...]) -> JsonValue:
-        if value is None or type(value) is bool:
-            return value
+        if _is_json(value):
+            return value  # type: ignore[return-value]
         if type(value) is int:
-            return value if -_SAFE_INT <= value <= _SAFE_INT else {"int": str(hex(value))}
+            return {"int": str(hex(value))}
         if type(value) is str:
             return self._text(value, path)
         if isinstance(value, torch.Tensor):
@@ -170,7 +180,7 @@ class _Encoder:
         )
 
     def _items(self, value: Iterable[object], path: tuple[str, ...]) -> list[JsonValue]:
-        return [self.value(item, (*path, f"[{i}]")) for i, item in enumerate(value)]
+        return [item if _is_json(item) else self.value(item, (*path, f"[{i}]")) for i, item in enumerate(value)]  # type: ignore[misc]
 
     def _pairs(self, value: Mapping[Any, object], path: tuple[str, ...]) -> JsonValue:
         pairs: list[JsonValue] = []

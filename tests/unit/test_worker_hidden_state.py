@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import random
 import re
+import struct
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -330,6 +332,46 @@ def weight_of_a_new_teacher(net: Net) -> torch.Tensor:
 def build_seeded(build: Build) -> Net:
     torch.manual_seed(0)
     return build()
+
+
+NAN: float = struct.unpack("<d", bytes.fromhex("010000000000f4ff"))[0]
+PLAIN: dict[str, list[Any]] = {
+    "floats": [NAN, -NAN, -0.0, 0.0, math.inf, 5e-324, 0.1],
+    "integers": [-(2**63), 2**63 - 1, 0],
+    "large integers": [1, 2**63, -(2**200)],
+    "truth values": [True, False, True],
+    "of several types": [True, 1, 1.0, 2**60, None, -0.0, NAN, 1j, b"\0", "\u00fc", "a"],
+    "strings": ["a", "\u00fc", ""],
+    "small integers as floats": [1.0, 2.0],
+}
+
+
+def bits_of(item: Any) -> Any:
+    if isinstance(item, (list, tuple, deque)):
+        return [*map(bits_of, item)]
+    return type(item), struct.pack("<d", item) if type(item) is float else repr(item)
+
+
+@pytest.mark.parametrize("items", PLAIN.values(), ids=PLAIN.keys())
+def test_plain_items_come_back_with_their_types_and_bits(items: list[Any]) -> None:
+    """Of a list that is there, of new containers, and of one too long to be looked at item by item."""
+
+    def train(net: Net) -> None:
+        net.x.extend(items)
+        vars(net).update(long=items * 20_001, new=deque(items), keys={f"{n}": one for n, one in enumerate(items)})
+        net.alias = net.long
+
+    _, changes = later(Net(x=[]), train)
+    again = resumed(lambda: Net(x=[]), Changes(through_disk(changes.stored), []))  # type: ignore[arg-type]
+    assert changes.unsaved == [] and again.alias is again.long
+    found = (again.x, again.new, [*again.keys.values()], again.long[-len(items) :])
+    assert all(bits_of(one) == bits_of(items) for one in found)
+    assert len(again.long) == 20_001 * len(items) and [*again.keys] == [*map(str, range(len(items)))]
+
+
+def test_of_many_strings_the_one_that_cannot_be_stored_is_named() -> None:
+    _, changes = later(Net(x=["a"]), lambda n: n.x.extend(["b", "\ud800", "c"]))
+    assert changes.unsaved == ["model.x[2]"]
 
 
 @pytest.mark.parametrize("case", list(CASES))

@@ -61,6 +61,9 @@ module, class, name)``: of an enumeration; ``("flag", module, class, value)``; `
 ``("address", reference)``: an object's ``id``; ``("torch", name)``, ``("device", name)``, ``("tuple", references)``, ranges,
 ``("python", type, text)``."""
 
+References: TypeAlias = list[Reference] | dict[str, Any]
+"""Of a container's items. Where all are numbers, strings and the like ``{"plain": items}``, where all are numbers of one type
+``{"packed": (dtype, bytes)}``."""
 _TYPES: Final[dict[str, type]] = {
     kind.__name__: kind for kind in (list, tuple, deque, dict, OrderedDict, defaultdict, Counter, set, frozenset)
 }
@@ -77,6 +80,8 @@ _VALUES: Final[dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]
     "PurePosixPath": (PurePosixPath, str, PurePosixPath),
 }
 """Constants of Python's library: their type, how they are written and read."""
+_PACKED: Final[dict[type, str]] = {float: "<f8", int: "<i8", bool: "|b1"}
+_PLAIN: Final = frozenset({float, int, bool, str, bytes, complex, type(None)})
 _LEAVES: Final = ("tensor", "array", "generator", "bytes")
 _CHANGEABLE: Final = ("list", "dict", "set")
 _CODE: Final[tuple[Kind, ...]] = ("other", "bound", "function", "class", "module")
@@ -355,14 +360,20 @@ class _Recorder:
                 raise _Unstorable(path)  # its order goes by what was taken out of it, too
             # In an order that does not go by how the set grew: two checkpoints of equal sets are equal.
             items = sorted(item, key=repr) if all(map(is_constant, item)) else [*item]
-            content["items"] = [self._reference(path, one) for one in items]
+            content["items"] = _plain(path, items) or [self._reference(path, one) for one in items]
         elif kind == "dict":
-            content["keys"] = [self._key(path, key) for key in item]
-            content["items"] = [self._reference(f"{path}{step(kind, key)}", one) for key, one in item.items()]
+            keys = [*item]
+            plain = _plain(path, keys) if {*map(type, keys)} == {str} else None  # a number may be an object's id
+            content["keys"] = plain or [self._key(path, key) for key in keys]
+            content["items"] = _plain(path, [*item.values()]) or [
+                self._reference(f"{path}{step(kind, key)}", one) for key, one in item.items()
+            ]
             if type(item) is defaultdict:
                 content["factory"] = _named(path, item.default_factory)
         else:
-            content["items"] = [self._reference(f"{path}[{number}]", one) for number, one in enumerate(item)]
+            content["items"] = _plain(path, [*item]) or [
+                self._reference(f"{path}[{number}]", one) for number, one in enumerate(item)
+            ]
             if type(item) is deque:
                 content["longest"] = item.maxlen
         return content
@@ -422,6 +433,22 @@ def _code(item: Any) -> Reference | None:
 
 def _is_code(item: Any) -> bool:
     return is_users_code(item) or isinstance(item, (FunctionType, BuiltinFunctionType, type))
+
+
+def _plain(path: str, items: list[Any]) -> References | None:
+    """``items``, as many as they are, in one go; None where one of them has to be looked at by itself."""
+    kinds = {*map(type, items)}
+    if not kinds or not kinds <= _PLAIN:
+        return None
+    if len(kinds) == 1 and (dtype := _PACKED.get(*kinds)) is not None:
+        try:
+            return {"packed": (dtype, np.array(items, dtype).tobytes())}
+        except OverflowError:  # beyond 64 bits
+            return {"plain": items}
+    try:
+        return {"plain": _storable(path, items)}
+    except _Unstorable:
+        return None
 
 
 def _constant(path: str, item: Any) -> Reference:
@@ -559,7 +586,7 @@ class _Restorer:
             for key, value in found:
                 item[key] = value
         else:
-            found = [self._resolved(one) for one in content["items"]]
+            found = self._all(content["items"])
             item.clear()
             (item.update if kind == "set" else item.extend)(found)
 
@@ -580,8 +607,16 @@ class _Restorer:
                 item.copy_(value)
 
     def _pairs(self, content: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-        keys = [self._resolved(key) for key in content["keys"]]
-        return [*zip(keys, map(self._resolved, content["items"]), strict=True)]
+        return [*zip(self._all(content["keys"]), self._all(content["items"]), strict=True)]
+
+    def _all(self, references: References) -> list[Any]:
+        if isinstance(references, list):
+            return [*map(self._resolved, references)]
+        if "plain" in references:
+            return [*references["plain"]]
+        dtype, data = references["packed"]
+        found: list[Any] = np.frombuffer(data, dtype).tolist()
+        return found
 
     def _resolved(self, reference: Reference) -> Any:
         kind, *rest = reference
@@ -634,7 +669,7 @@ class _Restorer:
         if number not in self._made:
             kind, content = self._new[number]["kind"], self._new[number]["content"]
             if kind == "tuple":
-                items = map(self._resolved, content["items"])
+                items = self._all(content["items"])
                 self._made[number] = _class(*content["class"])(*items) if "class" in content else tuple(items)
             else:
                 self._made[number] = self._empty(kind, content)
@@ -668,7 +703,7 @@ class _Restorer:
             factory = content["factory"]
             return defaultdict(_find(*factory) if factory[0] else None)
         if content["type"] == "frozenset":
-            return frozenset(map(self._resolved, content["items"]))
+            return frozenset(self._all(content["items"]))
         return _TYPES[content["type"]]()
 
 
