@@ -98,8 +98,9 @@ def measure(
 
 def watched_fingerprints(session: Session) -> dict[str, list[float]]:
     """Gets the seconds of each step's fingerprint from now on, as the loop's thread has them; and before each, those of an empty
-    tensor of 5 KB. Whoever asks the C library for so much first, behind a step, sorts what the step has freed: here the
-    fingerprint would, which has a copy of torch's generator, else the next step's first tensor does."""
+    tensor of 5 KB. After a step, the first request for so much memory makes the C library sort what the step has freed. Without
+    this tensor that request would be the fingerprint's (a copy of torch's generator), and without a fingerprint the next step's
+    first tensor."""
     proof, seconds, empty = session._runtime.proof, list[float](), list[float]()
     assert proof is not None
     make = proof.boundary

@@ -101,6 +101,7 @@ _HOLDERS: Final = (
     WeakSet,
 )  # fmt: skip
 _STATE_OF_MODULES: Final = frozenset({"training", "_parameters", "_buffers", "_modules"})
+_HOOKS_OF_MODULES: Final = _OF_MODULES - _STATE_OF_MODULES
 _MOST: Final = 200_000
 """Objects that are looked at."""
 _LARGE: Final = 20_000
@@ -398,10 +399,13 @@ def _owner_of(generator: GeneratorType[Any, Any, Any]) -> str:
 
 def _hooks(item: Any) -> Iterator[tuple[str, Any]]:
     """What is registered on a module or an optimizer to be called."""
-    names = _OF_MODULES if isinstance(item, nn.Module) else _of_optimizers() if isinstance(item, Optimizer) else ()
+    names = (
+        _HOOKS_OF_MODULES if isinstance(item, nn.Module) else _of_optimizers() if isinstance(item, Optimizer) else ()
+    )
+    attributes_of_item = vars(item) if names else {}
     for name in names:
-        held = vars(item).get(name)
-        if isinstance(held, OrderedDict) and held and name not in _STATE_OF_MODULES:
+        held = attributes_of_item.get(name)
+        if isinstance(held, OrderedDict) and held:
             yield from ((f"{name}[{n}]", hook) for n, hook in enumerate(held.values()) if callable(hook))
 
 
