@@ -87,7 +87,7 @@ def test_an_evaluation_waits_for_the_copies_of_a_save_that_is_begun_at_its_own_b
     run.launch = SimpleNamespace(spec=SimpleNamespace(ddp=SimpleNamespace(broadcast_buffers=True)))
     run.exchange = run.device = run.agreement = None
     run.trial, run.step = SimpleNamespace(evaluates=lambda *_: None), 1
-    run._open, run._late = False, None
+    run._open, run._behind, run._late = False, False, None
     run._begin_evaluation = lambda: str(told.append("request"))  # type: ignore[func-returns-value]
     with pytest.raises(KeyboardInterrupt), run.evaluating():
         pass
