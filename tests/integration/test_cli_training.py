@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -56,10 +57,14 @@ def test_a_job_followed_to_its_end_leaves_everything_to_read(cli: Cli, server: S
     assert {next(iter(line)) for line in lines} == {"event", "progress", "job"}
     job_id = job["id"]
     assert cli("wait", job_id).text == ""
-    plain = cli("wait", job_id, "--follow").text
-    assert f"SUCCEEDED at step {STEPS}/{STEPS}" in plain and "\x1b" not in plain
+    told = cli("wait", job_id, "--follow")
+    assert f"SUCCEEDED at step {STEPS}/{STEPS}" in told.text and "\x1b" not in told.text
+    assert "last metrics: " in told.errors and "loss " in told.errors
+    assert f"ratchet checkpoints export {job_id} -o model.safetensors" in told.errors
     hook = cli("hook", job_id).text
-    assert "compressing" in hook and "residual norm, rank 1" in hook
+    assert "compressing" in hook and re.search(r"residual norm, rank 1 +\d[\d.e-]{0,6}$", hook, re.MULTILINE)
+    assert re.search(r"bytes, one step +[\d.]+ KiB -> [\d.]+ (KiB|B)$", hook, re.MULTILINE)
+    _metrics_are_shown(cli, job_id)
     (attempt,) = cli("attempts", job_id, "--json").data
     assert (attempt["cause"], attempt["steps_done"]) == ("completed", STEPS)
     assert "completed" in cli("attempts", job_id).text
@@ -67,6 +72,16 @@ def test_a_job_followed_to_its_end_leaves_everything_to_read(cli: Cli, server: S
     assert "compressing" in watched.text and len(watched.text.splitlines()) == 1 and "SUCCEEDED" in watched.errors
     _checkpoints_are_shown_and_verified(cli, server, job_id)
     _logs_are_shown_and_followed(cli, server, job_id)
+
+
+def _metrics_are_shown(cli: Cli, job_id: str) -> None:
+    header, *rows = cli("metrics", job_id).text.splitlines()
+    assert header.split() == ["NAME", "LAST", "AT", "STEP", "COURSE"]
+    [loss] = [row.split() for row in rows if row.startswith("loss ")]
+    curve = cli("metrics", job_id, "loss").text.splitlines()[1:]
+    assert len(curve) == STEPS and curve[-1].split() == [loss[2], "1", loss[1]]
+    assert f"loss {float(loss[1]):.4g}" in cli("get", job_id).text
+    assert "lists the names" in cli("metrics", job_id, "nothing").errors
 
 
 def _checkpoints_are_shown_and_verified(cli: Cli, server: Server, job_id: str) -> None:

@@ -10,6 +10,8 @@ from ratchet_client.cli import output
 from ratchet_client.cli.common import LOOK, JobId, JsonFlag, open_client, steps
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import RenderableType
 
     from ratchet_contract import api
@@ -44,23 +46,26 @@ def hook(
         return
     output.fields(
         [
-            ("hook", view.name), ("figures from", _SOURCES[view.source] if view.source else None), ("wrapper", view.wrapper),
+            ("hook", view.name), ("source", _SOURCES[view.source] if view.source else None), ("wrapper", view.wrapper),
             ("parameters", ", ".join(f"{k}={v}" for k, v in view.parameters.items() if k not in ("name", "wrapper"))),
             ("phase", view.phase), ("iteration", view.iteration), ("compression rate", _times(view.compression_rate)),
-            ("elements", _from_to(view.elements_before, view.elements_after)),
-            ("bytes", _from_to(view.bytes_before, view.bytes_after)),
+            (
+                "elements, all steps" if view.stateful else "elements, one step",
+                _from_to(view.elements_before, view.elements_after, output.count),
+            ),
+            ("bytes, one step", _from_to(view.bytes_before, view.bytes_after, output.size)),
             ("memory", output.size(view.memory_bytes)), ("at step", view.step),
             ("iteration in checkpoint", view.checkpoint_iteration), ("checkpoint", view.checkpoint_id),
             ("updated", output.moment(view.updated_at)),
         ]
-        + [(f"residual norm, rank {rank}", norm) for rank, norm in sorted(view.residual_norm.items())]
+        + [(f"residual norm, rank {rank}", _norm(norm)) for rank, norm in sorted(view.residual_norm.items())]
     )  # fmt: skip
     if view.phase is None:
         output.note("the hook has not reported yet")
 
 
-def _from_to(before: int | None, after: int | None) -> str | None:
-    return None if before is None or after is None else f"{before} -> {after}"
+def _from_to(before: int | None, after: int | None, words: Callable[[int], str]) -> str | None:
+    return None if before is None or after is None else f"{words(before)} -> {words(after)}"
 
 
 def watch_hook(ctx: typer.Context, job_id: str, as_json: bool) -> None:

@@ -27,6 +27,8 @@ _STYLES = {
 
 _TEXT = 24
 """Columns that a cell of running text is given at least, before other columns are left out for it."""
+_CUT = 100
+"""Columns of a text that is cut, where no terminal sets a limit."""
 
 
 def on_terminal() -> bool:
@@ -96,25 +98,40 @@ def _plain(data: Any) -> Any:
 
 
 def table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = (), drop: Sequence[str] = (), empty: str = ""
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = (), drop: Sequence[str] = (), cut: str = "",
+    empty: str = "",
 ) -> None:  # fmt: skip
     """A table with a header; the columns named in ``right`` are numbers. ``empty`` is said on stderr when there is no row.
-    On a terminal that is too narrow the columns of ``drop`` are left out, the first one first, and named below."""
-    body = [list(row) for row in rows]
+    On a terminal that is too narrow the columns of ``drop`` are left out, the first one first, and named below. ``cut``: a column
+    of running text that gets what room there is in one line, and an ellipsis; elsewhere than on a terminal ``_CUT`` columns."""
+    body = [[" ".join(cell.split()) if "\n" in cell else cell for cell in row] for row in rows]
     if not body and empty:
         note(empty)
         return
     if on_terminal():
         screen = console()
+        missing = _too_many(columns, body, drop, screen.width)
+        if cut in columns and cut not in missing:
+            others = [
+                max(len(c), *(len(r[i]) for r in body)) for i, c in enumerate(columns) if c not in (*missing, cut)
+            ]
+            _shorten(columns, body, cut, max(_TEXT, screen.width - sum(others) - 2 * len(others)))
         shown, missing = drawn_table(columns, body, right, drop, screen.width)
         screen.print(shown)
         if missing:
             screen.print(f"too narrow for: {', '.join(missing)}", style="dim")
         return
+    _shorten(columns, body, cut, _CUT)
     widths = [max(len(c), *(len(r[i]) for r in body)) if body else len(c) for i, c in enumerate(columns)]
     for row in [list(columns), *body]:
         cells = (v.rjust(w) if c in right else v.ljust(w) for v, w, c in zip(row, widths, columns, strict=True))
         line("  ".join(cells).rstrip())
+
+
+def _shorten(columns: Sequence[str], rows: Sequence[list[str]], column: str, most: int) -> None:
+    for row in rows if column in columns else ():
+        text = row[at := columns.index(column)]
+        row[at] = text if len(text) <= most else text[: most - 1].rstrip() + "…"
 
 
 def drawn_table(
@@ -214,6 +231,14 @@ def size(count: int | None) -> str:
     while value >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]
     return f"{count} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def count(number: int) -> str:
+    """Three digits and a unit: 512, 73.5 k, 1.99 M."""
+    value, units = float(number), ["", " k", " M", " G", " T", " P"]
+    while value >= 999.5 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:.3g}{units[0]}"
 
 
 def moment(value: datetime | None) -> str | None:

@@ -23,6 +23,7 @@ from ratchet_client.cli.common import (
     steps,
     why,
 )
+from ratchet_client.cli.metrics import last_words
 from ratchet_contract.access import LOCAL_OWNER
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ def list_jobs(
         ["ID", "NAME", *(["OWNER"] if team else []), "PHASE", "HOOK", "STEP", "ATTEMPT", "AGE", "WHY"],
         [[j.id, j.name, *([j.owner] if team else []), str(j.phase), j.hook, steps(j), str(j.epoch), output.age(j.created_at),
           why(j)] for j in jobs],
-        right=["STEP", "ATTEMPT", "AGE"], drop=["HOOK", "ATTEMPT", "AGE", "WHY", "STEP", "OWNER", "NAME"],
+        right=["STEP", "ATTEMPT", "AGE"], drop=["HOOK", "ATTEMPT", "AGE", "STEP", "OWNER", "WHY", "NAME"],
+        cut="WHY",
         empty="no job fits" if phase or label or name or active or owner else "no jobs; submit one with: ratchet submit FILE",
     )  # fmt: skip
 
@@ -84,6 +86,7 @@ def get(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
     with open_client(ctx) as client:
         found = client.job(job)
         newest = next(client.attempts(job), None) if found.epoch and not as_json else None
+        metrics = last_words(client, job) if found.epoch and not as_json else ""
     if as_json:
         output.emit(found)
         return
@@ -94,7 +97,9 @@ def get(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
             ("phase", found.phase),
             ("desired", found.desired if found.desired != "run" else None), ("reason", found.reason),
             ("message", found.message), ("queue", place_words(found)),
-            ("step", steps(found)), ("steps at risk", found.progress.steps_at_risk),
+            ("step", steps(found)),
+            ("last metrics", metrics),
+            ("steps at risk", None if found.phase.terminal else found.progress.steps_at_risk),
             ("steps per second", _rate(found.progress.steps_per_second)),
             ("attempt", found.epoch), ("hook", found.hook), ("device", found.resolved.device),
             ("backend", found.resolved.backend), ("threads per rank", found.resolved.threads_per_rank),

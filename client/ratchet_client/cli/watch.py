@@ -22,6 +22,7 @@ from ratchet_client.cli.figures import (
     hook_words,
     speed_words,
 )
+from ratchet_client.cli.metrics import last_words
 from ratchet_client.cli.streams import event_line, say_gap
 
 if TYPE_CHECKING:
@@ -73,10 +74,21 @@ def wait(ctx: typer.Context, job_id: str, *, until: Collection[JobPhase] = (), d
     with open_client(ctx, PATIENCE if deadline is None else 1.0) as client:
         job = client.wait(job_id, until or TERMINAL, deadline, on_change=tell)
         if job.phase.terminal and not as_json:
-            files.tell(client, job)
+            _tell_end(client, job)
     if as_json:
         output.emit(job)
     _end(job, until)
+
+
+def _tell_end(client: RatchetClient, job: JobView) -> None:
+    """On stderr, what came of a job that has ended, and where it is."""
+    if words := last_words(client, job.id):
+        output.note(f"last metrics: {words}; all: ratchet metrics {job.id}")
+    if job.last_checkpoint is not None and job.phase == "SUCCEEDED":
+        output.note(
+            f"model: {job.last_checkpoint}; as a file: ratchet checkpoints export {job.id} -o model.safetensors"
+        )
+    files.tell(client, job)
 
 
 def _end(job: JobView, until: Collection[JobPhase] = ()) -> None:
@@ -106,7 +118,7 @@ def follow(ctx: typer.Context, job_id: str, *, as_json: bool = False) -> None:
     else:
         output.line(f"{job.id} {job.phase} at step {steps(job)}" + (f": {why(job)}" if why(job) else ""))
         with open_client(ctx) as client:
-            files.tell(client, job)
+            _tell_end(client, job)
     _end(job)
 
 

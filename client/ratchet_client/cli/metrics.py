@@ -1,0 +1,63 @@
+"""``ratchet metrics``: what a job has logged, the newest values or one curve."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ratchet_client.cli import output
+from ratchet_client.cli.common import LOOK, JobId, JsonFlag, open_client
+from ratchet_client.cli.figures import sparkline
+
+if TYPE_CHECKING:
+    from ratchet_client.client import RatchetClient
+    from ratchet_contract.api import MetricSeries
+
+_POINTS = 16
+_CURVE = 1000
+_NAMED = 6
+
+
+def register(app: typer.Typer) -> None:
+    app.command(rich_help_panel=LOOK)(metrics)
+
+
+def metrics(
+    ctx: typer.Context,
+    job: JobId,
+    name: Annotated[str | None, typer.Argument(help="One metric, all of whose values are printed.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show what a job has logged: the last value of each metric and its course, or step by step one of them.
+
+    A step that was done again is there once, with the newest value. A long curve is thinned to 1000 points.
+    """
+    with open_client(ctx) as client:
+        names = () if name is None else (name,)
+        found = client.metrics(job, name=names, max_points=_POINTS if name is None and not as_json else _CURVE)
+    if as_json:
+        output.emit(found)
+        return
+    series = [one for one in found.series if one.points]
+    none = "nothing is logged yet" if name is None else f"no value of {name}; `ratchet metrics {job}` lists the names"
+    if name is not None:
+        rows = [[str(point.step), str(point.epoch), f"{point.value:.6g}"] for one in series for point in one.points]
+        output.table(["STEP", "ATTEMPT", "VALUE"], rows, right=["STEP", "ATTEMPT", "VALUE"], empty=none)
+        return
+    output.table(
+        ["NAME", "LAST", "AT STEP", "COURSE"], [_row(one) for one in series], right=["LAST", "AT STEP"],
+        drop=["COURSE", "AT STEP"], empty=none,
+    )  # fmt: skip
+
+
+def _row(series: MetricSeries) -> list[str]:
+    last = series.points[-1]
+    return [series.name, f"{last.value:.6g}", str(last.step), sparkline([point.value for point in series.points])]
+
+
+def last_words(client: RatchetClient, job_id: str) -> str:
+    """``accuracy 0.97, loss 0.12``: the last values of some; empty where nothing is logged."""
+    series = [one for one in client.metrics(job_id, max_points=2).series if one.points]
+    words = [f"{one.name} {one.points[-1].value:.4g}" for one in series[:_NAMED]]
+    return ", ".join(words) + (f" and {len(series) - _NAMED} more" if len(series) > _NAMED else "")
