@@ -529,6 +529,20 @@ def test_a_librarys_note_that_its_hooks_are_registered_is_not_put_back() -> None
     assert again.calls == 1 and not hasattr(again, "_hooks_installed")
 
 
+def test_marks_that_torchs_compiler_makes_on_tensors_are_not_put_back() -> None:
+    net, state = Net(), HiddenState()
+    compiled = torch.compile(net.layer, backend="eager")
+    state.begin({"model": net})
+    compiled(torch.ones(2, 3))
+    assert any(name.startswith("_dynamo_") for p in net.parameters() for name in vars(p)), (
+        "the compiler makes no marks any more"
+    )
+    net.layer.weight.scale = 2.0
+    changes = state.changes()
+    assert changes.unsaved == [] and set(changes.stored["changed"]) == {"model.layer.weight"}, changes
+    assert "_dynamo_" not in repr(changes.stored)
+
+
 def test_what_is_ignored_is_left_alone() -> None:
     net, hidden = Net(x=[0], it=iter([1]), n=0), HiddenState()
     hidden.ignored = {"model.it": "for show", "model.x": "a log", "model.n": "for show"}

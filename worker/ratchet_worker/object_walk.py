@@ -259,7 +259,7 @@ class _Walker:
             return
         found.paths[id(tensor)] = path
         hooks = [(f"hooks[{number}]", hook) for number, hook in enumerate(tensor_hooks(tensor))]
-        mark, kept = {name: hook for name, hook in hooks if is_users_code(hook)}, dict(vars(tensor))
+        mark, kept = {name: hook for name, hook in hooks if is_users_code(hook)}, _attributes_of_tensor(tensor)
         found.nodes[path] = Node(tensor, "tensor", mark, kept, users=False, region="own", covered=True)
         if tensor.layout is torch.strided and tensor.numel():
             found.places.setdefault(storage_id(tensor), path)
@@ -504,9 +504,14 @@ def _held_by(item: Any) -> Children:
     return {"__self__": item.__self__}
 
 
+def _attributes_of_tensor(tensor: torch.Tensor) -> dict[str, Any]:
+    """Without the marks of torch's compiler, which a process that resumes makes anew, when it compiles."""
+    return {name: value for name, value in vars(tensor).items() if not name.startswith("_dynamo_")}
+
+
 def _kept_by_tensor(tensor: torch.Tensor) -> Children:
     """Attributes of a tensor, and the gradient of one that is trained by hand."""
-    kept = dict(vars(tensor))
+    kept = _attributes_of_tensor(tensor)
     if tensor.is_leaf and tensor.requires_grad and tensor.grad is not None:
         kept["grad"] = tensor.grad
     return kept
