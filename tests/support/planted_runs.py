@@ -1,13 +1,15 @@
 """Trainings with planted state (``planted_job``), run undisturbed and interrupted, and what became of the bits.
 
-``python -m tests.support.planted_runs [CASES] [--ways epoch,stop] [--jobs 2] [--blind]`` prints a table; exit status 1: a case
-was silent, or could not be judged. ``CASES``: parts of their names; without any, all of them.
+``python -m tests.support.planted_runs [CASES] [--sample 8] [--ways epoch,stop,prove] [--jobs 2] [--blind]`` prints a table; exit
+status 1: a case was silent, or could not be judged. ``CASES``: parts of their names; without any, all of them. ``--sample 9``:
+every ninth of these. The way ``prove``, which is not among the default ones, is ``ratchet prove`` of the case.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import json
 import shutil
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -24,8 +27,10 @@ from typing_extensions import override
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import Cause
 from ratchet_store.compare import Comparison, compare
+from tests.support.cli import Cli
 from tests.support.interpreters import LIBRARIES, Program
 from tests.support.launch import Attempt, Job
+from tests.support.server import Server
 
 CODE: Final = Path(__file__).parent / "planted_job"
 WAYS: Final = {
@@ -82,25 +87,29 @@ class How:
     ranks: int = 1
 
 
-class _Run(Job):
-    """A job of one case; ``way``: of ``WAYS``, or ``none``."""
+def _spec(case: str, way: str, how: How) -> dict[str, Any]:
+    """The job of a case; ``way``: of ``WAYS``, or ``none``."""
+    module, name = case.split(":")
+    told = f"{way}-blind" if how.blind else way
+    if module == "script":
+        code: dict[str, Any] = {"script": ["script.py", name, told]}
+    else:
+        code = {"task": {"entrypoint": "training:planted", "args": {"case": case, "way": told}}}
+    return {
+        **code,
+        "name": "planted",
+        "code": {"path": str(CODE)},
+        "world": {"ranks_per_node": how.ranks, "device": "cpu"},
+        "checkpoint": {"every_steps": 6, "first": "off"},
+        "determinism": "strict" if how.strict else "warn",
+        **_SPEC.get(case, {}),
+    }
 
+
+class _Run(Job):
     def __init__(self, home: Path, case: str, way: str, how: How) -> None:
-        module, name = case.split(":")
-        told = f"{way}-blind" if how.blind else way
-        if module == "script":
-            code: dict[str, Any] = {"script": ["script.py", name, told], "code": {"path": str(CODE)}}
-        else:
-            code = {"task": {"entrypoint": "training:planted", "args": {"case": case, "way": told}}}
-        spec = {
-            **code,
-            "world": {"ranks_per_node": how.ranks, "device": "cpu"},
-            "checkpoint": {"every_steps": 6, "first": "off"},
-            "determinism": "strict" if how.strict else "warn",
-            **_SPEC.get(case, {}),
-        }
-        super().__init__(home / way, spec, CODE, job_id="job")
-        self._libraries = module in ("libraries", "clean")
+        super().__init__(home / way, _spec(case, way, how), CODE, job_id="job")
+        self._libraries = case.startswith(("libraries:", "clean:"))
 
     @override
     def start_agent(self, paths: AttemptPaths) -> subprocess.Popen[bytes] | Program:
@@ -114,8 +123,8 @@ class _Run(Job):
 @dataclass(frozen=True)
 class Outcome:
     """``kind``: exact (equal bits, and so says the report), named (the report says not-exact, with ``reason``), refused (with
-    ``reason``), proved other (other bits under ``exact``, and the replay proof found it), silent (other bits under ``exact``),
-    false alarm (equal bits under ``not-exact``), broken (anything else)."""
+    ``reason``), proved other (other bits under ``exact``, and the replay proof, or ``ratchet prove``, found it), silent (other
+    bits under ``exact``), false alarm (equal bits under ``not-exact``), broken (anything else)."""
 
     kind: str
     reason: str = ""
@@ -151,6 +160,23 @@ def _interrupted(home: Path, case: str, way: str, whole: Job, how: How) -> Outco
         return _judged(resumed, compare(whole.newest(), job.newest()))
     finally:
         job.close()
+
+
+def proved(server: Server, home: Path, case: str, how: How = How()) -> Outcome:
+    """What ``ratchet prove`` says of the case: ``differs`` is ``proved other``, ``not-repeatable`` is ``broken``."""
+    file = home / "spec.json"
+    file.write_text(json.dumps(_spec(case, "none", how) | {"resources": {"cpus_per_rank": 1}}))
+    done = Cli(server.home, home).ended("prove", str(file), "--json", deadline=600)
+    if not done.text:
+        return Outcome("refused" if "user-error" in done.errors else "broken", done.errors)
+    proof = done.data
+    if proof["verdict"] == "not-repeatable":
+        return Outcome("broken", done.text)
+    differ = [one["place"] for one in proof["comparison"]["differences"][:3]] + proof["metrics_differ"][:1]
+    told = "; ".join(proof["reports"] + differ + proof["interruptions"])
+    if proof["verdict"] != "differs":
+        return Outcome("exact", told)
+    return Outcome("named" if " is not-exact: " in told else "proved other", told)
 
 
 def _judged(resumed: Attempt, found: Comparison) -> Outcome:
@@ -189,6 +215,7 @@ def table(found: dict[str, dict[str, Outcome]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("cases", nargs="*")
+    parser.add_argument("--sample", type=int, default=1, help="every n-th of them")
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=1)
@@ -196,19 +223,29 @@ def main() -> int:
     parser.add_argument("--blind", action="store_true")
     given = parser.parse_args()
     chosen = [case for case in catalogue() if not given.cases or any(part in case for part in given.cases)]
+    chosen = chosen[:: given.sample]
     how = How(strict=given.strict, blind=given.blind, ranks=given.ranks)
+    ways = [way for way in given.ways.split(",") if way != "prove"]
     found: dict[str, dict[str, Outcome]] = {}
 
     def one(case: str) -> None:
         home = Path(tempfile.mkdtemp(prefix="planted-"))
         try:
-            found[case] = outcomes(home, case, given.ways.split(","), how)
+            found[case] = outcomes(home, case, ways, how) if ways else {}
+            if server is not None:
+                found[case]["prove"] = proved(server, home, case, how)
         finally:
             shutil.rmtree(home, ignore_errors=True)
         for way, outcome in found[case].items():
-            print(f"{case:40} {way:11} {outcome.kind:13} {outcome.reason[:200]}", flush=True)
+            print(f"{case:40} {way:11} {outcome.kind:13} {outcome.reason[:400]}", flush=True)
 
-    with ThreadPoolExecutor(given.jobs) as pool:
+    with ExitStack() as stack:
+        server = None
+        if "prove" in given.ways.split(","):
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="planted-")))
+            server = Server(directory / "home").start()
+            stack.callback(server.stop)
+        pool = stack.enter_context(ThreadPoolExecutor(given.jobs))
         [*pool.map(one, chosen)]
     inside = {case: of_case for case, of_case in found.items() if case not in OUTSIDE}
     print(table(inside), "of what is not seen, " + table({c: found[c] for c in found if c in OUTSIDE}), sep="\n\n")
