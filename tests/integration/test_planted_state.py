@@ -14,7 +14,7 @@ from tests.support.planted_runs import NAMED, OUTSIDE, How, catalogue, outcomes
 
 EXACT = [
     "datasets:CachingInList", "generators:InDataclass", "networks:ShapeOfBuffer", "networks:TeacherInObject", "objects:Linked",
-    "optimizers:SlowWeights", "tensors:Queue",
+    "optimizers:SlowWeights", "schedulers:OwnSubclass", "tensors:Queue",
 ]  # fmt: skip
 WAYS = ("epoch", "evaluation", "stop")
 

@@ -50,9 +50,8 @@ NAMED: Final[dict[str, str]] = {
 """Cases that are not exact: what a report, or a refusal, says of them."""
 OUTSIDE: Final = frozenset({
     "datasets:InWorkers", "iterators:AppendedFile", "iterators:Cached", "iterators:CachedFunction", "networks:Scripted",
-    "objects:Database", "objects:SimpleQueued", "optimizers:Defaults", "optimizers:Registered", "optimizers:Scaler",
-    "outside:Directory", "outside:Environment", "outside:GlobalOfAnotherModule", "schedulers:OwnSubclass",
-    "schedulers:OwnWithout", "script:BestSoFar", "script:LocalNumber", "script:LocalTeacher", "script:Reinforcement",
+    "objects:Database", "objects:SimpleQueued", "optimizers:Defaults", "outside:Directory", "outside:Environment",
+    "outside:GlobalOfAnotherModule", "script:BestSoFar", "script:LocalNumber", "script:LocalTeacher", "script:Reinforcement",
     "values:OrderOfSet",
 })  # fmt: skip
 """State that docs/exactness.md says is not seen: the replay proof alone tells of it, where steps are done again."""

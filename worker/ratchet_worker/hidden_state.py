@@ -116,10 +116,12 @@ class HiddenState:
         own: Mapping[str, Any],
         registered: Mapping[str, Any] | None = None,
         shared: Mapping[str, Any] | None = None,
+        spoken: Mapping[str, frozenset[str]] | None = None,
     ) -> None:
         """``own``, by name, are as the script has built them: changes are those from here on. ``registered``: objects that are
-        saved by themselves. ``shared``: what is looked at like variables of modules."""
-        self._roots = Roots(own, registered or {}, shared or {})
+        saved by themselves. ``shared``: what is looked at like variables of modules. ``spoken``: of some of ``own``, the
+        attributes that are saved by themselves."""
+        self._roots = Roots(own, registered or {}, shared or {}, spoken or {})
         self._built = self._walked()
         self._roots = replace(self._roots, around=frozenset(self._built.around))
 

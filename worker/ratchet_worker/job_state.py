@@ -30,6 +30,7 @@ from ratchet_worker import (
     module_state,
     optimizer_state,
     rng,
+    state_dict_names,
     state_names,
 )
 from ratchet_worker.data import own_generators
@@ -196,8 +197,12 @@ class JobState:
             c: item.item if isinstance(item, optimizer_state.AroundOptimizer) else item
             for c, item in self.stateful.items()
         }
+        with rng.forked(self._device):
+            parts = state_dict_names.parts_of(self.stateful)
+            spoken = {path: state_dict_names.spoken_of(item) for path, item in parts.items()}
+        own |= parts | state_dict_names.buffers_of(self.stateful)
         registered = {
-            **stateful,
+            **{c: item for c, item in stateful.items() if c not in spoken},
             "ddp": ddp,
             "data": data,
             **{f"data:{p}": g for p, g in generators.find().items()},
@@ -207,7 +212,7 @@ class JobState:
         else:
             registered |= generators.roots
         schedulers = {c: item for c, item in self.stateful.items() if isinstance(item, LRScheduler)}
-        self.hidden.begin(own, registered, _functions_of(schedulers))
+        self.hidden.begin(own, registered, _functions_of(schedulers), spoken)
 
     def _add_hidden(self, out: Snapshot) -> None:
         changes = self.hidden.changes()

@@ -155,19 +155,22 @@ class Walked:
 @dataclass(frozen=True)
 class Roots:
     """Where the walk begins, by path, region by region. A module of ``own`` is one whose parts, parameters and buffers are saved
-    by themselves. ``around``: see ``Walked``."""
+    by themselves. ``spoken``: of some, by path, the attributes that their ``state_dict`` speaks of, which are left to it.
+    ``around``: see ``Walked``."""
 
     own: Mapping[str, Any] = field(default_factory=dict)
     registered: Mapping[str, Any] = field(default_factory=dict)
     shared: Mapping[str, Any] = field(default_factory=dict)
+    spoken: Mapping[str, frozenset[str]] = field(default_factory=dict)
     around: frozenset[int] = frozenset()
 
 
 def walk(roots: Roots, left_out: Collection[str] = ()) -> Walked:
     """``left_out``: paths that are not looked into."""
     states = [vars(item).get("state") for item in roots.own.values() if isinstance(item, Optimizer)]
-    walker = _Walker(left_out, {*map(id, (*process_wide(), *roots.registered.values(), *states))})
+    walker = _Walker(left_out, {*map(id, (*process_wide(), *roots.registered.values(), *states))}, roots.spoken)
     walker.found.around |= {*roots.around, *map(id, (*roots.own.values(), *roots.registered.values()))}
+    walker.apart = {*map(id, roots.own.values())}
     walker.run("own", roots.own)
     walker.passed = {*map(id, process_wide())}
     walker.run("registered", roots.registered)
@@ -189,9 +192,10 @@ class _Walker:
     """Breadth first through one region after the other. ``passed``: ids of what is not looked at; ``shared``: what was met that
     belongs to the last region."""
 
-    def __init__(self, left_out: Collection[str], passed: set[int]) -> None:
+    def __init__(self, left_out: Collection[str], passed: set[int], spoken: Mapping[str, frozenset[str]]) -> None:
         self.found, self.passed, self.shared = Walked(), passed, dict[str, Any]()
-        self._left_out = left_out
+        self._left_out, self._spoken = left_out, spoken
+        self.apart = set[int]()  # ids of roots
         self._waiting = deque[_Found]()
 
     def run(self, region: Region, roots: Mapping[str, Any]) -> None:
@@ -229,6 +233,8 @@ class _Walker:
             children = {self._named_by_address(key): child for key, child in children.items()}
         if isinstance(item, Optimizer) and region == "own":
             children |= self._of_inner(item)
+        if names := self._spoken.get(path):
+            children = {name: child for name, child in children.items() if name not in names}
         if self._left_out:
             children = {k: child for k, child in children.items() if not self._is_left_out(f"{path}{step(kind, k)}")}
         self.found.paths[id(item)] = path
@@ -248,7 +254,8 @@ class _Walker:
             self.shared |= {name_of(base): base for base in _users_bases(its_class)}
 
     def _look_at_parts(self, path: str, module: nn.Module) -> None:
-        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        buffers = () if id(module._buffers) in self.apart else module.named_buffers(recurse=False)
+        for name, tensor in (*module.named_parameters(recurse=False), *buffers):
             self._cover(f"{path}.{name}", tensor)
         parts = (_Found(f"{path}.{name}", part, covered=True) for name, part in module.named_children())
         self._waiting.extendleft(reversed([*parts]))

@@ -1,0 +1,107 @@
+"""Of which attributes of an object its ``state_dict`` speaks. Whatever else it holds, nobody but the walk would save."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from types import CodeType, FunctionType
+from typing import Any, Final
+
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from ratchet_hooks.torch_compat import non_persistent
+from ratchet_worker.object_walk import is_users
+
+_METHODS: Final = frozenset({"state_dict", "load_state_dict", "get_extra_state", "set_extra_state"})
+_BY_NAME: Final = frozenset({"getattr", "setattr", "hasattr"})
+_ATTRIBUTE: Final = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"})
+
+
+def parts_of(stateful: Mapping[str, Any]) -> dict[str, Any]:
+    """By path, what of registered objects holds more than its ``state_dict`` may speak of: modules, objects of the user's
+    classes, schedulers and those in them."""
+    found = {}
+    for path, item in stateful.items():
+        if isinstance(item, (nn.Module, LRScheduler)) or is_users(type(item)):
+            found[path] = item
+        if isinstance(item, LRScheduler):
+            inner = enumerate(vars(item).get("_schedulers", ()))
+            found |= parts_of({f"{path}._schedulers[{number}]": one for number, one in inner})
+    return found
+
+
+def buffers_of(stateful: Mapping[str, Any]) -> dict[str, Any]:
+    """By path, tables of buffers in registered modules, some of which a ``state_dict`` leaves out."""
+    modules = {path: item for path, item in stateful.items() if isinstance(item, nn.Module)}
+    each = (
+        (f"{path}.{name}" if name else path, part) for path, m in modules.items() for name, part in m.named_modules()
+    )
+    return {f"{path}._buffers": part._buffers for path, part in each if non_persistent(part)}
+
+
+def spoken_of(item: Any) -> frozenset[str]:
+    """By the code of its class, and by the keys of what it says now."""
+    kind: type = type(item)
+    state = {} if isinstance(item, nn.Module) else item.state_dict()
+    return _named_by(kind) | frozenset(key for key in state if isinstance(state, dict) and isinstance(key, str))
+
+
+@lru_cache(maxsize=4096)
+def _named_by(kind: type) -> frozenset[str]:
+    """What the methods of the state, with those that they call on ``self``, read and set; all names in a class of an installed
+    package, which looks after its own attributes. ``nn.Module`` goes by its tables."""
+    users = [base for base in kind.__mro__ if is_users(base)]
+    others = [base for base in kind.__mro__ if base not in users and not issubclass(kind, nn.Module)]
+    codes = (code for base in others for method in vars(base).values() for code in _codes(method))
+    found = {name for code in codes for name in (*_names(code), *_strings(code))}
+    waiting, seen = set(_METHODS), set[str]()
+    while waiting:
+        seen.add(method := waiting.pop())
+        for code in (code for base in users for code in _codes(vars(base).get(method))):
+            names = {*_of_self(code, code.co_varnames[0] if code.co_argcount else "")}
+            names |= {*_strings(code)} if _BY_NAME & {*_names(code)} else set()
+            found |= names
+            waiting |= names - seen
+    return frozenset(found)
+
+
+def _codes(method: Any) -> list[CodeType]:
+    """Of a function, a property, a class method or one that is decorated."""
+    if isinstance(method, property):
+        return [*_codes(method.fget), *_codes(method.fset)]
+    method = getattr(method, "__func__", method)
+    if not isinstance(method, FunctionType):
+        return []
+    return [method.__code__, *_codes(getattr(method, "__wrapped__", None))]
+
+
+def _of_self(code: CodeType, me: str) -> Iterator[str]:
+    """Names of attributes of the variable ``me``."""
+    is_me = False
+    for one in dis.get_instructions(code):
+        if (one.opname in _ATTRIBUTE and is_me) or one.opname == "LOAD_SUPER_ATTR":
+            yield one.argval
+        loads = "LOAD_FAST" in one.opname or one.opname == "LOAD_DEREF"
+        last = one.argval[-1] if isinstance(one.argval, tuple) and one.argval else one.argval
+        is_me = (loads and last == me) or (one.opname == "COPY" and is_me)
+    for inner in _inner(code):
+        yield from _of_self(inner, me)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in _inner(code):
+        yield from _names(inner)
+
+
+def _strings(code: CodeType) -> Iterator[str]:
+    for one in code.co_consts:
+        yield from (item for item in (one if isinstance(one, tuple) else (one,)) if isinstance(item, str))
+    for inner in _inner(code):
+        yield from _strings(inner)
+
+
+def _inner(code: CodeType) -> Iterator[CodeType]:
+    return (one for one in code.co_consts if isinstance(one, CodeType))
