@@ -170,12 +170,6 @@ def non_persistent(module: nn.Module) -> set[str]:
     return names
 
 
-def buffer_table(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """The module's own buffers: the table that the module changes."""
-    table: dict[str, torch.Tensor | None] = _part(module, "_buffers")
-    return table
-
-
 def is_persistent(module: nn.Module, buffer: str) -> bool:
     """Whether ``state_dict`` holds the module's own buffer of that name."""
     return buffer not in non_persistent(module)

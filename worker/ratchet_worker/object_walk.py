@@ -54,7 +54,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ratchet_hooks.codec import encode
-from ratchet_hooks.torch_compat import buffer_table, storage_id, tensor_hooks, version_of
+from ratchet_hooks.torch_compat import own_buffers, storage_id, tensor_hooks, version_of
 from ratchet_worker.rng import GeneratorState, is_generator, process_wide
 
 Kind: TypeAlias = Literal[
@@ -254,7 +254,7 @@ class _Walker:
             self.shared |= {name_of(base): base for base in _users_bases(its_class)}
 
     def _look_at_parts(self, path: str, module: nn.Module) -> None:
-        buffers = () if id(buffer_table(module)) in self.apart else module.named_buffers(recurse=False)
+        buffers = () if id(own_buffers(module)) in self.apart else module.named_buffers(recurse=False)
         for name, tensor in (*module.named_parameters(recurse=False), *buffers):
             self._cover(f"{path}.{name}", tensor)
         parts = (_Found(f"{path}.{name}", part, covered=True) for name, part in module.named_children())

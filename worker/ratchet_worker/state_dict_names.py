@@ -11,7 +11,7 @@ from typing import Any, Final
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from ratchet_hooks.torch_compat import buffer_table, non_persistent
+from ratchet_hooks.torch_compat import non_persistent, own_buffers
 from ratchet_worker.object_walk import is_users
 
 _METHODS: Final = frozenset({"state_dict", "load_state_dict", "get_extra_state", "set_extra_state"})
@@ -38,7 +38,7 @@ def buffers_of(stateful: Mapping[str, Any]) -> dict[str, Any]:
     each = (
         (f"{path}.{name}" if name else path, part) for path, m in modules.items() for name, part in m.named_modules()
     )
-    return {f"{path}._buffers": buffer_table(part) for path, part in each if non_persistent(part)}
+    return {f"{path}._buffers": own_buffers(part) for path, part in each if non_persistent(part)}
 
 
 def spoken_of(item: Any) -> frozenset[str]:
