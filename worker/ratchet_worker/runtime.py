@@ -323,13 +323,17 @@ class Runtime:
         ended = last.epoch == self.launch.epoch or (manifest is not None and manifest.finished)
         if self.step != last.step or not ended:
             self._save("end", finished=True)
-        self._report_hook()
-        self._report_trial()
-        # A rank that stopped listening now would leave one that is frozen before its own end waiting for an answer.
-        self.exchange.gather("finish", None, timeout=math.inf)
+        self._report_end()
         self.checkpointer.finish()  # only now: a rank that left its loop alone has not ended the job
         self.finished = self._ended = True
         self.agreement.close()
+
+    def _report_end(self) -> None:
+        """After the last save. A rank that stopped listening before every rank is here would leave one that is frozen before its
+        own end waiting for an answer."""
+        self._report_hook()
+        self._report_trial()
+        self.exchange.gather("finish", None, timeout=math.inf)
 
     # --- a trial -------------------------------------------------------------------------------------------------------
 
@@ -342,9 +346,7 @@ class Runtime:
         if (error := self._save_if_new("end")) is not None:
             raise CheckpointError(error)
         self._report_progress(always=True)
-        self._report_hook()
-        self._report_trial()
-        self.exchange.gather("finish", None, timeout=math.inf)
+        self._report_end()
         self.agreement.close()
         raise Stopped(Cause.COMPLETED, f"the trial ends after step {self.step}")
 
