@@ -13,9 +13,9 @@ from ratchet_client.cli.exits import Exit
 if TYPE_CHECKING:
     from ratchet_contract.api import ComparisonView, DifferenceView
 
-_SECONDS = 3600.0
+COMPARE_SECONDS = 3600.0
 """For one answer: whole checkpoints are read from the disk before it comes."""
-_MOST = 10
+MOST_LINES = 10
 
 
 def register(app: typer.Typer) -> None:
@@ -40,7 +40,7 @@ def compare(
     as_json: JsonFlag = False,
 ) -> None:
     """Compare two jobs' checkpoints, every tensor and every rank's state, bit for bit. A difference is exit code 1."""
-    with open_client(ctx, timeout=_SECONDS) as client:
+    with open_client(ctx, timeout=COMPARE_SECONDS) as client:
         found = client.compare(job, other, checkpoint=checkpoint, with_checkpoint=with_checkpoint)
     if as_json:
         output.emit(found)
@@ -65,7 +65,7 @@ def difference_lines(found: ComparisonView) -> list[str]:
     for one in found.differences:
         of.setdefault(one.component, []).append(one)
     out = [f"{parted(found)}. There {found.different} tensors and values differ, causes first:"]
-    for component, several in list(of.items())[:_MOST]:
+    for component, several in list(of.items())[:MOST_LINES]:
         more = f"; {len(several) - 1} more of {component}" if len(several) > 1 else ""
         out.append(f"  {several[0].place}: {several[0].detail}{more}")
     if found.different > len(found.differences):

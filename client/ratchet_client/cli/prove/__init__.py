@@ -10,6 +10,7 @@ import typer
 
 from ratchet_client.cli import output
 from ratchet_client.cli.common import RUN, JsonFlag, UploadOption, _job_id, is_path, open_client, settings
+from ratchet_client.cli.compare import COMPARE_SECONDS, MOST_LINES
 from ratchet_client.cli.exits import Exit
 from ratchet_client.cli.submit import override
 
@@ -17,10 +18,6 @@ if TYPE_CHECKING:
     from ratchet_client.cli.doctor.progress import Progress
     from ratchet_client.cli.prove.proof import Proof
     from ratchet_client.client import RatchetClient
-
-_SECONDS = 3600.0
-"""For one answer: checkpoints are compared before it comes."""
-_MOST = 10
 
 
 def register(app: typer.Typer) -> None:
@@ -82,7 +79,7 @@ def prove(
             with (
                 interruptible(),
                 Progress(lines=True) as say,
-                open_client(ctx, timeout=_SECONDS) as client,
+                open_client(ctx, timeout=COMPARE_SECONDS) as client,
                 trials(client, say) as made,
             ):
                 proof = prove_job(made, job_id)
@@ -108,7 +105,7 @@ def _service(ctx: typer.Context, spec: dict[str, Any], say: Progress) -> Iterato
     from ratchet_client.discovery import find_target, home_directory
 
     given = settings(ctx)
-    with open_client(ctx, timeout=_SECONDS) as client:
+    with open_client(ctx, timeout=COMPARE_SECONDS) as client:
         if find_target(given.server, given.home).server is not None or client.ready():
             yield client
             return
@@ -168,8 +165,8 @@ def _first(proof: Proof) -> str:
 
 
 def _metrics(proof: Proof) -> list[str]:
-    more = len(proof.metrics_differ) - _MOST
-    out = [f"metric {text}" for text in proof.metrics_differ[:_MOST]]
+    more = len(proof.metrics_differ) - MOST_LINES
+    out = [f"metric {text}" for text in proof.metrics_differ[:MOST_LINES]]
     return [*out, *([f"... and {more} more metrics"] if more > 0 else [])]
 
 

@@ -7,6 +7,7 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel
 
+from ratchet_client.cli.compare import MOST_LINES
 from ratchet_client.cli.prove.exercise import Exercise, exercises
 from ratchet_client.cli.prove.fault_plan import REDONE, Fault, fault_plan
 from ratchet_client.cli.prove.trials import EVERY, LABEL, TRACKERS_OFF, Run, TrialFailed, Trials, trial_spec
@@ -21,7 +22,6 @@ _CAUSES: Final[dict[str, frozenset[Cause]]] = {
     "kill-in-evaluation": frozenset({Cause.RANK_KILLED, Cause.OOM}),
     "preempt": frozenset({Cause.SIGTERM}),
 }
-_MOST: Final = 10
 
 
 class Proof(BaseModel):
@@ -221,4 +221,4 @@ def _reports(attempts: list[AttemptView]) -> list[str]:
         for difference in report.differences:
             out[f"{difference.key} was {difference.recorded}, and is {difference.current}"] = None
         out |= dict.fromkeys(report.notes)
-    return list(out)[:_MOST]
+    return list(out)[:MOST_LINES]
