@@ -38,12 +38,12 @@ SELECTION = {
     ),
     "a worker's state": (
         "unit/test_snapshot.py", "unit/test_worker_hidden_state.py", "unit/test_worker_kept_names.py",
-        "unit/test_worker_live_memory.py", "unit/test_worker_module_state.py",
-        "unit/test_worker_quiet.py", "unit/test_worker_restore.py", "unit/test_worker_same.py",
+        "unit/test_worker_live_memory.py", "unit/test_worker_module_state.py", "unit/test_worker_quiet.py",
+        "unit/test_worker_registered_attributes.py", "unit/test_worker_restore.py", "unit/test_worker_same.py",
         "unit/test_worker_saving.py", "unit/test_worker_shared_state.py", "unit/test_worker_staging.py",
         "unit/test_worker_state.py", "integration/test_forked_ranks.py", "integration/test_worker_resume.py",
         "integration/test_worker_saves.py", "integration/test_optimizers.py", "integration/test_worker_schedulers.py",
-        "integration/test_worker_hidden_state.py",
+        "integration/test_worker_hidden_state.py", "integration/test_worker_scripts.py",
     ),
     "the proof by steps done again": (
         "unit/test_step_ring.py", "unit/test_worker_step_fingerprint.py", "integration/test_replay_proof.py",

@@ -529,6 +529,7 @@ def test_a_librarys_note_that_its_hooks_are_registered_is_not_put_back() -> None
     assert again.calls == 1 and not hasattr(again, "_hooks_installed")
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")
 def test_marks_that_torchs_compiler_makes_on_tensors_are_not_put_back() -> None:
     net, state = Net(), HiddenState()
     compiled = torch.compile(net.layer, backend="eager")
