@@ -73,6 +73,13 @@ def test_a_generator_that_no_checkpoint_has_is_named(server: Server, spec: str, 
     assert "__main__:NOISE" in text and "metric loss at step" in text and "next: " in text
 
 
+def test_a_difference_in_steps_done_again_counts_though_it_heals(server: Server, spec: str, tmp_path: Path) -> None:
+    given = ("--set", "env.PLANT=healing", "--set", "hook={name: allreduce}")
+    proof = Cli(server.home, tmp_path)("prove", spec, *given, "--json", expect=1, deadline=240).data
+    assert (proof["verdict"], proof["comparison"]["identical"], proof["metrics_differ"]) == ("differs", True, [])
+    assert any("done again, differs from the first time" in text for text in proof["reports"])
+
+
 def test_training_that_does_not_repeat_is_not_blamed_on_the_resume(server: Server, spec: str, tmp_path: Path) -> None:
     text = Cli(server.home, tmp_path)("prove", spec, "--set", "env.PLANT=clock", expect=1, deadline=240).text
     assert text.startswith("NOT REPEATABLE: two undisturbed runs of proved differ")

@@ -22,11 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 from typing_extensions import override
 
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import Cause
 from ratchet_store.compare import Comparison, compare
+from ratchet_store.read import CheckpointReader
 from tests.support.cli import Cli
 from tests.support.interpreters import LIBRARIES, Program
 from tests.support.launch import Attempt, Job
@@ -140,9 +142,16 @@ def outcomes(home: Path, case: str, ways: Sequence[str] = (*WAYS,), how: How = H
         result = attempt.wait(120)
         if result.cause is not Cause.COMPLETED:
             return dict.fromkeys(ways, _ended(attempt, result.cause, str(result.message)))
+        if not _is_finite(whole.newest()):
+            return dict.fromkeys(ways, Outcome("broken", "weights that are no numbers differ from none"))
         return {way: _interrupted(home, case, way, whole, how) for way in ways}
     finally:
         whole.close()
+
+
+def _is_finite(checkpoint: Path) -> bool:
+    stored = CheckpointReader(checkpoint).tensors("shared/model/").values()
+    return all(np.isfinite(np.frombuffer(one.data, np.float32)).all() for one in stored if one.dtype == "F32")
 
 
 def _interrupted(home: Path, case: str, way: str, whole: Job, how: How) -> Outcome:

@@ -343,6 +343,8 @@ class Runtime:
             self.trial.strike(self.step, self.checkpointer.drain, self.counter.start_step, self.agreement)
             return
         self._begin(position(self.step, FINISH))
+        assert self.proof is not None
+        self.proof.finish()
         if (error := self._save_if_new("end")) is not None:
             raise CheckpointError(error)
         self._report_progress(always=True)

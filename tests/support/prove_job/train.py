@@ -1,4 +1,4 @@
-"""A small script with a Session; PLANT names what is wrong with it: generator, clock."""
+"""A small script with a Session; PLANT names what is wrong with it: generator, clock, healing."""
 
 import os
 import time
@@ -29,7 +29,7 @@ def main() -> None:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
         data = TrainLoader(Numbers(), batch_size=8, seed=s.seed, rank=s.rank, world_size=s.world_size)
         s.register(optimizer=optimizer, scheduler=scheduler, data=data)
-        batches = s.batches()
+        batches, calls = s.batches(), 0
         for step in s.steps(int(os.environ.get("STEPS", "200"))):
             x, y = next(batches)
             if PLANT == "generator":
@@ -40,13 +40,19 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             scheduler.step()
+            if PLANT == "healing":  # a number that no checkpoint has, until the weights begin anew
+                calls += 1
+                with torch.no_grad():
+                    for p in net.parameters():
+                        p.add_(calls / 100) if step < 13 else p.zero_()
+                        optimizer.state[p]["momentum_buffer"].zero_()
             optimizer.zero_grad()
-            s.log({"loss": loss, "time": time.time()})
+            s.log({"time": time.time()} if PLANT == "healing" else {"loss": loss, "time": time.time()})
             if (step + 1) % 8 == 0:
                 with s.evaluation() as ev:
                     right = sum(int((net(x).argmax(1) == y).sum()) for x, y in ev.batches([(x, y)]))
                     found = ev.averages({"right": (float(right), float(len(y)))})
-                s.log({**found})
+                s.log({} if PLANT == "healing" else found)
 
 
 if __name__ == "__main__":

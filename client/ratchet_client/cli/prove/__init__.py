@@ -160,7 +160,9 @@ def _first(proof: Proof) -> str:
 
     found = proof.comparison
     if found.identical:
-        return "in metrics alone" if proof.metrics_differ else "they ended after different steps"
+        if proof.metrics_differ:
+            return "in metrics alone"
+        return "in steps that were done again" if proof.reports else "they ended after different steps"
     return parted(found)
 
 

@@ -77,7 +77,7 @@ def prove_spec(trials: Trials, spec: Mapping[str, Any], steps: int | None, uploa
         *exercises(a.facts, a.job.spec["hook"], [fault for fault, _ in struck]),
     ]
     lacking = any(one.status == "not exercised" for one in exercised)
-    equal = found.identical and not metrics
+    equal = found.identical and not metrics and not _replay_differs(c)
     return _proof(
         "differs" if not equal else "not-exercised" if lacking else "proved",
         a,
@@ -127,7 +127,7 @@ def prove_job(trials: Trials, job_id: str) -> Proof:
         name: {s: v for s, v in points.items() if before.step < s <= newest.step} for name, points in theirs.items()
     }
     return Proof(
-        verdict="proved" if found.identical else "differs",
+        verdict="proved" if found.identical and not _replay_differs(again) else "differs",
         what=f"{job_id}, steps {before.step + 1} to {newest.step}",
         steps=newest.step,
         total=again.facts.total,
@@ -206,13 +206,18 @@ def _interruptions(struck: list[tuple[Fault, AttemptView]], faults: list[Fault])
     return Exercise(name="interruptions", status="exercised", detail=text)
 
 
+def _replay_differs(run: Run) -> bool:
+    """Did a step that was done again differ, whatever became of the difference by the end?"""
+    return any(attempt.redone.first_difference is not None for attempt in run.attempts)
+
+
 def _reports(attempts: list[AttemptView]) -> list[str]:
     """What the resume reports do not call exact, and what they note."""
     out: dict[str, None] = {}
     for attempt in attempts:
         report, redone = attempt.resume_report, attempt.redone.first_difference
         if redone is not None:
-            out[f"attempt {attempt.number}: {redone.sentence()}"] = None
+            out[redone.sentence()] = None  # as a note of the report has it
         if report is None or report.verdict == "fresh":
             continue
         for one in report.components:
