@@ -130,7 +130,7 @@ class TorchMetric(Piece):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = super().forward(x)
         self.mean.update(out.detach().abs().sum())
-        return out * (1 + self.mean.compute())
+        return out * (1 + torch.tanh(self.mean.compute()))
 
 
 class TorchMetricInList(Piece):
@@ -142,7 +142,7 @@ class TorchMetricInList(Piece):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = super().forward(x)
         self.metrics[0].update(out.detach().abs().sum())
-        return out * (1 + self.metrics[0].compute()["mean"])
+        return out * (1 + torch.tanh(self.metrics[0].compute()["mean"]))
 
 
 class TorchMetricOfLists(Piece):
