@@ -330,6 +330,70 @@ def test_what_cannot_be_saved_is_named() -> None:
     assert _saved(hidden, item)[1].unsaved == []
 
 
+class Lazy:
+    """Makes its iterator when it is asked for the first time."""
+
+    def __init__(self) -> None:
+        self.at, self.source, self.started = 0, None, False
+
+    def next(self) -> int:
+        if self.source is None:
+            self.source, self.started = iter(range(self.at, 100)), True
+        self.at += 1
+        return next(self.source)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def test_an_object_that_makes_its_iterator_when_it_is_needed_is_left_to_its_state() -> None:
+    item = Lazy()
+    hidden = _begun(item)
+    item.next()
+    state, changes = _saved(hidden, item)
+    assert changes == Changes({}, [])
+    again = Lazy()
+    again.load_state_dict(state)
+    assert again.next() == item.next()
+
+
+class Switching(lr_scheduler.LRScheduler):
+    """Calls another function from some step on."""
+
+    def __init__(self, optimizer: SGD) -> None:
+        self.rule = rising
+        super().__init__(optimizer)
+
+    @override
+    def get_lr(self) -> list[float | torch.Tensor]:
+        return [base * self.rule(self.last_epoch) for base in self.base_lrs]
+
+
+def rising(step: int) -> float:
+    return 1.0 + step
+
+
+def falling(step: int) -> float:
+    return 1.0 / (1 + step)
+
+
+def test_a_schedulers_function_that_training_replaces_is_put_back_or_named() -> None:
+    _, optimizer = _optimizer()
+    item = Switching(optimizer)
+    hidden = _begun(item, {"optimizer": optimizer})
+    item.rule = falling
+    changes = hidden.changes()
+    again = Switching(_optimizer()[1])
+    restored = _begun(again)
+    restored.restore(through_disk(changes.stored))
+    assert again.rule is falling and changes.unsaved == []
+    item.rule = lambda step: 1.0
+    assert hidden.changes().unsaved == ["user:it.rule"]
+
+
 def test_an_object_that_a_task_and_a_registered_one_hold_is_saved_once() -> None:
     class Task:
         def __init__(self, meter: Meter, bank: list[float]) -> None:

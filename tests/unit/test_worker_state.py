@@ -19,7 +19,7 @@ from torch import nn
 
 from ratchet_contract.errors import StateError, UserError
 from ratchet_hooks.errors import HookStateError
-from ratchet_worker import environment_record, optimizer_state, rng
+from ratchet_worker import environment_record, late_changes, optimizer_state, rng
 from ratchet_worker.data.own_generators import OwnGenerators
 from ratchet_worker.evaluation import undisturbed
 from ratchet_worker.group import _free_copy
@@ -301,3 +301,10 @@ def test_switches_that_the_code_turns_while_it_trains_are_facts_of_the_next_chec
         ("numpy_errors", None, "divide=raise, over=warn, under=ignore, invalid=warn"),
     ]
     assert environment_record.switches(CPU) == before
+
+
+def test_a_change_through_data_behind_checkpoint_is_seen_up_to_16_mib() -> None:
+    weight = nn.Parameter(torch.zeros(300, 300))
+    before = late_changes._mark(weight)
+    weight.data.add_(1)
+    assert late_changes._mark(weight) != before

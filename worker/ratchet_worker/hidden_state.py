@@ -15,7 +15,7 @@ import random
 import sys
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -129,7 +129,7 @@ class HiddenState:
         """What has changed since ``begin``."""
         now = self._walked()
         self._take_new_modules(now)
-        return _Recorder(self._built, now).run()
+        return _Recorder(self._built, now, self._roots.spoken.keys()).run()
 
     @property
     def unmatched(self) -> list[str]:
@@ -160,8 +160,10 @@ class _Unstorable(Exception):
 
 
 class _Recorder:
-    def __init__(self, built: Walked, now: Walked) -> None:
-        self._built, self._now = built, now
+    """``with_state``: paths of objects that have a ``state_dict``."""
+
+    def __init__(self, built: Walked, now: Walked, with_state: Collection[str]) -> None:
+        self._built, self._now, self._with_state = built, now, with_state
         self._numbers: dict[int, int] = {}
         self._new: list[Any] = []
         self._unsaved: set[str] = set()
@@ -270,6 +272,8 @@ class _Recorder:
             try:
                 found[name] = self._reference(at, value)
             except _Unstorable as error:
+                if old is None and path in self._with_state:
+                    return None  # it makes that when it is needed, its position is in its state
                 self._unsaved.add(str(error))
         return {"set": found, "gone": gone} if found or gone else None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final
 
 import torch
@@ -52,7 +51,6 @@ _DDP: Final = "ddp"
 _ALWAYS: Final = frozenset({
     MODEL, "buffers", "modules", _DDP, "facts", "hook", "rng", _GENERATORS, _HIDDEN, state_names.COMPONENT
 })  # fmt: skip
-_FUNCTIONS: Final = (FunctionType, BuiltinFunctionType, MethodType, partial)
 
 _CURE: Final = (
     "Make it a buffer or another attribute of the model, give its module get_extra_state and set_extra_state, or register an "
@@ -453,7 +451,9 @@ def _without_functions(state: Any) -> Any:
         return [_without_functions(one) for one in state]
     if type(state) is not dict:
         return state
-    return {key: _without_functions(one) for key, one in state.items() if not isinstance(one, _FUNCTIONS)}
+    return {
+        key: _without_functions(one) for key, one in state.items() if not isinstance(one, state_dict_names.FUNCTIONS)
+    }
 
 
 def _with_functions(state: Any, live: Any) -> Any:
@@ -462,7 +462,7 @@ def _with_functions(state: Any, live: Any) -> Any:
         return [_with_functions(*pair) for pair in zip(state, live, strict=True)]
     if not type(state) is type(live) is dict:
         return state
-    functions = {key: one for key, one in live.items() if isinstance(one, _FUNCTIONS)}
+    functions = {key: one for key, one in live.items() if isinstance(one, state_dict_names.FUNCTIONS)}
     return {key: _with_functions(one, live.get(key)) for key, one in state.items()} | functions
 
 
@@ -474,7 +474,7 @@ def _functions_of(schedulers: Mapping[str, Any]) -> dict[str, Any]:
             items = {f"{path}.{name}": value}
             if isinstance(value, (list, tuple)):
                 items = {f"{path}.{name}[{number}]": one for number, one in enumerate(value)}
-            found |= {at: one for at, one in items.items() if isinstance(one, _FUNCTIONS)}
+            found |= {at: one for at, one in items.items() if isinstance(one, state_dict_names.FUNCTIONS)}
             found |= _functions_of({at: one for at, one in items.items() if isinstance(one, LRScheduler)})
     return found
 

@@ -21,7 +21,7 @@ from ratchet_worker.model_state import MODEL
 from ratchet_worker.rng import forked
 from ratchet_worker.snapshot import Snapshot, digest
 
-_SMALL: Final = 64 << 10
+_SMALL: Final = 16 << 20
 """Bytes of a tensor on the CPU up to which its elements are compared."""
 
 

@@ -251,6 +251,7 @@ class Runtime:
     def checkpoint(self) -> bool:
         """Save now, unless this step is saved; every rank calls it after the same step. False: the save failed (and was told)."""
         self._look_behind()
+        self.checkpointer.drain()  # a save that is under way is of the last boundary
         early = self._begun()
         if self._worked or early:
             self._behind = True

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
-from types import CodeType, FunctionType
+from functools import lru_cache, partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, Final
 
 from torch import nn
@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ratchet_hooks.torch_compat import non_persistent, own_buffers
 from ratchet_worker.object_walk import is_users
 
+FUNCTIONS: Final = (FunctionType, BuiltinFunctionType, MethodType, partial)
 _METHODS: Final = frozenset({"state_dict", "load_state_dict", "get_extra_state", "set_extra_state"})
 _BY_NAME: Final = frozenset({"getattr", "setattr", "hasattr"})
 _ATTRIBUTE: Final = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"})
@@ -42,10 +43,13 @@ def buffers_of(stateful: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def spoken_of(item: Any) -> frozenset[str]:
-    """By the code of its class, and by the keys of what it says now."""
+    """By the code of its class, and by the keys of what it says now; functions are no part of a state."""
     kind: type = type(item)
     state = {} if isinstance(item, nn.Module) else item.state_dict()
-    return _named_by(kind) | frozenset(key for key in state if isinstance(state, dict) and isinstance(key, str))
+    keys = state.items() if isinstance(state, dict) else ()
+    return _named_by(kind) | frozenset(
+        key for key, one in keys if isinstance(key, str) and not isinstance(one, FUNCTIONS)
+    )
 
 
 @lru_cache(maxsize=4096)
