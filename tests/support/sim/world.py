@@ -222,7 +222,7 @@ class World:
         job, what = self.stage.random.choice(jobs), self.stage.random.choice(_ACTIONS)
         try:
             if what == "delete":
-                deletion.delete(self.database, job.id, False, None, self.home)
+                deletion.delete(self.database, job.id, homes=self.home)
             else:
                 with self.database.write() as session:
                     self._act(session, job.id, what)

@@ -161,7 +161,7 @@ class Served(Kept):
 
     def _delete(self, job: Any) -> None:
         history = of_rows(self.database, job.id)
-        deletion.delete(self.database, job.id, False, None, self.homes)
+        deletion.delete(self.database, job.id, homes=self.homes)
         self.kept[job.id] = history
 
     def histories(self) -> dict[str, list[str]]:
