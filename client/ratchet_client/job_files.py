@@ -44,8 +44,8 @@ def fetch(
     force: bool,
     bar: Callable[[int], Bar] = no_bar,
 ) -> Fetched:
-    """Write the archive at ``path`` of the service below ``folder``, which is made if need be. ``bar``: from the bytes of all
-    files to what is told, while it is open, how many more have arrived.
+    """Write the archive at ``path`` of the service below ``folder``, which is made if need be. ``bar`` is called with the
+    size of all files in bytes and opens a progress display, which is called with the number of bytes of each block that arrives.
 
     The files lie in a directory of their own in ``folder`` until all are whole, then each gets its name. Without ``force``
     nothing is written where a file of one of the names is there. Raises ``Refused`` (``output-exists``,

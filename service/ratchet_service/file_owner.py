@@ -12,6 +12,7 @@ import ctypes
 import errno
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -112,6 +113,17 @@ def open_read(path: Path) -> BinaryIO:
         os.close(fd)
         raise PermissionError(f"{path} is no regular file")
     return os.fdopen(fd, "rb")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a job's file by rename, so that what user code has put at ``path``, a link or a FIFO, is replaced and not followed.
+    Readable by the owner alone. Call it within ``as_owner``; the name is durable after an ``fsync_dir`` of the parent."""
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")  # mode 0600
+    with os.fdopen(fd, "w") as handle:
+        handle.write(text)
+        handle.flush()
+        os.fsync(handle.fileno())
+    Path(temporary).rename(path)
 
 
 def names_in(folder: Path, most: int = MOST_NAMES) -> list[str]:

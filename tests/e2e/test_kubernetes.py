@@ -5,8 +5,6 @@ that see only what their volumes show, as the user that their manifest names.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +15,9 @@ import pytest
 from ratchet_store.compare import Comparison, compare, render
 from tests.e2e.exactness import final_checkpoint, run_undisturbed
 from tests.support import noted
-from tests.support.engines import STRANGER
+from tests.support.engine_services import on_kubernetes
 from tests.support.exact_cells import Cell
 from tests.support.kube.cluster import Cluster
-from tests.support.relay import Relay
 from tests.support.server import Server
 
 SPEC = Cell("powerSGD+bf16", "many", 2, "digits").spec("pods")
@@ -45,22 +42,12 @@ class Run:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("kubernetes")
-    home = folder / "home"
-    server = Server(home, "--launchers", str(folder / "launchers.json"))
-    with Relay(lambda: server.url) as relay, Cluster(folder / "cluster", claims={"home": home}) as cluster:
-        settings = {"claim": "home", "url": relay.url, "kubeconfig": str(cluster.kubeconfig), "image": "worker:1"}
-        if os.getuid() == 0:
-            settings |= {"run_as_user": STRANGER, "run_as_group": STRANGER}
-        (folder / "launchers.json").write_text(json.dumps({"local": {}, "kubernetes": settings}))
-        try:
-            (folder / "code").mkdir()
-            noted.write(folder / "code")
-            task = {**SPEC["task"], "entrypoint": noted.ENTRYPOINT}
-            spec = {**SPEC, "task": task, "code": {"path": str(folder / "code")}}
-            reference = run_undisturbed(server.start(), spec)
-            yield disturbed(server, cluster, spec, reference)
-        finally:
-            server.stop()
+    (folder / "code").mkdir()
+    noted.write(folder / "code")
+    task = {**SPEC["task"], "entrypoint": noted.ENTRYPOINT}
+    spec = {**SPEC, "task": task, "code": {"path": str(folder / "code")}}
+    with on_kubernetes(folder) as (server, cluster):
+        yield disturbed(server, cluster, spec, run_undisturbed(server, spec))
 
 
 def disturbed(server: Server, cluster: Cluster, spec: dict[str, Any], reference: Path) -> Run:

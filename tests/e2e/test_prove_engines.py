@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,48 +16,25 @@ import pytest
 
 from tests.support.cli import Cli
 from tests.support.docs import ROOT
-from tests.support.engines import STRANGER
-from tests.support.kube.cluster import Cluster
-from tests.support.relay import Relay
+from tests.support.engine_services import on_kubernetes, on_slurm
 from tests.support.server import Server
-from tests.support.slurm import missing, slurm_cluster
+from tests.support.slurm import missing
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(os.environ.get("RATCHET_TEST_PROVE") != "all", reason="RATCHET_TEST_PROVE=all runs it"),
+    pytest.mark.skipif(
+        os.environ.get("RATCHET_TEST_PROVE") != "all",
+        reason="RATCHET_TEST_PROVE=all (make exactness) runs it",
+    ),
 ]
 
 
-@contextmanager
-def on_slurm(folder: Path) -> Iterator[Server]:
-    server = Server(folder / "home", "--launchers", str(folder / "launchers.json"))
-    (folder / "launchers.json").write_text(json.dumps({"slurm": {"poll_seconds": 0.3, "file_seconds": 2}}))
-    with slurm_cluster(node_timeout=30) as cluster, pytest.MonkeyPatch.context() as patch:
-        for name, value in cluster.variables.items():
-            patch.setenv(name, value)
-        try:
-            yield server.start()
-        finally:
-            server.stop()
-
-
-@contextmanager
-def on_kubernetes(folder: Path) -> Iterator[Server]:
-    home = folder / "home"
-    server = Server(home, "--launchers", str(folder / "launchers.json"))
-    with Relay(lambda: server.url) as relay, Cluster(folder / "cluster", claims={"home": home}) as cluster:
-        settings = {"claim": "home", "url": relay.url, "kubeconfig": str(cluster.kubeconfig), "image": "worker:1"}
-        if os.getuid() == 0:
-            settings |= {"run_as_user": STRANGER, "run_as_group": STRANGER}
-        (folder / "launchers.json").write_text(json.dumps({"kubernetes": settings}))
-        try:
-            yield server.start()
-        finally:
-            server.stop()
-
-
-ENGINES = {"slurm": on_slurm, "kubernetes": on_kubernetes}
+Service = Callable[[Path], AbstractContextManager[tuple[Server, Any]]]
+ENGINES: dict[str, Service] = {
+    "slurm": on_slurm,
+    "kubernetes": on_kubernetes,
+}
 
 
 @pytest.mark.parametrize("kind", ENGINES)
@@ -65,7 +42,7 @@ def test_a_job_of_two_nodes_is_proved(tmp_path: Path, kind: str) -> None:
     if kind == "slurm" and (reason := missing()) is not None:
         pytest.skip(reason)
     (tmp_path / "spec.json").write_text(json.dumps(spec(kind)))
-    with ENGINES[kind](tmp_path) as server:
+    with ENGINES[kind](tmp_path) as (server, _):
         proof = Cli(server.home, tmp_path)("prove", str(tmp_path / "spec.json"), "--json", deadline=400).data
     assert (proof["verdict"], proof["comparison"]["identical"]) == ("proved", True), proof
     assert [text.split(" after")[0] for text in proof["interruptions"]] == [

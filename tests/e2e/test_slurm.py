@@ -7,7 +7,6 @@ Each happens while the ranks wait before a step, so that it costs little and alw
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,11 +19,12 @@ from ratchet_contract.paths import AttemptPaths
 from ratchet_store.compare import Comparison, compare, render
 from tests.e2e.exactness import final_checkpoint, run_undisturbed
 from tests.support import gated, noted
+from tests.support.engine_services import on_slurm
 from tests.support.exact_cells import Cell
 from tests.support.launch import wait_freeze
 from tests.support.noted import notes
 from tests.support.server import Server, wait_for
-from tests.support.slurm import Slurm, missing, slurm_cluster
+from tests.support.slurm import Slurm, missing
 
 pytestmark = [
     pytest.mark.slow,
@@ -79,24 +79,16 @@ class Disturber:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("slurm")
-    gates, code, launchers = folder / "gates", folder / "code", folder / "launchers.json"
+    gates, code = folder / "gates", folder / "code"
     gates.mkdir()
     code.mkdir()
     gated.write(code)
     noted.write(code, "gated", "Gated")
-    launchers.write_text(json.dumps({"local": {}, "slurm": {"poll_seconds": 0.3, "file_seconds": 2}}))
     spec = Cell("powerSGD+bf16", "many", 2, "digits").spec("batch")
     arguments = {**spec["task"]["args"], "gates": str(gates)}
     spec |= {"task": {"entrypoint": noted.ENTRYPOINT, "args": arguments}, "code": {"path": str(code)}}
-    server = Server(folder / "home", "--launchers", str(launchers))
-    with slurm_cluster(node_timeout=10) as cluster, pytest.MonkeyPatch.context() as patch:
-        for name, value in cluster.variables.items():
-            patch.setenv(name, value)
-        try:
-            reference = run_undisturbed(server.start(), spec)
-            yield disturbed(server, cluster, gates, spec, reference)
-        finally:
-            server.stop()
+    with on_slurm(folder, node_timeout=10) as (server, cluster):
+        yield disturbed(server, cluster, gates, spec, run_undisturbed(server, spec))
 
 
 def disturbed(server: Server, cluster: Slurm, gates: Path, spec: dict[str, Any], reference: Path) -> Run:

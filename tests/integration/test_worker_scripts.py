@@ -27,14 +27,18 @@ FLAG = Path(sys.argv[1])
 STEPS = 12
 
 
+def until(holds, what, seconds=30):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
+
+
 def killed():
     """Once in a job's life, when something is saved."""
     if FLAG.exists():
         return
-    end = time.monotonic() + 30
-    while not list(FLAG.parent.glob("job/jobs/*/checkpoints/*/MANIFEST.json")):
-        assert time.monotonic() < end, "nothing was saved"
-        time.sleep(0.01)
+    until(lambda: list(FLAG.parent.glob("job/jobs/*/checkpoints/*/MANIFEST.json")), "nothing was saved")
     FLAG.touch()
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -45,7 +49,7 @@ class Net(nn.Module):
         self.body, self.head = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.2)), nn.Linear(6, 6)
         self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64) / 4)
         self.register_buffer("center", torch.zeros(6))
-        self.register_buffer("mask", torch.ones(200, 200))  # of more bytes than are compared by value
+        self.register_buffer("mask", torch.ones(2100, 2100))  # of more bytes than are compared by value
 
     def forward(self, x):
         y = torch.fft.irfft(torch.fft.rfft(self.body(x)) @ self.weight, n=6) - self.center
@@ -89,13 +93,17 @@ COPIES = (
                 model(x)
 """
 )
-LATE = (
+SCHEDULED = (
     COMMON
     + """    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     s.register(optimizer=optimizer, data=data, scheduler=scheduler)
     batches = s.batches()
-    late = sys.argv[2] == "late"
+"""
+)
+LATE = (
+    SCHEDULED
+    + """    late = sys.argv[2] == "late"
     for step in s.steps(STEPS):
         if step == 8:
             killed()
@@ -115,12 +123,8 @@ LATE = (
 """
 )
 BEHIND = (
-    COMMON
-    + """    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    s.register(optimizer=optimizer, data=data, scheduler=scheduler)
-    batches = s.batches()
-    for step in s.steps(STEPS):
+    SCHEDULED
+    + """    for step in s.steps(STEPS):
         x = next(batches)
         (model(x) - x).square().mean().backward()
         optimizer.step()
@@ -128,9 +132,9 @@ BEHIND = (
         if step != 6:
             continue
         assert s.checkpoint()
-        while sys.argv[2] == "held" and not FLAG.with_name("go").exists():
+        if sys.argv[2] == "held":
             FLAG.with_name(f"held.{s.rank}").touch()
-            time.sleep(0.01)
+            until(FLAG.with_name("go").exists, "nobody let it go on", 60)
         with s.evaluation() as ev:
             if sys.argv[2] == "killed":
                 killed()
@@ -143,12 +147,8 @@ BEHIND = (
 
 
 MIDDLE = (
-    COMMON
-    + """    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    s.register(optimizer=optimizer, data=data, scheduler=scheduler)
-    batches = s.batches()
-    for step in s.steps(STEPS):
+    SCHEDULED
+    + """    for step in s.steps(STEPS):
         if step == 8:
             killed()
         if sys.argv[2] == "number drawn":

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -18,11 +18,9 @@ from ratchet_hooks.torch_compat import version_of
 from ratchet_worker.job_state import JobState
 from ratchet_worker.live_memory import address
 from ratchet_worker.model_state import MODEL
+from ratchet_worker.object_walk import SMALL
 from ratchet_worker.rng import forked
 from ratchet_worker.snapshot import Snapshot, digest
-
-_SMALL: Final = 16 << 20
-"""Bytes of a tensor on the CPU up to which its elements are compared."""
 
 
 class LateChanges:
@@ -102,6 +100,6 @@ def _marks(snapshot: Snapshot) -> dict[str, Any]:
 
 def _mark(tensor: torch.Tensor) -> Any:
     form = tensor.shape, tensor.dtype
-    if tensor.is_cpu and tensor.nbytes <= _SMALL:
+    if tensor.is_cpu and tensor.nbytes <= SMALL:
         return *form, digest([tensor])
     return *form, version_of(tensor)

@@ -113,7 +113,7 @@ _BLOCK: Final = 64 << 10
 """Bytes that lie together in such a part."""
 _ITEMS: Final = 64 << 10
 """Of an array of objects, those that are compared."""
-_SMALL: Final = 16 << 20
+SMALL: Final = 16 << 20
 """Bytes of a tensor on the CPU up to which its elements are compared; for a larger one torch counts changes."""
 
 
@@ -622,7 +622,7 @@ def _mark_of_tensor(tensor: torch.Tensor) -> Any:
     if type(tensor) not in PLAIN_TENSORS or tensor.is_quantized:
         return version_of(tensor)
     form = tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
-    if tensor.is_cpu and tensor.nbytes <= _SMALL:
+    if tensor.is_cpu and tensor.nbytes <= SMALL:
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
         return *form, _digest(flat.view(torch.uint8).numpy()) if flat.numel() else ""
     return *form, tensor.data_ptr(), version_of(tensor)

@@ -49,7 +49,7 @@ def open_client(ctx: typer.Context, retry_for: float = RETRY_FOR, timeout: float
     return RatchetClient(given.server, given.home, timeout=timeout, retry_for=retry_for)
 
 
-def _job_id(ctx: typer.Context, value: str) -> str:
+def job_id_of(ctx: typer.Context, value: str) -> str:
     """The id of the job that ``value`` names. An id is taken as it is, without a request.
 
     Raises ``NotFound``, and ``AmbiguousName`` where several jobs have the name.
@@ -64,18 +64,13 @@ def _job_id(ctx: typer.Context, value: str) -> str:
         raise _many(value, found) if found else _none(client, value)
 
 
-def job_id_of(ctx: typer.Context, value: str) -> str:
-    """As a JOB argument is read, for a JOB that is a part of one."""
-    return _job_id(ctx, value)
-
-
 def is_path(value: str) -> bool:
     """Neither a job's id nor its name has a slash or a dot."""
     return "/" in value or "." in value
 
 
 def _job_or_path(ctx: typer.Context, value: str) -> str:
-    return value if is_path(value) else _job_id(ctx, value)
+    return value if is_path(value) else job_id_of(ctx, value)
 
 
 def _none(client: RatchetClient, value: str) -> Exception:
@@ -108,7 +103,7 @@ JobId = Annotated[
         metavar="JOB",
         help="Job id, or a name that exactly one job has.",
         show_default=False,
-        callback=_job_id,
+        callback=job_id_of,
         autocompletion=complete.jobs,
     ),
 ]
@@ -118,7 +113,7 @@ MaybeJobId = Annotated[
         metavar="JOB",
         help="Job id, or a name that exactly one job has.",
         show_default=False,
-        callback=lambda ctx, value: None if value is None else _job_id(ctx, value),
+        callback=lambda ctx, value: None if value is None else job_id_of(ctx, value),
         autocompletion=complete.jobs,
     ),
 ]

@@ -33,7 +33,7 @@ def files(
         str, typer.Argument(metavar="[PATH]", help="A file or directory of it. (default: all)", show_default=False)
     ] = "",
     everything: All = False,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many names.")] = 1000,
+    limit: Annotated[int, typer.Option(min=1, help="Largest number of names to list.")] = 1000,
     as_json: JsonFlag = False,
 ) -> None:
     """List what a job wrote to its working directory, its outputs; `ratchet cp` fetches them."""

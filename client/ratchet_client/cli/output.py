@@ -98,8 +98,8 @@ def _plain(data: Any) -> Any:
 
 
 def table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = (), drop: Sequence[str] = (), cut: str = "",
-    empty: str = "",
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = (), drop: Sequence[str] = (),
+    cut: str | None = None, empty: str = "",
 ) -> None:  # fmt: skip
     """A table with a header; the columns named in ``right`` are numbers. ``empty`` is said on stderr when there is no row.
     On a terminal that is too narrow the columns of ``drop`` are left out, the first one first, and named below. ``cut``: a column
@@ -110,39 +110,39 @@ def table(
         return
     if on_terminal():
         screen = console()
-        missing = _too_many(columns, body, drop, screen.width)
-        if cut in columns and cut not in missing:
-            others = [
-                max(len(c), *(len(r[i]) for r in body)) for i, c in enumerate(columns) if c not in (*missing, cut)
-            ]
-            _shorten(columns, body, cut, max(_TEXT, screen.width - sum(others) - 2 * len(others)))
-        shown, missing = drawn_table(columns, body, right, drop, screen.width)
+        shown, missing = drawn_table(columns, body, right, drop, screen.width, cut)
         screen.print(shown)
         if missing:
             screen.print(f"too narrow for: {', '.join(missing)}", style="dim")
         return
-    _shorten(columns, body, cut, _CUT)
+    body = _shortened(columns, body, cut, _CUT)
     widths = [max(len(c), *(len(r[i]) for r in body)) if body else len(c) for i, c in enumerate(columns)]
     for row in [list(columns), *body]:
         cells = (v.rjust(w) if c in right else v.ljust(w) for v, w, c in zip(row, widths, columns, strict=True))
         line("  ".join(cells).rstrip())
 
 
-def _shorten(columns: Sequence[str], rows: Sequence[list[str]], column: str, most: int) -> None:
-    for row in rows if column in columns else ():
-        text = row[at := columns.index(column)]
-        row[at] = text if len(text) <= most else text[: most - 1].rstrip() + "…"
+def _shortened(columns: Sequence[str], rows: Sequence[Sequence[str]], cut: str | None, most: int) -> list[list[str]]:
+    """``rows`` with at most ``most`` characters in the column ``cut``."""
+
+    def short(text: str) -> str:
+        return text if len(text) <= most else text[: most - 1].rstrip() + "…"
+
+    return [[short(text) if name == cut else text for name, text in zip(columns, row, strict=True)] for row in rows]
 
 
 def drawn_table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str], drop: Sequence[str], width: int
+    columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str], drop: Sequence[str], width: int,
+    cut: str | None = None,
 ) -> tuple[Table, list[str]]:  # fmt: skip
-    """For a terminal of ``width`` columns; and the columns that were left out."""
+    """For a terminal of ``width`` columns, and the columns that were left out. ``cut``: as in ``table``."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
     missing = _too_many(columns, rows, drop, width)
+    others = [max(len(c), *(len(row[i]) for row in rows), 0) for i, c in enumerate(columns) if c not in (*missing, cut)]
+    rows = _shortened(columns, rows, cut, max(_TEXT, width - sum(others) - 2 * len(others)))
     # Two spaces between columns, none around: what `_too_many` counts.
     shown = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for column in columns:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from ratchet_contract.messages import AgentFile, LaunchFile
 from ratchet_contract.paths import AttemptPaths
-from ratchet_service.file_owner import as_owner, foreign, open_read
+from ratchet_service.file_owner import as_owner, foreign, open_read, replace_file
 from ratchet_service.launchers.base import AttemptRef, NodeState
 from ratchet_service.launchers.results import MOST_BYTES, read_bounded, read_result
 
@@ -25,12 +24,7 @@ def write_launch(paths: AttemptPaths, launch: LaunchFile) -> None:
     """Write ``launch.json`` by rename, readable by the owner alone (it holds the report token). Raises ``OSError``."""
     with as_owner(paths.root):
         paths.root.mkdir(parents=True, exist_ok=True)
-        fd, temporary = tempfile.mkstemp(dir=paths.root, prefix=".launch-")  # mode 0600
-        with os.fdopen(fd, "w") as handle:
-            handle.write(launch.model_dump_json(indent=1))
-            handle.flush()
-            os.fsync(handle.fileno())
-        Path(temporary).rename(paths.launch_file)
+        replace_file(paths.launch_file, launch.model_dump_json(indent=1))
 
 
 def fence(paths: AttemptPaths) -> None:

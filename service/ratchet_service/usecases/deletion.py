@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import os
 import re
-import tempfile
-from pathlib import Path
 from typing import Final
 
 from pydantic import BaseModel
@@ -24,7 +21,7 @@ from ratchet_contract.paths import HomePaths, JobPaths, is_job_id
 from ratchet_contract.phases import Event
 from ratchet_service import disk, object_store
 from ratchet_service.database import Database
-from ratchet_service.file_owner import as_owner, open_read
+from ratchet_service.file_owner import as_owner, open_read, replace_file
 from ratchet_service.models import Job
 from ratchet_service.tokens import Principal
 from ratchet_service.transitions import check
@@ -152,12 +149,7 @@ def _write_mark(paths: JobPaths, mark: _Mark) -> None:
     if not paths.root.is_dir():
         return
     with as_owner(paths.root):
-        fd, temporary = tempfile.mkstemp(dir=paths.root, prefix=".deleting-")
-        with os.fdopen(fd, "w") as handle:
-            handle.write(mark.model_dump_json())
-            handle.flush()
-            os.fsync(handle.fileno())
-        Path(temporary).rename(paths.root / MARK)  # whatever user code has put there: a link, a FIFO
+        replace_file(paths.root / MARK, mark.model_dump_json())
         fsync_dir(paths.root)
 
 

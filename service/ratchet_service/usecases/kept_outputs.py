@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -13,7 +12,7 @@ from ratchet_contract.access import Role
 from ratchet_contract.api import DeleteResult
 from ratchet_contract.errors import NotFound, Refused
 from ratchet_contract.paths import HomePaths, JobPaths, is_job_id
-from ratchet_service.file_owner import as_owner, open_read
+from ratchet_service.file_owner import as_owner, open_read, replace_file
 from ratchet_service.tokens import Principal
 from ratchet_service.work_directory import CodeCopy, look, opened
 from ratchet_store.files import fsync_dir, remove_tree
@@ -30,12 +29,7 @@ def keep(paths: JobPaths, owner: str, code: Path | None) -> bool:
     with suppress(OSError):  # it holds something
         paths.work.rmdir()
         return False
-    fd, temporary = tempfile.mkstemp(dir=paths.root, prefix=".kept-")
-    with os.fdopen(fd, "w") as handle:
-        json.dump({"owner": owner}, handle)
-        handle.flush()
-        os.fsync(handle.fileno())
-    Path(temporary).rename(paths.kept_file)  # whatever user code has put there
+    replace_file(paths.kept_file, json.dumps({"owner": owner}))
     fsync_dir(paths.root)
     return True
 

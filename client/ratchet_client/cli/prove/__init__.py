@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ratchet_client.cli import output
-from ratchet_client.cli.common import RUN, JsonFlag, UploadOption, _job_id, is_path, open_client, settings
+from ratchet_client.cli.common import RUN, JsonFlag, UploadOption, is_path, job_id_of, open_client, settings
 from ratchet_client.cli.compare import COMPARE_SECONDS, MOST_LINES
 from ratchet_client.cli.exits import Exit
 from ratchet_client.cli.submit import override
@@ -75,7 +75,7 @@ def prove(
         else:
             if steps is not None or sets or upload is not None:
                 raise typer.BadParameter("--steps, --set and --upload are for a SPEC; a job is trained again as it is")
-            job_id = _job_id(ctx, target)
+            job_id = job_id_of(ctx, target)
             with (
                 interruptible(),
                 Progress(lines=True) as say,
