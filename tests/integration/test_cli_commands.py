@@ -14,6 +14,7 @@ import pytest
 from tests.support.cli import SPEC, Cli
 
 NO_JOB = "job-000000000000"
+UNSEEN = "no reconciler has looked at it yet"
 
 
 def test_submit_prints_the_id_alone_and_the_job_can_be_read_with_it(cli: Cli) -> None:
@@ -227,6 +228,14 @@ def test_tables_fit_narrow_terminals_and_say_what_they_leave_out(cli: Cli) -> No
         ):
             terminal = cli.on_terminal(*arguments, columns=columns)
             assert terminal.widest <= columns and terminal.code == 0, (arguments, terminal.text)
+    for columns in (60, 100, 160):
+        once = cli.on_terminal("top", "--once", columns=columns)
+        assert f"{job_id} a-job-with-a-rather-long-name: {UNSEEN}" in " ".join(once.text.split()), once.text
+        with cli.terminal("top", "--every", "0.2", columns=columns) as live:
+            live.read_until("has looked at it")
+            live.write("\x03")
+            assert live.end() == 130
+    assert f"  {UNSEEN}\n" in cli("top", "--once").text
     shown = cli.on_terminal("list", columns=40)
     assert job_id in shown.text and "QUEUED" in shown.text and "too narrow for: HOOK" in shown.text
     assert "\x1b[33m" in shown.raw, "colours on a terminal"

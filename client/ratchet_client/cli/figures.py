@@ -130,8 +130,10 @@ def waiting_words(job: JobView) -> str:
     if job.not_before is not None and not job.phase.terminal:
         left = (job.not_before - datetime.now(UTC)).total_seconds()
         text += f" (next try in {output.duration(left)})" if left > 0 else ""
+    if not text and job.phase == "QUEUED":
+        text = "no reconciler has looked at it yet"
     place = place_words(job)
-    return f"{text}{' ' if text else ''}({place})" if place else text.strip()
+    return f"{text} ({place})" if text and place else text.strip() or place
 
 
 def sparkline(values: Sequence[float]) -> str:

@@ -76,7 +76,7 @@ def top(
         if as_json:
             output.emit(_document(seen))
         else:
-            _plain(seen)
+            _printed(seen)
         return
     _watch(ctx, phases, filters, limit, every, as_json)
 
@@ -96,7 +96,7 @@ def _watch(
         else:
             for number, seen in enumerate(polled(table.look, every)):
                 output.line() if number else None
-                _plain(seen)
+                _printed(seen)
                 output.flush()
 
 
@@ -167,22 +167,33 @@ def _row(now: Snapshot) -> list[str]:
     ]  # fmt: skip
 
 
-def _plain(seen: Sequence[Snapshot]) -> None:
-    curve = _COLUMNS.index("")
-    rows = [[cell for i, cell in enumerate([*_row(now), waiting_words(now.job)]) if i != curve] for now in seen]
-    columns = [column for column in _COLUMNS if column]
-    output.table([*columns, "WHY"], rows, right=_RIGHT, drop=["WHY", *_NARROW], empty=_NOTHING)
-
-
 _NOTHING = "no job runs or waits; submit one with: ratchet submit FILE"
 
 
+def _printed(seen: Sequence[Snapshot]) -> None:
+    """As a terminal shows it, or, in a pipe, with the reason as the last column: lines there have no width."""
+    if not seen:
+        output.note(_NOTHING)
+        return
+    if output.on_terminal():
+        screen = output.console()
+        screen.print(_drawn(seen, screen.width))
+        return
+    curve = _COLUMNS.index("")
+    rows = [[cell for i, cell in enumerate([*_row(now), waiting_words(now.job)]) if i != curve] for now in seen]
+    output.table([*(column for column in _COLUMNS if column), "WHY"], rows, right=_RIGHT)
+
+
 def _drawn(seen: Sequence[Snapshot], width: int) -> RenderableType:
+    """Why a job waits stands below the table: it is given the whole width, and never left out."""
     from rich.console import Group
     from rich.text import Text
 
     if not seen:
         return Text(_NOTHING, style="dim")
-    table, _ = output.drawn_table(_COLUMNS, [_row(now) for now in seen], _RIGHT, _NARROW, width)
-    waiting = [(now.job.name, waiting_words(now.job)) for now in seen]
-    return Group(table, *(Text(f"{name}: {text}", style="yellow") for name, text in waiting if text))
+    table, missing = output.drawn_table(_COLUMNS, [_row(now) for now in seen], _RIGHT, _NARROW, width)
+    waiting = [(f"{now.job.id} {now.job.name}", waiting_words(now.job)) for now in seen]
+    below = [Text(f"{job}: {' '.join(text.split())}", style="yellow") for job, text in waiting if text]
+    named = [column for column in missing if column]
+    left_out = [Text(f"too narrow for: {', '.join(named)}", style="dim")] if named else []
+    return Group(table, *left_out, *below)
