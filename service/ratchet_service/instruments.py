@@ -47,6 +47,7 @@ _REASONS: Final = frozenset(
         "backoff",
         "no-launcher",
         "engine-queue",
+        "reconcile-error",
         "disk-full",
         "exit-code",
         "max-failures",

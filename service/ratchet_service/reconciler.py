@@ -9,11 +9,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Final
 
 import sqlalchemy as sa
-from sqlalchemy.exc import NoResultFound, SQLAlchemyError
+from sqlalchemy.exc import (
+    InterfaceError,
+    InternalError,
+    NoResultFound,
+    OperationalError,
+    ProgrammingError,
+    SQLAlchemyError,
+    TimeoutError,
+)
 
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import AttemptPhase, JobPhase
@@ -50,6 +59,8 @@ LEASE_SECONDS: Final = 15.0
 _ERROR_PAUSE: Final = 1.0
 _NOT_OURS: Final = (LeaseLost, NoResultFound)
 """While this process was held up, another has taken the job over; in the end its user may have deleted it."""
+_OF_ALL: Final = (OperationalError, InterfaceError, InternalError, ProgrammingError, TimeoutError)
+"""Of the database itself. Other errors are one job's: its row, its files, its engine."""
 
 
 def rested(began: float, ended: float) -> float:
@@ -156,8 +167,10 @@ class Reconciler:
     def _interval(self) -> float:
         if not self._watches:
             return IDLE_INTERVAL
+        now = self._database.clock.monotonic()
         ending = any(
-            watch.result_seen_at is not None or watch.ending_since is not None for watch in self._watches.values()
+            (watch.result_seen_at is not None or watch.ending_since is not None) and watch.paused_until <= now
+            for watch in self._watches.values()
         )
         return ENDING_INTERVAL if ending else ACTIVE_INTERVAL
 
@@ -218,8 +231,11 @@ class Reconciler:
             self._watches[lease.job_id] = self._watcher.begin(lease, held_at)
         except NoResultFound:
             log.info("%s, attempt %d: ended and deleted meanwhile", lease.job_id, lease.epoch)
-        except ValueError:  # rows of another version: the others must go on
-            log.exception("%s cannot be looked after by this version", lease.job_id)
+        except _OF_ALL:
+            raise
+        except Exception as error:  # rows of another version, perhaps. It is tried again when the lease has run out
+            with suppress(LeaseLost):
+                self._watcher.tell(lease, error)
 
     def _launch(self) -> None:
         held_at = self._database.clock.monotonic()
@@ -239,12 +255,20 @@ class Reconciler:
         except _NOT_OURS as error:
             log.info("%s, attempt %d: not launched by this process: %s", job_id, epoch, error)
             self._watches.pop(job_id, None)
+        except _OF_ALL:
+            raise
+        except Exception as error:  # the others that were launched must be looked after, too
+            with suppress(LeaseLost):
+                self._watcher.tell(launched.lease, error)
 
     def _look(self) -> None:
-        with self._database.read() as session:
-            current = wishes(session, [w.lease for w in self._watches.values()])
-        for job_id, watch in list(self._watches.items()):
+        now = self._database.clock.monotonic()
+        watches = {job_id: watch for job_id, watch in self._watches.items() if watch.paused_until <= now}
+        current = self._wishes(watches)
+        for job_id, watch in watches.items():
             wish = current.get(job_id)
+            if watch.paused_until > now:
+                continue
             if wish is None:
                 log.info("%s: looked after by another reconciler now", watch.ref.name)
                 del self._watches[job_id]
@@ -252,23 +276,50 @@ class Reconciler:
             with about(job_id=job_id, attempt=watch.lease.epoch):
                 self._look_at(job_id, watch, wish)
 
+    def _wishes(self, watches: Mapping[str, Watch]) -> dict[str, Wish]:
+        """Read at once; where one of the rows is of another version, one by one, so that the others are looked after."""
+        try:
+            with self._database.read() as session:
+                return wishes(session, [w.lease for w in watches.values()])
+        except (LookupError, ValueError):
+            found: dict[str, Wish] = {}
+        for job_id, watch in watches.items():
+            try:
+                with self._database.read() as session:
+                    found |= wishes(session, [watch.lease])
+            except (LookupError, ValueError) as error:
+                self._failed(job_id, watch, error)
+        return found
+
     def _look_at(self, job_id: str, watch: Watch, wish: Wish) -> None:
         try:
             decision = self._watcher.look(watch, wish)
+            if decision is None:
+                self._watcher.healed(watch)
         except _NOT_OURS as error:
-            log.info("%s: not looked after any more: %s", watch.ref.name, error)
-            del self._watches[job_id]
+            self._lost(job_id, watch, error)
             return
-        except SQLAlchemyError:
+        except _OF_ALL:
             raise
-        except Exception:
-            log.exception("%s: looking after it failed, trying again", watch.ref.name)
+        except Exception as error:
+            self._failed(job_id, watch, error)
             return
         if decision is not None:
             assert decision.event is not None and decision.cause is not None
             log.info("%s: ended with %s: %s", watch.ref.name, decision.cause.value, decision.event.value)
             del self._watches[job_id]
             self._changed.set()  # its slots are free
+
+    def _failed(self, job_id: str, watch: Watch, error: Exception) -> None:
+        """The others are looked after, and this one again after a pause."""
+        try:
+            self._watcher.failed(watch, error)
+        except _NOT_OURS as lost:
+            self._lost(job_id, watch, lost)
+
+    def _lost(self, job_id: str, watch: Watch, error: Exception) -> None:
+        log.info("%s: not looked after any more: %s", watch.ref.name, error)
+        del self._watches[job_id]
 
     def _sweep(self) -> None:
         """End what engines run under our name and no active attempt knows: left by a crash between two services, or by hand."""

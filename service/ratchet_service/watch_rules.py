@@ -19,6 +19,9 @@ from ratchet_service.verdict import Evidence
 from ratchet_service.watched import Timing, Watch, Wish, is_over
 
 _UNPROVEN_SECONDS: Final = 10.0
+_FIRST_PAUSE: Final = 0.5
+LONGEST_PAUSE: Final = 30.0
+"""Seconds between two looks at an attempt that cannot be looked after: from the first pause on doubled."""
 
 
 class Do(StrEnum):
@@ -138,6 +141,12 @@ def tells_unproven(watch: Watch, now: float) -> bool:
         return False
     watch.unproven = now - watch.ending_since > _UNPROVEN_SECONDS
     return watch.unproven
+
+
+def failed(watch: Watch, now: float) -> None:
+    """A look at it raised: the next one comes after a pause, and the others are looked at meanwhile."""
+    watch.paused_until = now + min(_FIRST_PAUSE * 2.0 ** min(watch.failures, 16), LONGEST_PAUSE)
+    watch.failures += 1
 
 
 def ran(watch: Watch, now: float) -> float | None:

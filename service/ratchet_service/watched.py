@@ -4,6 +4,7 @@ what the rows and an engine's look say of it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -83,6 +84,9 @@ class Watch:
     ends: tuple[EngineEnd, ...] = ()  # what the engine has said since then
     unproven: bool = False
     message: str | None = field(default=None)
+    failures: int = 0  # looks in a row that raised
+    paused_until: float = -math.inf
+    trouble: str | None = None  # why it cannot be looked after, as the job's row has it
     marked: dict[str, float] = field(default_factory=dict)  # ``marks.running`` as the attempt's row has it
 
 

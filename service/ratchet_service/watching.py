@@ -13,6 +13,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Final
 
+import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from ratchet_contract.paths import HomePaths
@@ -37,7 +38,8 @@ from ratchet_service.launchers.table import Launchers
 from ratchet_service.launching import NO_LAUNCHER, Launching
 from ratchet_service.leases import Lease, LeaseLost, hold
 from ratchet_service.leftover import ingest_leftover
-from ratchet_service.models import Attempt, AttemptNode, Job
+from ratchet_service.models import Attempt, AttemptNode, Event, Job
+from ratchet_service.storable import storable
 from ratchet_service.transitions import add_event
 from ratchet_service.watch_rules import Deed, Do
 from ratchet_service.watched import (
@@ -60,7 +62,19 @@ _OVER: Final = (WAITING, NO_LAUNCHER)
 """Reasons that are taken away once the attempt is looked after and out of the queue."""
 _SUBMIT_AGAIN: Final = 2.0
 """Seconds."""
+_MOST_SAID: Final = 1000  # characters of an error
 JUMPED: Final = "clock-jumped"
+RECONCILE_ERROR: Final = "reconcile-error"
+"""Reason of a job whose attempt cannot be looked after, and type of the event that tells of it."""
+
+
+def trouble(lease: Lease, error: Exception) -> str:
+    """Why the attempt cannot be looked after, for people."""
+    said = f"{type(error).__name__}: {error}"[:_MOST_SAID]
+    return storable(
+        f"attempt {lease.epoch} cannot be looked after: {said}. It is tried again, at the latest every "
+        f"{watch_rules.LONGEST_PAUSE:g} s; the service's log has the traceback"
+    )
 
 
 class Watcher:
@@ -109,6 +123,7 @@ class Watcher:
                 looked_at=now,
                 running_since=None if ran is None else now - ran,
                 said=job.message if job.reason in _OVER else None,
+                trouble=job.message if job.reason == RECONCILE_ERROR else None,
             )
             remember(session, watch, now)
         marks.recall(watch, clocks, clock, self._lease_seconds / 4, self._timing.launch_deadline)
@@ -178,6 +193,43 @@ class Watcher:
                 if marks.due(watch, now):
                     self._mark(watch, now)
         return None
+
+    def failed(self, watch: Watch, error: Exception) -> None:
+        """``look`` raised it: no reason to look again at once, nor to leave the job alone for good."""
+        watch_rules.failed(watch, self._database.clock.monotonic())
+        text = trouble(watch.lease, error)
+        if text != watch.trouble:
+            self.tell(watch.lease, error)
+            watch.trouble, watch.said = text, None
+
+    def tell(self, lease: Lease, error: Exception) -> None:
+        """The attempt cannot be looked after: on the job's row, and once for each kind of error in its history. The row may be
+        what cannot be read, so nothing of it is. Raises ``LeaseLost``."""
+        text, kind = trouble(lease, error), type(error).__name__
+        ours = sa.update(Job).where(Job.id == lease.job_id, Job.epoch == lease.epoch, Job.lease_token == lease.token)
+        told = sa.select(Event.data).where(
+            Event.job_id == lease.job_id, Event.epoch == lease.epoch, Event.type == RECONCILE_ERROR
+        )
+        with self._database.write() as session:
+            said = ours.values(reason=RECONCILE_ERROR, message=text).returning(Job.id)
+            if session.scalar(said.execution_options(synchronize_session=False)) is None:
+                raise LeaseLost(f"job {lease.job_id}: another reconciler has taken it over")
+            if any(data.get("error") == kind for data in session.scalars(told)):
+                return
+            log.error("%s, attempt %d: it cannot be looked after", lease.job_id, lease.epoch, exc_info=error)
+            add_event(session, lease.job_id, RECONCILE_ERROR, text, epoch=lease.epoch, data={"error": kind})
+
+    def healed(self, watch: Watch) -> None:
+        """A look at it went well again."""
+        watch.failures = 0
+        if watch.trouble is None:
+            return
+        log.info("%s: it can be looked after again", watch.ref.name)
+        with self._database.write() as session:
+            job = hold(session, watch.lease)
+            if job.reason == RECONCILE_ERROR:
+                job.reason = job.message = None
+        watch.trouble = None
 
     def _signal(self, watch: Watch) -> None:
         """Raises ``EngineUnreachable``: then it is sent again. A launcher that fails otherwise would fail again: the agent
