@@ -21,7 +21,9 @@ from ratchet_service import disk, migrate
 from ratchet_service.database import Database
 
 ROUND_SECONDS: Final = 60.0
-"""A reconciler of this process that has finished no round for so long hangs, on a file system that does not answer perhaps."""
+"""A reconciler of this process that has ended no round for so long hangs, on a file system that does not answer perhaps."""
+FAILED_ROUNDS: Final = 5
+"""So many in a row, a second and more apart, and nothing gets done: what a moment's fault takes is less."""
 BEAT_SECONDS: Final = 2.0
 """Between two marks of a reconciler in the run directory."""
 PROBE_SECONDS: Final = 1.0
@@ -48,7 +50,11 @@ class Beat:
     file: Path
     clock: Callable[[], float] = time.monotonic
     began: float = field(init=False)
-    last: float | None = None
+    succeeded: float | None = None
+    """When the last successful round ended."""
+    failures: int = 0
+    """Rounds since then; ``error``: the last one's, by its class."""
+    error: str = ""
     jump: str = ""
     _marked: float | None = None
 
@@ -56,20 +62,24 @@ class Beat:
         self.began = self.clock()
 
     def round(self) -> None:
-        """A round is over, be it that it failed: the thread is there. A disk that takes no mark stops nobody."""
-        self.last = self.clock()
-        if self._marked is None or self.last - self._marked >= BEAT_SECONDS:
-            self._marked = self.last
+        """A round is over, and went well. A disk that takes no mark stops nobody."""
+        self.succeeded, self.failures = self.clock(), 0
+        if self._marked is None or self.succeeded - self._marked >= BEAT_SECONDS:
+            self._marked = self.succeeded
             with suppress(OSError):
                 self.file.touch()
+
+    def failed(self, error: Exception) -> None:
+        """A round has failed: the thread is there, and nothing may have been done."""
+        self.failures, self.error = self.failures + 1, type(error).__name__
 
     def jumped(self, seconds: float) -> None:
         """The wall clock has jumped: told from then on, so that whoever wonders about times finds it."""
         self.jump = f"; at {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC the wall clock had jumped by {seconds:+.0f} s"
 
     def silence(self) -> float:
-        """Seconds since the last round's end, or since the start."""
-        return self.clock() - (self.began if self.last is None else self.last)
+        """Seconds since the end of the last successful round, or since the start."""
+        return self.clock() - (self.began if self.succeeded is None else self.succeeded)
 
 
 @dataclass
@@ -160,16 +170,25 @@ def _writable(home: Path) -> str:
 
 
 def _reconciler(beat: Beat | None, paths: HomePaths) -> Component:
-    """Raises ``Unready`` where this process's own hangs. Others' silence is no fault of this one, which still takes requests."""
+    """Raises ``Unready`` where this process's own hangs or fails. Others' silence is no fault of this one, which still takes
+    requests."""
     if beat is not None:
-        silence = beat.silence()
+        silence, failures = beat.silence(), beat.failures
+        if failures >= FAILED_ROUNDS or (failures and silence > ROUND_SECONDS):
+            raise Unready(
+                f"the last {failures} rounds of this process's reconciler failed ({beat.error}), the last successful one ended "
+                f"{silence:.0f} s ago: what is not done is tried again in every round. Its log tells why",
+                code="reconciler-failing",
+            )
         if silence > ROUND_SECONDS:
             raise Unready(
                 f"the reconciler of this process has finished no round for {silence:.0f} s: nothing is started or ended. Its log "
                 "tells why; a file system that does not answer, perhaps",
                 code="reconciler-stalled",
             )
-        last = "starting" if beat.last is None else f"last round {silence:.0f} s ago"
+        last = "starting" if beat.succeeded is None else f"last round {silence:.0f} s ago"
+        if failures:
+            return Component(status="warning", detail=f"in this process, {last}; {failures} failed since: {beat.error}")
         return Component(detail=f"in this process, {last}{beat.jump}")
     try:
         age = max(0.0, time.time() - paths.reconciler_mark.stat().st_mtime)

@@ -51,6 +51,7 @@ _BY_CODE: Final[dict[str, int]] = {
     "busy": 503,
     "checkpoint-remote": 503,
     "database-unavailable": 503,
+    "reconciler-failing": 503,
     "reconciler-stalled": 503,
     "run-directory-unwritable": 503,
     "schema-newer": 503,

@@ -120,22 +120,27 @@ class Reconciler:
     def run(self) -> None:
         """Until ``stop``; then the leases are given back. What the agents do is not touched. Faults are logged and survived."""
         while not self._stopping.is_set():
-            began, failed = time.monotonic(), True
+            began = time.monotonic()
             try:
                 pause = self.round()
-                failed = False
-            except SQLAlchemyError as error:
-                full = disk.without_room(self._database) if disk.is_full(error, self._home.home) else None
-                why = full.detail if full is not None else f"the database does not answer: {str(error).splitlines()[0]}"
-                log.error("trying again: %s", why)
-                pause = _ERROR_PAUSE
-            except Exception:
-                log.exception("a round of the reconciler failed, trying again")
-                pause = _ERROR_PAUSE
-            self.beat.round()
-            self._instruments.round(time.monotonic() - began, failed)
-            self._changed.wait(pause)
+            except Exception as error:
+                self._say(error)
+                self.beat.failed(error)
+                self._instruments.round(time.monotonic() - began, True)
+                self._stopping.wait(_ERROR_PAUSE)  # whatever wakes it: it would fail again
+            else:
+                self.beat.round()
+                self._instruments.round(time.monotonic() - began, False)
+                self._changed.wait(pause)
         self._give_back()
+
+    def _say(self, error: Exception) -> None:
+        if not isinstance(error, SQLAlchemyError):
+            log.error("a round of the reconciler failed, trying again", exc_info=error)
+            return
+        full = disk.without_room(self._database) if disk.is_full(error, self._home.home) else None
+        why = full.detail if full is not None else f"the database does not answer: {str(error).splitlines()[0]}"
+        log.error("trying again: %s", why)
 
     def round(self) -> float:
         """One round; seconds until the next one is due."""

@@ -79,8 +79,8 @@ def plane(tmp_path: Path, database: Database, clock: SetClock, monkeypatch: pyte
 def looks(made: Reconciler) -> None:
     """Two rounds, of which the second began after now."""
     for _ in range(2):
-        last = made.beat.last
-        wait_for(lambda: made.beat.last != last, "another round", 30)  # noqa: B023
+        last = made.beat.succeeded
+        wait_for(lambda: made.beat.succeeded != last, "another round", 30)  # noqa: B023
 
 
 def gone(plane: Plane, job_id: str) -> bool:

@@ -125,6 +125,11 @@ def test_a_reconciler_of_this_process_that_hangs_and_those_of_others(database: D
     assert caught.value.code == "reconciler-stalled"
     os.utime(paths.reconciler_mark, (1, 1))
     assert told(None).status == "warning"
+    for _ in range(health.FAILED_ROUNDS):
+        with pytest.raises(Unready):
+            told(beat)
+        beat.failed(RuntimeError("wrong"))
+    assert told(None).status == "warning", "a round that fails is no sign of life for others"
     beat.round()
     assert told(None).status == "ok"
 

@@ -10,7 +10,9 @@ import pytest
 import sqlalchemy as sa
 
 from ratchet_contract.phases import JobPhase
+from ratchet_service import health
 from ratchet_service.database import Database
+from ratchet_service.health import Health, Unready
 from ratchet_service.models import Job
 from tests.support.plane import Plane
 from tests.support.server import wait_for
@@ -85,6 +87,29 @@ def test_the_reason_goes_with_the_trouble_while_the_attempt_goes_on(plane: Plane
     assert len(told(plane, job_id)) == 1
     plane.post(f"/v1/jobs/{job_id}/cancel")
     plane.wait(job_id, JobPhase.CANCELLED)
+
+
+@pytest.mark.parametrize("migrated", ["sqlite"], indirect=True)
+def test_a_reconciler_whose_rounds_fail_is_not_ready_and_one_that_heals_is(plane: Plane) -> None:
+    """The database answers the probe, and no round comes to its end: the jobs' table is away."""
+    reconciler = plane.reconcile()
+    probe = Health(beat=reconciler.beat)
+    ready = lambda: health.check(probe, plane.database, plane.paths)["reconciler"]  # noqa: E731
+    wait_for(lambda: reconciler.beat.succeeded is not None, "a round", 30)
+    assert ready().status == "ok"
+    with plane.database.write() as session:
+        session.execute(sa.text("ALTER TABLE jobs RENAME TO away"))
+    wait_for(lambda: reconciler.beat.failures > 0, "a round to fail", 30)
+    assert ready().status == "warning", "one may fail"
+    wait_for(lambda: reconciler.beat.failures >= health.FAILED_ROUNDS, "more of them", 60)
+    with pytest.raises(Unready, match="OperationalError") as caught:
+        ready()
+    assert caught.value.code == "reconciler-failing"
+    with plane.database.write() as session:
+        session.execute(sa.text("ALTER TABLE away RENAME TO jobs"))
+    wait_for(lambda: reconciler.beat.failures == 0, "a round to succeed", 30)
+    assert ready().status == "ok"
+    plane.wait(plane.submit({"steps": 3}), JobPhase.SUCCEEDED)
 
 
 def test_a_job_that_cannot_be_taken_over_says_so_and_the_others_are(plane: Plane) -> None:

@@ -40,9 +40,9 @@ def healthz() -> Alive:
 @router.get("/readyz", dependencies=[OPEN], response_model=Ready, summary="The service can take requests")
 def readyz(service: ServiceDep, request: Request) -> Ready | Response:
     """200 with what was looked at. 503 with a code: `database-unavailable`; `schema-newer`, `schema-older` (the database is not
-    of this version's revision); `run-directory-unwritable`; `reconciler-stalled` (this process's own has finished no round for a
-    minute); `shutting-down`. 507 `disk-full`. Reconcilers of other processes are told as a component, and change nothing: an API
-    without one still takes requests."""
+    of this version's revision); `run-directory-unwritable`; `reconciler-failing` (the last rounds of this process's own failed);
+    `reconciler-stalled` (it has finished none for a minute); `shutting-down`. 507 `disk-full`. Reconcilers of other processes
+    are told as a component, and change nothing: an API without one still takes requests."""
     health = service.health
     try:
         found = check(health, service.database, service.settings.paths)
