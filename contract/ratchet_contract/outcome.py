@@ -36,10 +36,12 @@ def combine(
     A node without a result has lost its agent. Nothing that happens on another node does that, so it comes first, with the
     engine's cause where the engine knows one, else as unknown. Where the caller has ``killed`` what was left, after it had
     waited for it in vain, such a node is cut off: a broken connection is what the others tell of then. (``engine`` is what was
-    said before the kill.) Then the failures, those that make others before those that may be made by others, the earliest
-    first; then stops and completions by precedence. A result that tells of a SIGTERM takes the engine's cause, if it has one:
-    the engine sent it.
+    said before the kill.) An agent that tells only of the fence (lease-lost) counts as silent, where the end has another reason:
+    the engine's word on its node, or the kill that the fence is part of. Then the failures, those that make others before
+    those that may be made by others, the earliest first; then stops and completions by precedence. A result that tells of a
+    SIGTERM takes the engine's cause, if it has one: the engine sent it.
     """
+    results = _beside_the_fence(results, engine, killed=killed)
     silent = sorted(set(range(nodes)) - {r.node for r in results})
     lost = _first(engine, silent)
     if lost is not None:
@@ -60,6 +62,14 @@ def combine(
         word = _first(engine, [chosen.node]) or engine[0]
         return EndSeen(word.cause, chosen.node, chosen.rank, chosen.exit_code, f"{word.message}; {chosen.message}")
     return _seen(chosen, nodes)
+
+
+def _beside_the_fence(
+    results: Sequence[AttemptResult], engine: Sequence[EndSeen], *, killed: bool
+) -> Sequence[AttemptResult]:
+    others = [r for r in results if r.cause is not Cause.LEASE_LOST]
+    fenced = [r.node for r in results if r.cause is Cause.LEASE_LOST]
+    return others if _first(engine, fenced) is not None or (killed and others) else results
 
 
 def _cut_off(results: Sequence[AttemptResult], silent: Sequence[int], nodes: int) -> EndSeen:

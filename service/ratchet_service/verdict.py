@@ -79,7 +79,8 @@ def cause_of(job: Job, evidence: Evidence) -> EndSeen:
     knows: why it sent the signal."""
     state = evidence.state
     engine = [EndSeen(end.cause, end.node, message=end.message) for end in state.ends]
-    if evidence.forced is not None and len(state.results) < len(state.nodes):
+    told = [result for result in state.results if result.cause is not Cause.LEASE_LOST]  # of the fence of a kill
+    if evidence.forced is not None and len(told) < len(state.nodes):
         return EndSeen(evidence.forced, message=evidence.message)
     found = combine(state.results, len(state.nodes), engine, killed=evidence.killed)
     if found is not None:

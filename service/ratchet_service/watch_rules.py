@@ -155,6 +155,7 @@ def ran(watch: Watch, now: float) -> float | None:
 
 
 def evidence(watch: Watch, last: AttemptState, logs: str, now: float) -> Evidence:
-    """``last``: the look after the proof of death. What the engine says behind a kill may be of the kill itself."""
-    ends = watch.ends if watch.killing else last.ends or watch.ends
+    """``last``: the look after the proof of death. What the engine said first stands: what it says behind a kill, which the proof
+    of death is, too, may be of the kill itself."""
+    ends = watch.ends if watch.killing else watch.ends or last.ends
     return Evidence(replace(last, ends=ends), watch.forced, watch.message, watch.killing, logs, ran(watch, now))

@@ -255,7 +255,7 @@ class Watcher:
     def _finish(self, watch: Watch, state: AttemptState, now: float) -> Decision | None:
         """Prove the attempt dead, take in what it left, settle. Nothing is decided while anything of it is alive."""
         if watch.ending_since is None or not watch.killing:  # what it says of the kill itself is no news
-            watch.ends = state.ends or watch.ends  # and the kill may take the engine's own record away
+            watch.ends = watch.ends or state.ends  # and what follows may be of the kill that proves it dead
         watch.ending_since = now if watch.ending_since is None else watch.ending_since
         self._sure(watch)
         files.fence(watch.ref.paths)  # whoever was held up before its submission comes too late from here on

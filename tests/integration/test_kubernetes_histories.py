@@ -21,6 +21,7 @@ from ratchet_service.launchers.base import AttemptRef, AttemptState, LaunchPlan
 from ratchet_service.launchers.kubernetes.launcher import KubernetesLauncher, make
 from ratchet_service.launching import launch_file
 from tests.support.engines import STRANGER
+from tests.support.kube import operations
 from tests.support.kube.cluster import Cluster
 from tests.support.kube.replay import Replay
 from tests.support.kube.store import JOBS, Object
@@ -191,8 +192,13 @@ def lose(site: Site, plan: LaunchPlan) -> None:
     site.cluster.remove_node(site.pod(plan)["spec"]["nodeName"])
 
 
+def delete(site: Site, plan: LaunchPlan) -> None:
+    operations.delete_pod(site.cluster.store, site.cluster.namespace, site.pod(plan)["metadata"]["name"])
+
+
 FAULTS: dict[str, tuple[Callable[[Site, LaunchPlan], None], Cause, str]] = {
     "evicted": (lambda site, plan: site.cluster.evict(site.pod(plan)), Cause.EVICTED, "evict"),
+    "deleted": (delete, Cause.EVICTED, "somebody deleted the pod"),
     "preempted": (lambda site, plan: site.cluster.preempt(site.pod(plan)), Cause.HIGHER_PRIORITY, "priority"),
     "node pressure": (lambda site, plan: site.cluster.pressure(site.pod(plan)), Cause.EVICTED, "low on resource"),
     "out of memory": (lambda site, plan: site.cluster.oom(site.pod(plan)), Cause.OOM, "resources.memory"),

@@ -43,6 +43,27 @@ def test_a_job_that_kueue_has_just_started_is_not_taken_for_one_it_took_back(
     wait_for(lambda: site.running(plan.ref), "the pod to run", 30)
 
 
+def test_pods_of_a_job_that_kueue_takes_back_were_not_deleted_by_anybody(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = site.plan(**HELD)
+    site.launcher.submit(plan)
+    site.cluster.admit(plan.ref.name)
+    wait_for(lambda: site.running(plan.ref), "the pod to run", 30)
+    wait_for(lambda: site.launcher.poll(plan.ref).waiting is None, "that to be told", 30)
+    apply = Cache.apply
+
+    def without_jobs(self: Cache, kind: str, object_: Any, namespace: str, *, deleted: bool = False) -> None:
+        if kind != "jobs":
+            apply(self, kind, object_, namespace, deleted=deleted)
+
+    with monkeypatch.context() as late:
+        late.setattr(Cache, "apply", without_jobs)
+        site.cluster.store.update(JOBS, "default", plan.ref.name, lambda job: job["spec"].update(suspend=True))
+        state = ended(site, plan.ref)
+    assert state.ends[0].cause is Cause.HIGHER_PRIORITY, state.ends
+
+
 def test_a_sweep_leaves_jobs_that_have_ended_to_people(site: Site) -> None:
     plan = site.plan()
     site.launcher.submit(plan)

@@ -37,7 +37,8 @@ one_database = pytest.mark.parametrize("migrated", ["sqlite"], indirect=True)
 class Engine(LocalLauncher):
     """``queued``: submitted groups wait; ``starting``: they are out of the queue, without an agent yet; ``away``: it does not
     answer; ``closed``: it takes no groups now; ``ends``: what it says of an attempt that is over, until a kill; ``held``:
-    it says that the attempt is alive; ``slow``: kills that come to nothing; ``unplannable``: a job's name."""
+    it says that the attempt is alive; ``cut_off``: it says that the machine does not answer, where the agent runs on until it
+    hears of the fence; ``slow``: kills that come to nothing; ``unplannable``: a job's name."""
 
     slots = False
     queued = False
@@ -45,6 +46,7 @@ class Engine(LocalLauncher):
     away = False
     closed = False
     held = False
+    cut_off = False
     slow = 0
     unplannable = ""
     ends: tuple[EngineEnd, ...] = ()
@@ -80,6 +82,8 @@ class Engine(LocalLauncher):
         if ref.name in self.waiting:
             super().submit(self.waiting.pop(ref.name))
         state = replace(super().poll(ref), ends=self.ends)
+        if self.cut_off and state.seen:
+            state = replace(state, alive=True, nodes=tuple(replace(node, gone=True) for node in state.nodes))
         return replace(state, alive=True) if self.held else state
 
     def kill(self, ref: AttemptRef) -> list[str]:
@@ -88,6 +92,9 @@ class Engine(LocalLauncher):
         if self.slow:
             self.slow, self.ends = self.slow - 1, ()
             return ["pod x, which is ending"]
+        if self.cut_off and not super().poll(ref).results:
+            return ["pod x, on a machine that does not answer"]
+        self.cut_off = False
         return super().kill(ref)
 
     def _answer(self) -> None:
@@ -185,6 +192,20 @@ def test_the_engines_word_stands_where_the_agent_fell_silent(plane: Plane, engin
     first = plane.attempts(job_id)[0]
     assert (first.cause, first.message) == (Cause.NODE_LOST, "node n3 does not answer")
     assert plane.job(job_id).preemptions == 1 and plane.job(job_id).failures == 0
+
+
+def test_an_agent_that_ends_by_the_fence_of_its_lost_machine_is_not_the_cause(plane: Plane, engine: Engine) -> None:
+    """As where a kubelet alone is silent: the pod trains on, and sees that the service has given the attempt up."""
+    plane.reconcile(engine, Timing(lost=0.2))
+    job_id = plane.submit({"steps": 200, "pause": 0.02}, policy={"max_failures": 0})
+    agent_pid(plane, job_id)
+    engine.ends = (EngineEnd(Cause.NODE_LOST, "Taint manager: deleting", 0),)
+    engine.cut_off = True
+    plane.wait_job(job_id, lambda job: job.epoch == 2, "tried again")
+    engine.ends = ()
+    first = plane.attempts(job_id)[0]
+    assert first.cause is Cause.NODE_LOST and "Taint manager" in str(first.message), first.message
+    assert plane.job(job_id).failures == 0
 
 
 def test_the_engine_tells_who_sent_the_signal(plane: Plane, engine: Engine) -> None:

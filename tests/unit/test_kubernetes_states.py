@@ -230,6 +230,35 @@ def test_a_job_that_somebody_deletes_was_evicted_and_one_that_this_service_delet
     assert view(seen(job(), deleted=True)).ends[0].cause is Cause.EVICTED
 
 
+def test_a_pod_that_somebody_deletes_was_evicted_and_those_that_its_job_takes_along_were_not() -> None:
+    code = f"Container agent for pod ratchet/{NAME}-1-x failed with exit code 143 matching FailJob rule at index 1"
+    by_hand, other = (
+        pod(1, "Failed", ended(143, finished_at=42), deletion=70),
+        pod(0, "Failed", ended(143), deletion=75),
+    )
+    failed = job(("FailureTarget", "PodFailurePolicy", code), concluded=42)
+    first, second = view(seen(failed, other, by_hand), nodes=2).ends
+    assert (first.cause, first.node, second.cause) == (Cause.EVICTED, 1, Cause.SIGTERM)
+    assert "somebody deleted the pod" in first.message and "ratchet cancel" in first.message
+    assert view(seen(failed, other, by_hand), nodes=2, results=(0, 1)).ends == (first,)
+    of_the_job = pod(0, "Failed", ended(143), deletion=70)
+    for made in (job(deleted=True), job(suspend=True)):
+        assert "deleted the pod" not in view(seen(made, of_the_job)).ends[0].message
+    after = pod(0, "Failed", ended(78, finished_at=30), deletion=70)  # taken away once it had ended
+    assert [end.cause for end in view(seen(job(), after)).ends] == [Cause.USER_ERROR]
+
+
+@pytest.mark.parametrize(
+    "state", [waiting("ImagePullBackOff"), ended(137, "ContainerStatusUnknown")], ids=["old", "new"]
+)
+def test_what_a_kubelet_says_of_a_container_that_never_began_is_of_the_deletion(state: dict[str, Any]) -> None:
+    never = pod(0, "Failed", state, deletion=70)
+    assert view(seen(job(deleted=True), never, ours=True)).ends == ()
+    warnings = {never.name: 'Failed: Failed to pull image "team/train:2"'}
+    (end,) = view(seen(job(deleted=True), never, ours=True, warnings=warnings)).ends
+    assert end.cause is Cause.LAUNCHER_ERROR and "team/train:2" in end.message
+
+
 def test_an_ended_job_whose_time_is_over_was_not_evicted() -> None:
     complete = job(("Complete", "CompletionsReached", ""))
     assert view(seen(complete, deleted=True)).ends == ()

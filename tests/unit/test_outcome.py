@@ -56,6 +56,10 @@ TAKEN = EndSeen(C.HIGHER_PRIORITY, None, message="job 7 took the place")
         # the engine's word on a node that has its own result is no news
         ([result(0, C.EXCEPTION), result(1, C.OOM)], [LOST], C.OOM, 1),
         ([result(0, C.COMPLETED), result(1, C.COMPLETED)], [TAKEN], C.COMPLETED, 0),
+        # whose agent lives on where the engine does not see it, and hears of nothing but the fence
+        ([result(0, C.EXCEPTION), result(1, C.LEASE_LOST)], [LOST], C.NODE_LOST, 1),
+        ([result(0, C.LEASE_LOST), result(1, C.LEASE_LOST)], [TAKEN], C.HIGHER_PRIORITY, None),
+        ([result(0, C.EXCEPTION), result(1, C.LEASE_LOST)], [], C.LEASE_LOST, 1),
         # who sent the SIGTERM
         ([result(0, C.SIGTERM), result(1, C.SIGTERM)], [TAKEN], C.HIGHER_PRIORITY, 0),
         ([result(0, C.API_CANCEL), result(1, C.API_CANCEL)], [TAKEN], C.API_CANCEL, 0),
@@ -83,6 +87,13 @@ def test_a_node_that_was_waited_for_in_vain_is_cut_off() -> None:
         assert found is not None and (found.cause, found.node) == (cause, 0), cause
     found = combine([result(0, C.EXCEPTION)], 2, [LOST._replace(cause=C.EVICTED)], killed=True)
     assert found is not None and found.cause is C.EVICTED
+
+
+def test_whom_only_the_fence_of_the_kill_has_ended_is_no_cause() -> None:
+    found = combine([result(0, C.EXCEPTION), result(1, C.LEASE_LOST)], 2, killed=True)
+    assert found is not None and (found.cause, found.node) == (C.NODE_LOST, 1)
+    found = combine([result(0, C.LEASE_LOST)], 1, killed=True)
+    assert found is not None and found.cause is C.LEASE_LOST, "nobody tells of anything else"
 
 
 def test_the_message_tells_both_what_the_engine_did_and_where_the_ranks_stopped() -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,8 @@ class Kubelet:
         wanted = "deletionTimestamp" not in pod["metadata"]
         if pod["status"]["phase"] in ENDED:
             if not wanted and not pod["metadata"].get("finalizers"):
-                self._update(pod, lambda p: p["metadata"].update(deletionGracePeriodSeconds=0))  # which takes it away
+                with suppress(ApiError):  # it may be gone
+                    self._store.remove(PODS, pod["metadata"]["namespace"], pod["metadata"]["name"])
         elif uid in self._ended:
             self._end(uid, pod, self._ended.pop(uid))
         elif uid in self._failed:
@@ -114,7 +116,7 @@ class Kubelet:
         elif uid in self._running:
             self._wind_down(uid, pod, wanted)
         elif not wanted:
-            self._update(pod, lambda p: p["status"].update(phase="Failed"))  # no container of it ever ran
+            self._update(pod, _terminate)  # no container of it ever ran
         elif not pod["status"].get("containerStatuses") or self._curable(pod):
             self._start(uid, pod)
 
@@ -198,6 +200,16 @@ class Kubelet:
         if "tailLines" in query:
             text = b"".join(text.splitlines(keepends=True)[-int(query["tailLines"]) :])
         return text[: int(query["limitBytes"])] if "limitBytes" in query else text
+
+
+def _terminate(pod: Object) -> None:
+    """As a kubelet since 1.27 does (``TerminatePod``): of a container that is not known to have ended it says so, also where
+    it never began."""
+    message = "The container could not be located when the pod was terminated"
+    unknown = {"exitCode": 137, "reason": "ContainerStatusUnknown", "message": message}
+    for status in pod["status"].get("containerStatuses", ()):
+        status["state"] = {"terminated": unknown | {"startedAt": None, "finishedAt": None}}
+    pod["status"]["phase"] = "Failed"
 
 
 def _ready(pod: Object, status: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from datetime import datetime, timedelta
 from typing import Any
 
 from tests.support.kube.defaults import fill_job
@@ -131,10 +132,21 @@ def delete_pod(store: Store, namespace: str, name: str, grace: int | None = None
         if "nodeName" not in pod["spec"] or pod["status"]["phase"] in ("Succeeded", "Failed"):
             seconds = 0
         metadata = pod["metadata"]
-        if "deletionTimestamp" not in metadata or seconds < metadata["deletionGracePeriodSeconds"]:
+        if "deletionTimestamp" not in metadata:
             metadata |= {"deletionTimestamp": now(seconds), "deletionGracePeriodSeconds": seconds}
+        elif seconds < metadata["deletionGracePeriodSeconds"]:  # counted from the first wish
+            earlier = seconds - metadata["deletionGracePeriodSeconds"]
+            metadata |= {
+                "deletionTimestamp": later(metadata["deletionTimestamp"], earlier),
+                "deletionGracePeriodSeconds": seconds,
+            }
 
     return store.update(PODS, namespace, name, change)
+
+
+def later(time: str, seconds: float) -> str:
+    """A time of an object, moved by so much."""
+    return (datetime.fromisoformat(time) + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def evict(store: Store, namespace: str, name: str, body: Object) -> Object:

@@ -101,9 +101,8 @@ class KubernetesLauncher:
     def poll(self, ref: AttemptRef) -> AttemptState:
         seen = self._seen(ref)
         view = self._view(ref, seen)
-        if (
-            view.revoked and not seen.leaving
-        ):  # or nobody has told yet that it was started: the pods' watch may be ahead
+        # Nothing orders two watches: that of the pods may be ahead, and what was done to the Job may not have been told yet.
+        if (view.revoked and not seen.leaving) or (view.by_hand and not view.alive):
             seen = self._asked(ref, seen)
             view = self._view(ref, seen)
         if view.revoked and not seen.leaving:
@@ -112,7 +111,8 @@ class KubernetesLauncher:
             if not ref.paths.node(node).agent_file.exists():
                 _listed(ref, node)
         nodes = files.node_states(ref, gone=lambda node: node in view.gone, notes=view.notes)
-        return AttemptState(view.alive, nodes, view.waiting, view.ends)
+        begun = all(node.seen for node in nodes) and not view.revoked  # the agents' files may be ahead of the watches
+        return AttemptState(view.alive, nodes, None if begun else view.waiting, view.ends)
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
         """The pods get SIGTERM and the time of their own grace, which was made for saving."""

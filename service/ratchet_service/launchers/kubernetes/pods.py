@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from typing import Any, Final
 
 from ratchet_contract.exit_codes import CAUSE_OF_EXIT_CODE
@@ -27,6 +28,9 @@ _GRACE: Final = 30.0
 """Kubernetes' own, for objects that do not say it."""
 _SCHEDULED: Final = "scheduled"
 _ENDED: Final = "ended"
+_UNKNOWN: Final = "ContainerStatusUnknown"
+_STOPPED: Final = (137, 143)
+"""Exit codes of what was told to end, in time or not."""
 GOES_ON: Final = "the job goes on from its last checkpoint in a new attempt"
 
 DISRUPTIONS: Final[dict[str, tuple[Cause, str]]] = {
@@ -122,6 +126,31 @@ class Pod:
         return since is not None and now > since + float(metadata.get("deletionGracePeriodSeconds", _GRACE)) + OVERDUE
 
     @property
+    def deletion_wanted(self) -> str | None:
+        """When somebody wanted it gone, RFC 3339 in UTC; None: nobody has. A shorter grace does not move it."""
+        at = self.object["metadata"].get("deletionTimestamp")
+        if at is None:
+            return None
+        grace = timedelta(seconds=float(self.object["metadata"].get("deletionGracePeriodSeconds", 0)))
+        return (datetime.fromisoformat(at) - grace).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+    @property
+    def never_began(self) -> bool:
+        """It was ended, and no container of it is known to have run: a kubelet says also of one that it never started that it is
+        not to be found (``ContainerStatusUnknown``)."""
+        unknown = self.terminated is None or self.terminated.get("reason") == _UNKNOWN
+        return self.over and unknown and self.deletion_wanted is not None
+
+    @property
+    def stopped_by_deletion(self) -> bool:
+        """It ended because it was deleted, or will: not one that had ended by itself before."""
+        wanted, ended = self.deletion_wanted, self.terminated
+        if wanted is None or ended is None or ended.get("reason") == _UNKNOWN:
+            return wanted is not None
+        told = ended.get("exitCode") in _STOPPED and ended.get("reason") != "OOMKilled"
+        return told and str(ended.get("finishedAt") or "9999") >= wanted
+
+    @property
     def status(self) -> Json:
         """Of the agent's container; empty before there is any."""
         statuses: list[Json] = self.object.get("status", {}).get("containerStatuses") or []
@@ -187,7 +216,7 @@ def status_end(pod: Pod) -> tuple[Cause, str] | None:
     if reason in _STATUS_REASONS:
         cause = _STATUS_REASONS[reason]
         return cause, f"{reason}; {GOES_ON}{_quoted(message)}"
-    if pod.phase == "Failed" and pod.terminated is None:
+    if pod.phase == "Failed" and pod.terminated is None and not pod.never_began:
         text = f"its node did not take it ({reason or 'no reason given'}){_quoted(message)}"
         return Cause.LAUNCHER_ERROR, text
     return None
@@ -209,7 +238,9 @@ def container_end(pod: Pod) -> tuple[Cause, str] | None:
         return Cause.OOM, f"{text}: raise resources.memory, or use smaller batches"
     if reason in _NOT_STARTED:
         return Cause.LAUNCHER_ERROR, f"the container did not start ({reason}): check image and python{said}"
-    if reason == "ContainerStatusUnknown":
+    if reason == _UNKNOWN:
+        if pod.never_began:
+            return None
         return Cause.NODE_LOST, f"its machine does not know the container any more, as after a restart; {GOES_ON}{said}"
     if code == 0:
         text = "it ended with code 0 and left no result.json: is the claim of the launchers file the service's run directory?"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from ratchet_contract.exit_codes import CAUSE_OF_EXIT_CODE
 from ratchet_contract.phases import Cause
@@ -27,6 +27,11 @@ from ratchet_service.launchers.kubernetes.pods import (
 )
 
 Json = dict[str, Any]
+
+_DELETED: Final = (
+    Cause.EVICTED,
+    f"somebody deleted the pod; {GOES_ON}: to end it cancel it by Ratchet (`ratchet cancel`)",
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,8 @@ class Seen:
 @dataclass(frozen=True)
 class View:
     """``alive``, ``waiting``, ``ends`` as in ``AttemptState``; ``gone``: nodes whose pod is known not to run any more, or whose
-    machine is lost; ``notes`` by node; ``revoked``: whoever started the Job has taken the start back, and it must not go on."""
+    machine is lost; ``notes`` by node; ``revoked``: whoever started the Job has taken the start back, and it must not go on;
+    ``by_hand``: somebody deleted a pod, and not its Job, as far as that is known."""
 
     alive: bool
     waiting: str | None = None
@@ -57,6 +63,7 @@ class View:
     gone: frozenset[int] = frozenset()
     notes: Mapping[int, str] = field(default_factory=dict)
     revoked: bool = False
+    by_hand: bool = False
 
 
 def look(
@@ -83,6 +90,7 @@ def look(
         gone=_gone(seen, nodes, late, now, may_start),
         notes={pod.node: pod.note() for pod in seen.pods},
         revoked=revoked,
+        by_hand=any(_by_hand(seen, pod) for pod in seen.pods),
     )
 
 
@@ -120,17 +128,18 @@ def _ends(
 ) -> tuple[EngineEnd, ...]:
     found: list[tuple[str, bool, EngineEnd]] = []
     for pod in seen.pods:
-        end = _end_of(pod, has_result, now, patience)
+        by_hand = disruption(pod) is None and (pod.over or not pod.overdue(now)) and _by_hand(seen, pod)
+        end = _DELETED if by_hand else _end_of(pod, has_result, now, patience)
         if end is not None:
-            follows = disruption(pod) is None and end[0] is not Cause.OOM
-            found.append((pod.ended_at, follows, EngineEnd(end[0], f"{pod.name}: {end[1]}", pod.node)))
+            follows = disruption(pod) is None and end[0] is not Cause.OOM and not by_hand
+            at = (pod.deletion_wanted if by_hand else None) or pod.ended_at
+            found.append((at, follows, EngineEnd(end[0], f"{pod.name}: {end[1]}", pod.node)))
     # Times are whole seconds, in which a cause and what follows from it have room.
     ordered = [end for *_, end in sorted(found, key=lambda item: item[:2])]
     interference = _interference(seen, revoked)
     if interference is not None:  # what was done to the Job is why its pods were stopped
         return (interference, *ordered)
-    conclusion = None if ordered else _conclusion(seen)
-    return tuple(ordered) if conclusion is None else (conclusion,)
+    return tuple(ordered or _conclusion(seen) or _last_warnings(seen))
 
 
 def _end_of(pod: Pod, has_result: Callable[[int], bool], now: float, patience: Patience) -> tuple[Cause, str] | None:
@@ -169,21 +178,42 @@ def _ended_before(job: Json) -> bool:
     return ended is not None and (deleted is None or str(ended.get("lastTransitionTime", "")) <= str(deleted))
 
 
-def _conclusion(seen: Seen) -> EngineEnd | None:
+def _by_hand(seen: Seen, pod: Pod) -> bool:
+    """Did somebody delete the pod itself? The Job controller deletes pods of a Job that is deleted, suspended or has failed; one
+    whose end has failed the Job was deleted before that."""
+    job, wanted = seen.job, pod.deletion_wanted
+    if job is None or wanted is None or seen.leaving or job["spec"].get("suspend") or not pod.stopped_by_deletion:
+        return False
+    ended = next(
+        filter(None, (_condition(job, kind) for kind in ("FailureTarget", "SuccessCriteriaMet", "Failed"))), None
+    )
+    if ended is None:
+        return True
+    return f"/{pod.name} " in str(ended.get("message", "")) or wanted < str(ended.get("lastTransitionTime", ""))
+
+
+def _last_warnings(seen: Seen) -> list[EngineEnd]:
+    """Of pods that were deleted before they began, where nothing else tells of them: as after a restart of the service."""
+    text = "it was deleted before its container had started: {}"
+    pods = [pod for pod in seen.pods if pod.never_began and pod.name in seen.warnings]
+    return [EngineEnd(Cause.LAUNCHER_ERROR, f"{p.name}: {text.format(seen.warnings[p.name])}", p.node) for p in pods]
+
+
+def _conclusion(seen: Seen) -> list[EngineEnd]:
     """The Job's own, where no pod is left to tell."""
     job = seen.job or {}
     failed = _condition(job, "Failed") or _condition(job, "FailureTarget")
     if failed is None:
-        return None
+        return []
     text = str(failed.get("message", ""))
     if failed.get("reason") == "DeadlineExceeded":
-        return EngineEnd(Cause.TIME_LIMIT, f"the Job's own deadline was reached: {text}")
+        return [EngineEnd(Cause.TIME_LIMIT, f"the Job's own deadline was reached: {text}")]
     if "DisruptionTarget" in text:
-        return EngineEnd(Cause.EVICTED, f"{text}; {GOES_ON}")
+        return [EngineEnd(Cause.EVICTED, f"{text}; {GOES_ON}")]
     _, _, after = text.partition("failed with exit code ")
     code = after.partition(" ")[0]
     cause = CAUSE_OF_EXIT_CODE.get(int(code), Cause.UNKNOWN) if code.isdigit() else Cause.UNKNOWN
-    return EngineEnd(cause, f"the Job failed ({failed.get('reason')}): {text}")
+    return [EngineEnd(cause, f"the Job failed ({failed.get('reason')}): {text}")]
 
 
 def _result_may_come(pod: Pod, has_result: Callable[[int], bool], now: float, patience: Patience) -> bool:

@@ -1,0 +1,117 @@
+"""What a job's row, attempts and history say of what Kubernetes does to it, through the whole service.
+
+The cluster is modelled (``tests/support/kube``); what it says and does here was seen on a real one of 1.36.2, or follows the
+kubelet's source. No pod trains: those that start wait to be told to end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engines import STRANGER
+from tests.support.kube.cluster import Cluster
+from tests.support.server import Server, wait_for
+
+PRESENT, ABSENT = "waits:1", "registry.example.com/none:1"
+
+
+@dataclass
+class Site:
+    server: Server
+    cluster: Cluster
+
+    def submit(self, launcher: dict[str, Any] | None = None, **more: Any) -> str:
+        spec = {
+            "name": "n",
+            "task": {"entrypoint": "ratchet_worker.tasks.digits:DigitsTask"},
+            "world": {"device": "cpu"},
+            "image": PRESENT,
+            "policy": {"max_failures": 0, "backoff": 0.05},
+            "launcher": {"kind": "kubernetes"} | (launcher or {}),
+        }
+        return self.server.submit(spec | more)
+
+    def told(self, job_id: str, words: str) -> dict[str, Any]:
+        """The job, once ``ratchet get`` shows these words."""
+
+        def look() -> dict[str, Any] | None:
+            job = self.server.job(job_id)
+            return job if words in (job["message"] or "") else None
+
+        try:
+            return wait_for(look, f"{words!r} to be told", 60)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.server.job(job_id)}") from None
+
+    def failed(self, job_id: str) -> dict[str, Any]:
+        """Its only attempt, which has failed the job."""
+        self.server.wait_phase(job_id, "FAILED", deadline=60)
+        (attempt,) = self.server.attempts(job_id)
+        return attempt
+
+    def cancel(self, job_id: str) -> None:
+        self.server.call("POST", f"/v1/jobs/{job_id}/cancel")
+        self.server.wait_phase(job_id, "CANCELLED", deadline=60)
+
+    def types(self, job_id: str) -> list[str]:
+        return [event["type"] for event in self.server.events(job_id)]
+
+
+@contextmanager
+def made(folder: Path) -> Iterator[Site]:
+    home = folder / "home"
+    python = folder / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\ntrap 'exit 143' TERM\nsleep 600 &\nwait\n")
+    python.chmod(0o755)
+    server = Server(home, "--launchers", str(folder / "launchers.json"))
+    with Cluster(folder / "cluster", claims={"home": home}) as cluster:
+        cluster.kubelet.images.first[PRESENT] = python.parent
+        cluster.kubelet.images.missing.add(ABSENT)
+        settings = {
+            "claim": "home",
+            "url": "http://127.0.0.1:9",
+            "kubeconfig": str(cluster.kubeconfig),
+            "fault_patience": 1,
+        }
+        if os.getuid() == 0:
+            settings |= {"run_as_user": STRANGER, "run_as_group": STRANGER}
+        (folder / "launchers.json").write_text(json.dumps({"kubernetes": settings}))
+        try:
+            yield Site(server.start(), cluster)
+        finally:
+            server.stop()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with made(tmp_path_factory.mktemp("service")) as site:
+        yield site
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"image": ABSENT}, [ABSENT, "cannot be pulled", "image_pull_secrets"]),
+        (
+            {"secrets": {"KEY": {"from_secret": {"name": "nope", "key": "k"}}}},
+            ["cannot be made", 'secret "nope" not found'],
+        ),
+    ],
+    ids=["image", "Secret"],
+)
+def test_what_can_never_start_is_an_error_that_names_it_and_counts(
+    site: Site, spec: dict[str, Any], words: list[str]
+) -> None:
+    """The kubelet then says of the container that it ended with code 137, and that it cannot be located: that is our own kill."""
+    attempt = site.failed(site.submit(**spec))
+    assert attempt["cause"] == "launcher-error", attempt
+    assert all(word in attempt["message"] for word in words), attempt["message"]
