@@ -65,6 +65,7 @@ def test_a_job_followed_to_its_end_leaves_everything_to_read(cli: Cli, server: S
     assert "compressing" in hook and re.search(r"residual norm, rank 1 +\d[\d.e-]{0,6}$", hook, re.MULTILINE)
     assert re.search(r"bytes, one step +[\d.]+ KiB -> [\d.]+ (KiB|B)$", hook, re.MULTILINE)
     _metrics_are_shown(cli, job_id)
+    _history_is_folded(cli, job_id)
     (attempt,) = cli("attempts", job_id, "--json").data
     assert (attempt["cause"], attempt["steps_done"]) == ("completed", STEPS)
     assert "completed" in cli("attempts", job_id).text
@@ -72,6 +73,18 @@ def test_a_job_followed_to_its_end_leaves_everything_to_read(cli: Cli, server: S
     assert "compressing" in watched.text and len(watched.text.splitlines()) == 1 and "SUCCEEDED" in watched.errors
     _checkpoints_are_shown_and_verified(cli, server, job_id)
     _logs_are_shown_and_followed(cli, server, job_id)
+
+
+def _history_is_folded(cli: Cli, job_id: str) -> None:
+    each = cli("events", job_id, "--all").text.splitlines()
+    assert len(each) == len(cli("events", job_id, "--json").data)
+    assert {line.split()[1] for line in each} >= {"result", "attempt-ended", "end-succeeded"}
+    for arguments in ((), ("-f",)):
+        lines = cli("events", job_id, *arguments).text.splitlines()
+        [saved] = [line for line in lines if " checkpoint " in line]
+        assert "checkpoints from step 1 on, newest: step-000000000044.a0001" in saved
+        assert lines[-1].endswith("attempt 1 ended: completed: all ranks completed; the job is SUCCEEDED")
+        assert not [line for line in lines if line.split()[1] in ("result", "end-succeeded")]
 
 
 def _metrics_are_shown(cli: Cli, job_id: str) -> None:

@@ -11,7 +11,7 @@ from ratchet_client.cli import output
 from ratchet_client.cli.common import LOOK, PATIENCE, RETRY_FOR, JobId, JsonFlag, open_client
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from ratchet_client.client import WhichAttempt
     from ratchet_contract import api
@@ -93,19 +93,91 @@ def moment_of(text: str, now: datetime | None = None) -> str:
     return at.isoformat()
 
 
-def events(ctx: typer.Context, job: JobId, follow: Follow = False, as_json: JsonFlag = False) -> None:
-    """Print what happened to a job, oldest first."""
+def events(
+    ctx: typer.Context,
+    job: JobId,
+    follow: Follow = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Print each event: every checkpoint, and all that an end consists of.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Print what happened to a job, oldest first.
+
+    Checkpoints in a row are one line, which is printed once something else happens, and so is the end of an attempt. With --json
+    each event is printed.
+    """
     with open_client(ctx, PATIENCE if follow else RETRY_FOR) as client:
         found: Iterable[api.EventView] = client.follow_events(job, on_gap=say_gap) if follow else client.events(job)
         if as_json and not follow:
             output.emit(list(found))
             return
-        for event in found:
+        for event in found if every or as_json else folded(found):
             if as_json:
                 output.emit_line(event)
             else:
                 output.line(event_line(event))
                 output.flush()
+
+
+def folded(events: Iterable[api.EventView]) -> Iterator[api.EventView]:
+    """The same history with one event for a run of checkpoints, and one for the end of an attempt."""
+    fold = EventFold()
+    for event in events:
+        yield from fold.add(event)
+    yield from fold.rest()
+
+
+class EventFold:
+    """Folds events as they come. The end of an attempt is three of them: ``result`` (its agent's), ``attempt-ended`` and, right
+    behind it, the change of the job (``end-requeue``, say)."""
+
+    def __init__(self) -> None:
+        self._checkpoints: list[api.EventView] = []
+        self._results: list[api.EventView] = []
+        self._ended: api.EventView | None = None
+
+    def add(self, event: api.EventView) -> list[api.EventView]:
+        """What is to be shown now that ``event`` has come."""
+        if event.type == "result":
+            self._results.append(event)
+            return []
+        run = self._checkpoints
+        if event.type == "checkpoint" and self._ended is None and (not run or run[-1].epoch == event.epoch):
+            run.append(event)
+            return []
+        ended, shown = self._ended, self._run()
+        self._ended, self._checkpoints = None, [event] if event.type == "checkpoint" else []
+        if ended is not None and event.type.startswith("end-"):
+            return [*shown, _end(ended, event)]
+        shown += [ended] if ended is not None else []
+        if event.type == "attempt-ended":
+            self._ended = event
+            self._results = [result for result in self._results if result.epoch != event.epoch]
+            return shown
+        return shown if event.type == "checkpoint" else [*shown, event]
+
+    def rest(self) -> list[api.EventView]:
+        """What is still held back at the end of the history."""
+        return [*self._run(), *self._results, *([] if self._ended is None else [self._ended])]
+
+    def _run(self) -> list[api.EventView]:
+        run = self._checkpoints
+        if len(run) < 2:
+            return list(run)
+        first, last = run[0].data.get("step"), run[-1]
+        words = f"{len(run)} checkpoints from step {first} on, newest: {last.message.removeprefix('checkpoint ')}"
+        return [last.model_copy(update={"message": words})]
+
+
+def _end(ended: api.EventView, change: api.EventView) -> api.EventView:
+    """``attempt-ended`` with what became of the job. The job's message repeats the attempt's; that part is left out."""
+    said = ended.message.partition(": ")[2].rstrip(".")
+    more = change.message.replace(f"The last attempt ended with {said}.", "").strip()
+    if more in ended.message or more == f"{change.data.get('from')} -> {change.data.get('to')}":
+        more = ""
+    words = f"{ended.message}; the job is {change.data.get('to')}" + (f": {more}" if more else "")
+    return ended.model_copy(update={"message": words, "data": ended.data | change.data})
 
 
 def event_line(event: api.EventView) -> str:

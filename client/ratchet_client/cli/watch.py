@@ -23,7 +23,7 @@ from ratchet_client.cli.figures import (
     speed_words,
 )
 from ratchet_client.cli.metrics import last_words
-from ratchet_client.cli.streams import event_line, say_gap
+from ratchet_client.cli.streams import EventFold, event_line, say_gap
 
 if TYPE_CHECKING:
     from ratchet_client.client import RatchetClient
@@ -107,9 +107,11 @@ def follow(ctx: typer.Context, job_id: str, *, as_json: bool = False) -> None:
             from ratchet_client.cli.live import LiveView
 
             with LiveView() as live:
-                job = _pump(ctx, job_id, live)
+                job = _pump(ctx, job_id, live, EventFold())
+        elif as_json:
+            job = _pump(ctx, job_id, _JsonView(), None)
         else:
-            job = _pump(ctx, job_id, _JsonView() if as_json else _PlainView())
+            job = _pump(ctx, job_id, _PlainView(), EventFold())
     except KeyboardInterrupt:
         output.note(f"\ndetached; job {job_id} goes on. Watch it again: ratchet wait {job_id} --follow")
         raise typer.Exit(Exit.INTERRUPTED) from None
@@ -122,20 +124,23 @@ def follow(ctx: typer.Context, job_id: str, *, as_json: bool = False) -> None:
     _end(job)
 
 
-def _pump(ctx: typer.Context, job_id: str, view: View) -> JobView:
-    """Feed a view with events (from a thread that follows them) and snapshots until the job has ended and all is shown."""
+def _pump(ctx: typer.Context, job_id: str, view: View, fold: EventFold | None) -> JobView:
+    """Feed a view with events (from a thread that follows them; folded, where ``fold`` is given) and snapshots until the job has
+    ended and all is shown."""
     arrived: queue.SimpleQueue[EventView | None] = queue.SimpleQueue()
     with open_client(ctx, 0.0) as client, open_client(ctx, PATIENCE) as streamer:
         thread = threading.Thread(target=_collect, args=(streamer, job_id, arrived), daemon=True)
         thread.start()
         lookout = Lookout(client)
         for now in polled(lambda: lookout.see(client.job(job_id)), _POLL, view.gap):
-            _drain(arrived, view)
+            _drain(arrived, view, fold)
             if now.job.phase.terminal:
                 break
             view.progress(now)
         thread.join(timeout=5.0)
-        _drain(arrived, view)
+        _drain(arrived, view, fold)
+        for event in fold.rest() if fold is not None else ():
+            view.event(event)
         view.progress(now)
     return now.job
 
@@ -152,11 +157,12 @@ def _collect(client: RatchetClient, job_id: str, arrived: queue.SimpleQueue[Even
         arrived.put(None)
 
 
-def _drain(arrived: queue.SimpleQueue[EventView | None], view: View) -> None:
+def _drain(arrived: queue.SimpleQueue[EventView | None], view: View, fold: EventFold | None) -> None:
     while not arrived.empty():
         event = arrived.get()
         if event is not None:
-            view.event(event)
+            for shown in [event] if fold is None else fold.add(event):
+                view.event(shown)
 
 
 class _PlainView:

@@ -1,0 +1,88 @@
+"""The history of a job as ``ratchet events`` prints it: checkpoints in a row are one line, and so is the end of an attempt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ratchet_client.cli.streams import EventFold, folded
+from ratchet_contract.api import EventView
+
+KILLED = "rank-killed: rank 0 was killed by SIGKILL after step 314"
+
+
+def event(type_: str, message: str, epoch: int = 1, **data: Any) -> EventView:
+    at = "2026-01-31T12:00:00Z"
+    return EventView.model_validate(
+        {"id": 1, "job_id": "j", "at": at, "type": type_, "epoch": epoch, "message": message, "data": data}
+    )
+
+
+def saved(step: int, epoch: int = 1) -> EventView:
+    return event("checkpoint", f"checkpoint step-{step:012d}.a{epoch:04d} committed (schedule)", epoch, step=step)
+
+
+def ended(epoch: int = 1) -> list[EventView]:
+    """What the service stores of an attempt whose rank was killed."""
+    again = f"The last attempt ended with {KILLED}. Tried again at once."
+    return [
+        event("result", "the agent ended: rank-killed", epoch, cause="rank-killed"),
+        event("attempt-ended", f"attempt {epoch} ended: {KILLED}", epoch, cause="rank-killed", rank=0),
+        event("end-requeue", again, epoch, **{"from": "RUNNING", "to": "QUEUED"}),
+    ]
+
+
+def shown(*events: EventView) -> list[str]:
+    return [f"{e.epoch} {e.type}: {e.message}" for e in folded(events)]
+
+
+def test_checkpoints_in_a_row_are_one_line_for_each_attempt() -> None:
+    first, second = [saved(step) for step in (50, 100, 150)], [saved(step, 2) for step in (200, 250)]
+    assert shown(*first, *second, event("preempt", "RUNNING -> STOPPING", 2), saved(300, 2)) == [
+        "1 checkpoint: 3 checkpoints from step 50 on, newest: step-000000000150.a0001 committed (schedule)",
+        "2 checkpoint: 2 checkpoints from step 200 on, newest: step-000000000250.a0002 committed (schedule)",
+        "2 preempt: RUNNING -> STOPPING",
+        "2 checkpoint: checkpoint step-000000000300.a0002 committed (schedule)",
+    ]
+
+
+def test_an_end_is_one_line_that_says_everything_once() -> None:
+    [line] = folded(ended())
+    assert line.message == f"attempt 1 ended: {KILLED}; the job is QUEUED: Tried again at once."
+    assert (line.type, line.data["cause"], line.data["to"]) == ("attempt-ended", "rank-killed", "QUEUED")
+    done = [
+        event("result", "the agent ended: completed", cause="completed"),
+        event("attempt-ended", "attempt 1 ended: completed: all ranks completed", cause="completed"),
+        event("end-succeeded", "RUNNING -> SUCCEEDED", **{"from": "RUNNING", "to": "SUCCEEDED"}),
+    ]
+    assert shown(*done) == ["1 attempt-ended: attempt 1 ended: completed: all ranks completed; the job is SUCCEEDED"]
+    broken = [
+        event("attempt-ended", "attempt 1 ended: user-error: TypeError: batch", cause="user-error"),
+        event("end-failed", "TypeError: batch", **{"from": "RUNNING", "to": "FAILED"}),
+    ]
+    assert shown(*broken) == ["1 attempt-ended: attempt 1 ended: user-error: TypeError: batch; the job is FAILED"]
+
+
+def test_nothing_is_lost_where_a_part_of_an_end_is_missing_or_something_comes_between() -> None:
+    result, over, requeue = ended()
+    adopted = event("checkpoint-adopted", "checkpoint was found valid on disk; its report was lost")
+    assert shown(saved(1), result) == [
+        "1 checkpoint: checkpoint step-000000000001.a0001 committed (schedule)",
+        "1 result: the agent ended: rank-killed",
+    ]
+    assert [line.partition(" ended")[0] for line in shown(result, adopted, over, requeue)] == [
+        f"1 checkpoint-adopted: {adopted.message}",
+        "1 attempt-ended: attempt 1",
+    ]
+    assert shown(over) == [f"1 attempt-ended: attempt 1 ended: {KILLED}"]
+    assert shown(over, saved(400, 2), result) == [
+        f"1 attempt-ended: attempt 1 ended: {KILLED}",
+        "2 checkpoint: checkpoint step-000000000400.a0002 committed (schedule)",
+        "1 result: the agent ended: rank-killed",
+    ]
+
+
+def test_events_that_come_one_by_one_are_shown_as_soon_as_they_can_be() -> None:
+    fold = EventFold()
+    result, over, requeue = ended()
+    told = [len(fold.add(e)) for e in (saved(1), saved(2), result, over, requeue, event("launch", "STARTING", 2))]
+    assert told == [0, 0, 0, 1, 1, 1] and fold.rest() == []
