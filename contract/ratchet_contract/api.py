@@ -78,6 +78,15 @@ class GoodputView(View):
     unseen_seconds: float = Field(description="A script without a Session ran.")
 
 
+class EnvironmentView(View):
+    """What an attempt trained with."""
+
+    ratchet: str = Field(description="Version of Ratchet in the ranks' interpreter.")
+    python: str
+    packages: list[str] = Field(description="All that rank 0's interpreter has, but Ratchet: `name==version`, sorted.")
+    digest: str = Field(description="SHA-256 of `packages`, one a line.")
+
+
 class JobView(View):
     id: str
     name: str
@@ -103,6 +112,11 @@ class JobView(View):
     forked_from: str | None = Field(None, description="<job id>/<checkpoint id>")
     work_dir: str | None = Field(
         None, description="Current directory of its ranks, once an attempt has made it; told where one job is read."
+    )
+    environment: EnvironmentView | None = Field(
+        None,
+        description="Of its newest attempt that began to train; told where one job is read. null: none did, or by a Ratchet that "
+        "does not record it.",
     )
     goodput: GoodputView | None = Field(None, description="Where its time went; told where one job is read.")
     position: int | None = Field(
@@ -189,6 +203,9 @@ class AttemptView(View):
     )
     ended_at: datetime | None = None
     goodput: GoodputView | None = Field(None, description="Where its time went.")
+    environment: EnvironmentView | None = Field(
+        None, description="Told where one attempt is read; null: it has not begun to train."
+    )
 
 
 class CheckpointView(View):

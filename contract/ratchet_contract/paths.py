@@ -199,6 +199,11 @@ class AttemptPaths(NodePaths):
         """``Base``: the checkpoint this attempt resumed from, written and synced by rank 0 before it trains."""
         return self.root / "base.json"
 
+    @property
+    def environment_file(self) -> Path:
+        """``EnvironmentView``: the packages of rank 0's interpreter, written before it trains."""
+        return self.root / "environment.json"
+
     def log(self, rank: int) -> Path:
         return self.root / "logs" / f"rank-{rank:05d}.log"
 

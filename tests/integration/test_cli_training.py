@@ -6,11 +6,13 @@ import json
 import re
 import signal
 import subprocess
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
+from ratchet_contract.version import RATCHET_VERSION
 from ratchet_store.commit import read_manifest
 from ratchet_store.read import CheckpointReader
 from tests.support.cli import Cli
@@ -69,6 +71,10 @@ def test_a_job_followed_to_its_end_leaves_everything_to_read(cli: Cli, server: S
     (attempt,) = cli("attempts", job_id, "--json").data
     assert (attempt["cause"], attempt["steps_done"]) == ("completed", STEPS)
     assert "completed" in cli("attempts", job_id).text
+    environment = cli("get", job_id, "--json").data["environment"]
+    assert f"torch=={version('torch')}" in environment["packages"] and environment["ratchet"] == RATCHET_VERSION
+    assert f"{len(environment['packages'])}, digest {environment['digest'][:16]}" in cli("get", job_id).text
+    assert server.call("GET", f"/v1/jobs/{job_id}/attempts/1").json()["environment"] == environment
     watched = cli("hook", job_id, "--watch")
     assert "compressing" in watched.text and len(watched.text.splitlines()) == 1 and "SUCCEEDED" in watched.errors
     _checkpoints_are_shown_and_verified(cli, server, job_id)

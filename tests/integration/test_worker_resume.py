@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from ratchet_contract.api import EnvironmentView
 from ratchet_contract.exit_codes import EXIT_PREEMPTED, EXIT_USER_ERROR
 from ratchet_contract.messages import ForkSource
 from ratchet_contract.phases import Cause
@@ -198,6 +200,8 @@ def test_what_differs_is_refused_or_reported_and_a_fork_on_other_ranks_is_redist
     tmp_path: Path, jobs: list[Job]
 ) -> None:
     gate = Gate(tmp_path / "gate")
+    lib = gate.root / "Some_Lib-1.0.dist-info"
+    lib.mkdir()
     job = Job(tmp_path, {**gate.spec(evaluate=False), "determinism": "strict"}, gate.root)
     jobs.append(job)
     gate.hold(14)
@@ -206,11 +210,18 @@ def test_what_differs_is_refused_or_reported_and_a_fork_on_other_ranks_is_redist
     attempt.kill(1)
     attempt.wait()
     source = CheckpointReader(job.newest()).manifest
+    packages = str(source.environment["provenance:packages"]).split()
+    assert "some-lib==1.0" in packages and f"torch=={version('torch')}" in packages
+    told = EnvironmentView.model_validate_json(attempt.paths.environment_file.read_bytes())
+    assert told.packages == packages and told.digest == source.environment["packages"]
 
+    lib.rename(gate.root / "Some_Lib-2.0.dist-info")
+    (gate.root / "other-3.dist-info").mkdir()
     attempt = job.launch(resolved=RESOLVED.model_copy(update={"threads_per_rank": 2}))
     result = attempt.wait()
     assert (result.cause, result.exit_code) == (Cause.USER_ERROR, EXIT_USER_ERROR)
     assert "threads (1 -> 2)" in (result.message or "") and "determinism: warn" in (result.message or "")
+    assert "recorded: package:other (None -> 3), package:some-lib (1.0 -> 2.0), threads" in (result.message or "")
 
     fork = ForkSource(job_root=str(job.paths.root), step=source.step, epoch=source.epoch, digest=source.digest)
     alone = {**_spec(evaluate=False), "world": {"ranks_per_node": 1, "device": "cpu"}}
@@ -237,7 +248,8 @@ def test_what_differs_is_refused_or_reported_and_a_fork_on_other_ranks_is_redist
         "model": "exact", "optimizer": "exact", "layout": "exact", "scheduler": "redistributed", "rng": "reset",
         "buffers": "redistributed", "data": "redistributed", "hook": "redistributed",
     }  # fmt: skip
-    assert {d.key for d in report.differences} == {"determinism", "ranks_per_node", "world_size", "spec_digest"}
+    facts = {"determinism", "ranks_per_node", "world_size", "spec_digest"}
+    assert {d.key for d in report.differences} == {*facts, "package:some-lib"}  # which lies beside the code
     manifest = CheckpointReader(forked.newest()).manifest
     assert manifest.step == STEPS and manifest.world_size == 1
 

@@ -116,6 +116,7 @@ def test_what_a_script_does_with_its_group_and_its_session(home: Home) -> None:
     assert home.jobs[0].newest().name == "step-000000000003.a0001" and notes(late) == []
 
     assert alone.wait().cause is Cause.COMPLETED, alone.logs()
+    assert '"torch==' in alone.paths.environment_file.read_text()
     assert verdicts(alone) == ["unmanaged"] and alone.base() is None and alone.messages(kind="training") == []
     assert (home.jobs[1].paths.work / "data" / "kept.txt").read_text() == "in"
     assert not (home.code / "data" / "kept.txt").exists()

@@ -21,7 +21,8 @@ from ratchet_worker.snapshot import Sizes, Snapshot, Tensors
 class Content:
     """What one rank has to save; ``layout``, ``hook`` and ``replicas`` are the same on all ranks. ``parts``: in how many the
     shared tensors are compared. ``summary`` lacks the norm of the residuals, which ``norm_of`` makes of the copies of the hook's
-    tensors: a pass over them that nobody should wait for. ``start``: of the model."""
+    tensors: a pass over them that nobody should wait for. ``start``: of the model. ``environment`` has rank 0's provenance,
+    too."""
 
     snapshot: Snapshot
     layout: list[list[str]] | None
@@ -46,7 +47,9 @@ class Contents:
         self._parts = 0
         self._sizes: Sizes | None = None  # theirs
 
-    def after(self, step: int, total_steps: int | None, environment: Record, data_digest: str | None) -> Content:
+    def after(
+        self, step: int, total_steps: int | None, environment: Record, provenance: Record, data_digest: str | None
+    ) -> Content:
         """The state after ``step``. A collective the first time, as ``JobState.capture``."""
         _, hook = self._state.hook_or_refuse()
         layout = hook.layout()
@@ -58,7 +61,7 @@ class Contents:
             hook=self._recorded(hook.spec),
             replicas=hook.replicas,
             summary=hook.summary(rank=self._rank, step=step, norm=False),
-            environment=environment,
+            environment=environment | provenance,
             data_digest=data_digest,
             total_steps=total_steps,
             parts=self._number_of_parts(snapshot.sizes()) if snapshot.shared else 0,

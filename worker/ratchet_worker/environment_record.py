@@ -1,7 +1,8 @@
 """The facts a bit-for-bit repetition rests on, as recorded in a manifest, and their comparison at a resume.
 
-Only facts that can change a bit are recorded: thread counts, instruction set, library versions, GPU, topology, the
-deterministic switches. Host names, paths and dates are not.
+Only facts that can change a bit are compared: thread counts, instruction set, library versions, GPU, topology, the
+deterministic switches. Host names, paths and dates are not recorded. Beside the facts a manifest has where the code and its
+packages come from (``PROVENANCE``), which is for people: digests of both are among the facts.
 """
 
 from __future__ import annotations
@@ -10,18 +11,30 @@ import hashlib
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
 
+from ratchet_contract.api import EnvironmentView
 from ratchet_contract.messages import LaunchFile
+from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.resume import EnvironmentDifference
+from ratchet_contract.version import RATCHET_VERSION
 from ratchet_hooks import torch_compat
+from ratchet_worker import package_list
+from ratchet_worker.files import write_atomic
 
 Fact: TypeAlias = str | int | float | bool | None
 Record: TypeAlias = dict[str, Fact]
+
+PROVENANCE: Final = "provenance:"
+"""With this prefix a manifest's ``environment`` has what is no fact to compare."""
+_LIST: Final = f"{PROVENANCE}packages"
+PACKAGES: Final = "packages"
+"""The fact that is the digest of the rank's list of packages. Checkpoints of earlier versions have none."""
 
 _ISA_FLAGS: Final = (
     "sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16",
@@ -38,9 +51,11 @@ _NUMPY_ERRORS: Final = {"divide": "warn", "over": "warn", "under": "ignore", "in
 _SUBNORMAL: Final = 1e-310  # no constant: Python would do the sum when it reads this file
 
 
-def record(launch: LaunchFile, device: torch.device) -> Record:
-    """This process's facts. All ranks of a group are expected to agree; rank 0's go into the manifest."""
+def record(launch: LaunchFile, device: torch.device, packages: Sequence[str]) -> Record:
+    """This process's facts. All ranks of a group are expected to agree; rank 0's go into the manifest. ``packages``: what
+    ``package_list.installed`` gives."""
     facts: Record = {
+        PACKAGES: package_list.digest(packages),
         "torch": str(torch.__version__),
         "torch_build": _short_digest(torch.__config__.show()),
         "numpy": np.__version__,
@@ -125,6 +140,41 @@ def cpu_instruction_set() -> str:
 
 def _short_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def provenance(packages: Sequence[str]) -> Record:
+    """Goes into the manifest beside rank 0's facts."""
+    return {f"{PROVENANCE}ratchet": RATCHET_VERSION, _LIST: " ".join(packages)}
+
+
+def facts_of(environment: Record | dict[str, Any]) -> Record:
+    """What of a manifest's ``environment`` is compared."""
+    return {key: value for key, value in environment.items() if not key.startswith(PROVENANCE)}
+
+
+def name_packages(
+    differences: list[EnvironmentDifference], environment: Record | dict[str, Any], current: Sequence[str]
+) -> list[EnvironmentDifference]:
+    """The same, with a difference for each package in the place of that of the list's digest. As it was where the list that the
+    manifest has (``environment``) is not the one that this rank had: then nobody knows their names."""
+    listed = str(environment.get(_LIST) or "").split()
+    whole = next((d for d in differences if d.key == PACKAGES), None)
+    if whole is None or whole.recorded != package_list.digest(listed):
+        return differences
+    rest = [d for d in differences if d is not whole]
+    told = {d.key for d in rest} & {"torch", "numpy"}  # facts of their own
+    return sorted([*rest, *package_list.changes(listed, current, told)], key=lambda d: d.key)
+
+
+def write(paths: AttemptPaths, packages: list[str]) -> None:
+    """Rank 0's list, for the API. Raises ``OSError``."""
+    found = EnvironmentView(
+        ratchet=RATCHET_VERSION,
+        python=platform.python_version(),
+        packages=packages,
+        digest=package_list.digest(packages),
+    )
+    write_atomic(paths.environment_file, found.model_dump_json().encode())
 
 
 def compare(recorded: Record | dict[str, Any], current: Record) -> list[EnvironmentDifference]:

@@ -26,7 +26,17 @@ from ratchet_contract.messages import LaunchFile, RankResult
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import Cause
 from ratchet_hooks.build import close_group
-from ratchet_worker import allocator, determinism, import_draws, limits, loop, rng, user_code
+from ratchet_worker import (
+    allocator,
+    determinism,
+    environment_record,
+    import_draws,
+    limits,
+    loop,
+    package_list,
+    rng,
+    user_code,
+)
 from ratchet_worker.agreement import Agreement, Decision, Stopped, Wish
 from ratchet_worker.choice import choose
 from ratchet_worker.counter import StepCounter
@@ -113,6 +123,8 @@ class RankProcess:
         assert spec.script is not None
         current.set(self._open)
         if unmanaged:
+            if identity.rank == 0:
+                environment_record.write(self._paths, package_list.installed())
             self._unmanaged.begin()
         try:
             self._run_script(spec.script, code)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from ratchet_hooks.changes import HookChange, change_of, hook_of
 from ratchet_hooks.specs import HookSpec
 from ratchet_store.read import load
 from ratchet_worker.cores import own_cores
-from ratchet_worker.environment_record import Record, compare
+from ratchet_worker.environment_record import PACKAGES, Record, compare, facts_of, name_packages
 from ratchet_worker.snapshot import Snapshot, byte_view, empty
 
 
@@ -95,13 +95,19 @@ def _snapshot(rank: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]
 
 
 def differences(
-    manifest: Manifest, current: Record, launch: LaunchFile, data_digest: str | None, own: Record | None = None
+    manifest: Manifest,
+    current: Record,
+    packages: Sequence[str],
+    launch: LaunchFile,
+    data_digest: str | None,
+    own: Record | None = None,
 ) -> list[EnvironmentDifference]:
     """Everything recorded that is not the same now: the environment, and digests of spec, code and data. ``own``: what this very
     rank had recorded (its GPU, the digest of its share of the data); else rank 0's facts stand for it. A spec in which only the
-    number of ranks is another one is the same: ``world_size`` and ``ranks_per_node`` tell of it."""
+    number of ranks is another one is the same: ``world_size`` and ``ranks_per_node`` tell of it. ``packages``: of this process;
+    of a checkpoint of a Ratchet that recorded none nothing is said of them."""
     recorded = {
-        **(own if own is not None else {**manifest.environment, "data_digest": manifest.data_digest}),
+        **(own if own is not None else {**facts_of(manifest.environment), "data_digest": manifest.data_digest}),
         "spec_digest": manifest.spec_digest,
         "code_digest": manifest.code_digest,
     }
@@ -111,7 +117,9 @@ def differences(
         "code_digest": launch.resolved.code_digest,
         "data_digest": data_digest,
     }
-    return compare(recorded, now)
+    if PACKAGES not in recorded:
+        del now[PACKAGES]
+    return name_packages(compare(recorded, now), manifest.environment, packages)
 
 
 def same_but_for_the_ranks(manifest: Manifest, launch: LaunchFile, *, any_hook: bool = False) -> bool:

@@ -21,7 +21,7 @@ from ratchet_hooks.errors import CustomHookError, HookStateError, LayoutMismatch
 from ratchet_hooks.layout import Layout, ManagedDDP
 from ratchet_hooks.torch_versions import untested
 from ratchet_store.commit import mark_changed, what_changed
-from ratchet_worker import environment_record, imported, reload
+from ratchet_worker import environment_record, imported, package_list, reload
 from ratchet_worker import restore as disk
 from ratchet_worker.files import write_atomic
 from ratchet_worker.imported import Imported
@@ -96,13 +96,14 @@ def restore(runtime: Runtime) -> ResumeReport:
     """Load, compare, report; afterwards ``base.json`` is on the disk and rank 0 has said that training begins. Every rank returns
     the report; only rank 0's has its ``notes``."""
     launch, chosen = runtime.launch, runtime.chosen
-    runtime.environment = environment_record.record(launch, runtime.device)
+    packages = package_list.installed()
+    runtime.environment = environment_record.record(launch, runtime.device, packages)
     differences: list[EnvironmentDifference] = []
     reports: list[ComponentReport] = []
     if chosen.manifest is not None:
         saved = chosen.take()
         own = saved.state.get("facts") if chosen.manifest.world_size == runtime.world_size else None
-        differences = disk.differences(chosen.manifest, runtime.environment, launch, runtime.data_digest, own)
+        differences = disk.differences(chosen.manifest, runtime.environment, packages, launch, runtime.data_digest, own)
         if differences and launch.spec.determinism == "strict":
             raise UserError(
                 f"determinism is strict and this is not what was recorded: {environment_record.sentence(differences)}. Resume "
@@ -134,6 +135,8 @@ def restore(runtime: Runtime) -> ResumeReport:
         notes=[*chosen.notes, *_caveats(runtime)] if runtime.rank == 0 else [],
     )
     if runtime.rank == 0:
+        runtime.provenance = environment_record.provenance(packages)
+        environment_record.write(AttemptPaths(Path(launch.attempt_dir)), packages)
         _keep_mark(runtime, components)
         _announce(runtime, report)
     return report

@@ -85,6 +85,7 @@ class Runtime:
         self.restored = self.finished = False
         self.data_digest: str | None = None
         self.environment: Record = {}
+        self.provenance: Record = {}  # of rank 0, from restore on
         self.notes = resume.Notes()
         self.gathers = 0  # of the script's Sessions, of JSON values
         self.gatherer = Gatherer()
@@ -471,7 +472,7 @@ class Runtime:
     def _content(self) -> Content:
         # What is in force now: the code may have changed it since it started, and will not have so when it starts again.
         environment = {**self.environment, **environment_record.switches(self.device)}
-        return self._contents.after(self.step, self.total, environment, self.data_digest)
+        return self._contents.after(self.step, self.total, environment, self.provenance, self.data_digest)
 
     # --- telling -------------------------------------------------------------------------------------------------------
 

@@ -106,6 +106,7 @@ def get(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
             ("resumed", None if newest is None else _resumed(newest)),
             ("last checkpoint", found.last_checkpoint), ("forked from", found.forked_from),
             ("working directory", found.work_dir),
+            ("packages", _packages(found.environment)),
             ("failures", f"{budgets.failures} of {budgets.max_failures}"),
             ("preemptions", f"{budgets.preemptions} of {_limit(budgets.max_preemptions)}"),
             ("goodput", _goodput(found.goodput)),
@@ -116,6 +117,11 @@ def get(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
     )  # fmt: skip
     for warning in found.warnings:
         output.sentence(f"warning: {warning.pointer or '/'}: {warning.detail} [{warning.code}]")
+
+
+def _packages(found: api.EnvironmentView | None) -> str | None:
+    """`--json` has the list."""
+    return None if found is None else f"{len(found.packages)}, digest {found.digest[:16]}"
 
 
 def _goodput(found: api.GoodputView | None) -> str | None:

@@ -61,7 +61,8 @@ def list_attempts(service: ServiceDep, job_id: str, limit: Limit = 50, cursor: C
 def get_attempt(service: ServiceDep, job_id: str, number: str) -> AttemptView:
     """With outcome, cause, steps done and lost, and the resume report."""
     with service.database.read() as session:
-        return attempts.get_attempt(session, job_id, number)
+        view = attempts.get_attempt(session, job_id, number)
+    return view.model_copy(update={"environment": attempts.environment(service.settings.paths, job_id, view.number)})
 
 
 @router.get("/v1/jobs/{job_id}/checkpoints", dependencies=[needs(Scope.JOBS_READ)], summary="List checkpoints")

@@ -17,7 +17,7 @@ from ratchet_service.access import Caller, needs
 from ratchet_service.bodies import decode, parse
 from ratchet_service.http import BodyDep, Cursor, Limit, ServiceDep, SpecPost, reply, respond
 from ratchet_service.idempotency import Reply
-from ratchet_service.usecases import deletion, jobs, listing, queue, submit
+from ratchet_service.usecases import attempts, deletion, jobs, listing, queue, submit
 from ratchet_service.usecases.queries import find_job
 from ratchet_service.usecases.spent import of_job
 from ratchet_service.usecases.views import job_view
@@ -87,10 +87,15 @@ def get_job(service: ServiceDep, job_id: str, response: Response) -> JobView:
         view = job_view(session, job)
         spent = of_job(session, job)
         place = queue.place(session, job)
-    work = service.settings.paths.job(job_id).work
-    more: dict[str, Any] = {"goodput": spent, "position": place.position, "ahead_at_least": place.at_least} | (
-        {"work_dir": str(work)} if work.is_dir() else {}
-    )
+    homes = service.settings.paths
+    work = homes.job(job_id).work
+    more: dict[str, Any] = {
+        "environment": attempts.newest_environment(homes, job_id, view.epoch),
+        "goodput": spent,
+        "position": place.position,
+        "ahead_at_least": place.at_least,
+        "work_dir": str(work) if work.is_dir() else None,
+    }
     full = None if job.phase.terminal else disk.without_room(service.database)
     if full is not None:
         more.update(reason="disk-full", message=full.detail)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from ratchet_contract.api import AttemptView, Page
+from ratchet_contract.api import AttemptView, EnvironmentView, Page
+from ratchet_contract.paths import HomePaths
 from ratchet_service import cursors
+from ratchet_service.launchers.files import read_message
 from ratchet_service.models import Attempt, AttemptNode
 from ratchet_service.usecases.queries import find_attempt, find_job
 from ratchet_service.usecases.spent import of_attempts
@@ -34,6 +36,17 @@ def get_attempt(session: Session, job_id: str, number: str) -> AttemptView:
     spent = of_attempts(session, find_job(session, job_id), [attempt])
     nodes = _nodes(session, job_id, [attempt.number])
     return attempt_view(attempt, nodes.get(attempt.number, []), spent[attempt.number])
+
+
+def environment(homes: HomePaths, job_id: str, number: int) -> EnvironmentView | None:
+    """What the attempt trained with, as its rank 0 wrote it."""
+    return read_message(homes.job(job_id).attempt(number).environment_file, EnvironmentView)
+
+
+def newest_environment(homes: HomePaths, job_id: str, newest: int) -> EnvironmentView | None:
+    """Of attempt ``newest`` of the job, or of the one before while that has not begun to train."""
+    looks = (environment(homes, job_id, number) for number in (newest, newest - 1) if number > 0)
+    return next((found for found in looks if found is not None), None)
 
 
 def _nodes(session: Session, job_id: str, numbers: list[int]) -> dict[int, list[AttemptNode]]:

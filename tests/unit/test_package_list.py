@@ -1,0 +1,47 @@
+"""Which packages a rank has, and which of them are others than those of a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import distributions
+from pathlib import Path
+
+from ratchet_worker.environment_record import compare, facts_of, name_packages, provenance
+from ratchet_worker.package_list import changes, digest, installed
+
+
+def test_it_is_what_importlib_metadata_says_without_ratchet() -> None:
+    said = {f"{re.sub(r'[-_.]+', '-', d.name).lower()}=={d.version}" for d in distributions()}
+    assert installed() == sorted(p for p in said if not p.startswith("ratchet-train=="))
+    assert any(p.startswith("torch==") for p in installed())
+
+
+def test_the_first_of_a_name_counts_and_what_is_no_package_is_left_out(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for place in ("first/Lib_A-1.0+cpu.dist-info", "second/lib_a-2.0.dist-info", "second/ratchet_train-9.dist-info"):
+        (tmp_path / place).mkdir(parents=True)
+    (second / "old.egg-info").mkdir()
+    (second / "old.egg-info" / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: old.name\nVersion: 0.3\n")
+    (second / "bad-4-py3.11.egg-info").mkdir()
+    (second / "module.py").write_text("")
+    found = installed([str(first), str(second), str(tmp_path / "absent"), str(second / "module.py")])
+    assert found == ["bad==4-py3.11", "lib-a==1.0+cpu", "old-name==0.3"]
+
+
+def test_what_changed_is_named() -> None:
+    then, now = ["a==1", "b==1", "torch==2.9"], ["b==2", "c==3", "torch==2.13"]
+    recorded = {"packages": digest(then), "torch": "2.9", **provenance(then)}
+    current = {"packages": digest(now), "torch": "2.13"}
+    found = name_packages(compare(facts_of(recorded), current), recorded, now)
+    assert [(d.key, d.recorded, d.current) for d in found] == [
+        ("package:a", "1", None), ("package:b", "1", "2"), ("package:c", None, "3"), ("torch", "2.9", "2.13"),
+    ]  # fmt: skip
+    assert changes(now, now, ()) == []
+
+
+def test_another_ranks_list_is_not_guessed_from_rank_0s() -> None:
+    """On another node, with other packages: that they changed is known, which is not."""
+    then, now, rank_0 = ["a==1"], ["a==2"], ["a==1", "b==1"]
+    found = compare({"packages": digest(then)}, {"packages": digest(now)})
+    assert name_packages(found, provenance(rank_0), now) == found
+    assert name_packages(found, {}, now) == found

@@ -1,0 +1,68 @@
+"""Which packages this interpreter has, as ``name==version``, and which of them are others than when a checkpoint was made.
+
+Names and versions are those of the directories ``NAME-VERSION.dist-info`` on the import path, where the first of a name counts:
+``importlib.metadata`` reads and parses a file of each, which takes a rank with 160 packages half a second. Ratchet itself is not
+in the list: its version is recorded beside it, and a checkpoint has the same meaning for all that read its format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from importlib.metadata import Distribution
+from pathlib import Path
+from typing import Final
+
+from ratchet_contract.resume import EnvironmentDifference
+
+OWN: Final = "ratchet-train"
+_SUFFIXES: Final = (".dist-info", ".egg-info")
+_SEPARATORS: Final = re.compile(r"[-_.]+")
+
+
+def installed(folders: Sequence[str] | None = None) -> list[str]:
+    """``name==version`` of each, sorted; the name in its normal form (``scikit-learn``). ``folders``: an import path; None: this
+    process's."""
+    found: dict[str, str] = {}
+    for folder in map(Path, sys.path if folders is None else folders):
+        try:
+            names = sorted(entry.name for entry in folder.iterdir() if entry.suffix in _SUFFIXES)
+        except OSError:  # a zip file, or not there
+            continue
+        for name, version in (_name_and_version(folder / entry) for entry in names):
+            found.setdefault(_SEPARATORS.sub("-", name).lower(), version)
+    found.pop(OWN, None)
+    return sorted(f"{name}=={version}" for name, version in found.items())
+
+
+def _name_and_version(place: Path) -> tuple[str, str]:
+    name, _, version = place.stem.partition("-")
+    if place.suffix == ".egg-info":  # NAME.egg-info, NAME-VERSION-py3.11.egg-info
+        with suppress(OSError, ValueError, KeyError):
+            meta = Distribution.at(place).metadata
+            name, version = meta["Name"] or name, meta["Version"] or version
+    return name, version or "unknown"
+
+
+def digest(packages: Sequence[str]) -> str:
+    """Hex SHA-256 of the list, one package a line."""
+    return hashlib.sha256("\n".join(packages).encode()).hexdigest()
+
+
+def changes(recorded: Sequence[str], current: Sequence[str], named: Collection[str]) -> list[EnvironmentDifference]:
+    """One difference for each package that was added, removed or is of another version, with the key ``package:NAME``. Left out
+    is what a fact of its own tells of (``named``, by name: torch, numpy)."""
+    then, now = dict(map(_split, recorded)), dict(map(_split, current))
+    return [
+        EnvironmentDifference(key=f"package:{name}", recorded=then.get(name), current=now.get(name))
+        for name in sorted(then.keys() | now.keys())
+        if then.get(name) != now.get(name) and name not in named
+    ]
+
+
+def _split(package: str) -> tuple[str, str]:
+    name, _, version = package.partition("==")
+    return name, version
