@@ -200,6 +200,6 @@ class Following(Calls):
 
     def _snapshot(self, job_id: str) -> Snapshot:
         job = self.job(job_id)
-        newest = self.metrics(job_id, max_points=2).series if job.epoch else []
+        newest = self.metrics(job_id, max_points=2).series if job.attempt else []
         values = {s.name: s.points[-1].value for s in newest if s.points}
         return Snapshot(job, self.hook(job_id), MappingProxyType(values), datetime.now(UTC))

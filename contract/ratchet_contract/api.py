@@ -5,11 +5,11 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from ratchet_contract.access import LOCAL_OWNER
 from ratchet_contract.phases import AttemptPhase, Cause, Desired, JobPhase, Outcome
-from ratchet_contract.resume import Base, Redone, ResumeReport
+from ratchet_contract.resume import Base, Redone, ReportOf
 from ratchet_contract.spec import Resolved
 from ratchet_contract.step_ring import Part
 from ratchet_hooks.summary import HookSummary
@@ -104,7 +104,10 @@ class JobView(View):
     spec: dict[str, Any]
     resolved: Resolved
     warnings: list[Warning_] = []
-    epoch: int = Field(description="Number of the newest attempt; 0 before the first.")
+    attempt: int = Field(
+        validation_alias=AliasChoices("attempt", "epoch"),  # a service of the version before calls it epoch
+        description="Number of the newest attempt; 0 before the first.",
+    )
     progress: ProgressView
     budgets: BudgetView
     hook: str
@@ -160,6 +163,22 @@ class NodeView(View):
     address: str | None = Field(None, description="host:port at which the job's other nodes reach it.")
 
 
+class BaseView(View):
+    """The checkpoint that an attempt, or another checkpoint, goes on from."""
+
+    step: int = Field(0, description="0 without the others: from scratch.")
+    attempt: int | None = Field(None, description="The attempt that wrote it.")
+    digest: str | None = Field(None, description="Of its manifest.")
+
+    @classmethod
+    def of(cls, base: Base) -> BaseView:
+        return cls(step=base.step, attempt=base.epoch, digest=base.digest)
+
+
+class ResumeReportView(ReportOf[BaseView]):
+    """How an attempt began. ``exact``: every component of every rank, and every recorded fact, is as it was."""
+
+
 class AttemptView(View):
     job_id: str
     number: int
@@ -169,14 +188,14 @@ class AttemptView(View):
     rank: int | None = Field(None, description="The rank the cause comes from.")
     exit_code: int | None = None
     message: str | None = None
-    base: Base | None = None
+    base: BaseView | None = None
     last_step: int = 0
     steps_done: int = Field(0, description="last_step - base.step: steps executed by this attempt.")
     steps_lost: int | None = Field(
         None, description="Executed, but not in any checkpoint that a later attempt can start from."
     )
     committed_step: int | None = None
-    resume_report: ResumeReport | None = None
+    resume_report: ResumeReportView | None = None
     proof: str | None = Field(
         None,
         description="The report's verdict, and what redone steps have shown: `exact, proved (37 of 37 redone steps)`, "
@@ -212,8 +231,8 @@ class CheckpointView(View):
     id: str
     job_id: str
     step: int
-    epoch: int
-    parent: Base | None = None
+    attempt: int
+    parent: BaseView | None = None
     state: Literal["committed", "quarantined", "deleted"]
     reason: str
     finished: bool = False
@@ -246,7 +265,7 @@ class CheckpointView(View):
 
 
 class CheckpointDetail(CheckpointView):
-    """With what the manifest says, when it can still be read."""
+    """With what the manifest says, when it can still be read. ``attempt`` in it is ``epoch`` in the file."""
 
     manifest: dict[str, Any] | None = None
 
@@ -256,7 +275,7 @@ class EventView(View):
     job_id: str
     at: datetime
     type: str
-    epoch: int | None = None
+    attempt: int | None = None
     message: str
     data: dict[str, Any] = {}
 
@@ -297,14 +316,14 @@ class HookView(View):
 class HookSampleView(View):
     """One kept summary of one rank, of ``GET .../hook/history``."""
 
-    epoch: int
+    attempt: int
     at: datetime
     summary: HookSummary
 
 
 class MetricPoint(View):
     step: int
-    epoch: int
+    attempt: int
     value: float
     at: datetime
 

@@ -25,7 +25,7 @@ LOG_FORMAT: Final = "RATCHET_LOG_FORMAT"  # of the service's log: text or json
 # set by the agent for every rank
 LAUNCH_FILE: Final = "RATCHET_LAUNCH_FILE"  # absolute path of launch.json
 JOB_ID: Final = "RATCHET_JOB_ID"
-EPOCH: Final = "RATCHET_EPOCH"
+ATTEMPT: Final = "RATCHET_ATTEMPT"  # its number
 ATTEMPT_DIR: Final = "RATCHET_ATTEMPT_DIR"  # of all nodes
 NODE_DIR: Final = "RATCHET_NODE_DIR"  # of this node's agent; for node 0 the same directory
 CODE_DIGEST: Final = "RATCHET_CODE_DIGEST"  # of code that lies on the nodes, as it is now

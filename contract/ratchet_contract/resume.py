@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -11,6 +11,8 @@ from ratchet_contract.step_ring import Part
 
 ComponentStatus = Literal["exact", "redistributed", "reset", "absent", "not-exact", "imported"]
 Verdict = Literal["fresh", "exact", "not-exact", "unmanaged"]
+
+B = TypeVar("B")
 
 
 class _Model(BaseModel):
@@ -58,7 +60,7 @@ class EnvironmentDifference(_Model):
     current: str | int | float | bool | None
 
 
-class ResumeReport(_Model):
+class ReportOf(_Model, Generic[B]):
     """Written by rank 0 before the first step of an attempt; ``exact`` only when every component and fact is the same.
 
     ``unmanaged``: a script without a Session. It is started, and started again, from its first line; what it saves and restores
@@ -66,13 +68,17 @@ class ResumeReport(_Model):
     """
 
     verdict: Verdict
-    base: Base
+    base: B
     world_size: int
     recorded_world_size: int | None = None
     components: list[ComponentReport] = []
     differences: list[EnvironmentDifference] = []
     quarantined: list[str] = []
     notes: list[str] = []
+
+
+class ResumeReport(ReportOf[Base]):
+    """As ranks send it and the service stores it."""
 
 
 class StepDifference(_Model):

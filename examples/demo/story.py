@@ -110,7 +110,9 @@ class Story:
         self.expect(alive and still, f"training went on without the service: from step {before} to step {after}")
         say(f"  started the service again: {self.service.start()}")
         newest = self.service.client.job(job.id)
-        self.expect(newest.epoch == 3, f"the new service found attempt {newest.epoch} again; the job is {newest.phase}")
+        self.expect(
+            newest.attempt == 3, f"the new service found attempt {newest.attempt} again; the job is {newest.phase}"
+        )
         self.marks.append(Interruption(before, None, "service killed (SIGKILL)", "#2a9d8f"))
 
     # --- waiting ------------------------------------------------------------------------------------------------------
@@ -149,7 +151,7 @@ class Story:
         def happened(now: JobView) -> bool:
             hook: HookView = self.service.client.hook(job.id)
             return (
-                now.epoch == attempt and now.phase == "RUNNING" and hook.phase == "compressing"
+                now.attempt == attempt and now.phase == "RUNNING" and hook.phase == "compressing"
                 and (hook.checkpoint_iteration or 0) > START_COMPRESSION and now.progress.step >= step
             )  # fmt: skip
 
@@ -159,7 +161,7 @@ class Story:
         """Wait until attempt ``number`` has gone some steps beyond the checkpoint it resumed from, and beyond ``step``."""
 
         def happened(now: JobView) -> bool:
-            if now.epoch != number or now.phase != "RUNNING":
+            if now.attempt != number or now.phase != "RUNNING":
                 return False
             base = self.service.client.attempt(job.id, number).base
             return base is not None and now.progress.step >= max(step, base.step + EVERY // 2)

@@ -60,7 +60,7 @@ def _count(database: Database, job_id: str, epoch: int, what: str) -> None:
             return
         attempt.refused += 1
         if str(attempt.refused).strip("0") == "1":
-            text = f"attempt {epoch} is over, and {what} was refused (409 stale-epoch)"
+            text = f"attempt {epoch} is over, and {what} was refused"
             if attempt.refused > 1:
                 text += f", the {attempt.refused}th request of its"
             add_event(session, job_id, STALE_REQUEST, text, epoch=epoch, data={"refused": attempt.refused})

@@ -164,7 +164,7 @@ class Effects:
         job.resume_from = job.steps_per_second = None
         if message.total_steps is not None:
             job.total_steps = message.total_steps
-        data = {"base_step": base.step, "base_epoch": base.epoch}
+        data = {"base_step": base.step, "base_attempt": base.epoch}
         transitions.apply(
             self._session, job.id, Event.TRAINING, expected_epoch=attempt.number, data=data,
             reason=job.reason, message=job.message,

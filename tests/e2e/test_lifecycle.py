@@ -183,7 +183,7 @@ class World:
         proved = f"proved ({steps} of {steps} redone steps)"
         assert attempts[-1]["proof"].endswith(proved if steps else ("fresh", "not yet proved")), attempts[-1]["redone"]
         started = [e for e in self.server.events(job_id) if e["type"] == "rank-started"]
-        assert len({(e["epoch"], e["data"]["rank"]) for e in started}) == len(started), "an attempt ran twice"
+        assert len({(e["attempt"], e["data"]["rank"]) for e in started}) == len(started), "an attempt ran twice"
 
 
 @pytest.fixture(scope="module")
@@ -252,10 +252,10 @@ def test_stopped_saved_damaged_and_rewound_it_ends_like_the_untouched_run(world:
     assert [a["cause"] for a in attempts] == [
         "api-cancel", "api-suspend", "api-preempt", "api-cancel", "rank-killed", "completed",
     ]  # fmt: skip
-    assert [a["base"] and (a["base"]["step"], a["base"]["epoch"]) for a in attempts[:5]] == [
+    assert [a["base"] and (a["base"]["step"], a["base"]["attempt"]) for a in attempts[:5]] == [
         None, (0, None), (10, 2), (14, 3), (14, 3),
     ]  # fmt: skip
-    assert (attempts[5]["base"]["step"], attempts[5]["base"]["epoch"]) == (15, 5)
+    assert (attempts[5]["base"]["step"], attempts[5]["base"]["attempt"]) == (15, 5)
     assert attempts[2]["resume_report"]["quarantined"]
     types = [e["type"] for e in server.events(job)]
     assert "checkpoint-quarantined" in types

@@ -180,7 +180,7 @@ def test_two_ranks_go_through_a_restart_and_a_preemption_into_the_bits_of_an_und
     confined.wait_phase(quiet, "SUCCEEDED")
     confined.wait_phase(gated, "SUCCEEDED")
     first, second = confined.attempts(gated)
-    assert (first["cause"], second["base"]["epoch"]) == ("api-preempt", 1)
+    assert (first["cause"], second["base"]["attempt"]) == ("api-preempt", 1)
     report = compare(final_checkpoint(confined, quiet), final_checkpoint(confined, gated))
     assert report.identical, render(report)
     root = confined.paths.job(gated).root

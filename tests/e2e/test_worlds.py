@@ -83,7 +83,7 @@ def test_a_job_goes_on_with_another_number_of_ranks(server: Server, tmp_path: Pa
 
     series = server.call("GET", f"/v1/jobs/{job}/metrics?name=loss").json()["series"][0]["points"]
     begin = mean(p["value"] for p in series[:10])
-    goes_on = [p["value"] for p in series if p["epoch"] == 2][:10]
+    goes_on = [p["value"] for p in series if p["attempt"] == 2][:10]
     assert [p["step"] for p in series] == list(range(1, TOTAL + 1))
     assert mean(goes_on) < 0.9 * begin
     hook = server.call("GET", f"/v1/jobs/{job}/hook").json()

@@ -58,11 +58,13 @@ def url(job_id: str, manifest: Manifest, action: str = "") -> str:
 
 
 def test_a_checkpoint_shows_its_manifest(api: Api, job: str) -> None:
-    (manifest,) = saved(api, job, 5)
+    _, manifest = saved(api, job, 5, 10)
     detail = api.client.get(url(job, manifest)).json()
-    assert detail["digest"] == manifest.digest
+    assert (detail["digest"], detail["attempt"], detail["parent"]["attempt"]) == (manifest.digest, 1, 1)
+    shown = detail["manifest"]
+    assert (shown["attempt"], shown["parent"]["attempt"], "epoch" in shown) == (1, 1, False)
     assert detail["manifest"]["files"][0]["blocks"] == manifest.files[0].blocks
-    (paths(api, job).checkpoint(5, 1) / "MANIFEST.json").unlink()
+    (paths(api, job).checkpoint(10, 1) / "MANIFEST.json").unlink()
     assert api.client.get(url(job, manifest)).json()["manifest"] is None
 
 
@@ -201,7 +203,7 @@ def test_a_fork_is_a_new_job_with_a_changed_spec(api: Api, job: str) -> None:
     assert answer.status_code == 201, answer.text
     fork = answer.json()
     assert answer.headers["location"] == f"/v1/jobs/{fork['id']}"
-    assert (fork["phase"], fork["name"], fork["epoch"]) == ("QUEUED", "digits-fork", 0)
+    assert (fork["phase"], fork["name"], fork["attempt"]) == ("QUEUED", "digits-fork", 0)
     assert fork["forked_from"] == f"{job}/{newest.id}"
     assert fork["spec"]["task"] == {"entrypoint": "pkg.module:Task", "args": {"epochs": 3}}
     assert (fork["labels"], fork["priority"], fork["budgets"]["max_failures"]) == ({"team": "y"}, 3, 1)

@@ -63,7 +63,7 @@ def test_a_whole_attempt_as_an_agent_tells_it(api: Api, job: str) -> None:
     assert found["progress"] == progress
     assert found["last_checkpoint"] == "step-000000000005.a0001"
     attempt = api.client.get(f"/v1/jobs/{job}/attempts/1").json()
-    assert attempt["base"] == BASE
+    assert attempt["base"] == {"step": 0, "attempt": None, "digest": None}
     assert (attempt["last_step"], attempt["steps_done"], attempt["committed_step"]) == (7, 7, 5)
     assert attempt["resume_report"]["verdict"] == "fresh"
     assert attempt["training_at"] == "2030-01-01T00:00:00Z"
@@ -92,7 +92,7 @@ def test_an_unmanaged_script_runs_without_a_base_and_a_session_made_later_gives_
     found = api.job(job)
     assert (found["phase"], found["progress"]["total_steps"]) == ("RUNNING", 40)
     attempt = api.client.get(f"/v1/jobs/{job}/attempts/1").json()
-    assert (attempt["base"], attempt["resume_report"]["verdict"]) == (BASE, "fresh")
+    assert (attempt["base"]["step"], attempt["resume_report"]["verdict"]) == (0, "fresh")
     api.client.post(f"/v1/jobs/{job}/cancel")
     api.report(job, (0, 4, [message("resumed", report=unmanaged)]))
     assert api.job(job)["phase"] == "STOPPING"
@@ -167,7 +167,7 @@ def test_a_fenced_attempt_is_told_so_and_stores_nothing(api: Api, job: str, how:
         assert (answer.status_code, answer.json()["code"]) == (409, "stale-epoch")
     assert api.client.get(f"/v1/jobs/{job}/checkpoints").json()["items"] == []
     events = api.client.get(f"/v1/jobs/{job}/events").json()["items"]
-    told = [(e["epoch"], e["data"]) for e in events if e["type"] == "stale-request"]
+    told = [(e["attempt"], e["data"]) for e in events if e["type"] == "stale-request"]
     assert told == [(1, {"refused": 1}), (1, {"refused": 10})], "told, and not in every case"
     assert api.report(job, token="another").status_code == 403
     with api.database.read() as session:
@@ -401,7 +401,7 @@ def test_leftovers_of_an_older_attempt_do_not_touch_the_job(api: Api, job: str) 
     assert api.job(job)["last_checkpoint"] == "step-000000000004.a0001"
     assert api.client.get(f"/v1/jobs/{job}/attempts/1").json()["last_step"] == 9
     (loss,) = api.client.get(f"/v1/jobs/{job}/metrics").json()["series"]
-    assert [(p["step"], p["epoch"], p["value"]) for p in loss["points"]] == [(9, 2, 2.0)]
+    assert [(p["step"], p["attempt"], p["value"]) for p in loss["points"]] == [(9, 2, 2.0)]
     assert api.client.get(f"/v1/jobs/{job}/hook").json()["residual_norm"] == {"0": 2.0}
 
 

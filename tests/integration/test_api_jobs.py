@@ -39,7 +39,7 @@ def test_a_submitted_job_is_there_with_everything_decided(api: Api) -> None:
     assert read.json()["position"] == 1
     assert read.json() | {"goodput": None, "position": None} == job
     assert read.headers["etag"] == answer.headers["etag"]
-    assert (job["phase"], job["desired"], job["epoch"], job["priority"]) == ("QUEUED", "run", 0, 7)
+    assert (job["phase"], job["desired"], job["attempt"], job["priority"]) == ("QUEUED", "run", 0, 7)
     assert job["hook"] == "powerSGD"
     assert job["labels"] == {"team": "vision"}
     assert job["resolved"]["backend"] == "gloo"

@@ -30,7 +30,7 @@ def metric(step: int, value: float, name: str = "loss") -> dict[str, Any]:
 def series(api: Api, job_id: str, **query: Any) -> dict[str, list[tuple[int, int, float]]]:
     answer = api.client.get(f"/v1/jobs/{job_id}/metrics", params=query)
     assert answer.status_code == 200, answer.text
-    return {s["name"]: [(p["step"], p["epoch"], p["value"]) for p in s["points"]] for s in answer.json()["series"]}
+    return {s["name"]: [(p["step"], p["attempt"], p["value"]) for p in s["points"]] for s in answer.json()["series"]}
 
 
 def test_steps_done_again_replace_the_earlier_ones(api: Api, job: str) -> None:

@@ -51,6 +51,24 @@ def test_every_operation_describes_its_problems_and_its_body(tmp_path: Path) -> 
             assert ("Idempotency-Key" in keys) == (method == "post" and not path.endswith("/reports")), where
 
 
+def test_an_attempt_is_called_an_attempt(tmp_path: Path) -> None:
+    """Only what agents and services of several versions send each other has the older word, ``epoch``."""
+    found = document(tmp_path)
+    schemas: dict[str, Any] = found["components"]["schemas"]
+    told = [op for path, item in found["paths"].items() if not path.endswith("/reports") for op in item.values()]
+    shown, left = set(), _referred(told)
+    while left:
+        name = left.pop()
+        shown.add(name)
+        left |= _referred(schemas[name]) - shown
+    assert {"JobView", "AttemptView", "BaseView", "EventView", "MetricPoint", "HookSampleView"} <= shown
+    assert [name for name in shown if "epoch" in schemas[name].get("properties", {})] == []
+
+
+def _referred(part: Any) -> set[str]:
+    return {text.split('"')[0] for text in json.dumps(part).split("#/components/schemas/")[1:]}
+
+
 def test_examples_are_valid() -> None:
     by_json = parse_spec(examples.SPEC)
     assert by_json == parse_spec(load_spec_text(examples.SPEC_YAML))

@@ -139,7 +139,7 @@ for cell in json.loads(pathlib.Path("examples/notebook.ipynb").read_text())["cel
 curves = [[len(line.get_xdata()) for line in axes.lines] for axes in (scope["left"], scope["right"])]
 report = scope["report"]
 print(json.dumps({"curves": curves, "verdict": report.verdict, "parts": len(report.components), "accuracy": scope["accuracy"],
-                  "phase": scope["now"].job.phase, "attempts": scope["now"].job.epoch}))
+                  "phase": scope["now"].job.phase, "attempts": scope["now"].job.attempt}))
 """
 
 

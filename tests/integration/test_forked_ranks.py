@@ -160,7 +160,7 @@ def test_a_forked_rank_is_like_one_that_was_started_by_itself(tmp_path: Path, co
             facts["path"] = [entry for entry in facts["path"] if not re.fullmatch(r"/tmp/tmp\w+", entry)]
             if rank == 0:  # it serves the store: to as many as have come so far
                 facts["descriptors"] = [name for name in facts["descriptors"] if name not in ("socket", "anon_inode")]
-            for name in ("RATCHET_EPOCH", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "RATCHET_STORE_FD"):
+            for name in ("RATCHET_ATTEMPT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "RATCHET_STORE_FD"):
                 facts["variables"].pop(name, None)
         assert forked[rank] == alone[rank]
         assert forked[rank]["leader"] and forked[rank]["the agent's"] and forked[rank]["name"] == f"rank-{rank}\n"

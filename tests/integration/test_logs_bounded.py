@@ -189,7 +189,7 @@ def test_what_an_agent_says_of_its_node_is_in_the_history(api: Api) -> None:
     note = {"kind": "note", "rank": -2, "at": "2030-01-01T00:00:00Z", "type": "logs-unbounded", "message": "m"}
     assert api.report(job, (-2, 1, [note])).json()["acked"] == {"-2": 1}
     (event,) = [e for e in api.client.get(f"/v1/jobs/{job}/events").json()["items"] if e["type"] != "submitted"]
-    assert (event["type"], event["epoch"], event["data"]) == ("note.logs-unbounded", 1, {"node": 0, "data": {}})
+    assert (event["type"], event["attempt"], event["data"]) == ("note.logs-unbounded", 1, {"node": 0, "data": {}})
     refused = api.report(job, (-3, 1, [note]))  # another node's agent
     assert refused.json()["code"] == "invalid-report"
 
@@ -216,7 +216,7 @@ def test_old_attempts_lose_the_middle_of_their_logs_and_the_first_and_last_keep_
     with api.database.write() as session:
         tell(session, lock_job(session, job_id), 8, shortened)
     event = api.client.get(f"/v1/jobs/{job_id}/events").json()["items"][-1]
-    assert (event["type"], event["epoch"], event["data"]["attempts"]) == ("logs-shortened", 8, [3, 4, 5])
+    assert (event["type"], event["attempt"], event["data"]["attempts"]) == ("logs-shortened", 8, [3, 4, 5])
     assert event["data"]["bytes"] >= 4 * MIB
 
 

@@ -120,8 +120,10 @@ def test_a_value_that_differs_in_equal_steps_is_listed_and_the_old_one_kept(api:
     assert told.shown()["metrics_differ"] == ["seconds"]
     assert told.shown()["proof"] == "exact, proved (10 of 10 redone steps)"
     kept = told.series("seconds")
-    assert [(p["step"], p["epoch"], p["value"]) for p in kept["superseded"]] == [(s, 1, s + 0.1) for s in range(11, 21)]
-    assert [p["epoch"] for p in kept["points"]] == [1] * 10 + [2] * 10
+    assert [(p["step"], p["attempt"], p["value"]) for p in kept["superseded"]] == [
+        (s, 1, s + 0.1) for s in range(11, 21)
+    ]
+    assert [p["attempt"] for p in kept["points"]] == [1] * 10 + [2] * 10
     assert told.series("loss")["superseded"] == []
 
 

@@ -63,7 +63,7 @@ class Told:
     def shown(self, name: str = "loss", most: int = 10_000) -> tuple[list[tuple[int, int, float]], int]:
         with self.database.read() as session:
             (found,) = series.metrics(session, self.job, [name], most).series
-        return [(p.step, p.epoch, p.value) for p in found.points], found.every
+        return [(p.step, p.attempt, p.value) for p in found.points], found.every
 
     def steps(self, name: str = "loss") -> list[int]:
         return [step for step, _, _ in self.rows(name)]

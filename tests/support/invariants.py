@@ -128,7 +128,7 @@ def _trains(out: Replay, event: Happening, forked: bool, wish: tuple[int, int] |
         return
     if out.epoch in out.bases:
         wrong("says twice what it began from")
-    step, epoch = int(event.data["base_step"]), event.data["base_epoch"]
+    step, epoch = int(event.data["base_step"]), event.data["base_attempt"]
     base = Base(step=step, epoch=epoch)
     if epoch is not None and not (forked and (step, epoch) not in out.committed):
         segments = lineage(out.bases, resume_from=None)

@@ -69,7 +69,7 @@ def test_identity_as_torchrun_gives_it() -> None:
         "GROUP_WORLD_SIZE": "1", "ROLE_RANK": "1", "ROLE_WORLD_SIZE": "2", "ROLE_NAME": "default",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4321", "TORCHELASTIC_RUN_ID": "j-a4",
         "TORCHELASTIC_RESTART_COUNT": "3", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "RATCHET_JOB_ID": "j", "RATCHET_EPOCH": "4", "RATCHET_ATTEMPT_DIR": "/j/a",
+        "RATCHET_JOB_ID": "j", "RATCHET_ATTEMPT": "4", "RATCHET_ATTEMPT_DIR": "/j/a",
         "RATCHET_LAUNCH_FILE": "/j/a/launch.json", "RATCHET_AGENT_PID": str(os.getpid()),
     }.items():  # fmt: skip
         assert second.env[name] == value, name

@@ -10,29 +10,29 @@ from ratchet_contract.api import EventView
 KILLED = "rank-killed: rank 0 was killed by SIGKILL after step 314"
 
 
-def event(type_: str, message: str, epoch: int = 1, **data: Any) -> EventView:
+def event(type_: str, message: str, attempt: int = 1, **data: Any) -> EventView:
     at = "2026-01-31T12:00:00Z"
     return EventView.model_validate(
-        {"id": 1, "job_id": "j", "at": at, "type": type_, "epoch": epoch, "message": message, "data": data}
+        {"id": 1, "job_id": "j", "at": at, "type": type_, "attempt": attempt, "message": message, "data": data}
     )
 
 
-def saved(step: int, epoch: int = 1) -> EventView:
-    return event("checkpoint", f"checkpoint step-{step:012d}.a{epoch:04d} committed (schedule)", epoch, step=step)
+def saved(step: int, attempt: int = 1) -> EventView:
+    return event("checkpoint", f"checkpoint step-{step:012d}.a{attempt:04d} committed (schedule)", attempt, step=step)
 
 
-def ended(epoch: int = 1) -> list[EventView]:
+def ended(attempt: int = 1) -> list[EventView]:
     """What the service stores of an attempt whose rank was killed."""
     again = f"The last attempt ended with {KILLED}. Tried again at once."
     return [
-        event("result", "the agent ended: rank-killed", epoch, cause="rank-killed"),
-        event("attempt-ended", f"attempt {epoch} ended: {KILLED}", epoch, cause="rank-killed", rank=0),
-        event("end-requeue", again, epoch, **{"from": "RUNNING", "to": "QUEUED"}),
+        event("result", "the agent ended: rank-killed", attempt, cause="rank-killed"),
+        event("attempt-ended", f"attempt {attempt} ended: {KILLED}", attempt, cause="rank-killed", rank=0),
+        event("end-requeue", again, attempt, **{"from": "RUNNING", "to": "QUEUED"}),
     ]
 
 
 def shown(*events: EventView) -> list[str]:
-    return [f"{e.epoch} {e.type}: {e.message}" for e in folded(events)]
+    return [f"{e.attempt} {e.type}: {e.message}" for e in folded(events)]
 
 
 def test_checkpoints_in_a_row_are_one_line_for_each_attempt() -> None:

@@ -20,7 +20,7 @@ from ratchet_contract.spec_parse import parse_spec
 from tests.support.scripted import JOB, Reply, ok, problem, serving
 
 VIEW = {"job_id": "j", "name": "allreduce", "wrapper": None, "parameters": {}, "stateful": False}
-POINT = {"epoch": 1, "at": "2026-01-01T00:00:00Z"}
+POINT = {"attempt": 1, "at": "2026-01-01T00:00:00Z"}
 SERIES = [{"name": "loss", "points": [{"step": s, "value": 1.0 / s, **POINT} for s in (1, 2)]}]
 
 

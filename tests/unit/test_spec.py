@@ -146,7 +146,7 @@ WRONG = [
     ),
     (spec(ddp={"bucket_cap_mb": float("nan")}), "/ddp/bucket_cap_mb", "finite-number", ""),
     (spec(env={"RANK": "3"}), "/env", "value-error", "set by the agent"),
-    (spec(env={"RATCHET_EPOCH": "3"}), "/env", "value-error", "set by the agent"),
+    (spec(env={"RATCHET_ATTEMPT": "3"}), "/env", "value-error", "set by the agent"),
     (spec(env={"OMP_NUM_THREADS": "many"}), "/env/OMP_NUM_THREADS", "invalid-value", ""),
     (spec(env={"OMP_NUM_THREADS": 2}, resources={"cpus_per_rank": 1}), "/env/OMP_NUM_THREADS", "thread-conflict", ""),
     (spec(env={"A": "1"}, secrets={"A": {"from_env": "B"}}), "/secrets/A", "duplicate-variable", ""),

@@ -117,7 +117,7 @@ def _identity(
     return {
         names.LAUNCH_FILE: str(paths.launch_file),
         names.JOB_ID: launch.job_id,
-        names.EPOCH: str(launch.epoch),
+        names.ATTEMPT: str(launch.epoch),
         names.ATTEMPT_DIR: str(paths.root),
         names.NODE_DIR: str(paths.node(launch.node).root),
         names.AGENT_PID: str(os.getpid()),

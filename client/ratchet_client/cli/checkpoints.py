@@ -60,7 +60,7 @@ def list_checkpoints(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) 
 
 def _row(c: api.CheckpointView) -> list[str]:
     return [
-        c.id, str(c.step), str(c.epoch), c.state, c.reason, output.dash(c.hook_iteration), output.size(c.size),
+        c.id, str(c.step), str(c.attempt), c.state, c.reason, output.dash(c.hook_iteration), output.size(c.size),
         _seconds(c.stall), _seconds(c.seconds), "-" if c.metric is None else f"{c.metric:.4g}",
         output.dash(c.verification), ",".join(_marks(c)) or "-", output.age(c.created_at), c.digest[:16],
     ]  # fmt: skip
@@ -86,7 +86,7 @@ def show(ctx: typer.Context, job: JobId, checkpoint: CheckpointId, as_json: Json
     manifest = found.manifest
     output.fields(
         [
-            ("id", found.id), ("step", found.step), ("attempt", found.epoch), ("state", found.state),
+            ("id", found.id), ("step", found.step), ("attempt", found.attempt), ("state", found.state),
             ("reason", found.reason), ("marks", ", ".join(_marks(found))), ("hook iteration", found.hook_iteration),
             ("parent step", found.parent.step if found.parent else None), ("size", output.size(found.size)),
             ("files", found.files), ("digest", found.digest), ("verification", found.verification),

@@ -52,7 +52,7 @@ class Lookout:
 
     def see(self, job: JobView) -> Snapshot:
         """Raises as the client does; ``NotFound`` for a job that was deleted meanwhile."""
-        if not job.epoch:
+        if not job.attempt:
             return Snapshot(job, None, (), None)
         return Snapshot(job, self._client.hook(job.id), self._losses(job.id), self._committed_at(job))
 
@@ -82,7 +82,7 @@ def facts(now: Snapshot) -> dict[str, Any]:
     """For ``--json``: the figures of a snapshot, flat."""
     job, hook = now.job, now.hook
     return {
-        "phase": job.phase, "attempt": job.epoch, **job.progress.model_dump(), "eta_seconds": now.eta_seconds,
+        "phase": job.phase, "attempt": job.attempt, **job.progress.model_dump(), "eta_seconds": now.eta_seconds,
         "loss": now.loss, "hook": job.hook, "hook_phase": hook and hook.phase, "hook_iteration": hook and hook.iteration,
         "compression_rate": hook and hook.compression_rate, "checkpoint": job.last_checkpoint,
         "checkpoint_at": output.moment(now.checkpoint_at), "reason": job.reason, "message": job.message,

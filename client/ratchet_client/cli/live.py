@@ -97,7 +97,7 @@ class JobLines:
             Text(hook_words(now.hook), style="dim"),
             Text(f"checkpoint {checkpoint_words(now)}" if job.last_checkpoint else "", style="dim"),
             Text(f"{risk} steps at risk" if risk else "", style="dim"),
-            Text(f"attempt {job.epoch}" if job.epoch else "", style="dim"),
+            Text(f"attempt {job.attempt}" if job.attempt else "", style="dim"),
         ]
 
 

@@ -42,7 +42,7 @@ def metrics(
     series = [one for one in found.series if one.points]
     none = "nothing is logged yet" if name is None else f"no value of {name}; `ratchet metrics {job}` lists the names"
     if name is not None:
-        rows = [[str(point.step), str(point.epoch), f"{point.value:.6g}"] for one in series for point in one.points]
+        rows = [[str(point.step), str(point.attempt), f"{point.value:.6g}"] for one in series for point in one.points]
         output.table(["STEP", "ATTEMPT", "VALUE"], rows, right=["STEP", "ATTEMPT", "VALUE"], empty=none)
         return
     output.table(

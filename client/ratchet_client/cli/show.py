@@ -73,7 +73,7 @@ def list_jobs(
     team = any(job.owner != LOCAL_OWNER for job in jobs)
     output.table(
         ["ID", "NAME", *(["OWNER"] if team else []), "PHASE", "HOOK", "STEP", "ATTEMPT", "AGE", "WHY"],
-        [[j.id, j.name, *([j.owner] if team else []), str(j.phase), j.hook, steps(j), str(j.epoch), output.age(j.created_at),
+        [[j.id, j.name, *([j.owner] if team else []), str(j.phase), j.hook, steps(j), str(j.attempt), output.age(j.created_at),
           why(j)] for j in jobs],
         right=["STEP", "ATTEMPT", "AGE"], drop=["HOOK", "ATTEMPT", "AGE", "STEP", "OWNER", "WHY", "NAME"],
         cut="WHY",
@@ -85,8 +85,8 @@ def get(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
     """Show one job."""
     with open_client(ctx) as client:
         found = client.job(job)
-        newest = next(client.attempts(job), None) if found.epoch and not as_json else None
-        metrics = last_words(client, job) if found.epoch and not as_json else ""
+        newest = next(client.attempts(job), None) if found.attempt and not as_json else None
+        metrics = last_words(client, job) if found.attempt and not as_json else ""
     if as_json:
         output.emit(found)
         return
@@ -101,7 +101,7 @@ def get(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
             ("last metrics", metrics),
             ("steps at risk", None if found.phase.terminal else found.progress.steps_at_risk),
             ("steps per second", _rate(found.progress.steps_per_second)),
-            ("attempt", found.epoch), ("hook", found.hook), ("device", found.resolved.device),
+            ("attempt", found.attempt), ("hook", found.hook), ("device", found.resolved.device),
             ("backend", found.resolved.backend), ("threads per rank", found.resolved.threads_per_rank),
             ("resumed", None if newest is None else _resumed(newest)),
             ("last checkpoint", found.last_checkpoint), ("forked from", found.forked_from),

@@ -143,7 +143,7 @@ class EventFold:
             self._results.append(event)
             return []
         run = self._checkpoints
-        if event.type == "checkpoint" and self._ended is None and (not run or run[-1].epoch == event.epoch):
+        if event.type == "checkpoint" and self._ended is None and (not run or run[-1].attempt == event.attempt):
             run.append(event)
             return []
         ended, shown = self._ended, self._run()
@@ -153,7 +153,7 @@ class EventFold:
         shown += [ended] if ended is not None else []
         if event.type == "attempt-ended":
             self._ended = event
-            self._results = [result for result in self._results if result.epoch != event.epoch]
+            self._results = [result for result in self._results if result.attempt != event.attempt]
             return shown
         return shown if event.type == "checkpoint" else [*shown, event]
 
@@ -181,8 +181,8 @@ def _end(ended: api.EventView, change: api.EventView) -> api.EventView:
 
 
 def event_line(event: api.EventView) -> str:
-    attempt = f"attempt {event.epoch}"
-    prefix = "" if event.epoch is None or event.message.startswith(attempt) else f"{attempt}: "
+    attempt = f"attempt {event.attempt}"
+    prefix = "" if event.attempt is None or event.message.startswith(attempt) else f"{attempt}: "
     return f"{output.moment(event.at)}  {event.type:<20}  {prefix}{event.message}"
 
 

@@ -163,7 +163,7 @@ def _row(now: Snapshot) -> list[str]:
         "-" if not progress.steps_per_second else f"{progress.steps_per_second:.3g}",
         "-" if now.loss is None else f"{now.loss:.4f}", sparkline(now.losses),
         job.hook if hook is None or hook.phase is None else f"{job.hook} {hook.phase}",
-        "-" if rate is None else f"{rate:.3g}x", output.age(now.checkpoint_at), str(progress.steps_at_risk), str(job.epoch),
+        "-" if rate is None else f"{rate:.3g}x", output.age(now.checkpoint_at), str(progress.steps_at_risk), str(job.attempt),
     ]  # fmt: skip
 
 

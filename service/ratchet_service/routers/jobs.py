@@ -90,7 +90,7 @@ def get_job(service: ServiceDep, job_id: str, response: Response) -> JobView:
     homes = service.settings.paths
     work = homes.job(job_id).work
     more: dict[str, Any] = {
-        "environment": attempts.newest_environment(homes, job_id, view.epoch),
+        "environment": attempts.newest_environment(homes, job_id, view.attempt),
         "goodput": spent,
         "position": place.position,
         "ahead_at_least": place.at_least,

@@ -8,13 +8,14 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from ratchet_contract.api import CheckpointDetail, CheckpointView, Page, VerifyResult
+from ratchet_contract.api import BaseView, CheckpointDetail, CheckpointView, Page, VerifyResult
 from ratchet_contract.errors import CheckpointError, Conflict
+from ratchet_contract.manifest import Manifest
 from ratchet_contract.paths import MANIFEST_NAME, PINNED_NAME, VERIFIED_NAME, HomePaths
 from ratchet_service import cursors, object_store
 from ratchet_service.ancestry import bases_of
@@ -69,11 +70,17 @@ def detail(session: Session, job_id: str, checkpoint_id: str, homes: HomePaths) 
     row = find_checkpoint(session, job_id, checkpoint_id)
     try:
         with as_owner(homes.job(job_id).root):
-            manifest = json.loads(read_manifest(homes.job(job_id).checkpoint(row.step, row.epoch)).model_dump_json())
+            manifest = _shown(read_manifest(homes.job(job_id).checkpoint(row.step, row.epoch)))
     except CheckpointError:
         manifest = None
     (view,) = _views(session, find_job(session, job_id), [row])
     return CheckpointDetail(**view.model_dump(), manifest=manifest)
+
+
+def _shown(manifest: Manifest) -> dict[str, Any]:
+    """With the API's words."""
+    data = json.loads(manifest.model_dump_json()) | {"parent": BaseView.of(manifest.parent).model_dump(mode="json")}
+    return {"attempt" if key == "epoch" else key: value for key, value in data.items()}
 
 
 def read_all_bytes(

@@ -105,7 +105,7 @@ def _points(
     query = query.where(_not_abandoned(Metric) if steps is None else Metric.step.in_(steps))
     for name, step, epoch, value, at in session.execute(query.order_by(Metric.name, Metric.step)) if names else ():
         number = math.nan if value is None else value
-        out[name].append(MetricPoint(step=step, epoch=epoch, value=number, at=at))
+        out[name].append(MetricPoint(step=step, attempt=epoch, value=number, at=at))
     return out
 
 
@@ -116,7 +116,7 @@ def _superseded(session: Session, job_id: str, names: Collection[str]) -> dict[s
     for name, step, epoch, value, at in session.execute(query.order_by(table.name, table.step, table.epoch)):
         if name in names:
             number = math.nan if value is None else value
-            out.setdefault(name, []).append(MetricPoint(step=step, epoch=epoch, value=number, at=at))
+            out.setdefault(name, []).append(MetricPoint(step=step, attempt=epoch, value=number, at=at))
     return out
 
 
@@ -201,6 +201,6 @@ def hook_history(
     page = rows[:limit]
     following = cursors.encode(digest, [page[-1].step, page[-1].rank]) if len(rows) > limit else None
     items = [
-        HookSampleView(epoch=row.epoch, at=row.at, summary=HookSummary.model_validate(row.summary)) for row in page
+        HookSampleView(attempt=row.epoch, at=row.at, summary=HookSummary.model_validate(row.summary)) for row in page
     ]
     return Page[HookSampleView](items=items, next_cursor=following)

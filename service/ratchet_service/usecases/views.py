@@ -9,12 +9,14 @@ from sqlalchemy.orm import Session
 
 from ratchet_contract.api import (
     AttemptView,
+    BaseView,
     BudgetView,
     CheckpointView,
     EventView,
     JobView,
     NodeView,
     ProgressView,
+    ResumeReportView,
     Warning_,
 )
 from ratchet_contract.masking import masked_spec
@@ -60,7 +62,7 @@ def _job_view(job: Job, labels: dict[str, str]) -> JobView:
         spec=masked_spec(job.spec),
         resolved=Resolved.model_validate(job.resolved),
         warnings=[Warning_.model_validate(w) for w in job.warnings],
-        epoch=job.epoch,
+        attempt=job.epoch,
         progress=ProgressView(
             step=job.step,
             total_steps=job.total_steps,
@@ -94,7 +96,7 @@ def last_checkpoint(job: Job) -> str | None:
 def attempt_view(attempt: Attempt, nodes: Iterable[AttemptNode], spent: Spent) -> AttemptView:
     base = None
     if attempt.base_step is not None:
-        base = Base(step=attempt.base_step, epoch=attempt.base_epoch, digest=attempt.base_digest)
+        base = BaseView(step=attempt.base_step, attempt=attempt.base_epoch, digest=attempt.base_digest)
     redone = redone_of(attempt)
     report = None if attempt.resume_report is None else ResumeReport.model_validate(attempt.resume_report)
     return AttemptView(
@@ -111,7 +113,7 @@ def attempt_view(attempt: Attempt, nodes: Iterable[AttemptNode], spent: Spent) -
         steps_done=max(0, attempt.last_step - attempt.base_step) if attempt.base_step is not None else 0,
         steps_lost=attempt.steps_lost,
         committed_step=attempt.committed_step,
-        resume_report=None if report is None else with_proof(report, redone),
+        resume_report=None if report is None else _report_view(with_proof(report, redone)),
         proof=None if report is None else proof(report.verdict, redone),
         redone=redone,
         metrics_differ=metrics_that_differ(attempt, redone),
@@ -129,6 +131,10 @@ def attempt_view(attempt: Attempt, nodes: Iterable[AttemptNode], spent: Spent) -
     )
 
 
+def _report_view(report: ResumeReport) -> ResumeReportView:
+    return ResumeReportView(**dict(report) | {"base": BaseView.of(report.base)})
+
+
 def checkpoint_view(row: Checkpoint, segments: Sequence[Segment], metric: float | None = None) -> CheckpointView:
     """``segments``: the job's lineage. ``metric``: what ``keep_best`` judges it by."""
     return CheckpointView.model_validate(
@@ -136,8 +142,8 @@ def checkpoint_view(row: Checkpoint, segments: Sequence[Segment], metric: float 
             "id": row.name,
             "job_id": row.job_id,
             "step": row.step,
-            "epoch": row.epoch,
-            "parent": row.parent,
+            "attempt": row.epoch,
+            "parent": None if row.parent is None else BaseView.of(Base.model_validate(row.parent)),
             "state": row.state,
             "reason": row.reason,
             "finished": row.finished,
@@ -163,5 +169,5 @@ def checkpoint_view(row: Checkpoint, segments: Sequence[Segment], metric: float 
 
 def event_view(row: Event) -> EventView:
     return EventView(
-        id=row.id, job_id=row.job_id, at=row.at, type=row.type, epoch=row.epoch, message=row.message, data=row.data
+        id=row.id, job_id=row.job_id, at=row.at, type=row.type, attempt=row.epoch, message=row.message, data=row.data
     )

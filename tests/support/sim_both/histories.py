@@ -17,7 +17,7 @@ from tests.support.sim_pure.world import World
 
 _ONLY_REAL: Final = frozenset({"submitted", "stale-request", "engine-unreachable", "clock-jumped"})
 _FACTS: Final = (
-    "from", "to", "desired", "attempt", "base_step", "base_epoch", "from_step", "cause", "checkpoint",
+    "from", "to", "desired", "attempt", "base_step", "base_attempt", "from_step", "cause", "checkpoint",
 )  # fmt: skip
 _OF_JOB: Final = (
     "phase", "desired", "desired_cause", "epoch", "step", "committed_step", "committed_epoch", "preemptions", "failures",

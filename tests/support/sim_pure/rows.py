@@ -312,7 +312,7 @@ class Rows:
             if newest and job.phase.active:
                 job.step = job.committed_step = step
                 job.committed_epoch, job.resume_from = epoch, None
-                data = {"base_step": step, "base_epoch": epoch}
+                data = {"base_step": step, "base_attempt": epoch}
                 self.apply(
                     job,
                     Event.TRAINING,

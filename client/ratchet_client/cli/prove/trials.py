@@ -134,7 +134,7 @@ class Trials:
                 if job.phase.terminal:
                     ended[job_id] = job
                 told.append(f"{words}: {_where(job)}")
-                now += f"{job.phase} {job.epoch} "
+                now += f"{job.phase} {job.attempt} "
                 if job.phase.terminal and job.phase is not JobPhase.SUCCEEDED:
                     raise TrialFailed(self._why(job, words))
             if now != phases or time.monotonic() - said > _PAUSE or sys.stderr.isatty():
@@ -191,4 +191,4 @@ def _where(job: JobView) -> str:
         return "done"
     step = f"step {job.progress.step}" if job.progress.step else "no step yet"
     waits = f" ({job.message or job.reason})" if job.phase is JobPhase.QUEUED and job.reason else ""
-    return f"{job.phase}{waits}, {step}" + (f", attempt {job.epoch}" if job.epoch > 1 else "")
+    return f"{job.phase}{waits}, {step}" + (f", attempt {job.attempt}" if job.attempt > 1 else "")
