@@ -62,7 +62,8 @@ class PolicySpec(SpecModel):
         3,
         ge=0,
         description="Failed or lost attempts before the job fails; reset by real progress. Three attempts in a row without a "
-        "new step end it as well; as many as this, if it is more, where the last was killed, out of memory or lost.",
+        "new step end it as well (as many as this, if it is more, where the last was killed, out of memory or lost), and two "
+        "that end with the same exception at the same line before their first step, unless it names a connection or a time-out.",
     )
     exit_codes: list[ExitRule] = Field(
         [],

@@ -11,6 +11,8 @@ The rules for an attempt that has ended:
 5. Otherwise the cause's budget decides between another attempt (failures: the first at once, then after a back-off) and the
    end of the job.
    What an exit code of the job's own code counts as is the spec's to say (``treatment``).
+   An exception that ended the attempt before it too, at the same line and before the first step of either, ends it: a third
+   attempt would end likewise.
    Three attempts in a row that commit no new step end it too, where the last was ended from outside as many as it may have
    failures, if these are more. A suspended attempt is a pause that somebody asked for, not
    a try that came to nothing: it neither adds to that row nor breaks it; nor does one that was taken out of its engine's
@@ -177,10 +179,21 @@ def _exhausted(view: JobView, treated: Treatment, counters: Counters, end: Attem
     ):
         text = f"{counters.preemptions} preemptions, {limits.max_preemptions} allowed (policy.max_preemptions). {last}"
         return _over(view, Event.END_FAILED, treated, counters, "max-preemptions", text)
+    if treated.budget is Budget.FAILURES and end.repeated_error and _before_its_first_step(end):
+        text = (
+            "Two attempts in a row ended with the same error at the same line, and made no step: it is not tried again. "
+            f"{last} Mend the cause; then resume the job."
+        )
+        return _over(view, Event.END_FAILED, treated, counters, "same-error", text)
     if treated.outcome is not Outcome.SUSPENDED and counters.no_progress >= _no_progress_limit(view, treated):
         text = f"{counters.no_progress} attempts in a row committed no new step. {last} {_no_progress_cure(end)}"
         return _over(view, Event.END_FAILED, treated, counters, "no-progress", text)
     return None
+
+
+def _before_its_first_step(end: AttemptEnd) -> bool:
+    """Of a script without a Session no step is seen: one that ran for long has not failed at its start."""
+    return end.seconds < MAX_BACKOFF if end.unmanaged else end.last_step <= (end.base_step or 0)
 
 
 def _no_progress_limit(view: JobView, treated: Treatment) -> int:

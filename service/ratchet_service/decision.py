@@ -50,7 +50,7 @@ class AttemptEnd:
     ``exit_code`` is that of the rank that the cause comes from; ``base_step`` where it started (None: it never got that far),
     ``committed_step`` the newest step it committed, ``last_step`` the last one it did; ``begun`` whether any agent began;
     ``finished`` whether that is the job's final checkpoint; ``unmanaged`` whether it was a script without a Session; ``seconds``
-    how long it ran.
+    how long it ran; ``repeated_error`` whether an exception ended it that had ended the attempt before, at the same line.
     """
 
     cause: Cause
@@ -63,6 +63,7 @@ class AttemptEnd:
     message: str | None = None
     exit_code: int | None = None
     last_step: int = 0
+    repeated_error: bool = False
 
     @property
     def unsaved(self) -> int:

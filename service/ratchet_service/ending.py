@@ -143,7 +143,8 @@ def _end(
     evidence: Evidence,
 ) -> Decision:
     number, results = attempt.number, evidence.state.results
-    decision, ended_at, seconds = verdict(job, attempt, limits, cause, facts, evidence, now_in(session))
+    before = session.get(Attempt, (job.id, number - 1))
+    decision, ended_at, seconds = verdict(job, attempt, limits, cause, facts, evidence, now_in(session), before)
     assert decision.event is not None and decision.cause is not None
     attempt.phase, attempt.outcome, attempt.cause = AttemptPhase.ENDED, decision.outcome, decision.cause
     attempt.rank, attempt.exit_code, attempt.message = cause.rank, cause.exit_code, cause.message

@@ -53,6 +53,7 @@ _REASONS: Final = frozenset(
         "max-failures",
         "max-preemptions",
         "no-progress",
+        "same-error",
         "spec-unreadable",
         *(cause.value for cause in Cause),
     }

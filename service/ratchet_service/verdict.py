@@ -23,6 +23,7 @@ from ratchet_service.ingest_effects import UNMANAGED
 from ratchet_service.launchers.base import AttemptState
 from ratchet_service.leases import NO_LEASE
 from ratchet_service.models import Attempt, Checkpoint, Job
+from ratchet_service.repeated_error import repeated
 from ratchet_service.steady import TOLERANCE
 from ratchet_service.storable import when
 
@@ -116,8 +117,9 @@ def verdict(
     facts: Facts,
     evidence: Evidence,
     now: datetime,
+    before: Attempt | None = None,
 ) -> Verdict:
-    """What becomes of the job, now that nothing of its attempt is alive."""
+    """What becomes of the job, now that nothing of its attempt is alive. ``before``: the attempt before it, which has ended."""
     ended_at = _ended_at(attempt, evidence.state.results, now)
     seconds = _running_seconds(attempt, ended_at, evidence.ran, now)
     end = AttemptEnd(
@@ -131,6 +133,7 @@ def verdict(
         message=cause.message,
         exit_code=cause.exit_code,
         last_step=facts.last,
+        repeated_error=repeated(cause, evidence.state.results, before),
     )
     return Verdict(decide(replace(view_of(job, limits), attempt=end), now), ended_at, seconds)
 

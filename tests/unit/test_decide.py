@@ -322,3 +322,22 @@ def test_the_timeout_counts_all_attempts() -> None:
 def test_an_active_job_without_an_attempt_is_an_error() -> None:
     with pytest.raises(ValueError, match="no attempt"):
         decide(JobView("job-1", JobPhase.RUNNING), NOW)
+
+
+def raised(seen: bool = True, *, done: int = 0, unmanaged: bool = False, seconds: float = 5.0) -> Decision:
+    """The second attempt in a row that an exception ends, ``done`` steps behind its base; ``seen``: at the line of the first."""
+    attempt = AttemptEnd(
+        Cause.EXCEPTION, 10, None, unmanaged=unmanaged, seconds=seconds, message="TypeError: no", last_step=10 + done,
+        repeated_error=seen,
+    )  # fmt: skip
+    counters, limits = Counters(failures=1, no_progress=1), Limits(max_failures=5)
+    return decide(JobView("job-1", JobPhase.RUNNING, epoch=2, counters=counters, limits=limits, attempt=attempt), NOW)
+
+
+def test_the_same_error_before_the_first_step_is_not_tried_a_third_time() -> None:
+    over = raised()
+    assert (over.event, over.reason) == (Event.END_FAILED, "same-error")
+    assert over.message is not None and over.message.count("TypeError: no") == 1
+    assert raised(unmanaged=True).reason == "same-error"
+    for again in (raised(False), raised(done=1), raised(unmanaged=True, seconds=400.0)):
+        assert again.event is Event.END_REQUEUE

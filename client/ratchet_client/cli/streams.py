@@ -128,11 +128,28 @@ def folded(events: Iterable[api.EventView]) -> Iterator[api.EventView]:
     yield from fold.rest()
 
 
-class EventFold:
-    """Folds events as they come. The end of an attempt is three of them: ``result`` (its agent's), ``attempt-ended`` and, right
-    behind it, the change of the job (``end-requeue``, say)."""
+class ErrorsOnce:
+    """Shows the text of an error in full the first time, and ``(as above)`` from then on."""
 
     def __init__(self) -> None:
+        self._shown: list[str] = []
+
+    def __call__(self, text: str, error: str | None = None) -> str:
+        """``error``: the message of an attempt that has ended, which is looked for in ``text``."""
+        for shown in self._shown:
+            text = text.replace(shown, "(as above)")
+        told = (error or "").partition("; process groups ")[0].rstrip(".")  # which ranks aborted theirs may differ
+        if len(told) > 20 and told in text:  # shorter ones may be in any text, and are soon said
+            self._shown.append(told)
+        return text
+
+
+class EventFold:
+    """Folds events as they come. The end of an attempt is three of them: ``result`` (its agent's), ``attempt-ended`` and, right
+    behind it, the change of the job (``end-requeue``, say). An error's text is in the first end that has it."""
+
+    def __init__(self) -> None:
+        self.once = ErrorsOnce()
         self._checkpoints: list[api.EventView] = []
         self._results: list[api.EventView] = []
         self._ended: api.EventView | None = None
@@ -149,7 +166,7 @@ class EventFold:
         ended, shown = self._ended, self._run()
         self._ended, self._checkpoints = None, [event] if event.type == "checkpoint" else []
         if ended is not None and event.type.startswith("end-"):
-            return [*shown, _end(ended, event)]
+            return [*shown, self._end(ended, event)]
         shown += [ended] if ended is not None else []
         if event.type == "attempt-ended":
             self._ended = event
@@ -169,15 +186,15 @@ class EventFold:
         words = f"{len(run)} checkpoints from step {first} on, newest: {last.message.removeprefix('checkpoint ')}"
         return [last.model_copy(update={"message": words})]
 
-
-def _end(ended: api.EventView, change: api.EventView) -> api.EventView:
-    """``attempt-ended`` with what became of the job. The job's message repeats the attempt's; that part is left out."""
-    said = ended.message.partition(": ")[2].rstrip(".")
-    more = change.message.replace(f"The last attempt ended with {said}.", "").strip()
-    if more in ended.message or more == f"{change.data.get('from')} -> {change.data.get('to')}":
-        more = ""
-    words = f"{ended.message}; the job is {change.data.get('to')}" + (f": {more}" if more else "")
-    return ended.model_copy(update={"message": words, "data": ended.data | change.data})
+    def _end(self, ended: api.EventView, change: api.EventView) -> api.EventView:
+        """``attempt-ended`` with what became of the job. The job's message repeats the attempt's; that part is left out."""
+        said = ended.message.partition(": ")[2].rstrip(".")
+        more = change.message.replace(f"The last attempt ended with {said}.", "").strip()
+        if more in ended.message or more == f"{change.data.get('from')} -> {change.data.get('to')}":
+            more = ""
+        words = f"{ended.message}; the job is {change.data.get('to')}" + (f": {more}" if more else "")
+        words = self.once(words, said.partition(": ")[2])
+        return ended.model_copy(update={"message": words, "data": ended.data | change.data})
 
 
 def event_line(event: api.EventView) -> str:

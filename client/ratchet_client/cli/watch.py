@@ -23,7 +23,7 @@ from ratchet_client.cli.figures import (
     speed_words,
 )
 from ratchet_client.cli.metrics import last_words
-from ratchet_client.cli.streams import EventFold, event_line, say_gap
+from ratchet_client.cli.streams import ErrorsOnce, EventFold, event_line, say_gap
 
 if TYPE_CHECKING:
     from ratchet_client.client import RatchetClient
@@ -67,9 +67,13 @@ def wait(ctx: typer.Context, job_id: str, *, until: Collection[JobPhase] = (), d
     """Wait quietly; ends the command with the code of how the job ended."""
     from ratchet_client.client import TERMINAL
 
+    once = ErrorsOnce()
+
     def tell(job: JobView) -> None:
         hint = f"; `ratchet resume {job.id}` lets it go on" if job.phase == "SUSPENDED" else ""
-        output.note(f"{job.phase}, step {steps(job)}{hint}" + (f": {why(job)}" if why(job) else ""))
+        ended = next(client.attempts(job.id), None) if job.message else None
+        reason = once(why(job), None if ended is None else ended.message)
+        output.note(f"{job.phase}, step {steps(job)}{hint}" + (f": {reason}" if reason else ""))
 
     with open_client(ctx, PATIENCE if deadline is None else 1.0) as client:
         job = client.wait(job_id, until or TERMINAL, deadline, on_change=tell)
@@ -102,23 +106,24 @@ def _end(job: JobView, until: Collection[JobPhase] = ()) -> None:
 
 def follow(ctx: typer.Context, job_id: str, *, as_json: bool = False) -> None:
     """Watch until the job has ended. Ctrl-C detaches: the job goes on, the exit code is 130."""
+    fold = EventFold()
     try:
         if not as_json and output.on_terminal():
             from ratchet_client.cli.live import LiveView
 
             with LiveView() as live:
-                job = _pump(ctx, job_id, live, EventFold())
+                job = _pump(ctx, job_id, live, fold)
         elif as_json:
             job = _pump(ctx, job_id, _JsonView(), None)
         else:
-            job = _pump(ctx, job_id, _PlainView(), EventFold())
+            job = _pump(ctx, job_id, _PlainView(), fold)
     except KeyboardInterrupt:
         output.note(f"\ndetached; job {job_id} goes on. Watch it again: ratchet wait {job_id} --follow")
         raise typer.Exit(Exit.INTERRUPTED) from None
     if as_json:
         output.emit_line({"job": job})
     else:
-        output.line(f"{job.id} {job.phase} at step {steps(job)}" + (f": {why(job)}" if why(job) else ""))
+        output.line(f"{job.id} {job.phase} at step {steps(job)}" + (f": {fold.once(why(job))}" if why(job) else ""))
         with open_client(ctx) as client:
             _tell_end(client, job)
     _end(job)

@@ -1,0 +1,46 @@
+"""Has an attempt ended with the error of the one before, at the same line, before its first step? No retry heals that. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple
+
+from ratchet_contract.messages import AttemptResult
+from ratchet_contract.outcome import EndSeen
+from ratchet_contract.phases import Cause
+from ratchet_service.models import Attempt
+
+_FRAME: Final = re.compile(r'^ *File "([^"\n]*)", line (\d+)', re.MULTILINE)
+_ADDRESS: Final = re.compile(r"0x[0-9a-f]+")
+_PASSING: Final = re.compile(
+    r"Connection|Time(d ?)?[Oo]ut|timed out|Network|HTTP|Unavailable|Dist\w*Error|CUDA error|NCCL|Temporary|Input/output|Stale"
+)
+"""What a network, a device or a shared file system says, which may be well a minute later."""
+
+
+class Raised(NamedTuple):
+    """``frames``: file and line of every frame of the traceback."""
+
+    text: str
+    frames: tuple[tuple[str, str], ...]
+
+
+def repeated(seen: EndSeen, results: Iterable[AttemptResult], before: Attempt | None) -> bool:
+    """``seen``: the attempt's end, out of ``results``; ``before``: the row of the attempt before it, which has ended."""
+    if seen.cause is not Cause.EXCEPTION or before is None or before.cause is not Cause.EXCEPTION:
+        return False
+    if before.last_step > (before.base_step or 0):
+        return False
+    now = _raised(seen.rank, [result.model_dump(mode="json") for result in results])
+    return now is not None and now == _raised(before.rank, before.results.values())
+
+
+def _raised(rank: int | None, results: Iterable[dict[str, Any]]) -> Raised | None:
+    """None where the rank's end has no traceback, or where the error may pass by itself."""
+    ends = [end for result in results for end in result["ranks"] if end["rank"] == rank and end["result"] is not None]
+    if not ends or not ends[0]["result"]["traceback"]:
+        return None
+    text = ends[0]["result"]["message"] or ""
+    frames = tuple(_FRAME.findall(ends[0]["result"]["traceback"]))
+    return None if _PASSING.search(text) or not frames else Raised(_ADDRESS.sub("0x", text), frames)

@@ -1,0 +1,71 @@
+"""Which two ends are the same error at the same line: by the traceback, whatever rank it comes from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ratchet_contract.messages import AttemptResult, RankEnd, RankResult
+from ratchet_contract.outcome import EndSeen
+from ratchet_contract.phases import Cause
+from ratchet_service.models import Attempt
+from ratchet_service.repeated_error import repeated
+
+NOW = "2026-01-01T00:00:00Z"
+
+
+def trace(line: int, text: str) -> str:
+    return f'Traceback (most recent call last):\n  File "/code/train.py", line {line}, in <module>\n    f()\n{text}\n'
+
+
+def result(text: str, line: int | None = 7, rank: int = 0, cause: Cause = Cause.EXCEPTION) -> AttemptResult:
+    told = None if line is None else trace(line, text)
+    end = RankResult(rank=rank, cause=cause, at=NOW, last_step=0, message=text, traceback=told)
+    ranks = [RankEnd(rank=rank, exit_code=1, last_step=0, result=end), RankEnd(rank=5, exit_code=None, last_step=0)]
+    return AttemptResult(
+        job_id="j", epoch=1, cause=cause, rank=rank, last_step=0, started_at=NOW, ended_at=NOW, ranks=ranks
+    )
+
+
+def row(told: AttemptResult, **columns: Any) -> Attempt:
+    given = {"cause": told.cause, "rank": told.rank, "last_step": 0, "results": {"0": told.model_dump(mode="json")}}
+    return Attempt(**given | columns)
+
+
+def same(first: Attempt | None, second: AttemptResult) -> bool:
+    return repeated(EndSeen(second.cause, rank=second.rank), [second], first)
+
+
+def test_the_same_line_and_text() -> None:
+    text = "TypeError: f() takes 0 positional arguments but 1 was given"
+    assert same(row(result(text)), result(text)) and same(row(result(text, rank=1)), result(text))
+    assert same(row(result("ValueError: <A object at 0x7f01>")), result("ValueError: <A object at 0x7f99>"))
+    assert same(row(result(text), base_step=4, last_step=4), result(text))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (None, result("TypeError: a")),
+        (row(result("TypeError: a", 8)), result("TypeError: a", 7)),
+        (row(result("TypeError: b")), result("TypeError: a")),
+        (row(result("TypeError: a", None)), result("TypeError: a", None)),
+        (row(result("TypeError: a", cause=Cause.OOM)), result("TypeError: a")),
+        (row(result("TypeError: a")), result("TypeError: a", cause=Cause.CHECKPOINT_ERROR)),
+        (row(result("TypeError: a"), base_step=4, last_step=5), result("TypeError: a")),
+        (row(result("TypeError: a"), results={}), result("TypeError: a")),
+        *[
+            (row(result(passing)), result(passing))
+            for passing in (
+                "ConnectionRefusedError: [Errno 111] Connection refused",
+                "TimeoutError: timed out",
+                "DistNetworkError: no",
+                "RuntimeError: CUDA error: an illegal memory access was encountered",
+                "gaierror: [Errno -3] Temporary failure in name resolution",
+            )
+        ],
+    ],
+)
+def test_anything_else_may_be_tried_again(first: Attempt | None, second: AttemptResult) -> None:
+    assert not same(first, second)
