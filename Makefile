@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 RUNS := $(VENV)/.installed-to-run
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo test test-torch check serve bench exactness chaos simulate zombies faults fuzz teardown clean
+.PHONY: demo test conditions test-torch check serve bench exactness chaos simulate zombies faults fuzz teardown clean
 
 # what runs jobs, and no more. torch 2.13.0: the version that most tests were run with; torch>=2.9 would fetch the newest.
 # --no-compile: of some 9,000 modules a job imports a third, and each is compiled when it is imported first
@@ -31,6 +31,11 @@ test: $(STAMP)
 	@echo "==> running the tests"
 	@$(BIN)/python -m compileall -q -j 0 client contract hooks migrations service store worker tests/support  # once, not in each of a thousand processes
 	$(BIN)/python -m pytest -n $(or $(JOBS),4) --dist loadfile --no-loadscope-reorder
+
+# all tests once under each condition that a developer's machine seldom has, a quarter of an hour each: ONLY="boot order"
+conditions: $(STAMP)
+	@echo "==> the tests as a minute after boot, in another time zone, as another user, without a HOME, in random order, on one CPU"
+	$(BIN)/python -m tests.support.conditions $(ONLY)
 
 # the tests that depend on torch, on TORCH=2.11.0 (or oldest, newest) under PYTHON=python3.12, in .venv-torch/; docs/torch-versions.md
 test-torch:

@@ -1,0 +1,38 @@
+"""A sample of the tests under conditions that this machine does not have; ``make conditions`` runs all tests under each."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from tests.support import conditions
+
+SAMPLES = {
+    "boot": ["integration/test_time_told.py", "unit/test_steady.py", "unit/test_pacing.py", "unit/test_agent_watch.py"],
+    "zone": ["integration/test_time_told.py", "unit/test_cli_output.py", "unit/test_cli_words.py", "unit/test_parsers.py"],
+    "order": ["integration/test_queue_shown.py", "unit/test_spec.py", "unit/test_decide.py", "unit/test_store_retain.py"],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("condition", SAMPLES)
+def test_a_sample_of_the_tests_passes_under_a_condition(condition: str) -> None:
+    files = [f"tests/{name}" for name in SAMPLES[condition]]
+    try:
+        found = conditions.run(condition, ["-n0", "-q", *files])
+    except conditions.NotHere as why:
+        pytest.skip(str(why))
+    assert found.passed, found.counts
+    assert not found.skipped
+    assert int(found.counts.split()[0]) > 10
+
+
+def test_the_clock_that_boot_shows_began_a_minute_ago() -> None:
+    """The condition itself: without it the sample above would say nothing."""
+    try:
+        with conditions.boot() as setting:
+            shown = subprocess.run([*setting.before, "cat", "/proc/uptime"], capture_output=True, text=True, check=True)
+    except conditions.NotHere as why:
+        pytest.skip(str(why))
+    assert float(shown.stdout.split()[0]) < 120
