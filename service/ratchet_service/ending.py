@@ -23,7 +23,7 @@ from ratchet_contract.outcome import EndSeen
 from ratchet_contract.paths import AttemptPaths, JobPaths
 from ratchet_contract.phases import AttemptPhase
 from ratchet_contract.resume import Base, Segment
-from ratchet_service import old_logs, shown
+from ratchet_service import old_logs, shown, tidying
 from ratchet_service.ancestry import bases_of, committed_of, fork_of, within
 from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.clock import now_in
@@ -34,7 +34,6 @@ from ratchet_service.ingest_effects import tell_left_out
 from ratchet_service.leases import Lease, hold
 from ratchet_service.lineage import lineage
 from ratchet_service.models import Attempt, AttemptNode, Checkpoint, Job
-from ratchet_service.tidying import tidy
 from ratchet_service.transitions import add_event, apply
 from ratchet_service.verdict import Evidence, Facts, cause_of, facts_of, job_values, verdict
 from ratchet_store.lineage import adoptable
@@ -55,8 +54,9 @@ def settle(
 ) -> Decision:
     """End attempt ``lease.epoch``. Its processes are gone and its spools are ingested. Raises ``LeaseLost``."""
     paths = job_paths.attempt(lease.epoch)
-    base = _base(paths)
-    found = _lost_reports(database, job_paths, lease, base)
+    base, last = _base(paths), _last_step(evidence, paths)
+    segments, found = _lost_reports(database, job_paths, lease, base)
+    on_disk = tidying.look(job_paths, segments, lease.epoch)
     shortened = old_logs.shorten(job_paths, lease.epoch, bounds)
     old_logs.drop_spools(job_paths, lease.epoch, bounds)
     with database.write() as session:
@@ -67,7 +67,7 @@ def settle(
             session.flush()
         for manifest in found:
             _adopt(session, job, manifest)
-        tidy(session, job, job_paths, _lineage(session, job, lease.epoch, base)[0], lease.epoch)
+        tidying.mark(session, job, job_paths, segments, on_disk, lease.epoch)
         tell_left_out(session, attempt, bounds)
         old_logs.tell(session, job, lease.epoch, shortened)
         began = (
@@ -75,12 +75,14 @@ def settle(
             if attempt.base_step is None
             else Base(step=attempt.base_step, epoch=attempt.base_epoch, digest=attempt.base_digest)
         )
-        facts = facts_of(attempt, _newest(session, job, attempt.number, began), _last_step(evidence, paths))
+        facts = facts_of(attempt, _newest(session, job, attempt.number, began), last)
         return _end(session, job, attempt, limits, cause_of(job, evidence), facts, evidence)
 
 
-def _lost_reports(database: Database, job_paths: JobPaths, lease: Lease, base: Base | None) -> list[Manifest]:
-    """Valid checkpoints of the lineage whose report never came: committed on disk in the last moment before a kill."""
+def _lost_reports(
+    database: Database, job_paths: JobPaths, lease: Lease, base: Base | None
+) -> tuple[list[Segment], list[Manifest]]:
+    """The lineage, and valid checkpoints of it whose report never came: committed on disk in the last moment before a kill."""
     with database.read() as session:
         job = session.get_one(Job, lease.job_id)
         segments, root = _lineage(session, job, lease.epoch, base)
@@ -88,9 +90,10 @@ def _lost_reports(database: Database, job_paths: JobPaths, lease: Lease, base: B
         known = {(step, epoch) for step, epoch in session.execute(query)}
     try:
         with as_owner(job_paths.root):
-            return adoptable(job_paths.checkpoints, segments, known, expected_job_id=lease.job_id, root=root)
+            found = adoptable(job_paths.checkpoints, segments, known, expected_job_id=lease.job_id, root=root)
     except CheckpointError:
-        return []  # unreadable or of a newer version: the next attempt meets it, and says so with all its context
+        found = []  # unreadable or of a newer version: the next attempt meets it, and says so with all its context
+    return segments, found
 
 
 def _lineage(session: Session, job: Job, epoch: int, base: Base | None) -> tuple[list[Segment], Base | None]:

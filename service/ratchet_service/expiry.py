@@ -1,4 +1,5 @@
-"""Housekeeping by time: jobs past their ``ttl``, deletions that a crash cut short, code snapshots that no job names.
+"""Housekeeping by time: jobs past their ``ttl``, deletions that a crash cut short (of jobs, of checkpoints), code snapshots that
+no job names.
 
 A ttl goes by the database's clock, which all services share. Behind a jump of that clock nothing is deleted for a while, by
 nobody (``jumps``): not by a process that starts then, nor where the machine was started anew and its clock shows a time long
@@ -17,7 +18,7 @@ import sqlalchemy as sa
 
 from ratchet_contract.errors import CheckpointError, Conflict, NotFound
 from ratchet_contract.paths import HomePaths
-from ratchet_service import disk, jumps, leases, snapshot
+from ratchet_service import disk, jumps, leases, removal, snapshot
 from ratchet_service.database import Database
 from ratchet_service.models import Job
 from ratchet_service.usecases.deletion import delete, sweep_deleted
@@ -29,6 +30,8 @@ RESTS: Final = 600.0
 """Seconds behind a jump in which nothing is deleted: a clock that was set wrong may be set right by then."""
 _CODE_INTERVAL: Final = 3600.0
 """Which snapshots jobs name is read out of every job's row: not more often than this, after the first look."""
+_REMOVALS_INTERVAL: Final = 600.0
+"""Removals that another process has begun, and may still be at, are taken up after the first look not more often than this."""
 
 
 class Expiry:
@@ -42,6 +45,7 @@ class Expiry:
         self._grace = grace
         self._swept = False
         self._code_seen: float | None = None
+        self._removals_seen: float | None = None
         self._jumps = jumps.Jumps(database.clock, jumps.DATABASE, self._clock)
 
     def run(self) -> None:
@@ -50,6 +54,10 @@ class Expiry:
             for job_id in sweep_deleted(self._database, self._home):
                 log.info("%s: its deletion was finished", job_id)
             self._swept = True
+        read_at = time.monotonic()
+        if self._removals_seen is None or read_at - self._removals_seen >= _REMOVALS_INTERVAL:
+            self._removals_seen = read_at
+            removal.carry_on(self._database, self._home)
         now = self._clock()
         trusted = self._trusted()  # behind the reading: a jump before it is seen
         for job_id in self._due(now) if trusted else ():

@@ -211,6 +211,14 @@ class AttemptNode(Base):
 
 class Checkpoint(Base):
     __tablename__ = "checkpoints"
+    __table_args__ = (
+        sa.Index(
+            "ix_checkpoints_removing_since",
+            "removing_since",
+            sqlite_where=sa.text("removing_since IS NOT NULL"),
+            postgresql_where=sa.text("removing_since IS NOT NULL"),
+        ),
+    )
 
     job_id: Mapped[str] = _job_id()
     step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -224,6 +232,7 @@ class Checkpoint(Base):
     reason: Mapped[str] = mapped_column(sa.String(16))
     finished: Mapped[bool] = mapped_column(default=False)
     state: Mapped[str] = mapped_column(sa.String(16), default="committed")  # committed, quarantined, deleted
+    removing_since: Mapped[datetime | None]  # deleted, and its files may not be gone yet: ``removal``
     adopted: Mapped[bool] = mapped_column(default=False)
     pinned: Mapped[bool] = mapped_column(default=False)
     verified_at: Mapped[datetime | None]

@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Cause
 from ratchet_contract.spec import JobSpec
-from ratchet_service import leases, marks, steady, watch_rules
+from ratchet_service import leases, marks, removal, steady, watch_rules
 from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.database import Database
 from ratchet_service.decision import Decision
@@ -270,7 +270,9 @@ class Watcher:
         ingest_leftover(self._database, job_paths, watch.lease, watch.ref.nodes, watch.ranks_per_node, self._bounds)
         logs = "" if last.seen else watch.launcher.logs(watch.ref, LOG_TAIL)
         evidence = watch_rules.evidence(watch, last, logs, self._database.clock.monotonic())
-        return settle(self._database, job_paths, watch.lease, watch.limits, evidence, self._bounds)
+        decision = settle(self._database, job_paths, watch.lease, watch.limits, evidence, self._bounds)
+        removal.carry_out(self._database, job_paths, watch.lease.job_id)
+        return decision
 
     def _sure(self, watch: Watch) -> None:
         """Before a deed that no transaction guards: this process may have been stopped since it saw its lease. Where that was too

@@ -11,54 +11,25 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.manifest import open_manifest
 from ratchet_contract.paths import DELETED_MANIFEST_NAME, MANIFEST_NAME, PINNED_NAME, JobPaths
 from ratchet_contract.resume import Segment, holds
-from ratchet_contract.spec_checkpoint import BestSpec
 from ratchet_store.commit import MAX_MANIFEST, check_files, checkpoint_dirs, read_manifest
 from ratchet_store.files import TMP_SUFFIX, UNREADABLE, fsync_dir, open_regular, remove_tree
 from ratchet_store.header import refuse_json_bomb
-from ratchet_store.keeping import Id, Rules
+from ratchet_store.keeping import Id
 
 
-def retain(
-    checkpoints: Path,
-    *,
-    keep_last: int,
-    lineage: Sequence[Segment],
-    keep_every: int | None = None,
-    keep_best: BestSpec | None = None,
-    values: Mapping[Id, float] | None = None,
-    pinned: Collection[Id] = (),
-    protected: Collection[Id] = (),
-    first: Collection[Id] = (),
-) -> list[Id]:
-    """Delete what the rules of ``keeping`` let go of the ``lineage``, oldest first; returns the deleted ``(step, epoch)``. For
-    when no attempt is alive: one that is deletes for itself, by a ``Keeper``.
-
-    Never deleted, and not counted among the newest: ``pinned``, by name or by the file ``PINNED`` in their directory.
-    Never deleted: ``protected`` (the newest verified one, what a resume asked for), what lies outside the lineage, and what
-    does not look whole, which does not count as kept either (``find_base`` deals with it). ``values``: of the metric of
-    ``keep_best``; ``first``: saved before any scheduled one. Raises ``CheckpointError`` (``checkpoint-unreadable``) where the
-    system refuses one, after the others are gone.
-    """
-    found = {(s, e): d for s, e, d in checkpoint_dirs(checkpoints) if holds(lineage, s, e) and _looks_whole(d)}
-    marked = {one for one, directory in found.items() if one in pinned or _is_pinned(directory)}
-    surplus = Rules(keep_last, keep_every, keep_best).surplus(list(found), values or {}, marked, first)
-    deleted, refused = list[Id](), list[CheckpointError]()
-    for one in reversed(surplus):
-        try:
-            if one not in protected and delete_unless_pinned(found[one]):
-                deleted.append(one)
-        except CheckpointError as error:
-            refused.append(error)
-    if refused:
-        raise refused[0]
-    return deleted
+def whole(checkpoints: Path, lineage: Sequence[Segment]) -> dict[Id, bool]:
+    """Checkpoints of the ``lineage`` that look whole, the newest first, and whether they have the mark ``PINNED``: what
+    ``keeping`` decides over when no attempt is alive. One that is deletes for itself, by a ``Keeper``. What does not look whole
+    is neither kept nor deleted by a rule: ``find_base`` deals with it."""
+    found = [(s, e, d) for s, e, d in checkpoint_dirs(checkpoints) if holds(lineage, s, e) and _looks_whole(d)]
+    return {(step, epoch): _is_pinned(directory) for step, epoch, directory in found}
 
 
 def delete_unless_pinned(directory: Path) -> bool:

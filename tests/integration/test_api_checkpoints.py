@@ -12,10 +12,10 @@ from ratchet_contract.phases import JobPhase
 from ratchet_contract.resume import Base, Segment
 from ratchet_hooks.summary import HookSummary
 from ratchet_service.models import Job
-from ratchet_store.retain import retain
 from tests.support.api import Api, checkpoint_message, training_message
 from tests.support.checkpoints import make_checkpoint, manifest_of, write_ranks
 from tests.support.one_shot import commit
+from tests.support.retention import retain
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ import pytest
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import JobPaths
 from ratchet_contract.resume import Segment
+from ratchet_service import removal
 from ratchet_service.launch_files import newest_recorded
-from ratchet_service.models import Checkpoint, Job
-from ratchet_service.tidying import tidy
-from ratchet_store import retain as retain_module
+from ratchet_service.models import Checkpoint
 from tests.support.api import Api, checkpoint_message, message, training_message
 from tests.support.checkpoints import make_checkpoint
+from tests.support.retention import tidy
 
 URI = "s3://bucket/team"
 ID = "step-000000000005.a0001"
@@ -77,16 +77,16 @@ def test_what_a_lost_disk_had_stays_recorded_only_where_it_has_a_copy(api: Api, 
     for step in (5, 10, 15):
         make_checkpoint(paths.checkpoints, step, job_id=job)
     segments = [Segment(epoch=1, after_step=0)]
-    with api.database.write() as session:
-        tidy(session, session.get_one(Job, job), paths, segments, 1)
+    tidy(api.database, job, paths, segments, 1)
+    with api.database.read() as session:
         assert states(session, job) == {5: "deleted", 10: "committed", 15: "committed", 20: "deleted"}
         newest = newest_recorded(session, job, segments)
         assert newest is not None and (newest.step, newest.digest) == (15, "d15")
     for step in (10, 15):
         for path in paths.checkpoint(step, 1).iterdir():
             path.unlink()
-    with api.database.write() as session:
-        tidy(session, session.get_one(Job, job), paths, segments, 1)
+    tidy(api.database, job, paths, segments, 1)
+    with api.database.read() as session:
         assert states(session, job)[15] == "committed"
     api.report(job, (-1, 4, [uploaded(20)]))  # fetched: it is here again
     with api.database.read() as session:
@@ -105,16 +105,16 @@ def test_what_was_deleted_before_a_deletion_failed_is_recorded_so(
     paths: JobPaths = api.settings.paths.job(job)
     for step in steps:
         make_checkpoint(paths.checkpoints, step, job_id=job)
-    real = retain_module.delete_unless_pinned
+    real = removal.delete_unless_pinned
 
     def refuses(directory: Path) -> bool:
         if directory == paths.checkpoint(10, 1):
             raise CheckpointError("immutable", code="checkpoint-unreadable")
         return real(directory)
 
-    monkeypatch.setattr(retain_module, "delete_unless_pinned", refuses)
-    with api.database.write() as session:
-        tidy(session, session.get_one(Job, job), paths, [Segment(epoch=1, after_step=0)], 1)
+    monkeypatch.setattr(removal, "delete_unless_pinned", refuses)
+    tidy(api.database, job, paths, [Segment(epoch=1, after_step=0)], 1)
+    with api.database.read() as session:
         found = states(session, job)
     assert found == {5: "deleted", 10: "committed", 15: "deleted", 20: "committed", 25: "committed"}
 

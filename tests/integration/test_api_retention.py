@@ -12,10 +12,10 @@ from ratchet_contract.paths import MANIFEST_NAME, PINNED_NAME, VERIFIED_NAME, Jo
 from ratchet_contract.phases import JobPhase
 from ratchet_contract.resume import Base
 from ratchet_service.models import Job
-from ratchet_service.tidying import tidy
 from ratchet_service.usecases.queries import lineage_of
 from tests.support.api import Api, checkpoint_message, message, training_message
 from tests.support.checkpoints import make_checkpoint, names, write_ranks
+from tests.support.retention import tidy
 
 
 class Told:
@@ -65,9 +65,9 @@ class Told:
 
     def end(self, phase: JobPhase = JobPhase.SUSPENDED) -> None:
         """What the service does with the files when an attempt is over."""
-        with self.api.database.write() as session:
-            job = session.get_one(Job, self.id)
-            tidy(session, job, self.paths, lineage_of(session, job), self._epoch)
+        with self.api.database.read() as session:
+            segments = lineage_of(session, session.get_one(Job, self.id))
+        tidy(self.api.database, self.id, self.paths, segments, self._epoch)
         self.api.put(self.id, phase)
 
     def there(self) -> list[str]:

@@ -27,9 +27,10 @@ from ratchet_store.files import fsync_dir
 from ratchet_store.keeper import Keeper
 from ratchet_store.lineage import Quarantine, find_base
 from ratchet_store.read import verify
-from ratchet_store.retain import delete_unless_pinned, retain, sweep
+from ratchet_store.retain import delete_unless_pinned, sweep
 from tests.support.checkpoints import JOB, make_chain, make_checkpoint, names
 from tests.support.power_loss import Recorder, disk_states
+from tests.support.retention import retain
 
 LINEAGE = [Segment(epoch=1, after_step=0)]
 

@@ -14,8 +14,9 @@ from ratchet_contract.resume import Segment
 from ratchet_store.filesystem import examine
 from ratchet_store.lineage import find_base
 from ratchet_store.read import verify
-from ratchet_store.retain import retain, sweep
+from ratchet_store.retain import sweep
 from tests.support.checkpoints import make_chain, make_checkpoint, names
+from tests.support.retention import retain
 from tests.support.server import wait_for
 
 SFTP = Path("/usr/lib/openssh/sftp-server")

@@ -232,7 +232,8 @@ from ratchet_contract.resume import Segment
 from ratchet_store.copied import Record
 from ratchet_store.lineage import find_base
 from ratchet_store.read import verify
-from ratchet_store.retain import retain, sweep
+from ratchet_store.retain import sweep
+from tests.support.retention import retain
 from tests.support.one_shot import seal
 size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + (512 << 20),) * 2)

@@ -22,8 +22,9 @@ from ratchet_contract.paths import (
 from ratchet_contract.resume import Base, Segment
 from ratchet_store.lineage import find_base
 from ratchet_store.read import verify
-from ratchet_store.retain import delete, delete_all, retain, sweep
+from ratchet_store.retain import delete, delete_all, sweep
 from tests.support.checkpoints import copy_checkpoint, make_chain, make_checkpoint, names, write_ranks
+from tests.support.retention import retain
 
 LINEAGE = [Segment(epoch=2, after_step=20), Segment(epoch=1, after_step=0, until_step=20)]
 

@@ -25,10 +25,11 @@ from ratchet_store.files import NOT_WRITTEN, fsync_dir
 from ratchet_store.keeper import Keeper
 from ratchet_store.lineage import find_base
 from ratchet_store.read import verify
-from ratchet_store.retain import retain, sweep
+from ratchet_store.retain import sweep
 from tests.support.checkpoints import make_checkpoint, manifest_of, names, write_ranks
 from tests.support.one_shot import commit
 from tests.support.power_loss import Recorder, disk_states
+from tests.support.retention import retain
 
 LINEAGE = [Segment(epoch=1, after_step=0)]
 FOLDERS: dict[str, Callable[[Path], Path]] = {

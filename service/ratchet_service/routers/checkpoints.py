@@ -195,4 +195,6 @@ def prune_checkpoints(service: ServiceDep, post: JsonPost, job_id: str) -> Respo
     poster, data = post
     request = parse(PruneRequest, data)
     paths = service.settings.paths
-    return poster.run(lambda: None, lambda session, _: reply(200, prune.prune(session, job_id, request, paths)))
+    return poster.run(
+        lambda: prune.prune(service.database, job_id, request, paths), lambda _, pruned: reply(200, pruned)
+    )

@@ -1,0 +1,144 @@
+"""Checkpoints' files are deleted behind the transaction that says so: nobody waits for a disk, and no crash leaves them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet_contract.phases import JobPhase
+from ratchet_service import removal
+from ratchet_service.database import Database
+from ratchet_store import retain
+from tests.support.plane import Plane
+from tests.support.server import wait_for
+
+TWO_ATTEMPTS = {"steps": 40, "epochs": {"1": {"at": 25, "do": "kill"}}}
+"""With ``keep_last`` 2 the second leaves the first one's checkpoints, of steps 10 and 20, to the service."""
+one_database = pytest.mark.parametrize("migrated", ["sqlite"], indirect=True)
+
+
+@pytest.fixture
+def plane(tmp_path: Path, database: Database) -> Iterator[Plane]:
+    made = Plane(tmp_path, database)
+    made.serve_api()
+    yield made
+    made.close()
+
+
+@contextmanager
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """No file of a checkpoint is removed before the block ends. Set: somebody waits for it."""
+    real, asked, answers = retain._remove_checkpoint, threading.Event(), threading.Event()
+
+    def slow(directory: Path) -> None:
+        asked.set()
+        assert answers.wait(120)
+        real(directory)
+
+    monkeypatch.setattr(retain, "_remove_checkpoint", slow)
+    try:
+        yield asked
+    finally:
+        answers.set()
+
+
+def there(plane: Plane, job_id: str) -> list[str]:
+    return sorted(path.name for path in plane.paths.job(job_id).checkpoints.iterdir())
+
+
+def kept(plane: Plane, job_id: str) -> list[tuple[int, int]]:
+    rows = plane.checkpoints(job_id)
+    assert all(row.removing_since is None for row in rows)
+    return [(row.step, row.epoch) for row in rows if row.state == "committed"]
+
+
+@one_database
+def test_a_deletion_that_hangs_at_the_end_of_an_attempt_keeps_nobody_waiting(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane.reconcile()
+    with slow_disk(monkeypatch) as asked:
+        job_id = plane.submit(TWO_ATTEMPTS, checkpoint={"keep_last": 2})
+        assert asked.wait(60)
+        other = plane.submit({"steps": 3})
+        plane.wait(job_id, JobPhase.SUCCEEDED)
+        assert plane.job(other).phase is JobPhase.QUEUED
+    plane.wait(other, JobPhase.SUCCEEDED)
+    wait_for(lambda: not any("a0001" in name for name in there(plane, job_id)), "the files to go", 30)
+    wait_for(lambda: not any(row.removing_since for row in plane.checkpoints(job_id)), "that to be recorded", 30)
+    assert kept(plane, job_id) == [(30, 2), (40, 2)]
+
+
+@one_database
+def test_a_prune_that_hangs_keeps_nobody_waiting(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    plane.reconcile()
+    job_id = plane.submit({"steps": 30, "epochs": {"1": {"at": 25, "do": "user-error"}}})
+    plane.wait(job_id, JobPhase.FAILED)
+    plane.post(f"/v1/jobs/{job_id}/resume", {"from_step": 10})
+    plane.wait(job_id, JobPhase.SUCCEEDED)
+    answers: list[Any] = []
+    ask = threading.Thread(target=lambda: answers.append(plane.post(f"/v1/jobs/{job_id}/checkpoints/prune", {})))
+    with slow_disk(monkeypatch) as asked:
+        ask.start()
+        assert asked.wait(60)
+        plane.wait(plane.submit({"steps": 3}), JobPhase.SUCCEEDED)
+        pin = f"/v1/jobs/{job_id}/checkpoints/step-000000000020.a0001/pin"
+        with pytest.raises(AssertionError, match="checkpoint-gone"):
+            plane.post(pin, {})
+    ask.join(60)
+    assert answers[0]["checkpoints"] == ["step-000000000020.a0001"]
+    assert kept(plane, job_id) == [(10, 1), (20, 2), (30, 2)]
+    assert [event.type for event in plane.events(job_id)].count("checkpoints-pruned") == 1
+
+
+class Died(BaseException):
+    """The process ends here."""
+
+
+def test_a_deletion_that_a_crash_cut_short_is_taken_up_and_takes_nothing_else(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaths: list[type[BaseException]] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: deaths.append(args.exc_type))
+
+    def dies(directory: Path) -> bool:
+        raise Died
+
+    real = removal.delete_unless_pinned
+    monkeypatch.setattr(removal, "delete_unless_pinned", dies)
+    job_id = plane.submit(TWO_ATTEMPTS, checkpoint={"keep_last": 2})
+    plane.reconcile()
+    plane.wait(job_id, JobPhase.SUCCEEDED)
+    wait_for(lambda: deaths, "the reconciler to die", 30)
+    marked = [row.name for row in plane.checkpoints(job_id) if row.removing_since is not None]
+    assert marked == ["step-000000000010.a0001", "step-000000000020.a0001"]
+    assert set(marked) < set(there(plane, job_id)), "said to go, and there"
+    assert [row.state for row in plane.checkpoints(job_id)] == ["deleted", "deleted", "committed", "committed"]
+    with pytest.raises(AssertionError, match="checkpoint-gone"):
+        plane.post(f"/v1/jobs/{job_id}/fork", {"checkpoint_id": marked[0]})
+
+    monkeypatch.setattr(removal, "delete_unless_pinned", real)
+    plane.reconcile()
+    wait_for(lambda: not set(marked) & set(there(plane, job_id)), "the files to go", 30)
+    wait_for(lambda: not any(row.removing_since for row in plane.checkpoints(job_id)), "that to be recorded", 30)
+    assert kept(plane, job_id) == [(30, 2), (40, 2)]
+    assert there(plane, job_id) == ["step-000000000030.a0002", "step-000000000040.a0002"]
+
+
+@one_database
+def test_what_has_a_mark_that_no_row_knows_of_is_committed_again(plane: Plane) -> None:
+    plane.reconcile()
+    job_id = plane.submit({"steps": 30})
+    plane.wait(job_id, JobPhase.SUCCEEDED)
+    rows = plane.checkpoints(job_id)
+    with plane.database.write() as session:
+        removal.mark(session, [session.merge(row) for row in rows])
+    (plane.paths.job(job_id).checkpoints / rows[0].name / "PINNED").touch()
+    assert removal.carry_out(plane.database, plane.paths.job(job_id), job_id) == {row.name for row in rows[1:]}
+    assert kept(plane, job_id) == [(10, 1)]
+    assert there(plane, job_id) == [rows[0].name]
