@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -9,6 +10,15 @@ from ratchet_hooks import specs
 from ratchet_hooks.specs import HookSpec, HookSpecBase
 
 Replicas = Literal["equal", "subgroup", "rank"]
+
+
+@dataclass(frozen=True)
+class Caution:
+    """What a hook costs or risks. The hook's page has every one; a job is warned of those that ``applies`` to its hook's spec and
+    its number of ranks."""
+
+    text: str
+    applies: Callable[[Any, int], bool] = lambda spec, ranks: True
 
 
 @dataclass(frozen=True)
@@ -27,12 +37,16 @@ class HookEntry:
     replicas: Replicas
     stateful: bool
     wrappers: bool
-    warnings: tuple[str, ...] = ()
+    cautions: tuple[Caution, ...] = ()
     backends: tuple[str, ...] = ("gloo", "nccl")
 
     @property
     def available(self) -> bool:
         return self.builder is not None
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(caution.text for caution in self.cautions)
 
     def parameter_schema(self) -> dict[str, Any]:
         """JSON schema of the spec model."""
@@ -49,14 +63,34 @@ def is_stateful(spec: HookSpec) -> bool:
     return spec.state is not None if isinstance(spec, specs.CustomSpec) else HOOKS[spec.name].stateful
 
 
-_HALF = "Gradients above 65504 on any rank become inf in float16."
-_RESIDUALS = "Needs memory of the size of the gradients for the residuals (error feedback)."
-_HALF_POWERSGD = (
-    "Half-precision gradients may overflow in P and Q; use torch's native AMP with float32 parameters, not Apex."
+def _on_several(spec: Any, ranks: int) -> bool:
+    return ranks > 1
+
+
+def _not_for_a_spec(spec: Any, ranks: int) -> bool:
+    """Only the ranks see whether it applies, and report what happens (``ratchet_hooks.watch``); or a rule of the pre-flight says
+    it with the job's own numbers."""
+    return False
+
+
+_HALF = Caution("Gradients above 65504 on any rank become inf in float16.")
+_RESIDUALS = Caution(
+    "Needs memory of the size of the gradients for the residuals (error feedback).",
+    lambda spec, _: spec.use_error_feedback,
+)
+_HALF_POWERSGD = Caution(
+    "Half-precision gradients may overflow in P and Q; use torch's native AMP with float32 parameters, not Apex.",
+    _not_for_a_spec,
 )
 _EIGHT_BITS = (
-    "Every rank receives all ranks' gradients: with many ranks that is more traffic than an all-reduce.",
-    "Float32 gradients only. The steps of a scale are never finer than 1.2e-7: scale the loss up where gradients are that small.",
+    Caution(
+        "Every rank receives all ranks' gradients: with many ranks that is more traffic than an all-reduce.",
+        _not_for_a_spec,
+    ),
+    Caution(
+        "Float32 gradients only. The steps of a scale are never finer than 1.2e-7: scale the loss up where gradients are that "
+        "small."
+    ),
 )
 
 HOOKS: dict[str, HookEntry] = {
@@ -89,7 +123,11 @@ HOOKS: dict[str, HookEntry] = {
             "equal",
             False,
             False,
-            ("Eight significant bits: each rank's gradients are rounded to three digits before they are added up.",),
+            (
+                Caution(
+                    "Eight significant bits: each rank's gradients are rounded to three digits before they are added up."
+                ),
+            ),
         ),
         HookEntry(
             "powerSGD",
@@ -112,7 +150,7 @@ HOOKS: dict[str, HookEntry] = {
             (
                 _RESIDUALS,
                 _HALF_POWERSGD,
-                "Usually much less exact than powerSGD, since its matrices cut across the parameters.",
+                Caution("Usually much less exact than powerSGD, since its matrices cut across the parameters."),
             ),
         ),
         HookEntry(
@@ -124,8 +162,11 @@ HOOKS: dict[str, HookEntry] = {
             True,
             True,
             (
-                "Replicas differ between two averagings; checkpoints hold every rank's parameters and optimizer.",
-                "Averaging takes memory for one more copy of the parameters.",
+                Caution(
+                    "Replicas differ between two averagings; checkpoints hold every rank's parameters and optimizer.",
+                    lambda spec, ranks: ranks > 1 and spec.period > 1,
+                ),
+                Caution("Averaging takes memory for one more copy of the parameters.", _on_several),
             ),
         ),
         HookEntry(
@@ -156,7 +197,7 @@ HOOKS: dict[str, HookEntry] = {
             "rank",
             False,
             True,
-            ("For debugging and measuring only: ranks train apart, and the result is wrong.",),
+            (Caution("For debugging and measuring only: ranks train apart, and the result is wrong.", _on_several),),
         ),
         HookEntry(
             "custom",
@@ -167,8 +208,10 @@ HOOKS: dict[str, HookEntry] = {
             True,
             True,
             (
-                "Exact only if its state is all that it carries from step to step. What it sends is known only if its state "
-                "tells.",
+                Caution(
+                    "Exact only if its state is all that it carries from step to step. What it sends is known only if its state "
+                    "tells."
+                ),
             ),
         ),
     )

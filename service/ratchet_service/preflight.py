@@ -282,6 +282,9 @@ def _warn(spec: JobSpec, resolved: Resolved, report: Report) -> None:
     if timeout is not None and timeout <= spec.policy.stop_grace:
         text = "timeout is not longer than stop_grace: a job that is stopped at the timeout may run for longer than it"
         report.warn("/policy/timeout", "shorter-than-grace", text)
-    if spec.checkpoint.every_steps is None and unmanaged.WARNING not in {w.code for w in report.warnings}:
-        text = "without scheduled checkpoints a killed attempt loses all its steps, and three of them end the job"
+    saves = spec.checkpoint.every_steps is not None or spec.checkpoint.every_seconds is not None
+    if not saves and unmanaged.WARNING not in {w.code for w in report.warnings}:
+        text = (
+            "without scheduled checkpoints a killed attempt loses what it did, and several of them in a row end the job"
+        )
         report.warn("/checkpoint/every_steps", "no-schedule", text)

@@ -6,7 +6,7 @@ shows (dtypes, sparse or complex gradients, accumulation under static graph) by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,15 +27,13 @@ _OF_CLOUDS: Final = (
 
 @dataclass(frozen=True)
 class Rule:
-    """``detail`` may name ``{hook}``, ``{wrapper}``, ``{backend}``, ``{device}``, ``{ranks}``. ``refused``: it would not work.
-    ``of_world``: a warning that another number of ranks brings or takes away; no other has its code and pointer."""
+    """``detail`` may name ``{hook}``, ``{wrapper}``, ``{backend}``, ``{device}``, ``{ranks}``. ``refused``: it would not work."""
 
     code: str
     pointer: str
     applies: Callable[[JobSpec, Resolved], bool]
     detail: str
     refused: bool = False
-    of_world: bool = False
 
 
 RULES: Final = (
@@ -45,13 +43,6 @@ RULES: Final = (
         lambda spec, resolved: resolved.backend not in HOOKS[spec.hook.name].backends,
         "hook {hook} does not run on {backend}: choose another hook, or another ddp.backend",
         refused=True,
-    ),
-    Rule(
-        "hook-experimental",
-        "/hook",
-        lambda spec, _: spec.hook.name != "allreduce" or spec.hook.wrapper is not None,
-        "communication hooks are experimental in torch and may change with any version: Ratchet is exact with the "
-        "versions of torch that its worker extra asks for, and runs with no other",
     ),
     Rule(
         "hook-caution",
@@ -67,16 +58,28 @@ RULES: Final = (
     ),
     Rule(
         "hook-caution",
+        "/hook/wrapper",
+        lambda spec, _: spec.hook.wrapper == "fp16_compress_wrapper" and spec.hook.name.endswith("powerSGD"),
+        "{wrapper}: {hook} computes P and Q in float16, where they overflow sooner than the gradients: bf16_compress_wrapper has "
+        "the range of float32",
+    ),
+    Rule(
+        "hook-caution",
         "/hook/replicas",
-        lambda spec, _: isinstance(spec.hook, CustomSpec) and replicas_of(spec.hook) == "rank",
+        lambda spec, _: spec.world.size > 1 and isinstance(spec.hook, CustomSpec) and replicas_of(spec.hook) == "rank",
         "replicas: rank: the ranks' parameters may differ, and checkpoints hold every rank's parameters and optimizer",
     ),
     Rule(
         "single-rank",
         "/hook",
-        lambda spec, _: spec.world.size == 1 and spec.hook.name != "allreduce",
-        "with one rank {hook} saves no communication, and still loses precision",
-        of_world=True,
+        lambda spec, _: spec.world.size == 1 and _rounds(spec),
+        "with one rank nothing is sent, and the gradients still lose precision: use allreduce without a wrapper",
+    ),
+    Rule(
+        "single-rank",
+        "/hook",
+        lambda spec, _: spec.world.size == 1 and spec.hook.name != "allreduce" and not _rounds(spec),
+        "with one rank nothing is sent: {hook} saves nothing",
     ),
     Rule(
         "hook-caution",
@@ -84,7 +87,6 @@ RULES: Final = (
         # A ring all-reduce sends 2 (n - 1) / n times four bytes per element; every rank gathers n - 1 times one.
         lambda spec, _: spec.hook.name.startswith("quantization") and spec.world.size > 8,
         "with {ranks} ranks {hook} moves more bytes than a plain all-reduce: fp16_compress moves half of one's",
-        of_world=True,
     ),
     Rule(
         "no-effect",
@@ -92,7 +94,6 @@ RULES: Final = (
         lambda spec, _: _all_in_one_subgroup(spec),
         "post_localSGD goes on averaging gradients over all {ranks} ranks at every step, as they are one subgroup, and averages "
         "parameters on top: set hook.subgroup_size to fewer ranks, or hook.post_local_gradient_allreduce to false",
-        of_world=True,
     ),
     Rule(
         "hook-caution",
@@ -116,6 +117,11 @@ RULES: Final = (
 )
 
 
+def _rounds(spec: JobSpec) -> bool:
+    """Whether gradients come out of the hook with fewer bits even where they are one rank's."""
+    return spec.hook.wrapper is not None or spec.hook.name not in ("allreduce", "post_localSGD", "noop", "custom")
+
+
 def _all_in_one_subgroup(spec: JobSpec) -> bool:
     hook, world = spec.hook, spec.world
     if not isinstance(hook, PostLocalSGDSpec) or not hook.post_local_gradient_allreduce:
@@ -123,19 +129,31 @@ def _all_in_one_subgroup(spec: JobSpec) -> bool:
     return (hook.subgroup_size or world.ranks_per_node) == world.size > 1
 
 
+_OWN: Final = frozenset({("/hook", "hook-caution"), *((rule.pointer, rule.code) for rule in RULES)})
+
+
 def check(spec: JobSpec, resolved: Resolved, report: Report) -> None:
-    """Every rule that applies, and what the registry warns of."""
-    _apply(RULES, spec, resolved, report)
-    for text in HOOKS[spec.hook.name].warnings:
-        report.warn("/hook", "hook-caution", text)
+    """Every rule that applies, and what of the registry's cautions does."""
+    words = {
+        "hook": spec.hook.name,
+        "wrapper": spec.hook.wrapper,
+        "backend": resolved.backend,
+        "device": resolved.device,
+        "ranks": spec.world.size,
+    }
+    for rule in RULES:
+        if rule.applies(spec, resolved):
+            say = report.refuse if rule.refused else report.warn
+            say(rule.pointer, rule.code, rule.detail.format(**words))
+    for caution in HOOKS[spec.hook.name].cautions:
+        if caution.applies(spec.hook, spec.world.size):
+            report.warn("/hook", "hook-caution", caution.text)
 
 
 def check_world(spec: JobSpec, resolved: Resolved, report: Report) -> None:
     """The same for another number of ranks: warnings of the former one go."""
-    rules = [rule for rule in RULES if rule.of_world]
-    former = {(rule.pointer, rule.code) for rule in rules}
-    report.warnings = [w for w in report.warnings if (w.pointer, w.code) not in former]
-    _apply(rules, spec, resolved, report)
+    report.warnings = [w for w in report.warnings if (w.pointer, w.code) not in _OWN]
+    check(spec, resolved, report)
 
 
 def check_other(spec: JobSpec, resolved: Resolved, machine: Machine, probe: Probe) -> Report:
@@ -146,20 +164,6 @@ def check_other(spec: JobSpec, resolved: Resolved, machine: Machine, probe: Prob
     if not report.problems:
         check_own(spec, machine, probe, report)
     return report
-
-
-def _apply(rules: Iterable[Rule], spec: JobSpec, resolved: Resolved, report: Report) -> None:
-    words = {
-        "hook": spec.hook.name,
-        "wrapper": spec.hook.wrapper,
-        "backend": resolved.backend,
-        "device": resolved.device,
-        "ranks": spec.world.size,
-    }
-    for rule in rules:
-        if rule.applies(spec, resolved):
-            say = report.refuse if rule.refused else report.warn
-            say(rule.pointer, rule.code, rule.detail.format(**words))
 
 
 def check_own(spec: JobSpec, machine: Machine, probe: Probe, report: Report) -> None:

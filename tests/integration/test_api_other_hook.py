@@ -37,7 +37,7 @@ def test_another_hook_is_checked_as_at_submission_and_kept_with_an_event(
 
     # It is held against what was decided for the job: a machine that has changed since is no reason.
     problems = [FieldProblem(pointer="/hook/hook", code="hook-import-failed", detail="no module named 'mine'")]
-    pointers = {"/hook": "hook-experimental", "/world/ranks_per_node": "hook-caution", "/nccl": "nccl-tuned"}
+    pointers = {"/hook": "single-rank", "/world/ranks_per_node": "hook-caution", "/nccl": "nccl-tuned"}
     warnings = [Warning_(pointer=pointer, code=code, detail="x") for pointer, code in pointers.items()]
     decided = []
 
@@ -59,7 +59,7 @@ def test_another_hook_is_checked_as_at_submission_and_kept_with_an_event(
     assert api.job(job_id) == before
     job = resume(api, job_id, changed | REDISTRIBUTE)
     assert job["spec"]["hook"] == before["spec"]["hook"] | {"matrix_approximation_rank": 4}
-    assert [w["code"] for w in job["warnings"]] == ["hook-experimental", "hook-caution"]  # no others
+    assert [w["code"] for w in job["warnings"]] == ["single-rank", "hook-caution"]  # no others
     told = next(e for e in events(api, job_id) if e["type"] == "hook-changed")
     assert told["message"] == "hook.matrix_approximation_rank 1 -> 4"
     assert told["data"]["hook"] == {"old": before["spec"]["hook"], "new": job["spec"]["hook"]}

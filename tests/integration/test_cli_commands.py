@@ -25,6 +25,7 @@ def test_submit_prints_the_id_alone_and_the_job_can_be_read_with_it(cli: Cli) ->
     assert (job["id"], job["name"], job["phase"]) == (job_id, "other", "QUEUED")
     assert job["labels"] == {"team": "a"} and job["spec"]["hook"]["random_seed"] == 7
     plain = cli("get", job_id).text
+    assert re.search(r"^warnings +hook-caution \(/hook\); in full: --json$", plain, re.MULTILINE), plain
     assert "team=a" in plain and "\x1b" not in plain
 
 

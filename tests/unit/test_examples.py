@@ -87,7 +87,7 @@ def test_each_example_of_the_pages_passes_the_checks_of_a_machine_with_gpus_and_
         spec = spec.model_copy(update={"code": CodeSpec(path=str(file.parent / spec.code.path))})
     resolved, warnings, problems = resolve(spec, GPUS, interpreters=HasCuda())
     assert problems == [] and (resolved.device, resolved.backend) == ("cuda", "nccl")
-    expected = {"hook-experimental", "hook-caution"} if spec.hook.name != "allreduce" else set()
+    expected = {"hook-caution"} if spec.hook.name != "allreduce" else set()
     assert {w.code for w in warnings} == expected | ({"nccl-tuned"} if name == "nccl" else set())
 
 

@@ -120,25 +120,25 @@ def test_a_plain_spec_has_no_warnings() -> None:
 
 
 TWO = {"world": {"ranks_per_node": 2}}
-EXPERIMENTAL, CAUTION = "/hook hook-experimental", "/hook hook-caution"
+CAUTION = "/hook hook-caution"
 
 
 @pytest.mark.parametrize(
     ("machine", "more", "expected"),
     [
-        (CPU, {"hook": "fp16_compress"}, {"/hook single-rank", EXPERIMENTAL, CAUTION}),
-        (CPU, {**TWO, "hook": "powerSGD"}, {EXPERIMENTAL, CAUTION}),
-        (CPU, {**TWO, "hook": {"name": "allreduce", "wrapper": "fp16"}}, {EXPERIMENTAL, "/hook/wrapper hook-caution"}),
-        (CPU, {**TWO, "hook": {"name": "allreduce", "wrapper": "bf16"}}, {EXPERIMENTAL, "/hook/wrapper hook-caution"}),
-        (CPU, {**TWO, "hook": "post_localSGD"}, {EXPERIMENTAL, CAUTION, "/hook/subgroup_size no-effect"}),
-        (CPU, {**TWO, "hook": {"name": "post_localSGD", "subgroup_size": 1}}, {EXPERIMENTAL, CAUTION}),
+        (CPU, {"hook": "fp16_compress"}, {"/hook single-rank", CAUTION}),
+        (CPU, {**TWO, "hook": "powerSGD"}, {CAUTION}),
+        (CPU, {**TWO, "hook": {"name": "allreduce", "wrapper": "fp16"}}, {"/hook/wrapper hook-caution"}),
+        (CPU, {**TWO, "hook": {"name": "allreduce", "wrapper": "bf16"}}, {"/hook/wrapper hook-caution"}),
+        (CPU, {**TWO, "hook": "post_localSGD"}, {CAUTION, "/hook/subgroup_size no-effect"}),
+        (CPU, {**TWO, "hook": {"name": "post_localSGD", "subgroup_size": 1}}, {CAUTION}),
         (
             CPU,
             {
                 **TWO,
                 "hook": {"name": "post_localSGD", "post_local_gradient_allreduce": False, "model_averaging_period": 1},
             },
-            {EXPERIMENTAL, CAUTION, "/hook/model_averaging_period hook-caution"},
+            {CAUTION, "/hook/model_averaging_period hook-caution"},
         ),
         (GPUS, {**TWO, "nccl": {"NCCL_NSOCKS_PERTHREAD": 4}}, {"/nccl nccl-tuned"}),
         (GPUS, {**TWO, "env": {"NCCL_SOCKET_NTHREADS": 2}}, {"/env nccl-tuned"}),
@@ -153,26 +153,61 @@ def test_a_hook_is_warned_of(machine: Machine, more: dict[str, Any], expected: s
 CUSTOM = {"hook": "torch.distributed.algorithms.ddp_comm_hooks.default_hooks:noop_hook"}
 
 
-@pytest.mark.parametrize("name", list(HOOKS))
-def test_whatever_the_registry_warns_of_is_said_to_who_asks_for_the_hook(name: str) -> None:
-    made = spec(**TWO, hook={"name": name, **(CUSTOM if name == "custom" else {})})
-    _, warnings, problems = resolve(made, replace(CPU, here=False), interpreters=Told())
-    said = {w.detail for w in warnings if w.code == "hook-caution"}
-    assert problems == [] and said == set(HOOKS[name].warnings)
-    assert name == "allreduce" or said
+NO_RESIDUALS = {"name": "powerSGD", "use_error_feedback": False, "warm_start": False}
+EVERY_STEP = {"name": "post_localSGD", "start_localSGD_iter": 0, "subgroup_size": 1, "model_averaging_period": 1}
 
 
-def test_what_depends_on_the_number_of_ranks_or_the_replicas_is_said_where_it_is_so() -> None:
-    def cautions(**more: Any) -> list[str]:
-        found = resolve(spec(**more), replace(CPU, here=False), interpreters=Told())[1]
-        return [w.detail for w in found if w.code == "hook-caution" and w.detail not in HOOKS[w_name].warnings]
+@pytest.mark.parametrize(
+    ("hook", "ranks", "cautions"),
+    [
+        ("fp16_compress", 2, ["become inf in float16"]),
+        ("bf16_compress", 2, ["Eight significant bits"]),
+        ("powerSGD", 2, ["for the residuals"]),
+        (NO_RESIDUALS, 2, []),
+        ("batched_powerSGD", 2, ["for the residuals", "much less exact than powerSGD"]),
+        ({"name": "powerSGD", "wrapper": "bf16"}, 2, ["eight significant bits", "for the residuals"]),
+        (
+            {"name": "powerSGD", "wrapper": "fp16"},
+            2,
+            ["become inf in float16", "P and Q in float16", "for the residuals"],
+        ),
+        ("post_localSGD", 4, ["Replicas differ", "one more copy"]),
+        (EVERY_STEP, 2, ["sends as much as averaging the gradients", "one more copy"]),
+        ("post_localSGD", 1, []),
+        ("noop", 2, ["the result is wrong"]),
+        ("noop", 1, []),
+        ("quantization_pertensor", 8, ["Float32 gradients only"]),
+        (
+            "quantization_pertensor",
+            9,
+            ["with 9 ranks quantization_pertensor moves more bytes", "Float32 gradients only"],
+        ),
+        ({"name": "custom", **CUSTOM}, 2, ["Exact only if"]),
+        ({"name": "custom", "replicas": "rank", **CUSTOM}, 2, ["parameters may differ", "Exact only if"]),
+        ({"name": "custom", "replicas": "rank", **CUSTOM}, 1, ["Exact only if"]),
+        ("allreduce", 2, []),
+    ],
+)
+def test_a_hook_is_warned_of_what_applies_to_the_job_and_of_nothing_else(
+    hook: Any, ranks: int, cautions: list[str]
+) -> None:
+    found = resolve(spec(hook=hook, world={"ranks_per_node": ranks}), replace(CPU, here=False), interpreters=Told())
+    said = [w.detail for w in found[1] if w.code == "hook-caution"]
+    assert found[2] == [] and len(said) == len(cautions), said
+    assert all(part in text for part, text in zip(cautions, said, strict=True)), said
 
-    w_name = "quantization_pertensor"
-    few, many = (cautions(hook=w_name, world={"ranks_per_node": n}) for n in (8, 9))
-    assert few == [] and "with 9 ranks quantization_pertensor moves more bytes" in many[0]
-    w_name = "custom"
-    assert cautions(hook={"name": "custom", **CUSTOM}) == []
-    assert "every rank's parameters" in cautions(hook={"name": "custom", "replicas": "rank", **CUSTOM})[0]
+
+@pytest.mark.parametrize("hook", ["post_localSGD", "noop", {"name": "custom", **CUSTOM}])
+def test_of_one_rank_it_is_not_said_that_precision_is_lost_where_none_is(hook: Any) -> None:
+    assert "lose precision" not in str(resolve(spec(hook=hook), replace(CPU, here=False), interpreters=Told())[1])
+    for rounds in ("powerSGD", {"name": "allreduce", "wrapper": "bf16"}):
+        found = resolve(spec(hook=rounds), replace(CPU, here=False), interpreters=Told())[1]
+        assert [w.detail for w in found if w.code == "single-rank" and "lose precision" in w.detail], rounds
+
+
+def test_checkpoints_by_time_are_scheduled_ones() -> None:
+    assert run(checkpoint={"every_seconds": 60})[1:] == (set(), set())
+    assert run(checkpoint={"every_steps": None})[1:] == ({"/checkpoint/every_steps no-schedule"}, set())
 
 
 def test_a_hook_that_a_back_end_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +274,7 @@ def test_the_users_code_is_looked_up_and_never_imported(code: Path, job: dict[st
         ),
         (
             {"hook": "noop"},
-            ["/script unmanaged-script", "/hook hook-experimental", "/hook hook-caution"],
+            ["/script unmanaged-script", "/hook hook-caution"],
             ["/hook hook-needs-session"],
         ),
         ({"trial": {}}, ["/script unmanaged-script", "/trial trial"], ["/script trial-needs-session"]),

@@ -113,10 +113,16 @@ def get(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
             ("labels", ", ".join(f"{k}={v}" for k, v in sorted(found.labels.items()))), ("priority", found.priority),
             ("created", output.moment(found.created_at)), ("started", output.moment(found.started_at)),
             ("not before", output.moment(found.not_before)), ("ended", output.moment(found.ended_at)),
+            ("warnings", _warnings(found.warnings)),
         ]
     )  # fmt: skip
-    for warning in found.warnings:
-        output.sentence(f"warning: {warning.pointer or '/'}: {warning.detail} [{warning.code}]")
+
+
+def _warnings(found: list[api.Warning_]) -> str | None:
+    """Their codes and places: the sentences were printed when the job was submitted."""
+    if not found:
+        return None
+    return ", ".join(f"{w.code} ({w.pointer or '/'})" for w in found) + "; in full: --json"
 
 
 def _packages(found: api.EnvironmentView | None) -> str | None:
