@@ -23,7 +23,7 @@ from ratchet_service.launchers.kubernetes.launcher import KubernetesLauncher, ma
 from ratchet_service.launchers.kubernetes.settings import parse
 from ratchet_service.launching import launch_file
 from tests.support.kube import operations
-from tests.support.kube.api import KubeServer, Target
+from tests.support.kube.api import KubeServer, Target, no_right
 from tests.support.kube.store import JOBS, PODS, Store
 from tests.support.kustomize import documents
 from tests.support.server import wait_for
@@ -73,9 +73,9 @@ class Guarded:
         named = on.resource.plural if on.sub is None else f"{on.resource.plural}/{on.sub}"
         right = (on.resource.group, named, verb)
         self.asked.add(right)
-        return (
-            None if right in self.rights and on.namespace == "ratchet" else f"{right} in {on.namespace} is not allowed"
-        )
+        if right in self.rights and on.namespace == "ratchet":
+            return None
+        return no_right(verb, on)
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ class Site:
             "task": {"entrypoint": "ratchet_worker.tasks.digits:DigitsTask"},
             "world": {"device": "cpu"},
             "image": PRESENT,
-            "policy": {"max_failures": 0, "backoff": 0.05},
+            "policy": {"max_failures": 0, "backoff": 0.05, "stop_grace": 1},
             "launcher": {"kind": "kubernetes"} | (launcher or {}),
         }
         return self.server.submit(spec | more)
@@ -50,6 +50,11 @@ class Site:
             return wait_for(look, f"{words!r} to be told", 60)
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.server.job(job_id)}") from None
+
+    def running(self, job_id: str) -> None:
+        """The pod of its first attempt runs."""
+        name = f"{job_id}-a0001"
+        wait_for(lambda: [p["status"]["phase"] for p in self.cluster.pods(name)] == ["Running"], "its pod to run", 60)
 
     def failed(self, job_id: str) -> dict[str, Any]:
         """Its only attempt, which has failed the job."""
@@ -115,3 +120,14 @@ def test_what_can_never_start_is_an_error_that_names_it_and_counts(
     attempt = site.failed(site.submit(**spec))
     assert attempt["cause"] == "launcher-error", attempt
     assert all(word in attempt["message"] for word in words), attempt["message"]
+
+
+def test_what_a_server_that_has_just_started_refuses_is_asked_again(site: Site) -> None:
+    """Until it knows the roles a real one answers 403 to everybody, for some seconds."""
+    api, before = site.cluster.api, site.cluster.api.count("watch", "jobs")
+    with api.starting():
+        wait_for(lambda: api.count("watch", "jobs") > before + 1, "the first refusal to be known", 60)
+        job_id = site.submit()
+        wait_for(lambda: "engine-unreachable" in site.types(job_id), "that to be told", 60)
+    site.running(job_id)
+    site.cancel(job_id)

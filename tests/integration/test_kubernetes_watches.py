@@ -6,6 +6,7 @@ server that does not answer are modelled by hand: nobody recorded them, and what
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,9 @@ from ratchet_contract.phases import Cause, Desired
 from ratchet_contract.spec import Resolved
 from ratchet_service.launch_files import launch_file
 from ratchet_service.launchers.base import AttemptRef, AttemptState, EngineUnreachable, LaunchError, LaunchPlan
-from ratchet_service.launchers.kubernetes.api import Api
+from ratchet_service.launchers.kubernetes.api import Api, Refusal
 from ratchet_service.launchers.kubernetes.cache import Cache
+from ratchet_service.launchers.kubernetes.creation import told
 from ratchet_service.launchers.kubernetes.launcher import KubernetesLauncher
 from ratchet_service.launchers.kubernetes.settings import parse
 from tests.support.kube import operations
@@ -183,9 +185,21 @@ def test_what_the_server_refuses_is_told_in_its_words_and_leaves_nothing_behind(
     refusal = 'jobs.batch "x" is forbidden: User "a" cannot create resource "jobs"'
     site.cluster.api.forbidden = lambda verb, on: refusal if (verb, on.resource.plural) == ("create", "jobs") else None
     plan = site.plan(secrets={"API_KEY": {"from_env": "KEY"}})
-    with pytest.raises(LaunchError, match=r"lacks a right, or a quota is used up.*cannot create"):
+    with pytest.raises(LaunchError, match=r"lacks a right.*cannot create"):
         site.launcher.submit(plan)
     assert site.cluster.store.select(SECRETS) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "message"),
+    [
+        (422, "Invalid", "ValidatingAdmissionPolicy 'cost' with binding 'all' denied request: jobs need a label team"),
+        (403, "Forbidden", 'jobs.batch "x" is forbidden: a policy of the namespace denies it'),
+    ],
+)
+def test_a_denial_is_told_in_its_own_words_alone(code: int, reason: str, message: str) -> None:
+    body = json.dumps({"code": code, "reason": reason, "message": message}).encode()
+    assert told(Refusal(code, body)) == f"Kubernetes refuses ({code} {reason}): {message}"
 
 
 def test_a_quota_that_is_used_up_is_asked_again_and_costs_no_failure(site: Site) -> None:
@@ -228,6 +242,33 @@ def test_a_watch_that_has_expired_is_begun_again_by_one_list(site: Site) -> None
     )
     assert [end.cause for end in state.ends] == [Cause.EVICTED]
     assert site.asked().count(("list", "jobs")) == lists + 1
+
+
+def test_a_watch_is_read_as_it_comes_in_also_without_chunks(site: Site) -> None:
+    site.cluster.api.chunked = False
+    plan = site.plan(**HELD)
+    site.launcher.submit(plan)
+    assert site.launcher.poll(plan.ref).waiting is not None
+    site.cluster.admit(plan.ref.name)
+    wait_for(lambda: site.launcher.poll(plan.ref).waiting is None, "the pod to be seen to run", 20)
+
+
+def test_the_watch_of_events_outlives_a_server_that_does_not_know_the_rights_yet(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As seen for some seconds after the start of a real API server."""
+    refusing = [True]
+    site.cluster.api.forbidden = lambda verb, on: (
+        "RBAC: not yet" if refusing and on.resource.plural == "events" else None
+    )
+    site.cluster.jobs.quota = 0
+    plan = site.plan()
+    site.launcher.submit(plan)
+    assert site.launcher.poll(plan.ref).waiting == "1 of 1 pods are not made yet"
+    wait_for(lambda: site.asked().count(("list", "events")) > 2, "the events to be asked for again", 30)
+    refusing.clear()
+    wait_for(lambda: "exceeded quota" in (site.launcher.poll(plan.ref).waiting or ""), "the reason to be told", 30)
+    assert sum("events are not watched" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_a_watch_that_is_cut_goes_on_where_it_was(site: Site) -> None:

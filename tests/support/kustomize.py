@@ -15,13 +15,24 @@ _KEYS = {"apiVersion", "kind", "namespace", "resources", "images", "configMapGen
 
 
 def build(folder: Path) -> list[Manifest]:
-    """The objects of a kustomization: its resources and those it includes, then generators, patches, namespace and images."""
+    """The objects of a kustomization: its resources and those it includes, then generators, patches, namespace and images; at the
+    end accounts that a binding names without a namespace, as kustomize 5.5 has them."""
+    objects = _objects(folder)
+    accounts = {o["metadata"]["name"]: o["metadata"].get("namespace") for o in objects if o["kind"] == "ServiceAccount"}
+    for subject in [s for o in objects if o["kind"] == "RoleBinding" for s in o["subjects"]]:
+        account = accounts.get(subject["name"]) if subject["kind"] == "ServiceAccount" else None
+        if account is not None:
+            subject.setdefault("namespace", account)
+    return objects
+
+
+def _objects(folder: Path) -> list[Manifest]:
     spec = yaml.safe_load((folder / "kustomization.yaml").read_text())
     assert spec["kind"] == "Kustomization" and set(spec) <= _KEYS, f"{folder}: {set(spec) - _KEYS}"
     objects: list[Manifest] = []
     for name in spec["resources"]:
         path = folder / name
-        objects += build(path) if path.is_dir() else documents(path)
+        objects += _objects(path) if path.is_dir() else documents(path)
     for generator in spec.get("configMapGenerator", []):
         _generate(objects, generator, folder)
     for patch in spec.get("patches", []):

@@ -114,6 +114,18 @@ def test_whatever_is_named_is_there(overlay: str) -> None:
     assert {o["metadata"]["namespace"] for o in objects if o["kind"] != "Namespace"} == {"ratchet"}
 
 
+@every_overlay
+def test_in_another_namespace_nothing_is_left_to_the_one_that_the_files_name(overlay: str, tmp_path: Path) -> None:
+    """As the README says it: the name in ``setup/``, the overlay's ``namespace:`` and the launchers file's."""
+    spec = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", "namespace": "train"}
+    spec["resources"] = [str(FOLDER / "overlays" / overlay)]  # type: ignore[assignment]
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(spec))
+    objects = [o for o in build(tmp_path) if o["kind"] != "ConfigMap"]
+    assert '"namespace": "ratchet"' not in json.dumps(objects)
+    (binding,) = of_kind(objects, "RoleBinding").values()
+    assert [s["namespace"] for s in binding["subjects"]] == ["train"]
+
+
 def _named(pod: Manifest) -> Iterator[tuple[str, str]]:
     if "serviceAccountName" in pod:
         yield "ServiceAccount", pod["serviceAccountName"]

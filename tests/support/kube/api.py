@@ -54,6 +54,13 @@ def target(path: str) -> Target:
     return Target(resource, namespace, *[*rest[1:], None, None][:2])
 
 
+def no_right(verb: str, on: Target) -> str:
+    """As RBAC says it."""
+    kind = f"{on.resource.plural}.{on.resource.group}".rstrip(".")
+    where = f'in API group "{on.resource.group}" in the namespace "{on.namespace}"'
+    return f'{kind} is forbidden: User "u" cannot {verb} resource "{on.resource.plural}" {where}'
+
+
 class KubeServer:
     """A server on a free loopback port. ``log`` answers for a pod's output (namespace, name, query); ``forbidden`` says why a
     request is refused, if it is."""
@@ -63,7 +70,9 @@ class KubeServer:
         self.log = log or (lambda namespace, name, query: b"")
         self.forbidden: Callable[[str, Target], str | None] = lambda verb, target: None
         self.requests: list[Request] = []
-        self.down = threading.Event()
+        self.down, self.knows_roles = threading.Event(), threading.Event()
+        self.knows_roles.set()
+        self.chunked = True  # False: as through a proxy that speaks HTTP/1.0, a watch's answer ends with its connection
         self.closing = threading.Event()
         self.watches: set[socket.socket] = set()
         outer = self
@@ -109,6 +118,16 @@ class KubeServer:
         finally:
             self.down.clear()
 
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """The server has been started anew: watches are cut, and as a real one it refuses everybody until it knows the roles."""
+        self.knows_roles.clear()
+        self.cut_watches()
+        try:
+            yield
+        finally:
+            self.knows_roles.set()
+
     def count(self, verb: str | None = None, resource: str | None = None) -> int:
         return sum(verb in (None, r.verb) and resource in (None, r.resource) for r in list(self.requests))
 
@@ -123,6 +142,7 @@ class KubeServer:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_: KubeServer
+    chunked = True
 
     def log_message(self, *args: object) -> None:
         pass
@@ -160,7 +180,7 @@ class _Handler(BaseHTTPRequestHandler):
         verb = "deletecollection" if verb == "delete" and on.name is None else verb
         named = f"{on.resource.plural}/{on.sub}" if on.sub else on.resource.plural
         self.server_.requests.append(Request(verb, named, on.name))
-        refused = self.server_.forbidden(verb, on)
+        refused = self.server_.forbidden(verb, on) if self.server_.knows_roles.is_set() else no_right(verb, on)
         if refused is not None:
             raise ApiError(403, "Forbidden", refused)
         if watch:
@@ -216,7 +236,8 @@ class _Handler(BaseHTTPRequestHandler):
         until = time.monotonic() + float(query.get("timeoutSeconds", 1800))
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
-        self.send_header("Transfer-Encoding", "chunked")
+        self.chunked = self.server_.chunked
+        self.send_header(*(("Transfer-Encoding", "chunked") if self.chunked else ("Connection", "close")))
         self.end_headers()
         self.server_.watches.add(self.connection)
         try:
@@ -256,7 +277,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._chunk(json.dumps({"type": type_, "object": made}).encode() + b"\n")
 
     def _chunk(self, data: bytes) -> None:
-        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n" if self.chunked else data)
         self.wfile.flush()
 
     def _answer(self, code: int, body: Object | bytes, kind: str = "application/json") -> None:

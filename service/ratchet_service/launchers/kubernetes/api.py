@@ -134,7 +134,7 @@ class Stream:
 
         buffer = b""
         try:
-            for chunk in self._response.stream(amt=None):
+            while chunk := self._response.read1():  # ``stream`` reads an answer without chunks to its end
                 *lines, buffer = (buffer + chunk).split(b"\n")
                 yield from (line for line in lines if line.strip())
         except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:

@@ -5,6 +5,7 @@ nothing by themselves, then the Job. All have the attempt's name, so that what i
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from ratchet_contract.messages import LaunchFile
@@ -22,15 +23,16 @@ _USED_UP = "exceeded quota"
 """Of the admission controller ResourceQuota."""
 _HINTS = {
     400: "it cannot read the manifest",
-    403: "the service's account lacks a right, or a quota is used up",
     404: "is there such a namespace?",
-    422: "it finds the manifest faulty",
 }
+_NO_RIGHT = re.compile(r"\bcannot \w+ resource\b")
+"""Of the authorizer; what else is forbidden says why."""
 
 
 def told(refusal: Refusal) -> str:
     """What was refused, in a sentence for people."""
-    return f"Kubernetes refuses ({refusal.code}: {_HINTS.get(refusal.code, refusal.reason)}): {refusal.message}"
+    hint = "the service's account lacks a right" if _NO_RIGHT.search(refusal.message) else _HINTS.get(refusal.code)
+    return f"Kubernetes refuses ({refusal.code}{f': {hint}' if hint else f' {refusal.reason}'}): {refusal.message}"
 
 
 def create(api: Api, site: Site, launch: LaunchFile, values: dict[str, str]) -> Json:

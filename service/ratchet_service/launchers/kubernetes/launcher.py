@@ -90,6 +90,7 @@ class KubernetesLauncher:
         except OSError as error:
             raise LaunchError(f"the attempt's directory cannot be prepared: {error}") from error
         cache = self._cache()
+        cache.ready()  # a server that has just started refuses what it will allow in a moment, watches too
         try:
             job = create(self._api, self._site, plan.launch, values)
         except LaunchError:

@@ -53,7 +53,7 @@ class Watcher:
         self._path = kind.path.format(namespace)
         self._query = {kind.query: selector if kind.query == "labelSelector" else "type=Warning"}
         self._closing, self._changed = threading.Event(), threading.Condition()
-        self._listed, self._fault = False, ""
+        self._listed, self._fault, self._warned = False, "", False
         self._stream: Stream | None = None
         self._thread = threading.Thread(target=self._run, name=f"watch-{kind.name}-{namespace}", daemon=True)
 
@@ -92,15 +92,20 @@ class Watcher:
             except Refusal as refusal:
                 if refusal.code == 410:
                     version, delay = "", _BACKOFF[0]
-                elif not self._kind.needed:
-                    log.warning("events are not watched, so waiting jobs tell less: %s", refusal.message)
-                    return
-                else:
+                else:  # an API server that has just started refuses everybody until it has read the roles
+                    self._warn(refusal)
                     delay = self._failed(f"Kubernetes refuses to list {self._kind.name}: {refusal.message}", delay)
             except Exception as error:  # no fault of one answer may leave a cache that stands still
                 log.exception("the watch of %s", self._kind.name)
                 version, delay = "", self._failed(f"the watch of {self._kind.name} failed: {error!r}", delay)
             self._closing.wait(delay * random.uniform(0.75, 1.25))
+
+    def _warn(self, refusal: Refusal) -> None:
+        """Once, of what nobody waits for in ``ready``."""
+        if not self._kind.needed and not self._warned:
+            text = "%s are not watched, so waiting jobs tell less; asked for again: %s"
+            log.warning(text, self._kind.name, refusal.message)
+        self._warned = True
 
     def _failed(self, detail: str, delay: float) -> float:
         self._tell(fault=detail)
@@ -133,7 +138,7 @@ class Watcher:
         with self._api.stream(
             self._path, _WATCH_SECONDS, timeoutSeconds=_WATCH_SECONDS, **self._query, **query
         ) as stream:
-            self._stream = stream
+            self._stream, self._warned = stream, False
             self._tell()
             try:
                 for line in stream.lines():
