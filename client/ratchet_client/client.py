@@ -115,12 +115,21 @@ class RatchetClient(Following, Access):
         return self._act(job_id, "suspend")
 
     def resume(self, job_id: str, from_step: int | None = None, *, world: int | None = None, nodes: int | None = None,
-               hook: dict[str, Any] | str | None = None, on_hook_mismatch: str | None = None) -> api.JobView:  # fmt: skip
+               hook: dict[str, Any] | str | None = None, on_hook_mismatch: str | None = None,
+               code: str | os.PathLike[str] | None = None, upload: bool | None = None,
+               note: Note | None = None) -> api.JobView:  # fmt: skip
         """Go on: suspended, failed and cancelled jobs. ``from_step``: from an older checkpoint; ``world``: with another number
         of ranks (per node), and with it ``nodes``; ``hook``: another hook, or changes of this one; the report tells of both.
-        ``on_hook_mismatch``: the job's policy from now on (fail, reset, redistribute)."""
-        change = None if world is None else api_requests.WorldChange(ranks_per_node=world, nodes=nodes)
-        given = {"from_step": from_step, "world": change, "hook": hook, "on_hook_mismatch": on_hook_mismatch}
+        ``on_hook_mismatch``: the job's policy from now on (fail, reset, redistribute). ``code``: a directory with other code, of
+        which a new snapshot is taken; without it the job goes on with the code that it was submitted with. ``upload``, ``note``:
+        as of ``submit``, for ``code``."""
+        given: dict[str, Any] = {"from_step": from_step, "hook": hook, "on_hook_mismatch": on_hook_mismatch}
+        if world is not None:
+            given["world"] = api_requests.WorldChange(ranks_per_node=world, nodes=nodes)
+        if code is not None:
+            given |= with_code(
+                self._transport, {"code": {"path": str(Path(code).expanduser().absolute())}}, upload, note
+            )
         request = api_requests.ResumeRequest.model_validate({k: v for k, v in given.items() if v is not None})
         return self._act(job_id, "resume", request)
 

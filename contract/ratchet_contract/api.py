@@ -199,7 +199,7 @@ class AttemptView(View):
     proof: str | None = Field(
         None,
         description="The report's verdict, and what redone steps have shown: `exact, proved (37 of 37 redone steps)`, "
-        "`exact, not yet proved`, `not-exact`.",
+        "`exact, not yet proved`, `not-exact`, `not-exact: code changed`.",
     )
     redone: Redone = Field(Redone(), description="Steps that it did again, compared with the first time.")
     metrics_differ: list[str] = Field(

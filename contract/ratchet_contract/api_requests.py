@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, field_validator
 
 from ratchet_contract.api import View
+from ratchet_contract.code_tree import DIGEST
 
 
 class WorldChange(View):
@@ -18,6 +19,19 @@ class WorldChange(View):
     nodes: int | None = Field(None, ge=1, le=1024, description="null: as many as the job has.")
 
 
+class CodeChange(View):
+    """Other code for the attempts to come, as of the spec's ``code``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: str = Field(min_length=1, description="A directory on the service's machine; a new snapshot is taken of it.")
+    digest: str | None = Field(
+        None,
+        pattern=DIGEST,
+        description="Of a directory that was sent to the service; path then only tells where it came from.",
+    )
+
+
 class ResumeRequest(View):
     model_config = ConfigDict(extra="forbid")
 
@@ -26,6 +40,11 @@ class ResumeRequest(View):
         None,
         description="Go on with another number of ranks. Not exact: policy.on_hook_mismatch must allow it where the hook or the "
         "data would lose something, and the resume report tells what was redistributed. Threads per rank are decided again.",
+    )
+    code: CodeChange | None = Field(
+        None,
+        description="Go on with other code, of which a new snapshot is taken. Not exact, unless no file has changed: the resume "
+        "report names both digests.",
     )
     hook: dict[str, Any] | str | None = Field(
         None,

@@ -6,6 +6,7 @@
 <home>/jobs/<job id>/checkpoints/step-000000001200.a0007/{rank-00000-of-00002.safetensors, MANIFEST.json}
 <home>/jobs/<job id>/quarantine/         damaged checkpoints, moved here whole
 <home>/jobs/<job id>/work/               current directory of the ranks: a writable copy of the code, kept over all attempts
+<home>/jobs/<job id>/work.json           which code that copy was made of, file by file
 <home>/jobs/<job id>/KEPT                the job was deleted without what it left in work/: its owner, as JSON
 <home>/jobs/<job id>/attempts/0007/      one launch: files of AttemptPaths
 <home>/jobs/<job id>/attempts/0007/node-00001/   its second node's agent: files of NodePaths
@@ -121,6 +122,11 @@ class JobPaths:
     @property
     def work(self) -> Path:
         return self.root / "work"
+
+    @property
+    def work_file(self) -> Path:
+        """What of the code ``work`` is a copy of, file by file. Written by agents."""
+        return self.root / "work.json"
 
     @property
     def kept_file(self) -> Path:

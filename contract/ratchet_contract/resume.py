@@ -76,6 +76,16 @@ class ReportOf(_Model, Generic[B]):
     quarantined: list[str] = []
     notes: list[str] = []
 
+    @property
+    def changed_code(self) -> EnvironmentDifference | None:
+        """Digests of the code that made the base, and of that which goes on from it; None: it is the same code."""
+        return next((d for d in self.differences if d.key == "code_digest"), None)
+
+    def sentence(self) -> str:
+        """The verdict, and the digests where the code has changed."""
+        code = self.changed_code
+        return self.verdict if code is None else f"{self.verdict}: code changed ({code.recorded} -> {code.current})"
+
 
 class ResumeReport(ReportOf[Base]):
     """As ranks send it and the service stores it."""
@@ -102,10 +112,14 @@ class Redone(_Model):
     reason: str | None = Field(None, description="Why steps are left out of the comparison; null: none is.")
 
 
-def proof(verdict: Verdict, redone: Redone) -> str:
-    """A verdict with its level of proof: ``exact, proved (37 of 37 redone steps)``, ``exact, not yet proved``, ``not-exact``."""
+def proof(report: ResumeReport, redone: Redone) -> str:
+    """The verdict with its level of proof: ``exact, proved (37 of 37 redone steps)``, ``exact, not yet proved``, ``not-exact``,
+    ``not-exact: code changed``."""
+    verdict = report.verdict
     if redone.first_difference is not None:
         return f"not-exact ({redone.first_difference.sentence()})"
+    if report.changed_code is not None:
+        return f"{verdict}: code changed"
     if verdict not in ("exact", "fresh") or (verdict == "fresh" and redone.steps == 0):
         return verdict
     if redone.compared == 0:

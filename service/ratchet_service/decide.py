@@ -182,11 +182,11 @@ def _exhausted(view: JobView, treated: Treatment, counters: Counters, end: Attem
     if treated.budget is Budget.FAILURES and end.repeated_error and _before_its_first_step(end):
         text = (
             "Two attempts in a row ended with the same error at the same line, and made no step: it is not tried again. "
-            f"{last} Mend the cause; then resume the job."
+            f"{last} {_again(view.job_id)}"
         )
         return _over(view, Event.END_FAILED, treated, counters, "same-error", text)
     if treated.outcome is not Outcome.SUSPENDED and counters.no_progress >= _no_progress_limit(view, treated):
-        text = f"{counters.no_progress} attempts in a row committed no new step. {last} {_no_progress_cure(end)}"
+        text = f"{counters.no_progress} attempts in a row committed no new step. {last} {_no_progress_cure(view.job_id, end)}"
         return _over(view, Event.END_FAILED, treated, counters, "no-progress", text)
     return None
 
@@ -196,12 +196,16 @@ def _before_its_first_step(end: AttemptEnd) -> bool:
     return end.seconds < MAX_BACKOFF if end.unmanaged else end.last_step <= (end.base_step or 0)
 
 
+def _again(job_id: str) -> str:
+    return f"Fix its cause; then `ratchet resume {job_id}`, which runs the same code again, or with changed code `--code DIR`."
+
+
 def _no_progress_limit(view: JobView, treated: Treatment) -> int:
     outside = treated.cause in FROM_OUTSIDE or treated.outcome is Outcome.LOST
     return max(NO_PROGRESS_LIMIT, view.limits.max_failures) if outside else NO_PROGRESS_LIMIT
 
 
-def _no_progress_cure(end: AttemptEnd) -> str:
+def _no_progress_cure(job_id: str, end: AttemptEnd) -> str:
     """A job that gets on and does not save is told from one that does not get on."""
     if end.cause is Cause.CHECKPOINT_ERROR:
         return "Its saves failed: do what the last failure says (its checkpoint-failed events have all); then resume the job."
@@ -211,7 +215,7 @@ def _no_progress_cure(end: AttemptEnd) -> str:
             "checkpoint-failed events, do what they say; else let checkpoint.every_steps be smaller (or every_seconds), or "
             "give it more notice (policy.stop_grace); then resume the job."
         )
-    return "It finished no new step: read its logs, mend the cause; then resume the job."
+    return f"It finished no new step: read its logs. {_again(job_id)}"
 
 
 def _requeue(view: JobView, treated: Treatment, counters: Counters, end: AttemptEnd, now: datetime) -> Decision:

@@ -177,7 +177,9 @@ class Effects:
         text = "started from scratch" if base.epoch is None else f"resumed from step {base.step}"
         if verdict == UNMANAGED:
             text = "started from its first line"
-        self._event("resumed", f"{text}: {verdict}", {"verdict": verdict, "step": base.step})
+        self._event(
+            "resumed", storable(f"{text}: {message.report.sentence()}"), {"verdict": verdict, "step": base.step}
+        )
         if verdict == UNMANAGED:
             self._unmanaged(message)
 

@@ -98,6 +98,7 @@ def make_checkpoint(
     summaries: Sequence[dict[str, Any]] = (),
     private: int = 24,
     reason: str = "schedule",
+    code_digest: str | None = None,
 ) -> Manifest:
     """A committed checkpoint; its bytes are a function of the seed (default: step and epoch)."""
     directory = checkpoints / checkpoint_dir_name(step, epoch)
@@ -105,7 +106,9 @@ def make_checkpoint(
     files, tensors = write_ranks(directory, world_size=world_size, seed=seed, scale=scale, state=state, private=private)
     manifest = manifest_of(step, epoch, files, tensors, parent=parent, job_id=job_id, hook=hook)
     told = [HookSummary.model_validate(summary) for summary in summaries]
-    return commit(directory, manifest.model_copy(update={"hook_summaries": told, "reason": reason}))
+    return commit(
+        directory, manifest.model_copy(update={"hook_summaries": told, "reason": reason, "code_digest": code_digest})
+    )
 
 
 def make_chain(checkpoints: Path, *steps: int, epoch: int = 1, parent: Base | None = None) -> list[Manifest]:

@@ -25,12 +25,12 @@ def resume(api: Api, job_id: str, body: dict[str, Any], expect: int = 200) -> di
     return dict(answer.json())
 
 
-def saved(api: Api, job_id: str, step: int, epoch: int = 1, ranks: int = 2) -> None:
+def saved(api: Api, job_id: str, step: int, epoch: int = 1, ranks: int = 2, code_digest: str | None = None) -> None:
     """An attempt that ended after a checkpoint of ``ranks`` ranks; the job is suspended."""
     api.attempt(job_id, epoch)
     root = api.settings.paths.job(job_id).checkpoints
     hook = api.job(job_id)["spec"]["hook"]
-    made = make_checkpoint(root, step, epoch, job_id=job_id, world_size=ranks, hook=hook)
+    made = make_checkpoint(root, step, epoch, job_id=job_id, world_size=ranks, hook=hook, code_digest=code_digest)
     told = checkpoint_message(step, epoch, digest=made.digest)
     assert api.report(job_id, (0, 1, [training_message(), told]), number=epoch).status_code == 200
     api.put(job_id, JobPhase.SUSPENDED)

@@ -25,6 +25,10 @@ def code(tmp_path: Path) -> Path:
     return tmp_path / "code" / snapshot(source, tmp_path / "code")
 
 
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
 def test_the_copy_is_writable_and_kept(code: Path, tmp_path: Path) -> None:
     work = tmp_path / "work"
     prepare(code, work)
@@ -52,7 +56,7 @@ def test_a_copy_that_was_cut_short_is_never_used(code: Path, tmp_path: Path, mon
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert not work.exists() and len(list((tmp_path / "job").iterdir())) == 1
     prepare(code, work)
-    assert [p.name for p in (tmp_path / "job").iterdir()] == ["work"] and (work / "train.py").exists()
+    assert names(tmp_path / "job") == ["work", "work.json"] and (work / "train.py").exists()
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -60,7 +64,7 @@ def test_a_copy_that_was_cut_short_is_never_used(code: Path, tmp_path: Path, mon
     monkeypatch.setattr(shutil, "copyfile", full)
     with pytest.raises(OSError, match="No space"):
         prepare(code, tmp_path / "job" / "other")
-    assert [p.name for p in (tmp_path / "job").iterdir()] == ["work"]
+    assert names(tmp_path / "job") == ["work", "work.json"]
 
 
 def test_without_code_it_is_empty_and_its_place_must_be_there(tmp_path: Path) -> None:
@@ -68,3 +72,84 @@ def test_without_code_it_is_empty_and_its_place_must_be_there(tmp_path: Path) ->
     assert list((tmp_path / "work").iterdir()) == []
     with pytest.raises(FileNotFoundError):
         prepare(None, tmp_path / "nowhere" / "work")
+
+
+def snapshot_of(tmp_path: Path, files: dict[str, str]) -> tuple[Path, str]:
+    source = tmp_path / "changed"
+    shutil.rmtree(source, ignore_errors=True)
+    for name, text in files.items():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(text)
+    digest = snapshot(source, tmp_path / "code")
+    return tmp_path / "code" / digest, digest
+
+
+def test_other_code_replaces_what_nobody_has_changed(tmp_path: Path) -> None:
+    work = tmp_path / "job" / "work"
+    work.parent.mkdir()
+    old = {
+        "train.py": "1",
+        "lr.txt": "0.1",
+        "notes.txt": "a",
+        "gone.txt": "b",
+        "dir/only.txt": "c",
+        "was_file": "d",
+        "linked/x": "e",
+    }
+    code, digest = snapshot_of(tmp_path, old)
+    assert prepare(code, work, digest) == []
+    (work / "notes.txt").write_text("of the job")
+    (work / "out.pt").write_text("of the job")
+    (work / "gone.txt").unlink()
+    elsewhere = tmp_path / "elsewhere"
+    (work / "linked").rename(elsewhere)
+    (work / "linked").symlink_to(elsewhere)  # as the user's own code may
+    new = {
+        "train.py": "2",
+        "lr.txt": "0.2",
+        "notes.txt": "z",
+        "gone.txt": "b",
+        "was_file/inner": "f",
+        "linked/x": "g",
+        "out.pt": "h",
+    }
+    code, digest = snapshot_of(tmp_path, new)
+    assert prepare(code, work, digest) == ["linked/x", "notes.txt", "out.pt"]
+    found = {p.relative_to(work).as_posix(): p.read_text() for p in work.rglob("*") if p.is_file()}
+    assert found == {
+        "train.py": "2",
+        "lr.txt": "0.2",
+        "notes.txt": "of the job",
+        "out.pt": "of the job",
+        "was_file/inner": "f",
+    }
+    assert not (work / "dir").exists() and (elsewhere / "x").read_text() == "e"
+    assert stat.S_IMODE((work / "train.py").stat().st_mode) == 0o644 and names(work.parent) == ["work", "work.json"]
+    (work / "lr.txt").write_text("of the job")
+    assert prepare(code, work, digest) == []  # the same code: the next attempt finds what this one has left
+    assert (work / "lr.txt").read_text() == "of the job"
+
+
+def test_an_update_that_was_cut_short_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = tmp_path / "job" / "work"
+    work.parent.mkdir()
+    code, digest = snapshot_of(tmp_path, {"a": "1", "b": "1", "c": "1", "d": "1"})
+    prepare(code, work, digest)
+    code, digest = snapshot_of(tmp_path, {"a": "2", "b": "2", "c": "2"})
+    copied, copy = [], shutil.copyfile
+
+    def killed(source: Path, place: Path) -> None:
+        copied.append(source)
+        if len(copied) == 2:
+            os._exit(9)
+        copy(source, place)
+
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr(shutil, "copyfile", killed)
+        prepare(code, work, digest)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert [(work / name).read_text() for name in "abc"] == ["2", "1", "1"]
+    assert prepare(code, work, digest) == []
+    assert [(work / name).read_text() for name in "abc"] == ["2", "2", "2"]
+    assert names(work) == ["a", "b", "c"] and names(work.parent) == ["work", "work.json"]

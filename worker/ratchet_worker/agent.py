@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from ratchet_contract import environment as names
 from ratchet_contract.errors import UserError
 from ratchet_contract.exit_codes import EXIT_LEASE_LOST, exit_code_of
-from ratchet_contract.messages import AttemptResult, LaunchFile
+from ratchet_contract.messages import AttemptResult, LaunchFile, Note, node_rank
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import Cause
 from ratchet_contract.resume import Base
@@ -43,6 +43,7 @@ from ratchet_worker.launch_env import plan_ranks
 from ratchet_worker.log_keeper import LogKeeper
 from ratchet_worker.meeting import Meeting, Rendezvous, alone
 from ratchet_worker.results import Conclusion, Ended, NotStarted, conclude
+from ratchet_worker.spool import Spool
 from ratchet_worker.starter import ProcessStarter, Starter
 from ratchet_worker.supervised import Timing
 from ratchet_worker.supervisor import Supervisor
@@ -159,11 +160,11 @@ class _Attempt:
         digest = code_fetch.provide(self._launch, self._patience, self._supervisor.insist)
         self._deadline += self._copies.fetch(self._uplink, self._supervisor.wait_for)
         if self._launch.node == 0:  # before the others hear of it: where they share its disk, they find it
-            workdir.prepare(None if code is None else Path(code), work)
+            self._prepare(code, work, digest)
         rendezvous = self._meet()
         with rendezvous.listener or nullcontext():
             if self._launch.node != 0:
-                workdir.prepare(None if code is None else Path(code), work)
+                self._prepare(code, work, digest)
             plans = plan_ranks(self._launch, self._paths, rendezvous, inherited=os.environ, code_digest=digest)
             try:
                 self._supervisor.start(plans)
@@ -175,6 +176,20 @@ class _Attempt:
                 raise UserError(
                     f"the interpreter {error.filename} of the spec (python) cannot be run: {error}"
                 ) from None
+
+    def _prepare(self, code: str | None, work: Path, digest: str | None) -> None:
+        """``digest``: of code that lies on the nodes."""
+        left = workdir.prepare(None if code is None else Path(code), work, digest or self._launch.resolved.code_digest)
+        if left:
+            names_left = ", ".join(left[:20]).encode("utf-8", "replace").decode() + " ..." * (len(left) > 20)
+            text = (
+                "the job goes on with other code; of its files in the working directory, those that the job has changed are left "
+                f"as they are: {names_left}. Modules are imported from the new code"
+            )
+            say(text)
+            spool = Spool(self._paths.node_spool(self._launch.node))
+            spool.append(Note(rank=node_rank(self._launch.node), at=now(), type="work-kept", message=text[:4000]))
+            spool.close()
 
     def _meet(self) -> Rendezvous:
         if self._meeting is None:

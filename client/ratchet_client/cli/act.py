@@ -66,6 +66,15 @@ def resume(
         HookPolicy | None,
         typer.Option(help="What becomes of hook state that does not fit, now and later: policy.on_hook_mismatch."),
     ] = None,
+    code: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Go on with the code in DIR as it is now. Not exact. (default: the code that the job was submitted with)",
+            show_default=False,
+        ),
+    ] = None,
+    upload: UploadOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Let a suspended, failed or cancelled job go on."""
@@ -74,13 +83,17 @@ def resume(
         raise typer.BadParameter(f"--set {other[0]}: only the hook can be changed here; `ratchet fork` changes any key")
     if nodes is not None and world is None:
         raise typer.BadParameter("--nodes goes with --world, the ranks of each node")
+    if upload is not None and code is None:
+        raise typer.BadParameter("--upload goes with --code")
     policy = None if on_hook_mismatch is None else on_hook_mismatch.value
     with open_client(ctx) as client:
         done = client.resume(
-            job, from_step, world=world, nodes=nodes, hook=changes.get("hook"), on_hook_mismatch=policy
-        )
+            job, from_step, world=world, nodes=nodes, hook=changes.get("hook"), on_hook_mismatch=policy, code=code,
+            upload=upload, note=output.note,
+        )  # fmt: skip
     ranks = "" if world is None else f" with {world} ranks" + ("" if nodes is None else f" on each of {nodes} nodes")
-    _done(done, f"resumes{ranks}" + (f" under {done.hook}" if changes else ""), as_json)
+    by = "" if code is None else f" with the code of {code}"
+    _done(done, f"resumes{ranks}{by}" + (f" under {done.hook}" if changes else ""), as_json)
 
 
 def cancel(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:

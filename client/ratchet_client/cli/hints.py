@@ -15,9 +15,12 @@ _NEXT: Final[dict[str, str]] = {
     "hook-not-found": "`ratchet hooks` shows the hooks",
     "not-running": "`ratchet get JOB` shows where it is, `ratchet wait JOB --until RUNNING` waits until it trains",
     "wrong-phase": "`ratchet get JOB` shows where the job is, `ratchet wait JOB` waits until it has ended",
-    "job-ended": "`ratchet resume JOB` lets a failed or cancelled job go on, `ratchet fork JOB` starts a new one from it",
+    "job-ended": "`ratchet resume JOB` (with changed code: `--code DIR`) lets a failed or cancelled job go on, "
+    "`ratchet fork JOB` starts a new one from it",
     "from-step-needs-stop": "`ratchet suspend JOB`, then `ratchet wait JOB --until SUSPENDED`, then again",
     "world-needs-stop": "`ratchet suspend JOB`, then `ratchet wait JOB --until SUSPENDED`, then again",
+    "code-needs-stop": "`ratchet suspend JOB`, then `ratchet wait JOB --until SUSPENDED`, then again",
+    "code-mismatch": "`ratchet fork JOB --set determinism=warn --set code.path=DIR` makes a job that may go on with other code",
     "hook-needs-stop": "`ratchet suspend JOB`, then `ratchet wait JOB --until SUSPENDED`, then again",
     "policy-needs-stop": "`ratchet suspend JOB`, then `ratchet wait JOB --until SUSPENDED`, then again",
     "world-size-mismatch": "`--on-hook-mismatch redistribute` allows it (fork: `--set policy.on_hook_mismatch=redistribute`)",
@@ -42,7 +45,6 @@ def hint(error: RatchetError, job: str | None) -> str | None:
     text, detail = _NEXT.get(error.code), error.detail
     if any(e.code == "not-a-directory" and e.pointer.endswith("/code/path") for e in error.errors):
         return "is it a directory of this machine, and the service on another one? `--upload` sends it"
-    command = text.split("`")[1].split(" JOB")[0] if text is not None and "`" in text else None
-    if text is None or (command is not None and command in detail):
+    if text is None or "`ratchet " in detail:  # which names a command itself
         return None
     return text if job is None else text.replace("JOB", job)

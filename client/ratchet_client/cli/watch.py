@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import shlex
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -71,8 +72,8 @@ def wait(ctx: typer.Context, job_id: str, *, until: Collection[JobPhase] = (), d
 
     def tell(job: JobView) -> None:
         hint = f"; `ratchet resume {job.id}` lets it go on" if job.phase == "SUSPENDED" else ""
-        ended = next(client.attempts(job.id), None) if job.message else None
-        reason = once(why(job), None if ended is None else ended.message)
+        told = next((a.message for a in client.attempts(job.id) if a.message), None) if job.message else None
+        reason = once(why(job), told)
         output.note(f"{job.phase}, step {steps(job)}{hint}" + (f": {reason}" if reason else ""))
 
     with open_client(ctx, PATIENCE if deadline is None else 1.0) as client:
@@ -99,9 +100,18 @@ def _end(job: JobView, until: Collection[JobPhase] = ()) -> None:
     if until and job.phase not in until:
         output.note(f"{job.id} ended as {job.phase} and will not be {', '.join(sorted(until))}")
     if job.phase not in (until or ("SUCCEEDED",)):
-        again = f"; once mended: ratchet resume {job.id}" if job.phase in ("FAILED", "CANCELLED") else ""
-        output.note(f"see: ratchet attempts {job.id}; ratchet logs {job.id}{again}")
+        output.note(f"see: ratchet attempts {job.id}; ratchet logs {job.id}")
+        if job.phase in ("FAILED", "CANCELLED"):
+            output.note(_go_on(job))
         raise typer.Exit(Exit.JOB_FAILED)
+
+
+def _go_on(job: JobView) -> str:
+    """The commands that let an ended job go on. Without ``--code`` it runs the snapshot that it has."""
+    again, code = f"ratchet resume {job.id}", job.spec.get("code")
+    if code is None or code.get("source") == "nodes":
+        return f"go on: {again}"
+    return f"go on with the same code: {again}; with changed code: {again} --code {shlex.quote(code['path'])}"
 
 
 def follow(ctx: typer.Context, job_id: str, *, as_json: bool = False) -> None:

@@ -121,7 +121,8 @@ def resume(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
     """A suspended, failed or cancelled job is queued again; with `from_step` from an older checkpoint of its lineage.
 
     `world` gives it another number of ranks, `hook` another hook, wrapper or parameters, which is not exact: `on_hook_mismatch`
-    says what becomes of the hook's state. All are kept in the spec, and all need a job without a running attempt.
+    says what becomes of the hook's state. `code` takes a new snapshot of its code, which is not exact either, unless no file has
+    changed. All are kept in the spec, and all need a job without a running attempt.
     """
     poster, data = post
     request = parse(ResumeRequest, data)

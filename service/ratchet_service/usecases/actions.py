@@ -39,35 +39,43 @@ def request_checkpoint(session: Session, job_id: str) -> Job:
 
 @dataclass(frozen=True)
 class PreparedResume:
-    """``spec``: what was checked, None where nothing was; ``warnings``: of its hook."""
+    """``spec``: what was checked, None where nothing was; ``warnings``: of its hook; ``code``: the code that was asked for."""
 
     request: ResumeRequest
     spec: JobSpec | None
     warnings: list[Warning_]
+    code: worlds.NewCode | None = None
 
 
 def prepare_resume(database: Database, job_id: str, request: ResumeRequest, ports: SubmissionPorts) -> PreparedResume:
-    """Another hook is checked as at submission; no transaction is open meanwhile. Raises ``SpecError``, ``NotFound``."""
+    """Another hook and other code are checked as at submission; no transaction is open meanwhile. Raises ``SpecError``,
+    ``NotFound``, ``Conflict`` for a job that cannot be resumed."""
     with database.read() as session:
         job = find_job(session, job_id)
     spec = worlds.wanted(job, request)
     if job.phase.active:  # to be refused; should its attempt end before that, nothing was checked
         return PreparedResume(request, None, [])
-    return PreparedResume(request, spec, worlds.check_hook(job, spec, ports))
+    if request.code is None:
+        return PreparedResume(request, spec, worlds.check_hook(job, spec, ports))
+    check(job, Event.RESUME)  # before anything is copied
+    code = worlds.take_code(job, spec, ports)
+    return PreparedResume(request, worlds.wanted(job, request, code), code.hook_warnings, code)
 
 
 def resume(session: Session, job_id: str, prepared: PreparedResume, ports: SubmissionPorts, homes: HomePaths) -> Job:
-    """Let a job go on, optionally from an older checkpoint of its lineage, with another number of ranks, another hook or another
-    ``policy.on_hook_mismatch``; all of these stay the job's.
+    """Let a job go on, optionally from an older checkpoint of its lineage, with another number of ranks, another hook, other code
+    or another ``policy.on_hook_mismatch``; all of these stay the job's.
 
-    Raises ``Conflict``: ``from-step-needs-stop``, ``hook-needs-stop``, ``world-needs-stop`` or ``policy-needs-stop`` while an
-    attempt may be alive, ``world-size-mismatch`` or ``hook-mismatch`` where the policy forbids to carry the checkpoint over,
-    ``changed-meanwhile``, ``quota-exceeded``; ``NotFound`` for a step without a checkpoint; ``SpecError`` for more ranks than the
-    machine can run, or the owner's quota has.
+    Raises ``Conflict``: ``from-step-needs-stop``, ``code-needs-stop``, ``hook-needs-stop``, ``world-needs-stop`` or
+    ``policy-needs-stop`` while an attempt may be alive, ``world-size-mismatch``, ``hook-mismatch`` or ``code-mismatch`` where the
+    policy or strict determinism forbids to carry the checkpoint over, ``changed-meanwhile``, ``quota-exceeded``; ``NotFound`` for
+    a step without a checkpoint; ``SpecError`` for more ranks than the machine can run, or the owner's quota has.
     """
     job, request = hold_job(session, job_id), prepared.request
-    spec = worlds.wanted(job, request)
-    if request.from_step is None and spec is None:
+    spec = worlds.wanted(job, request, prepared.code)
+    code = prepared.code if prepared.code is not None and prepared.code.is_new(job) else None
+    unchecked = request.code is not None and prepared.code is None
+    if request.from_step is None and spec is None and code is None and not unchecked:
         if _already(job, Event.RESUME):
             return job
         _admit(session, job, None)
@@ -75,15 +83,18 @@ def resume(session: Session, job_id: str, prepared: PreparedResume, ports: Submi
     check(job, Event.RESUME)
     if job.phase.active:
         raise _needs_stop(job, request)
-    if spec != prepared.spec:
+    if unchecked or spec != prepared.spec:
         raise Conflict("the job changed while its new spec was checked: try again", code="changed-meanwhile")
     source, data = job.resume_from, {}
     if request.from_step is not None:
         source, data = _checkpoint_at(session, job, request.from_step), {"from_step": request.from_step}
     start = worlds.next_start(session, job, source, homes)
-    for problem in worlds.mismatches(spec or JobSpec.model_validate(job.spec), start) if start is not None else ():
+    digest = code.digest if code is not None else job.resolved.get("code_digest")
+    for problem in worlds.mismatches(spec or _spec(job), start, digest) if start is not None else ():
         raise Conflict(problem.detail, code=problem.code, phase=job.phase.value)
-    change = worlds.change(job, spec, ports, prepared.warnings) if spec is not None else None
+    change = None
+    if spec is not None or code is not None:
+        change = worlds.change(job, spec or _spec(job), ports, prepared.warnings, code)
     _admit(session, job, change)
     for type_, text, facts in change.events if change is not None else ():
         add_event(session, job_id, type_, text, epoch=job.epoch or None, data=facts)
@@ -91,11 +102,15 @@ def resume(session: Session, job_id: str, prepared: PreparedResume, ports: Submi
     return apply(session, job_id, Event.RESUME, values=values, data=data)
 
 
+def _spec(job: Job) -> JobSpec:
+    return JobSpec.model_validate(job.spec)
+
+
 def _admit(session: Session, job: Job, change: worlds.Change | None) -> None:
     """What had ended counts as a job more; another number of ranks must fit into the quota."""
     if change is None and not job.phase.terminal:
         return
-    spec = JobSpec.model_validate(job.spec) if change is None else change.spec
+    spec = _spec(job) if change is None else change.spec
     resolved = Resolved.model_validate(job.resolved if change is None else change.columns.get("resolved", job.resolved))
     quotas.admit(session, job.owner, spec, resolved, more=job.phase.terminal)
 
@@ -103,6 +118,8 @@ def _admit(session: Session, job: Job, change: worlds.Change | None) -> None:
 def _needs_stop(job: Job, request: ResumeRequest) -> Conflict:
     if request.from_step is not None:
         code, what = "from-step-needs-stop", f"from step {request.from_step}"
+    elif request.code is not None:
+        code, what = "code-needs-stop", "with other code"
     elif request.hook is not None:
         code, what = "hook-needs-stop", "with another hook"
     elif request.world is not None:

@@ -13,7 +13,7 @@ from ratchet_contract.errors import Conflict, FieldProblem, NotFound, SpecError
 from ratchet_contract.messages import ForkSource
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Event
-from ratchet_contract.spec import JobSpec, StartSpec
+from ratchet_contract.spec import StartSpec
 from ratchet_service import object_store
 from ratchet_service.database import Database
 from ratchet_service.merge_patch import merge
@@ -61,7 +61,7 @@ def prepare(
     prepared = replace(prepared, spec=prepared.spec.model_copy(update={"start_from": start}))
     checkpoint = homes.job(parent.id).checkpoint(source.step, source.epoch)
     object_store.provide(homes, parent, source)
-    _require_loadable(prepared.spec, checkpoint)
+    _require_loadable(prepared, checkpoint)
     return PreparedFork(prepared, parent.id, source.name)
 
 
@@ -120,7 +120,8 @@ def _source(session: Session, parent: Job, checkpoint_id: str | None) -> Checkpo
     committed = committed_in_lineage(session, parent)
     if not committed:
         raise NotFound(
-            f"job {parent.id} has no committed checkpoint yet: there is nothing to fork from",
+            f"job {parent.id} has no committed checkpoint yet: there is nothing to fork from. With other code it starts again by "
+            f"`ratchet resume {parent.id} --code DIR`; a job with another spec is submitted",
             code="checkpoint-not-found",
         )
     return committed[0]
@@ -135,8 +136,9 @@ def _fork_name(name: str) -> str:
     return name[:58].rstrip("-") + "-fork"
 
 
-def _require_loadable(spec: JobSpec, checkpoint: Path) -> None:
+def _require_loadable(prepared: submit.Prepared, checkpoint: Path) -> None:
     """What a checkpoint cannot be loaded into is refused now, not by the first attempt."""
-    problems = [p.model_copy(update={"pointer": f"/spec{p.pointer}"}) for p in worlds.mismatches(spec, checkpoint)]
+    found = worlds.mismatches(prepared.spec, checkpoint, prepared.resolved.code_digest)
+    problems = [p.model_copy(update={"pointer": f"/spec{p.pointer}"}) for p in found]
     if problems:
         raise SpecError(f"{problems[0].pointer}: {problems[0].detail}", errors=problems)

@@ -114,7 +114,7 @@ def attempt_view(attempt: Attempt, nodes: Iterable[AttemptNode], spent: Spent) -
         steps_lost=attempt.steps_lost,
         committed_step=attempt.committed_step,
         resume_report=None if report is None else _report_view(with_proof(report, redone)),
-        proof=None if report is None else proof(report.verdict, redone),
+        proof=None if report is None else proof(report, redone),
         redone=redone,
         metrics_differ=metrics_that_differ(attempt, redone),
         nodes=[

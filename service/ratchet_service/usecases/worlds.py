@@ -1,4 +1,5 @@
-"""Other ranks or another hook for a job: the changed spec, decided for this machine, and if a checkpoint can be carried over.
+"""Other ranks, another hook or other code for a job: the changed spec, decided for this machine, and if a checkpoint
+can be carried over.
 
 What the first attempt would refuse for a reason that is known now is refused now. Whether the user's data can go on with
 another number of ranks is only known to the ranks.
@@ -27,6 +28,7 @@ from ratchet_service.file_owner import as_owner
 from ratchet_service.merge_patch import merge
 from ratchet_service.models import Job
 from ratchet_service.ports import SubmissionPorts
+from ratchet_service.usecases import submit
 from ratchet_service.usecases.patching import whole_hook
 from ratchet_service.usecases.queries import committed_in_lineage
 from ratchet_store.commit import read_manifest
@@ -41,11 +43,29 @@ class Change:
     events: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
 
 
-def wanted(job: Job, request: ResumeRequest) -> JobSpec | None:
+@dataclass(frozen=True)
+class NewCode:
+    """Code that was asked for, checked as at submission: its snapshot's digest, and the warnings of the job's spec with it."""
+
+    digest: str
+    warnings: list[Warning_]
+
+    @property
+    def hook_warnings(self) -> list[Warning_]:
+        return [w for w in self.warnings if _of_hook(w.pointer, w.code)]
+
+    def is_new(self, job: Job) -> bool:
+        return self.digest != job.resolved.get("code_digest")
+
+
+def wanted(job: Job, request: ResumeRequest, code: NewCode | None = None) -> JobSpec | None:
     """The job's spec with what the request asks for, checked as a submission's is; None where that is what it is already. Raises
-    ``SpecError``: what the hook does not take, or does not do with so many ranks."""
+    ``SpecError``: what the hook does not take, or does not do with so many ranks. ``code``: the request's, once it is known: one
+    without a change leaves the spec as it is."""
     spec = JobSpec.model_validate(job.spec)
     patch: dict[str, Any] = {}
+    if request.code is not None and (code is None or code.is_new(job)):
+        patch["code"] = request.code.model_dump()
     if request.world is not None:
         patch["world"] = request.world.model_dump(exclude_none=True)
     if request.on_hook_mismatch is not None:
@@ -55,6 +75,24 @@ def wanted(job: Job, request: ResumeRequest) -> JobSpec | None:
     data = merge(job.spec, patch)
     changed = parse_spec(data) if {"world", "hook"} & set(patch) else JobSpec.model_validate(data)
     return None if changed == spec else changed
+
+
+def take_code(job: Job, spec: JobSpec | None, ports: SubmissionPorts) -> NewCode:
+    """A snapshot of the code that ``spec`` names (None: the job's own spec), once that can run with it. May run the user's code,
+    so never within a transaction. Raises ``SpecError``."""
+    before = JobSpec.model_validate(job.spec).code
+    if before is None or before.source == "nodes":
+        text = (
+            "the job was submitted without code of its own: submit one that has"
+            if before is None
+            else "the job runs the directory that its nodes have (code.source nodes): change it there, and resume without code"
+        )
+        raise SpecError(f"/code: {text}", errors=[FieldProblem(pointer="/code", code="no-snapshot", detail=text)])
+    data = dict(job.spec) if spec is None else spec.model_dump(mode="json")
+    data.pop("start_from", None)  # its copy is there, and not looked at again
+    prepared = submit.prepare(data, ports)
+    assert prepared.resolved.code_digest is not None
+    return NewCode(prepared.resolved.code_digest, prepared.warnings)
 
 
 def check_hook(job: Job, spec: JobSpec | None, ports: SubmissionPorts) -> list[Warning_]:
@@ -72,20 +110,29 @@ def _of_hook(pointer: str, code: str) -> bool:
     return pointer == "/hook" or pointer.startswith("/hook/") or code.startswith("hook-")
 
 
-def change(job: Job, spec: JobSpec, ports: SubmissionPorts, hook_warnings: Sequence[Warning_] = ()) -> Change:
-    """What ``spec`` makes of the job; ``hook_warnings``: of ``check_hook``. Raises ``SpecError`` where this machine cannot run so
-    many ranks."""
-    old = JobSpec.model_validate(job.spec)
+def change(
+    job: Job, spec: JobSpec, ports: SubmissionPorts, hook_warnings: Sequence[Warning_] = (), code: NewCode | None = None
+) -> Change:
+    """What ``spec`` makes of the job; ``hook_warnings``: of ``check_hook``; ``code``: what it names. Raises ``SpecError`` where
+    this machine cannot run so many ranks."""
+    old, resolved = JobSpec.model_validate(job.spec), Resolved.model_validate(job.resolved)
     out = Change(spec, {"spec": spec.model_dump(mode="json"), "spec_digest": spec.digest()})
     warnings = [Warning_.model_validate(w) for w in job.warnings]
+    if code is not None:
+        warnings, before_code = code.warnings, resolved.code_digest
+        resolved = resolved.model_copy(update={"code_digest": code.digest})
+        out.columns["resolved"] = resolved.model_dump(mode="json")
+        text = f"code: {before_code} -> {code.digest}"
+        out.events.append(("code-changed", text, {"code_digest": _pair(before_code, code.digest)}))
     if spec.hook != old.hook:
-        warnings = [w for w in warnings if not _of_hook(w.pointer, w.code)] + [*hook_warnings]
+        if code is None:  # else all of them are its
+            warnings = [w for w in warnings if not _of_hook(w.pointer, w.code)] + [*hook_warnings]
         before, after = (hook.model_dump(mode="json") for hook in (old.hook, spec.hook))
         told = change_of(old.hook.name, before, spec.hook)
         text = told.what if told is not None else "hook: parameters without effect on its bits"
         out.events.append(("hook-changed", text, {"hook": _pair(before, after)}))
     if spec.world != old.world:
-        before_ = Resolved.model_validate(job.resolved)
+        before_ = resolved
         resolved, warnings, problems = ports.resize(spec, before_, warnings)
         if problems:
             raise SpecError(f"{problems[0].pointer}: {problems[0].detail}", errors=problems)
@@ -131,9 +178,10 @@ def next_start(session: Session, job: Job, source: dict[str, int] | None, homes:
     return None if fork is None else JobPaths(Path(fork.job_root)).checkpoint(fork.step, fork.epoch)
 
 
-def mismatches(spec: JobSpec, checkpoint: Path) -> list[FieldProblem]:
-    """Why a group of ``spec`` may not start from the checkpoint, since other ranks or another hook wrote it, and what to do. One
-    that cannot be read now is left to the attempt, which may find another."""
+def mismatches(spec: JobSpec, checkpoint: Path, code_digest: str | None) -> list[FieldProblem]:
+    """Why a group of ``spec`` may not start from the checkpoint, since other ranks, another hook or other code wrote it, and what
+    to do. One that cannot be read now is left to the attempt, which may find another. ``code_digest``: of the group's code, None
+    where only its nodes know it."""
     try:
         with as_owner(checkpoint):
             manifest = read_manifest(checkpoint)
@@ -142,6 +190,13 @@ def mismatches(spec: JobSpec, checkpoint: Path) -> list[FieldProblem]:
     out = []
     if reason := _other_ranks(spec, checkpoint.name, manifest):
         out.append(FieldProblem(pointer="/world/ranks_per_node", code="world-size-mismatch", detail=reason))
+    codes = (manifest.code_digest, code_digest)
+    if spec.determinism == "strict" and None not in codes and codes[0] != codes[1]:
+        detail = (
+            f"checkpoint {checkpoint.name} was made by other code ({codes[0]} -> {codes[1]}): that is never exact, and "
+            "determinism is strict; fork the job with determinism: warn"
+        )
+        out.append(FieldProblem(pointer="/code", code="code-mismatch", detail=detail))
     changed = change_of(manifest.hook.name, manifest.hook.parameters, spec.hook)
     if changed is not None:
         reason = changed.refusal(spec.policy.on_hook_mismatch)
