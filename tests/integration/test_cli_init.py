@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from ratchet_client.cli.app import app
@@ -45,6 +46,52 @@ def test_without_a_service_the_next_command_starts_one(tmp_path: Path) -> None:
     assert both["spec"]["world"]["ranks_per_node"] == 3 and both["spec"]["script"] == ["fit.py", "--lr", "1"]
     assert {note["code"] for note in both["found"]} >= {"unmanaged", "saves"} and "--standalone" in both["dropped"]
     assert both["file"] == str(tmp_path / "fit.yaml") and (tmp_path / "fit.yaml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("python", "/opt/venv", "/opt/venv"),
+        ("env.A", "b", "b"),
+        ("code.path", "..", ".."),
+        ("task.args.lr", "0.00001", 0.00001),
+        ("labels.mood", "😀", "😀"),
+        ("policy.max_failures", "0", 0),
+        ("checkpoint.every_steps", "7", 7),
+        ("resources.cpus_per_rank", "2", 2),
+    ],
+)
+def test_every_key_can_be_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: str, wanted: str | float
+) -> None:
+    """What the file says is what was set, and it is a spec."""
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    text = "class Mine:\n    def __init__(self, lr=0.1): ...\n    def build(self, ctx): ...\n    def loss(self, m, b): ...\n"
+    Path("mine.py").write_text(text)
+    done = CliRunner().invoke(app, ["init", "--set", f"{key}={value}", "mine.py"])
+    assert done.exit_code == 0, done.output
+    found = yaml.safe_load(Path("mine.yaml").read_text())
+    for part in key.split("."):
+        found = found[part]
+    assert found == wanted and type(found) is type(wanted)
+
+
+def test_keys_that_init_cannot_set_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fit.py").write_text("import torch\n")
+    (tmp_path / "other").mkdir()
+    wrong = {
+        "python=3": "--set python: name an interpreter",
+        "code=x": "--code DIR",
+        "code.source=nodes": "--code DIR",
+        "code.path=other": "is not below --code other",
+        "task.args.lr=1": "/task/entrypoint",
+    }
+    for given, why in wrong.items():
+        done = CliRunner().invoke(app, ["init", "--set", given, "fit.py"])
+        assert done.exit_code == 5 and why in done.stderr and "Traceback" not in done.output, (given, done.output)
+    assert not list(tmp_path.glob("*.yaml"))
 
 
 def test_wrong_commands_end_with_their_code_and_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

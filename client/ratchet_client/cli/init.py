@@ -59,13 +59,17 @@ def init(
     from ratchet_contract.errors import Refused
 
     found = command.parse_command(words, os.environ)
-    place = project.locate(found.script, code)
+    given: dict[str, Any] = {}
+    override(given, sets, {})
+    place = project.locate(found.script, _code(given, code))
     facts = reading.read_script(place.script, place.code)
-    python = project.environment_of(found.python, os.environ)
+    python = _python(given) or project.environment_of(found.python, os.environ)
     way = advice.way_of(facts, place)
     notes = advice.notes(found, facts, place, python)
     spec = spec_yaml.make_spec(found, facts, place, way, name=name)
     override(spec, sets, {})
+    for key in ("code", "python"):  # as ``place`` and ``python`` have them
+        spec.pop(key, None)
     target = file or Path(f"{place.script.stem}.yaml")
     if not to_stdout and target.exists() and not force:
         raise Refused(
@@ -78,12 +82,39 @@ def init(
     if not to_stdout:
         target.write_text(text, encoding="utf-8")
     if as_json:
-        output.line(_document(spec, place, notes, found, None if to_stdout else target))
+        output.line(_document(spec, place, python, notes, found, None if to_stdout else target))
     elif to_stdout:
         output.line(text.rstrip("\n"))
     _tell(notes, found)
     if not to_stdout:
         _next(ctx, target)
+
+
+def _code(given: dict[str, Any], code: Path | None) -> Path | None:
+    """The directory that ``--code`` or ``--set code.path`` names. Raises ``Refused``."""
+    from ratchet_contract.errors import Refused
+
+    named = given.get("code", {})
+    path = named.get("path") if isinstance(named, dict) else None
+    if path is None and "code" not in given:
+        return code
+    if not isinstance(path, str) or not path or set(named) - {"path"}:
+        raise Refused(
+            "--set code: init makes a snapshot of a directory: name it by --set code.path=DIR, or by --code DIR"
+        )
+    if code is not None and code.expanduser().resolve() != Path(path).expanduser().resolve():
+        raise Refused(f"--code {code} and --set code.path={path} name two directories: leave one out")
+    return Path(path)
+
+
+def _python(given: dict[str, Any]) -> Path | None:
+    """What ``--set python`` names. Raises ``Refused``."""
+    from ratchet_contract.errors import Refused
+
+    named = given.get("python")
+    if named is not None and (not isinstance(named, str) or not named):
+        raise Refused("--set python: name an interpreter, or the directory of an environment")
+    return None if named is None else Path(named).expanduser().absolute()
 
 
 def _typed(words: list[str]) -> str:
@@ -95,11 +126,13 @@ def _typed(words: list[str]) -> str:
     return shlex.join(word for i, word in enumerate(whole) if not (word == "--" and i == 2 and whole is not words))
 
 
-def _document(spec: dict[str, Any], place: Any, notes: list[Note], found: Command, target: Path | None) -> str:
+def _document(
+    spec: dict[str, Any], place: Any, python: Path | None, notes: list[Note], found: Command, target: Path | None
+) -> str:
     import json
     from dataclasses import asdict
 
-    whole = {**spec, "code": {"path": str(place.code)}}
+    whole = {**spec, "code": {"path": str(place.code)}} | ({} if python is None else {"python": str(python)})
     document = {
         "file": None if target is None else str(target.absolute()),
         "spec": whole,

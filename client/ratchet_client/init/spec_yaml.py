@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+
+import yaml
 
 from ratchet_client.init.advice import Note, Way, device_of, hook_block
 from ratchet_client.init.command import Command
@@ -76,18 +78,19 @@ def render(
                   f"ratchet submit {file} --dry-run"),
         "#", *(line for note in notes for line in _comment(note.text, "! " if note.serious else "- ")),
         *(line for option, why in command.dropped.items() for line in _comment(f"{option} is not needed: {why}", "- ")),
-        f"name: {spec['name']}",
+        f"name: {flow(spec['name'])}",
         _line("code", {"path": _relative(place.code, base)}, "copied at submission; ranks start in a writable copy"),
         _line("script", spec["script"], "below code.path") if "script" in spec else _line("task", spec["task"], None),
-        _python(python), _environment(spec, command),
+        _python(python), _environment(spec),
         _line("world", spec["world"], _world(command)), *_hook(spec, facts, way), *_checkpoint(spec, way),
         _policy(spec, command),
     ]  # fmt: skip
-    known = ("name", "script", "task", "env", "world", "hook", "checkpoint", "policy")
+    known = ("name", "script" if "script" in spec else "task", "env", "world", "hook", "checkpoint", "policy")
     lines += [_line(key, value, None) for key, value in spec.items() if key not in known]
     text = "\n".join(lines) + "\n"
     data = load_spec_text(text)
-    assert {key: value for key, value in data.items() if key not in ("code", "python")} == dict(spec), text
+    written = {key: value for key, value in data.items() if key not in ("code", "python")}
+    assert written == dict(spec), "the file would say something else"
     data["code"]["path"] = str(place.code)
     parse_spec(data)
     return text
@@ -114,7 +117,10 @@ def flow(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(flow(item) for item in value) + "]"
     plain = isinstance(value, str) and re.fullmatch(r"\.{0,2}[A-Za-z_/][\w/.-]*|\.{1,2}", value)
-    return value if plain and load_spec_text(value) == value else json.dumps(value)
+    if plain and load_spec_text(value) == value:
+        return str(value)
+    style = '"' if isinstance(value, str) else None
+    return str(yaml.safe_dump(value, default_style=style, width=math.inf)).splitlines()[0]
 
 
 def _comment(text: str, mark: str = "") -> list[str]:
@@ -130,8 +136,8 @@ def _python(python: Path | None) -> str:
     return _line("python", str(python), "your environment; it needs ratchet-train[worker]")
 
 
-def _environment(spec: Mapping[str, Any], command: Command) -> str:
-    if command.env:
+def _environment(spec: Mapping[str, Any]) -> str:
+    if "env" in spec:
         return _line("env", spec["env"], "variables of every rank")
     return (
         '# env: {OMP_NUM_THREADS: "1"}  # variables that stood in front of your command; torchrun itself sets this one'
