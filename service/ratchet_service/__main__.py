@@ -12,7 +12,7 @@ from ratchet_contract import environment
 from ratchet_service import backup, log_format, token_command
 from ratchet_service.bounds import Bounds, parse_bounds
 from ratchet_service.confined import Limits
-from ratchet_service.database import password_of
+from ratchet_service.database import passwords
 from ratchet_service.listening import Listening, StartError
 from ratchet_service.queue_preemption import SCOPES
 from ratchet_service.settings import Settings
@@ -23,7 +23,7 @@ DEFAULT_PORT: Final = 0
 def main(argv: list[str] | None = None) -> int:
     """The exit status: 0 after a clean end, 2 when the service could not start or a token could not be made."""
     options = _parser().parse_args(argv)
-    log_format.configure(options.log_level, options.log_format, password_of(options.database_url))
+    log_format.configure(options.log_level, options.log_format, passwords(options.database_url, os.environ))
     home = options.home.expanduser().absolute()
     try:
         if options.command == "token":

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +24,12 @@ from ratchet_service import clock as clocks
 from ratchet_service.clock import Clock
 
 BUSY_TIMEOUT_MS: Final = 20_000
+PING_SECONDS: Final = 2
+"""For PostgreSQL's answer to ``Database.ping``, and for the connection that it is asked on. libpq takes no less."""
+_POSTGRES_FORM: Final = (
+    "it is postgresql://USER:PASSWORD@HOST:PORT/DATABASE, where %40 stands for an @ of the password, %3A for : and %2F for /; "
+    "or leave :PASSWORD out, and set PGPASSWORD or PGPASSFILE, where nothing is replaced"
+)
 _READ_ONLY: Final = "ratchet_read_only"
 _SQLITE_OPTIONS: Final[dict[str, Any]] = {
     "pool_size": 10,
@@ -50,8 +56,14 @@ def sqlite_url(path: Path) -> str:
 
 
 def normalise_url(url: str) -> URL:
-    """``postgres://`` and ``postgresql://`` mean psycopg 3. Raises ``ValueError`` for other databases."""
-    parsed = make_url(url)
+    """``postgres://`` and ``postgresql://`` mean psycopg 3. Raises ``ValueError`` for other databases, and for what is no URL: of
+    that the message has nothing, since any part of it may be a part of the password."""
+    try:
+        parsed = make_url(url)
+    except (sa.exc.ArgumentError, ValueError):
+        raise ValueError(f"the database URL cannot be understood: {_POSTGRES_FORM}") from None
+    if parsed.drivername.startswith("postgres") and url.count("@") > 1:
+        raise ValueError(f"the database URL has more than one @: {_POSTGRES_FORM}")
     if parsed.drivername in ("postgres", "postgresql", "postgresql+psycopg"):
         return parsed.set(drivername="postgresql+psycopg")
     if parsed.drivername in ("sqlite", "sqlite+pysqlite"):
@@ -63,13 +75,18 @@ def normalise_url(url: str) -> URL:
     raise ValueError(f"database {parsed.drivername!r} is not supported: use sqlite:///FILE or postgresql://...")
 
 
-def password_of(url: str | None) -> list[str]:
-    """What no log may have; nothing where the URL has none, or is none."""
-    try:
+def printable(url: URL) -> str:
+    """The URL for people: without its password, and without its query, which may hold another."""
+    return url.set(query={}).render_as_string(hide_password=True)
+
+
+def passwords(url: str | None, environ: Mapping[str, str]) -> list[str]:
+    """What no log may have: the password of the URL, and the one that ``environ`` has for libpq."""
+    found = [environ.get("PGPASSWORD")]
+    with suppress(sa.exc.ArgumentError, ValueError):
         parsed = make_url(url or "")
-    except sa.exc.ArgumentError:
-        return []
-    return [text for text in (parsed.password, parsed.query.get("password")) if isinstance(text, str) and text]
+        found += [text for text in (parsed.password, parsed.query.get("password")) if isinstance(text, str)]
+    return [text for text in found if text]
 
 
 def _postgres_options(url: URL) -> dict[str, Any]:
@@ -85,6 +102,12 @@ def _postgres_options(url: URL) -> dict[str, Any]:
         "pool_size": 5, "max_overflow": 15, "pool_timeout": 30, "pool_pre_ping": True, "pool_recycle": 1800,
         "connect_args": connect,
     }  # fmt: skip
+
+
+def _pinger(url: URL) -> Engine:
+    milliseconds = 1000 * PING_SECONDS
+    connect = {"connect_timeout": PING_SECONDS, "tcp_user_timeout": milliseconds, "prepare_threshold": None}
+    return sa.create_engine(url, poolclass=sa.NullPool, connect_args=connect)
 
 
 class Database:
@@ -109,6 +132,7 @@ class Database:
         self._writing = threading.Lock()
         self._info = clocks.info(self.clock)
         self._reader = self.engine.execution_options(**{_READ_ONLY: True})
+        self._pinger = _pinger(self.url) if postgres else self._reader
 
     @property
     def is_sqlite(self) -> bool:
@@ -139,9 +163,10 @@ class Database:
             yield session
 
     def ping(self) -> None:
-        """Raises SQLAlchemy's errors when the database does not answer."""
-        with self.read() as session:
-            session.execute(sa.select(1))
+        """Raises SQLAlchemy's errors when the database does not answer. PostgreSQL gets ``PING_SECONDS`` for each step, on a
+        connection of its own: those of the pool would wait for a server that is gone until its network says so."""
+        with self._pinger.connect() as connection:
+            connection.execute(sa.select(1))
 
     def dispose(self) -> None:
         self.engine.dispose()

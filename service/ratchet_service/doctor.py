@@ -24,7 +24,7 @@ from ratchet_contract import environment
 from ratchet_contract.findings import Finding, ProbeReport, failed, ok, warning
 from ratchet_contract.paths import HomePaths
 from ratchet_service import doctor_jobs, migrate
-from ratchet_service.database import Database, normalise_url
+from ratchet_service.database import Database, normalise_url, printable
 from ratchet_service.models import Base
 from ratchet_service.settings import Settings
 
@@ -49,13 +49,12 @@ def probe(settings: Settings) -> list[Finding]:
     """The database that ``ratchet serve`` would use with these settings."""
     try:
         url = normalise_url(settings.url)
-    except (ValueError, SQLAlchemyError) as error:
-        words = str(error) if isinstance(error, ValueError) else "it is no URL that SQLAlchemy understands"
+    except ValueError as error:
         return [
             failed(
                 "database",
                 "wrong URL",
-                detail=words,
+                detail=str(error),
                 cure=f"set {environment.DATABASE_URL} to sqlite:////path/ratchet.db or postgresql://user@host/name",
             )
         ]
@@ -125,7 +124,7 @@ def _damaged(path: Path, why: str) -> Finding:
 
 
 def _postgres(url: URL, home: HomePaths) -> list[Finding]:
-    shown = url.render_as_string(hide_password=True)
+    shown = printable(url)
     try:
         database = Database(url.render_as_string(hide_password=False))
     except ModuleNotFoundError as error:

@@ -11,14 +11,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Generic, Literal, TypeVar, cast
 
 from pydantic import BaseModel
+from sqlalchemy.exc import SQLAlchemyError
 
 from ratchet_contract.errors import Refused
 from ratchet_contract.paths import HomePaths
 from ratchet_service import disk, migrate
 from ratchet_service.database import Database
+
+T = TypeVar("T")
 
 ROUND_SECONDS: Final = 60.0
 """A reconciler of this process that has ended no round for so long hangs, on a file system that does not answer perhaps."""
@@ -27,7 +30,8 @@ FAILED_ROUNDS: Final = 5
 BEAT_SECONDS: Final = 2.0
 """Between two marks of a reconciler in the run directory."""
 PROBE_SECONDS: Final = 1.0
-"""For so long an answer of the run directory's stands: anybody may ask ``/readyz``, and none can make the disk write at will."""
+"""For so long an answer of the run directory's or the database's stands: anybody may ask ``/readyz``, and none can make the disk
+write, or connections be made, at will."""
 _SILENT_SECONDS: Final = 15.0
 """Other processes' reconcilers that have left no mark for so long are told as silent."""
 
@@ -83,28 +87,28 @@ class Beat:
 
 
 @dataclass
-class Disk:
-    """Can the run directory be written? Tried once in ``PROBE_SECONDS``, however many ask; they wait for who tries."""
+class Looks(Generic[T]):
+    """A look that is made once in ``PROBE_SECONDS``, however many ask; they wait for who makes it."""
 
     clock: Callable[[], float] = time.monotonic
-    _tried_at: float | None = None
-    _found: str | Refused = ""
+    _made_at: float | None = None
+    _found: T | Exception | None = None
     _one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
 
-    def look(self, home: Path) -> str:
-        """Raises ``Unready``, or the refusal of a full disk."""
+    def look(self, make: Callable[[], T]) -> T:
+        """What ``make`` returns, or raises: a refusal, or SQLAlchemy's errors."""
         with self._one_at_a_time:
             now = self.clock()
-            if self._tried_at is None or now - self._tried_at >= PROBE_SECONDS:
+            if self._made_at is None or now - self._made_at >= PROBE_SECONDS:
                 try:
-                    self._found = _writable(home)
-                except Refused as error:
+                    self._found = make()
+                except (Refused, SQLAlchemyError) as error:
                     self._found = error
-                self._tried_at = self.clock()  # from the answer on: who waited for a slow disk does not ask it again
+                self._made_at = self.clock()  # from the answer on: who waited for a slow disk does not ask it again
             found = self._found
-        if isinstance(found, Refused):
+        if isinstance(found, Exception):
             raise found
-        return found
+        return cast(T, found)
 
 
 @dataclass
@@ -114,7 +118,8 @@ class Health:
     stopping: bool = False
     beat: Beat | None = None
     told: str | None = None
-    disk: Disk = field(default_factory=Disk)
+    disk: Looks[str] = field(default_factory=Looks)
+    database: Looks[None] = field(default_factory=Looks)
 
     def is_news(self, code: str | None) -> bool:
         """Is it another answer than the last one? Probes ask every few seconds, and the log is to have it once."""
@@ -127,12 +132,12 @@ def check(health: Health, database: Database, paths: HomePaths) -> dict[str, Com
     SQLAlchemy's, where the database does not answer."""
     if health.stopping:
         raise Unready("the service is ending: it takes no new requests", code="shutting-down")
-    database.ping()
+    health.database.look(database.ping)
     found = {"database": Component(detail=_schema(database))}
     full = disk.without_room(database)
     if full is not None:
         raise full
-    found["run_directory"] = Component(detail=health.disk.look(paths.home))
+    found["run_directory"] = Component(detail=health.disk.look(lambda: _writable(paths.home)))
     found["reconciler"] = _reconciler(health.beat, paths)
     return found
 

@@ -20,7 +20,7 @@ from ratchet_contract.messages import ServiceFile
 from ratchet_contract.paths import HomePaths
 from ratchet_service import disk, migrate, slot_host, worker_user
 from ratchet_service.app import create_app
-from ratchet_service.database import Database
+from ratchet_service.database import Database, printable
 from ratchet_service.health import Health
 from ratchet_service.http_server import Ending, Server, signals
 from ratchet_service.instruments import Instruments
@@ -219,7 +219,7 @@ def open_database(settings: Settings) -> Database:
         raise StartError(error.detail) from None
     except Exception as error:
         database.dispose()
-        shown = database.url.render_as_string(hide_password=True)
+        shown = printable(database.url)
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise StartError(f"the database {shown} cannot be opened or brought up to date: {first}") from error
     disk.reserve(database)

@@ -15,7 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from ratchet_contract.access import OWNER_PATTERN, SCOPES, Role, Scope
 from ratchet_contract.api_access import DEFAULT_DAYS, MAX_DAYS
 from ratchet_service import migrate, tokens
-from ratchet_service.database import Database
+from ratchet_service.database import Database, printable
 from ratchet_service.listening import StartError
 from ratchet_service.models import ApiToken
 from ratchet_service.settings import Settings
@@ -84,7 +84,7 @@ def _open(settings: Settings) -> Database:
         database = Database(settings.url)
     except ValueError as error:
         raise StartError(str(error)) from None
-    shown = database.url.render_as_string(hide_password=True)
+    shown = printable(database.url)
     try:
         if database.is_sqlite and not Path(database.url.database or "").exists():  # which opening it would make
             raise StartError(f"there is no database {shown}: {_FIRST}")

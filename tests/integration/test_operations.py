@@ -77,16 +77,19 @@ def test_who_asks_again_and_again_does_not_make_the_disk_write(api: Api, monkeyp
         return real(**arguments)
 
     monkeypatch.setattr(health.tempfile, "TemporaryFile", counted)
-    probe = health.Disk(clock=lambda: seconds[0])
-    home = api.settings.paths.home
-    assert {probe.look(home)[:7] for _ in range(20)} == {"written"} and len(written) == 1
+    looks = health.Looks[str](clock=lambda: seconds[0])
+
+    def look() -> str:
+        return looks.look(lambda: health._writable(api.settings.paths.home))
+
+    assert {look()[:7] for _ in range(20)} == {"written"} and len(written) == 1
     seconds[0] += health.PROBE_SECONDS
     for _ in range(5):
         with pytest.raises(health.Unready, match="Read-only"):
-            probe.look(home)
+            look()
     assert len(written) == 2
     seconds[0] += health.PROBE_SECONDS
-    assert probe.look(home).startswith("written")
+    assert look().startswith("written")
     before = len(written)
 
     def slow(**arguments: Any) -> Any:
@@ -98,7 +101,7 @@ def test_who_asks_again_and_again_does_not_make_the_disk_write(api: Api, monkeyp
     for _ in range(
         5
     ):  # who waited for a disk that answers slowly has its answer, and does not ask again, one after the other
-        probe.look(home)
+        look()
     assert len(written) == before + 1
     monkeypatch.setattr(health.tempfile, "TemporaryFile", counted)
     before = len(written)

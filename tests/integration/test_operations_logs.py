@@ -15,7 +15,7 @@ import pytest
 
 from ratchet_contract.access import Role
 from ratchet_service import log_format
-from ratchet_service.database import Database, password_of
+from ratchet_service.database import Database, passwords
 from ratchet_service.usecases import queries
 from tests.support.api import Api
 from tests.support.plane import Plane
@@ -93,7 +93,7 @@ def test_the_reconciler_says_which_attempt_it_speaks_of(tmp_path: Path, database
 def test_no_secret_gets_into_a_line(database: Database, log: Log) -> None:
     token = make_token(database, "local", Role.ADMIN)
     for url in (f"postgresql://u:{SECRET}@h/d", f"postgresql://h/d?password={SECRET}"):
-        assert password_of(url) == [SECRET]
+        assert passwords(url, {}) == [SECRET]
     logger = logging.getLogger("somebody.elses")
     logger.info("token %s, Authorization: Bearer %s", token, token)
     logger.warning("could not connect to postgresql://someone:other-password@host/d with %s", SECRET)

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+from sqlalchemy.engine import make_url
 
+from deploy import constraints
 from ratchet_contract.paths import HomePaths
+from ratchet_service.database import PING_SECONDS
 from ratchet_service.launchers.table import load
 from tests.support.deployment import options_of
 
 ROOT = Path(__file__).parents[2]
-COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+FILE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+COMPOSE: dict[str, Any] = FILE["services"]
+OURS = [name for name, part in COMPOSE.items() if "build" in part]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXACT_TAG = re.compile(r"[\w./-]+:\d+\.\d+(\.\d+)?-[\w-]+")
 DOCKERFILES = sorted((ROOT / "deploy").glob("Dockerfile.*"))
 
 
@@ -38,25 +50,111 @@ def test_each_command_is_taken_by_the_command_line_and_by_the_service(
         assert options.no_reconciler and options.insecure_http and options.port == 8000
 
 
+def lines_of(path: Path) -> list[str]:
+    """The instructions of a Dockerfile, one a line."""
+    text = re.sub(r"\\\n\s*", "", path.read_text())
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
+
+
 def test_what_is_built_and_copied_is_there() -> None:
-    for part in COMPOSE.values():
-        if "build" in part:
-            assert ROOT / part["build"]["dockerfile"] in DOCKERFILES
+    for name in OURS:
+        assert ROOT / COMPOSE[name]["build"]["dockerfile"] in DOCKERFILES
     for path in DOCKERFILES:
-        for line in path.read_text().splitlines():
-            if line.startswith("COPY "):
+        for line in lines_of(path):
+            if line.startswith("COPY ") and "--from" not in line:
                 assert all((ROOT / source).exists() for source in line.split()[1:-1]), line
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_an_image_copies_all_packages_installs_extras_that_exist_and_runs_as_one_user_of_all(path: Path) -> None:
-    text = path.read_text()
+def test_an_image_has_all_packages_and_runs_as_one_user_of_all(path: Path) -> None:
+    lines = lines_of(path)
     packages = {folder.parent.name for folder in ROOT.glob("[a-z]*/ratchet_*/")}
-    assert packages <= set(re.findall(r"^COPY (\w+) \1$", text, re.MULTILINE))
-    (extras,) = re.findall(r'pip install --no-cache-dir "\.\[([\w,]+)\]"', text)
-    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {"service", "postgres", "kubernetes"} <= set(extras.split(",")) <= set(known)
-    assert "USER 10001:10001" in text and "--gid 10001" in text and "--uid 10001" in text
+    assert {f"COPY {name} {name}" for name in packages} <= set(lines)
+    assert "USER 10001:10001" in lines and any("--gid 10001" in line and "--uid 10001" in line for line in lines)
+    assert f'org.opencontainers.image.version="{PROJECT["version"]}"' in path.read_text()
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_a_changed_source_file_leaves_the_layers_of_dependencies_as_they_are(path: Path) -> None:
+    """In the last stage, all that takes packages from an index comes before what Ratchet is, and within the constraints."""
+    lines = lines_of(path)
+    last = lines[max(i for i, line in enumerate(lines) if line.startswith("FROM ")) :]
+    own = next(i for i, line in enumerate(last) if "from=wheel" in line)
+    installs = [(i, line) for i, line in enumerate(last) if "pip install" in line]
+    for i, line in installs:
+        assert (i < own and "-c constraints.txt" in line) or (i >= own and "--no-deps" in line), line
+    copied = [line for line in last[:own] if line.startswith("COPY ")]
+    assert {source for line in copied for source in line.split()[1:-1]} <= {
+        "pyproject.toml",
+        "deploy/requirements.py",
+        "deploy/constraints.txt",
+    }
+
+
+def test_bases_are_named_by_an_exact_version() -> None:
+    for path in DOCKERFILES:
+        (base,) = {line.partition("=")[2] for line in lines_of(path) if line.startswith("ARG PYTHON=")}
+        assert EXACT_TAG.fullmatch(base), base
+        assert {line.split()[1] for line in lines_of(path) if line.startswith("FROM ")} == {"${PYTHON}"}
+    assert EXACT_TAG.fullmatch(COMPOSE["database"]["image"])
+    assert all(COMPOSE[name]["image"].endswith(f":{PROJECT['version']}") for name in OURS)
+
+
+def test_the_constraints_have_a_version_of_every_package_that_an_image_installs_and_it_is_one_that_ratchet_takes() -> (
+    None
+):
+    text = (ROOT / "deploy" / "constraints.txt").read_text()
+    assert "--hash" not in text and "://" not in text and "@" not in text
+    pins = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            name, _, version = line.partition("==")
+            pins[name] = Version(version)
+    wanted = constraints.requirements()
+    for line in wanted:
+        requirement = Requirement(line)
+        assert pins[canonicalize_name(requirement.name)] in requirement.specifier, line
+    assert set(constraints.closure(wanted)) <= set(pins), "python deploy/constraints.py > deploy/constraints.txt"
+    extras = {
+        extra
+        for path in DOCKERFILES
+        for extra in re.findall(r"^ARG EXTRAS=(\S+)", path.read_text(), re.M)[0].split(",")
+    }
+    given = {extra for name in OURS for extra in COMPOSE[name]["build"]["args"]["EXTRAS"].split(",")}
+    assert given <= extras <= set(constraints.EXTRAS)
+
+
+def test_an_image_asks_for_what_the_project_asks_for_with_its_extras() -> None:
+    command = [sys.executable, str(ROOT / "deploy" / "requirements.py"), "service,postgres"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    optional = PROJECT["optional-dependencies"]
+    assert told[:-1] == [*PROJECT["dependencies"], *optional["service"], *optional["postgres"]]
+
+
+def test_after_a_crash_or_a_reboot_everything_starts_again_and_each_part_says_whether_it_is_well() -> None:
+    for name, part in COMPOSE.items():
+        assert part["restart"] == "unless-stopped", name
+        check = part["healthcheck"]
+        assert {"start_period", "start_interval", "interval", "timeout", "retries"} <= set(check), name
+        assert part["logging"]["driver"] == "local" and part["pids_limit"] > 0, name  # json-file would grow for ever
+    database = COMPOSE["database"]["healthcheck"]["test"]
+    assert "pg_isready" in database and "127.0.0.1" in database, "on its socket a server answers that goes again"
+
+
+def test_containers_have_no_more_rights_than_they_need() -> None:
+    for name in OURS:
+        part = COMPOSE[name]
+        assert part["cap_drop"] == ["ALL"] and part["read_only"] is True, name
+        assert "no-new-privileges:true" in part["security_opt"], name
+    assert FILE["name"] == "ratchet", "else another clone's directory is another project, with empty volumes"
+
+
+def test_every_readiness_check_waits_longer_than_the_database_is_given() -> None:
+    for name in OURS:
+        test = " ".join(COMPOSE[name]["healthcheck"]["test"])
+        if "/readyz" in test:
+            (within,) = re.findall(r"timeout=(\d+)", test)
+            assert 2 * PING_SECONDS < int(within) < int(COMPOSE[name]["healthcheck"]["timeout"].removesuffix("s")), name
 
 
 def test_the_build_arguments_that_compose_gives_are_those_that_the_files_take() -> None:
@@ -78,7 +176,19 @@ def test_api_and_trainer_read_the_same_launchers_file_which_names_what_trains_th
 def test_the_port_is_published_on_loopback_only_and_no_password_is_written_down() -> None:
     assert COMPOSE["api"]["ports"] == ["127.0.0.1:8000:8000"]
     assert all("ports" not in part for name, part in COMPOSE.items() if name != "api")
-    assert COMPOSE["database"]["environment"]["POSTGRES_PASSWORD"].startswith("${RATCHET_DB_PASSWORD:?")
+    password = COMPOSE["database"]["environment"]["POSTGRES_PASSWORD"]
+    assert password.startswith("${RATCHET_DB_PASSWORD:?")
+    for part in COMPOSE.values():  # beside the URL, where no character of it means anything
+        if "RATCHET_DATABASE_URL" in part["environment"]:
+            assert part["environment"]["PGPASSWORD"] == password
+            assert make_url(part["environment"]["RATCHET_DATABASE_URL"]).password is None
+
+
+def test_the_file_with_the_password_is_in_no_commit_and_no_image() -> None:
+    variables = set(re.findall(r"\$\{(\w+)", (ROOT / "docker-compose.yml").read_text()))
+    example = (ROOT / ".env.example").read_text()
+    assert all(f"{name}=" in example for name in variables)
+    assert all(".env" in (ROOT / name).read_text().splitlines() for name in (".gitignore", ".dockerignore"))
 
 
 def test_the_unit_of_a_login_node_starts_a_service_with_the_launchers_that_lie_beside_it(
