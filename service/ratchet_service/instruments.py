@@ -47,6 +47,7 @@ _REASONS: Final = frozenset(
         "backoff",
         "no-launcher",
         "engine-queue",
+        "engine-unreachable",
         "reconcile-error",
         "disk-full",
         "exit-code",

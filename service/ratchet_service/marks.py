@@ -16,7 +16,7 @@ from ratchet_service import steady
 from ratchet_service.clock import Clock
 from ratchet_service.models import Attempt
 from ratchet_service.steady import Count
-from ratchet_service.watched import Watch
+from ratchet_service.watched import WAITING, Watch
 
 RUN: Final = "run"
 """No deadline of its own: what ``policy.timeout`` is about."""
@@ -40,7 +40,7 @@ def running(watch: Watch) -> dict[str, float]:
     """The deadlines that run, each with the monotonic time since which it does. In an engine's queue no start is due."""
     if watch.killing:
         return {}
-    starts = watch.running_since is None and watch.said is None
+    starts = watch.running_since is None and (watch.said is None or watch.said[0] != WAITING)
     since = {
         LAUNCH: watch.waited_until if starts else None,
         WISH: watch.wished_since,

@@ -22,6 +22,8 @@ from ratchet_service.models import Job
 
 STOPPED: Final = "agent-stopped"
 KILLED: Final = "agent-killed"
+WAITING: Final = "engine-queue"
+"""Reason of a job that waits in its engine's queue, or for room for its request; the message is the engine's."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,11 @@ class Watch:
     looked_at: float
     running_since: float | None = None  # so that what lies behind it is what the attempt has run
     submitted: bool = False
-    submit_at: float | None = None  # not before; the engine was away
+    submit_at: float | None = None  # not before; the engine was away or full
+    full: str | None = None  # the engine had no room for the request, and why
     recorded: frozenset[int] = frozenset()  # nodes whose agent's pid is in the database
-    said: str | None = None  # why it waits, as the job's row has it
-    unreachable: bool = False
+    said: tuple[str, str] | None = None  # why it waits, as reason and message of the job's row
+    said_under: Desired = Desired.RUN  # the wish then: another one has cleared the row
     wished_since: float | None = None  # the first look that saw the wish to end it
     wish_of: float | None = None  # which wish that is: ``Wish.which``
     stopped_at: float | None = None

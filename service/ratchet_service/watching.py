@@ -30,6 +30,7 @@ from ratchet_service.launchers.base import (
     AttemptRef,
     AttemptState,
     EngineBusy,
+    EngineFull,
     EngineUnreachable,
     LaunchError,
     LaunchPlan,
@@ -45,6 +46,7 @@ from ratchet_service.watch_rules import Deed, Do
 from ratchet_service.watched import (
     KILLED,
     STOPPED,
+    WAITING,
     Timing,
     Watch,
     Wish,
@@ -56,9 +58,7 @@ from ratchet_service.watched import (
 log = logging.getLogger(__name__)
 
 UNREACHABLE: Final = "engine-unreachable"
-WAITING: Final = "engine-queue"
-"""Reason of a job that waits in its engine's queue; the message is the engine's."""
-_OVER: Final = (WAITING, NO_LAUNCHER)
+_OVER: Final = (WAITING, UNREACHABLE, NO_LAUNCHER)
 """Reasons that are taken away once the attempt is looked after and out of the queue."""
 _SUBMIT_AGAIN: Final = 2.0
 """Seconds."""
@@ -122,7 +122,8 @@ class Watcher:
                 waited_until=now,
                 looked_at=now,
                 running_since=None if ran is None else now - ran,
-                said=job.message if job.reason in _OVER else None,
+                said=(job.reason, job.message or "") if job.reason in _OVER else None,
+                said_under=job.desired,
                 trouble=job.message if job.reason == RECONCILE_ERROR else None,
             )
             remember(session, watch, now)
@@ -143,28 +144,31 @@ class Watcher:
 
     def _submit(self, watch: Watch, plan: LaunchPlan) -> None:
         self._sure(watch)
-        watch.submitted = True
+        watch.submitted, watch.full = True, None
         try:
             watch.launcher.submit(plan)
-        except EngineUnreachable:
+        except (EngineFull, EngineUnreachable) as error:
             watch.submitted, watch.submit_at = False, self._database.clock.monotonic() + _SUBMIT_AGAIN
-            raise
+            if not isinstance(error, EngineFull):
+                raise
+            watch.full = error.detail
         except LaunchError as error:
             watch.forced, watch.message = Cause.LAUNCHER_ERROR, error.detail
 
     def look(self, watch: Watch, wish: Wish) -> Decision | None:
         """One round. Returns the decision that ended the attempt, or None while it goes on. What the engine does not tell now
         is told later: nothing is concluded from its silence."""
+        if watch.said_under is not wish.desired:
+            watch.said, watch.said_under = None, wish.desired
         try:
             decision = self._look(watch, wish)
         except EngineBusy:
             return None
         except EngineUnreachable as error:
-            if not watch.unreachable:
-                watch.unreachable = True
+            if watch.said is None or watch.said[0] != UNREACHABLE:
                 self._note(watch, UNREACHABLE, None, error.detail)
+            self._tell(watch, self._database.clock.monotonic(), reason=UNREACHABLE, message=error.detail)
             return None
-        watch.unreachable = False
         return decision
 
     def _look(self, watch: Watch, wish: Wish) -> Decision | None:
@@ -174,7 +178,8 @@ class Watcher:
         fresh = {i for i, node in enumerate(state.nodes) if node.seen} - watch.recorded
         if fresh:
             self._record(watch, state, fresh, now, wall)
-        self._tell_waiting(watch, state, now)
+        if state.waiting is not None:
+            watch.waited_until = now
         deed = watch_rules.deed(watch, state, wish, now, wall, self._timing)
         match deed.do:
             case Do.SUBMIT:
@@ -188,10 +193,18 @@ class Watcher:
             case Do.KILL | Do.KILL_LOST | Do.KILL_LINGERING:
                 self._kill(watch, state, deed)
             case Do.FINISH:
-                return self._finish(watch, state, now)
+                decision = self._finish(watch, state, now)
+                if decision is not None:
+                    return decision
             case Do.WAIT:
                 if marks.due(watch, now):
                     self._mark(watch, now)
+        made = watch.submitted or state.alive or state.seen
+        waiting = state.waiting if made else watch.full
+        if waiting is not None:
+            self._tell(watch, now, reason=WAITING, message=waiting)
+        elif made:  # else what came of the last try to submit it holds
+            self._tell(watch, now)
         return None
 
     def failed(self, watch: Watch, error: Exception) -> None:
@@ -303,20 +316,19 @@ class Watcher:
                     node.host, node.pid, node.start_time = agent.host, agent.pid, agent.start_time
         watch.recorded |= fresh
 
-    def _tell_waiting(self, watch: Watch, state: AttemptState, now: float) -> None:
-        """Why the engine has not started it, on the job's row; written when it changes, and taken away when it is over."""
-        if state.waiting is not None:
-            watch.waited_until = now
-        if state.waiting == watch.said:
+    def _tell(self, watch: Watch, now: float, *, reason: str | None = None, message: str = "") -> None:
+        """Why the engine does not start it, or is not heard, on the job's row; written when it changes, taken away when it is
+        over."""
+        why = None if reason is None else (reason, message)
+        if why == watch.said:
             return
         with self._database.write() as session:
             job = hold(session, watch.lease)
-            if state.waiting is not None:
-                job.reason, job.message = WAITING, state.waiting
-            elif job.reason in _OVER:
-                job.reason = job.message = None
-            marks.write(session, replace(watch, said=state.waiting), now, self._database.clock.boot())
-        watch.said = state.waiting
+            if job.reason in (None, RECONCILE_ERROR, *_OVER):
+                job.reason, job.message = why or (None, None)
+            if WAITING in (reason, watch.said and watch.said[0]):  # its launch deadline ends or begins
+                marks.write(session, replace(watch, said=why), now, self._database.clock.boot())
+        watch.said = why
 
     def tell_jump(self, session: Session, watches: Collection[Watch], seconds: float) -> list[Watch]:
         """The wall clock has jumped while attempts were looked after: their histories tell, since their times do not. Returns

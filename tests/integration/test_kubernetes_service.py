@@ -52,9 +52,13 @@ class Site:
             raise AssertionError(f"{error}: {self.server.job(job_id)}") from None
 
     def running(self, job_id: str) -> None:
-        """The pod of its first attempt runs."""
+        """The pods of its first attempt run."""
         name = f"{job_id}-a0001"
-        wait_for(lambda: [p["status"]["phase"] for p in self.cluster.pods(name)] == ["Running"], "its pod to run", 60)
+
+        def look() -> bool:
+            return {pod["status"]["phase"] for pod in self.cluster.pods(name)} == {"Running"}
+
+        wait_for(look, "its pods to run", 60)
 
     def failed(self, job_id: str) -> dict[str, Any]:
         """Its only attempt, which has failed the job."""
@@ -131,3 +135,37 @@ def test_what_a_server_that_has_just_started_refuses_is_asked_again(site: Site) 
         wait_for(lambda: "engine-unreachable" in site.types(job_id), "that to be told", 60)
     site.running(job_id)
     site.cancel(job_id)
+
+
+@pytest.mark.parametrize("kind", ["jobs", "services"])
+def test_a_quota_of_objects_is_waited_for_in_the_engines_queue(site: Site, kind: str) -> None:
+    site.cluster.api.full.add(kind)
+    job_id = site.submit(world={"device": "cpu", "nodes": 2})
+    other = site.submit(world={"device": "cpu", "nodes": 2})
+    for waiting in (job_id, other):
+        job = site.told(waiting, "exceeded quota: objects, requested: count/")
+        assert (job["phase"], job["reason"]) == ("STARTING", "engine-queue")
+    assert "engine-unreachable" not in site.types(job_id)
+    site.cancel(other)
+    site.cluster.api.full.clear()
+    site.running(job_id)
+    wait_for(lambda: site.server.job(job_id)["reason"] is None, "nothing to be waited for", 60)
+    site.cancel(job_id)
+    assert len(site.server.attempts(job_id)) == 1
+
+
+def test_a_server_that_does_not_answer_is_told_of_as_long_as_that_lasts(site: Site) -> None:
+    job_id = site.submit()
+    site.running(job_id)
+    with site.cluster.api.unreachable():
+        other = site.submit()
+        for untold in (job_id, other):
+            job = site.told(untold, "Kubernetes does not answer at http://127.0.0.1")
+            assert (job["phase"], job["reason"]) == ("STARTING", "engine-unreachable")
+        site.server.call("POST", f"/v1/jobs/{job_id}/suspend")
+        assert site.told(job_id, "Kubernetes does not answer")["phase"] == "STOPPING"
+    site.server.wait_phase(job_id, "SUSPENDED", deadline=60)
+    site.running(other)
+    wait_for(lambda: site.server.job(other)["reason"] is None, "nothing to be waited for", 60)
+    site.cancel(other)
+    assert site.types(other).count("engine-unreachable") == 1

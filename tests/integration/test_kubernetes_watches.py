@@ -18,7 +18,14 @@ from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Cause, Desired
 from ratchet_contract.spec import Resolved
 from ratchet_service.launch_files import launch_file
-from ratchet_service.launchers.base import AttemptRef, AttemptState, EngineUnreachable, LaunchError, LaunchPlan
+from ratchet_service.launchers.base import (
+    AttemptRef,
+    AttemptState,
+    EngineFull,
+    EngineUnreachable,
+    LaunchError,
+    LaunchPlan,
+)
 from ratchet_service.launchers.kubernetes.api import Api, Refusal
 from ratchet_service.launchers.kubernetes.cache import Cache
 from ratchet_service.launchers.kubernetes.creation import told
@@ -208,7 +215,7 @@ def test_a_quota_that_is_used_up_is_asked_again_and_costs_no_failure(site: Site)
         full[0] if full and (verb, on.resource.plural) == ("create", "jobs") else None
     )
     plan = site.plan(**HELD)
-    with pytest.raises(EngineUnreachable, match="exceeded quota: jobs"):
+    with pytest.raises(EngineFull, match="exceeded quota: jobs"):
         site.launcher.submit(plan)
     full.clear()
     site.launcher.submit(plan)

@@ -165,10 +165,11 @@ def test_a_wish_is_heard_in_the_engines_queue(plane: Plane, engine: Engine, wish
 
 def test_an_engine_that_is_away_ends_nothing(plane: Plane, engine: Engine) -> None:
     plane.reconcile(engine)
-    job_id = plane.submit({"steps": 60, "pause": 0.02})
+    job_id = plane.submit({"steps": 300, "pause": 0.02})
     pid = agent_pid(plane, job_id)
     engine.away = True
-    plane.wait_job(job_id, lambda _: any(e.type == "engine-unreachable" for e in plane.events(job_id)), "told")
+    plane.wait_job(job_id, lambda job: job.reason == "engine-unreachable", "told")
+    assert "does not answer: connection refused" in str(plane.job(job_id).message)
     os.kill(pid, signal.SIGKILL)  # nobody can see it now
     wait_for(lambda: pid not in processes_below(plane.settings.home), "the agent to be gone", 30)
     other = plane.submit({"steps": 5})  # cannot be submitted now, and is not lost

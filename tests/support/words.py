@@ -1,11 +1,12 @@
 """The words that the sources tell users: codes of problems and warnings, reasons of a job. Found in the syntax tree, so that a
-new one is seen wherever it is written, as a literal or as a constant of its module."""
+new one is seen wherever it is written, as a literal or as a constant of its module or of one that it imports from."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -17,15 +18,26 @@ Text = Callable[[ast.expr | None], str | None]
 def _modules(*folders: str) -> Iterator[tuple[ast.Module, Text]]:
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            tree = ast.parse(path.read_text())
-            yield tree, _reader(tree)
+            yield _tree(path), _reader(_tree(path))
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def _constants(tree: ast.Module) -> dict[str, ast.expr]:
+    found = (n for n in tree.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name))
+    return {n.target.id: n.value for n in found if isinstance(n.target, ast.Name) and n.value is not None}
 
 
 def _reader(tree: ast.Module) -> Text:
-    constants: dict[str, ast.expr] = {}
+    constants = _constants(tree)
     for node in tree.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
-            constants[node.target.id] = node.value
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("ratchet_"):
+            for path in ROOT.glob(f"*/{node.module.replace('.', '/')}.py"):
+                theirs = _constants(_tree(path))
+                constants |= {a.asname or a.name: theirs[a.name] for a in node.names if a.name in theirs}
 
     def text(node: ast.expr | None) -> str | None:
         if isinstance(node, ast.Name):

@@ -39,6 +39,12 @@ class EngineUnreachable(RatchetError):
     code = "engine-unreachable"
 
 
+class EngineFull(RatchetError):
+    """The engine has no room for one group more, and will have: it is submitted again until then; ``detail`` says why."""
+
+    code = "engine-queue"
+
+
 class EngineBusy(EngineUnreachable):
     """The engine was asked a moment ago and has not answered yet. Nobody need be told: whoever asks again gets the answer."""
 
@@ -174,7 +180,8 @@ class Launcher(Protocol):
         ...
 
     def submit(self, plan: LaunchPlan) -> None:
-        """Start the group unless it was started before; from its return on ``poll`` sees it. Raises ``LaunchError``."""
+        """Start the group unless it was started before; from its return on ``poll`` sees it. Raises ``LaunchError`` and
+        ``EngineFull``."""
         ...
 
     def poll(self, ref: AttemptRef) -> AttemptState:

@@ -61,6 +61,12 @@ def no_right(verb: str, on: Target) -> str:
     return f'{kind} is forbidden: User "u" cannot {verb} resource "{on.resource.plural}" {where}'
 
 
+def _used_up(on: Target, name: str) -> str:
+    kind = f"{on.resource.plural}.{on.resource.group}".rstrip(".")
+    counts = f"requested: count/{kind}=1, used: count/{kind}=4, limited: count/{kind}=4"
+    return f'{kind} "{name}" is forbidden: exceeded quota: objects, {counts}'
+
+
 class KubeServer:
     """A server on a free loopback port. ``log`` answers for a pod's output (namespace, name, query); ``forbidden`` says why a
     request is refused, if it is."""
@@ -69,6 +75,7 @@ class KubeServer:
         self.store = store
         self.log = log or (lambda namespace, name, query: b"")
         self.forbidden: Callable[[str, Target], str | None] = lambda verb, target: None
+        self.full: set[str] = set()  # kinds of which a quota of objects has no room for one more
         self.requests: list[Request] = []
         self.down, self.knows_roles = threading.Event(), threading.Event()
         self.knows_roles.set()
@@ -211,6 +218,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "POST" and on.sub == "eviction":
             self._answer(201, operations.evict(store, namespace, name, body))
         elif self.command == "POST" and on.name is None:
+            if on.resource.plural in self.server_.full:
+                raise ApiError(403, "Forbidden", _used_up(on, body["metadata"]["name"]))
             dry = query.get("dryRun") == "All"
             self._answer(201, operations.create(store, on.resource, namespace, body, dry))
         elif self.command == "PATCH":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import threading
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,8 @@ _READ: Final = 15.0
 _KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 """Seconds, seconds, number: a watch on a connection that is silently gone would wait for its whole time."""
 _IN_CLUSTER: Final = "KUBERNETES_SERVICE_HOST"
+_ADDRESS: Final = re.compile(r"<[^<>]* object at 0x[0-9a-f]+>: ")
+"""Of older versions of urllib3; another one at each try."""
 
 
 class Refusal(Exception):
@@ -113,7 +116,8 @@ class Api:
                 method, url, body=data, headers=headers, timeout=timeout, retries=False, preload_content=False
             )
         except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise EngineUnreachable(f"Kubernetes does not answer at {client.configuration.host}: {error}") from None
+            said = _ADDRESS.sub("", str(error))
+            raise EngineUnreachable(f"Kubernetes does not answer at {client.configuration.host}: {said}") from None
 
     def _connected(self) -> Any:
         with self._lock:

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from ratchet_contract.messages import LaunchFile
-from ratchet_service.launchers.base import EngineUnreachable, LaunchError
+from ratchet_service.launchers.base import EngineFull, EngineUnreachable, LaunchError
 from ratchet_service.launchers.kubernetes import manifests
 from ratchet_service.launchers.kubernetes.api import Api, Json, Refusal
 from ratchet_service.launchers.kubernetes.settings import Site
@@ -19,7 +19,7 @@ PODS = "/api/v1/namespaces/{}/pods"
 SECRETS = "/api/v1/namespaces/{}/secrets"
 SERVICES = "/api/v1/namespaces/{}/services"
 
-_USED_UP = "exceeded quota"
+USED_UP = "exceeded quota"
 """Of the admission controller ResourceQuota."""
 _HINTS = {
     400: "it cannot read the manifest",
@@ -36,8 +36,8 @@ def told(refusal: Refusal) -> str:
 
 
 def create(api: Api, site: Site, launch: LaunchFile, values: dict[str, str]) -> Json:
-    """The attempt's Job, made now or before; ``values`` go into its Secret. Raises ``LaunchError``, ``EngineUnreachable``
-    while a quota has no room for one object more."""
+    """The attempt's Job, made now or before; ``values`` go into its Secret. Raises ``LaunchError``, ``EngineFull`` while
+    a quota has no room for one object more."""
     secret, service = manifests.secret(site, launch, values), manifests.service(site, launch)
     try:
         if secret is not None and _create(api, SECRETS, secret) is None:
@@ -48,10 +48,8 @@ def create(api: Api, site: Site, launch: LaunchFile, values: dict[str, str]) -> 
             _create(api, SERVICES, service)
         return _create_job(api, site, launch)
     except Refusal as refusal:
-        if (
-            refusal.code == 403 and _USED_UP in refusal.message
-        ):  # others' objects go in time: it is asked again until then
-            raise EngineUnreachable(told(refusal)) from None
+        if refusal.code == 403 and USED_UP in refusal.message:  # others' objects go in time
+            raise EngineFull(told(refusal)) from None
         raise LaunchError(told(refusal)) from None
 
 
