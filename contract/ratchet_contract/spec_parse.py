@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, get_args
 
@@ -32,22 +33,80 @@ _SHAPES = {
 _NAME_RULE = "a name is 1 to 63 lower-case letters, digits and '-', begins with a letter and does not end with '-', like my-job-2"
 
 
+@dataclass(frozen=True)
+class Examined:
+    """What is known of a spec without a machine. ``unsure``: its keys that have a fault, or are left out because of one; ``spec``
+    has their defaults, so that everything else can be looked at. None: nothing can be made of it."""
+
+    spec: JobSpec | None
+    unsure: frozenset[str]
+    problems: list[FieldProblem]
+
+
 def parse_spec(data: Any) -> JobSpec:
     """Validate ``data`` (decoded JSON or YAML). Raises ``SpecError`` with every fault found, the first 50 of them."""
+    found = examine_spec(data)
+    if found.problems or found.spec is None:
+        raise refusal(found.problems)
+    return found.spec
+
+
+def examine_spec(data: Any) -> Examined:
+    """Every fault that can be told. Raises ``SpecError`` for what is no mapping."""
     if not isinstance(data, dict):
         raise SpecError("a job spec is a mapping (JSON object or YAML mapping)", code="invalid-spec")
-    early = _hook_name(data.get("hook"))
-    if early:
-        raise SpecError(_sentence(early), errors=early)
-    try:
-        spec = JobSpec.model_validate(data)
-    except ValidationError as error:
-        problems = [problem_of(e, JobSpec) for e in error.errors(include_url=False)[:_MAX_PROBLEMS]]
-        raise SpecError(_sentence(problems), errors=problems) from None
-    problems = cross_check(spec)
-    if problems:
-        raise SpecError(_sentence(problems), errors=problems)
-    return spec
+    problems = _hook_name(data.get("hook"))
+    unsure = {"hook"} if problems else set[str]()
+    spec = None
+    while spec is None:
+        try:
+            spec = JobSpec.model_validate(_without(data, unsure))
+            crossed = cross_check(spec, unsure)
+            if not crossed:
+                break
+            problems += crossed
+            unsure |= {key for problem in crossed for key in _in_doubt(problem.pointer.split("/")[1:], data, unsure)}
+            spec = JobSpec.model_validate(_without(data, unsure))
+        except ValidationError as error:
+            faults = error.errors(include_url=False)
+            told = (problem_of(fault, JobSpec) for fault in faults)
+            problems += [problem for problem in told if problem not in problems]
+            more = {key for fault in faults for key in _in_doubt(fault["loc"], data, unsure)}
+            if more <= unsure:
+                break
+            unsure |= more
+    return Examined(spec, frozenset(unsure & set(JobSpec.model_fields)), problems)
+
+
+def refusal(problems: Sequence[FieldProblem]) -> SpecError:
+    """The first 50 of ``problems`` in one error."""
+    return SpecError(_sentence(problems), errors=list(problems[:_MAX_PROBLEMS]))
+
+
+_TOGETHER = (frozenset({"task", "script"}), frozenset({"env", "secret_env"}))
+"""Keys of which none can stand where another has a fault."""
+
+
+def _without(data: dict[Any, Any], unsure: Collection[str]) -> dict[Any, Any]:
+    """``data`` without the keys in doubt, with something in the place of what a spec must have."""
+    kept = {key: value for key, value in data.items() if str(key) not in unsure}
+    if "name" in unsure:
+        kept["name"] = "unnamed"
+    if "task" in unsure:
+        kept["task"] = {"entrypoint": "unknown:Unknown"}
+    return kept
+
+
+def _in_doubt(loc: Sequence[str | int], data: dict[Any, Any], unsure: Collection[str]) -> set[str]:
+    """The keys that a fault at ``loc`` makes worthless: that one, what stands or falls with it, and what it may be a misspelling
+    of."""
+    if not loc:  # a rule over several keys: of `_one_of`, else of `_secret_env`
+        one_of = "task" not in unsure and (data.get("task") is None) == (data.get("script") is None)
+        return set(_TOGETHER[0 if one_of else 1])
+    key = str(loc[0])
+    meant = _closest(key, JobSpec.model_fields) if key not in JobSpec.model_fields else None
+    keys = {key} | ({meant} if meant is not None else set())
+    return keys.union(*(group for group in _TOGETHER if group & keys))
 
 
 def load_spec_text(text: str) -> Any:
@@ -108,9 +167,14 @@ def _wrapper(hook: HookEntry, wrapper: Any) -> list[FieldProblem]:
 
 def nearest(word: str, known: Any) -> str:
     """``"; did you mean 'x'?"`` for the closest of ``known``, or an empty string."""
+    match = _closest(word, known)
+    return f"; did you mean {match!r}?" if match is not None else ""
+
+
+def _closest(word: str, known: Any) -> str | None:
     lower = {str(k).lower(): str(k) for k in known}
     match = difflib.get_close_matches(word.lower(), list(lower), n=1, cutoff=0.6)
-    return f"; did you mean {lower[match[0]]!r}?" if match else ""
+    return lower[match[0]] if match else None
 
 
 def pointer_of(loc: Sequence[str | int]) -> str:
@@ -141,7 +205,7 @@ def _cure(error: Any, model: type[BaseModel], detail: str) -> str:
     loc, kind = error["loc"], error["type"]
     pointer = pointer_of(loc)
     if model is JobSpec and pointer == "/name" and kind == "string_pattern_mismatch":
-        return f"{_short(error['input'])} is no name: {_NAME_RULE}"
+        return f"{_short(error['input'])} is not a valid name: {_NAME_RULE}"
     if kind == "value_error" or not loc or (model is JobSpec and loc[0] == "env"):  # a value there may be a secret
         return detail
     if kind == "union_tag_not_found":
@@ -190,14 +254,18 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     return next((m for a in get_args(annotation) if (m := _model_in(a))), None)
 
 
-def cross_check(spec: JobSpec) -> list[FieldProblem]:
-    """Rules over several fields that need no machine: what can never work, or is for later, is refused here."""
+def cross_check(spec: JobSpec, unsure: Collection[str] = ()) -> list[FieldProblem]:
+    """Rules over several fields that need no machine: what can never work, or is for later, is refused here. A rule that reads a
+    key which is ``unsure`` says nothing."""
     out: list[FieldProblem] = []
+
+    def sure(*keys: str) -> bool:
+        return not any(key in unsure for key in keys)
 
     def refuse(pointer: str, code: str, detail: str) -> None:
         out.append(FieldProblem(pointer=pointer, code=code, detail=detail))
 
-    if spec.ddp.backend == "nccl" and spec.world.device == "cpu":
+    if sure("ddp", "world") and spec.ddp.backend == "nccl" and spec.world.device == "cpu":
         refuse(
             "/ddp/backend", "backend-device", "NCCL moves CUDA tensors only: use backend gloo (or auto) with device cpu"
         )
@@ -207,16 +275,16 @@ def cross_check(spec: JobSpec) -> list[FieldProblem]:
             "ddp-conflict",
             "static_graph finds unused parameters itself; give only one of them",
         )
-    if isinstance(spec.hook, PostLocalSGDSpec):
+    if sure("world") and isinstance(spec.hook, PostLocalSGDSpec):
         for key, text in spec.hook.faults(spec.world.size, spec.world.ranks_per_node):
             refuse(f"/hook/{key}", "hook-world", text)
     if spec.script is not None:
-        _check_script(spec, refuse)
+        _check_script(spec, refuse, code=sure("code"))
     if spec.code is not None and spec.code.source == "nodes" and spec.code.digest is not None:
         text = "with source nodes the nodes' own directory is used, and none that was sent: give only one of the two"
         refuse("/code/digest", "code-conflict", text)
     out += policy_faults(spec.policy)
-    for i, fault in enumerate(spec.trial.faults if spec.trial is not None else ()):
+    for i, fault in enumerate(spec.trial.faults if spec.trial is not None and sure("world") else ()):
         if fault.rank >= spec.world.size:
             refuse(f"/trial/faults/{i}/rank", "invalid-value", f"there is no rank {fault.rank} among {spec.world.size}")
     _check_secrets(spec, refuse)
@@ -226,7 +294,7 @@ def cross_check(spec: JobSpec) -> list[FieldProblem]:
         if not (threads.isascii() and threads.isdigit() and len(threads) <= 4 and 1 <= int(threads) <= _MAX_THREADS):
             text = f"OMP_NUM_THREADS must be a number from 1 to {_MAX_THREADS}, not {threads[:40]!r}"
             refuse("/env/OMP_NUM_THREADS", "invalid-value", text)
-        elif spec.resources.cpus_per_rank not in (None, int(threads)):
+        elif sure("resources") and spec.resources.cpus_per_rank not in (None, int(threads)):
             refuse(
                 "/env/OMP_NUM_THREADS",
                 "thread-conflict",
@@ -252,10 +320,10 @@ def _check_volumes(spec: JobSpec, refuse: Any) -> None:
         seen.add(path)
 
 
-def _check_script(spec: JobSpec, refuse: Any) -> None:
+def _check_script(spec: JobSpec, refuse: Any, *, code: bool) -> None:
     assert spec.script is not None
     path = PurePosixPath(spec.script[0])
-    if spec.code is None:
+    if code and spec.code is None:
         refuse("/code", "missing", "a script needs code: {path: DIRECTORY} so that every attempt runs the same files")
     if path.suffix != ".py" or path.is_absolute() or ".." in path.parts:
         refuse(

@@ -13,10 +13,11 @@ from ratchet_contract.spec import JobSpec, Resolved
 
 class SubmissionPorts(Protocol):
     def resolve(
-        self, spec: JobSpec, code_digest: str | None = None
+        self, spec: JobSpec, code_digest: str | None = None, unsure: frozenset[str] = frozenset()
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
         """Every ``auto`` decided for this machine; problems are why the spec cannot run here. ``code_digest``: the snapshot that
-        the ranks will run, where there is one already; it is looked at instead of the user's directory."""
+        the ranks will run, where there is one already; it is looked at instead of the user's directory. ``unsure``: keys that
+        have a fault, so that they stand at their defaults; what depends on them is not looked at."""
 
     def resize(
         self, spec: JobSpec, resolved: Resolved, warnings: Sequence[Warning_]

@@ -52,47 +52,59 @@ def resolve(
     limits: Limits | None = None,
     hook_seconds: float = HOOK_SECONDS,
     confined: Confined = OWN,
+    unsure: frozenset[str] = frozenset(),
 ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
-    """Every ``auto`` decided for ``machine``, warnings, and the problems that forbid the job (then ignore the rest).
+    """Every ``auto`` decided for ``machine``, warnings, and the problems that forbid the job (then ignore the rest): all that can
+    be told, whatever else is wrong.
 
     ``launchers``: those of the service; None: ``machine`` is asked, whatever the spec's launcher is.
     ``environ`` is what the launcher's environment will be (for secrets); ``code_digest`` is left to the snapshot.
     ``hook_seconds``: how long the import of a user's own hook may take; ``confined``: as whom it is made.
+    ``unsure``: keys of the spec that stand at their defaults because of a fault; what depends on one is not looked at.
     """
     report, environ = Report(), os.environ if environ is None else environ
     if launchers is not None:
-        preflight_launcher.check(spec, launchers, report)
+        preflight_launcher.check(spec, launchers, report, unsure)
+        if spec.launcher.kind not in launchers:
+            unsure |= {"launcher"}
         machine = preflight_launcher.machine_of(spec, machine, launchers.get(spec.launcher.kind))
-    code_ok = _check_code(spec, limits, report)
+
+    def sure(*keys: str) -> bool:
+        return unsure.isdisjoint(keys)
+
+    code_ok = sure("code") and _check_code(spec, limits, report)
     if (
         spec.code is not None
         and spec.code.source == "nodes"
         and not snapshot.exists(Path(spec.code.path), directory=True)
     ):
         machine = replace(machine, here=False)  # what this machine does not have, only the ranks can look into
-    if machine.here:
+    python, findings = spec.python or machine.python, Findings(torch=True, torch_cuda=machine.torch_cuda)
+    if machine.here and sure("launcher"):
         _check_secrets(spec, environ, report)
-        python, findings = preflight_python.check(
-            spec, machine, interpreters or Interpreters(confined), code_ok, report, confined
-        )
-    else:
-        python, findings = spec.python or machine.python, Findings(torch=True, torch_cuda=machine.torch_cuda)
-    if code_ok:
+        if sure("python"):
+            whole = code_ok and sure("task", "env")
+            python, findings = preflight_python.check(
+                spec, machine, interpreters or Interpreters(confined), whole, report, confined
+            )
+    if code_ok and sure("python"):
         _check_script(spec, findings.version, report)
     preflight_start.check(spec, report)
-    device, backend = _device_and_backend(spec, machine, python, findings, report)
+    placed = report if sure("launcher", "world", "resources", "ddp", "python") else Report()
+    device, backend = _device_and_backend(spec, machine, python, findings, placed)
     resolved = Resolved(
         device="cuda" if device == "cuda" else "cpu",
         backend="nccl" if backend == "nccl" else "gloo",
         threads_per_rank=_threads(spec, machine, device),
         python=python,
     )
-    preflight_hook.check(spec, resolved, report)
+    preflight_hook.check(spec, resolved, report if placed is report and sure("hook") else Report())
     _warn_of_world(spec, resolved, machine, report)
     _warn(spec, resolved, report)
-    if not report.problems:  # it waits for others
-        preflight_uri.check(spec, report)
-    if not report.problems:  # last: it runs the user's code
+    preflight_uri.check(spec, report)
+    looked_at = {"launcher", "python", "code", "env", "secrets", "hook"}
+    wrong = unsure | {problem.pointer.strip("/").partition("/")[0] for problem in report.problems}
+    if looked_at.isdisjoint(wrong):  # last: it runs the user's code
         probe = Probe(python, spec, code_path(spec), environ, hook_seconds, confined)
         preflight_hook.check_own(spec, machine, probe, report)
     return resolved, report.warnings, report.problems

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Final
 
 from ratchet_contract.spec import JobSpec
 from ratchet_contract.spec_parse import nearest
@@ -15,8 +16,19 @@ NODE_PYTHON = "python"
 """Where the nodes' files are not this machine's: found on a node's PATH, which in an image names the image's interpreter."""
 
 
-def check(spec: JobSpec, launchers: Mapping[str, Launcher], report: Report) -> None:
-    """Add what the launcher refuses and warns of. A launcher that the service does not have is all there is to say."""
+_ALL_ONE: Final = frozenset(
+    {"name", "task", "script", "hook", "ddp", "nccl", "labels", "priority", "seed", "determinism"}
+)
+"""Keys of the spec that no launcher looks at."""
+
+
+def check(
+    spec: JobSpec, launchers: Mapping[str, Launcher], report: Report, unsure: frozenset[str] = frozenset()
+) -> None:
+    """Add what the launcher refuses and warns of, as far as it depends on nothing ``unsure``. A launcher that the service does
+    not have is all there is to say."""
+    if "launcher" in unsure:
+        return
     launcher = launchers.get(spec.launcher.kind)
     if launcher is None:
         here = ", ".join(launchers)
@@ -26,12 +38,14 @@ def check(spec: JobSpec, launchers: Mapping[str, Launcher], report: Report) -> N
         )
         report.refuse("/launcher/kind", "launcher-not-here", text)
         return
-    if launcher.max_nodes is not None and spec.world.nodes > launcher.max_nodes:
+    if launcher.max_nodes is not None and "world" not in unsure and spec.world.nodes > launcher.max_nodes:
         text = (
             f"the launcher {spec.launcher.kind} has {launcher.max_nodes} node{'s' * (launcher.max_nodes > 1)}: use "
             "world.ranks_per_node, or a launcher of several machines"
         )
         report.refuse("/world/nodes", "too-many-nodes", text)
+    if not unsure <= _ALL_ONE:
+        return
     warnings, problems = launcher.check(spec)
     report.warnings += warnings
     report.problems += problems

@@ -60,15 +60,14 @@ class LocalSubmission:
         self._looks = Turns(LOOKS, "looking at other submissions' code")
 
     def resolve(
-        self, spec: JobSpec, code_digest: str | None = None
+        self, spec: JobSpec, code_digest: str | None = None, unsure: frozenset[str] = frozenset()
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
         allowed = Report()
         copied = code_digest is not None and spec.code is not None and spec.code.source == "snapshot"
         self._roots.check(spec, allowed, copied=copied)
-        spec = self._on_snapshot(spec, code_digest)
-        if allowed.problems:  # nothing there is looked at
-            return _undecided(spec, self._own), [], allowed.problems
-        spec = self._readable(spec)
+        forbidden = {problem.pointer.split("/")[1] for problem in allowed.problems}  # nothing there is looked at
+        spec = spec.model_copy(update={key: JobSpec.model_fields[key].get_default() for key in forbidden})
+        spec = self._readable(self._on_snapshot(spec, code_digest))
         with self._look(isinstance(spec.hook, CustomSpec)):
             found = preflight.resolve(
                 spec,
@@ -76,8 +75,9 @@ class LocalSubmission:
                 launchers=self._launchers,
                 interpreters=self._interpreters,
                 confined=self._confined,
+                unsure=unsure | forbidden,
             )
-        resolved, report = found[0], Report(found[1], found[2])
+        resolved, report = found[0], Report(found[1], [*allowed.problems, *found[2]])
         preflight_disk.check(self._home.home, report)
         return resolved, report.warnings, report.problems
 
@@ -154,8 +154,3 @@ class LocalSubmission:
     def wake(self) -> None:
         if self._wake is not None:
             self._wake()
-
-
-def _undecided(spec: JobSpec, machine: Machine) -> Resolved:
-    """Beside problems, with which nobody reads it."""
-    return Resolved(device="cpu", backend="gloo", threads_per_rank=1, python=spec.python or machine.python)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cli import SPEC, Cli
+from tests.support.server import Server
 
 NO_JOB = "job-000000000000"
 UNSEEN = "no reconciler has looked at it yet"
@@ -43,6 +44,48 @@ def test_a_relative_code_path_means_the_spec_files_directory(cli: Cli, tmp_path:
     (tmp_path / "specs" / "s.yaml").write_text(spec)
     job = cli("submit", "specs/s.yaml", "--json").data
     assert job["spec"]["code"]["path"] == str(project.resolve()) and job["resolved"]["code_digest"]
+
+
+MISTAKES = """
+name: My Job
+script: [trian.py]
+code: {path: project}
+hook: powerSDG
+world: {ranks_per_node: 2, device: cpu, rank: 3}
+checkpoint: {every_steps: 0}
+env: {OMP_NUM_THREADS: many, SEED: 1}
+secrets: {KEY: {from_env: NOT_SET_WHERE_THE_SERVICE_RUNS}, SEED: {from_env: PATH}}
+python: /nowhere/bin/python
+lables: {team: vision}
+"""
+
+
+def test_all_mistakes_of_a_spec_are_told_at_once(server: Server, tmp_path: Path) -> None:
+    """Of its keys, of the hook's name, of several keys together, of what this machine has, of the code."""
+    cli = Cli(server.home, tmp_path)
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "train.py").write_text("from ratchet_worker.session import Session\n")
+    (tmp_path / "mistakes.yaml").write_text(MISTAKES)
+    expected = {
+        "/name: 'My Job' is not a valid name": "string-pattern-mismatch",
+        "/script/0: there is no file 'trian.py'": "script-not-found",
+        "/hook/name: no hook is named 'powerSDG'; did you mean 'powerSGD'?": "unknown-hook",
+        "/world/rank: unknown key 'rank'": "unknown-key",
+        "/checkpoint/every_steps: ": "value-error",
+        "/env/OMP_NUM_THREADS: OMP_NUM_THREADS must be a number": "invalid-value",
+        "/secrets/SEED: SEED is given in env and in secrets": "duplicate-variable",
+        "/python: there is no interpreter '/nowhere/bin/python'": "python-not-found",
+        "/lables: unknown key 'lables'; did you mean 'labels'?": "unknown-key",
+    }
+    told = cli("submit", "mistakes.yaml", expect=5)
+    header, *lines = [line.strip() for line in told.errors.splitlines() if "next:" not in line]
+    assert header == "ratchet: 9 mistakes:" and len(lines) == 9, told.errors
+    for start, code in expected.items():
+        [line] = [line for line in lines if line.startswith(start)]
+        assert line.endswith(f"[{code}]")
+    mended = MISTAKES.replace(", SEED: {from_env: PATH}", "").replace("trian", "train").replace("/nowhere/", "/usr/")
+    (tmp_path / "mistakes.yaml").write_text(mended)
+    assert "/secrets/KEY: NOT_SET_WHERE_THE_SERVICE_RUNS is not set" in cli("submit", "mistakes.yaml", expect=5).errors
 
 
 def test_a_dry_run_shows_the_launch_and_stores_nothing(cli: Cli) -> None:

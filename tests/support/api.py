@@ -53,7 +53,7 @@ class FakePorts:
     home: HomePaths = field(default_factory=lambda: HomePaths(Path("/nowhere")))
 
     def resolve(
-        self, spec: JobSpec, code_digest: str | None = None
+        self, spec: JobSpec, code_digest: str | None = None, unsure: frozenset[str] = frozenset()
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
         problems = []
         if spec.world.device == "cuda":

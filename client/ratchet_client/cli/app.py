@@ -66,8 +66,10 @@ class _Group(TyperGroup):
 
 def _report(error: RatchetError, job: str | None) -> None:
     sys.stdout.flush()
-    lines = [f"ratchet: {error.detail}"]
-    if len(error.errors) > 1 or (error.errors and error.errors[0].detail not in error.detail):
+    several, first = len(error.errors) > 1, error.errors[0] if error.errors else None
+    listed = several and first is not None and error.detail.startswith(f"{first.pointer or '/'}: {first.detail}")
+    lines = [f"ratchet: {len(error.errors)} mistakes:" if listed else f"ratchet: {error.detail}"]
+    if several or (error.errors and error.errors[0].detail not in error.detail):
         lines += [f"  {e.pointer or '/'}: {e.detail} [{e.code}]" for e in error.errors]
     following = hint(error, job)
     lines += [f"  next: {following}"] if following else []

@@ -10,11 +10,10 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from ratchet_contract.api import PlanView, Warning_
-from ratchet_contract.errors import SpecError
 from ratchet_contract.masking import masked_spec
 from ratchet_contract.phases import JobPhase
 from ratchet_contract.spec import CodeSpec, JobSpec, Resolved
-from ratchet_contract.spec_parse import parse_spec
+from ratchet_contract.spec_parse import examine_spec, refusal
 from ratchet_service import quotas
 from ratchet_service.clock import now_in
 from ratchet_service.ids import new_job_id
@@ -34,11 +33,13 @@ class Prepared:
 
 def check(data: Any, ports: SubmissionPorts, code_digest: str | None = None) -> Prepared:
     """Validate and resolve. Raises ``SpecError`` with every problem found."""
-    spec = parse_spec(data)
-    resolved, warnings, problems = ports.resolve(spec, code_digest or _sent(spec))
-    if problems:
-        first, more = problems[0], f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise SpecError(f"{first.pointer or '/'}: {first.detail}{more}", errors=problems)
+    found = examine_spec(data)
+    spec = found.spec
+    if spec is None:
+        raise refusal(found.problems)
+    resolved, warnings, problems = ports.resolve(spec, code_digest or _sent(spec), found.unsure)
+    if found.problems or problems:
+        raise refusal([*found.problems, *problems])
     return Prepared(spec, resolved, warnings)
 
 
