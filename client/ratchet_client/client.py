@@ -127,9 +127,10 @@ class RatchetClient(Following, Access):
         if world is not None:
             given["world"] = api_requests.WorldChange(ranks_per_node=world, nodes=nodes)
         if code is not None:
-            given |= with_code(
-                self._transport, {"code": {"path": str(Path(code).expanduser().absolute())}}, upload, note
-            )
+            named = {"path": str(Path(code).expanduser().absolute())}
+            included = (self.job(job_id).spec.get("code") or {}).get("include", [])
+            sent = with_code(self._transport, {"code": {**named, "include": included}}, upload, note)
+            given["code"] = {key: value for key, value in sent["code"].items() if key != "include"}
         request = api_requests.ResumeRequest.model_validate({k: v for k, v in given.items() if v is not None})
         return self._act(job_id, "resume", request)
 

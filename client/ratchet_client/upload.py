@@ -13,6 +13,7 @@ from ratchet_client.errors import ServiceUnreachable
 from ratchet_client.transport import Body, Transport
 from ratchet_contract import code_tree
 from ratchet_contract.code_archive import MEDIA_TYPE, archive, archive_size
+from ratchet_contract.code_choice import choose
 from ratchet_contract.code_tree import Entry, TreeError
 from ratchet_contract.errors import FieldProblem, NotFound, SpecError
 
@@ -36,7 +37,10 @@ def with_code(
         return spec
     root = Path(code["path"]).expanduser().absolute()
     try:
-        found = code_tree.entries(root)
+        choice = choose(root, code.get("include") or ())
+        found = choice.entries
+        for _, text in choice.notes():
+            (note or _silent)(text)
         size = archive_size(found)
         told = note if note is not None and size >= _LARGE else _silent
         told(f"the code in {root} is {_mib(size)}, {len(found)} files: sending it, unless the service has it already")
@@ -84,6 +88,7 @@ def _refused(error: TreeError | OSError, root: Path, pointer: str) -> SpecError:
     code, detail = ("unreadable", f"cannot read {str(root)!r}: {error}")
     if isinstance(error, TreeError):
         code, detail = error.code, error.detail
+        pointer = pointer.replace("/path", "/include") if code == "include-not-found" else pointer
     problem = FieldProblem(pointer=pointer, code=code, detail=detail)
     return SpecError(f"{pointer}: {detail}", errors=[problem])
 

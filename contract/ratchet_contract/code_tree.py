@@ -65,9 +65,14 @@ UNLIMITED: Final = Limits(max_bytes=2**63, max_files=2**31)
 def entries(root: Path, limits: Limits = Limits()) -> list[Entry]:
     """What counts below ``root``, sorted. Raises ``TreeError`` (``unreadable``, ``special-file``, ``link-outside``, ``too-deep``,
     ``too-large``)."""
+    return within_limits(root, walk(root.resolve(), lambda path, is_dir: True), limits)
+
+
+def within_limits(root: Path, found: Iterable[Entry], limits: Limits) -> list[Entry]:
+    """What was found below ``root``, sorted. Raises ``TreeError`` (``too-deep``, ``too-large``)."""
     out: list[Entry] = []
     total = 0
-    for entry in _walk(root.resolve()):
+    for entry in found:
         out.append(entry)
         total += entry.size
         if len(os.fsencode(entry.path)) > MAX_PATH:
@@ -78,7 +83,7 @@ def entries(root: Path, limits: Limits = Limits()) -> list[Entry]:
             raise TreeError(
                 "too-large",
                 f"{str(root)!r} has more than {limits.max_files} files or {limits.max_bytes >> 20} MiB: name the directory "
-                "of the code alone, and keep data and environments elsewhere",
+                "of the code alone, keep data and environments elsewhere, or name them in a .ratchetignore",
             )
     return sorted(out, key=lambda e: e.path)
 
@@ -117,7 +122,9 @@ def _content(entry: Entry) -> bytes:
     return inner.digest()
 
 
-def _walk(root: Path) -> Iterator[Entry]:
+def walk(root: Path, keeps: Callable[[str, bool], bool]) -> Iterator[Entry]:
+    """Entries below ``root``, which is a real path. ``keeps``: of a path below it, and whether it is a directory. Raises
+    ``TreeError``."""
     folders = [root]
     while folders:
         folder = folders.pop()
@@ -126,7 +133,10 @@ def _walk(root: Path) -> Iterator[Entry]:
                 for child in scan:
                     if child.name in IGNORED_NAMES or child.name.endswith(IGNORED_SUFFIXES):
                         continue
-                    if child.is_dir(follow_symlinks=False):
+                    is_dir = child.is_dir(follow_symlinks=False)
+                    if not keeps(Path(child.path).relative_to(root).as_posix(), is_dir):
+                        continue
+                    if is_dir:
                         if not Path(child.path, "pyvenv.cfg").is_file():  # else a virtual environment
                             folders.append(Path(child.path))
                     else:

@@ -56,9 +56,11 @@ class Grown(Message):
             model: Any = self
             place = data
             for part in path:  # what the caller leaves out is not there
-                model, place = getattr(model, part), place.get(part, {})
+                model, place = getattr(model, part), place.get(part) or {}
+            if key not in place:
+                continue
             field = type(model).model_fields[key]
-            if key in place and getattr(model, key) == field.get_default(call_default_factory=True):
+            if getattr(model, key) == field.get_default(call_default_factory=True):
                 del place[key]
         return data
 
@@ -87,7 +89,7 @@ class LaunchFile(Grown):
     LATER: ClassVar[tuple[str, ...]] = (
         "pace", "service_ca", "log_bytes", "spec.secret_env", "spec.resources.open_files", "spec.policy.preemptible",
         "spec.policy.exit_codes", "spec.policy.startup_deadline", "spec.policy.step_deadline", "spec.checkpoint.first",
-        "spec.trial", "spec.checkpoint.ignore", "spec.ttl_outputs",
+        "spec.trial", "spec.checkpoint.ignore", "spec.ttl_outputs", "spec.code.include",
     )  # fmt: skip
     protocol: int = PROTOCOL_VERSION
     job_id: str

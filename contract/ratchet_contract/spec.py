@@ -70,6 +70,11 @@ class CodeSpec(SpecModel):
         description="Of a directory that was sent to the service, as `ratchet submit FILE --upload` does; path then only tells "
         "where it came from. Not together with source nodes.",
     )
+    include: list[str] = Field(
+        [],
+        max_length=100,
+        description="Files and directories below path that the snapshot has although .gitignore or .ratchetignore names them.",
+    )
 
 
 class StartSpec(SpecModel):
@@ -342,6 +347,8 @@ class JobSpec(SpecModel):
         del data["world"]["interface"], data["image"], data["volumes"]
         if self.code is not None and self.code.source == "snapshot":
             del data["code"]["source"]
+        if self.code is not None:
+            del data["code"]["include"]  # the code's own digest tells what it is
         if self.code is not None and self.code.digest is None:
             del data["code"]["digest"]
         return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -283,6 +283,10 @@ def cross_check(spec: JobSpec, unsure: Collection[str] = ()) -> list[FieldProble
     if spec.code is not None and spec.code.source == "nodes" and spec.code.digest is not None:
         text = "with source nodes the nodes' own directory is used, and none that was sent: give only one of the two"
         refuse("/code/digest", "code-conflict", text)
+    if spec.code is not None and spec.code.source == "nodes" and spec.code.include:
+        refuse(
+            "/code/include", "code-conflict", "with source nodes nothing is copied, so nothing is left out: remove it"
+        )
     out += policy_faults(spec.policy)
     for i, fault in enumerate(spec.trial.faults if spec.trial is not None and sure("world") else ()):
         if fault.rank >= spec.world.size:

@@ -32,8 +32,8 @@ class SubmissionPorts(Protocol):
         """Do jobs of the launcher ``kind`` run on this very machine, as the service's own user? Then their submitters' choice of
         an interpreter may run beside the service."""
 
-    def snapshot(self, path: Path) -> str:
-        """Copy the user's code below the run directory; returns its digest. Raises ``SpecError``."""
+    def snapshot(self, path: Path, include: Sequence[str] = ()) -> str:
+        """Copy the user's code below the run directory; returns its digest. ``include``: of the spec. Raises ``SpecError``."""
 
     def uploaded(self, digest: str) -> str:
         """Keep code that was sent, until a job names it; returns its digest. Raises ``SpecError`` where there is none."""

@@ -72,7 +72,7 @@ def resolve(
     def sure(*keys: str) -> bool:
         return unsure.isdisjoint(keys)
 
-    code_ok = sure("code") and _check_code(spec, limits, report)
+    code_ok = sure("code") and check_code(spec, limits, report)
     if (
         spec.code is not None
         and spec.code.source == "nodes"
@@ -158,8 +158,8 @@ def _check_secrets(spec: JobSpec, environ: Mapping[str, str], report: Report) ->
             report.refuse(f"/secrets/{name}", "secret-missing", detail)
 
 
-def _check_code(spec: JobSpec, limits: Limits | None, report: Report) -> bool:
-    """Check the directory; False when the code cannot be looked into."""
+def check_code(spec: JobSpec, limits: Limits | None, report: Report) -> bool:
+    """Check the directory, and tell what a snapshot of it leaves out; False when the code cannot be looked into."""
     if spec.code is None:
         return True
     if spec.code.source == "nodes":
@@ -167,11 +167,15 @@ def _check_code(spec: JobSpec, limits: Limits | None, report: Report) -> bool:
     if spec.code.digest is not None and not snapshot.exists(Path(spec.code.path), directory=True):
         report.problems.append(snapshot.not_uploaded(spec.code.digest))
         return False
+    if spec.code.digest is not None:
+        return True
     try:
-        snapshot.inspect(spec.code.path, limits)
+        choice = snapshot.inspect(spec.code.path, spec.code.include, limits)
     except SpecError as error:
         report.problems.extend(error.errors)
         return False
+    for code, text in choice.notes():
+        report.warn("/code/path", code, text)
     return True
 
 

@@ -12,12 +12,13 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Final
 
 from ratchet_contract.code_archive import unpack
+from ratchet_contract.code_choice import Choice, choose
 from ratchet_contract.code_tree import (
     IGNORED_NAMES,
     IGNORED_SUFFIXES,
@@ -25,7 +26,6 @@ from ratchet_contract.code_tree import (
     Limits,
     TreeError,
     digest,
-    entries,
     file_entry,
 )
 from ratchet_contract.errors import FieldProblem, SpecError
@@ -36,9 +36,17 @@ GRACE: Final = 600.0
 _CHUNK: Final = 1 << 20
 
 
-def inspect(path: str | Path, limits: Limits | None = None) -> None:
-    """Check that ``path`` can be snapshotted, without copying. Raises ``SpecError`` at ``/code/path``."""
-    _entries(Path(path), limits or Limits())
+def inspect(path: str | Path, include: Sequence[str] = (), limits: Limits | None = None) -> Choice:
+    """What a snapshot of ``path`` would have, without copying. Raises ``SpecError`` at ``/code/path`` or ``/code/include``."""
+    root = Path(path)
+    if not root.is_absolute():
+        raise _refuse("relative-path", f"{str(root)!r} must be an absolute path on the service's machine")
+    if not exists(root, directory=True):
+        raise _refuse("not-a-directory", f"{str(root)!r} is not a directory on the service's machine")
+    try:
+        return choose(root, include, limits or Limits())
+    except TreeError as error:
+        raise _refuse(error.code, error.detail) from None
 
 
 Allowed = Callable[[Path], bool]
@@ -49,14 +57,22 @@ def anything(_: Path) -> bool:
     return True
 
 
-def snapshot(path: str | Path, code_root: Path, limits: Limits | None = None, *, allowed: Allowed = anything) -> str:
-    """Copy the directory below ``code_root`` and return its digest. Raises ``SpecError`` at ``/code/path``.
+def snapshot(
+    path: str | Path,
+    code_root: Path,
+    limits: Limits | None = None,
+    *,
+    include: Sequence[str] = (),
+    allowed: Allowed = anything,
+) -> str:
+    """Copy the directory below ``code_root``, but for what its ignore files name, and return the copy's digest. Raises what
+    ``inspect`` raises.
 
     Safe against a crash (temporary directory, fsync, rename) and against itself (the loser of a race uses the winner's).
     The digest is taken from the copy, so files that change while they are copied give one consistent snapshot. Raises
     ``Refused`` (``disk-full``) when there is no room for it; nothing half copied stays.
     """
-    found = _entries(Path(path), limits or Limits())
+    found = inspect(path, include, limits).entries
     try:
         return _snapshot(found, code_root, allowed)
     except OSError as error:
@@ -163,19 +179,8 @@ def _guard(code_root: Path) -> Iterator[None]:
 
 
 def _refuse(code: str, detail: str) -> SpecError:
-    problem = FieldProblem(pointer="/code/path", code=code, detail=detail)
-    return SpecError(f"/code/path: {detail}", errors=[problem])
-
-
-def _entries(root: Path, limits: Limits) -> list[Entry]:
-    if not root.is_absolute():
-        raise _refuse("relative-path", f"{str(root)!r} must be an absolute path on the service's machine")
-    if not exists(root, directory=True):
-        raise _refuse("not-a-directory", f"{str(root)!r} is not a directory on the service's machine")
-    try:
-        return entries(root, limits)
-    except TreeError as error:
-        raise _refuse(error.code, error.detail) from None
+    pointer = "/code/include" if code == "include-not-found" else "/code/path"
+    return SpecError(f"{pointer}: {detail}", errors=[FieldProblem(pointer=pointer, code=code, detail=detail)])
 
 
 def exists(path: Path, *, directory: bool) -> bool:

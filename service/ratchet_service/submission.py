@@ -67,7 +67,7 @@ class LocalSubmission:
         self._roots.check(spec, allowed, copied=copied)
         forbidden = {problem.pointer.split("/")[1] for problem in allowed.problems}  # nothing there is looked at
         spec = spec.model_copy(update={key: JobSpec.model_fields[key].get_default() for key in forbidden})
-        spec = self._readable(self._on_snapshot(spec, code_digest))
+        spec = self._readable(self._on_snapshot(spec, code_digest), allowed)
         with self._look(isinstance(spec.hook, CustomSpec)):
             found = preflight.resolve(
                 spec,
@@ -77,7 +77,7 @@ class LocalSubmission:
                 confined=self._confined,
                 unsure=unsure | forbidden,
             )
-        resolved, report = found[0], Report(found[1], [*allowed.problems, *found[2]])
+        resolved, report = found[0], Report([*allowed.warnings, *found[1]], [*allowed.problems, *found[2]])
         preflight_disk.check(self._home.home, report)
         return resolved, report.warnings, report.problems
 
@@ -97,24 +97,26 @@ class LocalSubmission:
         """``spec`` with the snapshot, where there is one, in the place of the user's directory."""
         if spec.code is None or code_digest is None or spec.code.source == "nodes":
             return spec
-        code = spec.code.model_copy(update={"path": str(self._home.code / code_digest)})
+        code = spec.code.model_copy(update={"path": str(self._home.code / code_digest), "digest": code_digest})
         return spec.model_copy(update={"code": code})
 
-    def _readable(self, spec: JobSpec) -> JobSpec:
+    def _readable(self, spec: JobSpec, report: Report) -> JobSpec:
         """Where the worker's user looks at code, it looks at the snapshot: the directory itself may be readable by the service
         alone. What cannot be copied is left as it is, and refused for that."""
         code, user = spec.code, self._confined.user
         if user is None or code is None or code.source == "nodes" or Path(code.path).is_relative_to(self._home.code):
             return spec
         with suppress(SpecError):
-            return self._on_snapshot(spec, self.snapshot(Path(code.path)))
+            copied = self._on_snapshot(spec, self.snapshot(Path(code.path), code.include))
+            preflight.check_code(spec, None, report)
+            return copied
         return spec
 
     def trains_here(self, kind: str) -> bool:
         return self._here and kind == "local"
 
-    def snapshot(self, path: Path) -> str:
-        return snapshot.snapshot(path, self._home.code, allowed=self._roots.allows)
+    def snapshot(self, path: Path, include: Sequence[str] = ()) -> str:
+        return snapshot.snapshot(path, self._home.code, include=include, allowed=self._roots.allows)
 
     def uploaded(self, digest: str) -> str:
         if not snapshot.keep(digest, self._home.code):

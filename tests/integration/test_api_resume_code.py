@@ -60,7 +60,7 @@ def test_the_same_directory_with_other_files(api: Api, monkeypatch: pytest.Monke
     job_id = api.submit(**CODE)
     saved(api, job_id, 5)
     before = api.job(job_id)
-    monkeypatch.setattr(api.ports, "snapshot", lambda path: "cd" * 32)
+    monkeypatch.setattr(api.ports, "snapshot", lambda path, include: "cd" * 32)
     job = resume(api, job_id, CODE)
     assert job["spec"] == before["spec"] and job["resolved"]["code_digest"] == "cd" * 32
     sent = resume(api, job_id, SENT | {"hook": "allreduce", "on_hook_mismatch": "reset"})

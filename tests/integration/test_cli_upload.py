@@ -85,7 +85,12 @@ def test_an_unchanged_directory_is_not_sent_twice(service: str, laptop: Path, mo
     with RatchetClient(service) as client:
         first = client.submit(spec)
         digest = first.resolved.code_digest
-        assert first.spec["code"] == {"path": str(laptop / "project"), "source": "snapshot", "digest": digest}
+        assert first.spec["code"] == {
+            "path": str(laptop / "project"),
+            "source": "snapshot",
+            "digest": digest,
+            "include": [],
+        }
         plan = client.plan(spec)
         assert plan.resolved.code_digest == digest and str(digest) in str(plan.launch)
         assert puts(service) == before + 1
@@ -100,6 +105,36 @@ def test_an_unchanged_directory_is_not_sent_twice(service: str, laptop: Path, mo
         assert [job.spec["code"]["digest"] for job in unsent] == [None, None]
         assert {job.resolved.code_digest for job in unsent} == {other.resolved.code_digest}
     assert puts(service) == before + 2
+
+
+def test_ignore_files_hold_whoever_makes_the_snapshot(service: str, laptop: Path) -> None:
+    """And a resume with other code takes what the job's spec includes."""
+    project = laptop / "project"
+    (project / ".gitignore").write_text("runs/\n*.pt\n")
+    for name in ("runs/log.txt", "start.pt", "other.pt"):
+        (project / name).parent.mkdir(exist_ok=True)
+        (project / name).write_text(name)
+    text = (laptop / "spec.yaml").read_text()
+    (laptop / "spec.yaml").write_text(text.replace("{path: project}", "{path: project, include: [start.pt]}"))
+    told: list[str] = []
+    with RatchetClient(service) as client:
+        here = client.submit(laptop / "spec.yaml")
+        sent = client.submit(laptop / "spec.yaml", upload=True, note=told.append)
+        assert here.resolved.code_digest == sent.resolved.code_digest is not None
+        (said,) = [w.detail for w in here.warnings if w.code == "code-left-out"]
+        assert told == [said] and "other.pt, runs/" in said and "start.pt" not in said
+        client.cancel(here.id)
+        (project / "more.py").write_text("more = 1\n")
+        for upload_ in (False, True):
+            changed = client.resume(here.id, code=project, upload=upload_, note=told.append)
+            assert changed.spec["code"]["include"] == ["start.pt"]
+            client.cancel(here.id)
+        assert changed.resolved.code_digest not in (None, here.resolved.code_digest)
+        (project / "start.pt").unlink()
+        for upload_ in (False, True):
+            with pytest.raises(SpecError) as caught:
+                client.submit(laptop / "spec.yaml", upload=upload_)
+            assert [(e.pointer, e.code) for e in caught.value.errors] == [("/code/include", "include-not-found")]
 
 
 def test_a_digest_is_refused_where_the_service_has_no_such_code(service: str, laptop: Path) -> None:

@@ -72,7 +72,7 @@ class FakePorts:
     def trains_here(self, kind: str) -> bool:
         return kind == "local"
 
-    def snapshot(self, path: Path) -> str:
+    def snapshot(self, path: Path, include: Sequence[str] = ()) -> str:
         self.snapshots.append(path)
         return hashlib.sha256(str(path).encode()).hexdigest()
 

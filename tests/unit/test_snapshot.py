@@ -99,9 +99,9 @@ def test_a_path_that_is_no_directory_is_refused(path: str, code_word: str) -> No
 def test_a_directory_that_is_too_large_is_refused(code: Path) -> None:
     inspect(code)
     with pytest.raises(SpecError, match="more than"):
-        inspect(code, Limits(max_bytes=10))
+        inspect(code, limits=Limits(max_bytes=10))
     with pytest.raises(SpecError, match="more than"):
-        inspect(code, Limits(max_files=2))
+        inspect(code, limits=Limits(max_files=2))
 
 
 def test_only_what_no_job_names_is_removed_and_not_at_once(code: Path, tmp_path: Path) -> None:
@@ -157,8 +157,8 @@ def test_a_path_that_leads_elsewhere_once_it_was_checked_is_not_copied(
     if what in ("the directory", "a file"):
         swap()
     else:
-        entries = snapshots._entries
-        monkeypatch.setattr(snapshots, "_entries", lambda *given: (entries(*given), swap())[0])
+        choose = snapshots.choose
+        monkeypatch.setattr(snapshots, "choose", lambda *given: (choose(*given), swap())[0])
     copy = snapshots.snapshot_file if what == "a file" else snapshots.snapshot
     with pytest.raises(SpecError) as refused:
         copy(named, home / "code", allowed=roots.allows)

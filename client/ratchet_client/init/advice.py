@@ -222,4 +222,6 @@ def _large(code: Path) -> Iterator[Note]:
     named = [f"{e.name} {e.size / 1e6:.0f} MB" for e in by_size[:5]] if size > LARGE else []
     named += [f"{e.name} {e.count} files" for e in by_count[:5]] if count > MANY else []
     text = f"{code} holds at least {size / 1e6:.0f} MB in {count} files ({', '.join(named)})"
-    yield Note("large", f"{text}, all copied at submission: keep data elsewhere", serious=True)
+    yield Note(
+        "large", f"{text}, all copied at submission: keep data elsewhere, or name it in .ratchetignore", serious=True
+    )

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from ratchet_contract.code_tree import IGNORED_NAMES, IGNORED_SUFFIXES
+from ratchet_contract.code_choice import chosen
+from ratchet_contract.code_tree import TreeError
 from ratchet_contract.errors import NotFound, Refused
 
 LARGE: Final = 100 * 10**6
@@ -21,7 +22,7 @@ LARGE: Final = 100 * 10**6
 MANY: Final = 10_000
 """Files below it, likewise."""
 _MAX_FILES: Final = 100_000
-"""Looked at in one directory; a data set of millions of files is large without being counted."""
+"""Looked at; a data set of millions of files is large without being counted."""
 
 _PROGRAM: Final = """
 import json, sys
@@ -113,29 +114,9 @@ class Entry:
 
 def entries(code: Path) -> list[Entry]:
     """What a snapshot of ``code`` would take."""
-    found = []
-    for child in _kept(code):
-        sizes = list(islice(_sizes(child), _MAX_FILES))
-        found.append(Entry(child.name + "/" * child.is_dir(follow_symlinks=False), len(sizes), sum(sizes)))
-    return found
-
-
-def _sizes(entry: os.DirEntry[str]) -> Iterator[int]:
-    waiting = [entry]
-    while waiting:
-        item = waiting.pop()
-        if item.is_dir(follow_symlinks=False):
-            waiting += _kept(Path(item.path))
-        elif not item.is_symlink():
-            yield item.stat(follow_symlinks=False).st_size
-
-
-def _kept(folder: Path) -> list[os.DirEntry[str]]:
-    """Entries that a snapshot takes."""
-    if (folder / "pyvenv.cfg").is_file():
-        return []
-    try:
-        with os.scandir(folder) as scan:
-            return [e for e in scan if e.name not in IGNORED_NAMES and not e.name.endswith(IGNORED_SUFFIXES)]
-    except OSError:
-        return []
+    sizes: dict[str, list[int]] = {}
+    with suppress(TreeError):  # the submission tells of it
+        for entry in islice(chosen(code), _MAX_FILES):
+            top, below, _ = entry.path.partition("/")
+            sizes.setdefault(top + below, []).append(entry.size)
+    return [Entry(name, len(found), sum(found)) for name, found in sizes.items()]

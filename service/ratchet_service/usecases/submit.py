@@ -63,7 +63,7 @@ def _sent(spec: JobSpec) -> str | None:
 
 
 def _copied(code: CodeSpec, ports: SubmissionPorts) -> str:
-    return ports.snapshot(Path(code.path)) if code.digest is None else ports.uploaded(code.digest)
+    return ports.snapshot(Path(code.path), code.include) if code.digest is None else ports.uploaded(code.digest)
 
 
 def dry_run(data: Any, ports: SubmissionPorts) -> PlanView:
