@@ -80,13 +80,32 @@ class KubernetesLauncherSpec(EngineSpec):
     queue: str | None = Field(
         None, pattern=_DNS, description="Kueue's LocalQueue; the Job is created suspended, and Kueue starts it."
     )
+    queue_priority: str | None = Field(None, pattern=_DNS, description="Kueue's WorkloadPriorityClass.")
+    queue_topology: dict[Literal["required", "preferred"], str] | None = Field(
+        None,
+        min_length=1,
+        max_length=1,
+        description="Kueue places the pods within one domain of this node label, such as "
+        "`required: cloud.provider.com/topology-rack`.",
+    )
     priority_class: str | None = Field(None, pattern=_DNS, description="Kubernetes may preempt lower ones for it.")
     service_account: str | None = Field(None, pattern=_DNS, description="Of the pods; null: the namespace's default.")
     node_selector: dict[str, str] = Field({}, description="Labels that a node must have.")
-    tolerations: list[dict[str, Any]] = Field([], description="As in a pod's spec.")
+    tolerations: list[dict[str, Any]] = Field(
+        [], description="As in a pod's spec. Taints of the job's own kind of GPU are tolerated without."
+    )
+    affinity: dict[str, Any] = Field({}, description="As in a pod's spec.")
+    topology_spread: list[dict[str, Any]] | None = Field(
+        None,
+        description="As a pod's topologySpreadConstraints; the labelSelector may be left out. null: pods of one attempt are "
+        "spread over machines as far as there are any.",
+    )
     image_pull_secrets: list[str] = Field([], description="Names of Secrets.")
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
-    shm_size: Size | None = Field(None, description="Of /dev/shm; null: as much as the pod's memory.")
+    shm_size: Size | None = Field(
+        None, description="Of /dev/shm; null: as much as the pod's memory, 8Gi where that is not given."
+    )
+    tmp_size: Size = Field("10Gi", description="Of /tmp, on the machine's disk. A pod that fills it fails.")
     run_as_user: int | None = Field(None, ge=1, le=2**31 - 1, description="null: the service's own user.")
     labels: dict[str, str] = Field({}, description="Of Job and pods, beside Ratchet's own.")
     annotations: dict[str, str] = Field({}, description="Of the pods.")

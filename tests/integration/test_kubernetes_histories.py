@@ -201,6 +201,7 @@ FAULTS: dict[str, tuple[Callable[[Site, LaunchPlan], None], Cause, str]] = {
     "deleted": (delete, Cause.EVICTED, "somebody deleted the pod"),
     "preempted": (lambda site, plan: site.cluster.preempt(site.pod(plan)), Cause.HIGHER_PRIORITY, "priority"),
     "node pressure": (lambda site, plan: site.cluster.pressure(site.pod(plan)), Cause.EVICTED, "low on resource"),
+    "disk over its limit": (lambda site, plan: site.cluster.overfill(site.pod(plan)), Cause.RANK_KILLED, "tmp_size"),
     "out of memory": (lambda site, plan: site.cluster.oom(site.pod(plan)), Cause.OOM, "resources.memory"),
     "node removed": (lose, Cause.NODE_LOST, "node"),
 }

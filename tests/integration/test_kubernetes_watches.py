@@ -184,7 +184,28 @@ def test_a_secret_lives_as_long_as_its_attempt_and_is_never_read(site: Site) -> 
     assert "hidden" not in plan.ref.paths.launch_file.read_text()
     gone(site, plan.ref)
     assert site.cluster.store.select(SECRETS) == [] == site.cluster.store.select(JOBS)
-    assert {verb for verb, kind in site.asked() if kind == "secrets"} == {"create", "delete"}
+    assert {verb for verb, kind in site.asked() if kind == "secrets"} == {"create", "patch", "delete"}
+
+
+def test_what_was_made_beside_a_job_goes_with_it_where_its_service_never_comes_back(site: Site) -> None:
+    site.launcher = site.launcher_of({"KEY": "hidden"})
+    plan = site.plan(secrets={"API_KEY": {"from_env": "KEY"}}, world={"nodes": 2}, **HELD)
+    site.launcher.submit(plan)
+    site.launcher.close()
+    assert len(site.cluster.store.select(SECRETS)) == len(site.cluster.store.select(SERVICES)) == 1
+    operations.delete(site.cluster.store, JOBS, "default", plan.ref.name, {})
+    wait_for(lambda: site.cluster.store.select(SECRETS) == [], "the Secret to be collected", 30)
+    wait_for(lambda: site.cluster.store.select(SERVICES) == [], "the Service to be collected", 30)
+
+
+def test_an_attempt_is_started_by_an_account_that_may_not_patch(site: Site) -> None:
+    """A Role of an older version: what is beside the Job is taken away at the attempt's end alone."""
+    site.cluster.api.forbidden = lambda verb, on: f"cannot {verb} resource" if verb == "patch" else None
+    plan = site.plan(world={"nodes": 2}, **HELD)
+    site.launcher.submit(plan)
+    assert site.launcher.poll(plan.ref).alive
+    gone(site, plan.ref)
+    assert site.cluster.store.select(SERVICES) == [] == site.cluster.store.select(JOBS)
 
 
 def test_what_the_server_refuses_is_told_in_its_words_and_leaves_nothing_behind(site: Site) -> None:

@@ -51,7 +51,19 @@ WHOLE: dict[str, Any] = {
         "priority_class": "training",
         "service_account": "ratchet-worker",
         "node_selector": {"node.example.com/pool": "a100"},
-        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+        "tolerations": [{"key": "example.com/night", "operator": "Exists", "effect": "NoSchedule"}],
+        "affinity": {
+            "podAntiAffinity": {
+                "requiredDuringSchedulingIgnoredDuringExecution": [
+                    {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {"team": "speech"}}}
+                ]
+            }
+        },
+        "topology_spread": [
+            {"maxSkew": 1, "topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "DoNotSchedule"}
+        ],
+        "queue_priority": "high",
+        "queue_topology": {"required": "cloud.provider.com/topology-rack"},
         "image_pull_secrets": ["registry"],
         "shm_size": "64Gi",
         "labels": {"team": "vision"},
@@ -60,14 +72,6 @@ WHOLE: dict[str, Any] = {
         "pod_patch": {
             "metadata": {"annotations": {"k8s.v1.cni.cncf.io/networks": "rdma"}},
             "spec": {
-                "topologySpreadConstraints": [
-                    {
-                        "maxSkew": 1,
-                        "topologyKey": "kubernetes.io/hostname",
-                        "whenUnsatisfiable": "DoNotSchedule",
-                        "labelSelector": {"matchLabels": {"ratchet.dev/job-id": JOB_ID}},
-                    }
-                ],
                 "enableServiceLinks": None,
                 "containers": [
                     {"name": "agent", "resources": {"limits": {"rdma/hca": "1"}, "requests": {"rdma/hca": "1"}}}

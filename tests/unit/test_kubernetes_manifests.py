@@ -84,6 +84,56 @@ def test_the_job_fails_on_disruptions_first_then_on_every_reserved_code_and_neve
     assert body["template"]["spec"]["restartPolicy"] == "Never"
 
 
+def pod_of(**changes: Any) -> dict[str, Any]:
+    """The pod that the small job, so changed, asks for."""
+    made = launcher().plan(launch_of(spec_of(**changes)))
+    return dict(made.request["manifests"][0]["spec"]["template"]["spec"])
+
+
+def sizes(pod: dict[str, Any]) -> dict[str, str | None]:
+    """Limits of the pod's own directories."""
+    return {volume["name"]: volume["emptyDir"].get("sizeLimit") for volume in pod["volumes"] if "emptyDir" in volume}
+
+
+def test_a_pod_can_fill_neither_its_machines_disk_nor_its_memory_and_asks_for_some_of_both() -> None:
+    pod = pod_of(world={"ranks_per_node": 2}, volumes=[{"mount_path": "/scratch", "empty_dir": "1Gi"}])
+    resources = pod["containers"][0]["resources"]
+    assert sizes(pod) == {"shm": "8Gi", "tmp": "10Gi", "volume-0": "1Gi"}
+    assert resources["requests"] == {"cpu": "2", "memory": "4Gi", "ephemeral-storage": "1Gi"}
+    assert resources["limits"] == {"ephemeral-storage": "12288Mi"}, "/tmp, /scratch and logs"
+    given = pod_of(resources={"memory": "3Gi"}, launcher={"tmp_size": "500Mi"})
+    assert sizes(given) == {"shm": "3Gi", "tmp": "500Mi"}
+    assert given["containers"][0]["resources"]["limits"] == {"ephemeral-storage": "1524Mi", "memory": "3Gi"}
+    assert sizes(pod_of(resources={"memory": "3Gi"}, launcher={"shm_size": "1Gi"}))["shm"] == "1Gi"
+
+
+def test_pods_of_one_attempt_are_spread_over_machines_unless_the_job_says_where() -> None:
+    assert "topologySpreadConstraints" not in pod_of()
+    (own,) = pod_of(world={"nodes": 2})["topologySpreadConstraints"]
+    assert (own["topologyKey"], own["whenUnsatisfiable"]) == ("kubernetes.io/hostname", "ScheduleAnyway")
+    assert own["labelSelector"]["matchLabels"]["ratchet.dev/job-id"] == JOB_ID
+    assert "topologySpreadConstraints" not in pod_of(world={"nodes": 2}, launcher={"topology_spread": []})
+    other = {"maxSkew": 1, "topologyKey": "rack", "whenUnsatisfiable": "DoNotSchedule"}
+    (given,) = pod_of(launcher={"topology_spread": [other]})["topologySpreadConstraints"]
+    assert given == other | {"labelSelector": own["labelSelector"]}
+
+
+def test_a_job_of_gpus_tolerates_their_taints_and_one_without_sees_none() -> None:
+    def taints(pod: dict[str, Any]) -> list[str]:
+        return [toleration["key"] for toleration in pod["tolerations"] if toleration["effect"] == "NoSchedule"]
+
+    def visible(pod: dict[str, Any]) -> str | None:
+        found = {variable["name"]: variable.get("value") for variable in pod["containers"][0]["env"]}
+        return found.get("NVIDIA_VISIBLE_DEVICES")
+
+    cpu, gpu = pod_of(), pod_of(resources={"gpu": "nvidia.com/mig-1g.5gb"}, world={"device": "cuda"})
+    assert (taints(cpu), visible(cpu)) == ([], "void")
+    assert (taints(gpu), visible(gpu)) == (["nvidia.com/mig-1g.5gb", "nvidia.com/gpu"], None)
+    own = {"key": "amd.com/gpu", "operator": "Equal", "value": "night", "effect": "NoSchedule"}
+    given = pod_of(resources={"gpu": "amd.com/gpu"}, world={"device": "cuda"}, launcher={"tolerations": [own]})
+    assert given["tolerations"][0] == own and taints(given) == ["amd.com/gpu"]
+
+
 def test_the_grace_follows_the_measured_saves_up_to_the_jobs_own_limit() -> None:
     def grace(seconds: float | None) -> int:
         plan = launcher().plan(launch_of(spec_of(policy={"stop_grace": 100}), save_seconds=seconds))
@@ -316,8 +366,34 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "/launcher/pod_patch/spec/containers/0/envFrom/0/secretRef/name", "service's own",
     ),
     "patched quantity": (
-        {"launcher": container(resources={"limits": {"ephemeral-storage": "1GB"}})},
+        {"launcher": container(resources={"requests": {"ephemeral-storage": "1GB"}})},
         "/launcher/pod_patch/spec/containers", "quantity",
+    ),
+    "patched disk": (
+        {"launcher": container(resources={"limits": {"ephemeral-storage": "1Ti"}})},
+        "/launcher/pod_patch/spec/containers/0/resources/limits/ephemeral-storage", "launcher.tmp_size",
+    ),
+    "patched affinity": (
+        {"launcher": {"pod_patch": {"spec": {"affinity": {}}}}}, "/launcher/pod_patch/spec/affinity", "launcher.affinity",
+    ),
+    "patched spread": (
+        {"launcher": {"pod_patch": {"spec": {"topologySpreadConstraints": []}}}},
+        "/launcher/pod_patch/spec/topologySpreadConstraints", "launcher.topology_spread",
+    ),
+    "spread": (
+        {"launcher": {"topology_spread": [{"maxSkew": 1, "topologyKey": "rack", "whenUnsatisfiable": "Never"}]}},
+        "/launcher/topology_spread/0/whenUnsatisfiable", "ScheduleAnyway",
+    ),
+    "topology of no queue": (
+        {"launcher": {"queue_topology": {"preferred": "rack"}}}, "/launcher/queue_topology", "launcher.queue",
+    ),
+    "priority of no queue": ({"launcher": {"queue_priority": "high"}}, "/launcher/queue_priority", "launcher.queue"),
+    "topology's label": (
+        {"launcher": {"queue": "q", "queue_topology": {"preferred": "my rack"}}}, "/launcher/queue_topology/preferred", "no key",
+    ),
+    "topology by annotation": (
+        {"launcher": {"annotations": {"kueue.x-k8s.io/podset-required-topology": "rack"}}},
+        "/launcher/annotations/kueue.x-k8s.io~1podset-required-topology", "launcher.queue_topology",
     ),
     "patched DNS": (
         {"launcher": {"pod_patch": {"spec": {"dnsPolicy": "Cluster"}}}}, "/launcher/pod_patch/spec/dnsPolicy", "ClusterFirst",
@@ -386,6 +462,7 @@ def test_a_patch_adds_to_the_agents_container_and_beside_it() -> None:
     }
     made = apply(template, given)["spec"]
     assert made["containers"][0]["command"] == template["spec"]["containers"][0]["command"]
-    assert made["containers"][0]["resources"] == {"requests": {"cpu": "1"}, "limits": {"rdma/hca": "1"}}
+    resources = template["spec"]["containers"][0]["resources"]
+    assert made["containers"][0]["resources"] == resources | {"limits": resources["limits"] | {"rdma/hca": "1"}}
     assert [volume["name"] for volume in made["volumes"]] == ["home", "shm", "tmp", "more"]
     assert made["initContainers"] == given["spec"]["initContainers"]

@@ -140,6 +140,18 @@ ENDS: dict[str, tuple[Pod, Cause, str]] = {
     "evicted, by an old kubelet": (
         pod(0, "Failed", reason="Evicted", message="The node was low on resource: memory."), Cause.EVICTED, "low on resource",
     ),
+    "more disk than its limit": (
+        pod(0, "Failed", ended(137), reason="Evicted", message='Usage of EmptyDir volume "tmp" exceeds the limit "10Gi". '),
+        Cause.RANK_KILLED, "launcher.tmp_size",
+    ),
+    "more disk than all limits": (
+        pod(0, "Failed", reason="Evicted", message="Pod ephemeral local storage usage exceeds the total limit of containers 9G."),
+        Cause.RANK_KILLED, "launcher.tmp_size",
+    ),
+    "more logs than its limit": (
+        pod(0, "Failed", reason="Evicted", message='Container agent exceeded its local ephemeral storage limit "11Gi". '),
+        Cause.RANK_KILLED, "launcher.tmp_size",
+    ),
     "node shut down": (pod(0, "Failed", reason="NodeShutdown", message="imminent node shutdown"), Cause.EVICTED, "shutdown"),
     "taint": (
         pod(0, "Running", conditions=(disruption("DeletionByTaintManager"),), deletion=60), Cause.NODE_LOST, "does not answer",
@@ -185,6 +197,7 @@ def test_interruptions_by_the_cluster_cost_no_failure() -> None:
     budgets = {case: view(seen(job(), what)).ends[0].cause.budget for case, (what, _, _) in ENDS.items()}
     free = {case for case, budget in budgets.items() if budget is Budget.PREEMPTIONS}
     assert {"preempted", "drained", "node under pressure", "taint", "node removed", "unknown phase"} <= free
+    assert not free & {"more disk than its limit", "more disk than all limits", "more logs than its limit"}
     assert not free & {"out of memory", "no such program", "user error", "bad image name", "killed by nobody known"}
 
 

@@ -25,8 +25,8 @@ from tests.support.kube import operations
 from tests.support.kube.api import KubeServer
 from tests.support.kube.jobs import ENDED, JobController, release, warn
 from tests.support.kube.kubelet import Kubelet
-from tests.support.kube.operations import disrupt, owner, set_condition
-from tests.support.kube.store import JOBS, PODS, SECRETS, ApiError, Object, Store
+from tests.support.kube.operations import disrupt, set_condition
+from tests.support.kube.store import JOBS, PODS, SECRETS, SERVICES, ApiError, Object, Store
 
 GPU = "nvidia.com/gpu"
 
@@ -95,13 +95,17 @@ class Cluster:
             raise
 
     def _collect(self) -> None:
-        """Pods of Jobs that are gone: deleted first, then let go of, as recorded."""
-        owners = {job["metadata"]["uid"] for job in self.store.select(JOBS)}
-        for pod in self.store.select(PODS):
-            if owner(pod) is not None and owner(pod) not in owners:
+        """What Jobs that are gone have owned; pods are deleted first, then let go of, as recorded."""
+        there = {job["metadata"]["uid"] for job in self.store.select(JOBS)}
+        for resource in (PODS, SERVICES, SECRETS):
+            for made in self.store.select(resource):
+                owners = {reference["uid"] for reference in made["metadata"].get("ownerReferences", ())}
+                if not owners or owners & there:
+                    continue
                 with suppress(ApiError):
-                    operations.delete_pod(self.store, pod["metadata"]["namespace"], pod["metadata"]["name"])
-                    release(self.store, pod)
+                    operations.delete(self.store, resource, made["metadata"]["namespace"], made["metadata"]["name"], {})
+                    if resource == PODS:
+                        release(self.store, made)
 
     def _schedule(self) -> None:
         pods = self.store.select(PODS)
@@ -177,6 +181,12 @@ class Cluster:
                 status["state"] = {"terminated": {"exitCode": 137, "reason": "ContainerStatusUnknown"}}
 
         self._change(pod, change)
+
+    def overfill(self, pod: Object) -> None:
+        """The pod writes more to ``/tmp`` than it may: its kubelet ends it, and announces nothing (``emptyDirLimitEviction``)."""
+        message = 'Usage of EmptyDir volume "tmp" exceeds the limit "10Gi". '
+        self.kubelet.signal(pod["metadata"]["uid"], signal.SIGKILL)
+        self._change(pod, lambda made: made["status"].update(phase="Failed", reason="Evicted", message=message))
 
     def oom(self, pod: Object) -> None:
         """The container takes more memory than its limit."""

@@ -63,6 +63,10 @@ class Api:
         """``fieldValidation=Strict``: a server drops unknown fields in silence otherwise."""
         return self._json("POST", path, {"fieldValidation": "Strict"}, body)
 
+    def patch(self, path: str, body: Json) -> Json:
+        """A merge patch (RFC 7396)."""
+        return self._json("PATCH", path, {}, body)
+
     def delete(self, path: str, **query: str | int) -> bool:
         """False: there was no such object."""
         try:
@@ -108,7 +112,8 @@ class Api:
                 headers[auth["key"]] = auth["value"]
         data = None
         if body is not None:
-            data, headers["Content-Type"] = json.dumps(body).encode(), "application/json"
+            kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+            data, headers["Content-Type"] = json.dumps(body).encode(), kind
         url = client.configuration.host + path + (f"?{urlencode(query)}" if query else "")
         timeout = urllib3.Timeout(connect=_CONNECT, read=read)
         try:

@@ -1,11 +1,13 @@
 """What is made for an attempt in the cluster, in an order that a crash may cut anywhere: the Secret and the Service, which do
-nothing by themselves, then the Job. All have the attempt's name, so that what is there already is found, and taken away by it.
+nothing by themselves, then the Job, which then owns them. All have the attempt's name, so that what is there already is found,
+and taken away by it.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from ratchet_contract.messages import LaunchFile
@@ -46,11 +48,17 @@ def create(api: Api, site: Site, launch: LaunchFile, values: dict[str, str]) -> 
             _create(api, SECRETS, secret)
         if service is not None:
             _create(api, SERVICES, service)
-        return _create_job(api, site, launch)
+        job = _create_job(api, site, launch)
     except Refusal as refusal:
         if refusal.code == 403 and USED_UP in refusal.message:  # others' objects go in time
             raise EngineFull(told(refusal)) from None
         raise LaunchError(told(refusal)) from None
+    for kind, made in ((SECRETS, secret), (SERVICES, service)):
+        if made is not None:
+            # Only for where this service never comes to take them away itself.
+            with suppress(Refusal, EngineUnreachable):
+                api.patch(_path(kind, made), manifests.owned_by(job))
+    return job
 
 
 def clear(api: Api, site: Site, name: str) -> None:

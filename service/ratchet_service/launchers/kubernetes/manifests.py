@@ -18,7 +18,7 @@ from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.spec_engines import KubernetesLauncherSpec
 from ratchet_service.launchers.base import attempt_name, stop_seconds
 from ratchet_service.launchers.kubernetes import patch
-from ratchet_service.launchers.kubernetes.mounts import TMP, mounted
+from ratchet_service.launchers.kubernetes.mounts import TMP, Mounted, disk_bytes, mounted
 from ratchet_service.launchers.kubernetes.settings import Site
 
 Manifest = dict[str, Any]
@@ -29,10 +29,21 @@ INSTANCE: Final = "ratchet.dev/instance"
 JOB_NAME: Final = "ratchet.dev/job-name"
 MANAGED_BY: Final = {"app.kubernetes.io/managed-by": "ratchet"}
 QUEUE: Final = "kueue.x-k8s.io/queue-name"
+QUEUE_PRIORITY: Final = "kueue.x-k8s.io/priority-class"
+QUEUE_TOPOLOGY: Final = {
+    "required": "kueue.x-k8s.io/podset-required-topology",
+    "preferred": "kueue.x-k8s.io/podset-preferred-topology",
+}
 INDEX_VARIABLE: Final = "JOB_COMPLETION_INDEX"
 """The Job controller gives it to every container of an Indexed Job's pods."""
 
 _COMPONENT: Final = {"app.kubernetes.io/name": "ratchet", "app.kubernetes.io/component": "worker"}
+_HOST: Final = "kubernetes.io/hostname"
+_MEMORY_PER_RANK: Final = 2
+"""GiB, asked for where the spec names no memory: a pod that asks for none is the first to be evicted."""
+_DISK_REQUEST: Final = "1Gi"
+_LOGS: Final = 2**30
+"""Bytes of disk for what is printed before the agent keeps the logs."""
 _UNREACHABLE: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 _UNREACHABLE_SECONDS: Final = 30
 """Kubernetes' own default is 300: a job would wait five minutes for a node that is gone."""
@@ -80,6 +91,8 @@ def job(site: Site, launch: LaunchFile) -> Manifest:
     if launcher.queue is not None:
         labels[QUEUE] = launcher.queue
         body["suspend"] = True
+    if launcher.queue_priority is not None:
+        labels[QUEUE_PRIORITY] = launcher.queue_priority
     template = patch.apply(pod_template(site, launch), launcher.pod_patch)
     metadata = _metadata(site, launch, labels) | {"annotations": _annotations(launch, launcher)}
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": body | {"template": template}}
@@ -96,6 +109,13 @@ def service(site: Site, launch: LaunchFile) -> Manifest | None:
         "selector": {key: labels[key] for key in (JOB_ID, EPOCH, INSTANCE)},
     }
     return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(site, launch, labels), "spec": spec}
+
+
+def owned_by(job: Manifest) -> Manifest:
+    """A merge patch: the object goes when the Job does."""
+    metadata = job["metadata"]
+    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": metadata["name"], "uid": metadata["uid"]}
+    return {"metadata": {"ownerReferences": [owner]}}
 
 
 def secret(site: Site, launch: LaunchFile, values: dict[str, str]) -> Manifest | None:
@@ -122,37 +142,38 @@ def pod_template(site: Site, launch: LaunchFile) -> Manifest:
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": _pod_security(site, launcher),
-        "containers": [_container(site, launch, launcher, seen.mounts)],
+        "containers": [_container(site, launch, launcher, seen)],
         "volumes": seen.volumes,
-        "tolerations": _tolerations(launcher),
+        "tolerations": _tolerations(launch, launcher),
     }
     if spec.world.nodes > 1:
         pod["subdomain"] = attempt_name(launch.job_id, launch.epoch)
     optional = {
         "nodeSelector": launcher.node_selector,
+        "affinity": launcher.affinity,
+        "topologySpreadConstraints": _spread(site, launch, launcher),
         "priorityClassName": launcher.priority_class,
         "serviceAccountName": launcher.service_account,
         "imagePullSecrets": [{"name": name} for name in launcher.image_pull_secrets],
     }
     pod |= {key: value for key, value in optional.items() if value}
+    topology = {QUEUE_TOPOLOGY[how]: label for how, label in (launcher.queue_topology or {}).items()}
     metadata = {
         "labels": launcher.labels | labels_of(site, launch),
-        "annotations": _annotations(launch, launcher),
+        "annotations": _annotations(launch, launcher) | topology,
     }
     return {"metadata": metadata, "spec": pod}
 
 
-def _container(
-    site: Site, launch: LaunchFile, launcher: KubernetesLauncherSpec, mounts: list[dict[str, Any]]
-) -> dict[str, Any]:
+def _container(site: Site, launch: LaunchFile, launcher: KubernetesLauncherSpec, seen: Mounted) -> dict[str, Any]:
     return {
         "name": patch.AGENT,
         "image": site.image(launch.spec),
         "imagePullPolicy": launcher.image_pull_policy,
         "command": agent_command(launch),
         "env": _env(launch),
-        "resources": _resources(launch),
-        "volumeMounts": mounts,
+        "resources": _resources(launch, seen),
+        "volumeMounts": seen.mounts,
         "terminationMessagePolicy": "FallbackToLogsOnError",  # the end of what it printed outlives the pod's log
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -169,6 +190,8 @@ def _env(launch: LaunchFile) -> list[dict[str, Any]]:
         {"name": "HOME", "value": TMP},
         {"name": "USER", "value": "ratchet"},
     ]
+    if launch.resolved.device == "cpu":  # else an image that asks for all GPUs would see those of others
+        out.append({"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"})
     for name, source in launch.spec.secrets.items():
         if source.from_secret is not None:
             key = {"name": source.from_secret.name, "key": source.from_secret.key}
@@ -178,17 +201,23 @@ def _env(launch: LaunchFile) -> list[dict[str, Any]]:
     return out
 
 
-def _resources(launch: LaunchFile) -> dict[str, Any]:
+def _resources(launch: LaunchFile, seen: Mounted) -> dict[str, Any]:
     """CPUs are asked for, not limited: a limit would stop threads in the middle of a step. Memory is both, so that a job that
-    takes too much of it ends alone. GPUs are not divisible, and Kubernetes wants both to be equal."""
+    takes too much of it ends alone. GPUs are not divisible, and Kubernetes wants both to be equal. Little disk is asked for, and
+    no more may be taken than the pod's directories may hold: without a limit one job fills its machine's."""
     resources, ranks = launch.spec.resources, launch.spec.world.ranks_per_node
-    requests: dict[str, str] = {"cpu": str(ranks * (resources.cpus_per_rank or launch.resolved.threads_per_rank))}
-    limits: dict[str, str] = {}
+    disk = math.ceil((disk_bytes(seen.volumes) + _LOGS) / 2**20)
+    requests = {
+        "cpu": str(ranks * (resources.cpus_per_rank or launch.resolved.threads_per_rank)),
+        "memory": resources.memory or f"{_MEMORY_PER_RANK * ranks}Gi",
+        "ephemeral-storage": _DISK_REQUEST,
+    }
+    limits = {"ephemeral-storage": f"{disk}Mi"}
     if resources.memory is not None:
-        requests["memory"] = limits["memory"] = resources.memory
+        limits["memory"] = resources.memory
     if resources.gpu is not None:
         requests[resources.gpu] = limits[resources.gpu] = str(ranks)
-    return {"requests": requests, "limits": limits} if limits else {"requests": requests}
+    return {"requests": requests, "limits": limits}
 
 
 def _pod_security(site: Site, launcher: KubernetesLauncherSpec) -> dict[str, Any]:
@@ -202,14 +231,29 @@ def _pod_security(site: Site, launcher: KubernetesLauncherSpec) -> dict[str, Any
     }
 
 
-def _tolerations(launcher: KubernetesLauncherSpec) -> list[dict[str, Any]]:
+def _spread(site: Site, launch: LaunchFile, launcher: KubernetesLauncherSpec) -> list[dict[str, Any]]:
+    labels = labels_of(site, launch)
+    ours = {"labelSelector": {"matchLabels": {key: labels[key] for key in (JOB_ID, EPOCH, INSTANCE)}}}
+    if launcher.topology_spread is not None:
+        return [ours | given for given in launcher.topology_spread]
+    if launch.spec.world.nodes == 1:
+        return []
+    return [{"maxSkew": 1, "topologyKey": _HOST, "whenUnsatisfiable": "ScheduleAnyway"} | ours]
+
+
+def _tolerations(launch: LaunchFile, launcher: KubernetesLauncherSpec) -> list[dict[str, Any]]:
     given = {toleration.get("key") for toleration in launcher.tolerations}
-    own = [
+    own: list[dict[str, Any]] = []
+    if (
+        gpu := launch.spec.resources.gpu
+    ) is not None:  # a slice (nvidia.com/mig-1g.5gb) lies on machines with the GPU's taint
+        taints = dict.fromkeys((gpu, f"{gpu.partition('/')[0]}/gpu"))
+        own += [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in taints]
+    own += [
         {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": _UNREACHABLE_SECONDS}
         for key in _UNREACHABLE
-        if key not in given
     ]
-    return [*launcher.tolerations, *own]
+    return [*launcher.tolerations, *(toleration for toleration in own if toleration["key"] not in given)]
 
 
 def _metadata(site: Site, launch: LaunchFile, labels: dict[str, str]) -> dict[str, Any]:

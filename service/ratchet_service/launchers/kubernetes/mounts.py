@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import JobPaths
+from ratchet_contract.spec_base import size_in_bytes
 from ratchet_contract.spec_engines import KubernetesLauncherSpec, VolumeSpec
 from ratchet_service.launchers.kubernetes.settings import Site
 
@@ -18,6 +19,9 @@ CODE: Final = "/ratchet/code"
 """Of the pod alone: the agent fetches the snapshot there."""
 SHM: Final = "/dev/shm"
 TMP: Final = "/tmp"
+_SHM_SIZE: Final = "8Gi"
+_CODE_SIZE: Final = "2Gi"
+"""A snapshot has at most 512 MiB in 20,000 files, each of which takes whole blocks."""
 
 
 @dataclass(frozen=True)
@@ -39,23 +43,27 @@ def _fetched(launch: LaunchFile) -> bool:
 
 
 def mounted(site: Site, launch: LaunchFile, launcher: KubernetesLauncherSpec) -> Mounted:
-    memory: dict[str, Any] = {"medium": "Memory"}
-    if launcher.shm_size is not None:
-        memory["sizeLimit"] = launcher.shm_size
+    memory = launcher.shm_size or launch.spec.resources.memory or _SHM_SIZE
     volumes: list[dict[str, Any]] = [
         {"name": "home", "persistentVolumeClaim": {"claimName": site.settings.claim}},
-        {"name": "shm", "emptyDir": memory},
-        {"name": "tmp", "emptyDir": {}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": memory}},
+        {"name": "tmp", "emptyDir": {"sizeLimit": launcher.tmp_size}},
     ]
     mounts = [*_of_home(site, launch), {"name": "shm", "mountPath": SHM}, {"name": "tmp", "mountPath": TMP}]
     if _fetched(launch):
-        volumes.append({"name": "code", "emptyDir": {}})
+        volumes.append({"name": "code", "emptyDir": {"sizeLimit": _CODE_SIZE}})
         mounts.append({"name": "code", "mountPath": CODE})
     for i, volume in enumerate(launch.spec.volumes):
         name = f"volume-{i}"
         volumes.append({"name": name, **_source(volume)})
         mounts.append(_mount(name, volume))
     return Mounted(volumes, mounts)
+
+
+def disk_bytes(volumes: list[dict[str, Any]]) -> int:
+    """The most that the pod's directories may take of its machine's disk, bytes."""
+    of_disk = [volume["emptyDir"] for volume in volumes if "emptyDir" in volume]
+    return sum(size_in_bytes(found["sizeLimit"]) for found in of_disk if found.get("medium") != "Memory")
 
 
 def _of_home(site: Site, launch: LaunchFile) -> list[dict[str, Any]]:

@@ -29,6 +29,8 @@ _OWNED: Final[Mapping[tuple[str, ...], str]] = {
     ("spec", "nodeName"): "use launcher.node_selector",
     ("spec", "nodeSelector"): "use launcher.node_selector",
     ("spec", "tolerations"): "use launcher.tolerations",
+    ("spec", "affinity"): "use launcher.affinity",
+    ("spec", "topologySpreadConstraints"): "use launcher.topology_spread",
     ("spec", "priorityClassName"): "use launcher.priority_class",
     ("spec", "serviceAccountName"): "use launcher.service_account",
     ("spec", "serviceAccount"): "use launcher.service_account",  # its old name, which servers still take
@@ -51,6 +53,7 @@ _OWNED_OF_AGENT: Final[Mapping[tuple[str, ...], str]] = {
     ("resources", "requests", "cpu"): "use resources.cpus_per_rank",
     ("resources", "requests", "memory"): "use resources.memory",
     ("resources", "limits", "memory"): "use resources.memory",
+    ("resources", "limits", "ephemeral-storage"): "use launcher.tmp_size",
 }
 
 

@@ -10,6 +10,7 @@ source (``pkg/kubelet/eviction``, ``nodeshutdown``, ``images/types.go``, ``conta
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -56,6 +57,8 @@ _STATUS_REASONS: Final[dict[str, Cause]] = {
     "NodeLost": Cause.NODE_LOST,
     "DeadlineExceeded": Cause.TIME_LIMIT,
 }
+_OVER_ITS_LIMIT: Final = re.compile(r"exceed(s|ed) (its|the) .*limit")
+"""Of an eviction that the pod itself is to blame for; kubelet's ``eviction_manager.go``."""
 _IMAGE_NEVER: Final = ("InvalidImageName", "ErrImageNeverPull")
 _IMAGE_TRIES: Final = ("ErrImagePull", "ImagePullBackOff", "RegistryUnavailable", "ImageInspectError")
 _CONTAINER_TRIES: Final = (
@@ -213,6 +216,11 @@ def status_end(pod: Pod) -> tuple[Cause, str] | None:
     """The reason in a failed pod's own status, or that it never got as far as a container."""
     status = pod.object.get("status", {})
     reason, message = str(status.get("reason", "")), status.get("message")
+    if reason == "Evicted" and _OVER_ITS_LIMIT.search(str(message)):
+        text = (
+            f"it took more of its machine's disk than it may: raise launcher.tmp_size, or write less{_quoted(message)}"
+        )
+        return Cause.RANK_KILLED, text
     if reason in _STATUS_REASONS:
         cause = _STATUS_REASONS[reason]
         return cause, f"{reason}; {GOES_ON}{_quoted(message)}"

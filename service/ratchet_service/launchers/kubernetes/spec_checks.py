@@ -37,6 +37,13 @@ _PRIVILEGES: Final = (
     "allowPrivilegeEscalation",
     "hostPort",
 )
+_HAVE_KEYS: Final = {manifests.QUEUE: "queue", manifests.QUEUE_PRIORITY: "queue_priority"} | dict.fromkeys(
+    manifests.QUEUE_TOPOLOGY.values(), "queue_topology"
+)
+_PARTS: Final = {
+    "tolerations": "tolerations", "affinity": "affinity", "topologySpreadConstraints": "topology_spread",
+}  # fmt: skip
+"""Keys of ``launcher`` that are parts of the pod's spec."""
 _NO_JOB: Final = "job-000000000000"
 
 
@@ -88,10 +95,19 @@ def _of_launcher(site: Site, launcher: KubernetesLauncherSpec) -> Iterator[tuple
         for key in given:
             if key.startswith(_RESERVED) or key in ("job-name", "controller-uid"):
                 yield pointer("launcher", where, key), f"{key} is Ratchet's or Kubernetes' own: take another key"
-            elif key == manifests.QUEUE:
-                yield pointer("launcher", where, key), "use launcher.queue"
+            elif key in _HAVE_KEYS:
+                yield pointer("launcher", where, key), f"use launcher.{_HAVE_KEYS[key]}"
             elif where == "annotations" and _LABEL_KEY.fullmatch(key) is None:
                 yield pointer("launcher", where, key), f"{key!r} is no key of an annotation"
+    for key in ("queue_priority", "queue_topology"):
+        if getattr(launcher, key) is not None and launcher.queue is None:
+            yield (
+                pointer("launcher", key),
+                "it is Kueue's, and the job goes to no queue of Kueue: name one (launcher.queue)",
+            )
+    for how, label in (launcher.queue_topology or {}).items():
+        if _LABEL_KEY.fullmatch(label) is None:
+            yield pointer("launcher", "queue_topology", how), f"{label!r} is no key of a label"
     for i, name in enumerate(launcher.image_pull_secrets):
         if _NAME.fullmatch(name) is None:
             yield f"/launcher/image_pull_secrets/{i}", f"{name!r} is no name of a Secret"
@@ -134,8 +150,8 @@ def _of_manifest(
     for fault in checks.faults(job):
         if fault.path not in plain:
             yield _patch_pointer(given, fault.path), f"{'/'.join(fault.path[2:])}: {fault.detail}"
-        elif fault.path[3] == "tolerations":
-            yield pointer("launcher", "tolerations", *fault.path[4:]), fault.detail
+        elif fault.path[3] in _PARTS:
+            yield pointer("launcher", _PARTS[fault.path[3]], *fault.path[4:]), fault.detail
         elif not told:
             yield "/launcher", f"{'/'.join(fault.path)}: {fault.detail}"
     ours = {volume["name"] for volume in template["spec"]["volumes"]}
@@ -207,7 +223,7 @@ def _of_withheld(site: Site, spec: JobSpec, launcher: KubernetesLauncherSpec) ->
 def _warnings(spec: JobSpec, launcher: KubernetesLauncherSpec) -> Iterator[Warning_]:
     memory = spec.resources.memory
     if memory is None:
-        text = "without it pods have no limit and are the first to be evicted when a node runs short of memory"
+        text = "without it pods have no limit, and are evicted before others when a machine runs short of memory"
         yield Warning_(pointer="/resources/memory", code="no-memory-limit", detail=text)
     elif launcher.shm_size is not None and size_in_bytes(launcher.shm_size) > size_in_bytes(memory):
         text = f"/dev/shm counts as memory of the pod: more than {memory} of it ends the pod as out of memory"
