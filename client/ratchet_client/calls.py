@@ -1,23 +1,55 @@
-"""How the methods of ``RatchetClient`` reach the service: one request, one model; pages as one iterator."""
+"""How the methods of ``RatchetClient`` reach the service: one request, one model; pages as one iterator; jobs by id or name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from itertools import islice
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 from pydantic import BaseModel
 
+from ratchet_client.errors import AmbiguousName
 from ratchet_client.transport import Params, Transport
+from ratchet_contract.api import JobView
+from ratchet_contract.errors import NotFound
+from ratchet_contract.paths import is_job_id
 
 M = TypeVar("M", bound=BaseModel)
 PAGE = 100
+_LONGEST_NAME = 63
+_SHOWN = 10
 
 
 class Calls:
     """Base of the client; ``_transport`` is the constructor's."""
 
     _transport: Transport
+
+    def job_id(self, job: str) -> str:
+        """The id of the job that has this id or, alone, this name. An id is taken as it is, without a request.
+
+        Raises ``NotFound``, and ``AmbiguousName`` where several jobs have the name.
+        """
+        if is_job_id(job):
+            return job
+        found = (
+            list(self._pages("/v1/jobs", JobView, {"name": job, "limit": PAGE})) if len(job) <= _LONGEST_NAME else []
+        )
+        if len(found) == 1:
+            return found[0].id
+        raise _many(job, found) if found else self._none(job)
+
+    def _none(self, job: str) -> NotFound:
+        names = {other.name for other in islice(self._pages("/v1/jobs", JobView, {"limit": PAGE}), PAGE)}
+        near = get_close_matches(job, names, 1)
+        hint = f"did you mean {near[0]!r}?" if near else "`ratchet list` shows the jobs"
+        return NotFound(f"no job has the id or the name {job!r}; {hint}", code="job-not-found")
+
+    def _path(self, job: str, *parts: str) -> str:
+        """The path of a job, or of something below it."""
+        return "/".join(["/v1/jobs", self.job_id(job), *(quote(part, safe="") for part in parts)])
 
     def _get(self, path: str, model: type[M], params: Params | None = None) -> M:
         return model.model_validate(self._transport.request("GET", path, params=params).json())
@@ -35,13 +67,15 @@ class Calls:
             if cursor is None:
                 return
 
+    def _job_pages(self, model: type[M], params: Params, job: str, *parts: str) -> Iterator[M]:
+        """The same of a job, whose name is looked up when the first item is asked for."""
+        yield from self._pages(self._path(job, *parts), model, params)
 
-def job_path(job_id: str) -> str:
-    return f"/v1/jobs/{quote(job_id, safe='')}"
 
-
-def checkpoint_path(job_id: str, checkpoint_id: str) -> str:
-    return f"{job_path(job_id)}/checkpoints/{quote(checkpoint_id, safe='')}"
+def _many(name: str, found: Sequence[JobView]) -> AmbiguousName:
+    shown = [f"  {job.id}  {job.phase:<9}  created {job.created_at:%Y-%m-%d %H:%M} UTC" for job in found[:_SHOWN]]
+    shown += [f"  ... and {len(found) - _SHOWN} more: ratchet list --name {name}"] if len(found) > _SHOWN else []
+    return AmbiguousName("\n".join([f"{len(found)} jobs have the name {name!r}; name one by its id:", *shown]))
 
 
 def quota_path(owner: str) -> str:

@@ -14,10 +14,11 @@ from pydantic import BaseModel
 
 from ratchet_client import queue_older
 from ratchet_client.access import Access
-from ratchet_client.calls import PAGE, checkpoint_path, job_path, quota_path
+from ratchet_client.calls import PAGE, quota_path
 from ratchet_client.errors import ServiceFault, ServiceUnreachable
 from ratchet_client.exports import ExportFormat, fetch
 from ratchet_client.following import Following, WhichAttempt
+from ratchet_client.job import Job
 from ratchet_client.job_files import Bar, Fetched, no_bar
 from ratchet_client.job_files import fetch as fetch_files
 from ratchet_client.polling import TERMINAL, Series, Snapshot
@@ -26,7 +27,7 @@ from ratchet_client.transport import Params, Transport
 from ratchet_client.upload import Note, with_code
 from ratchet_contract import api, api_queue, api_quotas, api_requests
 
-__all__ = ["TERMINAL", "RatchetClient", "Series", "Snapshot", "WhichAttempt"]
+__all__ = ["TERMINAL", "Job", "RatchetClient", "Series", "Snapshot", "WhichAttempt"]
 
 
 class RatchetClient(Following, Access):
@@ -62,7 +63,7 @@ class RatchetClient(Following, Access):
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
     def submit(self, spec: Spec, *, idempotency_key: str | None = None, upload: bool | None = None,
-               note: Note | None = None) -> api.JobView:  # fmt: skip
+               note: Note | None = None) -> Job:  # fmt: skip
         """Create a job from the path of a YAML file, a mapping or a ``JobSpec``. Raises ``SpecError`` with every wrong field.
 
         Relative paths of the spec start at the file's directory, or at the current one where there is no file. The same
@@ -76,11 +77,19 @@ class RatchetClient(Following, Access):
         >>> job = client.submit({"name": "from-python", "task": task, "world": {"device": "cpu"}}, idempotency_key=key)
         >>> client.submit({"name": "from-python", "task": task, "world": {"device": "cpu"}}, idempotency_key=key).id == job.id
         True
-        >>> client.cancel(job.id).desired.value in ("cancel", "run")
+        >>> job.cancel().view.desired.value in ("cancel", "run")
         True
         """
         body = with_code(self._transport, spec_body(spec), upload, note)
-        return self._post("/v1/jobs", api.JobView, json=body, idempotency_key=idempotency_key)
+        return Job(self, self._post("/v1/jobs", api.JobView, json=body, idempotency_key=idempotency_key))
+
+    def job(self, job: str) -> Job:
+        """The job with this id or, alone, this name, as it is now. Raises ``NotFound``, ``AmbiguousName``.
+
+        >>> client.job(job_id).phase.value
+        'SUCCEEDED'
+        """
+        return Job(self, self.view(job))
 
     def plan(self, spec: Spec, *, upload: bool | None = None, note: Note | None = None) -> api.PlanView:
         """What ``submit`` would run, with all checks made. No job is stored; code is sent as ``submit`` does, and kept by the
@@ -110,11 +119,11 @@ class RatchetClient(Following, Access):
         }
         return self._pages("/v1/jobs", api.JobView, params)
 
-    def suspend(self, job_id: str) -> api.JobView:
+    def suspend(self, job: str) -> api.JobView:
         """Save, stop, and stay stopped until ``resume``. Raises ``Conflict`` like all actions, by the phase."""
-        return self._act(job_id, "suspend")
+        return self._act(job, "suspend")
 
-    def resume(self, job_id: str, from_step: int | None = None, *, world: int | None = None, nodes: int | None = None,
+    def resume(self, job: str, from_step: int | None = None, *, world: int | None = None, nodes: int | None = None,
                hook: dict[str, Any] | str | None = None, on_hook_mismatch: str | None = None,
                code: str | os.PathLike[str] | None = None, upload: bool | None = None,
                note: Note | None = None) -> api.JobView:  # fmt: skip
@@ -128,40 +137,41 @@ class RatchetClient(Following, Access):
             given["world"] = api_requests.WorldChange(ranks_per_node=world, nodes=nodes)
         if code is not None:
             named = {"path": str(Path(code).expanduser().absolute())}
-            included = (self.job(job_id).spec.get("code") or {}).get("include", [])
+            included = (self.view(job).spec.get("code") or {}).get("include", [])
             sent = with_code(self._transport, {"code": {**named, "include": included}}, upload, note)
             given["code"] = {key: value for key, value in sent["code"].items() if key != "include"}
         request = api_requests.ResumeRequest.model_validate({k: v for k, v in given.items() if v is not None})
-        return self._act(job_id, "resume", request)
+        return self._act(job, "resume", request)
 
-    def cancel(self, job_id: str) -> api.JobView:
+    def cancel(self, job: str) -> api.JobView:
         """End the job; what runs saves a checkpoint first."""
-        return self._act(job_id, "cancel")
+        return self._act(job, "cancel")
 
-    def preempt(self, job_id: str) -> api.JobView:
+    def preempt(self, job: str) -> api.JobView:
         """Save, stop and queue again."""
-        return self._act(job_id, "preempt")
+        return self._act(job, "preempt")
 
-    def checkpoint_now(self, job_id: str) -> api.JobView:
+    def checkpoint_now(self, job: str) -> api.JobView:
         """Ask the running attempt for a checkpoint at its next agreed step; returns before it is written."""
-        return self._act(job_id, "checkpoint")
+        return self._act(job, "checkpoint")
 
-    def fork(self, job_id: str, request: api_requests.ForkRequest, *, upload: bool | None = None,
-             note: Note | None = None) -> api.JobView:  # fmt: skip
+    def fork(self, job: str, request: api_requests.ForkRequest, *, upload: bool | None = None,
+             note: Note | None = None) -> Job:  # fmt: skip
         """A new job from a checkpoint of this one, with a changed spec. ``upload``, ``note``: as of ``submit``, for a
         ``code.path`` that the request names.
 
         >>> from ratchet_contract.api_requests import ForkRequest
         >>> fork = client.fork(job_id, ForkRequest(spec={"task": {"args": {"epochs": 3}}}))
-        >>> fork.forked_from.startswith(job_id), client.cancel(fork.id).id == fork.id
+        >>> fork.view.forked_from.startswith(job_id), fork.cancel().id == fork.id
         (True, True)
         """
+        job = self.job_id(job)
         spec = with_code(self._transport, request.spec, upload, note, within="/spec")
         if spec is not request.spec:
             request = request.model_copy(update={"spec": spec})
-        return self._act(job_id, "fork", request)
+        return Job(self, self._act(job, "fork", request))
 
-    def patch(self, job_id: str, request: api_requests.PatchRequest) -> api.JobView:
+    def patch(self, job: str, request: api_requests.PatchRequest) -> api.JobView:
         """Labels and priority.
 
         >>> from ratchet_contract.api_requests import PatchRequest
@@ -169,51 +179,51 @@ class RatchetClient(Following, Access):
         'vision'
         """
         body = request.model_dump(mode="json", exclude_unset=True)
-        return api.JobView.model_validate(self._transport.request("PATCH", job_path(job_id), json=body).json())
+        return api.JobView.model_validate(self._transport.request("PATCH", self._path(job), json=body).json())
 
-    def delete(self, job_id: str, *, keep_checkpoints: bool = False, outputs: bool = False) -> api.DeleteResult:
+    def delete(self, job: str, *, keep_checkpoints: bool = False, outputs: bool = False) -> api.DeleteResult:
         """Remove a job that has ended, its logs, and its checkpoints unless they are to be kept. What it left in its working
         directory stays where the answer says, unless ``outputs`` is true, now or in a later call."""
         params: Params = {
             "keep_checkpoints": "true" if keep_checkpoints else None,
             "outputs": "true" if outputs else None,
         }
-        return api.DeleteResult.model_validate(
-            self._transport.request("DELETE", job_path(job_id), params=params).json()
-        )
+        return api.DeleteResult.model_validate(self._transport.request("DELETE", self._path(job), params=params).json())
 
     # --- what belongs to a job ----------------------------------------------------------------------------------------
 
-    def attempts(self, job_id: str) -> Iterator[api.AttemptView]:
-        """Every launch, newest first.
+    def attempts(self, job: str) -> list[api.AttemptView]:
+        """Every launch, oldest first.
 
-        >>> newest = next(client.attempts(job_id))
+        >>> newest = client.attempts(job_id)[-1]
         >>> newest.cause.value, newest.resume_report.verdict
         ('completed', 'fresh')
         """
-        return self._pages(f"{job_path(job_id)}/attempts", api.AttemptView, {"limit": PAGE})
+        return list(self._job_pages(api.AttemptView, {"limit": PAGE}, job, "attempts"))[::-1]
 
-    def attempt(self, job_id: str, number: int) -> api.AttemptView:
-        """One launch by its number, from 1."""
-        return self._get(f"{job_path(job_id)}/attempts/{number}", api.AttemptView)
+    def attempt(self, job: str, number: int | None = None) -> api.AttemptView:
+        """One launch by its number, from 1; without it the newest. Raises ``NotFound``."""
+        if number is None:
+            number = self.view(job).attempt
+        return self._get(self._path(job, "attempts", str(number)), api.AttemptView)
 
-    def checkpoints(self, job_id: str) -> Iterator[api.CheckpointView]:
+    def checkpoints(self, job: str) -> Iterator[api.CheckpointView]:
         """What is stored, newest step first."""
-        return self._pages(f"{job_path(job_id)}/checkpoints", api.CheckpointView, {"limit": PAGE})
+        return self._job_pages(api.CheckpointView, {"limit": PAGE}, job, "checkpoints")
 
-    def checkpoint(self, job_id: str, checkpoint_id: str) -> api.CheckpointDetail:
+    def checkpoint(self, job: str, checkpoint_id: str) -> api.CheckpointDetail:
         """One checkpoint with its manifest."""
-        return self._get(checkpoint_path(job_id, checkpoint_id), api.CheckpointDetail)
+        return self._get(self._path(job, "checkpoints", checkpoint_id), api.CheckpointDetail)
 
-    def verify(self, job_id: str, checkpoint_id: str) -> api.VerifyResult:
+    def verify(self, job: str, checkpoint_id: str) -> api.VerifyResult:
         """Have every byte of a checkpoint read and compared with its digests.
 
         >>> client.verify(job_id, client.job(job_id).last_checkpoint).verification
         'ok'
         """
-        return self._post(f"{checkpoint_path(job_id, checkpoint_id)}/verify", api.VerifyResult)
+        return self._post(self._path(job, "checkpoints", checkpoint_id, "verify"), api.VerifyResult)
 
-    def compare(self, job_id: str, with_job_id: str, *, checkpoint: str | None = None,
+    def compare(self, job: str, with_job: str, *, checkpoint: str | None = None,
                 with_checkpoint: str | None = None) -> api.ComparisonView:  # fmt: skip
         """Two jobs' checkpoints, every tensor and every rank's state: at the first step at which they differ, of those that both
         have a checkpoint of; if they differ nowhere, at the newest. Or of the checkpoints that are named.
@@ -222,9 +232,9 @@ class RatchetClient(Following, Access):
         True
         """
         params: Params = {"checkpoint": checkpoint, "with_checkpoint": with_checkpoint}
-        return self._get(f"{job_path(job_id)}/compare/{quote(with_job_id, safe='')}", api.ComparisonView, params)
+        return self._get(self._path(job, "compare", self.job_id(with_job)), api.ComparisonView, params)
 
-    def export(self, job_id: str, checkpoint_id: str, target: str | os.PathLike[str], *,
+    def export(self, job: str, checkpoint_id: str, target: str | os.PathLike[str], *,
                format: ExportFormat = "safetensors") -> list[str]:  # fmt: skip
         """Write a checkpoint as files for other programs; ``target`` must not be there yet. Returns what their reader must know.
 
@@ -234,18 +244,18 @@ class RatchetClient(Following, Access):
         >>> client.export(job_id, client.job(job_id).last_checkpoint, directory / "model.safetensors")
         []
         """
-        return fetch(self._transport, f"{checkpoint_path(job_id, checkpoint_id)}/export", format, Path(target))
+        return fetch(self._transport, self._path(job, "checkpoints", checkpoint_id, "export"), format, Path(target))
 
-    def pin(self, job_id: str, checkpoint_id: str, pinned: bool = True) -> api.CheckpointView:
+    def pin(self, job: str, checkpoint_id: str, pinned: bool = True) -> api.CheckpointView:
         """Keep a checkpoint whatever retention says, or let it go again.
 
         >>> client.pin(job_id, client.job(job_id).last_checkpoint).pinned
         True
         """
         body = api_requests.PinRequest(pinned=pinned).model_dump(mode="json")
-        return self._post(f"{checkpoint_path(job_id, checkpoint_id)}/pin", api.CheckpointView, json=body)
+        return self._post(self._path(job, "checkpoints", checkpoint_id, "pin"), api.CheckpointView, json=body)
 
-    def prune(self, job_id: str, *, dry_run: bool = False, quarantined: bool = False) -> api.PruneResult:
+    def prune(self, job: str, *, dry_run: bool = False, quarantined: bool = False) -> api.PruneResult:
         """Remove checkpoints that no attempt will start from: of branches that a resume from an earlier step left behind.
 
         ``dry_run``: only tell what would go. ``quarantined``: what was damaged and set aside goes, too.
@@ -254,11 +264,11 @@ class RatchetClient(Following, Access):
         []
         """
         body = api_requests.PruneRequest(dry_run=dry_run, quarantined=quarantined).model_dump(mode="json")
-        return self._post(f"{job_path(job_id)}/checkpoints/prune", api.PruneResult, json=body)
+        return self._post(self._path(job, "checkpoints", "prune"), api.PruneResult, json=body)
 
     # --- what a job left in its working directory ---------------------------------------------------------------------
 
-    def files(self, job_id: str, path: str = "", *, recursive: bool = True, everything: bool = False,
+    def files(self, job: str, path: str = "", *, recursive: bool = True, everything: bool = False,
               page_size: int = 1000) -> Iterator[api.FileView]:  # fmt: skip
         """What is below ``path`` of its working directory, each directory before what is in it. ``everything``: with what its
         code brought there and nobody has changed.
@@ -272,9 +282,9 @@ class RatchetClient(Following, Access):
             "all": "true" if everything else None,
             "limit": page_size,
         }
-        return self._pages(f"{job_path(job_id)}/files", api.FileView, params)
+        return self._job_pages(api.FileView, params, job, "files")
 
-    def read_file(self, job_id: str, path: str, start: int = 0, end: int | None = None) -> bytes:
+    def read_file(self, job: str, path: str, start: int = 0, end: int | None = None) -> bytes:
         """The bytes of one file from ``start`` up to ``end`` (default: its end, as it is now), which are held in memory.
 
         Raises ``NotFound`` (``file-not-found``), ``Refused`` (``range-not-satisfiable``: there are none, ``symbolic-link`` ...).
@@ -282,10 +292,10 @@ class RatchetClient(Following, Access):
         if end is not None and end <= start:
             return b""
         ranged = {} if (start, end) == (0, None) else {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
-        with self._transport.stream(f"{job_path(job_id)}/files/content", {"path": path}, ranged) as response:
+        with self._transport.stream(self._path(job, "files", "content"), {"path": path}, ranged) as response:
             return response.read()
 
-    def fetch_files(self, job_id: str, target: str | os.PathLike[str], path: str = "", *, everything: bool = False,
+    def fetch_files(self, job: str, target: str | os.PathLike[str], path: str = "", *, everything: bool = False,
                     force: bool = False, bar: Callable[[int], Bar] = no_bar) -> Fetched:  # fmt: skip
         """Write the file or directory ``path`` of its working directory into the directory ``target``, under its own name; all of
         it without ``path``. No file is replaced without ``force``; what is fetched is whole, or nothing is written. ``bar``:
@@ -295,7 +305,7 @@ class RatchetClient(Following, Access):
         []
         """
         params = {"path": path or None, "all": "true" if everything else None}
-        return fetch_files(self._transport, f"{job_path(job_id)}/files/archive", params, Path(target), force, bar)
+        return fetch_files(self._transport, self._path(job, "files", "archive"), params, Path(target), force, bar)
 
     # --- queue and quotas ---------------------------------------------------------------------------------------------
 
@@ -309,14 +319,14 @@ class RatchetClient(Following, Access):
         with queue_older.said():
             return list(islice(self._pages("/v1/queue", api_queue.QueuedView, {"limit": min(limit, 100)}), limit))
 
-    def queue_view(self, limit: int = 50, job_id: str | None = None) -> api_queue.QueueView:
-        """One page, at most 100, with how many wait in all; or where ``job_id`` stands: no item where it is not queued.
+    def queue_view(self, limit: int = 50, job: str | None = None) -> api_queue.QueueView:
+        """One page, at most 100, with how many wait in all; or where ``job`` stands: no item where it is not queued.
 
-        Of an older service ``waiting`` is None: it is not known how many wait, and where ``job_id`` stands only if it is among
+        Of an older service ``waiting`` is None: it is not known how many wait, and where ``job`` stands only if it is among
         the first 100. Raises ``NotFound`` (``no-such-route``) where a service has no queue to show yet.
         """
         get = partial(self._get, "/v1/queue", api_queue.QueueView)
-        return queue_older.asked(get, limit) if job_id is None else queue_older.of_job(get, job_id, self.job)
+        return queue_older.asked(get, limit) if job is None else queue_older.of_job(get, self.job_id(job), self.view)
 
     def quotas(self) -> Iterator[api_quotas.QuotaView]:
         """Those that were set, with what their owners have now."""
@@ -361,6 +371,6 @@ class RatchetClient(Following, Access):
             return False
         return True
 
-    def _act(self, job_id: str, action: str, body: BaseModel | None = None) -> api.JobView:
+    def _act(self, job: str, action: str, body: BaseModel | None = None) -> api.JobView:
         data = None if body is None else body.model_dump(mode="json", exclude_unset=True)
-        return self._post(f"{job_path(job_id)}/{action}", api.JobView, json=data)
+        return self._post(self._path(job, action), api.JobView, json=data)

@@ -4,7 +4,7 @@ RatchetError
 ├── (SpecError, NotFound, Conflict, Refused, ...)   4xx, rebuilt from problem+json with code and field errors
 ├── ServiceUnreachable                              nothing answers
 ├── ServiceFault                                    the service answered 5xx, or something that is not its API
-├── AmbiguousName                                   a name that several jobs have (command line only)
+├── AmbiguousName                                   a name that several jobs have
 └── DeadlineReached                                 ``wait`` gave up; the job goes on
 """
 

@@ -16,7 +16,7 @@ from typing import IO, Literal, TypeAlias, TypeVar
 from pydantic import BaseModel
 
 from ratchet_client import sse
-from ratchet_client.calls import PAGE, Calls, job_path
+from ratchet_client.calls import PAGE, Calls
 from ratchet_client.errors import ServiceFault, ServiceUnreachable
 from ratchet_client.polling import TERMINAL, Pace, Series, Snapshot, looks
 from ratchet_client.transport import Params
@@ -33,37 +33,54 @@ _PATIENCE = 120.0
 class Following(Calls):
     """Calls that only read, and read again."""
 
-    def job(self, job_id: str) -> api.JobView:
-        """The job as it is now. Raises ``NotFound``."""
-        return self._get(job_path(job_id), api.JobView)
+    def view(self, job: str) -> api.JobView:
+        """The job as it is now, as data. Raises ``NotFound``."""
+        return self._get(self._path(job), api.JobView)
 
-    def hook(self, job_id: str) -> api.HookView:
+    def hook(self, job: str) -> api.HookView:
         """What the communication hook does: phase, iteration, compression rate, residual norm per rank.
 
         >>> hook = client.hook(job_id)
         >>> hook.name, hook.phase, hook.iteration == client.job(job_id).progress.step
         ('powerSGD', 'compressing', True)
         """
-        return self._get(f"{job_path(job_id)}/hook", api.HookView)
+        return self._get(self._path(job, "hook"), api.HookView)
 
-    def hook_history(self, job_id: str, *, rank: int | None = None) -> Iterator[api.HookSampleView]:
+    def hook_history(self, job: str, *, rank: int | None = None) -> Iterator[api.HookSampleView]:
         """Kept summaries by step and rank, oldest first.
 
         >>> {sample.summary.phase for sample in client.hook_history(job_id, rank=0)} == {"warm-up", "compressing"}
         True
         """
         params: Params = {"rank": rank, "limit": PAGE}
-        return self._pages(f"{job_path(job_id)}/hook/history", api.HookSampleView, params)
+        return self._job_pages(api.HookSampleView, params, job, "hook", "history")
+
+    def hook_series(self, job: str, figure: str = "residual_norm") -> dict[int, Series]:
+        """A figure of ``HookSummary`` over the steps, by rank (``compression_rate``, ``bytes_after`` ...); without steps at which
+        the hook has none.
+
+        >>> norms = client.hook_series(job_id)
+        >>> sorted(norms), len(norms[0].steps) == len(norms[0].values) > 0
+        ([0], True)
+        """
+        out: dict[int, Series] = {}
+        for sample in self.hook_history(job):
+            value = getattr(sample.summary, figure)
+            if value is not None:
+                curve = out.setdefault(sample.summary.rank, Series([], []))
+                curve.steps.append(sample.summary.step)
+                curve.values.append(value)
+        return out
 
     # --- series -------------------------------------------------------------------------------------------------------
 
-    def metrics(self, job_id: str, *, name: Collection[str] = (), max_points: int | None = None) -> api.MetricsView:
+    def metrics(self, job: str, *, name: Collection[str] = (), max_points: int | None = None) -> api.MetricsView:
         """Series over steps with attempt and time of each point; one longer than ``max_points`` is thinned, the last point is
         always there."""
         params: Params = {"name": list(name), "max_points": max_points}
-        return self._get(f"{job_path(job_id)}/metrics", api.MetricsView, params)
+        return self._get(self._path(job, "metrics"), api.MetricsView, params)
 
-    def series(self, job_id: str, *names: str) -> dict[str, Series]:
+    def series(self, job: str, *names: str) -> dict[str, Series]:
         """Curves by name, all of them without ``names``; thinned beyond 10000 points. Steps that a later attempt did again are
         there once. A name that nobody reported (yet) has an empty curve.
 
@@ -71,28 +88,28 @@ class Following(Calls):
         >>> loss.steps[-1] == client.job(job_id).progress.step, len(loss.steps) == len(loss.values)
         (True, True)
         """
-        found = self.metrics(job_id, name=names, max_points=_MOST_POINTS).series
+        found = self.metrics(job, name=names, max_points=_MOST_POINTS).series
         return {s.name: Series([p.step for p in s.points], [p.value for p in s.points]) for s in found}
 
     # --- logs and events ----------------------------------------------------------------------------------------------
 
-    def events(self, job_id: str) -> Iterator[api.EventView]:
+    def events(self, job: str) -> Iterator[api.EventView]:
         """The history that is there now, oldest first.
 
         >>> next(client.events(job_id)).type
         'submitted'
         """
-        return self._pages(f"{job_path(job_id)}/events", api.EventView, {"limit": PAGE})
+        return self._job_pages(api.EventView, {"limit": PAGE}, job, "events")
 
-    def logs(self, job_id: str, *, rank: int | None = None, attempt: WhichAttempt = None, tail: int | None = None,
+    def logs(self, job: str, *, rank: int | None = None, attempt: WhichAttempt = None, tail: int | None = None,
              grep: str | None = None, since: str | None = None) -> Iterator[api.LogLine]:  # fmt: skip
         """Lines of the ranks' logs that are there now. ``tail``: only the last lines of each rank; ``grep``: only lines with
         this text; ``since`` (RFC 3339): only lines written since then, to about six seconds. Where a log has lost its middle, a
         line with ``left_out`` tells how many bytes."""
         params: Params = {"rank": rank, "attempt": attempt, "tail": tail, "grep": grep, "since": since}
-        return self._pages(f"{job_path(job_id)}/logs", api.LogLine, params)
+        return self._job_pages(api.LogLine, params, job, "logs")
 
-    def download_logs(self, job_id: str, file: str | os.PathLike[str], *, rank: int | None = None,
+    def download_logs(self, job: str, file: str | os.PathLike[str], *, rank: int | None = None,
                       attempt: WhichAttempt = "all") -> Path:  # fmt: skip
         """Write the logs as they are now to ``file``, which appears when all is there; without ``rank``, each line begins with
         ``[attempt.rank]``. A download that breaks is begun again within the client's ``retry_for``.
@@ -105,7 +122,7 @@ class Following(Calls):
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as part:
             partial = Path(part.name)
             try:
-                while not self._download(job_id, part, {"rank": rank, "attempt": attempt}, time.monotonic() >= end):
+                while not self._download(job, part, {"rank": rank, "attempt": attempt}, time.monotonic() >= end):
                     time.sleep(0.5)
                 part.close()
                 partial.chmod(0o644)
@@ -113,11 +130,11 @@ class Following(Calls):
             finally:
                 partial.unlink(missing_ok=True)
 
-    def _download(self, job_id: str, part: IO[bytes], params: Params, last: bool) -> bool:
+    def _download(self, job: str, part: IO[bytes], params: Params, last: bool) -> bool:
         part.seek(0)
         part.truncate()
         try:
-            with self._transport.stream(f"{job_path(job_id)}/logs", params, {"Accept": "text/plain"}) as response:
+            with self._transport.stream(self._path(job, "logs"), params, {"Accept": "text/plain"}) as response:
                 for block in response.iter_bytes():
                     part.write(block)
         except (ServiceUnreachable, ServiceFault):
@@ -128,7 +145,7 @@ class Following(Calls):
 
     # --- following ----------------------------------------------------------------------------------------------------
 
-    def follow_events(self, job_id: str, *, after: int | None = None,
+    def follow_events(self, job: str, *, after: int | None = None,
                       on_gap: Callable[[str], None] | None = None) -> Generator[api.EventView]:  # fmt: skip
         """Events from the first (or after the event with id ``after``) until the job has ended, across restarts of the service.
         ``on_gap`` is told once per interruption.
@@ -138,9 +155,9 @@ class Following(Calls):
         True
         """
         last = None if after is None else str(after)
-        return self._follow(job_id, "events", {"follow": "true"}, api.EventView, last, on_gap)
+        return self._follow(job, "events", {"follow": "true"}, api.EventView, last, on_gap)
 
-    def follow_logs(self, job_id: str, *, rank: int | None = None, attempt: WhichAttempt = None, tail: int | None = None,
+    def follow_logs(self, job: str, *, rank: int | None = None, attempt: WhichAttempt = None, tail: int | None = None,
                     grep: str | None = None, since: str | None = None, after: Collection[str] = (),
                     on_gap: Callable[[str], None] | None = None) -> Generator[api.LogLine]:  # fmt: skip
         """Log lines as they are written, until the job has ended. ``after``: go on behind these lines, the ``id`` of the last
@@ -153,12 +170,13 @@ class Following(Calls):
         params: Params = {
             "follow": "true", "rank": rank, "attempt": attempt, "tail": tail, "grep": grep, "since": since
         }  # fmt: skip
-        return self._follow(job_id, "logs", params, api.LogLine, ",".join(after) or None, on_gap)
+        return self._follow(job, "logs", params, api.LogLine, ",".join(after) or None, on_gap)
 
-    def _follow(self, job_id: str, what: str, params: Params, model: type[M], last: str | None,
+    def _follow(self, job: str, what: str, params: Params, model: type[M], last: str | None,
                 on_gap: Callable[[str], None] | None) -> Generator[M]:  # fmt: skip
+        job = self.job_id(job)
         found = sse.follow(
-            self._transport, f"{job_path(job_id)}/{what}", params, lambda: self.job(job_id).phase.terminal, last, on_gap
+            self._transport, self._path(job, what), params, lambda: self.view(job).phase.terminal, last, on_gap
         )
         with closing(found):
             for event in found:
@@ -166,7 +184,7 @@ class Following(Calls):
 
     # --- waiting ------------------------------------------------------------------------------------------------------
 
-    def wait(self, job_id: str, until: Collection[JobPhase] = TERMINAL, deadline: float | None = None,
+    def wait(self, job: str, until: Collection[JobPhase] = TERMINAL, deadline: float | None = None,
              on_change: Callable[[api.JobView], None] | None = None) -> api.JobView:  # fmt: skip
         """The job once its phase is one of ``until``, or once it has ended.
 
@@ -176,14 +194,14 @@ class Following(Calls):
         >>> client.wait(job_id, deadline=60).phase.value
         'SUCCEEDED'
         """
-        told = None
-        for job in looks(job_id, lambda: self.job(job_id), lambda job: job, until, deadline, Pace(0.1, 1.0)):
-            if (job.phase, job.reason) != told and on_change is not None:
-                on_change(job)
-            told = (job.phase, job.reason)
-        return job
+        told, job = None, self.job_id(job)
+        for now in looks(job, lambda: self.view(job), lambda view: view, until, deadline, Pace(0.1, 1.0)):
+            if (now.phase, now.reason) != told and on_change is not None:
+                on_change(now)
+            told = (now.phase, now.reason)
+        return now
 
-    def poll(self, job_id: str, every: float = 1.0, until: Collection[JobPhase] | None = None,
+    def poll(self, job: str, every: float = 1.0, until: Collection[JobPhase] | None = None,
              deadline: float | None = None) -> Iterator[Snapshot]:  # fmt: skip
         """Snapshots every ``every`` seconds, for a plot that refreshes; ends with the one that shows the job ended, or in a phase
         of ``until``. A loop body that takes longer than ``every`` delays the next one.
@@ -195,11 +213,11 @@ class Following(Calls):
         ...     print(now.job.phase.value, now.hook.phase, "loss" in now.metrics)
         SUCCEEDED compressing True
         """
-        pace = Pace(every, every, _PATIENCE)
-        return looks(job_id, lambda: self._snapshot(job_id), lambda seen: seen.job, until or (), deadline, pace)
+        pace, job = Pace(every, every, _PATIENCE), self.job_id(job)
+        yield from looks(job, lambda: self._snapshot(job), lambda seen: seen.job, until or (), deadline, pace)
 
-    def _snapshot(self, job_id: str) -> Snapshot:
-        job = self.job(job_id)
-        newest = self.metrics(job_id, max_points=2).series if job.attempt else []
+    def _snapshot(self, job: str) -> Snapshot:
+        view = self.view(job)
+        newest = self.metrics(job, max_points=2).series if view.attempt else []
         values = {s.name: s.points[-1].value for s in newest if s.points}
-        return Snapshot(job, self.hook(job_id), MappingProxyType(values), datetime.now(UTC))
+        return Snapshot(view, self.hook(job), MappingProxyType(values), datetime.now(UTC))

@@ -27,7 +27,7 @@ def hook(client: RatchetClient, job: JobView) -> None:
 
 def attempts(story: Story, interrupted: JobView, undisturbed: JobView) -> None:
     """Both jobs' attempts, and whether the sums are right."""
-    first, second = (list(story.service.client.attempts(job.id))[::-1] for job in (interrupted, undisturbed))
+    first, second = (story.service.client.attempts(job.id) for job in (interrupted, undisturbed))
     output.table(
         ["JOB", "ATTEMPT", "OUTCOME", "CAUSE", "FROM STEP", "TO STEP", "DONE", "LOST", "RESUMED"],
         [_row(job.name, a) for job, rows in ((interrupted, first), (undisturbed, second)) for a in rows],

@@ -63,7 +63,7 @@ class Story:
         return self._finish(self._submit("digits-undisturbed"))
 
     def _submit(self, name: str) -> JobView:
-        job = self.service.client.submit({"name": name, **SPEC})
+        job = self.service.client.submit({"name": name, **SPEC}).view
         say(f"  submitted {name}: the service calls it {job.id}")
         return job
 
@@ -109,7 +109,7 @@ class Story:
         still = bool(living(self.service.home))
         self.expect(alive and still, f"training went on without the service: from step {before} to step {after}")
         say(f"  started the service again: {self.service.start()}")
-        newest = self.service.client.job(job.id)
+        newest = self.service.client.view(job.id)
         self.expect(
             newest.attempt == 3, f"the new service found attempt {newest.attempt} again; the job is {newest.phase}"
         )
@@ -128,7 +128,7 @@ class Story:
 
         def look() -> Any:
             nonlocal shown
-            now = self.service.client.job(job.id)
+            now = self.service.client.view(job.id)
             if time.monotonic() - shown > 3.0 and now.phase == "RUNNING" and now.progress.step:
                 say(f"    step {now.progress.step:>5} of {now.progress.total_steps}   {self._hook_words(job)}")
                 shown = time.monotonic()

@@ -83,7 +83,7 @@ def test_an_unchanged_directory_is_not_sent_twice(service: str, laptop: Path, mo
     spec, before = laptop / "spec.yaml", puts(service)
     monkeypatch.setattr(upload, "is_loopback", lambda _url: False)  # as if it were another machine's
     with RatchetClient(service) as client:
-        first = client.submit(spec)
+        first = client.submit(spec).view
         digest = first.resolved.code_digest
         assert first.spec["code"] == {
             "path": str(laptop / "project"),
@@ -95,13 +95,13 @@ def test_an_unchanged_directory_is_not_sent_twice(service: str, laptop: Path, mo
         assert plan.resolved.code_digest == digest and str(digest) in str(plan.launch)
         assert puts(service) == before + 1
         (laptop / "project" / "more.py").write_text("more = 1\n")
-        other = client.submit(spec)
+        other = client.submit(spec).view
         assert other.resolved.code_digest not in (None, digest)
         assert puts(service) == before + 2
-        unsent = [client.submit(spec, upload=False)]
+        unsent = [client.submit(spec, upload=False).view]
     monkeypatch.undo()
     with RatchetClient(service) as client:  # of this machine
-        unsent.append(client.submit(spec))
+        unsent.append(client.submit(spec).view)
         assert [job.spec["code"]["digest"] for job in unsent] == [None, None]
         assert {job.resolved.code_digest for job in unsent} == {other.resolved.code_digest}
     assert puts(service) == before + 2

@@ -14,7 +14,8 @@ Reply = tuple[int, str, bytes]
 Script = Callable[[BaseHTTPRequestHandler, int], Reply]
 HOOK = {"name": "allreduce", "title": "t", "available": True, "stateful": False, "replicas": "equal", "backends": []}
 JOB = {
-    "id": "j", "name": "n", "phase": "RUNNING", "desired": "run", "labels": {}, "priority": 0, "spec": {}, "attempt": 1,
+    "id": "job-000000000001", "name": "n", "phase": "RUNNING", "desired": "run", "labels": {}, "priority": 0, "spec": {},
+    "attempt": 1,
     "resolved": {"device": "cpu", "backend": "gloo", "threads_per_rank": 1, "python": "python"}, "progress": {},
     "budgets": {"max_failures": 3}, "hook": "allreduce", "created_at": "2026-01-01T00:00:00Z",
     "updated_at": "2026-01-01T00:00:00Z",

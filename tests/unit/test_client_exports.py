@@ -57,7 +57,7 @@ def _fetch(
         return 0, "", b""
 
     with serving(script) as server, RatchetClient(server.url, retry_for=0.1) as client:
-        return client.export("job-1", "step-1", target, format=form)
+        return client.export("job-000000000000", "step-1", target, format=form)
 
 
 def test_what_arrives_whole_gets_its_name(tmp_path: Path) -> None:

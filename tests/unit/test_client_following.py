@@ -19,7 +19,7 @@ from ratchet_contract.phases import JobPhase
 from ratchet_contract.spec_parse import parse_spec
 from tests.support.scripted import JOB, Reply, ok, problem, serving
 
-VIEW = {"job_id": "j", "name": "allreduce", "wrapper": None, "parameters": {}, "stateful": False}
+VIEW = {"job_id": "job-000000000001", "name": "allreduce", "wrapper": None, "parameters": {}, "stateful": False}
 POINT = {"attempt": 1, "at": "2026-01-01T00:00:00Z"}
 SERIES = [{"name": "loss", "points": [{"step": s, "value": 1.0 / s, **POINT} for s in (1, 2)]}]
 
@@ -35,7 +35,7 @@ class Script:
         if path.endswith("/hook"):
             return ok(VIEW)
         if path.endswith("/metrics"):
-            return ok({"job_id": "j", "series": SERIES})
+            return ok({"job_id": "job-000000000001", "series": SERIES})
         phase = self.left[0] if len(self.left) == 1 else self.left.pop(0)
         return (0, "", b"") if phase is None else ok({**JOB, "phase": phase})
 
@@ -43,7 +43,7 @@ class Script:
 def test_a_poll_ends_with_the_job_and_outlives_an_outage() -> None:
     script = Script("QUEUED", "RUNNING", None, None, None, "RUNNING", "SUCCEEDED")
     with serving(script) as server, RatchetClient(server.url, retry_for=0.0) as client:
-        seen = list(client.poll("j", every=0.01))
+        seen = list(client.poll("job-000000000001", every=0.01))
     assert [now.job.phase for now in seen] == ["QUEUED", "RUNNING", "RUNNING", "SUCCEEDED"]
     assert seen[-1].metrics == {"loss": 0.5} and seen[-1].hook.name == "allreduce"
     with pytest.raises(TypeError):
@@ -54,25 +54,25 @@ def test_a_poll_ends_with_the_job_and_outlives_an_outage() -> None:
 
 def test_a_poll_ends_in_a_phase_that_was_asked_for_or_at_its_deadline() -> None:
     with serving(Script("QUEUED", "RUNNING")) as server, RatchetClient(server.url) as client:
-        assert [now.job.phase for now in client.poll("j", every=0.01, until=[JobPhase.RUNNING])] == [
+        assert [now.job.phase for now in client.poll("job-000000000001", every=0.01, until=[JobPhase.RUNNING])] == [
             "QUEUED",
             "RUNNING",
         ]
-        with pytest.raises(DeadlineReached, match=r"job j was not at its end.*RUNNING"):
-            list(client.poll("j", every=0.01, deadline=0.05))
+        with pytest.raises(DeadlineReached, match=r"job job-000000000001 was not at its end.*RUNNING"):
+            list(client.poll("job-000000000001", every=0.01, deadline=0.05))
 
 
 def test_waiting_without_a_deadline_gives_up_on_a_service_that_stays_away() -> None:
     with serving(Script("RUNNING", None)) as server, RatchetClient(server.url, retry_for=0.0) as client:
         with pytest.raises(ServiceUnreachable):
-            client.wait("j")
+            client.wait("job-000000000001")
         with pytest.raises(DeadlineReached, match="no answer"):
-            client.wait("j", deadline=0.2)
+            client.wait("job-000000000001", deadline=0.2)
 
 
 def test_series_are_two_lists_per_name() -> None:
     with serving(Script("RUNNING")) as server, RatchetClient(server.url) as client:
-        assert client.series("j", "loss") == {"loss": ([1, 2], [1.0, 0.5])}
+        assert client.series("job-000000000001", "loss") == {"loss": ([1, 2], [1.0, 0.5])}
         assert "max_points=10000" in server.requests[0][1] and "name=loss" in server.requests[0][1]
 
 
@@ -91,7 +91,9 @@ def test_closing_a_half_read_stream_closes_its_connection() -> None:
     gone = threading.Event()
 
     def script(handler: BaseHTTPRequestHandler, _: int) -> Reply:
-        data = json.dumps({"id": 1, "job_id": "j", "at": "2026-01-01T00:00:00Z", "type": "submitted", "message": "m"})
+        data = json.dumps(
+            {"id": 1, "job_id": "job-000000000001", "at": "2026-01-01T00:00:00Z", "type": "submitted", "message": "m"}
+        )
         handler.send_response(200)
         handler.send_header("Content-Type", "text/event-stream")
         handler.end_headers()
@@ -102,7 +104,7 @@ def test_closing_a_half_read_stream_closes_its_connection() -> None:
         return 0, "", b""
 
     with serving(script) as server, RatchetClient(server.url) as client:
-        events = client.follow_events("j")
+        events = client.follow_events("job-000000000001")
         assert not server.requests
         assert next(events).type == "submitted"
         events.close()
@@ -120,7 +122,7 @@ def test_a_download_that_breaks_is_begun_again_and_leaves_no_part(tmp_path: Path
         return 0, "", b""
 
     with serving(script) as server, RatchetClient(server.url) as client:
-        file = client.download_logs("j", tmp_path / "job.log")
+        file = client.download_logs("job-000000000001", tmp_path / "job.log")
         assert file.read_text() == "[1.0] one\n[1.0] two\n" and "attempt=all" in server.requests[0][1]
         assert [path.name for path in tmp_path.iterdir()] == ["job.log"]
 

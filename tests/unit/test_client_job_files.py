@@ -64,7 +64,7 @@ def fetch(
         return 0, "", b""
 
     with serving(script) as server, RatchetClient(server.url, retry_for=0.1) as client:
-        return client.fetch_files("job-1", target, force=force)
+        return client.fetch_files("job-000000000000", target, force=force)
 
 
 TREE = tar(

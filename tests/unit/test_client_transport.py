@@ -23,21 +23,21 @@ def test_a_post_is_repeated_with_the_same_idempotency_key_until_it_is_answered()
     replies = [problem(503, "starting"), (0, "", b""), problem(409, "idempotency-in-progress")]
     done = ok({"id": "c", "verification": "ok", "bytes_checked": 1, "seconds": 0.1})
     with serving(lambda _, n: [*replies, done][n - 1]) as server, RatchetClient(server.url) as client:
-        assert client.verify("j", "c").verification == "ok"
+        assert client.verify("job-000000000001", "c").verification == "ok"
     keys = {headers["Idempotency-Key"] for _, _, headers in server.requests}
     assert len(server.requests) == 4 and len(keys) == 1
 
 
 def test_a_patch_whose_answer_is_lost_is_repeated_since_it_sets_values() -> None:
     with serving(lambda _, n: (0, "", b"") if n == 1 else ok(JOB)) as server, RatchetClient(server.url) as client:
-        assert client.patch("j", PatchRequest(priority=1)).id == "j"
+        assert client.patch("job-000000000001", PatchRequest(priority=1)).id == "job-000000000001"
         assert [method for method, _, _ in server.requests] == ["PATCH", "PATCH"]
 
 
 def test_a_delete_whose_answer_is_lost_is_not_repeated() -> None:
     with serving(lambda *_: (0, "", b"")) as server, RatchetClient(server.url) as client:
         with pytest.raises(ServiceUnreachable):
-            client.delete("j")
+            client.delete("job-000000000001")
         assert len(server.requests) == 1
 
 
@@ -81,13 +81,13 @@ def test_problems_become_exceptions_with_code_and_field_errors() -> None:
             client.submit({})
         assert caught.value.errors[0].pointer == "/hook/name"
         with pytest.raises(NotFound, match="told: job-not-found"):
-            client.job("j")
+            client.job("job-000000000001")
         with pytest.raises(Conflict) as conflict:
-            client.preempt("j")
+            client.preempt("job-000000000001")
         assert conflict.value.code == "wrong-phase"
         for _ in range(2):
             with pytest.raises(ServiceFault):
-                client.job("j")
+                client.job("job-000000000001")
 
 
 def test_a_service_that_came_back_on_another_port_is_found(tmp_path: Path) -> None:
@@ -138,12 +138,12 @@ def test_a_broken_stream_goes_on_after_the_last_event() -> None:
     parts = [": hello\n\n" + block(1) + block(2) + "id: 1.0.3\ndata: {cut", block(3) + "event: end\ndata: {}\n\n"]
 
     def script(handler: BaseHTTPRequestHandler, _: int) -> Reply:
-        if handler.path == "/v1/jobs/j":
+        if handler.path == "/v1/jobs/job-000000000001":
             return ok(JOB)
         return 200, "text/event-stream", parts.pop(0).encode()
 
     with serving(script) as server, RatchetClient(server.url) as client:
-        assert [entry.text for entry in client.follow_logs("j")] == ["line 1", "line 2", "line 3"]
+        assert [entry.text for entry in client.follow_logs("job-000000000001")] == ["line 1", "line 2", "line 3"]
     streams = [headers.get("Last-Event-ID") for _, path, headers in server.requests if "/logs" in path]
     assert streams == [None, "1.0.2"]
 

@@ -134,7 +134,7 @@ def fork(
     changes = _changes(hook, sets)
     with open_client(ctx) as client:
         request = ForkRequest(checkpoint_id=checkpoint_id, name=name, spec=changes)
-        new = client.fork(job, request, upload=upload, note=output.note)
+        new = client.fork(job, request, upload=upload, note=output.note).view
     if as_json:
         output.emit(new)
         return

@@ -194,7 +194,7 @@ def _committed(client: RatchetClient, job: str, step: int | None) -> str:
     """The newest checkpoint, or the one of ``step``. Raises ``NotFound``, and ``typer.BadParameter`` where there are several."""
     from ratchet_contract.errors import NotFound
 
-    newest = client.job(job).last_checkpoint if step is None else None
+    newest = client.view(job).last_checkpoint if step is None else None
     if newest is not None:
         return newest
     found = [c.id for c in client.checkpoints(job) if c.state == "committed" and c.step == step]

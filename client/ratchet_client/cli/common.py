@@ -25,7 +25,6 @@ PATIENCE = 120.0
 """Seconds that following and waiting survive without a service."""
 RETRY_FOR = 3.0
 """Seconds a command waits for a service that is just being restarted before it says that nothing answers."""
-_LONGEST_NAME = 63
 JOB_NAMED = "ratchet.job"
 """Where a command's context keeps the JOB that it was given, for what is said of an error."""
 
@@ -58,10 +57,7 @@ def job_id_of(ctx: typer.Context, value: str) -> str:
     if ctx.resilient_parsing or is_job_id(value):
         return value
     with open_client(ctx) as client:
-        found = list(client.jobs(name=value)) if len(value) <= _LONGEST_NAME else []
-        if len(found) == 1:
-            return found[0].id
-        raise _many(value, found) if found else _none(client, value)
+        return client.job_id(value)
 
 
 def is_path(value: str) -> bool:
@@ -71,27 +67,6 @@ def is_path(value: str) -> bool:
 
 def _job_or_path(ctx: typer.Context, value: str) -> str:
     return value if is_path(value) else job_id_of(ctx, value)
-
-
-def _none(client: RatchetClient, value: str) -> Exception:
-    from difflib import get_close_matches
-    from itertools import islice
-
-    from ratchet_contract.errors import NotFound
-
-    names = {job.name for job in islice(client.jobs(), 100)}
-    near = get_close_matches(value, names, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else "; `ratchet list` shows what there is"
-    return NotFound(f"no job has the id or the name {value!r}{hint}", code="job-not-found")
-
-
-def _many(value: str, found: Sequence[JobView]) -> Exception:
-    from ratchet_client.cli import output
-    from ratchet_client.errors import AmbiguousName
-
-    shown = [f"  {job.id}  {job.phase:<9}  {output.age(job.created_at)} old" for job in found[:10]]
-    shown += [f"  ... and {len(found) - 10} more: ratchet list --name {value}"] if len(found) > 10 else []
-    return AmbiguousName("\n".join([f"{len(found)} jobs have the name {value!r}; name one by its id:", *shown]))
 
 
 JsonFlag = Annotated[

@@ -74,7 +74,7 @@ def watch_hook(ctx: typer.Context, job_id: str, as_json: bool) -> None:
 
     last: dict[str, Any] = {}
     with open_client(ctx, 0.0) as client, _Screen(not as_json and output.on_terminal()) as screen:
-        for job, view in polled(lambda: (client.job(job_id), client.hook(job_id)), _EVERY):
+        for job, view in polled(lambda: (client.view(job_id), client.hook(job_id)), _EVERY):
             now = view.model_dump(exclude={"updated_at"})
             if screen.live is not None:
                 screen.live.update(_drawn(job, view))

@@ -84,8 +84,8 @@ def list_jobs(
 def get(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
     """Show one job."""
     with open_client(ctx) as client:
-        found = client.job(job)
-        newest = next(client.attempts(job), None) if found.attempt and not as_json else None
+        found = client.view(job)
+        newest = client.attempt(job) if found.attempt and not as_json else None
         metrics = last_words(client, job) if found.attempt and not as_json else ""
     if as_json:
         output.emit(found)
@@ -155,7 +155,7 @@ def _limit(value: int | None) -> str:
 def attempts(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
     """Show every launch of a job: how it ended and why, what it resumed from, steps done and lost."""
     with open_client(ctx) as client:
-        found = list(client.attempts(job))[::-1]
+        found = client.attempts(job)
     if as_json:
         output.emit(found)
         return

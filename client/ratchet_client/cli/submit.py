@@ -58,7 +58,7 @@ def submit(
         if dry_run:
             _show_plan(client.plan(spec, upload=upload, note=output.note), as_json)
             return
-        job = client.submit(spec, idempotency_key=key, upload=upload, note=output.note)
+        job = client.submit(spec, idempotency_key=key, upload=upload, note=output.note).view
         for warning in job.warnings:
             output.note(output.broken(f"warning: {warning.pointer or '/'}: {warning.detail} [{warning.code}]"))
         if not as_json:

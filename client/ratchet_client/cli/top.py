@@ -136,7 +136,7 @@ class _Table:
         out: dict[str, Snapshot] = {}
         for job_id in [*jobs, *(known for known in self._known if known not in jobs)]:
             try:
-                job = jobs.get(job_id) or self.client.job(job_id)
+                job = jobs.get(job_id) or self.client.view(job_id)
                 if job_id in jobs or _just_ended(job):
                     out[job_id] = self._lookout.see(job)
             except NotFound:

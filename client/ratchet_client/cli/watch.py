@@ -72,7 +72,7 @@ def wait(ctx: typer.Context, job_id: str, *, until: Collection[JobPhase] = (), d
 
     def tell(job: JobView) -> None:
         hint = f"; `ratchet resume {job.id}` lets it go on" if job.phase == "SUSPENDED" else ""
-        told = next((a.message for a in client.attempts(job.id) if a.message), None) if job.message else None
+        told = next((a.message for a in reversed(client.attempts(job.id)) if a.message), None) if job.message else None
         reason = once(why(job), told)
         output.note(f"{job.phase}, step {steps(job)}{hint}" + (f": {reason}" if reason else ""))
 
@@ -147,7 +147,7 @@ def _pump(ctx: typer.Context, job_id: str, view: View, fold: EventFold | None) -
         thread = threading.Thread(target=_collect, args=(streamer, job_id, arrived), daemon=True)
         thread.start()
         lookout = Lookout(client)
-        for now in polled(lambda: lookout.see(client.job(job_id)), _POLL, view.gap):
+        for now in polled(lambda: lookout.see(client.view(job_id)), _POLL, view.gap):
             _drain(arrived, view, fold)
             if now.job.phase.terminal:
                 break

@@ -236,7 +236,7 @@ def _judge(client: RatchetClient, proof: Proof, jobs: dict[str, JobView]) -> Non
     job = jobs[proof.killed]
     if job.ended_at is not None and job.started_at is not None:
         proof.seconds = (job.ended_at - job.started_at).total_seconds()
-    attempts = sorted(client.attempts(proof.killed), key=lambda a: a.number)
+    attempts = client.attempts(proof.killed)
     proof.lost = sum(a.steps_lost or 0 for a in attempts)
     _check_attempts(attempts, bad)
     _compare(client, proof, jobs)

@@ -51,7 +51,7 @@ def prove_spec(trials: Trials, spec: Mapping[str, Any], steps: int | None, uploa
 
     def submit(role: str, end_at: int | None, every: int, faults: list[Fault]) -> str:
         data = trial_spec(spec, role, end_at, every, [fault.data() for fault in faults])
-        return trials.add(client.submit(data, upload=upload, note=trials.say))
+        return trials.add(client.submit(data, upload=upload, note=trials.say).view)
 
     roles = {submit(f"undisturbed-{n}", steps, EVERY, []): f"undisturbed run {n}" for n in (1, 2)}
     a, b = trials.wait(roles)
@@ -95,7 +95,7 @@ def prove_job(trials: Trials, job_id: str) -> Proof:
     """The steps between the job's last two checkpoints, done again by a fork. Raises ``Conflict`` (``too-few-checkpoints``) and
     ``TrialFailed``."""
     client = trials.client
-    job = client.job(job_id)
+    job = client.view(job_id)
     stored = [c for c in client.checkpoints(job_id) if c.state == "committed" and c.lineage == "current"]
     older = [c for c in stored[1:] if c.step < stored[0].step]
     if not older:
@@ -116,7 +116,7 @@ def prove_job(trials: Trials, job_id: str) -> Proof:
         "trial": {"end_at": newest.step},
     }
     request = ForkRequest(checkpoint_id=before.id, name=f"{job.name[:48].rstrip('-')}-prove-again", spec=changes)
-    fork = trials.add(client.fork(job_id, request))
+    fork = trials.add(client.fork(job_id, request).view)
     _unpin_later(trials, before)
     (again,) = trials.wait({fork: f"steps {before.step + 1} to {newest.step} again"})
     if again.facts.step != newest.step or again.job.last_checkpoint is None:

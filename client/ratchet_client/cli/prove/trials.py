@@ -130,7 +130,7 @@ class Trials:
         while len(ended) < len(jobs):
             told, now = [], ""
             for job_id, words in jobs.items():
-                job = ended.get(job_id) or self.client.job(job_id)
+                job = ended.get(job_id) or self.client.view(job_id)
                 if job.phase.terminal:
                     ended[job_id] = job
                 told.append(f"{words}: {_where(job)}")
@@ -159,14 +159,14 @@ class Trials:
         return Run(
             job,
             Facts(**facts),
-            sorted(self.client.attempts(job.id), key=lambda attempt: attempt.number),
+            self.client.attempts(job.id),
             {name: dict(zip(found.steps, found.values, strict=True)) for name, found in series.items()},
         )
 
     def forget(self) -> None:
         for job_id in self._made:
             with suppress(RatchetError):
-                if not self.client.job(job_id).phase.terminal:
+                if not self.client.view(job_id).phase.terminal:
                     self.client.cancel(job_id)
                     self.client.wait(job_id, deadline=60.0)
                 self.client.delete(job_id, outputs=True)

@@ -1,0 +1,142 @@
+"""A job at hand: what ``submit``, ``fork`` and ``job`` of the client give. It knows its id and how it was when last read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING, Any
+
+from ratchet_client.job_files import Fetched
+from ratchet_client.polling import TERMINAL, Series, Snapshot
+from ratchet_contract import api
+from ratchet_contract.phases import JobPhase
+
+if TYPE_CHECKING:
+    from ratchet_client.client import RatchetClient
+    from ratchet_client.following import WhichAttempt
+
+
+class Job:
+    """One job, and the client to ask for it.
+
+    ``view`` and the properties are the job as it was when last read: by ``refresh``, ``wait`` or an action. Methods without a
+    description are the client's of the same name.
+
+    >>> job = client.job(job_id)
+    >>> job.phase.value, job.progress.step == job.metrics("loss")["loss"].steps[-1]
+    ('SUCCEEDED', True)
+    """
+
+    def __init__(self, client: RatchetClient, view: api.JobView) -> None:
+        self._client = client
+        self.view = view
+
+    def __repr__(self) -> str:
+        return f"<Job {self.id} {self.name!r} {self.phase}, step {self._steps()}, attempt {self.attempt}>"
+
+    def _steps(self) -> str:
+        total = self.progress.total_steps
+        return str(self.progress.step) if total is None else f"{self.progress.step}/{total}"
+
+    @property
+    def id(self) -> str:
+        return self.view.id
+
+    @property
+    def name(self) -> str:
+        return self.view.name
+
+    @property
+    def phase(self) -> JobPhase:
+        return self.view.phase
+
+    @property
+    def attempt(self) -> int:
+        """Number of the newest attempt; 0 before the first."""
+        return self.view.attempt
+
+    @property
+    def progress(self) -> api.ProgressView:
+        return self.view.progress
+
+    @property
+    def last_checkpoint(self) -> str | None:
+        """Id of the newest committed checkpoint that the job can go on from."""
+        return self.view.last_checkpoint
+
+    @property
+    def message(self) -> str | None:
+        """Why it waits or how it ended, with what to do next."""
+        return self.view.message
+
+    # --- looking ------------------------------------------------------------------------------------------------------
+
+    def refresh(self) -> Job:
+        """Read it again."""
+        self.view = self._client.view(self.id)
+        return self
+
+    def wait(self, until: Collection[JobPhase] = TERMINAL, deadline: float | None = None,
+             on_change: Callable[[api.JobView], None] | None = None) -> Job:  # fmt: skip
+        """Until its phase is one of ``until``, or it has ended. ``deadline``: seconds, then ``DeadlineReached``."""
+        self.view = self._client.wait(self.id, until, deadline, on_change)
+        return self
+
+    def poll(self, every: float = 1.0, until: Collection[JobPhase] | None = None,
+             deadline: float | None = None) -> Iterator[Snapshot]:  # fmt: skip
+        for now in self._client.poll(self.id, every, until, deadline):
+            self.view = now.job
+            yield now
+
+    def metrics(self, *names: str) -> dict[str, Series]:
+        """Curves by name, all of them without ``names``: ``plt.plot(*job.metrics()["loss"])``."""
+        return self._client.series(self.id, *names)
+
+    def hook(self) -> api.HookView:
+        return self._client.hook(self.id)
+
+    def hook_series(self, figure: str = "residual_norm") -> dict[int, Series]:
+        return self._client.hook_series(self.id, figure)
+
+    def logs(self, *, follow: bool = False, rank: int | None = None, attempt: WhichAttempt = None,
+             tail: int | None = None, grep: str | None = None, since: str | None = None) -> Iterator[api.LogLine]:  # fmt: skip
+        """Lines that are there now, or with ``follow`` as they are written, until the job has ended."""
+        read = self._client.follow_logs if follow else self._client.logs
+        return read(self.id, rank=rank, attempt=attempt, tail=tail, grep=grep, since=since)
+
+    def events(self, *, follow: bool = False) -> Iterator[api.EventView]:
+        return self._client.follow_events(self.id) if follow else self._client.events(self.id)
+
+    def attempts(self) -> list[api.AttemptView]:
+        return self._client.attempts(self.id)
+
+    def checkpoints(self) -> Iterator[api.CheckpointView]:
+        return self._client.checkpoints(self.id)
+
+    def files(self, path: str = "", *, everything: bool = False) -> Iterator[api.FileView]:
+        return self._client.files(self.id, path, everything=everything)
+
+    def fetch_files(self, target: str | os.PathLike[str], path: str = "", *, force: bool = False) -> Fetched:
+        return self._client.fetch_files(self.id, target, path, force=force)
+
+    # --- acting -------------------------------------------------------------------------------------------------------
+
+    def suspend(self) -> Job:
+        return self._now(self._client.suspend(self.id))
+
+    def resume(self, from_step: int | None = None, **changes: Any) -> Job:
+        """``changes``: keywords of the client's ``resume``."""
+        return self._now(self._client.resume(self.id, from_step, **changes))
+
+    def cancel(self) -> Job:
+        return self._now(self._client.cancel(self.id))
+
+    def preempt(self) -> Job:
+        return self._now(self._client.preempt(self.id))
+
+    def checkpoint_now(self) -> Job:
+        return self._now(self._client.checkpoint_now(self.id))
+
+    def _now(self, view: api.JobView) -> Job:
+        self.view = view
+        return self
