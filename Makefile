@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 RUNS := $(VENV)/.installed-to-run
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo test conditions test-torch check serve bench exactness chaos simulate zombies faults fuzz teardown clean
+.PHONY: demo test conditions test-torch check serve quick-start bench exactness chaos simulate zombies faults fuzz teardown clean
 
 # what runs jobs, and no more. torch 2.13.0: the version that most tests were run with; torch>=2.9 would fetch the newest.
 # --no-compile: of some 9,000 modules a job imports a third, and each is compiled when it is imported first
@@ -50,6 +50,10 @@ check: $(STAMP)
 
 serve: $(RUNS)
 	$(BIN)/ratchet serve
+
+# the quick start's and the README's commands, typed in a new home with 30 s between them; pip installs what they say. 20 minutes
+quick-start: $(STAMP)
+	RATCHET_TEST_QUICK_START=slow $(BIN)/python -m pytest -v -n0 --timeout=3600 tests/e2e/test_quick_start.py
 
 exactness: $(STAMP)
 	$(BIN)/python -m tests.e2e.exactness --n $(or $(N),24)

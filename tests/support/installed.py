@@ -1,4 +1,7 @@
-"""A fresh virtual environment with Ratchet and what some of its extras ask for, nothing else that the tests' own has."""
+"""A fresh virtual environment with what some of Ratchet's extras ask for, and nothing else that the tests' own has.
+
+``python -m tests.support.installed DIRECTORY EXTRA,EXTRA``: the same with pip and without Ratchet, for pip to install it there.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,14 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+RATCHET = "ratchet-train"
+
 
 def required(extras: set[str]) -> dict[str, Distribution]:
-    """``ratchet-train`` with these extras and all that it asks for, by name. Raises ``PackageNotFoundError``."""
+    """Ratchet with these extras and all that it asks for, by name. Raises ``PackageNotFoundError``."""
     found: dict[str, Distribution] = {}
     seen: set[tuple[str, frozenset[str]]] = set()
-    waiting = [("ratchet-train", frozenset(extras))]
+    waiting = [(RATCHET, frozenset(extras))]
     while waiting:
         name, wanted = waiting.pop()
         if (name, wanted) in seen:
@@ -31,11 +36,27 @@ def required(extras: set[str]) -> dict[str, Distribution]:
 
 def environment(directory: Path, extras: set[str]) -> Path:
     """The interpreter of a virtual environment in ``directory`` whose packages are links to those of this one."""
+    return _linked(directory, list(required(extras).values()))
+
+
+def _linked(directory: Path, found: list[Distribution]) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(directory)], check=True)
     (packages,) = directory.glob("lib/python3*/site-packages")
-    for found in required(extras).values():
-        tops = {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}
+    for one in found:
+        tops = {file.parts[0] for file in one.files or ()} - {"..", "__pycache__"}
         for top in tops:
             if not (packages / top).is_symlink():
-                (packages / top).symlink_to(Path(str(found.locate_file(top))))
+                (packages / top).symlink_to(Path(str(one.locate_file(top))))
     return directory / "bin" / "python"
+
+
+def main(directory: Path, extras: set[str]) -> None:
+    needed = required(extras)
+    python = _linked(directory, [distribution("pip"), *(one for name, one in needed.items() if name != RATCHET)])
+    pip = python.with_name("pip")
+    pip.write_text(f'#!/bin/sh\nexec "{python}" -m pip "$@"\n')
+    pip.chmod(0o755)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), set(sys.argv[2].split(",")))
