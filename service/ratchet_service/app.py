@@ -28,6 +28,7 @@ from ratchet_service.routers import (
     jobs,
     observe,
     operations,
+    pages,
     queue,
     quotas,
     reports,
@@ -82,7 +83,7 @@ def create_app(
         summary="Checkpoint-aware training service",
         description=DESCRIPTION,
         lifespan=lifespan,
-        docs_url=None,  # its pages load scripts from elsewhere
+        docs_url=None,  # FastAPI's own pages load scripts from elsewhere: see routers/pages
         redoc_url=None,
         responses=openapi.PROBLEMS,
         redirect_slashes=False,
@@ -108,7 +109,21 @@ def create_app(
         app.add_middleware(OwnMachineOnly)
     edge.install(app, counts)  # outermost
     app.state.routes = []
-    for module in (jobs, actions, checkpoints, observe, files, hooks, reports, code, tokens, quotas, queue, operations):
+    for module in (
+        jobs,
+        actions,
+        checkpoints,
+        observe,
+        files,
+        hooks,
+        reports,
+        code,
+        tokens,
+        quotas,
+        queue,
+        operations,
+        pages,
+    ):
         app.include_router(module.router, dependencies=[Depends(refuse_unknown_parameters)])
         app.state.routes += module.router.routes
     app.openapi = lambda: openapi.describe(app)  # type: ignore[method-assign]

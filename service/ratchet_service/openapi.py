@@ -81,7 +81,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
                 _finish(path, method, operation)
         components_of_security = document["components"].setdefault("securitySchemes", {})
         components_of_security.update(SECURITY)
-        for route in app.state.routes:
+        for route in (route for route in app.state.routes if route.include_in_schema):
             guard = guard_of(route.dependant)
             for method in route.methods:
                 document["paths"][route.path][method.lower()]["security"] = [] if guard is None else guard.security

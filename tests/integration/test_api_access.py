@@ -25,6 +25,7 @@ from tests.support.team import Team, guarded, refused, team
 from tests.support.tokens import bearer, make_token
 
 __all__ = ["guarded", "team"]
+OPEN = ("/healthz", "/readyz", "/docs", "/docs/{name}")
 ACTIONS = ("suspend", "cancel", "preempt", "checkpoint", "resume", "fork")
 
 
@@ -47,7 +48,7 @@ def test_every_route_declares_what_it_needs() -> None:
     for route in routes():
         guard = guard_of(route.dependant)
         assert guard is not None, f"{route.methods} {route.path} lets anybody in: say needs(...), AGENTS or OPEN"
-        assert isinstance(guard, Open) == (route.path in ("/healthz", "/readyz")), route.path
+        assert isinstance(guard, Open) == (route.path in OPEN), route.path
         assert isinstance(guard, Agents) == ("/attempts/{number}/" in route.path), route.path
         if isinstance(guard, Needs) and not (route.methods or set()) <= {"GET"}:
             writes = guard.scope is not None and guard.scope.value.endswith(":write")
