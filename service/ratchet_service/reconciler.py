@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 import sqlalchemy as sa
@@ -27,8 +28,10 @@ from sqlalchemy.exc import (
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import AttemptPhase, JobPhase
 from ratchet_service import disk, jumps, leases, steady
+from ratchet_service.background import Background, Start, in_thread
 from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.database import Database
+from ratchet_service.decision import Decision
 from ratchet_service.expiry import Expiry
 from ratchet_service.health import Beat
 from ratchet_service.instruments import Instruments
@@ -57,6 +60,8 @@ _LOOKS_REST: Final = 2.0
 _SHORT_LOOK: Final = 0.05
 LEASE_SECONDS: Final = 15.0
 _ERROR_PAUSE: Final = 1.0
+_AT_END: Final = 5.0
+"""Seconds that ends of attempts get at a clean end; the next reconciler makes the others again."""
 _NOT_OURS: Final = (LeaseLost, NoResultFound)
 """While this process was held up, another has taken the job over; in the end its user may have deleted it."""
 _OF_ALL: Final = (OperationalError, InterfaceError, InternalError, ProgrammingError, TimeoutError)
@@ -84,7 +89,9 @@ class Reconciler:
         preemption: Preemption | None = None,
         bounds: Bounds = DEFAULT_BOUNDS,
         instruments: Instruments | None = None,
+        start: Start = in_thread,
     ) -> None:
+        """``start``: how work beside the rounds begins."""
         self._database = database
         self._instruments = instruments or Instruments()
         self._home = home
@@ -94,7 +101,10 @@ class Reconciler:
         self._launching = Launching(
             database, home, launchers, capacity, self._owner, lease_seconds, preemption or Preemption(), bounds
         )
-        self._watcher = Watcher(database, home, launchers, self._launching, timing or Timing(), lease_seconds, bounds)
+        self._background = Background(database, lease_seconds, self.wake, start)
+        self._watcher = Watcher(
+            database, home, launchers, self._launching, timing or Timing(), lease_seconds, self._background, bounds
+        )
         self._expiry = Expiry(database, home)
         self._watches: dict[str, Watch] = {}
         self._stopping = threading.Event()
@@ -132,6 +142,7 @@ class Reconciler:
                 self.beat.round()
                 self._instruments.round(time.monotonic() - began, False)
                 self._changed.wait(pause)
+        self._background.wait(_AT_END)
         self._give_back()
 
     def _say(self, error: Exception) -> None:
@@ -162,7 +173,7 @@ class Reconciler:
             self._looks_at = rested(began, self._database.clock.monotonic())
         if now - self._expired >= self._expiry.interval:
             self._expired = now
-            self._expiry.run()
+            self._background.aside("expiry", self._expiry.run)
             self._launching.tell_the_others()
             self._sweep()
         now = self._database.clock.monotonic()
@@ -174,7 +185,9 @@ class Reconciler:
             return IDLE_INTERVAL
         now = self._database.clock.monotonic()
         ending = any(
-            (watch.result_seen_at is not None or watch.ending_since is not None) and watch.paused_until <= now
+            (watch.result_seen_at is not None or watch.ending_since is not None)
+            and watch.end is None  # which wakes this thread
+            and watch.paused_until <= now
             for watch in self._watches.values()
         )
         return ENDING_INTERVAL if ending else ACTIVE_INTERVAL
@@ -220,7 +233,8 @@ class Reconciler:
 
     def _take_over(self) -> None:
         with self._database.read() as session:
-            free = leases.free_jobs(session, self._watches, launched_by(self._launchers))
+            known = self._watches.keys() | self._background.jobs  # an end that lost its lease has to be over first
+            free = leases.free_jobs(session, known, launched_by(self._launchers))
         for found in free:
             held_at = self._database.clock.monotonic()
             with self._database.write() as session:
@@ -269,6 +283,11 @@ class Reconciler:
     def _look(self) -> None:
         now = self._database.clock.monotonic()
         watches = {job_id: watch for job_id, watch in self._watches.items() if watch.paused_until <= now}
+        for job_id, watch in list(watches.items()):
+            if watch.end is not None:  # whose lease goes with it
+                del watches[job_id]
+                with about(job_id=job_id, attempt=watch.lease.epoch):
+                    self._look_at(job_id, watch, partial(self._watcher.ended, watch))
         current = self._wishes(watches)
         for job_id, watch in watches.items():
             wish = current.get(job_id)
@@ -279,7 +298,7 @@ class Reconciler:
                 del self._watches[job_id]
                 continue
             with about(job_id=job_id, attempt=watch.lease.epoch):
-                self._look_at(job_id, watch, wish)
+                self._look_at(job_id, watch, partial(self._watcher.look, watch, wish))
 
     def _wishes(self, watches: Mapping[str, Watch]) -> dict[str, Wish]:
         """Read at once; where one of the rows is of another version, one by one, so that the others are looked after."""
@@ -296,10 +315,10 @@ class Reconciler:
                 self._failed(job_id, watch, error)
         return found
 
-    def _look_at(self, job_id: str, watch: Watch, wish: Wish) -> None:
+    def _look_at(self, job_id: str, watch: Watch, look: Callable[[], Decision | None]) -> None:
         try:
-            decision = self._watcher.look(watch, wish)
-            if decision is None:
+            decision = look()
+            if decision is None and watch.end is None:
                 self._watcher.healed(watch)
         except _NOT_OURS as error:
             self._lost(job_id, watch, error)
@@ -355,7 +374,8 @@ class Reconciler:
         return min(IDLE_INTERVAL, max(0.0, (due - now).total_seconds()))
 
     def _give_back(self) -> None:
-        held: list[Lease] = [w.lease for w in self._watches.values()]
+        at_work = self._background.jobs
+        held: list[Lease] = [w.lease for w in self._watches.values() if w.lease.job_id not in at_work]
         try:
             self._launching.leave_slots()
             if held:

@@ -80,7 +80,8 @@ def _record(database: Database, job_id: str, done: Mapping[Id, tuple[bool, str |
 
 
 def carry_on(database: Database, homes: HomePaths) -> None:
-    """What a process that ended has left, of all jobs. A job whose files cannot be reached is left for the next time."""
+    """Of all jobs: what an attempt's end has just marked, and what a process that ended has left. A job whose files cannot be
+    reached is left for the next time."""
     with database.read() as session:
         jobs = session.scalars(
             sa.select(Checkpoint.job_id).where(Checkpoint.removing_since.is_not(None)).distinct()
@@ -91,4 +92,4 @@ def carry_on(database: Database, homes: HomePaths) -> None:
         except OSError as error:
             log.error("%s: checkpoints that go were not deleted: %s", job_id, error)
         else:
-            log.info("%s: files of %d checkpoints deleted, as was begun before", job_id, len(gone))
+            log.info("%s: %s deleted", job_id, ", ".join(sorted(gone)) or "no checkpoint")

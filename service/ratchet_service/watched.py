@@ -5,6 +5,7 @@ what the rows and an engine's look say of it.
 from __future__ import annotations
 
 import math
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +16,7 @@ from sqlalchemy.orm import Session
 
 from ratchet_contract.phases import Cause, Desired, JobPhase, Outcome
 from ratchet_service import models
-from ratchet_service.decision import JobView, Limits
+from ratchet_service.decision import Decision, JobView, Limits
 from ratchet_service.launchers.base import AttemptRef, AttemptState, EngineEnd, Launcher
 from ratchet_service.leases import Lease
 from ratchet_service.models import Job
@@ -90,6 +91,7 @@ class Watch:
     failures: int = 0  # looks in a row that raised
     paused_until: float = -math.inf
     trouble: str | None = None  # why it cannot be looked after, as the job's row has it
+    end: Future[Decision] | None = None  # it is dead, and what it left is being taken in, beside the rounds
     marked: dict[str, float] = field(default_factory=dict)  # ``marks.running`` as the attempt's row has it
 
 

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from typing import Final
 
 import sqlalchemy as sa
@@ -20,9 +21,10 @@ from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Cause
 from ratchet_contract.spec import JobSpec
 from ratchet_service import leases, marks, removal, steady, watch_rules
+from ratchet_service.background import Background
 from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.database import Database
-from ratchet_service.decision import Decision
+from ratchet_service.decision import Decision, Limits
 from ratchet_service.decision_rows import limits_of, view_of
 from ratchet_service.ending import LOG_TAIL, settle
 from ratchet_service.launchers import files
@@ -42,6 +44,7 @@ from ratchet_service.leftover import ingest_leftover
 from ratchet_service.models import Attempt, AttemptNode, Event, Job
 from ratchet_service.storable import storable
 from ratchet_service.transitions import add_event
+from ratchet_service.verdict import Evidence
 from ratchet_service.watch_rules import Deed, Do
 from ratchet_service.watched import (
     KILLED,
@@ -88,6 +91,7 @@ class Watcher:
         launching: Launching,
         timing: Timing,
         lease_seconds: float,
+        background: Background,
         bounds: Bounds = DEFAULT_BOUNDS,
     ) -> None:
         self._database = database
@@ -96,6 +100,7 @@ class Watcher:
         self._launching = launching
         self._timing = timing
         self._lease_seconds = lease_seconds
+        self._background = background
         self._bounds = bounds
 
     def begin(self, lease: Lease, held_at: float) -> Watch:
@@ -266,7 +271,8 @@ class Watcher:
         watch_rules.killing(watch, deed, text)
 
     def _finish(self, watch: Watch, state: AttemptState, now: float) -> Decision | None:
-        """Prove the attempt dead, take in what it left, settle. Nothing is decided while anything of it is alive."""
+        """Prove the attempt dead; then what it left is taken in, and its end settled, beside the rounds. Nothing is decided while
+        anything of it is alive."""
         if watch.ending_since is None or not watch.killing:  # what it says of the kill itself is no news
             watch.ends = watch.ends or state.ends  # and what follows may be of the kill that proves it dead
         watch.ending_since = now if watch.ending_since is None else watch.ending_since
@@ -279,12 +285,26 @@ class Watcher:
                 self._note(watch, "not-proved-dead", None, text)
             return None
         last = watch.launcher.poll(watch.ref)  # the last word may have come between the look and the end
-        job_paths = self._home.job(watch.lease.job_id)
-        ingest_leftover(self._database, job_paths, watch.lease, watch.ref.nodes, watch.ranks_per_node, self._bounds)
         logs = "" if last.seen else watch.launcher.logs(watch.ref, LOG_TAIL)
         evidence = watch_rules.evidence(watch, last, logs, self._database.clock.monotonic())
-        decision = settle(self._database, job_paths, watch.lease, watch.limits, evidence, self._bounds)
-        removal.carry_out(self._database, job_paths, watch.lease.job_id)
+        work = partial(self._end, watch.lease, watch.ref.nodes, watch.ranks_per_node, watch.limits, evidence)
+        watch.end = self._background.begin(watch.lease, work)
+        return self.ended(watch)
+
+    def _end(self, lease: Lease, nodes: int, ranks_per_node: int, limits: Limits, evidence: Evidence) -> Decision:
+        """Takes as long as reading the bytes of a checkpoint takes. Raises ``LeaseLost``."""
+        paths = self._home.job(lease.job_id)
+        ingest_leftover(self._database, paths, lease, nodes, ranks_per_node, self._bounds)
+        return settle(self._database, paths, lease, limits, evidence, self._bounds)
+
+    def ended(self, watch: Watch) -> Decision | None:
+        """Of one whose end is being made, and that is not looked at meanwhile; None: not yet. Raises what the end failed with:
+        the next look begins it again."""
+        if watch.end is None or not watch.end.done():
+            return None
+        end, watch.end = watch.end, None
+        decision = end.result()
+        self._background.aside("removal", partial(removal.carry_on, self._database, self._home))
         return decision
 
     def _sure(self, watch: Watch) -> None:

@@ -157,8 +157,11 @@ def _remove_checkpoint(directory: Path) -> None:
     except (FileNotFoundError, NotADirectoryError):
         return
     for last in (False, True):
-        with os.scandir(directory) as found:
-            entries = sorted((entry.name, entry.is_dir(follow_symlinks=False)) for entry in found)
+        try:
+            with os.scandir(directory) as found:
+                entries = sorted((entry.name, entry.is_dir(follow_symlinks=False)) for entry in found)
+        except FileNotFoundError:
+            return
         for name, is_dir in entries:
             if name == DELETED_MANIFEST_NAME:
                 continue

@@ -18,7 +18,7 @@ from ratchet_service.migrate import upgrade
 from ratchet_service.models import Attempt, Job
 from ratchet_service.watched import Timing
 from tests.support.plane import Plane
-from tests.support.server import agent_pid
+from tests.support.server import agent_pid, wait_for
 
 
 @pytest.fixture
@@ -107,7 +107,8 @@ def test_keep_last_counts_over_all_attempts_and_remains_of_saves_go(small: Plane
     rows = small.checkpoints(job_id)
     kept = [(row.step, row.epoch) for row in rows if row.state == "committed"]
     assert sorted(kept) == [(80, 4), (90, 4)]
-    assert sorted(p.name for p in directory.iterdir()) == ["step-000000000080.a0004", "step-000000000090.a0004"]
+    left = ["step-000000000080.a0004", "step-000000000090.a0004"]
+    wait_for(lambda: sorted(p.name for p in directory.iterdir()) == left, "the files of the others to go", 30)
     assert {(10, 1), (50, 2), (70, 3)} <= {(row.step, row.epoch) for row in rows if row.state == "deleted"}
 
 

@@ -26,6 +26,7 @@ from ratchet_contract.errors import RatchetError
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Event, JobPhase
 from ratchet_service import leases
+from ratchet_service.background import at_once
 from ratchet_service.launchers.table import Launchers
 from ratchet_service.models import Attempt, Base, Checkpoint, Job
 from ratchet_service.models import Event as Row
@@ -189,7 +190,13 @@ class World:
         self._started += 1
         launchers = Launchers({self.engine.kind: self.engine})
         made = Reconciler(
-            self.database, self.home, launchers, Capacity(cpus=CPUS), timing=Timing(kill_after=3.0), lease_seconds=LEASE
+            self.database,
+            self.home,
+            launchers,
+            Capacity(cpus=CPUS),
+            timing=Timing(kill_after=3.0),
+            lease_seconds=LEASE,
+            start=at_once,
         )
 
         def round_() -> None:

@@ -40,6 +40,7 @@ from ratchet_contract.paths import AttemptPaths, HomePaths, checkpoint_dir_name
 from ratchet_contract.phases import Cause, Desired, Event
 from ratchet_contract.resume import Base
 from ratchet_service import leases
+from ratchet_service.background import at_once
 from ratchet_service.ingest import ingest
 from ratchet_service.launchers.base import AttemptRef, AttemptState, EngineUnreachable, LaunchPlan, NodeState
 from ratchet_service.launchers.table import Launchers
@@ -87,7 +88,6 @@ class Served(Kept):
         self.stage = database.stage = Stage(seed, QUIET, database.time)
         self.database, self.homes = database, HomePaths(folder)
         self._tokens_of: dict[tuple[str, int], str] = {}
-        self._plans: dict[tuple[str, int], LaunchPlan] = {}
         self._written: dict[int, int] = {}
         self._made: dict[tuple[str, int, int | None], Base] = {}
         self._held: dict[int, tuple[Process, list[Any]]] = {}
@@ -122,7 +122,7 @@ class Served(Kept):
         with patch.object(leases, "new_owner", lambda: name):
             made = Reconciler(
                 self.database, self.homes, Launchers({"local": Calls(self)}), Capacity(cpus=CPUS), timing=TIMING,
-                lease_seconds=LEASE, preemption=Preemption("any", MIN_RUN),
+                lease_seconds=LEASE, preemption=Preemption("any", MIN_RUN), start=at_once,
             )  # fmt: skip
         self.reconcilers.append(Standing(name, made, self))  # type: ignore[arg-type]
 
@@ -282,9 +282,8 @@ class Served(Kept):
 
     # --- the engine ----------------------------------------------------------------------------------------------------
 
-    def planned(self, plan: LaunchPlan) -> None:
-        key = plan.ref.job_id, plan.ref.epoch
-        self._plans[key], self._tokens_of[key] = plan, plan.launch.report_token
+    def submitted(self, plan: LaunchPlan) -> None:
+        self._tokens_of[plan.ref.job_id, plan.ref.epoch] = plan.launch.report_token
 
 
 class Held(Process):
@@ -334,11 +333,10 @@ class Calls:
 
     def plan(self, launch: LaunchFile) -> LaunchPlan:
         ref = AttemptRef(launch.job_id, launch.epoch, AttemptPaths(Path(launch.attempt_dir)), 1)
-        plan = LaunchPlan(ref=ref, launch=launch, argv=("agent",))
-        self._w.planned(plan)
-        return plan
+        return LaunchPlan(ref=ref, launch=launch, argv=("agent",))
 
     def submit(self, plan: LaunchPlan) -> None:
+        self._w.submitted(plan)
         self._stand()
         if self._w.rnd() < self._w.faults.away:
             raise EngineUnreachable("the engine does not answer")
