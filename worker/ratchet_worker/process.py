@@ -46,7 +46,7 @@ from ratchet_worker.files import now, reserve
 from ratchet_worker.group import Clients, Identity, connect, device_of, join, named_device
 from ratchet_worker.listener import Listener
 from ratchet_worker.reporter import Reporter
-from ratchet_worker.runtime import Runtime, current
+from ratchet_worker.runtime import CurrentJob, Runtime
 from ratchet_worker.spool import Spool
 from ratchet_worker.unmanaged import Unmanaged
 
@@ -72,6 +72,9 @@ class RankProcess:
         self._agreement: Agreement | None = None
         self._runtime: Runtime | None = None
         self._parted = False
+        self._opening = threading.Lock()  # a script's threads may make Sessions at one time
+        self._opener: threading.Thread | None = None
+        self._thread_error: BaseException | None = None
         self._way_out = threading.Lock()  # whichever thread comes first ends the process
 
     def execute(self) -> int:
@@ -121,7 +124,8 @@ class RankProcess:
             loop.run_task(self._open(), user_code.make_task(spec.task, code))
             return
         assert spec.script is not None
-        current.set(self._open)
+        CurrentJob.open = self._open
+        threading.excepthook = self._thread_ended
         if unmanaged:
             if identity.rank == 0:
                 environment_record.write(self._paths, package_list.installed())
@@ -152,8 +156,13 @@ class RankProcess:
     def _open(self) -> Runtime:
         """Join the process group and agree on what to start from: once, on every rank. Tasks do it first of all, a script when
         it makes its Session. Raises ``Stopped`` where a stop was told to the script before."""
-        if self._runtime is not None:
+        with self._opening:
+            if self._runtime is None:
+                self._opener = threading.current_thread()
+                self._runtime = self._join()
             return self._runtime
+
+    def _join(self) -> Runtime:
         assert self._clients is not None and self._agreement is not None
         launch, identity = self._launch, self._identity
         if is_initialized():
@@ -172,7 +181,7 @@ class RankProcess:
         chosen = choose(launch, exchange, self._reporter)
         self._counter.tick()
         saving = self._exchange(self._clients.saver)
-        self._runtime = Runtime(
+        return Runtime(
             launch,
             identity.local_rank,
             device,
@@ -183,7 +192,12 @@ class RankProcess:
             self._reporter,
             chosen,
         )
-        return self._runtime
+
+    def _thread_ended(self, args: threading.ExceptHookArgs) -> None:
+        """An exception has ended a thread of the script's. Python goes on without it; a training that has failed is not done."""
+        threading.__excepthook__(args)
+        if args.thread is self._opener:
+            self._thread_error = args.exc_value
 
     def _exchange(self, client: Store, timeout: float | None = None) -> Exchange:
         identity, limit = self._identity, self._timeout if timeout is None else timeout
@@ -217,7 +231,12 @@ class RankProcess:
             ) from exit_
 
     def _finish(self) -> None:
-        """A script that ends without leaving its Session's block has come to its end, too."""
+        """A script that ends without leaving its Session's block has come to its end, too; one whose Session is another thread's,
+        when that thread ends."""
+        if self._opener is not None and self._opener is not threading.current_thread():
+            self._opener.join()
+        if self._thread_error is not None:
+            raise self._thread_error
         if self._runtime is not None and self._runtime.restored:
             self._runtime.finish()
             return

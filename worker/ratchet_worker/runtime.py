@@ -10,9 +10,8 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -42,8 +41,13 @@ from ratchet_worker.snapshot import Until
 from ratchet_worker.trial import Trial
 
 Item = TypeVar("Item")
-current: Final[ContextVar[Callable[[], Runtime]]] = ContextVar("ratchet_runtime")
-"""How a script's Session gets the runtime of this process: the first call starts the group, a collective; later ones do not."""
+
+
+class CurrentJob:
+    """The one job of this process, whichever thread asks. ``open``: how a script's Session gets its runtime, None where no agent
+    started the process; the first call starts the group, a collective, later ones do not."""
+
+    open: Callable[[], Runtime] | None = None
 
 
 class Runtime:
@@ -101,6 +105,7 @@ class Runtime:
         self._behind = False  # checkpoint() has ended the step, and the body of its loop goes on
         self._late: LateChanges | None = None  # there, where the step is saved
         self._counts: dict[str, list[int]] = {}  # of schedulers, at the last step boundary
+        self._stopped: Stopped | None = None  # raised already; a thread of the script's may have ended with it
 
     @property
     def rank(self) -> int:
@@ -309,6 +314,8 @@ class Runtime:
         """The end of the job: every rank has done its last step. The final checkpoint, if it is not there yet."""
         if self.finished:
             return
+        if self._stopped is not None:
+            raise self._stopped
         self.settle(last=True)
         self._end_body()
         manifest = self.chosen.manifest
@@ -352,7 +359,7 @@ class Runtime:
         self._report_progress(always=True)
         self._report_end()
         self.agreement.close()
-        raise Stopped(Cause.COMPLETED, f"the trial ends after step {self.step}")
+        self._stop(Cause.COMPLETED, f"the trial ends after step {self.step}")
 
     def _report_trial(self) -> None:
         if self.rank != 0 or not self.trial.under_way:
@@ -443,7 +450,11 @@ class Runtime:
         self._report_progress(always=True)
         self._report_hook()
         tail = f"; no new checkpoint: {error}; step {self.checkpointer.last.step} counts" if error else ""
-        raise Stopped(decision.stop, f"stopped after step {self.step} ({decision.stop}){tail}")
+        self._stop(decision.stop, f"stopped after step {self.step} ({decision.stop}){tail}")
+
+    def _stop(self, cause: Cause, message: str) -> NoReturn:
+        self._stopped = Stopped(cause, message)
+        raise self._stopped
 
     def _left(self, cause: Cause) -> float:
         """Seconds until the processes of a stop are killed."""

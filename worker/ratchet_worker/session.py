@@ -45,6 +45,8 @@ The rules:
 - The script runs again from its first line in every attempt. Its current directory is the job's own copy of the code, kept over
   all attempts; the code itself is imported from a read-only snapshot.
 - ``Session()`` starts the process group: no ``init_process_group`` of the script's own, before or after it.
+- A thread of the script's own may make it and run the loop; the main thread joins that thread. A stop ends the loop's thread,
+  and an error in it ends the attempt, as they would in the main thread.
 
 Evaluating inside the loop, at the end of a step::
 
@@ -76,19 +78,20 @@ from torch.distributed import ProcessGroup
 
 from ratchet_contract.errors import UserError
 from ratchet_worker.evaluation import Evaluation
-from ratchet_worker.runtime import Runtime, current
+from ratchet_worker.runtime import CurrentJob, Runtime
 
 _OWN_NAMES = frozenset({"optimizer", "scheduler", "scaler", "data"})
 
 
 class Session:
-    """A script's hold on its job. The first one joins the job's process group: every rank makes it; further ones are the same.
+    """A script's hold on its job. The first one joins the job's process group: every rank makes it, in any thread, which then
+    does the steps; further ones are the same. An error that ends that thread ends the attempt.
 
     Raises ``UserError`` where no agent started the process, and where the script has started a process group already.
     """
 
     def __init__(self) -> None:
-        open_runtime = current.get(None)
+        open_runtime = CurrentJob.open
         if open_runtime is None:
             raise UserError(
                 "there is no job here: a script with a Session is started by Ratchet, not by python or torchrun. Run `ratchet "
