@@ -17,7 +17,7 @@ from ratchet_service.queue_order import Queued
 from ratchet_service.queue_preemption import Running
 from ratchet_service.queue_rows import UNMADE, Row
 from ratchet_service.queueing import BATCH, NO_SLOT, QUOTA, Look, Plan, Preemption
-from ratchet_service.slots import Capacity, too_few_gpus
+from ratchet_service.slots import Capacity, Grant, too_few_gpus
 
 
 class Foreseen(Look):
@@ -44,7 +44,7 @@ class Foreseen(Look):
         self._asked: list[str] = []
         self._held_back: dict[str, str] = {}
         self._owners_told: set[str] = set()
-        starts: list[tuple[str, int]] = []
+        starts: dict[tuple[str, int], Grant] = {}
         for turn in self.turns():
             key = (turn.job.id, turn.job.epoch)
             if key in self._tried:
@@ -53,7 +53,7 @@ class Foreseen(Look):
             if turn.job.reason != UNMADE or len(starts) >= BATCH:
                 self.keep(turn)
             self._acts()
-            starts.append(key)
+            starts[key] = turn.grant
         quiet = {job for job, owner in self._held_back.items() if owner not in self._owners_told}
         looked_at = dict.fromkeys(job for job in self._passed[: self._upto] if job not in quiet)
         if self._rest:  # nobody else can start because of what these keep

@@ -38,7 +38,7 @@ from ratchet_service.lineage import fork_for_launch, lineage
 from ratchet_service.models import Attempt, AttemptNode, Job
 from ratchet_service.queueing import NO_SLOT, QUOTA, Plan, Preemption, Round, Turn, say_why
 from ratchet_service.shown import pace_before
-from ratchet_service.slots import Capacity
+from ratchet_service.slots import Capacity, Grant
 from ratchet_service.transitions import apply
 from ratchet_service.unrecorded import Next
 
@@ -59,6 +59,13 @@ class Launched:
 
     lease: Lease
     plan: LaunchPlan | None
+
+
+Key = tuple[str, int]
+"""A job and its newest attempt."""
+Planned = tuple[LaunchFile, LaunchPlan] | Exception | None
+"""What a launcher says of an attempt before the slots are held: its plan, with what that was made of, or why there is none. None:
+it was not asked."""
 
 
 class Launching:
@@ -87,11 +94,12 @@ class Launching:
     def launch_ready(self) -> list[Launched]:
         """Start attempts for as many queued jobs as there are slots for, and tell the others why they wait.
 
-        Who that concerns is found first, without a lock, and the directories of those that start are listed then: a long queue
-        keeps nobody from the database, and a disk that answers slowly nobody from the slots."""
+        Who that concerns is found first, without a lock. The directories of those that start are listed then, and their launchers
+        asked for their plans: a long queue keeps nobody from the database, and neither a slow disk nor a slow launcher anybody
+        from the slots."""
         launched: list[Launched] = []
-        listed: dict[tuple[str, int], Next | OSError] = {}
-        tried: set[tuple[str, int]] = set()
+        listed: dict[Key, Next | OSError] = {}
+        tried: set[Key] = set()
         for _ in range(_PASSES):
             plan = self._foreseen(tried)
             if plan is None:
@@ -99,16 +107,17 @@ class Launching:
             for key in plan.starts:
                 if key not in listed:
                     listed[key] = self._following(*key)
-            done: set[tuple[str, int]] = set()
+            planned = {key: self._planned(key, grant, listed[key]) for key, grant in plan.starts.items()}
+            done: set[Key] = set()
             with self._database.write() as session:
-                launched += self._pass(session, plan, listed, done)
+                launched += self._pass(session, plan, listed, planned, done)
             # What is launched waits for nobody's disk. What others took, or could not be made, leaves its slots to those behind.
             if launched or not plan.starts:
                 break
             tried |= done
         return launched
 
-    def _foreseen(self, tried: Collection[tuple[str, int]]) -> Plan | None:
+    def _foreseen(self, tried: Collection[Key]) -> Plan | None:
         """None: there is nothing to do. ``tried``: whose turn it was before in this look."""
         with self._database.read() as session:
             ready = queue_rows.due(self._database.clock.now()) & queue_rows.launched_by(self._launchers)
@@ -121,8 +130,9 @@ class Launching:
         self,
         session: Session,
         plan: Plan,
-        listed: Mapping[tuple[str, int], Next | OSError],
-        done: set[tuple[str, int]],
+        listed: Mapping[Key, Next | OSError],
+        planned: Mapping[Key, Planned],
+        done: set[Key],
     ) -> Iterator[Launched]:
         """Whose turn it is starts, once it is known which attempts the disk has of it behind the newest that its row knows
         (``listed``, by job and that attempt); else what it is given is kept for it. ``done``: whose turn it was."""
@@ -135,9 +145,28 @@ class Launching:
             key = (turn.job.id, turn.job.epoch)
             if key in listed:
                 done.add(key)
-                yield from self._start(session, turn, listed[key])
+                yield from self._start(session, turn, listed[key], planned.get(key))
             else:
                 round_.keep(turn)
+
+    def _planned(self, key: Key, grant: Grant, following: Next | OSError) -> Planned:
+        """In no transaction: a launcher may be of others' making, and take its time. None: there is nothing to plan, or the job
+        has changed since it was looked at."""
+        if isinstance(following, OSError) or following.found:
+            return None
+        try:
+            with self._database.read() as session:
+                job = session.get(Job, key[0])
+                if job is None or job.epoch != key[1]:
+                    return None
+                spec, resolved = JobSpec.model_validate(job.spec), Resolved.model_validate(job.resolved)
+                token = secrets.token_urlsafe(32)
+                launch = self._launch_file(session, job, following.number, spec, resolved, grant.gpus, token)
+            return launch, self._launchers[spec.launcher.kind].plan(launch)
+        except SQLAlchemyError:
+            raise
+        except Exception as error:  # settings that have changed, a row: the queue goes on
+            return error
 
     def _following(self, job_id: str, epoch: int) -> Next | OSError:
         try:
@@ -200,7 +229,7 @@ class Launching:
             told = sa.update(Job).where(foreign).values(reason=NO_LAUNCHER, message=text)
             session.execute(told.execution_options(synchronize_session=False))
 
-    def _start(self, session: Session, turn: Turn, following: Next | OSError) -> list[Launched]:
+    def _start(self, session: Session, turn: Turn, following: Next | OSError, planned: Planned) -> list[Launched]:
         job, spec, resolved, grant = turn.job, turn.spec, turn.resolved, turn.grant
         if isinstance(following, OSError):
             why = f"its directory cannot be read, so no number can be given to its next attempt: {following}"
@@ -214,18 +243,17 @@ class Launching:
         if following.skipped:
             passed = ", ".join(map(str, following.skipped))
             log.warning("%s: attempts %s are on the disk, and not in the database: passed over", job.id, passed)
-        epoch, token, now = following.number, secrets.token_urlsafe(32), now_in(session)
-        try:
-            launch = self._launch_file(session, job, epoch, spec, resolved, grant.gpus, token)
-            plan = self._launchers[spec.launcher.kind].plan(launch)
-        except SQLAlchemyError:
-            raise
-        except (
-            Exception
-        ) as error:  # of a launcher that others wrote, settings that have changed, a row: the queue goes on
-            if say_why(job, Cause.LAUNCHER_ERROR.value, f"the launcher cannot plan the attempt: {error}"):
-                log.exception("%s: it waits, for its launcher cannot plan attempt %d", job.id, epoch)
+        epoch, now = following.number, now_in(session)
+        if isinstance(planned, Exception):
+            if say_why(job, Cause.LAUNCHER_ERROR.value, f"the launcher cannot plan the attempt: {planned}"):
+                log.error("%s: it waits, for its launcher cannot plan attempt %d", job.id, epoch, exc_info=planned)
             return []
+        if planned is None:
+            return []
+        launch, plan = planned
+        token = launch.report_token
+        if launch != self._launch_file(session, job, epoch, spec, resolved, grant.gpus, token):
+            return []  # what the plan was made of has changed since: the next look plans again
         lease = lease_values(session, self._owner, self._lease_seconds)
         attempt = Attempt(
             job_id=job.id, number=epoch, report_token_hash=hash_token(token), launch=plan.printable(), created_at=now,
@@ -258,7 +286,7 @@ class Launching:
             spec, resolved = JobSpec.model_validate(job.spec), Resolved.model_validate(job.resolved)
             launch = self._launch_file(session, job, lease.epoch, spec, resolved, tuple(node.gpus), token)
             attempt.report_token_hash = hash_token(token)
-            return self._launchers[spec.launcher.kind].plan(launch)
+        return self._launchers[spec.launcher.kind].plan(launch)
 
     def _launch_file(
         self,

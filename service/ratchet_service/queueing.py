@@ -59,13 +59,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a look at the queue found to do. ``starts``: jobs with their newest attempt, as far as that could be told.
+    """What a look at the queue found to do. ``starts``: jobs with their newest attempt, as far as that could be told, and what
+    each is given.
 
     ``looked_at``: all that come before the last one whom something concerns, and those that count with their owners as if they
     did; without those that a quota holds back, where all of their owner's know it: they have no part in the others' order.
     ``rest``: who is to be told that nobody else can start; then those that keep slots are looked at, too."""
 
-    starts: Sequence[tuple[str, int]]
+    starts: Mapping[tuple[str, int], Grant]
     looked_at: Sequence[str]
     rest: Sequence[str]
 

@@ -82,7 +82,7 @@ def test_what_changes_behind_the_look_is_seen_and_nobody_waits_for_it(
     def plan(self: Foreseen) -> Plan:
         found = look(self)
         if not changed:
-            changed.append(found.starts[0][0])
+            changed.append(next(iter(found.starts))[0])
             with database.write() as session:  # it would wait for the lock
                 apply(session, first, Event.CANCEL)
         return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -38,7 +39,8 @@ class Engine(LocalLauncher):
     """``queued``: submitted groups wait; ``starting``: they are out of the queue, without an agent yet; ``away``: it does not
     answer; ``closed``: it takes no groups now; ``ends``: what it says of an attempt that is over, until a kill; ``held``:
     it says that the attempt is alive; ``cut_off``: it says that the machine does not answer, where the agent runs on until it
-    hears of the fence; ``slow``: kills that come to nothing; ``unplannable``: a job's name."""
+    hears of the fence; ``slow``: kills that come to nothing; ``unplannable``: a job's name; ``ponders``: likewise, of one
+    whose plan takes until ``knows`` is set."""
 
     slots = False
     queued = False
@@ -48,15 +50,19 @@ class Engine(LocalLauncher):
     held = False
     cut_off = False
     slow = 0
-    unplannable = ""
+    unplannable = ponders = ""
     ends: tuple[EngineEnd, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.waiting: dict[str, LaunchPlan] = {}
         self.looks = self.submits = 0
+        self.asked, self.knows = threading.Event(), threading.Event()
 
     def plan(self, launch: LaunchFile) -> LaunchPlan:
+        if launch.spec.name == self.ponders:
+            self.asked.set()
+            assert self.knows.wait(120)
         if launch.spec.name == self.unplannable:
             raise ValueError("the launchers file does not allow this namespace any more")
         return super().plan(launch)
@@ -207,6 +213,21 @@ def test_an_agent_that_ends_by_the_fence_of_its_lost_machine_is_not_the_cause(pl
     first = plane.attempts(job_id)[0]
     assert first.cause is Cause.NODE_LOST and "Taint manager" in str(first.message), first.message
     assert plane.job(job_id).failures == 0
+
+
+def test_a_launcher_that_plans_slowly_keeps_nobody_from_the_slots(plane: Plane, engine: Engine) -> None:
+    """It may be of others' making. Another reconciler lends slots meanwhile, and the job that was planned runs once."""
+    engine.ponders = "slow"
+    plane.reconcile(engine)
+    slow = plane.submit({"steps": 3}, name="slow")
+    assert engine.asked.wait(30)
+    plane.reconcile()
+    plane.wait(plane.submit({"steps": 3}), JobPhase.SUCCEEDED)
+    plane.wait(slow, JobPhase.SUCCEEDED)
+    engine.knows.set()
+    plane.wait(plane.submit({"steps": 3}, name="slow"), JobPhase.SUCCEEDED)
+    assert [attempt.number for attempt in plane.attempts(slow)] == [1]
+    assert "another agent" not in plane.attempt_paths(slow, 1).agent_log.read_text()
 
 
 def test_the_engine_tells_who_sent_the_signal(plane: Plane, engine: Engine) -> None:
