@@ -77,8 +77,7 @@ class Saves:
 @dataclass(frozen=True)
 class Measured:
     """``limits``: seconds of the slowest rank, all at one time. ``loads``: of each way of loading, likewise. ``trial``: seconds
-    that the loop stood still once, in the attempt's first step, until it was known what may be copied beside a step;
-    ``rehearsal``: at the boundary behind its second, where a hand-over is rehearsed.
+    that the loop stood still once, in the attempt's first step, until it was known what may be copied beside a step.
     ``busy_cores``: of one rank, how much longer a step takes while all other cores compute."""
 
     setup: Setup
@@ -88,7 +87,6 @@ class Measured:
     limits: dict[str, list[float]]
     loads: dict[str, list[float]]
     trial: float
-    rehearsal: float
     busy_cores: list[float]
 
     def ratio(self, seconds: Sequence[float], limit: str) -> Estimate:
@@ -134,7 +132,7 @@ def measure(service: Service, setup: Setup, folder: Path) -> Measured:
         return Measured(
             setup, ranks[0]["nbytes"], ranks[0]["tensors"], _saves(ranks, reports),
             _slowest([rank["limits"] for rank in ranks]), _loads(place, setup), max(rank["trial"] for rank in ranks),
-            max(rank["rehearsal"] for rank in ranks), ranks[0]["busy_cores"],
+            ranks[0]["busy_cores"],
         )  # fmt: skip
     finally:
         forget(service, job.id, place)

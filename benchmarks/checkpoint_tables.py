@@ -57,8 +57,7 @@ def stalls(beside: Measured, blocking: Measured, again: Sequence[Measured] = ())
     print(f"stalls as Ratchet reports them, in the order of its rows: {told} ms")
     print(
         f"handing over at the boundary: {_milliseconds([s for saves in ours for s in saves.handing_over])} ms of CPU; once per "
-        f"attempt, the trial of its first step: {1e3 * beside.trial:.0f} ms, the rehearsal behind its second: "
-        f"{1e3 * beside.rehearsal:.1f} ms"
+        f"attempt, the trial of its first step: {1e3 * beside.trial:.0f} ms"
     )
     if beside.busy_cores and free:
         print(

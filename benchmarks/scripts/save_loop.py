@@ -267,7 +267,6 @@ def main() -> None:
         trial = loop.boundary  # behind the first step, and before the parameters change in the second
         loop.step()
         trial += loop.held
-        rehearsal = loop.boundary  # behind the second
         rounds = Rounds(session, loop, world, json.loads(args.ways), args.way_rounds, args.folder)
         for number in range(args.rounds + 1):
             rounds.run(number)
@@ -282,7 +281,6 @@ def main() -> None:
                 "nbytes": rounds.nbytes,
                 "tensors": rounds.tensors,
                 "trial": trial,
-                "rehearsal": rehearsal,
                 "busy_cores": beside_busy_cores(loop) if session.world_size == 1 else [],
             },
         )

@@ -3,14 +3,12 @@ test's: a gate in front of the real function stands for a slow or stuck disk."""
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.distributed import HashStore
@@ -277,38 +275,26 @@ def test_what_goes_wrong_behind_a_verdict_reaches_the_loop_with_the_next_save(
         group.ranks[0].drain()
 
 
-def test_a_rehearsal_behind_the_second_step_saves_nothing_and_one_that_fails_ends_nothing(
+def test_state_is_asked_for_by_saves_alone_and_an_error_in_it_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It comes from ``state_dict()`` of the user's objects, which may change something or fail."""
     group, asked = Group(tmp_path, every_steps=3), list[tuple[int, int]]()
     real = group.content
 
     def content(rank: int, step: int) -> Content:
         asked.append((rank, step))
-        if (rank, step) == (1, 2):
-            raise RuntimeError("an object has no state yet")
+        if (rank, step) == (1, 6):
+            raise RuntimeError("an object has no state any more")
         return real(rank, step)
 
     monkeypatch.setattr(group, "content", content)
-    for number in (1, 2, 3):
+    for number in (1, 2, 3, 4, 5):
         assert group.step(number) == [None, None]
-        assert number == 3 or group.saved() == {}
     group.drain()
-    assert sorted(asked) == [(0, 2), (0, 3), (1, 2), (1, 3)] and group.saved() == {3: 3.0}
-
-
-def test_what_a_state_dict_draws_in_a_rehearsal_leaves_no_trace(tmp_path: Path) -> None:
-    """A resumed attempt rehearses behind another step than the one that it goes on from did."""
-    group = Group(tmp_path, every_steps=9)
-
-    def content() -> Content:
-        drawn.append((float(torch.rand(1)), random.random(), np.random.standard_normal()))
-        return group.content(0, 2)
-
-    drawn = list[tuple[float, ...]]()
-    torch.manual_seed(1), random.seed(1), np.random.seed(1)
-    group.ranks[0]._rehearse(content)
-    assert drawn == [(float(torch.rand(1)), random.random(), np.random.standard_normal())]
+    assert sorted(asked) == [(0, 3), (1, 3)] and group.saved() == {3: 3.0}
+    with pytest.raises(RuntimeError, match="no state any more"):
+        group.ranks[1].begin(6, "schedule", lambda: content(1, 6))
 
 
 def test_the_optimizer_waits_for_a_copy_that_is_not_made_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -36,7 +35,6 @@ from ratchet_worker.imports import uncollected
 from ratchet_worker.latch import Latch
 from ratchet_worker.model_state import MODEL
 from ratchet_worker.reporter import Reason, Reporter
-from ratchet_worker.rng import forked
 from ratchet_worker.save import Save
 from ratchet_worker.save_cost import expected_seconds
 from ratchet_worker.saver import MAX_FAILURES, Saver
@@ -87,7 +85,6 @@ class Checkpointer:
         self._first = True  # no boundary of this attempt yet
         self._early_step: int | None = None  # saved before the first scheduled one
         self._early_seconds: float | None = None  # that it is expected to take
-        self._rehearsed = False
         self._audit: Audit | None = None
         self._tried = False  # in full, what may be copied beside a step
         self._save: Save | None = None
@@ -119,8 +116,6 @@ class Checkpointer:
                 self.begin(step, reason, content)
         if self._first and self._due.next != math.inf:
             self._prepare(*late())
-        elif not self._first and not self._rehearsed:
-            self._rehearse(content)
         self._first = False
 
     def hold(self, until: Until, *, trial: bool = True) -> None:
@@ -320,19 +315,6 @@ class Checkpointer:
             model = f"{SHARED_PREFIX}{MODEL}/"  # of which it compares all beside a step, whatever it copies there
             parameters = {s.name: s._replace(until=Until.STEP) for s in whole.each if s.name.startswith(model)}
             self._audit = Audit([*parameters.values(), *(s for s in sources.each if s.name not in parameters)])
-
-    def _rehearse(self, content: Callable[[], Content]) -> None:
-        """Behind the attempt's second step, since behind the first the hook would have to ask DDP for its buckets: hand over as a
-        save does, and let go of it again. What follows from names and forms is there before the first save then."""
-        self._rehearsed = True
-        if self._numbers or self._due.next == math.inf:
-            return
-        # What goes wrong here does so again in the save, and is told then. What a state_dict() draws, a resumed attempt has
-        # drawn behind another step.
-        with uncollected(), suppress(Exception), forked(self._device):
-            mine = content()
-            slices = self._cuts.of(mine.snapshot.sizes(), self._world_size)[self._rank]
-            self._staging.lay_out(self._lister.of(mine.snapshot, slices))
 
     def _end_audit(self, audit: Audit) -> None:
         self._audit, self._tried = None, True
