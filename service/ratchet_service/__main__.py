@@ -43,6 +43,8 @@ def _run(home: Path, options: argparse.Namespace) -> int:
 
     user = worker_user.find(options.run_as)
     limits = user_limits.settled(options.run_as_limits, user)
+    if user is not None:
+        worker_user.own_process()
     launchers = options.launchers.expanduser().absolute() if options.launchers else None
     preemption = Preemption(options.preemption, options.preemption_min_run)
     if options.command == "reconcile":

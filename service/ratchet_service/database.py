@@ -22,6 +22,7 @@ from sqlalchemy.orm import Session
 
 from ratchet_service import clock as clocks
 from ratchet_service.clock import Clock
+from ratchet_service.file_owner import refuse_within
 
 BUSY_TIMEOUT_MS: Final = 20_000
 PING_SECONDS: Final = 2
@@ -141,6 +142,7 @@ class Database:
     @contextmanager
     def write(self) -> Iterator[Session]:
         """A session in a write transaction: committed when the block ends, rolled back when it raises."""
+        refuse_within()
         make = self.sessions(self.engine, expire_on_commit=False, info=self._info)
         with self._turn(), make as session, session.begin():
             yield session
@@ -159,6 +161,7 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[Session]:
         """A session for reading: it sees one moment on SQLite, committed rows on PostgreSQL; nothing it does is kept."""
+        refuse_within()
         with Session(self._reader, expire_on_commit=False, autoflush=False, info=self._info) as session:
             yield session
 

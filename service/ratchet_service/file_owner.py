@@ -2,17 +2,24 @@
 
 Were it done as root, a link that user code puts in the place of a log, a mark or a directory would have the service read or write
 what only root may. The kernel checks file accesses of a thread by its file system user: inside ``as_owner`` that is the owner of
-the job's directory, which lies in one of the service's own, so that only the service gives it away. No database is asked within:
-SQLite opens its files when it likes. Where the service is not root, or the directory is root's, nothing changes.
+the job's directory, which lies in one of the service's own, so that only the service gives it away. Where the service is not
+root, or the directory is root's, nothing changes.
+
+The rights are the thread's, so a block that is left standing would lend them to whatever comes next there. It is refused where an
+event loop runs, whose other tasks would have them; no database is asked within (``refuse_within``: SQLite opens its files when it
+likes), which also tells a thread that was started within, or in which a generator stands still within; and a block must end in
+the thread that began it, inner ones first.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import errno
 import os
 import stat
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -31,7 +38,7 @@ MOST_NAMES: Final = 200_000
 def as_owner(path: Path) -> Iterator[None]:
     """While the block runs, this thread's file accesses are those of the owner of the job whose directory ``path`` is, or lies
     in. Not around a ``yield``. A thread that is started within keeps these rights. Raises ``PermissionError`` where the kernel
-    does not change the user."""
+    does not change the user, ``RuntimeError`` where the rights would leak."""
     owner = owner_of(path) if os.geteuid() == 0 else None
     if owner is None or owner[0] == 0:
         yield
@@ -62,17 +69,47 @@ def as_service() -> Iterator[None]:
 
 @contextmanager
 def _acting(uid: int, gid: int) -> Iterator[None]:
-    libc = _libc()
-    before = libc.setfsuid(-1), libc.setfsgid(-1)
+    if _in_event_loop():
+        raise RuntimeError(
+            "files are opened as another user in a thread of its own: other tasks of this loop would be that user"
+        )
+    before, thread = _present(), threading.get_ident()
+    _become(uid, gid)
+    if _present() != (uid, gid):
+        _become(*before)
+        raise PermissionError(f"files cannot be opened as user {uid}, group {gid}")
     try:
-        libc.setfsgid(gid)
-        libc.setfsuid(uid)
-        if libc.setfsuid(-1) != uid or libc.setfsgid(-1) != gid:
-            raise PermissionError(f"files cannot be opened as user {uid}, group {gid}")
         yield
     finally:
-        libc.setfsuid(before[0])
-        libc.setfsgid(before[1])
+        if threading.get_ident() != thread or _present() != (uid, gid):
+            raise RuntimeError(f"a block as user {uid} was left by another thread, or before one within it")
+        _become(*before)
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _become(uid: int, gid: int) -> None:
+    _libc().setfsgid(gid)
+    _libc().setfsuid(uid)
+
+
+def _present() -> tuple[int, int]:
+    """User and group that this thread's file accesses have."""
+    return _libc().setfsuid(-1), _libc().setfsgid(-1)
+
+
+def refuse_within() -> None:
+    """Raises ``RuntimeError`` in a thread whose file accesses are another user's than the service's."""
+    if os.geteuid() == 0 and (uid := _present()[0]) != 0:
+        raise RuntimeError(
+            f"this thread opens files as user {uid}: what is to be done as the service is done outside ``as_owner``"
+        )
 
 
 def foreign(path: Path) -> bool:

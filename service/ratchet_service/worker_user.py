@@ -18,6 +18,7 @@ from ratchet_service.credentials import bare
 from ratchet_service.listening import StartError
 
 _SECONDS: Final = 60.0
+_MASK: Final = 0o077
 _TRY: Final = """
 import os, resource, sys, threading
 import ratchet_worker.agent
@@ -82,15 +83,32 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 10
 
 
+def own_process() -> None:
+    """Of all of this process, so for a program's way in alone. What it writes is nobody else's to read, and it has no groups, by
+    which it would read in the name of another user (``file_owner``) what only root may."""
+    os.umask(_MASK)
+    os.setgroups([])
+
+
+def _is_own_process() -> bool:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (mask,) = (line.split()[1] for line in lines if line.startswith("Umask:"))
+    return int(mask, 8) & _MASK == _MASK and not os.getgroups()
+
+
 def settle(paths: HomePaths, user: User | None, database: Path | None) -> None:
     """Before anything is started: the run directory lets ``user`` through to its jobs' directories and to no other file, and
-    the user can work there. ``database``: its file, where it is one. Raises ``StartError``."""
+    the user can work there. ``database``: its file, where it is one. Raises ``StartError``, also in a process whose files others
+    may read or that has groups: nothing of the process is changed here."""
     if user is None:
         if paths.run_as_file.exists():  # directories of jobs still belong to the user before
             paths.run_as_file.write_text("", encoding="utf-8")
         return
-    os.umask(0o077)
-    os.setgroups([])  # else what is read in the name of ``user`` (``file_owner``) would be read with root's groups
+    if not _is_own_process():
+        raise StartError(
+            f"--run-as {user.name}: this process has groups of its own, or makes files that others may read: start it by "
+            "`ratchet serve` or `python -m ratchet_service`, or call ratchet_service.worker_user.own_process() first"
+        )
     _shut(paths, database)
     paths.run_as_file.write_text(f"{user.name} {user.uid} {user.gid}\n", encoding="utf-8")
     paths.run_as_file.chmod(0o644)

@@ -133,6 +133,7 @@ def test_the_command_refuses_too_and_takes_the_variable(
     assert main(arguments) == 2
     assert "would be admin of the service: add --auth token" in capsys.readouterr().err
     monkeypatch.setenv("RATCHET_AUTH", "token")
+    monkeypatch.setattr(worker_user, "own_process", lambda: None)
     assert main([*arguments, "--host", "no.such.host.invalid"]) == 2  # gets as far as that
     assert "admin of the service" not in capsys.readouterr().err
 
@@ -148,8 +149,30 @@ def test_a_user_that_cannot_reach_the_jobs_is_refused_at_the_start(tmp_path: Pat
     """Temporary directories of tests are root's alone."""
     mask, groups = os.umask(0o022), os.getgroups()
     try:
+        worker_user.own_process()
         with pytest.raises(StartError, match=r"cannot reach .*mode o\+x"):
             worker_user.settle(HomePaths(tmp_path / "home"), USER, None)
+    finally:
+        os.umask(mask)
+        os.setgroups(groups)
+
+
+@AS_ROOT
+def test_a_call_changes_nothing_of_the_process_and_refuses_one_that_would_read_as_root(tmp_path: Path) -> None:
+    """Whoever serves within a program of their own keeps its umask and groups."""
+    mask, groups = os.umask(0o022), os.getgroups()
+    try:
+        os.setgroups([0])
+        for change in (lambda: None, lambda: os.umask(0o077)):
+            change()
+            with pytest.raises(StartError, match=r"groups of its own.*own_process\(\)"):
+                worker_user.settle(HomePaths(tmp_path / "home"), USER, None)
+        assert os.getgroups() == [0] and not (tmp_path / "home").exists()
+        os.setgroups([])
+        os.umask(0o022)
+        with pytest.raises(StartError, match="others may read"):
+            worker_user.settle(HomePaths(tmp_path / "home"), USER, None)
+        assert os.umask(0o022) == 0o022
     finally:
         os.umask(mask)
         os.setgroups(groups)

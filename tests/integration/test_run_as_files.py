@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -17,7 +18,8 @@ from ratchet_contract.errors import CheckpointError
 from ratchet_contract.messages import AgentFile
 from ratchet_contract.paths import HomePaths
 from ratchet_service import file_owner, object_store, worker_user
-from ratchet_service.confined import Confined
+from ratchet_service.confined import Confined, User
+from ratchet_service.database import Database, sqlite_url
 from ratchet_service.launchers import files, processes
 from ratchet_service.launchers.base import AttemptRef, LaunchError
 from ratchet_service.launchers.local import LocalLauncher
@@ -269,3 +271,82 @@ def test_what_the_run_directory_kept_from_everybody_stays_so(before: int, after:
         worker_user._shut(home, None)  # the next start
         assert home.home.stat().st_mode & 0o777 == home.jobs.stat().st_mode & 0o777 == 0o711
         assert (home.home / "copies").stat().st_mode & 0o777 == after
+
+
+def acting() -> int:
+    """This thread's user for files."""
+    return file_owner._present()[0]
+
+
+@AS_ROOT
+def test_rights_that_would_leak_are_refused(home: HomePaths, tmp_path: Path) -> None:
+    """An event loop's other tasks, a generator that stands still, a thread that was started within: each would read, or write the
+    database, as a job's user, or what a job's user may not as root."""
+    root = home.job(JOB).root
+    file_owner.give(root, UID, UID)
+    database = Database(sqlite_url(tmp_path / "ratchet.db"))
+
+    async def within() -> None:
+        with file_owner.as_owner(root):
+            await asyncio.sleep(0)
+
+    with pytest.raises(RuntimeError, match="other tasks"):
+        asyncio.run(within())
+    assert acting() == 0
+
+    def standing() -> Iterator[int]:
+        with file_owner.as_owner(root):
+            yield acting()
+
+    stands = standing()
+    assert next(stands) == UID
+    for session in (database.read, database.write):
+        with pytest.raises(RuntimeError, match=f"opens files as user {UID}"), session():
+            pass
+    inner = file_owner.as_user(User(UID + 1, UID + 1, (), "/", "x"))
+    inner.__enter__()
+    with pytest.raises(RuntimeError, match="before one within it"):
+        stands.close()
+    inner.__exit__(None, None, None)
+    assert acting() == UID
+    file_owner._become(0, 0)
+
+    told: list[BaseException] = []
+
+    def child() -> None:
+        try:
+            with database.read():
+                pass
+        except RuntimeError as error:
+            told.append(error)
+
+    with file_owner.as_owner(root):
+        started = threading.Thread(target=child)
+        started.start()
+        with file_owner.as_service(), database.read():
+            pass
+    started.join(30)
+    assert len(told) == 1 and acting() == 0
+    database.dispose()
+
+
+@AS_ROOT
+def test_a_block_that_another_thread_leaves_is_told(home: HomePaths) -> None:
+    root = home.job(JOB).root
+    file_owner.give(root, UID, UID)
+    block = file_owner.as_owner(root)
+    told: list[str] = []
+
+    def leave() -> None:
+        with pytest.raises(RuntimeError, match="left by another thread"):
+            block.__exit__(None, None, None)
+        told.append("refused")
+
+    block.__enter__()
+    try:
+        other = threading.Thread(target=leave)
+        other.start()
+        other.join(30)
+        assert told == ["refused"] and acting() == UID
+    finally:
+        file_owner._become(0, 0)
