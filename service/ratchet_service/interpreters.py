@@ -68,6 +68,12 @@ if torch is not None and torch.origin:
                 out["torch_cuda"] = value is not None
             elif name == "__version__":
                 out["torch_version"] = value
+def there(name):
+    try:
+        return name in sys.modules or find(name)[0] is not None
+    except Exception:
+        return True  # a finder of theirs that has its own view of it
+out["missing_packages"] = [name for name in asked["names"] if not there(name)]
 if module:
     spec, name = find(module)
     if spec is None:
@@ -89,7 +95,8 @@ os.pwrite(asked["answer"], json.dumps(out).encode(), 0)
 class Findings:
     """What an interpreter said about itself. ``error`` set: it could not be asked, and nothing else means anything.
 
-    ``missing``: the first part of the module's name that was not found. ``syntax``: the module's syntax error. ``origin``:
+    ``missing``: the first part of the module's name that was not found; ``missing_packages``: those of ``names``.
+    ``syntax``: the module's syntax error. ``origin``:
     the module's source file. ``torch_version`` is as torch's files say it, with its local part (``2.13.0+cpu``).
     """
 
@@ -101,6 +108,7 @@ class Findings:
     torch_cuda: bool = False
     torch_version: str | None = None
     missing: str | None = None
+    missing_packages: tuple[str, ...] = ()
     origin: str | None = None
     syntax: str | None = None
 
@@ -114,30 +122,42 @@ class Interpreters:
     def __init__(self, confined: Confined = OWN) -> None:
         self._confined = confined
         self._lock = threading.Lock()
-        self._known: dict[tuple[str, str | None], tuple[float, Findings]] = {}
+        self._known: dict[tuple[str, str | None, tuple[str, ...]], tuple[float, Findings]] = {}
 
     def ask(
-        self, python: str, *, code: str | None = None, module: str | None = None, path: Sequence[str] = ()
+        self,
+        python: str,
+        *,
+        code: str | None = None,
+        module: str | None = None,
+        path: Sequence[str] = (),
+        names: tuple[str, ...] = (),
     ) -> Findings:
-        """Look for ``ratchet_worker``, torch and ``module`` with ``code``, then ``path``, first on ``sys.path``."""
+        """Look for ``ratchet_worker``, torch, ``module`` and the top-level modules ``names`` with ``code``, then ``path``, first
+        on ``sys.path``."""
         if code is not None or path:
-            return _ask(self._confined, python, code, module, path)
+            return _ask(self._confined, python, code, module, path, names)
+        key = (python, module, names)
         with self._lock:
-            found = self._known.get((python, module))
+            found = self._known.get(key)
             if found is not None and time.monotonic() - found[0] < CACHE_SECONDS:
                 return found[1]
-        answer = _ask(self._confined, python, None, module, ())
+        answer = _ask(self._confined, python, None, module, (), names)
         with self._lock:
-            self._known[(python, module)] = (time.monotonic(), answer)
+            now = time.monotonic()
+            self._known = {k: known for k, known in self._known.items() if now - known[0] < CACHE_SECONDS}
+            self._known[key] = (now, answer)
         return answer
 
 
-def _ask(confined: Confined, python: str, code: str | None, module: str | None, path: Sequence[str]) -> Findings:
+def _ask(
+    confined: Confined, python: str, code: str | None, module: str | None, path: Sequence[str], names: Sequence[str]
+) -> Findings:
     with tempfile.TemporaryFile() as stderr:
         try:
             data = children.ask(
                 [python, "-c", _PROGRAM],
-                {"code": code, "module": module, "path": list(path)},
+                {"code": code, "module": module, "path": list(path), "names": list(names)},
                 cwd="/",
                 env=inherited(os.environ),
                 seconds=PROBE_SECONDS,

@@ -11,11 +11,12 @@ from typing import Final
 from ratchet_contract.spec import JobSpec, TaskSpec
 from ratchet_contract.spec_parse import nearest
 from ratchet_hooks.torch_versions import untested
-from ratchet_service import entrypoints, snapshot
+from ratchet_service import entrypoints, preflight_imports, snapshot
 from ratchet_service.confined import OWN, Confined
 from ratchet_service.file_owner import as_user
 from ratchet_service.interpreters import Findings, Interpreters, interpreter_of, python_fault
 from ratchet_service.machine import Machine
+from ratchet_service.preflight_imports import Imported
 from ratchet_service.preflight_report import Report
 
 _MOST_SOURCE: Final = 16 << 20
@@ -43,7 +44,16 @@ def check(
     module = spec.task.entrypoint.partition(":")[0] if spec.task is not None and code_ok else None
     # Of a script nothing is asked that depends on its directory: an answer that is known already will do.
     code = spec.code.path if spec.code is not None and module is not None else None
-    found = interpreters.ask(str(path), code=code, module=module, path=python_path(spec) if module is not None else ())
+    packages = Imported()
+    if code_ok and machine.trains and spec.image is None:
+        packages = preflight_imports.imported(spec, python_path(spec), confined)
+    found = interpreters.ask(
+        str(path),
+        code=code,
+        module=module,
+        path=python_path(spec) if module is not None else (),
+        names=packages.names,
+    )
     wrong = python_fault(path, found)
     if wrong is not None:
         report.refuse("/python", *wrong)
@@ -57,6 +67,7 @@ def check(
         report.refuse("/task/entrypoint", "syntax-error", found.syntax)
     elif found.origin is not None and spec.task is not None:
         _check_entrypoint(spec.task, Path(found.origin), confined, report)
+    preflight_imports.check(spec, str(path), packages, found.missing_packages, report)
     return str(path), found
 
 

@@ -21,6 +21,7 @@ FILES = {
     "mine.py": f"class Mine:\n    def __init__(self, *, lr=0.1): ...\n{BODY}class Half:\n    def build(self, ctx): ...\n",
     "needs.py": f"import not_installed_here\nclass Mine:\n{BODY}",
     "train.py": "from ratchet_worker.session import Session\nimport not_installed_here\n",
+    "late.py": f"import sys\nif sys.argv:\n    import not_installed_here\nclass Mine:\n{BODY}",
     "plain.py": "import os\nprint('rank', os.environ['RANK'])\n",
     "broken.py": "x = 1\ndef f(:\n",
 }
@@ -96,11 +97,16 @@ def test_a_wrong_entrypoint_is_refused_without_importing_it(cli: Cli, given: dic
     assert says in refused(cli, task=given)
 
 
-def test_a_module_that_is_not_installed_ends_the_job_at_its_first_attempt(cli: Cli) -> None:
-    jobs = [
-        cli("submit", write(cli, **what)).text.strip()
-        for what in ({"task": task("needs:Mine")}, {"script": ["train.py"]})
-    ]
+def test_a_module_that_is_not_installed_is_refused_with_the_command_to_type(cli: Cli) -> None:
+    for what in ({"task": task("needs:Mine")}, {"script": ["train.py"]}):
+        said = refused(cli, **what)
+        assert "'not_installed_here'" in said and f"{sys.executable} -m pip install not_installed_here" in said
+
+
+def test_one_that_only_the_run_can_tell_of_ends_the_job_at_its_first_attempt(cli: Cli) -> None:
+    submitted = [cli("submit", write(cli, **what)) for what in ({"task": task("late:Mine")}, {"script": ["late.py"]})]
+    assert all("[package-missing]" in done.errors for done in submitted)
+    jobs = [done.text.strip() for done in submitted]
     for job in jobs:
         said = cli("wait", job, expect=1).errors
         assert "'not_installed_here'" in said and f"{sys.executable} -m pip install" in said

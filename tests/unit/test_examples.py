@@ -116,7 +116,7 @@ def test_the_examples_of_two_nodes_are_what_their_launchers_take(kind: str, tmp_
 class HasCuda(Interpreters):
     """An interpreter with a CUDA build of torch, where the code is."""
 
-    def ask(self, python: str, *, code: str | None = None, module: str | None = None, path: Any = ()) -> Findings:
+    def ask(self, python: str, *, code: str | None = None, module: str | None = None, **_: Any) -> Findings:
         origin = str(Path(code) / f"{module}.py") if code is not None and module is not None else None
         return Findings(version=(3, 11, 0), protocol=1, torch=True, torch_cuda=True, origin=origin)
 

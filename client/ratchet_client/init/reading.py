@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from ratchet_client.init.facts import Facts, HookUse, Option, Place
 from ratchet_contract.errors import NotFound, Refused
+from ratchet_contract.module_imports import files_of, imports
 
 _MAX_FILES: Final = 300
 _MAX_DEPTH: Final = 20
@@ -48,14 +49,14 @@ def read_script(script: Path, code: Path) -> Facts:
         try:
             tree = _parse(file)
             _Reader(facts, tree, shown, main=file == script).read()
-            imported = list(_imports(tree))
+            imported = list(imports(tree))
         except (RecursionError, MemoryError):
             raise Refused(f"{file} is nested too deeply to be read") from None
-        for name, needed in imported:
-            found = [f for root in roots for f in _files_of(name, root)]
+        for one in imported:
+            found = [f for root in roots for f in files_of(one.name, root)]
             waiting += found
-            if needed and not found:
-                facts.modules.add(name.split(".")[0])
+            if one.needed and not found:
+                facts.modules.add(one.top)
     return facts
 
 
@@ -70,37 +71,6 @@ def _parse(file: Path) -> ast.Module:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
         raise Refused(f"{file}{line} is not valid Python: {reason}") from None
-
-
-def _imports(tree: ast.Module) -> Iterator[tuple[str, bool]]:
-    """Names of imported modules; False: within ``try`` or ``if TYPE_CHECKING``, so that it may be missing."""
-    spared = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Try) or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, id(node) not in spared) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module, id(node) not in spared
-            yield from ((f"{node.module}.{alias.name}", False) for alias in node.names)
-
-
-def _files_of(module: str, root: Path) -> list[Path]:
-    """The files that importing a local module runs: packages' ``__init__`` and itself."""
-    found: list[Path] = []
-    folder = root
-    for part in module.split("."):
-        if (folder / f"{part}.py").is_file():
-            return [*found, folder / f"{part}.py"]
-        folder = folder / part
-        if not folder.is_dir():
-            return found
-        if (folder / "__init__.py").is_file():
-            found.append(folder / "__init__.py")
-    return found
 
 
 class _Reader:
