@@ -34,6 +34,9 @@ class Job:
     def __repr__(self) -> str:
         return f"<Job {self.id} {self.name!r} {self.phase}, step {self._steps()}, attempt {self.attempt}>"
 
+    def _repr_html_(self) -> str:
+        return self.view._repr_html_()
+
     def _steps(self) -> str:
         total = self.progress.total_steps
         return str(self.progress.step) if total is None else f"{self.progress.step}/{total}"

@@ -37,6 +37,11 @@ class Series(NamedTuple):
     steps: list[int]
     values: list[float]
 
+    def __repr__(self) -> str:
+        if not self.steps:
+            return "Series(no point)"
+        return f"Series({len(self.steps)} points, steps {self.steps[0]} to {self.steps[-1]}, last value {self.values[-1]:.6g})"
+
 
 @dataclass(frozen=True)
 class Pace:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import datetime
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
@@ -12,6 +13,7 @@ from ratchet_contract.phases import AttemptPhase, Cause, Desired, JobPhase, Outc
 from ratchet_contract.resume import Base, Redone, ReportOf
 from ratchet_contract.spec import Resolved
 from ratchet_contract.step_ring import Part
+from ratchet_contract.view_text import shown, table
 from ratchet_hooks.summary import HookSummary
 
 T = TypeVar("T")
@@ -21,6 +23,15 @@ class View(BaseModel):
     """Times are UTC, RFC 3339 with ``Z``. NaN and infinities travel as strings."""
 
     model_config = ConfigDict(ser_json_inf_nan="strings")
+    SHOWN: ClassVar[tuple[str, ...]] = ()
+    """Fields in ``repr``, which is one line; without any, all."""
+
+    def __repr_args__(self) -> Iterator[tuple[str, Any]]:
+        return shown(self, self.SHOWN or tuple(type(self).model_fields))
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return table(self)
 
 
 class Page(View, Generic[T]):
@@ -88,6 +99,8 @@ class EnvironmentView(View):
 
 
 class JobView(View):
+    SHOWN = ("id", "name", "phase", "attempt", "progress.step", "progress.total_steps", "reason")
+
     id: str
     name: str
     owner: str = Field(
@@ -180,6 +193,8 @@ class ResumeReportView(ReportOf[BaseView]):
 
 
 class AttemptView(View):
+    SHOWN = ("number", "phase", "cause", "base.step", "last_step", "steps_lost", "proof")
+
     job_id: str
     number: int
     phase: AttemptPhase
@@ -228,6 +243,8 @@ class AttemptView(View):
 
 
 class CheckpointView(View):
+    SHOWN = ("id", "state", "reason", "size", "pinned", "lineage", "verification")
+
     id: str
     job_id: str
     step: int
@@ -271,6 +288,8 @@ class CheckpointDetail(CheckpointView):
 
 
 class EventView(View):
+    SHOWN = ("at", "attempt", "type", "message")
+
     id: int
     job_id: str
     at: datetime
@@ -282,6 +301,8 @@ class EventView(View):
 
 class HookView(View):
     """The newest summaries; ``ranks`` has one entry per rank that reported."""
+
+    SHOWN = ("name", "wrapper", "phase", "iteration", "compression_rate", "step", "source")
 
     job_id: str
     source: Literal["live", "checkpoint"] | None = Field(
@@ -315,6 +336,8 @@ class HookView(View):
 
 class HookSampleView(View):
     """One kept summary of one rank, of ``GET .../hook/history``."""
+
+    SHOWN = ("attempt", "summary.rank", "summary.step", "summary.phase", "summary.iteration", "summary.residual_norm")
 
     attempt: int
     at: datetime

@@ -1,0 +1,70 @@
+"""How the API's bodies look at a prompt (one line) and in a notebook (a table)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from enum import Enum
+from html import escape
+from typing import Any, Final
+
+from pydantic import BaseModel
+
+_LONGEST: Final = 80
+_LONGEST_CELL: Final = 300
+"""Characters of a text in a line, and in a cell of a table."""
+
+
+def shown(view: BaseModel, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """The fields ``names`` that have a value, for ``repr``; a dotted name is one further down. Long texts are cut, of lists and
+    mappings there is the length."""
+    for name in names:
+        value: Any = view
+        for part in name.split("."):
+            value = getattr(value, part, None)
+        if _is_there(value):
+            yield name, _short(value)
+
+
+def table(view: BaseModel) -> str:
+    """HTML with every field that has a value; all texts are escaped."""
+    left = "style='text-align:left'"
+    rows = [
+        f"<tr><th {left}>{escape(name)}</th><td {left}>{escape(_cut(_text(value), _LONGEST_CELL))}</td></tr>"
+        for name in type(view).model_fields
+        if _is_there(value := getattr(view, name))
+    ]
+    return f"<table><caption>{escape(type(view).__name__)}</caption>{''.join(rows)}</table>"
+
+
+class _Plain(str):
+    """Without quotation marks in ``repr``."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _is_there(value: Any) -> bool:
+    return value is not None and not (isinstance(value, Mapping | Sequence) and not value)
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, str):
+        return _cut(value, _LONGEST)
+    if isinstance(value, datetime):
+        return _Plain(_text(value))
+    if isinstance(value, Mapping | Sequence):
+        return _Plain("[1 item]" if len(value) == 1 else f"[{len(value)} items]")
+    return value
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, datetime):
+        return value.isoformat(timespec="seconds")
+    return str(value.value if isinstance(value, Enum) else value)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[:most] + "..."
