@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.engines import STRANGER
+from tests.support.kube import operations
 from tests.support.kube.cluster import Cluster
 from tests.support.server import Server, wait_for
 
@@ -114,8 +115,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             {"secrets": {"KEY": {"from_secret": {"name": "nope", "key": "k"}}}},
             ["cannot be made", 'secret "nope" not found'],
         ),
+        (
+            {"volumes": [{"claim": "nope", "mount_path": "/data"}]},
+            ["check volumes", 'persistentvolumeclaim "nope" not found'],
+        ),
     ],
-    ids=["image", "Secret"],
+    ids=["image", "Secret", "claim"],
 )
 def test_what_can_never_start_is_an_error_that_names_it_and_counts(
     site: Site, spec: dict[str, Any], words: list[str]
@@ -124,6 +129,37 @@ def test_what_can_never_start_is_an_error_that_names_it_and_counts(
     attempt = site.failed(site.submit(**spec))
     assert attempt["cause"] == "launcher-error", attempt
     assert all(word in attempt["message"] for word in words), attempt["message"]
+
+
+@pytest.mark.parametrize(
+    "denied",
+    [
+        "no PriorityClass with name nope was found",
+        'error looking up service account default/nope: serviceaccount "nope" not found',
+        'violates PodSecurity "restricted:latest": host namespaces (hostNetwork=true)',
+        "ValidatingAdmissionPolicy 'cost' with binding 'all' denied request: pods need a label team",
+    ],
+    ids=["PriorityClass", "ServiceAccount", "PodSecurity", "policy"],
+)
+def test_pods_that_the_cluster_forbids_are_an_error_that_tells_why(site: Site, denied: str) -> None:
+    """A real API server takes the Job, and refuses its pods to the Job controller, which says so in events and tries again."""
+    site.cluster.jobs.denied = denied
+    attempt = site.failed(site.submit())
+    site.cluster.jobs.denied = None
+    assert attempt["cause"] == "launcher-error", attempt
+    assert denied in attempt["message"] and "launcher.priority_class" in attempt["message"], attempt["message"]
+
+
+@pytest.mark.parametrize("grace", [None, 0], ids=["deleted", "by force"])
+def test_a_pod_that_somebody_deletes_is_a_preemption_that_says_so(site: Site, grace: int | None) -> None:
+    job_id = site.submit()
+    site.running(job_id)
+    (pod,) = site.cluster.pods(f"{job_id}-a0001")
+    operations.delete_pod(site.cluster.store, "default", pod["metadata"]["name"], grace)
+    first = wait_for(lambda: a[0] if len(a := site.server.attempts(job_id)) == 2 else None, "a second attempt", 60)
+    assert (first["cause"], first["outcome"]) == ("evicted", "preempted"), first
+    assert "somebody deleted the pod" in first["message"] and "ratchet cancel" in first["message"]
+    site.cancel(job_id)
 
 
 def test_what_a_server_that_has_just_started_refuses_is_asked_again(site: Site) -> None:

@@ -317,6 +317,54 @@ def test_a_used_up_quota_is_a_wait_in_the_job_controllers_words() -> None:
     assert found.waiting == f"1 of 2 pods are not made yet: {warnings[NAME]}"
 
 
+def test_pods_that_the_cluster_forbids_are_waited_for_a_while() -> None:
+    warnings = {
+        NAME: f'FailedCreate: Error creating: pods "{NAME}-1-x" is forbidden: no PriorityClass with name high was found'
+    }
+    forbidden = seen(job(), pod(0), warnings=warnings, forbidden_since=20)
+    found = view(forbidden, nodes=2, seconds=320)
+    assert found.alive and found.waiting == f"1 of 2 pods are not made yet: {warnings[NAME]}" and found.ends == ()
+    found = view(forbidden, nodes=2, seconds=321)
+    assert not found.alive and [end.cause for end in found.ends] == [Cause.LAUNCHER_ERROR]
+    assert "1 of 2 pods are not made" in found.ends[0].message and warnings[NAME] in found.ends[0].message
+    for other in (seen(job(suspend=True), warnings=warnings, forbidden_since=20), seen(job(), pod(0), pod(1))):
+        assert view(other, nodes=2, began=False, seconds=900).alive
+
+
+def test_the_last_word_on_pods_that_are_not_made_tells_whether_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(cache_module.time, "monotonic", lambda: clock.now)
+    cache = Cache(Api(site().settings), ("ratchet",), "")
+
+    def told(seconds: float, text: str, *, deleted: bool = False) -> float | None:
+        clock.now = seconds
+        event = {"metadata": {"name": "e"}, "involvedObject": {"name": NAME}, "reason": "FailedCreate"}
+        cache.apply("events", event | {"message": f"Error creating: {text}"}, "ratchet", deleted=deleted)
+        return cache.seen(NAME).forbidden_since
+
+    assert told(101, 'pods "a" is forbidden: exceeded quota: q, requested: pods=1') is None
+    assert told(102, 'Internal error occurred: failed calling webhook "w": context deadline exceeded') is None
+    assert told(103, 'pods "b" is forbidden: no PriorityClass with name high was found') == 103
+    assert told(104, 'admission webhook "w" denied the request: no') == 103
+    assert told(105, '(combined from similar events): Error creating: Pod "c" is invalid: spec: Forbidden') == 103
+    assert told(106, 'pods "d" is forbidden: exceeded quota: q', deleted=True) == 103, "an old event whose time is over"
+    assert told(107, 'pods "e" is forbidden: exceeded quota: q') is None
+    assert told(108, 'pods "f" is forbidden: failed quota: q: must specify limits.cpu') == 108
+
+
+def test_a_claim_that_is_not_there_has_time_to_come_and_then_is_an_error() -> None:
+    text = '0/3 nodes are available: persistentvolumeclaim "data" not found.'
+    unscheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": text}
+    made = pod(0, "Pending", scheduled=False, conditions=(unscheduled,))
+    found = view(seen(job(), made), seconds=300)
+    assert found.alive and found.waiting == f"waits for a machine: {text}"
+    found = view(seen(job(), made), seconds=301)
+    assert not found.alive and [end.cause for end in found.ends] == [Cause.LAUNCHER_ERROR]
+    assert text in found.ends[0].message and "volumes" in found.ends[0].message
+    came = first_seen(pod(0, "Pending").object, made.since, 200)
+    assert view(seen(job(), Pod(pod(0, "Pending").object, False, came)), seconds=450).alive
+
+
 @pytest.mark.parametrize("reason", ["ErrImagePull", "ImagePullBackOff", "CreateContainerConfigError"])
 def test_a_container_that_cannot_be_made_has_time_to_heal_and_then_is_an_error(reason: str) -> None:
     """Modelled by hand."""

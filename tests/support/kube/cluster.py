@@ -48,7 +48,8 @@ class Cluster:
         self.store = Store()
         self.jobs = JobController(self.store, batch=1 / pace, backoff=10 / pace)
         self.nodes = {"node-a": Node(), "node-b": Node()}
-        self.kubelet = Kubelet(self.store, directory / "kubelet", claims or {})
+        self._claims = claims or {}
+        self.kubelet = Kubelet(self.store, directory / "kubelet", self._claims)
         self.api = KubeServer(self.store, self.kubelet.log)
         self.kubeconfig = self.api.kubeconfig(directory / "kubeconfig.yaml", self.namespace)
         self._closing = threading.Event()
@@ -110,9 +111,10 @@ class Cluster:
     def _schedule(self) -> None:
         pods = self.store.select(PODS)
         for pod in [p for p in pods if "nodeName" not in p["spec"] and "deletionTimestamp" not in p["metadata"]]:
-            fitting = [n for n in self.nodes if self._fits(pod, n, pods)]
+            missing = self._missing_claim(pod)
+            fitting = [] if missing else [n for n in self.nodes if self._fits(pod, n, pods)]
             if not fitting:
-                self._unschedulable(pod)
+                self._unschedulable(pod, missing)
                 continue
             placed = [p["spec"].get("nodeName") for p in pods if p["status"]["phase"] not in ENDED]
             node = min(fitting, key=placed.count)
@@ -128,9 +130,14 @@ class Cluster:
         wanted = (pod["spec"].get("nodeSelector") or {}).items()
         return not node.lost and used + _gpus(pod) <= node.gpus and wanted <= node.labels.items()
 
-    def _unschedulable(self, pod: Object) -> None:
+    def _missing_claim(self, pod: Object) -> str | None:
+        claims = [v.get("persistentVolumeClaim", {}).get("claimName") for v in pod["spec"].get("volumes", ())]
+        name = next((claim for claim in claims if claim is not None and claim not in self._claims), None)
+        return None if name is None else f'persistentvolumeclaim "{name}" not found'
+
+    def _unschedulable(self, pod: Object, missing: str | None) -> None:
         resource = f"Insufficient {GPU}" if _gpus(pod) else "node(s) didn't match Pod's node affinity/selector"
-        message = f"0/{len(self.nodes)} nodes are available: {len(self.nodes)} {resource}."
+        message = f"0/{len(self.nodes)} nodes are available: {missing or f'{len(self.nodes)} {resource}'}."
         found = next((c for c in pod["status"].get("conditions", ()) if c["type"] == "PodScheduled"), None)
         if found is None or found.get("message") != message:
             warn(self.store, pod, "FailedScheduling", message)

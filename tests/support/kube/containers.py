@@ -115,10 +115,7 @@ class Orders:
     def _source(self, pod: Object, volume: Object) -> Path:
         place = self._directory / "volumes" / pod["metadata"]["uid"] / volume["name"]
         if "persistentVolumeClaim" in volume:
-            name = volume["persistentVolumeClaim"]["claimName"]
-            if name not in self._claims:
-                raise CannotStart("CreateContainerError", f'persistentvolumeclaim "{name}" not found')
-            return self._claims[name]
+            return self._claims[volume["persistentVolumeClaim"]["claimName"]]
         if "hostPath" in volume:
             return Path(volume["hostPath"]["path"])
         if "secret" in volume:

@@ -22,11 +22,13 @@ ENDED = ("Succeeded", "Failed")
 
 class JobController:
     """``batch``: seconds that changes are gathered before a Job is looked at again; ``backoff``: seconds between a failure and
-    the pod that takes its place; ``quota``: how many pods the namespace may have."""
+    the pod that takes its place; ``quota``: how many pods the namespace may have; ``denied``: why it may have none, in the
+    words of whoever forbids them."""
 
     def __init__(self, store: Store, batch: float = 1.0, backoff: float = 10.0) -> None:
         self._store, self.batch, self._backoff = store, batch, backoff
         self.quota: int | None = None
+        self.denied: str | None = None
         self._due: dict[tuple[str, str], float] = {}
         self._wanted: set[tuple[str, str]] = set()  # of those that are due: whose spec changed
         self._held: set[str] = set()
@@ -172,12 +174,13 @@ class JobController:
         self._failed_at.pop(job["metadata"]["uid"], None)
         for index in missing:
             pod = pod_of(job, index)
+            denied = self.denied
             if self.quota is not None and len(self._store.select(PODS, namespace)) >= self.quota:
-                name = pod["metadata"]["name"]
-                message = (
-                    f'Error creating: pods "{name}" is forbidden: exceeded quota: pods, requested: pods=1, used: pods='
-                )
-                warn(self._store, job, "FailedCreate", f"{message}{self.quota}, limited: pods={self.quota}")
+                counts = f"requested: pods=1, used: pods={self.quota}, limited: pods={self.quota}"
+                denied = f"exceeded quota: pods, {counts}"
+            if denied is not None:
+                message = f'Error creating: pods "{pod["metadata"]["name"]}" is forbidden: {denied}'
+                warn(self._store, job, "FailedCreate", message)
                 self._enqueue(job, self.batch)
                 break
             made.append(self._store.create(PODS, namespace, pod))

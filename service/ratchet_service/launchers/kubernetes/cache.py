@@ -17,7 +17,7 @@ from ratchet_service.launchers.base import attempt_name
 from ratchet_service.launchers.kubernetes.api import Api, Json
 from ratchet_service.launchers.kubernetes.manifests import EPOCH, JOB_ID
 from ratchet_service.launchers.kubernetes.pods import Pod, first_seen
-from ratchet_service.launchers.kubernetes.states import Seen, finished
+from ratchet_service.launchers.kubernetes.states import Seen, finished, forbids
 from ratchet_service.launchers.kubernetes.watcher import Kind, Watcher
 
 _SYNC_PATIENCE: Final = 10.0
@@ -44,6 +44,7 @@ class Cache:
         self._jobs: dict[str, _Entry] = {}
         self._pods: dict[str, dict[str, _Entry]] = {}
         self._warnings: dict[str, str] = {}
+        self._forbidden: dict[str, float] = {}
         self._pruned = time.monotonic()
         self._watchers = [
             Watcher(api, kind, namespace, selector, self)
@@ -74,11 +75,13 @@ class Cache:
             job = self._jobs.get(name)
             pods = [Pod(e.object, e.deleted_at is not None, e.since) for e in self._pods.get(name, {}).values()]
             warnings = {key: self._warnings[key] for key in [name, *(p.name for p in pods)] if key in self._warnings}
+            forbidden = self._forbidden.get(name)
         return Seen(
             job=None if job is None else job.object,
             deleted=job is not None and job.deleted_at is not None,
             pods=tuple(pods),
             warnings=warnings,
+            forbidden_since=forbidden,
         )
 
     def names(self) -> list[str]:
@@ -117,7 +120,8 @@ class Cache:
         entry = _Entry(object_, namespace, now if deleted else None)
         with self._lock:
             if kind == "events":
-                self._warn(object_)
+                if not deleted:  # after its time
+                    self._warn(object_, now)
             elif kind == "jobs":
                 self._job(entry)
             else:
@@ -154,13 +158,19 @@ class Cache:
             return
         self._jobs[str(metadata["name"])] = entry
 
-    def _warn(self, event: Json) -> None:
+    def _warn(self, event: Json, now: float) -> None:
         about = str((event.get("involvedObject") or {}).get("name", ""))
         if about.startswith("job-"):
             self._warnings.pop(about, None)  # to the end
             self._warnings[about] = f"{event.get('reason', '')}: {' '.join(str(event.get('message', '')).split())}"
+            if forbids(self._warnings[about]):
+                self._forbidden.setdefault(about, now)
+            else:
+                self._forbidden.pop(about, None)
             while len(self._warnings) > _EVENTS_KEPT:
-                del self._warnings[next(iter(self._warnings))]
+                oldest = next(iter(self._warnings))
+                del self._warnings[oldest]
+                self._forbidden.pop(oldest, None)
 
     def _prune(self) -> None:
         now = time.monotonic()

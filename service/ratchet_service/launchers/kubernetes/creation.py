@@ -15,14 +15,13 @@ from ratchet_service.launchers.base import EngineFull, EngineUnreachable, Launch
 from ratchet_service.launchers.kubernetes import manifests
 from ratchet_service.launchers.kubernetes.api import Api, Json, Refusal
 from ratchet_service.launchers.kubernetes.settings import Site
+from ratchet_service.launchers.kubernetes.states import USED_UP
 
 JOBS = "/apis/batch/v1/namespaces/{}/jobs"
 PODS = "/api/v1/namespaces/{}/pods"
 SECRETS = "/api/v1/namespaces/{}/secrets"
 SERVICES = "/api/v1/namespaces/{}/services"
 
-USED_UP = "exceeded quota"
-"""Of the admission controller ResourceQuota."""
 _HINTS = {
     400: "it cannot read the manifest",
     404: "is there such a namespace?",
@@ -50,7 +49,7 @@ def create(api: Api, site: Site, launch: LaunchFile, values: dict[str, str]) -> 
             _create(api, SERVICES, service)
         job = _create_job(api, site, launch)
     except Refusal as refusal:
-        if refusal.code == 403 and USED_UP in refusal.message:  # others' objects go in time
+        if refusal.code == 403 and USED_UP in refusal.message:
             raise EngineFull(told(refusal)) from None
         raise LaunchError(told(refusal)) from None
     for kind, made in ((SECRETS, secret), (SERVICES, service)):

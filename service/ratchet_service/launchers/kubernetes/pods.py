@@ -28,6 +28,9 @@ OVERDUE: Final = 10.0
 _GRACE: Final = 30.0
 """Kubernetes' own, for objects that do not say it."""
 _SCHEDULED: Final = "scheduled"
+_CLAIMLESS: Final = "claimless"
+_NO_CLAIM: Final = re.compile(r'persistentvolumeclaim "[^"]*" not found')
+"""Of the scheduler."""
 _ENDED: Final = "ended"
 _UNKNOWN: Final = "ContainerStatusUnknown"
 _STOPPED: Final = (137, 143)
@@ -198,7 +201,13 @@ def first_seen(object_: Json, before: Mapping[str, float], now: float) -> dict[s
     deletion that is hurried (a shorter grace) is a state of its own."""
     ended = Pod(object_).terminated is not None
     scheduled = _condition(object_, "PodScheduled") is not None
-    there = (_SCHEDULED if scheduled else None, _ENDED if ended else None, _leaving(object_))
+    claimless = _NO_CLAIM.search(_unscheduled(object_)) is not None
+    there = (
+        _SCHEDULED if scheduled else None,
+        _CLAIMLESS if claimless else None,
+        _ENDED if ended else None,
+        _leaving(object_),
+    )
     return {state: before.get(state, now) for state in there if state is not None}
 
 
@@ -261,6 +270,10 @@ def container_end(pod: Pod) -> tuple[Cause, str] | None:
 
 def hopeless(pod: Pod, now: float, patience: Patience) -> tuple[Cause, str] | None:
     """Why a pod that has not begun will not. ``now``: monotonic."""
+    claimless = pod.since.get(_CLAIMLESS)
+    if claimless is not None and not pod.over and now - claimless > patience.fault:
+        text = f"the claim of one of its volumes is not there: check volumes of the spec{_quoted(_unscheduled(pod.object))}"
+        return Cause.LAUNCHER_ERROR, text
     reason, message = _waits(pod)
     since = pod.scheduled_since
     if pod.over or since is None or pod.status.get("state", {}).keys() & {"running", "terminated"}:
@@ -284,16 +297,21 @@ def waits_for(pod: Pod, warning: str | None) -> str | None:
     """Why the pod has not begun; None: it has."""
     if pod.phase != "Pending":
         return None
-    scheduled = next((c for c in _conditions(pod.object) if c["type"] == "PodScheduled"), None)
-    if scheduled is None or scheduled["status"] != "True":
+    if _condition(pod.object, "PodScheduled") is None:
         gates = pod.object["spec"].get("schedulingGates")
         default = "is held by a scheduling gate" if gates else "no node was found yet"
-        return f"waits for a machine: {(scheduled or {}).get('message') or warning or default}"
+        return f"waits for a machine: {_unscheduled(pod.object) or warning or default}"
     reason, message = _waits(pod)
     if reason in _IMAGE_NEVER or reason in _IMAGE_TRIES:
         return f"its image cannot be pulled now ({reason}){message}"
     said = message or (f": {warning}" if warning else "")
     return f"its container is being made on {pod.machine} ({reason or 'Pending'}){said}"
+
+
+def _unscheduled(object_: Json) -> str:
+    """The scheduler's words on why it found no node; empty where it has none."""
+    found = (c for c in _conditions(object_) if c["type"] == "PodScheduled" and c["status"] != "True")
+    return str(next(found, {}).get("message") or "")
 
 
 def _waits(pod: Pod) -> tuple[str, str]:

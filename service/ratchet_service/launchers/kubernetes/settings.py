@@ -52,7 +52,9 @@ class Settings(SpecModel):
         description="Names of Secrets, ConfigMaps, claims and service accounts that no job may use: the service's own.",
     )
     fault_patience: Seconds = Field(
-        300.0, description="Until a pod whose image cannot be pulled, or whose container cannot be made, is given up."
+        300.0,
+        description="Until a pod is given up whose image cannot be pulled, whose container cannot be made, whose claim is not "
+        "there, or that the cluster forbids.",
     )
     start_patience: Seconds = Field(
         1800.0, description="From a pod's node to its container's start, image pull included."

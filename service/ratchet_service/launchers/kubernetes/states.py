@@ -7,6 +7,7 @@ container ended. What was seen last of pods and Jobs that are deleted counts lik
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -34,16 +35,24 @@ _DELETED: Final = (
 )
 
 
+USED_UP: Final = "exceeded quota"
+"""Of the admission controller ResourceQuota: others' objects go in time."""
+_FORBIDDEN: Final = re.compile(rf"is forbidden: (?!{USED_UP})|denied the request|is invalid: ")
+"""Of admission: no such PriorityClass or service account, a policy, a limit. What else keeps a pod from being made passes."""
+
+
 @dataclass(frozen=True)
 class Seen:
     """What watches have brought of an attempt. ``deleted``: the Job was there and is not any more; ``ours``: this service deleted
-    it; ``warnings``: the last warning event, by the name of the Job or pod that it is about."""
+    it; ``warnings``: the last warning event, by the name of the Job or pod that it is about; ``forbidden_since``: when the
+    cluster was first seen to forbid the Job's pods, as it does by the last such event, monotonic."""
 
     job: Json | None = None
     deleted: bool = False
     ours: bool = False
     pods: tuple[Pod, ...] = ()
     warnings: Mapping[str, str] = field(default_factory=dict)
+    forbidden_since: float | None = None
 
     @property
     def leaving(self) -> bool:
@@ -79,14 +88,15 @@ def look(
     live = [pod for pod in seen.pods if not pod.over]
     revoked = _revoked(seen, began)
     ends = _ends(seen, has_result, now, patience, revoked)
-    stuck = any(hopeless(pod, now, patience) is not None for pod in live)
+    unmade = _forbidden(seen, nodes, now, patience)
+    stuck = unmade is not None or any(hopeless(pod, now, patience) is not None for pod in live)
     late = [pod for pod in seen.pods if pod.over and _result_may_come(pod, has_result, now, patience)]
     may_start = _may_start(seen, nodes) and not revoked
     alive = not stuck and bool(live or late or may_start)
     return View(
         alive=alive,
         waiting=_waiting(seen, nodes, live) if alive else None,
-        ends=ends,
+        ends=ends if unmade is None else (*ends, unmade),
         gone=_gone(seen, nodes, late, now, may_start),
         notes={pod.node: pod.note() for pod in seen.pods},
         revoked=revoked,
@@ -192,6 +202,21 @@ def _by_hand(seen: Seen, pod: Pod) -> bool:
     return f"/{pod.name} " in str(ended.get("message", "")) or wanted < str(ended.get("lastTransitionTime", ""))
 
 
+def forbids(warning: str) -> bool:
+    """Does this event say that the cluster will never let a pod of the Job be made as it is?"""
+    return _FORBIDDEN.search(warning) is not None
+
+
+def _forbidden(seen: Seen, nodes: int, now: float, patience: Patience) -> EngineEnd | None:
+    missing = _unmade(seen, nodes)
+    if seen.job is None or missing is None or seen.forbidden_since is None:
+        return None
+    if now - seen.forbidden_since <= patience.fault:
+        return None
+    check = "check launcher.priority_class, launcher.service_account and the policies of the namespace"
+    return EngineEnd(Cause.LAUNCHER_ERROR, f"{missing}, and the cluster forbids them: {check}{_said(seen, seen.job)}")
+
+
 def _last_warnings(seen: Seen) -> list[EngineEnd]:
     """Of pods that were deleted before they began, where nothing else tells of them: as after a restart of the service."""
     text = "it was deleted before its container had started: {}"
@@ -246,15 +271,22 @@ def _waiting(seen: Seen, nodes: int, live: Sequence[Pod]) -> str | None:
         if queue is None:
             return "the Job is suspended, and no queue is named: somebody suspended it (`kubectl get job` tells)"
         return f"waits in Kueue's queue {queue}{_said(seen, job)}"
-    made = {pod.node for pod in seen.pods}
-    if len(made) < nodes and _may_start(seen, nodes):
-        missing = f"{nodes - len(made)} of {nodes} pods are not made yet"
-        return f"{missing}{_said(seen, job)}"
+    missing = _unmade(seen, nodes)
+    if missing is not None:
+        return f"{missing} yet{_said(seen, job)}"
     for pod in live:
         text = waits_for(pod, seen.warnings.get(pod.name))
         if text is not None:
             return f"node {pod.node}: {text}" if nodes > 1 else text
     return None
+
+
+def _unmade(seen: Seen, nodes: int) -> str | None:
+    """How many pods the Job controller has yet to make; None: none."""
+    made = {pod.node for pod in seen.pods}
+    if seen.job is None or seen.job["spec"].get("suspend") or len(made) >= nodes or not _may_start(seen, nodes):
+        return None
+    return f"{nodes - len(made)} of {nodes} pods are not made"
 
 
 def _said(seen: Seen, job: Json) -> str:
