@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import typer
 import yaml
@@ -66,6 +67,53 @@ def test_every_python_block_runs(server: Server, tmp_path: Path) -> None:
     assert sum(map(len, pages.values())) >= 8
     told = _fresh(server, tmp_path, "-m", "tests.support.docs", stdin=json.dumps([pages, job_id]))
     assert int(re.findall(r"(\d+) examples in docstrings", told)[0]) >= 20
+
+
+_CURL = """
+set -euo pipefail
+curl() { printf '%s\\0' "$@" >> calls; echo >> calls; command curl --fail-with-body -sS "$@"; }
+"""
+OF_AGENTS = {
+    "POST /v1/jobs/{job_id}/attempts/{number}/reports",
+    "GET /v1/jobs/{job_id}/attempts/{number}/code/{digest}",
+}
+
+
+def test_the_api_page_shows_every_call_with_curl_and_each_of_its_lines_runs(server: Server, tmp_path: Path) -> None:
+    lines = "".join(block.text for block in blocks(ROOT / "docs" / "api.md") if block.language == "sh")
+    python = Path(sys.executable).parent
+    environment = {"PATH": f"{python}{os.pathsep}{os.environ['PATH']}", "URL": server.url, "HOME": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", "-c", _CURL + lines], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert "SUCCEEDED" in done.stdout and (tmp_path / "runs" / "log.txt").read_text() == "loss 0.1\n"
+    assert (tmp_path / "model.safetensors").stat().st_size > 1000
+
+    made = {_called(line, server.url) for line in (tmp_path / "calls").read_text().splitlines()}
+    paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
+    shown = set()
+    for method, path in made:
+        fitting = [known for known in paths if re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", known), path)]
+        shown.add(f"{method} {min(fitting, key=lambda known: known.count('{'))}")
+    assert shown == {f"{method.upper()} {path}" for path, item in paths.items() for method in item} - OF_AGENTS
+
+
+def _called(line: str, url: str) -> tuple[str, str]:
+    """Method and path of one call of curl, whose arguments end with NUL each."""
+    arguments = line.split("\0")
+    data = any(a in ("-d", "--data-binary") for a in arguments)
+    method = (
+        arguments[arguments.index("-X") + 1]
+        if "-X" in arguments
+        else "POST"
+        if data
+        else "PUT"
+        if "-T" in arguments
+        else "GET"
+    )
+    [path] = [a.removeprefix(url).partition("?")[0] for a in arguments if a.startswith(url)]
+    return method, path
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_id)
