@@ -153,7 +153,10 @@ class LaunchFile(Grown):
 
 
 class AgentFile(Message):
-    """``agent.json``: who holds the lock. ``start_time`` is field 22 of /proc/<pid>/stat, in clock ticks since boot."""
+    """``agent.json``: who holds the lock. ``start_time`` is field 22 of /proc/<pid>/stat, in clock ticks since boot. Every
+    version has these keys, whatever its protocol: by them an agent of another one is found and asked to stop."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     pid: int
     start_time: int

@@ -68,6 +68,7 @@ class Cause(StrEnum):
     NODE_LOST = "node-lost"
     EVICTED = "evicted"
     TIME_LIMIT = "time-limit"
+    UPGRADE = "upgrade"  # its agent speaks another protocol than the service that looks after it now
     API_SUSPEND = "api-suspend"
     API_CANCEL = "api-cancel"
     EXCEPTION = "exception"
@@ -94,7 +95,7 @@ _P, _F, _L = (Outcome.PREEMPTED, Budget.PREEMPTIONS), (Outcome.FAILED, Budget.FA
 _OUTCOMES: Final[dict[Cause, tuple[Outcome, Budget]]] = {
     Cause.COMPLETED: (Outcome.SUCCEEDED, Budget.NONE),
     Cause.API_PREEMPT: _P, Cause.SIGTERM: _P, Cause.HIGHER_PRIORITY: _P, Cause.NODE_LOST: _P, Cause.EVICTED: _P,
-    Cause.TIME_LIMIT: _P,
+    Cause.TIME_LIMIT: _P, Cause.UPGRADE: (Outcome.PREEMPTED, Budget.NONE),
     Cause.API_SUSPEND: (Outcome.SUSPENDED, Budget.NONE),
     Cause.API_CANCEL: (Outcome.CANCELLED, Budget.NONE),
     Cause.EXCEPTION: _F, Cause.RANK_KILLED: _F, Cause.OOM: _F, Cause.HANG: _F, Cause.CHECKPOINT_ERROR: _F,
@@ -105,7 +106,7 @@ _OUTCOMES: Final[dict[Cause, tuple[Outcome, Budget]]] = {
 
 CAUSE_PRECEDENCE: Final[tuple[Cause, ...]] = (
     Cause.USER_ERROR, Cause.LEASE_LOST, Cause.OOM, Cause.HANG, Cause.CHECKPOINT_ERROR, Cause.EXCEPTION, Cause.RANK_KILLED,
-    Cause.TIMEOUT, Cause.API_CANCEL, Cause.API_SUSPEND, Cause.API_PREEMPT, Cause.HIGHER_PRIORITY, Cause.SIGTERM,
+    Cause.TIMEOUT, Cause.API_CANCEL, Cause.API_SUSPEND, Cause.API_PREEMPT, Cause.HIGHER_PRIORITY, Cause.UPGRADE, Cause.SIGTERM,
     Cause.EVICTED, Cause.TIME_LIMIT, Cause.NODE_LOST, Cause.LAUNCHER_ERROR, Cause.UNKNOWN, Cause.COMPLETED,
 )  # fmt: skip
 """Several results of one attempt become one cause: the first of this list that occurs. The agent applies it only to results

@@ -6,7 +6,10 @@ from typing import Final
 
 RATCHET_VERSION: Final = "0.1.0"
 PROTOCOL_VERSION: Final = 1
-"""Agent <-> service messages, launch.json, result.json. A different number is refused by either side."""
+"""Agent <-> service messages, launch.json, result.json. A different number is refused by either side, and the service has such an
+agent save and end. What it needs for that is the same under every number: ``agent.lock``, the keys of ``agent.json``, SIGTERM,
+``base.json``, the fence, the counters; of ``launch.json`` and ``result.json`` the key ``protocol``; and the manifests, which have
+a version of their own."""
 PROTOCOL_GROWTH: Final = 2
 """How often messages got keys or kinds since then (``messages.Grown``, ``RedoneSteps``). An agent sends them to a service that
 says it has grown as far."""

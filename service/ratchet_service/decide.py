@@ -16,8 +16,8 @@ The rules for an attempt that has ended:
    Three attempts in a row that commit no new step end it too, where the last was ended from outside as many as it may have
    failures, if these are more. A suspended attempt is a pause that somebody asked for, not
    a try that came to nothing: it neither adds to that row nor breaks it; nor does one that was taken out of its engine's
-   queue, or stopped here for a job of higher priority. An unmanaged one (a script without a Session) breaks it: it ran, and
-   whether it got on is known to the script alone.
+   queue, or stopped here for a job of higher priority or since its agent is of another version. An unmanaged one (a script
+   without a Session) breaks it: it ran, and whether it got on is known to the script alone.
    Its failures count as ever, and since no progress of it is seen, none is forgiven. One that gets a SIGTERM which nobody here
    sent, again and again, may be sending it itself: its starts are spaced as if it had failed, so that one that ran for longer
    than that waits for nothing. So are those that end by a rule ``retry``, of scripts with and without a Session: later each
@@ -96,6 +96,11 @@ def _alive(view: JobView, seen: Alive) -> Decision:
         if seen.asked >= seen.killable_after:
             return Decision(Action.KILL, cause=seen.asked_cause, counters=view.counters)
         return Decision(Action.NOTHING, counters=view.counters)
+    if seen.other_protocol and not (seen.unmanaged and view.desired is Desired.RUN):
+        # No report of its agent is understood, so no wish reaches it but a signal, on which it saves and ends. One that has not
+        # begun is not waited for: it may not understand this service's files either.
+        cause = Cause.UPGRADE if view.desired is Desired.RUN else view.desired_cause or _WANTED[view.desired]
+        return Decision(Action.STOP if seen.seen else Action.KILL, cause=cause, counters=view.counters)
     if seen.waiting and not seen.seen and view.desired is not Desired.RUN:
         return Decision(Action.KILL, cause=view.desired_cause or _WANTED[view.desired], counters=view.counters)
     if not seen.seen and seen.age >= seen.launch_deadline:
@@ -149,6 +154,7 @@ def _ended(view: JobView, end: AttemptEnd, now: datetime) -> Decision:
 def count(counters: Counters, treated: Treatment, end: AttemptEnd, *, moved: bool = False) -> Counters:
     """The counters after an attempt that ended so; real progress forgives earlier failures, never preemptions. ``moved``: it was
     stopped here for another job."""
+    moved = moved or treated.cause is Cause.UPGRADE
     taken = (moved or not end.begun) and treated.outcome is Outcome.PREEMPTED  # or out of its engine's queue
     if end.unmanaged:
         counters = replace(counters, no_progress=0)

@@ -83,7 +83,8 @@ class Alive:
     ``age`` is how long an attempt without any agent has been out of its engine's queue; ``waiting`` whether it is still in that
     queue, where nobody hears a wish; ``running`` how long since its first agent began; ``wished`` how long its end has been
     wanted; ``asked`` how long ago the agent was told to stop by signal (None: it was not); ``killable_after`` how long it then
-    gets; ``launch_deadline`` how long the agent may take to show its first sign of life.
+    gets; ``launch_deadline`` how long the agent may take to show its first sign of life; ``other_protocol``: it cannot report to
+    this service; ``unmanaged``: it is known to be a script without a Session.
     """
 
     age: float
@@ -95,6 +96,8 @@ class Alive:
     asked_cause: Cause | None = None
     killable_after: float = 10.0
     launch_deadline: float = 60.0
+    other_protocol: bool = False
+    unmanaged: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Callable, Sequence
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import sqlalchemy as sa
 from sqlalchemy.orm import Session, defer
@@ -55,6 +55,18 @@ def hash_token(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
+def insist_on_protocol(report: Any) -> None:
+    """``report``: a body, not looked at yet. Raises ``Refused`` (``protocol-mismatch``). The agent goes on training: its attempt
+    is asked by a signal to end (``decide``)."""
+    protocol = report.get("protocol") if isinstance(report, dict) else None
+    if isinstance(protocol, int) and protocol != PROTOCOL_VERSION:
+        raise Refused(
+            f"this service speaks protocol {PROTOCOL_VERSION}, the agent {protocol}: its attempt is stopped with a checkpoint, "
+            "and the next one is of this version; install the same version of Ratchet everywhere",
+            code="protocol-mismatch",
+        )
+
+
 def ingest(
     database: Database,
     report: AgentReport,
@@ -66,14 +78,9 @@ def ingest(
     """Store what is new of a report and answer what is stored and wanted. An empty report only reads. ``told``: what answers
     before this one have told; with it, a look is saved where they show that there is news.
 
-    Raises ``Refused`` (``protocol-mismatch``, ``token-missing``, ``token-wrong``), ``NotFound``, and ``Stale``
-    (409 ``stale-epoch``) for an attempt that is not the newest one or has ended.
+    Raises ``Refused`` (``token-missing``, ``token-wrong``), ``NotFound``, and ``Stale`` (409 ``stale-epoch``) for an attempt that
+    is not the newest one or has ended.
     """
-    if report.protocol != PROTOCOL_VERSION:
-        raise Refused(
-            f"this service speaks protocol {PROTOCOL_VERSION}, the agent {report.protocol}: install the same version of Ratchet",
-            code="protocol-mismatch",
-        )
     with refusals(database, report.job_id, report.epoch, "a report"):
         ack = _ingest(database, report, token, homes, bounds, told)
     if told is not None:

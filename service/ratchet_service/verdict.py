@@ -93,10 +93,14 @@ def cause_of(job: Job, evidence: Evidence) -> EndSeen:
 
 
 def _as_wished(cause: Cause, job: Job, evidence: Evidence) -> Cause:
+    if evidence.forced is Cause.UPGRADE and cause is Cause.UNKNOWN:  # a result in words of another version
+        cause = Cause.UPGRADE
     if cause.outcome is not Outcome.PREEMPTED or evidence.forced is None:
         return cause
     if evidence.forced is Cause.TIMEOUT:
         return Cause.TIMEOUT
+    if evidence.forced is Cause.UPGRADE:
+        cause = Cause.UPGRADE
     return job.desired_cause if job.desired is not Desired.RUN and job.desired_cause is not None else cause
 
 

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Final, NamedTuple
 
 from ratchet_contract.phases import Cause, Desired
+from ratchet_contract.version import PROTOCOL_VERSION
 from ratchet_service.decide import decide
 from ratchet_service.decision import Action, Alive
 from ratchet_service.launchers.base import AttemptState
@@ -33,10 +34,11 @@ class Do(StrEnum):
     KILL_LOST = "kill-lost"  # the others of an agent that died without a word, with ``cause``
     KILL_LINGERING = "kill-lingering"  # who did not end when the others did: the cause is what their results tell
     FINISH = "finish"  # prove it dead, and settle
+    LEAVE = "leave"  # nothing is done to a script of another protocol: tell so, once
 
 
 class Deed(NamedTuple):
-    """``text``: why, for the kinds of kill that know it without the agents' logs."""
+    """``text``: why, for stops, and kinds of kill that know it without the agents' logs."""
 
     do: Do
     cause: Cause | None = None
@@ -65,9 +67,9 @@ def deed(watch: Watch, state: AttemptState, wish: Wish, now: float, wall: dateti
     if state.alive:
         return _alive(watch, state, wish, now, wall, timing)
     if not state.seen and not watch.submitted:
-        if wish.desired is Desired.RUN:
+        if wish.desired is Desired.RUN and not watch.other_protocol:
             return Deed(Do.SUBMIT) if watch.submit_at is None or now >= watch.submit_at else _WAIT
-        watch.forced, watch.message = wish.desired_cause, "ended before an agent was started"
+        watch.forced, watch.message = wish.desired_cause or Cause.UPGRADE, "ended before an agent was started"
     return _FINISH
 
 
@@ -92,8 +94,10 @@ def _alive(watch: Watch, state: AttemptState, wish: Wish, now: float, wall: date
         waiting=state.waiting is not None,
         asked=None if watch.stopped_at is None else now - watch.stopped_at,
         asked_cause=watch.forced,
-        killable_after=timing.kill_after,
+        killable_after=watch.killable_after(timing),
         launch_deadline=timing.launch_deadline,
+        other_protocol=watch.other_protocol,
+        unmanaged=watch.unmanaged,
     )
     view = replace(
         watch.view,
@@ -103,11 +107,15 @@ def _alive(watch: Watch, state: AttemptState, wish: Wish, now: float, wall: date
         attempt=alive,
     )
     decision = decide(view, wall)
+    text = ""
+    if decision.cause is Cause.UPGRADE and watch.stopped_at is None:
+        text = f"its agent speaks protocol {watch.protocol}, this service {PROTOCOL_VERSION}: "
+        text += "SIGTERM, on which it saves and ends" if state.seen else "ended before it had begun"
     if decision.action is Action.STOP:
-        return Deed(Do.STOP, decision.cause)
+        return Deed(Do.STOP, decision.cause, text)
     if decision.action is Action.KILL:
-        return Deed(Do.KILL, decision.cause)
-    return _WAIT
+        return Deed(Do.KILL, decision.cause, text)
+    return Deed(Do.LEAVE) if watch.other_protocol and watch.unmanaged and not watch.left else _WAIT
 
 
 def _end_lost(state: AttemptState) -> Deed:

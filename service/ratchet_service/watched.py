@@ -15,6 +15,7 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from ratchet_contract.phases import Cause, Desired, JobPhase, Outcome
+from ratchet_contract.version import PROTOCOL_VERSION
 from ratchet_service import models
 from ratchet_service.decision import Decision, JobView, Limits
 from ratchet_service.launchers.base import AttemptRef, AttemptState, EngineEnd, Launcher
@@ -25,6 +26,8 @@ STOPPED: Final = "agent-stopped"
 KILLED: Final = "agent-killed"
 WAITING: Final = "engine-queue"
 """Reason of a job that waits in its engine's queue, or for room for its request; the message is the engine's."""
+LEFT: Final = "agent-left"
+"""Of another protocol than the service's, with nothing to go on from: it runs to its end."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,9 @@ class Watch:
     waited_until: float  # the last look that saw it in the engine's queue, or came after a long time without one
     looked_at: float
     running_since: float | None = None  # so that what lies behind it is what the attempt has run
+    protocol: int = PROTOCOL_VERSION  # of its launch file, and so of its agents
+    unmanaged: bool = False  # known to be a script without a Session
+    left: bool = False  # the history tells that it is left to run to its end
     submitted: bool = False
     submit_at: float | None = None  # not before; the engine was away or full
     full: str | None = None  # the engine had no room for the request, and why
@@ -94,6 +100,14 @@ class Watch:
     end: Future[Decision] | None = None  # it is dead, and what it left is being taken in, beside the rounds
     marked: dict[str, float] = field(default_factory=dict)  # ``marks.running`` as the attempt's row has it
 
+    @property
+    def other_protocol(self) -> bool:
+        return self.protocol != PROTOCOL_VERSION
+
+    def killable_after(self, timing: Timing) -> float:
+        """Seconds from SIGTERM to SIGKILL. An agent that hears of no wish saves behind it; others have had their time."""
+        return timing.kill_after + (self.limits.stop_grace if self.other_protocol else 0.0)
+
 
 def is_over(state: AttemptState) -> bool:
     """All agents have had their last word, or one's makes the others end: it failed, or had started no rank. Who ends well on
@@ -109,12 +123,15 @@ def remember(session: Session, watch: Watch, now: float) -> None:
     query = sa.select(models.Event).where(
         models.Event.job_id == watch.lease.job_id, models.Event.epoch == watch.lease.epoch
     )
-    for event in session.scalars(query.where(models.Event.type.in_((STOPPED, KILLED))).order_by(models.Event.id)):
+    for event in session.scalars(query.where(models.Event.type.in_((STOPPED, KILLED, LEFT))).order_by(models.Event.id)):
         recall(watch, event, now)
 
 
 def recall(watch: Watch, event: models.Event, now: float) -> None:
     """One such event. Pure: looks at its attributes alone."""
+    if event.type == LEFT:
+        watch.left = True
+        return
     if "cause" in event.data:  # else it was killed for what another agent's result tells
         watch.forced = Cause(event.data["cause"])
     watch.stopped_at, watch.unsent = now, True
@@ -136,6 +153,14 @@ def begun_at(agent_file: Path, now: datetime) -> datetime:
         return min(now, datetime.fromtimestamp(agent_file.stat().st_mtime, UTC))
     except OSError:
         return now
+
+
+def left_text(watch: Watch) -> str:
+    return (
+        f"its agent speaks protocol {watch.protocol}, this service {PROTOCOL_VERSION}, so it cannot report: it is a script "
+        "without a Session, which would begin anew, and is left to run to its end, which is read from the disk then. To have it "
+        "started again under this version: ratchet preempt"
+    )
 
 
 def kill_text(cause: Cause | None, state: AttemptState, logs: str) -> str:

@@ -20,6 +20,7 @@ from sqlalchemy.orm import Session
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Cause
 from ratchet_contract.spec import JobSpec
+from ratchet_contract.version import PROTOCOL_VERSION
 from ratchet_service import leases, marks, removal, steady, watch_rules
 from ratchet_service.background import Background
 from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
@@ -27,6 +28,7 @@ from ratchet_service.database import Database
 from ratchet_service.decision import Decision, Limits
 from ratchet_service.decision_rows import limits_of, view_of
 from ratchet_service.ending import LOG_TAIL, settle
+from ratchet_service.ingest_effects import UNMANAGED
 from ratchet_service.launchers import files
 from ratchet_service.launchers.base import (
     AttemptRef,
@@ -48,6 +50,7 @@ from ratchet_service.verdict import Evidence
 from ratchet_service.watch_rules import Deed, Do
 from ratchet_service.watched import (
     KILLED,
+    LEFT,
     STOPPED,
     WAITING,
     Timing,
@@ -55,6 +58,7 @@ from ratchet_service.watched import (
     Wish,
     begun_at,
     kill_text,
+    left_text,
     remember,
 )
 
@@ -129,6 +133,8 @@ class Watcher:
                 running_since=None if ran is None else now - ran,
                 said=(job.reason, job.message or "") if job.reason in _OVER else None,
                 said_under=job.desired,
+                protocol=attempt.launch.get("launch_file", {}).get("protocol", PROTOCOL_VERSION),
+                unmanaged=(attempt.resume_report or {}).get("verdict") == UNMANAGED,
                 trouble=job.message if job.reason == RECONCILE_ERROR else None,
             )
             remember(session, watch, now)
@@ -190,11 +196,14 @@ class Watcher:
             case Do.SUBMIT:
                 self._submit_again(watch, now)
             case Do.STOP:
-                self._note(watch, STOPPED, deed.cause, "SIGTERM to the agent")
+                self._note(watch, STOPPED, deed.cause, deed.text or "SIGTERM to the agent")
                 watch_rules.stopping(watch, deed, now)
                 self._signal(watch)
             case Do.SIGNAL:
                 self._signal(watch)
+            case Do.LEAVE:
+                self._note(watch, LEFT, None, left_text(watch))
+                watch.left = True
             case Do.KILL | Do.KILL_LOST | Do.KILL_LINGERING:
                 self._kill(watch, state, deed)
             case Do.FINISH:
@@ -254,7 +263,7 @@ class Watcher:
         is killed when its time is over."""
         self._sure(watch)
         try:
-            watch.launcher.stop(watch.ref, self._timing.kill_after)
+            watch.launcher.stop(watch.ref, watch.killable_after(self._timing))
         except EngineUnreachable:
             raise
         except Exception:

@@ -3,29 +3,21 @@ service that is replaced. Real processes of both versions; ranks do not train (`
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import sqlalchemy as sa
 
 from ratchet_client import RatchetClient
 from ratchet_contract.errors import NotFound
-from ratchet_contract.paths import HomePaths
 from tests.support.cli import Cli
 from tests.support.old_version import FIRST_QUEUE, REVISION, ROOT, environ, unpack
 from tests.support.plane import trainer_spec
-from tests.support.server import processes_below, wait_for
-
-STEPS = 60
+from tests.support.skewed_home import STEPS, Home, committed
 
 
 @pytest.fixture(scope="module")
@@ -33,95 +25,11 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unpack(tmp_path_factory.mktemp("before"))
 
 
-class Home:
-    """A run directory, and the service that has it now."""
-
-    def __init__(self, folder: Path) -> None:
-        self.paths = HomePaths(folder)
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def serve(self, service: Path, agents: Path) -> subprocess.Popen[bytes]:
-        """Packages of the checkout ``service`` in the service's process, of ``agents`` in those that it starts."""
-        env = environ(service) | {"SKEW_AGENTS": environ(agents)["PYTHONPATH"]}
-        script = ROOT / "tests/support/skewed_service.py"
-        with (self.paths.home / "service.log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-P", str(script), str(self.paths.home), "4"],
-                stdout=log,
-                stderr=log,
-                env=env,
-                cwd=service,
-            )
-        self.process = process
-        return process
-
-    def ready(self) -> None:
-        process = self.process
-        assert process is not None
-
-        def there() -> bool:
-            assert process.poll() is None, self.log()
-            with suppress(OSError, ValueError):
-                return int(json.loads(self.paths.service_file.read_text())["pid"]) == process.pid
-            return False
-
-        wait_for(there, "the service to listen", 60)
-
-    def log(self) -> str:
-        return (self.paths.home / "service.log").read_text()[-4000:]
-
-    def kill(self) -> None:
-        assert self.process is not None
-        self.process.kill()
-        self.process.wait()
-
-    def call(self, method: str, path: str, body: Any = None) -> Any:
-        url = json.loads(self.paths.service_file.read_text())["url"]
-        answer = httpx.request(method, url + path, json=body, timeout=30, verify=False)
-        assert answer.is_success, answer.text
-        return answer.json()
-
-    def submit(self, **plan: Any) -> str:
-        spec = trainer_spec({"steps": STEPS, "every": 10, "pause": 0.02} | plan)
-        return str(self.call("POST", "/v1/jobs", spec)["id"])
-
-    def wait(self, job_id: str, happened: Callable[[dict[str, Any]], Any], what: str) -> dict[str, Any]:
-        def look() -> dict[str, Any] | None:
-            job: dict[str, Any] = self.call("GET", f"/v1/jobs/{job_id}")
-            assert happened(job) or job["phase"] not in ("FAILED", "CANCELLED"), (
-                job["reason"],
-                job["message"],
-                self.log(),
-            )
-            return job if happened(job) else None
-
-        found = wait_for(look, what, 60)
-        assert isinstance(found, dict)
-        return found
-
-    def ended(self, job_id: str) -> dict[str, Any]:
-        return self.wait(job_id, lambda job: job["phase"] == "SUCCEEDED", "the job's end")
-
-    def history(self, job_id: str) -> list[dict[str, Any]]:
-        events: list[dict[str, Any]] = self.call("GET", f"/v1/jobs/{job_id}/events?limit=100")["items"]
-        return events
-
-
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[Home]:
     made = Home(tmp_path)
     yield made
-    if made.process is not None:
-        made.kill()
-    for pid in processes_below(tmp_path):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not processes_below(tmp_path), "all processes to go", 10)
-
-
-def committed(home: Home, job_id: str) -> list[int]:
-    items = home.call("GET", f"/v1/jobs/{job_id}/checkpoints?limit=100")["items"]
-    return sorted({item["step"] for item in items if item["lineage"] == "current"})
+    made.close()
 
 
 def newest(job: dict[str, Any]) -> int:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import subprocess
 import tarfile
 from pathlib import Path
 
 import pytest
+
+from ratchet_contract.version import PROTOCOL_VERSION
 
 BEFORE = "a2731dbe21ba97ac7f28799928c8a6fc03424d8e"
 """The last commit of the version before: database revision 0005, no owners, no tokens."""
@@ -36,3 +39,23 @@ def environ(root: Path) -> dict[str, str]:
     """Variables of a process that runs the packages below ``root``, a checkout, in the place of what is installed."""
     path = os.pathsep.join([str(root), *(str(root / name) for name in PACKAGES)])
     return {k: v for k, v in os.environ.items() if not k.startswith("RATCHET_")} | {"PYTHONPATH": path}
+
+
+def of_protocol(folder: Path, number: int) -> Path:
+    """This checkout's packages and its tests' support below ``folder``, speaking protocol ``number``: agents' files, messages and
+    reports have keys that this checkout does not know."""
+    for name in (*PACKAGES, "tests/support"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    version, messages = (folder / "contract/ratchet_contract" / name for name in ("version.py", "messages.py"))
+    _replace(version, f"PROTOCOL_VERSION: Final = {PROTOCOL_VERSION}", f"PROTOCOL_VERSION: Final = {number}")
+    for key in ("    pid: int\n    start_time: int\n    host: str\n", '    kind: Literal["progress"] = "progress"\n',
+                '    kind: Literal["checkpoint"] = "checkpoint"\n', "    exit_code: int | None\n    last_step: int\n",
+                "    cause: Cause\n    rank: int | None = Field", "    phase: AttemptPhase\n    last_step"):  # fmt: skip
+        _replace(messages, key, f'    weather: str = "fine"\n{key}')
+    return folder
+
+
+def _replace(file: Path, before: str, after: str) -> None:
+    text = file.read_text()
+    assert text.count(before) == 1, (file, before)
+    file.write_text(text.replace(before, after))

@@ -1,6 +1,7 @@
 """A service of one version whose agents and ranks are of another; runs under either version's packages.
 
-``python -P skewed_service.py HOME SLOTS``; SKEW_AGENTS is the PYTHONPATH of agents and ranks (``old_version.environ``).
+``python -P skewed_service.py HOME SLOTS``; SKEW_AGENTS is the PYTHONPATH of agents and ranks (``old_version.environ``), which
+train where SKEW_TRAINS is set.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from ratchet_service.settings import Settings
 if __name__ == "__main__":
     logging.basicConfig(level="INFO", stream=sys.stderr)
     settings = Settings(home=Path(sys.argv[1]))
-    agent = (sys.executable, "-P", "-m", "tests.support.trainer", "agent")
+    module = ["ratchet_worker.agent"] if os.environ.get("SKEW_TRAINS") else ["tests.support.trainer", "agent"]
+    agent = (sys.executable, "-P", "-m", *module)
     launcher = LocalLauncher(
         settings.paths, agent=agent, environ=os.environ | {"PYTHONPATH": os.environ["SKEW_AGENTS"]}
     )

@@ -93,7 +93,8 @@ def test_each_cause_counts_against_its_own_budget(cause: Cause, desired: Desired
     assert decision.counters.preemptions == 1 + (decision.cause.budget is Budget.PREEMPTIONS)
     assert decision.counters.failures == (0 if progress else 1) + failed
     pause = decision.cause.outcome is Outcome.SUSPENDED
-    assert decision.counters.no_progress == (0 if progress else 1 if pause else 2)
+    moved = pause or decision.cause is Cause.UPGRADE
+    assert decision.counters.no_progress == (0 if progress else 1 if moved else 2)
 
 
 @pytest.mark.parametrize("cause", Cause)
@@ -101,7 +102,7 @@ def test_who_is_taken_out_of_an_engines_queue_has_not_tried_in_vain(cause: Cause
     decision = end(cause, counters=Counters(no_progress=2), committed=None, begun=False)
     if cause.outcome is Outcome.PREEMPTED:
         assert (decision.event, decision.counters.no_progress) == (Event.END_REQUEUE, 2)
-        assert decision.counters.preemptions == 1
+        assert decision.counters.preemptions == (cause is not Cause.UPGRADE)
     elif cause.budget is Budget.FAILURES:
         assert (decision.event, decision.reason) == (Event.END_FAILED, "no-progress")
 
@@ -186,7 +187,7 @@ def test_three_attempts_in_a_row_without_a_new_step_end_the_job_or_as_many_as_ma
         decision = end(cause, counters=counters, limits=limits, committed=10)
         counters = decision.counters
         events.append((decision.event, decision.reason == "no-progress"))
-    if cause is Cause.API_SUSPEND:
+    if cause in (Cause.API_SUSPEND, Cause.UPGRADE):
         assert events[-1] == (Event.END_REQUEUE, False)
     else:
         assert events == [(Event.END_REQUEUE, False)] * (most - 1) + [(Event.END_FAILED, True)]
@@ -341,3 +342,39 @@ def test_the_same_error_before_the_first_step_is_not_tried_a_third_time() -> Non
     assert raised(unmanaged=True).reason == "same-error"
     for again in (raised(False), raised(done=1), raised(unmanaged=True, seconds=400.0)):
         assert again.event is Event.END_REQUEUE
+
+
+@pytest.mark.parametrize(
+    ("attempt", "desired", "action", "cause"),
+    [
+        (Alive(1.0, True), Desired.RUN, Action.STOP, Cause.UPGRADE),
+        (Alive(1.0, True), Desired.SUSPEND, Action.STOP, Cause.API_SUSPEND),  # it hears of no wish: by signal, at once
+        (Alive(1.0, True), Desired.CANCEL, Action.STOP, Cause.API_CANCEL),
+        (Alive(1.0, False), Desired.RUN, Action.KILL, Cause.UPGRADE),
+        (Alive(1.0, False, waiting=True), Desired.RUN, Action.KILL, Cause.UPGRADE),
+        (Alive(1.0, True, unmanaged=True), Desired.RUN, Action.NOTHING, None),
+        (Alive(1.0, True, unmanaged=True), Desired.PREEMPT, Action.STOP, Cause.API_PREEMPT),
+        (
+            Alive(1.0, True, asked=129.0, asked_cause=Cause.UPGRADE, killable_after=130.0),
+            Desired.RUN,
+            Action.NOTHING,
+            None,
+        ),
+        (
+            Alive(1.0, True, asked=130.0, asked_cause=Cause.UPGRADE, killable_after=130.0),
+            Desired.RUN,
+            Action.KILL,
+            Cause.UPGRADE,
+        ),
+    ],
+)
+def test_an_agent_of_another_protocol(attempt: Alive, desired: Desired, action: Action, cause: Cause | None) -> None:
+    decision = alive(replace(attempt, other_protocol=True), desired)
+    assert (decision.action, decision.cause) == (action, cause)
+
+
+def test_an_upgrade_counts_against_nothing() -> None:
+    """Also where no new step was saved, again and again, and no preemption is allowed."""
+    used, limits = Counters(preemptions=2, failures=3, no_progress=2), Limits(max_preemptions=2, max_failures=3)
+    decision = end(Cause.UPGRADE, counters=used, limits=limits, committed=None)
+    assert (decision.event, decision.counters, decision.not_before) == (Event.END_REQUEUE, used, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,3 +70,39 @@ def test_what_is_no_file_keeps_nobody_waiting(ref: AttemptRef) -> None:
     ref.paths.node(0).agent_file.unlink()
     ref.paths.node(0).agent_file.symlink_to("/dev/zero")
     assert not files.node_states(ref)[0].seen
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause", "says"),
+    [
+        ({"weather": "fine"}, Cause.EXCEPTION, "why"),
+        (
+            {"cause": "sigterm", "ranks": [{"rank": 0, "exit_code": 143, "last_step": 3, "mood": 1}]},
+            Cause.SIGTERM,
+            "why",
+        ),
+        ({"cause": "melted"}, Cause.UNKNOWN, "is in protocol 99, which this service (1) cannot read"),
+        ({"ranks": {"0": 143}}, Cause.UNKNOWN, "is in protocol 99"),
+    ],
+)
+@pytest.mark.parametrize("asked", [None, Cause.UPGRADE])
+def test_a_result_of_another_protocol_is_understood_as_far_as_it_goes(
+    ref: AttemptRef, changes: dict[str, Any], cause: Cause, says: str, asked: Cause | None
+) -> None:
+    """Who was asked to end for it has ended so, unless it tells of a failure."""
+    written(ref, "why")
+    file = ref.paths.node(0).result_file
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"protocol": 99} | changes))
+    found = cause_of(JOB, Evidence(AttemptState(False, files.node_states(ref)), forced=asked))
+    assert found.cause is (Cause.UPGRADE if asked is not None and cause is not Cause.EXCEPTION else cause)
+    assert says in str(found.message)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"weather": "fine"}, {"protocol": 99, "weather": "fine", "epoch": 2}, {"protocol": None}]
+)
+def test_what_is_no_result_of_this_attempt_is_none(ref: AttemptRef, changes: dict[str, Any]) -> None:
+    written(ref, "why")
+    file = ref.paths.node(0).result_file
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    assert files.node_states(ref)[0].result is None

@@ -67,8 +67,10 @@ def test_a_stop_wish_is_replaced_only_by_a_stronger_one() -> None:
 
 def test_each_cause_has_an_outcome_a_budget_and_a_place_in_the_precedence() -> None:
     assert sorted(CAUSE_PRECEDENCE) == sorted(Cause)
-    assert {c for c in Cause if c.budget is Budget.NONE} == {Cause.COMPLETED, Cause.API_SUSPEND, Cause.API_CANCEL}
-    assert {c for c in Cause if c.outcome is Outcome.PREEMPTED} == {c for c in Cause if c.budget is Budget.PREEMPTIONS}
+    free = {Cause.COMPLETED, Cause.API_SUSPEND, Cause.API_CANCEL, Cause.UPGRADE}
+    assert {c for c in Cause if c.budget is Budget.NONE} == free
+    counted = {c for c in Cause if c.budget is Budget.PREEMPTIONS}
+    assert {c for c in Cause if c.outcome is Outcome.PREEMPTED} == counted | {Cause.UPGRADE}
     assert CAUSE_PRECEDENCE[-1] is Cause.COMPLETED, "one rank's clean end never hides another's failure"
 
 

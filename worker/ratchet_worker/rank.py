@@ -7,6 +7,7 @@ ranks are forked, torch is there already, and what is run here is run in each of
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shlex
 import signal
@@ -41,8 +42,12 @@ def main() -> int:
     with suppress(OSError):
         Path("/proc/self/comm").write_text(f"rank-{os.environ[names.RANK]}")  # for ps, top and py-spy
     from ratchet_contract.messages import LaunchFile
+    from ratchet_contract.version import PROTOCOL_VERSION
 
-    launch = LaunchFile.model_validate_json(Path(os.environ[names.LAUNCH_FILE]).read_bytes())
+    text = Path(os.environ[names.LAUNCH_FILE]).read_bytes()
+    if (protocol := json.loads(text).get("protocol")) != PROTOCOL_VERSION:
+        return _other_protocol(protocol)
+    launch = LaunchFile.model_validate_json(text)
     launch = launch.of_node(int(os.environ[names.GROUP_RANK]))
     if found := os.environ.get(names.CODE_DIGEST):  # known only now: the code lies on the nodes
         launch = launch.model_copy(update={"resolved": launch.resolved.model_copy(update={"code_digest": found})})
@@ -56,19 +61,36 @@ def main() -> int:
 
 
 def _not_installed(launch: LaunchFile, error: ModuleNotFoundError) -> int:
-    """It was there when the job was submitted, or nobody could look: no retry brings it back."""
+    """It was there when the job was submitted, or nobody could look."""
+    command = shlex.join([sys.executable, "-m", "pip", "install", "ratchet-train[worker]"])
+    return _refuse(
+        f"{sys.executable} has no {error.name}, which a rank needs: {command}; then `ratchet resume {launch.job_id}`"
+    )
+
+
+def _other_protocol(protocol: object) -> int:
+    """The service has been upgraded, and the job's own interpreter (``python``, ``image``) has not."""
+    from ratchet_contract.version import PROTOCOL_VERSION
+
+    return _refuse(
+        f"{sys.executable} has a Ratchet of protocol {PROTOCOL_VERSION}, the service speaks {protocol}: install the service's "
+        f"version of ratchet-train[worker] there; then `ratchet resume {os.environ[names.JOB_ID]}`, which goes on from its last "
+        "checkpoint"
+    )
+
+
+def _refuse(text: str) -> int:
+    """No retry heals it."""
     from ratchet_contract.messages import RankResult
     from ratchet_contract.paths import AttemptPaths
     from ratchet_contract.phases import Cause
     from ratchet_worker.files import now
     from ratchet_worker.results import write_rank_result
 
-    command = shlex.join([sys.executable, "-m", "pip", "install", "ratchet-train[worker]"])
-    text = f"{sys.executable} has no {error.name}, which a rank needs: {command}; then `ratchet resume {launch.job_id}`"
     print(f"ratchet: {text}", file=sys.stderr, flush=True)
     rank = int(os.environ[names.RANK])
     result = RankResult(rank=rank, cause=Cause.USER_ERROR, at=now(), last_step=0, message=text)
-    write_rank_result(AttemptPaths(Path(launch.attempt_dir)).rank_result(rank), result)
+    write_rank_result(AttemptPaths(Path(os.environ[names.ATTEMPT_DIR])).rank_result(rank), result)
     return EXIT_USER_ERROR
 
 

@@ -6,6 +6,7 @@ attempt's message tells why; a text in it that is longer than a person would rea
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from datetime import UTC, datetime
@@ -16,6 +17,7 @@ from pydantic import ValidationError
 
 from ratchet_contract.messages import AttemptResult
 from ratchet_contract.phases import Cause
+from ratchet_contract.version import PROTOCOL_VERSION
 from ratchet_service.file_owner import as_owner
 
 MOST_BYTES: Final = 4 << 20
@@ -46,7 +48,31 @@ def read_result(path: Path, job_id: str, epoch: int, node: int) -> AttemptResult
     try:
         return cut(AttemptResult.model_validate_json(data))
     except ValidationError:
+        return _of_another_protocol(data, path, job_id, epoch, node)
+
+
+def _of_another_protocol(data: bytes, path: Path, job_id: str, epoch: int, node: int) -> AttemptResult | None:
+    """What can be understood of a result that an agent of another protocol has written; None: nobody has."""
+    try:
+        found = json.loads(data)
+        protocol = found["protocol"]
+        own = not isinstance(protocol, int) or protocol == PROTOCOL_VERSION
+        if own or (found["job_id"], found["epoch"], found["node"]) != (job_id, epoch, node):
+            return None
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
+    known = {
+        key: value for key, value in found.items() if key in ("cause", "rank", "exit_code", "message", "last_step")
+    }
+    now = datetime.now(UTC).isoformat()
+    times = {"started_at": found.get("started_at", now), "ended_at": found.get("ended_at", now)}
+    place = {"job_id": job_id, "epoch": epoch, "node": node}
+    try:
+        ranks = [{key: one[key] for key in ("rank", "exit_code", "last_step")} for one in found["ranks"]]
+        return cut(AttemptResult.model_validate({**known, **times, **place, "ranks": ranks}))
+    except (ValidationError, KeyError, TypeError):
+        text = f"{path.name} of node {node} is in protocol {protocol!r}, which this service ({PROTOCOL_VERSION}) cannot read"
+        return _unknown(text, job_id, epoch, node)
 
 
 def cut(result: AttemptResult) -> AttemptResult:
@@ -66,6 +92,10 @@ def _cut(value: Any) -> Any:
 
 def _unread(path: Path, job_id: str, epoch: int, node: int) -> AttemptResult:
     text = f"{path.name} of node {node} has more than {MOST_BYTES >> 20} MiB, which no agent writes: it was not read"
+    return _unknown(text, job_id, epoch, node)
+
+
+def _unknown(text: str, job_id: str, epoch: int, node: int) -> AttemptResult:
     now = datetime.now(UTC).isoformat()
     return AttemptResult(
         job_id=job_id, epoch=epoch, node=node, cause=Cause.UNKNOWN, message=text, last_step=0, started_at=now, ended_at=now,

@@ -15,7 +15,7 @@ from ratchet_service import log_format, openapi
 from ratchet_service.access import AGENTS, bearer
 from ratchet_service.bodies import RawBody, decode, parse
 from ratchet_service.http import JSON, Service, get_report_body
-from ratchet_service.ingest import ingest
+from ratchet_service.ingest import ingest, insist_on_protocol
 from ratchet_service.instruments import Instruments
 
 router = APIRouter(tags=["agents"])
@@ -47,7 +47,9 @@ def _report(
     service: Service, instruments: Instruments, job_id: str, number: str, body: RawBody, authorization: str | None
 ) -> Response:
     begin = time.thread_time()
-    told = parse(AgentReport, decode(body, storable=False))  # a rank may say anything, and must not be stuck with it
+    data = decode(body, storable=False)  # a rank may say anything, and must not be stuck with it
+    insist_on_protocol(data)  # before anything else of it is understood
+    told = parse(AgentReport, data)
     if told.job_id != job_id or str(told.epoch) != number:
         raise NotFound(
             f"the report is of attempt {told.epoch} of {told.job_id}, the path of another", code="attempt-not-found"
