@@ -217,4 +217,4 @@ def test_slips_on_the_command_line(cli: Cli) -> None:
     taken = cli(
         "submit", write(cli, task=task(DIGITS), hook={"name": "powersgd"}, world={"device": "cpu"}), "--dry-run"
     )
-    assert "powerSGD" in taken.errors  # another case is no mistake
+    assert "[hook-caution]" in taken.errors  # another case is no mistake
