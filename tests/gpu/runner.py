@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -68,14 +67,13 @@ def _run_row(row: Row, device: str, size: Size, limit: float, left: float, envir
     if left < LEAST:
         return Result(row.name, "red", 0.0, "no time left")
     began = time.monotonic()
-    folder = Path(tempfile.mkdtemp(prefix=f"ratchet-gpu-{row.name}-"))
-    try:
+    # A TemporaryDirectory, unlike rmtree, also removes the read-only directories of code snapshots.
+    with tempfile.TemporaryDirectory(prefix=f"ratchet-gpu-{row.name}-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
         error = _execute(row, device, size, max(limit, LEAST), folder, environ)
         seconds = time.monotonic() - began
         parts, said = read_parts(folder), _end(folder)
         log = (folder / "log").read_text(errors="replace")[-_LOG:]
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     red = [part.name for part in parts if part.verdict == "red"]
     error = said.get("error") or error
     if error or red:

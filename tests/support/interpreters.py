@@ -170,7 +170,7 @@ class Interpreter:
         self._environment = dict(os.environ) | (_OF_RANKS if self._kind != "service" else {})
         if self._kind == "trainer":
             self._environment["PYTHONPATH"] = ROOT
-        self._directory = tempfile.mkdtemp(prefix="ratchet-")
+        self._directory = tempfile.mkdtemp(prefix="ratchet-", dir="/tmp")  # the path of a socket may have 107 bytes
         owner, owned = os.pipe()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(f"{self._directory}/socket")
