@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
+import httpx
 import pytest
 
 from ratchet_contract.phases import JobPhase
 from ratchet_service import disk
 from ratchet_service.cursors import encode, query_digest
 from tests.support.api import Api, message, training_message
+from tests.support.server import wait_for
 
 
 @pytest.fixture
@@ -298,7 +300,11 @@ def test_a_database_that_is_away_is_503(api: Api, monkeypatch: pytest.MonkeyPatc
     def fail() -> None:
         raise sa.exc.OperationalError("select 1", {}, Exception("connection refused"))
 
+    def unready() -> httpx.Response | None:
+        answer = api.client.get("/readyz")
+        return answer if answer.status_code != 200 else None
+
     monkeypatch.setattr(api.database, "ping", fail)
-    answer = api.client.get("/readyz")
+    answer = wait_for(unready, "the next look, a second after the last one", 30)
     assert (answer.status_code, answer.json()["code"]) == (503, "database-unavailable")
     assert answer.headers["retry-after"] == "1"
