@@ -121,7 +121,7 @@ class Instruments:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Around one report that came with a token. ``stale``: its attempt was over; ``refused``: what it says; ``failed``: the
+        """Around one report. ``stale``: its attempt was over; ``refused``: what it says; ``failed``: the
         service's fault, the agent tries again."""
         try:
             yield

@@ -16,12 +16,12 @@ PRESENT: Final = frozenset(
 )
 """Distributions that the GPU machine's Python has already."""
 
-ROOTS: Final = ("pydantic", "fastapi", "uvicorn", "sqlalchemy", "alembic")
+ROOTS: Final = ("pydantic", "fastapi", "uvicorn", "sqlalchemy", "alembic", "pathspec")
 """Direct requirements of Ratchet that the machine lacks. Their versions are those that ``pyproject.toml`` asks for."""
 
 CARRIED: Final = frozenset(
     """
-    alembic annotated-types fastapi mako opentelemetry-api pydantic pydantic-core sqlalchemy starlette typing-extensions
+    alembic annotated-types fastapi mako opentelemetry-api pathspec pydantic pydantic-core sqlalchemy starlette typing-extensions
     typing-inspection uvicorn
     """.split()  # noqa: SIM905
 )

@@ -118,8 +118,8 @@ def test_ignore_files_hold_whoever_makes_the_snapshot(service: str, laptop: Path
     (laptop / "spec.yaml").write_text(text.replace("{path: project}", "{path: project, include: [start.pt]}"))
     told: list[str] = []
     with RatchetClient(service) as client:
-        here = client.submit(laptop / "spec.yaml")
-        sent = client.submit(laptop / "spec.yaml", upload=True, note=told.append)
+        here = client.submit(laptop / "spec.yaml").view
+        sent = client.submit(laptop / "spec.yaml", upload=True, note=told.append).view
         assert here.resolved.code_digest == sent.resolved.code_digest is not None
         (said,) = [w.detail for w in here.warnings if w.code == "code-left-out"]
         assert told == [said] and "other.pt, runs/" in said and "start.pt" not in said

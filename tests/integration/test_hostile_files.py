@@ -129,17 +129,17 @@ def test_no_fifo_in_the_place_of_a_deletions_mark_keeps_it_from_being_made(tmp_p
 def test_a_file_that_has_become_a_fifo_since_it_was_found_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, entries = tmp_path / "code", snapshot._entries
+    code, choose = tmp_path / "code", snapshot.choose
     code.mkdir()
     (code / "main.py").write_text("x")
 
-    def swapped(*given: Any) -> Any:
-        found = entries(*given)
+    def swapped(*given: Any, **more: Any) -> Any:
+        found = choose(*given, **more)
         (code / "main.py").unlink()
         os.mkfifo(code / "main.py")
         return found
 
-    monkeypatch.setattr(snapshot, "_entries", swapped)
+    monkeypatch.setattr(snapshot, "choose", swapped)
     with pytest.raises(SpecError, match="no regular file"):
         snapshot.snapshot(code, tmp_path / "kept")
 

@@ -156,7 +156,7 @@ def test_a_pod_that_somebody_deletes_is_a_preemption_that_says_so(site: Site, gr
     site.running(job_id)
     (pod,) = site.cluster.pods(f"{job_id}-a0001")
     operations.delete_pod(site.cluster.store, "default", pod["metadata"]["name"], grace)
-    first = wait_for(lambda: a[0] if len(a := site.server.attempts(job_id)) == 2 else None, "a second attempt", 60)
+    first = wait_for(lambda: a[0] if len(a := site.server.attempts(job_id)) == 2 else None, "a second attempt", 150)
     assert (first["cause"], first["outcome"]) == ("evicted", "preempted"), first
     assert "somebody deleted the pod" in first["message"] and "ratchet cancel" in first["message"]
     site.cancel(job_id)

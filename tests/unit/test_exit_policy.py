@@ -128,7 +128,7 @@ def test_attempts_that_get_on_and_save_nothing_are_told_from_those_that_do_not_g
     assert stuck.reason == moving.reason == "no-progress"
     assert "finished no new step: read its logs" in (stuck.message or "")
     assert "did 7 new steps" in (moving.message or "") and "checkpoint.every_steps be smaller" in (moving.message or "")
-    assert "resume the job" in (stuck.message or "") and "resume the job" in (moving.message or "")
+    assert "`ratchet resume job-1`" in (stuck.message or "") and "resume the job" in (moving.message or "")
 
 
 # --- the spec ----------------------------------------------------------------------------------------------------------

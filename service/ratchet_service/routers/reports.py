@@ -48,15 +48,15 @@ def _report(
 ) -> Response:
     begin = time.thread_time()
     data = decode(body, storable=False)  # a rank may say anything, and must not be stuck with it
-    insist_on_protocol(data)  # before anything else of it is understood
-    told = parse(AgentReport, data)
-    if told.job_id != job_id or str(told.epoch) != number:
-        raise NotFound(
-            f"the report is of attempt {told.epoch} of {told.job_id}, the path of another", code="attempt-not-found"
-        )
-    service.gate.of_node(told.job_id, told.epoch, told.node)
-    log_format.now_about(node=told.node)
     with instruments.reporting():
+        insist_on_protocol(data)  # before anything else of it is understood
+        told = parse(AgentReport, data)
+        if told.job_id != job_id or str(told.epoch) != number:
+            raise NotFound(
+                f"the report is of attempt {told.epoch} of {told.job_id}, the path of another", code="attempt-not-found"
+            )
+        service.gate.of_node(told.job_id, told.epoch, told.node)
+        log_format.now_about(node=told.node)
         ack = ingest(
             service.database, told, bearer(authorization), service.settings.paths, service.settings.bounds, service.told
         )
