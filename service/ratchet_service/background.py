@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 from sqlalchemy.exc import SQLAlchemyError
 
 from ratchet_service import leases
-from ratchet_service.database import Database
+from ratchet_service.database import Database, first_line
 from ratchet_service.leases import Lease
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class Background:
                 with self._database.write() as session:
                     leases.renew(session, held, self._lease_seconds)
             except SQLAlchemyError as error:
-                log.warning("leases of attempts that end were not renewed: %s", str(error).splitlines()[0])
+                log.warning("leases of attempts that end were not renewed: %s", first_line(error))
 
     def aside(self, kind: str, work: Callable[[], None]) -> None:
         """Once more behind the one that runs, if one does. Errors are logged: whatever it is, it comes again."""
@@ -126,7 +126,7 @@ class Background:
             try:
                 work()
             except SQLAlchemyError as error:
-                log.error("%s: the database does not answer: %s", kind, str(error).splitlines()[0])
+                log.error("%s: the database does not answer: %s", kind, first_line(error))
             except Exception:
                 log.exception("%s failed", kind)
 

@@ -20,7 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from ratchet_contract.paths import HomePaths
 from ratchet_service import migrate, unrecorded
-from ratchet_service.database import Database, normalise_url, utc_now
+from ratchet_service.database import Database, first_line, normalise_url, utc_now
 from ratchet_service.listening import StartError
 from ratchet_service.models import ApiToken
 from ratchet_service.settings import Settings
@@ -135,7 +135,7 @@ def compared(settings: Settings) -> Iterator[str]:
                     "them before the service starts"
                 )
     except SQLAlchemyError as error:
-        raise StartError(f"the database cannot be read: {str(error).splitlines()[0]}") from error
+        raise StartError(f"the database cannot be read: {first_line(error)}") from error
     finally:
         database.dispose()
 

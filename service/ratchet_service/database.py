@@ -90,6 +90,11 @@ def passwords(url: str | None, environ: Mapping[str, str]) -> list[str]:
     return [text for text in found if text]
 
 
+def first_line(error: Exception) -> str:
+    """Of what the error says: SQLAlchemy's go on with the statement and its values. Its class where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def _postgres_options(url: URL) -> dict[str, Any]:
     """At most 20 connections per process, so that a few of them share a server's usual 100; who waits longer than 30 seconds for
     one gets an error. Statements are not prepared on the server: behind pgbouncer in transaction mode the next one may meet

@@ -16,7 +16,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from ratchet_contract.errors import Conflict
 from ratchet_contract.phases import AttemptPhase
-from ratchet_service.database import Database
+from ratchet_service.database import Database, first_line
 from ratchet_service.ingest_rows import AttemptRow, JobRow
 from ratchet_service.models import Attempt, Job
 from ratchet_service.transitions import add_event
@@ -48,7 +48,7 @@ def refusals(database: Database, job_id: str, epoch: int, what: str) -> Iterator
         try:
             _count(database, job_id, epoch, what)
         except SQLAlchemyError as error:  # the refusal itself must reach the agent
-            log.warning("%s, attempt %d: a refusal was not counted: %s", job_id, epoch, str(error).splitlines()[0])
+            log.warning("%s, attempt %d: a refusal was not counted: %s", job_id, epoch, first_line(error))
         raise
 
 

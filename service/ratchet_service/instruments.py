@@ -24,7 +24,7 @@ from sqlalchemy.pool import QueuePool
 from ratchet_contract.errors import RatchetError
 from ratchet_contract.phases import AttemptPhase, Cause, JobPhase
 from ratchet_contract.version import PROTOCOL_VERSION, RATCHET_VERSION
-from ratchet_service.database import Database
+from ratchet_service.database import Database, first_line
 from ratchet_service.models import Attempt, Checkpoint, Event, Job
 from ratchet_service.redone import DIFFERENCE, redone_of
 
@@ -121,7 +121,7 @@ class Instruments:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Around one report. ``stale``: its attempt was over; ``refused``: what it says; ``failed``: the
+        """Around one report that came with a token. ``stale``: its attempt was over; ``refused``: what it says; ``failed``: the
         service's fault, the agent tries again."""
         try:
             yield
@@ -132,6 +132,10 @@ class Instruments:
             self._reports.labels("failed").inc()
             raise
         self._reports.labels("stored").inc()
+
+    def refused_report(self) -> None:
+        """One of another protocol, of which nothing else is understood."""
+        self._reports.labels("refused").inc()
 
     @contextmanager
     def listening(self, database: Database) -> Iterator[None]:
@@ -198,7 +202,7 @@ class Instruments:
             with database.read() as session:
                 self._count_ended(session)
         except SQLAlchemyError as error:  # the next scrape, or the one after, tries again
-            log.warning("jobs that have ended were not counted: %s", str(error).splitlines()[0])
+            log.warning("jobs that have ended were not counted: %s", first_line(error))
         finally:
             self._counting.release()
 

@@ -17,7 +17,7 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
 from ratchet_contract.errors import Refused
-from ratchet_service.database import Database
+from ratchet_service.database import Database, first_line
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Blocking:
                 try:
                     self._look(pid)
                 except SQLAlchemyError as error:
-                    log.info("who blocks the migration is not known: %s", str(error).splitlines()[0])
+                    log.info("who blocks the migration is not known: %s", first_line(error))
                     return
 
         thread = threading.Thread(target=look, name="migration-locks", daemon=True)

@@ -30,7 +30,7 @@ from ratchet_contract.phases import AttemptPhase, JobPhase
 from ratchet_service import disk, jumps, leases, steady
 from ratchet_service.background import Background, Start, in_thread
 from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
-from ratchet_service.database import Database
+from ratchet_service.database import Database, first_line
 from ratchet_service.decision import Decision
 from ratchet_service.expiry import Expiry
 from ratchet_service.health import Beat
@@ -150,7 +150,7 @@ class Reconciler:
             log.error("a round of the reconciler failed, trying again", exc_info=error)
             return
         full = disk.without_room(self._database) if disk.is_full(error, self._home.home) else None
-        why = full.detail if full is not None else f"the database does not answer: {str(error).splitlines()[0]}"
+        why = full.detail if full is not None else f"the database does not answer: {first_line(error)}"
         log.error("trying again: %s", why)
 
     def round(self) -> float:
@@ -382,4 +382,4 @@ class Reconciler:
                 with self._database.write() as session:
                     leases.release(session, held)
         except SQLAlchemyError as error:
-            log.warning("leases were not given back, they expire by themselves: %s", str(error).splitlines()[0])
+            log.warning("leases were not given back, they expire by themselves: %s", first_line(error))

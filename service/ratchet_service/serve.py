@@ -20,7 +20,7 @@ from ratchet_contract.messages import ServiceFile
 from ratchet_contract.paths import HomePaths
 from ratchet_service import disk, migrate, slot_host, worker_user
 from ratchet_service.app import create_app
-from ratchet_service.database import Database, printable
+from ratchet_service.database import Database, first_line, printable
 from ratchet_service.health import Health
 from ratchet_service.http_server import Ending, Server, signals
 from ratchet_service.instruments import Instruments
@@ -220,8 +220,7 @@ def open_database(settings: Settings) -> Database:
     except Exception as error:
         database.dispose()
         shown = printable(database.url)
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise StartError(f"the database {shown} cannot be opened or brought up to date: {first}") from error
+        raise StartError(f"the database {shown} cannot be opened or brought up to date: {first_line(error)}") from error
     disk.reserve(database)
     return database
 

@@ -15,7 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from ratchet_contract.access import OWNER_PATTERN, SCOPES, Role, Scope
 from ratchet_contract.api_access import DEFAULT_DAYS, MAX_DAYS
 from ratchet_service import migrate, tokens
-from ratchet_service.database import Database, printable
+from ratchet_service.database import Database, first_line, printable
 from ratchet_service.listening import StartError
 from ratchet_service.models import ApiToken
 from ratchet_service.settings import Settings
@@ -100,7 +100,7 @@ def _open(settings: Settings) -> Database:
             )
     except SQLAlchemyError as error:
         database.dispose()
-        raise StartError(f"the database {shown} cannot be opened: {str(error).strip().splitlines()[0]}") from error
+        raise StartError(f"the database {shown} cannot be opened: {first_line(error)}") from error
     except StartError:
         database.dispose()
         raise

@@ -24,7 +24,7 @@ from ratchet_contract.access import LOCAL_OWNER, SCOPES, Role, Scope
 from ratchet_contract.api_access import TokenView
 from ratchet_contract.errors import Refused
 from ratchet_service.clock import now_in
-from ratchet_service.database import Database
+from ratchet_service.database import Database, first_line
 from ratchet_service.ingest import hash_token
 from ratchet_service.models import ApiToken
 
@@ -133,7 +133,7 @@ def authenticate(database: Database, text: str) -> Principal:
         except (
             SQLAlchemyError
         ) as error:  # a full disk, a server that takes no writes: who only reads is answered all the same
-            log.warning("the use of token %s was not noted: %s", match[1], str(error).splitlines()[0])
+            log.warning("the use of token %s was not noted: %s", match[1], first_line(error))
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from ratchet_contract.errors import NotFound
+from ratchet_contract.errors import NotFound, Refused
 from ratchet_contract.messages import AgentReport, ReportAck
 from ratchet_contract.version import REPORT_AFTER_HEADER
 from ratchet_service import log_format, openapi
@@ -48,15 +48,19 @@ def _report(
 ) -> Response:
     begin = time.thread_time()
     data = decode(body, storable=False)  # a rank may say anything, and must not be stuck with it
-    with instruments.reporting():
+    try:
         insist_on_protocol(data)  # before anything else of it is understood
-        told = parse(AgentReport, data)
-        if told.job_id != job_id or str(told.epoch) != number:
-            raise NotFound(
-                f"the report is of attempt {told.epoch} of {told.job_id}, the path of another", code="attempt-not-found"
-            )
-        service.gate.of_node(told.job_id, told.epoch, told.node)
-        log_format.now_about(node=told.node)
+    except Refused:
+        instruments.refused_report()
+        raise
+    told = parse(AgentReport, data)
+    if told.job_id != job_id or str(told.epoch) != number:
+        raise NotFound(
+            f"the report is of attempt {told.epoch} of {told.job_id}, the path of another", code="attempt-not-found"
+        )
+    service.gate.of_node(told.job_id, told.epoch, told.node)
+    log_format.now_about(node=told.node)
+    with instruments.reporting():
         ack = ingest(
             service.database, told, bearer(authorization), service.settings.paths, service.settings.bounds, service.told
         )
