@@ -51,9 +51,9 @@ def prepare(code: Path | None, work: Path, digest: str | None = None) -> list[st
     try:
         copy.chmod(0o755)
         if code is not None:
-            _copy(code, copy)
-            files = {entry.path: _form(entry.source) for entry in _entries(code)}
-            _record(work, CopiedCode(digest=digest, files=files))
+            found = _entries(code)
+            _copy(found, copy)
+            _record(work, CopiedCode(digest=digest, files=_forms(found)))
         _sync(copy)
         copy.rename(work)
     except BaseException as error:
@@ -85,7 +85,7 @@ def _update(code: Path, work: Path, digest: str | None) -> list[str]:
         return []
     _clear(work)
     found = _entries(code)
-    files = {entry.path: _form(entry.source) for entry in found}
+    files = _forms(found)
     for path in sorted(copied.files.keys() - files.keys(), reverse=True):  # a file may make room for a directory
         if _form_in(work, path) == copied.files[path]:
             (work / path).unlink()
@@ -115,6 +115,11 @@ def _put(entry: Entry, work: Path) -> None:
     finally:
         procs.remove_tree(made)
     _sync(place.parent)
+
+
+def _forms(found: list[Entry]) -> dict[str, str]:
+    """By path."""
+    return {entry.path: _form(entry.source) for entry in found}
 
 
 def _form(path: Path) -> str:
@@ -157,10 +162,10 @@ def _record(work: Path, copied: CopiedCode) -> None:
     write_atomic(JobPaths(work.parent).work_file, text.encode(), durable=True)
 
 
-def _copy(source: Path, target: Path) -> None:
-    """What a snapshot of ``source`` holds; whoever owns the copy may write all of it."""
+def _copy(found: list[Entry], target: Path) -> None:
+    """Whoever owns the copy may write all of it."""
     folders = {target}
-    for entry in _entries(source):
+    for entry in found:
         place = target / entry.path
         place.parent.mkdir(parents=True, exist_ok=True)
         folders.update(p for p in place.parents if p.is_relative_to(target))
