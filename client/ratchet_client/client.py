@@ -132,6 +132,7 @@ class RatchetClient(Following, Access):
         ``on_hook_mismatch``: the job's policy from now on (fail, reset, redistribute). ``code``: a directory with other code, of
         which a new snapshot is taken; without it the job goes on with the code that it was submitted with. ``upload``, ``note``:
         as of ``submit``, for ``code``."""
+        job = self.job_id(job)
         given: dict[str, Any] = {"from_step": from_step, "hook": hook, "on_hook_mismatch": on_hook_mismatch}
         if world is not None:
             given["world"] = api_requests.WorldChange(ranks_per_node=world, nodes=nodes)
@@ -203,6 +204,7 @@ class RatchetClient(Following, Access):
 
     def attempt(self, job: str, number: int | None = None) -> api.AttemptView:
         """One launch by its number, from 1; without it the newest. Raises ``NotFound``."""
+        job = self.job_id(job)
         if number is None:
             number = self.view(job).attempt
         return self._get(self._path(job, "attempts", str(number)), api.AttemptView)

@@ -117,7 +117,7 @@ class Following(Calls):
         >>> client.download_logs(job_id, directory / "job.log", rank=0).name
         'job.log'
         """
-        target = Path(file)
+        target, job = Path(file), self.job_id(job)
         end = time.monotonic() + self._transport.retry_for
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as part:
             partial = Path(part.name)
