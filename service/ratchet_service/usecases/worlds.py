@@ -132,12 +132,11 @@ def change(
         text = told.what if told is not None else "hook: parameters without effect on its bits"
         out.events.append(("hook-changed", text, {"hook": _pair(before, after)}))
     if spec.world != old.world:
-        before_ = resolved
-        resolved, warnings, problems = ports.resize(spec, before_, warnings)
+        resized, warnings, problems = ports.resize(spec, resolved, warnings)
         if problems:
             raise SpecError(f"{problems[0].pointer}: {problems[0].detail}", errors=problems)
-        out.columns["resolved"] = resolved.model_dump(mode="json")
-        out.events.append(_world_event(old, spec, before_, resolved))
+        out.columns["resolved"] = resized.model_dump(mode="json")
+        out.events.append(_world_event(old, spec, resolved, resized))
     out.columns["warnings"] = [w.model_dump(mode="json") for w in warnings]
     policies = (old.policy.on_hook_mismatch, spec.policy.on_hook_mismatch)
     if policies[0] != policies[1]:

@@ -243,12 +243,10 @@ def _spread(site: Site, launch: LaunchFile, launcher: KubernetesLauncherSpec) ->
 
 def _tolerations(launch: LaunchFile, launcher: KubernetesLauncherSpec) -> list[dict[str, Any]]:
     given = {toleration.get("key") for toleration in launcher.tolerations}
-    own: list[dict[str, Any]] = []
-    if (
-        gpu := launch.spec.resources.gpu
-    ) is not None:  # a slice (nvidia.com/mig-1g.5gb) lies on machines with the GPU's taint
-        taints = dict.fromkeys((gpu, f"{gpu.partition('/')[0]}/gpu"))
-        own += [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in taints]
+    gpu = launch.spec.resources.gpu
+    # A slice (nvidia.com/mig-1g.5gb) lies on machines that have the taint of the whole GPU.
+    taints = dict.fromkeys((gpu, f"{gpu.partition('/')[0]}/gpu")) if gpu is not None else ()
+    own: list[dict[str, Any]] = [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in taints]
     own += [
         {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": _UNREACHABLE_SECONDS}
         for key in _UNREACHABLE

@@ -33,8 +33,6 @@ _DELETED: Final = (
     Cause.EVICTED,
     f"somebody deleted the pod; {GOES_ON}: to end it cancel it by Ratchet (`ratchet cancel`)",
 )
-
-
 USED_UP: Final = "exceeded quota"
 """Of the admission controller ResourceQuota: others' objects go in time."""
 _FORBIDDEN: Final = re.compile(rf"is forbidden: (?!{USED_UP})|denied the request|is invalid: ")
