@@ -5,10 +5,10 @@ python deploy/constraints.py > deploy/constraints.txt
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 import tomllib
 from collections.abc import Iterable
+from importlib.metadata import Distribution, distribution
 from pathlib import Path
 from typing import Final
 
@@ -28,20 +28,20 @@ HEAD: Final = """\
 """
 
 
-def closure(requirements: Iterable[str]) -> dict[str, str]:
-    """Name and installed version of these and of all that they need. Raises ``PackageNotFoundError`` for one that is missing."""
+def closure(requirements: Iterable[str], without: tuple[str, ...] = ()) -> dict[str, Distribution]:
+    """What is installed of these and of all that they need, by name; ``without`` those whose name begins so. Raises
+    ``PackageNotFoundError`` for one that is missing."""
     todo = [Requirement(line) for line in requirements]
     seen: set[tuple[str, frozenset[str]]] = set()
-    found: dict[str, str] = {}
+    found: dict[str, Distribution] = {}
     while todo:
         wanted = todo.pop()
         name, extras = canonicalize_name(wanted.name), frozenset(wanted.extras)
-        if (name, extras) in seen or name.startswith(OF_TORCH):
+        if (name, extras) in seen or name.startswith(without):
             continue
         seen.add((name, extras))
-        package = importlib.metadata.distribution(name)
-        found[name] = Version(package.version).public  # without torch's +cpu
-        for line in package.requires or ():
+        found[name] = distribution(name)
+        for line in found[name].requires or ():
             further = Requirement(line)
             if further.marker is None or any(further.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
                 todo.append(further)
@@ -55,8 +55,9 @@ def requirements() -> list[str]:
 
 
 def main() -> int:
-    found = closure([*requirements(), BUILD])
-    print(HEAD + "\n".join(f"{name}=={version}" for name, version in sorted(found.items())))
+    found = closure([*requirements(), BUILD], OF_TORCH)
+    # without torch's +cpu
+    print(HEAD + "\n".join(f"{name}=={Version(one.version).public}" for name, one in sorted(found.items())))
     return 0
 
 

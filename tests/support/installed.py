@@ -10,28 +10,14 @@ import sys
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+from deploy.constraints import closure
 
 RATCHET = "ratchet-train"
 
 
 def required(extras: set[str]) -> dict[str, Distribution]:
     """Ratchet with these extras and all that it asks for, by name. Raises ``PackageNotFoundError``."""
-    found: dict[str, Distribution] = {}
-    seen: set[tuple[str, frozenset[str]]] = set()
-    waiting = [(RATCHET, frozenset(extras))]
-    while waiting:
-        name, wanted = waiting.pop()
-        if (name, wanted) in seen:
-            continue
-        seen.add((name, wanted))
-        found[name] = distribution(name)
-        for line in found[name].requires or ():
-            asked = Requirement(line)
-            if asked.marker is None or any(asked.marker.evaluate({"extra": extra}) for extra in ("", *wanted)):
-                waiting.append((canonicalize_name(asked.name), frozenset(asked.extras)))
-    return found
+    return closure([f"{RATCHET}[{','.join(sorted(extras))}]"])
 
 
 def environment(directory: Path, extras: set[str]) -> Path:
