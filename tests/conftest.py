@@ -18,9 +18,9 @@ from tests.support.databases import database, migrated, postgres_url
 from tests.support.groups import Ranks
 from tests.support.launch import jobs
 from tests.support.plane import Plane
-from tests.support.server import idle_server, server
+from tests.support.server import idle_server, server, strict
 
-__all__ = ["api", "cli", "database", "idle_server", "jobs", "migrated", "postgres_url", "served", "server"]
+__all__ = ["api", "cli", "database", "idle_server", "jobs", "migrated", "postgres_url", "served", "server", "strict"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

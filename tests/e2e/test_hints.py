@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -149,15 +148,6 @@ def test_hints_of_what_is_not_there(server: Server, told: Advised, tmp_path: Pat
     said = told.refused("idempotency-key-reused", "submit", "job.yaml", "--name", "more", "--idempotency-key", "one")
     assert "another --idempotency-key" in said
     cli("cancel", cli("submit", "job.yaml", "--name", "more", "--idempotency-key", "two").text.strip())
-
-
-@pytest.fixture
-def strict(tmp_path: Path) -> Iterator[Server]:
-    server = Server(tmp_path / "home", "--no-reconciler", "--auth", "token")
-    try:
-        yield server.start()
-    finally:
-        server.stop()
 
 
 def test_hints_of_tokens(strict: Server, tmp_path: Path) -> None:

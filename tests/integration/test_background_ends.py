@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ratchet_contract.phases import JobPhase
 from ratchet_service import ending, health, watching
-from ratchet_service.database import Database
 from ratchet_service.health import Health
 from ratchet_service.launchers.local import LocalLauncher
 from tests.support.plane import Plane, trainer_launcher
@@ -19,14 +17,6 @@ from tests.support.server import wait_for
 
 pytestmark = pytest.mark.parametrize("migrated", ["sqlite"], indirect=True)
 LEASE = 3.0
-
-
-@pytest.fixture
-def plane(tmp_path: Path, database: Database) -> Iterator[Plane]:
-    made = Plane(tmp_path, database)
-    made.serve_api()
-    yield made
-    made.close()
 
 
 class Verification:

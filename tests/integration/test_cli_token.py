@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from ratchet_contract.access import Role
 from ratchet_service.database import Database, sqlite_url
@@ -14,15 +11,6 @@ from tests.support.server import Server
 from tests.support.tokens import make_token
 
 SPEC = "name: NAME\ntask: {entrypoint: 'ratchet_worker.tasks.digits:DigitsTask'}\nworld: {device: cpu}\n"
-
-
-@pytest.fixture
-def strict(tmp_path: Path) -> Iterator[Server]:
-    server = Server(tmp_path / "home", "--no-reconciler", "--auth", "token")
-    try:
-        yield server.start()
-    finally:
-        server.stop()
 
 
 def test_a_team_makes_tokens_sees_whose_jobs_there_are_and_revokes(strict: Server, tmp_path: Path) -> None:

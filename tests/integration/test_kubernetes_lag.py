@@ -6,6 +6,8 @@ events back: on a live cluster it comes about when a proxy cuts one of the conne
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,13 +21,9 @@ from tests.support.server import wait_for
 __all__ = ["site"]
 
 
-def test_a_job_that_kueue_has_just_started_is_not_taken_for_one_it_took_back(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing orders two watches: that of the pods may tell of a pod before that of the Jobs tells of the start."""
-    plan = site.plan(**HELD)
-    site.launcher.submit(plan)
-    assert site.launcher.poll(plan.ref).alive
+@contextmanager
+def jobs_unwatched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What happens to Jobs is not told meanwhile, while all other watches go on."""
     apply = Cache.apply
 
     def without_jobs(self: Cache, kind: str, object_: Any, namespace: str, *, deleted: bool = False) -> None:
@@ -34,6 +32,17 @@ def test_a_job_that_kueue_has_just_started_is_not_taken_for_one_it_took_back(
 
     with monkeypatch.context() as late:
         late.setattr(Cache, "apply", without_jobs)
+        yield
+
+
+def test_a_job_that_kueue_has_just_started_is_not_taken_for_one_it_took_back(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing orders two watches: that of the pods may tell of a pod before that of the Jobs tells of the start."""
+    plan = site.plan(**HELD)
+    site.launcher.submit(plan)
+    assert site.launcher.poll(plan.ref).alive
+    with jobs_unwatched(monkeypatch):
         site.cluster.admit(plan.ref.name)
         wait_for(lambda: site.launcher.poll(plan.ref).nodes[0].note, "the pods' watch to tell of the pod", 30)
         state = site.launcher.poll(plan.ref)
@@ -51,14 +60,7 @@ def test_pods_of_a_job_that_kueue_takes_back_were_not_deleted_by_anybody(
     site.cluster.admit(plan.ref.name)
     wait_for(lambda: site.running(plan.ref), "the pod to run", 30)
     wait_for(lambda: site.launcher.poll(plan.ref).waiting is None, "that to be told", 30)
-    apply = Cache.apply
-
-    def without_jobs(self: Cache, kind: str, object_: Any, namespace: str, *, deleted: bool = False) -> None:
-        if kind != "jobs":
-            apply(self, kind, object_, namespace, deleted=deleted)
-
-    with monkeypatch.context() as late:
-        late.setattr(Cache, "apply", without_jobs)
+    with jobs_unwatched(monkeypatch):
         site.cluster.store.update(JOBS, "default", plan.ref.name, lambda job: job["spec"].update(suspend=True))
         state = ended(site, plan.ref)
     assert state.ends[0].cause is Cause.HIGHER_PRIORITY, state.ends

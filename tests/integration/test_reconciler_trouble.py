@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 
 from ratchet_contract.phases import JobPhase
 from ratchet_service import health
-from ratchet_service.database import Database
 from ratchet_service.health import Health, Unready
 from ratchet_service.models import Job
 from tests.support.plane import Plane
 from tests.support.server import wait_for
 
 LONG = {"steps": 100_000}
-
-
-@pytest.fixture
-def plane(tmp_path: Path, database: Database) -> Iterator[Plane]:
-    made = Plane(tmp_path, database)
-    made.serve_api()
-    yield made
-    made.close()
 
 
 def told(plane: Plane, job_id: str) -> list[str]:

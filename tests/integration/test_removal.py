@@ -12,7 +12,6 @@ import pytest
 
 from ratchet_contract.phases import JobPhase
 from ratchet_service import removal
-from ratchet_service.database import Database
 from ratchet_store import retain
 from tests.support.plane import Plane
 from tests.support.server import wait_for
@@ -20,14 +19,6 @@ from tests.support.server import wait_for
 TWO_ATTEMPTS = {"steps": 40, "epochs": {"1": {"at": 25, "do": "kill"}}}
 """With ``keep_last`` 2 the second leaves the first one's checkpoints, of steps 10 and 20, to the service."""
 one_database = pytest.mark.parametrize("migrated", ["sqlite"], indirect=True)
-
-
-@pytest.fixture
-def plane(tmp_path: Path, database: Database) -> Iterator[Plane]:
-    made = Plane(tmp_path, database)
-    made.serve_api()
-    yield made
-    made.close()
 
 
 @contextmanager

@@ -272,8 +272,17 @@ def idle_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     yield from _served(tmp_path_factory, "--no-reconciler")
 
 
+@pytest.fixture
+def strict(tmp_path: Path) -> Iterator[Server]:
+    """A service that wants tokens, without a reconciler, of the test's own."""
+    yield from _running(Server(tmp_path / "home", "--no-reconciler", "--auth", "token"))
+
+
 def _served(factory: pytest.TempPathFactory, *options: str, agents: Interpreter = RANKS) -> Iterator[Server]:
-    server = Server(factory.mktemp("service") / "home", *options, agents=agents)
+    yield from _running(Server(factory.mktemp("service") / "home", *options, agents=agents))
+
+
+def _running(server: Server) -> Iterator[Server]:
     try:
         yield server.start()
     finally:
