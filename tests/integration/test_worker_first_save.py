@@ -164,7 +164,7 @@ def test_a_fork_and_a_lost_disk_go_on_from_it_and_a_resume_from_an_older_step_ne
     forked.kill(1)
     assert forked.wait().cause is Cause.RANK_KILLED
     (home / "fork.gate").touch()
-    again = fork.launch(fork=source)
+    again = fork.launch()  # as the service does once a checkpoint of the fork's own is there
     older = whole.launch(lineage=[Segment(epoch=1, after_step=0, until_step=24)])
     for attempt, base in ((resumed, 1), (again, 25), (older, 24)):
         assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()

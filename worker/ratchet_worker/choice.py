@@ -140,13 +140,12 @@ class _RankZero:
     def _find(self) -> list[str]:
         """Sets what is tried next; notes on it."""
         launch, job, fork = self._launch, self._job, self._launch.fork
-        root = Base() if fork is None else Base(step=fork.step, epoch=fork.epoch, digest=fork.digest)
         manifest, moved = find_base(
             job.checkpoints,
             job.quarantine,
             launch.lineage,
             expected_job_id=launch.job_id,
-            root=root,
+            root=_root(launch),
             check=check_files,
         )
         for item in moved:
@@ -183,6 +182,14 @@ class _RankZero:
     def _put_aside(self, step: int, epoch: int, error: str, path: Path) -> None:
         self._reporter.quarantined(step, epoch, error)
         self._quarantined.append(f"{path.name}: {error}")
+
+
+def _root(launch: LaunchFile) -> Base | None:
+    """What the job's first checkpoint descends from. None: not known here, as of a fork that has checkpoints of its own, whose
+    source is not named any more."""
+    if launch.fork is not None:
+        return Base(step=launch.fork.step, epoch=launch.fork.epoch, digest=launch.fork.digest)
+    return Base() if min((segment.after_step for segment in launch.lineage), default=0) == 0 else None
 
 
 def _damage(directory: Path, manifest: Manifest) -> str | None:
