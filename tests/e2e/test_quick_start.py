@@ -119,13 +119,15 @@ def jobs(server: Server) -> list[dict[str, object]]:
 
 
 def settled(server: Server) -> bool:
-    """Whether every job trains, its first step of this attempt done, or neither trains nor is about to."""
+    """Whether every job trains, its first step of this attempt done, or neither trains nor is about to. Of a script without a
+    Session no step is seen: it trains once it runs. (Its end is not waited for: torch may hang behind its last line.)"""
     for job in jobs(server):
         if job["phase"] in ("QUEUED", "STARTING", "STOPPING"):
             return False
-        newest = server.newest_attempt(str(job["id"])) if job["phase"] == "RUNNING" else None
-        if newest is not None and not server.job(str(job["id"]))["progress"]["steps_per_second"]:
-            return False
+        if job["phase"] == "RUNNING" and not server.job(str(job["id"]))["progress"]["steps_per_second"]:
+            report = server.attempts(str(job["id"]))[-1]["resume_report"]
+            if report is None or report["verdict"] != "unmanaged":
+                return False
     return True
 
 

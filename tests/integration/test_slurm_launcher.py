@@ -126,6 +126,7 @@ def test_an_agent_on_each_node_gets_what_it_may_and_ends_when_it_is_asked(site: 
         SLURM_JOB_ID="7",
     )
     ref = site.begin(made, secrets={"KEY": {"from_env": "SOURCE"}}, resources={"cpus_per_rank": 2, "memory": "64Mi"})
+    wait_for(lambda: made.poll(ref).waiting is None, "the queue to tell of the start, as the agents have", PATIENCE)
     state = made.poll(ref)
     assert state.alive and state.waiting is None and not state.ends
     assert [node.agent.host for node in state.nodes if node.agent] == ["host-0", "host-1"]
