@@ -329,8 +329,6 @@ class Reconciler:
             self._failed(job_id, watch, error)
             return
         if decision is not None:
-            assert decision.event is not None and decision.cause is not None
-            log.info("%s: ended with %s: %s", watch.ref.name, decision.cause.value, decision.event.value)
             del self._watches[job_id]
             self._changed.set()  # its slots are free
 

@@ -296,15 +296,20 @@ class Watcher:
         last = watch.launcher.poll(watch.ref)  # the last word may have come between the look and the end
         logs = "" if last.seen else watch.launcher.logs(watch.ref, LOG_TAIL)
         evidence = watch_rules.evidence(watch, last, logs, self._database.clock.monotonic())
-        work = partial(self._end, watch.lease, watch.ref.nodes, watch.ranks_per_node, watch.limits, evidence)
+        work = partial(self._end, watch.lease, watch.ref, watch.ranks_per_node, watch.limits, evidence)
         watch.end = self._background.begin(watch.lease, work)
         return self.ended(watch)
 
-    def _end(self, lease: Lease, nodes: int, ranks_per_node: int, limits: Limits, evidence: Evidence) -> Decision:
-        """Takes as long as reading the bytes of a checkpoint takes. Raises ``LeaseLost``."""
+    def _end(self, lease: Lease, ref: AttemptRef, ranks_per_node: int, limits: Limits, evidence: Evidence) -> Decision:
+        """Takes as long as reading the bytes of a checkpoint takes. Raises ``LeaseLost``. Whatever follows from the end is done
+        here: the job may be launched again, under another watch, before the next look."""
         paths = self._home.job(lease.job_id)
-        ingest_leftover(self._database, paths, lease, nodes, ranks_per_node, self._bounds)
-        return settle(self._database, paths, lease, limits, evidence, self._bounds)
+        ingest_leftover(self._database, paths, lease, ref.nodes, ranks_per_node, self._bounds)
+        decision = settle(self._database, paths, lease, limits, evidence, self._bounds)
+        assert decision.event is not None and decision.cause is not None
+        log.info("%s: ended with %s: %s", ref.name, decision.cause.value, decision.event.value)
+        self._background.aside("removal", partial(removal.carry_on, self._database, self._home))
+        return decision
 
     def ended(self, watch: Watch) -> Decision | None:
         """Of one whose end is being made, and that is not looked at meanwhile; None: not yet. Raises what the end failed with:
@@ -312,9 +317,7 @@ class Watcher:
         if watch.end is None or not watch.end.done():
             return None
         end, watch.end = watch.end, None
-        decision = end.result()
-        self._background.aside("removal", partial(removal.carry_on, self._database, self._home))
-        return decision
+        return end.result()
 
     def _sure(self, watch: Watch) -> None:
         """Before a deed that no transaction guards: this process may have been stopped since it saw its lease. Where that was too

@@ -64,6 +64,18 @@ def test_a_deletion_that_hangs_at_the_end_of_an_attempt_keeps_nobody_waiting(
 
 
 @one_database
+def test_files_go_while_the_next_attempt_runs_already(plane: Plane) -> None:
+    plane.reconcile()
+    faults = {"1": {"at": 25, "do": "kill"}, "2": {"at": 45, "do": "kill"}}
+    job_id = plane.submit({"steps": 100_000, "every": 10, "epochs": faults}, checkpoint={"keep_last": 2})
+    plane.wait_job(job_id, lambda job: job.epoch == 3 and job.phase is JobPhase.RUNNING, "in its third attempt")
+    wait_for(lambda: not any("a0001" in name for name in there(plane, job_id)), "the files to go", 30)
+    assert plane.job(job_id).epoch == 3
+    plane.post(f"/v1/jobs/{job_id}/cancel")
+    plane.wait(job_id, JobPhase.CANCELLED)
+
+
+@one_database
 def test_a_prune_that_hangs_keeps_nobody_waiting(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     plane.reconcile()
     job_id = plane.submit({"steps": 30, "epochs": {"1": {"at": 25, "do": "user-error"}}})
