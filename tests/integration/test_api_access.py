@@ -25,7 +25,7 @@ from tests.support.team import Team, guarded, refused, team
 from tests.support.tokens import bearer, make_token
 
 __all__ = ["guarded", "team"]
-OPEN = ("/healthz", "/readyz", "/docs", "/docs/{name}")
+OPEN = ("/healthz", "/readyz", "/", "/docs", "/docs/{name}")
 ACTIONS = ("suspend", "cancel", "preempt", "checkpoint", "resume", "fork")
 
 

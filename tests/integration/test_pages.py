@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
+import os
 import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 from urllib.parse import urljoin
 
 import pytest
 
 from tests.support.api import Api
+from tests.support.docs import ROOT
+from tests.support.server import Server
 from tests.support.team import Team, guarded, team
 
 __all__ = ["guarded", "team"]
@@ -18,7 +29,7 @@ def policy_of(text: str) -> dict[str, str]:
     return dict(part.strip().partition(" ")[::2] for part in text.split(";"))
 
 
-@pytest.mark.parametrize("page", ["/docs"])
+@pytest.mark.parametrize("page", ["/", "/docs"])
 def test_a_page_loads_nothing_from_elsewhere(api: Api, page: str) -> None:
     answer = api.client.get(page)
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
@@ -61,3 +72,69 @@ def test_with_tokens_the_description_can_be_read_without_one_and_takes_one(team:
     document = team.nobody.get("/openapi.json").json()
     scheme = document["components"]["securitySchemes"]["token"]
     assert (scheme["type"], scheme["scheme"]) == ("http", "bearer"), "what *Authorize* asks for"
+
+
+def test_the_page_of_jobs_runs_its_own_script_and_makes_no_markup_of_what_jobs_say(api: Api) -> None:
+    answer = api.client.get("/")
+    policy = policy_of(answer.headers["content-security-policy"])
+    for tag in ("script", "style"):
+        [text] = re.findall(f"<{tag}>(.*?)</{tag}>", answer.text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
+    markup = r"innerHTML|insertAdjacent|document\.write|eval\(|localStorage|\son\w+=| style="
+    assert not re.search(markup, answer.text)
+    assert len(answer.text.splitlines()) <= 300
+
+
+@pytest.fixture(scope="module")
+def guarded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("service") / "home", "--auth", "token", cpu_slots=1)
+    try:
+        server.start().show_token()
+        yield server
+    finally:
+        server.stop()
+
+
+def shown(server: Server, until: str, fragment: str = "", token: str = "") -> dict[str, Any]:
+    """What the page shows: its script in node, with the service's answers."""
+    script = Path(ROOT / "tests" / "support" / "page_dom.js")
+    command = ["node", str(script), str(server.url), fragment, token]
+    done = subprocess.run(command, env={**os.environ, "UNTIL": until}, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    page: dict[str, Any] = json.loads(done.stdout)
+    assert until in page["text"], page
+    return page
+
+
+JOB: dict[str, Any] = {
+    "name": "curve",
+    "task": {"entrypoint": "ratchet_worker.tasks.digits:DigitsTask", "args": {"epochs": 3}},
+    "world": {"ranks_per_node": 1, "device": "cpu"},
+    "resources": {"cpus_per_rank": 1},
+    "checkpoint": {"every_steps": 10},
+    "trial": {"end_at": 60, "faults": [{"attempt": 1, "rank": 0, "step": 25, "kind": "kill-rank"}]},
+}
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node, which runs the page's script")
+def test_a_browser_with_a_token_sees_jobs_why_one_waits_and_the_curve_over_two_attempts(guarded_server: Server) -> None:
+    server = guarded_server
+    job_id = server.submit(JOB)
+    waiting = server.submit(JOB | {"name": "second", "resources": {"cpus_per_rank": 1}})
+    token = str(server.token)
+    page = shown(server, "wants a token")
+    assert page["requests"] == ["v1/jobs?limit=50"] and page["stored"] == {}
+    page = shown(server, "waits for CPU slots", token=token)
+    assert page["stored"] == {"ratchet.token": token} and {"curve", "second"} <= {tag["text"] for tag in page["tags"]}
+    assert f"#{waiting}" in {tag["attributes"].get("href") for tag in page["tags"]}
+    server.wait_phase(job_id, "SUCCEEDED")
+
+    page = shown(server, "Attempts", f"#{job_id}", token)
+    assert "step 60" in page["text"] and "rank-killed" in page["text"] and page["trouble"] == ""
+    assert f"ratchet attempts {job_id}" in page["text"]
+    [line] = [tag for tag in page["tags"] if tag["attributes"].get("class") == "attempt"]
+    assert line["text"].startswith("attempt 2 from step 20; the one before: rank-killed, ")
+    [curve] = [tag["attributes"]["d"] for tag in page["tags"] if tag["tag"] == "path"]
+    assert len(re.findall(r"[ML]", curve)) == 60 and curve.count("M") == 1
+    assert {tag["attributes"]["value"] for tag in page["tags"] if tag["tag"] == "option"} >= {"loss", "lr"}

@@ -1,9 +1,14 @@
 """Web pages, for a browser without the internet: all that they load comes from the installed packages, and the
-Content-Security-Policy allows nothing else."""
+Content-Security-Policy allows nothing else. They tell nothing themselves: the browser reads the REST API, with a token where the
+service wants one."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
 from enum import StrEnum
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -21,6 +26,23 @@ _BUNDLE: Final = "fastapi_offline"
 _POLICY: Final = "default-src 'none'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
 _OF_SWAGGER: Final = _POLICY + "script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:"
 """It sets style attributes."""
+
+
+@cache
+def _of_jobs() -> str:
+    """The policy of the page of jobs: the script and the style that stand in it, by their digests, and no other."""
+    text = (_WEB / "jobs.html").read_text()
+    [script], [style] = (re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("script", "style"))
+    allowed = (
+        f"'sha256-{base64.b64encode(hashlib.sha256(part.encode()).digest()).decode()}'" for part in (script, style)
+    )
+    return _POLICY + "script-src {}; style-src {}; img-src data:".format(*allowed)
+
+
+@router.get("/", dependencies=[OPEN])
+def jobs() -> Response:
+    """What runs and what waits, and one job's curve over its attempts."""
+    return _page(_WEB / "jobs.html", _of_jobs())
 
 
 class DocsFile(StrEnum):
