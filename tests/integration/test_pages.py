@@ -125,6 +125,9 @@ def test_a_browser_with_a_token_sees_jobs_why_one_waits_and_the_curve_over_two_a
     token = str(server.token)
     page = shown(server, "wants a token")
     assert page["requests"] == ["v1/jobs?limit=50"] and page["stored"] == {}
+    assert "ratchet token create --role viewer" in page["text"] and "`ratchet" not in page["text"]
+    page = shown(server, "check which one is sent", token=f"rt_wrong\u2028{token}")
+    assert "wants a token" in page["text"] and page["stored"] == {"ratchet.token": f"rt_wrong{token}"}
     page = shown(server, "waits for CPU slots", token=token)
     assert page["stored"] == {"ratchet.token": token} and {"curve", "second"} <= {tag["text"] for tag in page["tags"]}
     assert f"#{waiting}" in {tag["attributes"].get("href") for tag in page["tags"]}
