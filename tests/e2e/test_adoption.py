@@ -96,10 +96,10 @@ def submit(server: Server, rung: str, name: str) -> str:
 def live(server: Server, rung: str, kill: bool) -> str:
     """A whole life of a job; with ``kill``, rank 1 is killed between two checkpoints. Returns its id.
 
-    A plain script under torch's own hook may hang in torch behind its last line: who drops the last reference to the process
-    group waits, with the GIL, for a thread of gloo that wants the GIL to drop a callback. Such a job has told its result; it is
-    begun again."""
-    for _ in range(2):
+    A plain script on gloo may hang in torch behind its last line: the destructor of DDP's reducer holds the GIL while it waits
+    for gloo's thread, which wants the GIL to drop the last collective of a backward. It is a race that a loaded machine loses in
+    one of some twenty-five runs. Such a job has told its result; it is started again."""
+    for _ in range(5):
         job_id = _live(server, rung, kill)
         if rung != "0_torchrun" or _ended(server, job_id):
             break
