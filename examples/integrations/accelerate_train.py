@@ -15,9 +15,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from ratchet_worker.data.loader import TrainLoader
+from ratchet import Session, TrainLoader
 from ratchet_worker.integrations.accelerate import prepare
-from ratchet_worker.session import Session
 
 
 def load_digits() -> tuple[TensorDataset, TensorDataset]:

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import EvalPrediction, TrainingArguments
 
+from ratchet import Session
 from ratchet_worker.integrations.transformers import SessionTrainer, options
-from ratchet_worker.session import Session
 
 Sample = dict[str, torch.Tensor]
 

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from hooks import clip_gradients
-from ratchet_worker.data.loader import TrainLoader
-from ratchet_worker.task import LossResult, Parts, Sums, TaskContext
+from ratchet import LossResult, Parts, Sums, TaskContext, TrainLoader
 from service import correct
 from worker import Tumours, jitter
 

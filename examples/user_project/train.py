@@ -1,4 +1,4 @@
-"""A script with a loop of its own: ``script: ["train.py", "--epochs", "30"]`` in the spec. See ``ratchet_worker.session``."""
+"""A script with a loop of its own: ``script: ["train.py", "--epochs", "30"]`` in the spec. See ``ratchet.Session``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from hooks import clip_gradients
-from ratchet_worker.data.loader import TrainLoader
-from ratchet_worker.session import Session
+from ratchet import Session, TrainLoader
 from service import correct
 from worker import Tumours, jitter
 

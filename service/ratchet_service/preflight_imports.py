@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from ratchet_contract.module_imports import files_of, imports
+from ratchet_contract.public_names import PACKAGE
 from ratchet_contract.spec import JobSpec
 from ratchet_service import syntax
 from ratchet_service.confined import Confined
@@ -33,6 +34,8 @@ class Imported:
 
     certain: dict[str, str] = field(default_factory=dict)
     perhaps: dict[str, str] = field(default_factory=dict)
+    shadow: tuple[str, str] | None = None
+    """A module of the code's own that is imported under Ratchet's name, and the place of the import."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -74,11 +77,13 @@ def _read(entry: Sequence[Path], roots: Sequence[Path], code: Path) -> Imported:
         for one in found:
             mine = [f for root in roots for f in files_of(one.name, root)]
             waiting += [(f, certain and one.always) for f in mine if f.is_relative_to(code)]
+            if one.top == PACKAGE and mine:
+                out.shadow = os.path.relpath(mine[-1], code), f"{os.path.relpath(file, code)}, line {one.line}"
             if one.needed and not mine and not _is_local(one.top, roots):
                 place = f"{os.path.relpath(file, code)}, line {one.line}"
                 (out.certain if certain and one.always else out.perhaps).setdefault(one.top, place)
     if own_paths:
-        return Imported(perhaps=out.perhaps | out.certain)
+        return Imported(perhaps=out.perhaps | out.certain, shadow=out.shadow)
     return out
 
 
@@ -88,6 +93,13 @@ def _is_local(name: str, roots: Sequence[Path]) -> bool:
 
 def check(spec: JobSpec, python: str, found: Imported, missing: Sequence[str], report: Report) -> None:
     pointer = "/script/0" if spec.script is not None else "/task/entrypoint"
+    if found.shadow is not None:
+        file, place = found.shadow
+        text = (
+            f"`import {PACKAGE}` ({place}) finds {file} of the code directory, not Ratchet's package: if that has the Session, "
+            f"rename {file}, or write `from ratchet_worker.session import Session`"
+        )
+        report.warn(pointer, "ratchet-shadowed", text)
     if certain := {name: found.certain[name] for name in missing if name in found.certain}:
         report.refuse(pointer, "package-missing", f"{_lacks(python, certain)}. {_cure(python, certain)}")
     elif perhaps := {name: found.perhaps[name] for name in missing}:

@@ -46,7 +46,7 @@ def test_package_never_loads(package: str, forbidden: set[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["ratchet_worker.agent", "ratchet_hooks.specs", "ratchet_hooks.registry", "ratchet_client.cli"]
+    "module", ["ratchet_worker.agent", "ratchet_hooks.specs", "ratchet_hooks.registry", "ratchet_client.cli", "ratchet"]
 )
 def test_module_starts_without_torch(module: str) -> None:
     program = f"import sys, {module}; print('torch' in sys.modules)"

@@ -18,6 +18,7 @@ from ratchet_hooks.build import UnsupportedModel
 from ratchet_hooks.errors import advice_on
 from ratchet_worker.files import release
 from ratchet_worker.results import write_rank_result
+from ratchet_worker.user_code import shadowed
 
 EXIT_CODES: Final = {
     Cause.USER_ERROR: EXIT_USER_ERROR,
@@ -54,7 +55,7 @@ def cause_of(error: BaseException) -> tuple[Cause, str]:
         return Cause.EXCEPTION, f"the user's code called sys.exit({error.code!r}) in the middle of its work"
     if isinstance(error, UnsupportedModel):  # seen only when training began
         return Cause.USER_ERROR, str(error)
-    if advice := advice_on(error):
+    if advice := advice_on(error) or shadowed(error):
         return Cause.USER_ERROR, f"{advice} ({type(error).__name__}: {error})"[:4000]
     text = error.detail if isinstance(error, RatchetError) else f"{type(error).__name__}: {error}"
     if isinstance(error, MemoryError | torch.OutOfMemoryError):

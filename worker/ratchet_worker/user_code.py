@@ -13,6 +13,7 @@ from typing import Any
 
 from ratchet_contract import scripts
 from ratchet_contract.errors import UserError
+from ratchet_contract.public_names import PACKAGE, shadow_advice
 from ratchet_contract.spec import TaskSpec
 
 
@@ -64,7 +65,9 @@ def _import(name: str, code: Path) -> Any:
             ) from error
         raise not_importable(f"importing {name!r}", error, code) from error
     except (ImportError, SyntaxError) as error:
-        raise UserError(f"importing {name!r} failed: {type(error).__name__}: {error}", code="import-failed") from error
+        text = f"importing {name!r} failed: {type(error).__name__}: {error}"
+        advice = shadowed(error)
+        raise UserError(text if advice is None else f"{text}. {advice}", code="import-failed") from error
 
 
 def not_importable(what: str, error: ModuleNotFoundError | SyntaxError, code: Path) -> UserError:
@@ -77,6 +80,11 @@ def not_importable(what: str, error: ModuleNotFoundError | SyntaxError, code: Pa
         f"code directory, which holds: {_names_in(code)}",
         code="import-failed",
     )
+
+
+def shadowed(error: BaseException) -> str | None:
+    """The cure, where a name of ``import ratchet`` is missing since a module of the user's has that name."""
+    return shadow_advice(error, getattr(sys.modules.get(PACKAGE), "__file__", None))
 
 
 def _pip_install(module: str | None) -> str:

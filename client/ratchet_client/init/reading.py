@@ -10,6 +10,7 @@ from typing import Any, Final
 from ratchet_client.init.facts import Facts, HookUse, Option, Place
 from ratchet_contract.errors import NotFound, Refused
 from ratchet_contract.module_imports import files_of, imports
+from ratchet_contract.scripts import is_unmanaged
 
 _MAX_FILES: Final = 300
 _MAX_DEPTH: Final = 20
@@ -149,7 +150,7 @@ class _Reader:
     # --- what is called ------------------------------------------------------------------------------------------------
 
     def _session(self, node: ast.Call) -> None:
-        if "ratchet_worker" in ast.unparse(self.tree):
+        if not is_unmanaged(ast.unparse(self.tree).encode()):
             self.facts.session = self.facts.session or self._place(node)
 
     def _managed(self, node: ast.Call) -> None:

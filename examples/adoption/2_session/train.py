@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from ratchet_worker.data.loader import TrainLoader
-from ratchet_worker.session import Session
+from ratchet import Session, TrainLoader
 
 
 def load_digits() -> tuple[TensorDataset, TensorDataset]:

@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from ratchet_worker.data.loader import TrainLoader
-from ratchet_worker.task import LossResult, Parts, Sums, TaskContext
+from ratchet import LossResult, Parts, Sums, TaskContext, TrainLoader
 
 
 def load_digits() -> tuple[TensorDataset, TensorDataset]:

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ratchet_worker.data.loader import TrainLoader
-from ratchet_worker.task import LossResult, Parts, TaskContext
+from ratchet import LossResult, Parts, TaskContext, TrainLoader
 
 
 class Experts(nn.Module):

@@ -21,8 +21,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ratchet_worker.data.loader import TrainLoader
-from ratchet_worker.session import Session
+from ratchet import Session, TrainLoader
 
 
 class SimpleModel(nn.Module):

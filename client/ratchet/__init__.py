@@ -1,0 +1,44 @@
+"""Ratchet in Python: ``import ratchet``.
+
+``ratchet.Client`` talks to the service; ``Session``, ``TrainLoader``, ``TrainStream`` and what a ``Task`` is made of are for
+training code. Importing this costs nothing: each name's module, and torch with it, is imported when the name is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ratchet_contract.public_names import PUBLIC
+
+if TYPE_CHECKING:
+    from ratchet_client.client import RatchetClient as Client
+    from ratchet_client.job import Job
+    from ratchet_contract.errors import Conflict, NotFound, RatchetError, SpecError
+    from ratchet_contract.spec import JobSpec
+    from ratchet_worker.data.iterable import TrainStream
+    from ratchet_worker.data.loader import TrainLoader
+    from ratchet_worker.session import Session
+    from ratchet_worker.task import EvaluatingTask, LossResult, Parts, Sums, Task, TaskContext
+
+__all__ = [
+    "Client", "Conflict", "EvaluatingTask", "Job", "JobSpec", "LossResult", "NotFound", "Parts", "RatchetError", "Session",
+    "SpecError", "Sums", "Task", "TaskContext", "TrainLoader", "TrainStream",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in PUBLIC:
+        raise AttributeError(f"module 'ratchet' has no attribute {name!r}; it has: {', '.join(__all__)}", name=name)
+    module, _, attribute = PUBLIC[name].partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if module.startswith("ratchet_worker"):
+            cure = "pip install 'ratchet-train[worker]'"
+            raise ImportError(f"ratchet.{name} needs {error.name!r}, which is not installed here: {cure}") from error
+        raise
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

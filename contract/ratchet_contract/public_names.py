@@ -1,0 +1,46 @@
+"""The names that ``import ratchet`` offers, and where each is. A user's own module of that name is told by the lack of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+PACKAGE: Final = "ratchet"
+PUBLIC: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "Client": "ratchet_client.client:RatchetClient",
+        "Conflict": "ratchet_contract.errors:Conflict",
+        "EvaluatingTask": "ratchet_worker.task:EvaluatingTask",
+        "Job": "ratchet_client.job:Job",
+        "JobSpec": "ratchet_contract.spec:JobSpec",
+        "LossResult": "ratchet_worker.task:LossResult",
+        "NotFound": "ratchet_contract.errors:NotFound",
+        "Parts": "ratchet_worker.task:Parts",
+        "RatchetError": "ratchet_contract.errors:RatchetError",
+        "Session": "ratchet_worker.session:Session",
+        "SpecError": "ratchet_contract.errors:SpecError",
+        "Sums": "ratchet_worker.task:Sums",
+        "Task": "ratchet_worker.task:Task",
+        "TaskContext": "ratchet_worker.task:TaskContext",
+        "TrainLoader": "ratchet_worker.data.loader:TrainLoader",
+        "TrainStream": "ratchet_worker.data.iterable:TrainStream",
+    }
+)
+
+
+def shadow_advice(error: BaseException, file: str | None) -> str | None:
+    """What to do about ``error``, where a module of the user's, in ``file``, was found under Ratchet's name; else None."""
+    if isinstance(error, AttributeError):
+        package, missing = getattr(error.obj, "__name__", None), error.name
+    elif isinstance(error, ImportError):
+        package, missing = error.name, str(error).partition("'")[2].partition("'")[0]  # cannot import name 'X' from ...
+    else:
+        return None
+    if package != PACKAGE or missing is None or missing not in PUBLIC:
+        return None
+    module = PUBLIC[missing].partition(":")[0]
+    return (
+        f"{PACKAGE}.{missing} is not there, since `import {PACKAGE}` found {file or 'another module'} and not Ratchet's package: "
+        f"rename it (and the directory, if it is one), or write `from {module} import {PUBLIC[missing].partition(':')[2]}`"
+    )

@@ -1,0 +1,94 @@
+"""``import ratchet``: its names, what it costs, what is said where something of it, or all of it, is not there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ratchet
+from ratchet_contract.public_names import PUBLIC
+from ratchet_contract.scripts import is_unmanaged
+from ratchet_contract.spec_parse import parse_spec
+from ratchet_service.machine import Machine
+from ratchet_service.preflight import resolve
+
+
+def run(folder: Path, program: str) -> str:
+    script = folder / "train.py"
+    script.write_text(program)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_public_name_is_there_and_documented() -> None:
+    assert sorted(ratchet.__all__) == sorted(PUBLIC) == dir(ratchet)
+    for name in ratchet.__all__:
+        assert getattr(ratchet, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Sesion'; it has: Client"):
+        ratchet.Sesion  # noqa: B018
+
+
+def test_the_client_needs_no_torch_and_training_says_what_it_needs(tmp_path: Path) -> None:
+    program = """
+import sys
+import ratchet
+assert "torch" not in sys.modules and "httpx" not in sys.modules
+ratchet.Client, ratchet.Job, ratchet.JobSpec
+assert "torch" not in sys.modules
+sys.modules["torch"] = None  # as where it is not installed
+try:
+    from ratchet import Session
+except ImportError as error:
+    print(error)
+"""
+    assert run(tmp_path, program) == (
+        "ratchet.Session needs 'torch', which is not installed here: pip install 'ratchet-train[worker]'\n"
+    )
+
+
+@pytest.mark.parametrize("use", ["from ratchet import Session", "import ratchet; ratchet.Session"])
+def test_a_users_own_module_of_that_name_is_named_by_the_rank(tmp_path: Path, use: str) -> None:
+    (tmp_path / "ratchet.py").write_text("teeth = 12\n")
+    program = f"""
+from ratchet_worker.endings import cause_of
+try:
+    {use}
+except Exception as error:
+    print(*cause_of(error))
+"""
+    told = run(tmp_path, program)
+    assert told.startswith("user-error ratchet.Session is not there")
+    assert f"found {tmp_path / 'ratchet.py'}" in told and "rename it" in told
+    assert "from ratchet_worker.session import Session" in told
+
+
+@pytest.mark.parametrize("own", ["ratchet.py", "ratchet/__init__.py"])
+def test_and_at_submission(tmp_path: Path, own: str) -> None:
+    def told() -> list[str]:
+        spec = {"name": "j", "code": {"path": str(tmp_path)}, "script": ["train.py"], "world": {"device": "cpu"}}
+        _, warnings, problems = resolve(parse_spec(spec), Machine((), 4))
+        assert problems == []
+        return [warning.detail for warning in warnings if warning.code == "ratchet-shadowed"]
+
+    (tmp_path / "train.py").write_text("import torch\nfrom ratchet import Session\n\nwith Session() as session: ...\n")
+    assert told() == []
+    (tmp_path / own).parent.mkdir(exist_ok=True)
+    (tmp_path / own).write_text("teeth = 12\n")
+    (text,) = told()
+    assert f"`import ratchet` (train.py, line 2) finds {own} of the code directory" in text and "rename" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "unmanaged"),
+    [
+        (b"from ratchet import Session", False), (b"import ratchet\nratchet.Session()", False),
+        (b"from ratchet_worker.session import Session", False), (b"import ratchet  # my own wrench", True),
+        (b"import ratchet_hooks\nfrom sqlalchemy.orm import Session", True), (b"# ratchet submit; Session", True),
+    ],
+)  # fmt: skip
+def test_which_scripts_have_a_session(text: bytes, unmanaged: bool) -> None:
+    assert is_unmanaged(text) is unmanaged
