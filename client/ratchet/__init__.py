@@ -26,18 +26,21 @@ __all__ = [
     "SpecError", "Sums", "Task", "TaskContext", "TrainLoader", "TrainStream",
 ]  # fmt: skip
 
+if not TYPE_CHECKING:  # a type checker takes the imports above, and finds a name that is not among them
 
-def __getattr__(name: str) -> Any:
-    if name not in PUBLIC:
-        raise AttributeError(f"module 'ratchet' has no attribute {name!r}; it has: {', '.join(__all__)}", name=name)
-    module, _, attribute = PUBLIC[name].partition(":")
-    try:
-        return getattr(import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        if module.startswith("ratchet_worker"):
-            cure = "pip install 'ratchet-train[worker]'"
-            raise ImportError(f"ratchet.{name} needs {error.name!r}, which is not installed here: {cure}") from error
-        raise
+    def __getattr__(name: str) -> Any:
+        if name not in PUBLIC:
+            raise AttributeError(f"module 'ratchet' has no attribute {name!r}; it has: {', '.join(__all__)}", name=name)
+        module, _, attribute = PUBLIC[name].partition(":")
+        try:
+            return getattr(import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            if module.startswith("ratchet_worker"):
+                cure = "pip install 'ratchet-train[worker]'"
+                raise ImportError(
+                    f"ratchet.{name} needs {error.name!r}, which is not installed here: {cure}"
+                ) from error
+            raise
 
 
 def __dir__() -> list[str]:

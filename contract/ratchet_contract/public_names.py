@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
+from ratchet_contract.version import RATCHET_VERSION
+
 PACKAGE: Final = "ratchet"
 PUBLIC: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -27,6 +29,11 @@ PUBLIC: Final[Mapping[str, str]] = MappingProxyType(
         "TrainStream": "ratchet_worker.data.iterable:TrainStream",
     }
 )
+
+
+def requirement(module: str) -> str:
+    """What pip is asked for to get the top-level ``module``. Ratchet's own, which an older version lacks, is of this version."""
+    return f"ratchet-train[worker]=={RATCHET_VERSION}" if module == PACKAGE else module
 
 
 def shadow_advice(error: BaseException, file: str | None) -> str | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from ratchet_contract.module_imports import files_of, imports
-from ratchet_contract.public_names import PACKAGE
+from ratchet_contract.public_names import PACKAGE, requirement
 from ratchet_contract.spec import JobSpec
 from ratchet_service import syntax
 from ratchet_service.confined import Confined
@@ -96,8 +96,8 @@ def check(spec: JobSpec, python: str, found: Imported, missing: Sequence[str], r
     if found.shadow is not None:
         file, place = found.shadow
         text = (
-            f"`import {PACKAGE}` ({place}) finds {file} of the code directory, not Ratchet's package: if that has the Session, "
-            f"rename {file}, or write `from ratchet_worker.session import Session`"
+            f"`import {PACKAGE}` ({place}): {file} of the code directory has the name of Ratchet's own package, and one hides "
+            f"the other. Rename {file}, or write `from ratchet_worker.session import Session` where Ratchet's Session is meant"
         )
         report.warn(pointer, "ratchet-shadowed", text)
     if certain := {name: found.certain[name] for name in missing if name in found.certain}:
@@ -115,7 +115,8 @@ def _lacks(python: str, places: Mapping[str, str]) -> str:
 
 
 def _cure(python: str, names: Mapping[str, str]) -> str:
+    install = pip_install(python, *map(requirement, sorted(names)))
     return (
-        f"Install it: {pip_install(python, *sorted(names))} (if the package is named like its module), or name another "
-        "interpreter with `python`. A module of your own belongs into the code directory"
+        f"Install it: {install} (if the package is named like its module), or name another interpreter with `python`. A module "
+        "of your own belongs into the code directory"
     )

@@ -14,8 +14,8 @@ from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
 PACKAGES: Final = {
-    "ratchet_client": "client", "ratchet_service": "service", "ratchet_worker": "worker", "ratchet_store": "store",
-    "ratchet_contract": "contract", "ratchet_hooks": "hooks", "ratchet_migrations": "migrations",
+    "ratchet": "client", "ratchet_client": "client", "ratchet_service": "service", "ratchet_worker": "worker",
+    "ratchet_store": "store", "ratchet_contract": "contract", "ratchet_hooks": "hooks", "ratchet_migrations": "migrations",
 }  # fmt: skip
 """Ratchet's packages, and the folders of this repository that they lie in."""
 

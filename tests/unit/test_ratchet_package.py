@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,13 @@ import ratchet
 from ratchet_contract.public_names import PUBLIC
 from ratchet_contract.scripts import is_unmanaged
 from ratchet_contract.spec_parse import parse_spec
+from ratchet_contract.version import RATCHET_VERSION
+from ratchet_service import preflight_imports
 from ratchet_service.machine import Machine
 from ratchet_service.preflight import resolve
+from ratchet_service.preflight_imports import Imported
+from ratchet_service.preflight_report import Report
+from ratchet_worker.user_code import not_importable
 
 
 def run(folder: Path, program: str) -> str:
@@ -28,8 +34,29 @@ def test_every_public_name_is_there_and_documented() -> None:
     assert sorted(ratchet.__all__) == sorted(PUBLIC) == dir(ratchet)
     for name in ratchet.__all__:
         assert getattr(ratchet, name) is not None
-    with pytest.raises(AttributeError, match="no attribute 'Sesion'; it has: Client"):
+    scope: dict[str, object] = {}
+    exec("from ratchet import *", scope)
+    assert scope.keys() - {"__builtins__"} == set(PUBLIC) and scope["Client"] is ratchet.Client
+    with pytest.raises(AttributeError, match=r"no attribute 'Sesion'; it has: .*Client"):
         ratchet.Sesion  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'Sesion' from 'ratchet'"):
+        exec("from ratchet import Sesion")
+
+
+def test_type_checkers_see_each_name_where_it_is() -> None:
+    tree = ast.parse(Path(ratchet.__file__).read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    assert not any(
+        isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body
+    )  # would be Any
+    found = {
+        alias.asname or alias.name: f"{node.module}:{alias.name}"
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert found == PUBLIC
+    assert Path(ratchet.__file__).with_name("py.typed").exists()
 
 
 def test_the_client_needs_no_torch_and_training_says_what_it_needs(tmp_path: Path) -> None:
@@ -79,7 +106,20 @@ def test_and_at_submission(tmp_path: Path, own: str) -> None:
     (tmp_path / own).parent.mkdir(exist_ok=True)
     (tmp_path / own).write_text("teeth = 12\n")
     (text,) = told()
-    assert f"`import ratchet` (train.py, line 2) finds {own} of the code directory" in text and "rename" in text
+    assert f"`import ratchet` (train.py, line 2): {own} of the code directory has the name of" in text
+    assert f"Rename {own}, or write `from ratchet_worker.session import Session`" in text
+
+
+def test_an_older_ratchet_is_cured_with_the_package_of_ours_and_not_another_of_that_name(tmp_path: Path) -> None:
+    spec = parse_spec({"name": "j", "script": ["train.py"], "code": {"path": str(tmp_path)}})
+    report = Report()
+    found = Imported({"ratchet": "train.py, line 2", "yaml": "train.py, line 3"})
+    preflight_imports.check(spec, "/env/bin/python", found, ["ratchet", "yaml"], report)
+    (problem,) = report.problems
+    ours = f"'ratchet-train[worker]=={RATCHET_VERSION}'"
+    assert f"/env/bin/python -m pip install {ours} yaml " in problem.detail
+    told = not_importable("train.py", ModuleNotFoundError("No module named 'ratchet'", name="ratchet"), tmp_path)
+    assert f"{sys.executable} -m pip install {ours} " in told.detail
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from ratchet_contract.deadlines import Pace
 from ratchet_contract.messages import Control, LaunchFile
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import AttemptPhase, Cause, Desired
+from ratchet_contract.public_names import PACKAGE
 from ratchet_contract.scripts import SESSION_PACKAGE
 from ratchet_worker import procs
 from ratchet_worker.control import write_control
@@ -40,8 +41,8 @@ from ratchet_worker.wishes import Wishes
 
 T = TypeVar("T")
 _SCRIPT_HINT: Final = (
-    f": a script whose main file mentions {SESSION_PACKAGE} is expected to begin the steps of a Session by then; one that does "
-    "not is unmanaged and has no deadline"
+    f": a script whose main file imports the Session of `{PACKAGE}`, or mentions {SESSION_PACKAGE}, is expected to begin the "
+    "steps of a Session by then; any other is unmanaged and has no deadline"
 )
 _DEATH_LIMIT: Final = 10.0  # seconds a killed rank may take to die (freeing memory, a stuck disk)
 _PEER_PATIENCE: Final = 5.0

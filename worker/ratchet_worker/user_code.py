@@ -13,7 +13,7 @@ from typing import Any
 
 from ratchet_contract import scripts
 from ratchet_contract.errors import UserError
-from ratchet_contract.public_names import PACKAGE, shadow_advice
+from ratchet_contract.public_names import PACKAGE, requirement, shadow_advice
 from ratchet_contract.spec import TaskSpec
 
 
@@ -89,7 +89,7 @@ def shadowed(error: BaseException) -> str | None:
 
 def _pip_install(module: str | None) -> str:
     top = (module or "").partition(".")[0]
-    return shlex.join([sys.executable, "-m", "pip", "install", top])
+    return shlex.join([sys.executable, "-m", "pip", "install", requirement(top)])
 
 
 def _names_in(code: Path) -> str:

@@ -82,7 +82,8 @@ def _way(facts: Facts, place: Place, way: Way) -> Iterator[Note]:
             text = f"the Session is made in {facts.session.file}: import ratchet_worker in {place.relative} too, to make it known"
             yield Note("session-elsewhere", text, serious=True)
     else:
-        text = f"{place.relative} mentions ratchet_worker and so counts as managed, but no Session was seen: make one ({_GUIDE})"
+        named = f"{place.relative} names Ratchet's Session or ratchet_worker"
+        text = f"{named} and so counts as managed, but no Session is made: make one ({_GUIDE})"
         yield Note("no-session", text, serious=True)
 
 
