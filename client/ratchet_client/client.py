@@ -50,6 +50,9 @@ class RatchetClient(Following, Access):
                  retry_for: float = 10.0, token: str | None = None) -> None:  # fmt: skip
         self._transport = Transport(base_url, home, timeout, retry_for, token)
 
+    def __repr__(self) -> str:
+        return f"<RatchetClient {self._transport.place()}>"
+
     def __enter__(self) -> Self:
         return self
 

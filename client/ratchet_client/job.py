@@ -32,14 +32,10 @@ class Job:
         self.view = view
 
     def __repr__(self) -> str:
-        return f"<Job {self.id} {self.name!r} {self.phase}, step {self._steps()}, attempt {self.attempt}>"
+        return f"<Job {self.id} {self.name!r} {self.phase}, step {self.progress.out_of()}, attempt {self.attempt}>"
 
     def _repr_html_(self) -> str:
         return self.view._repr_html_()
-
-    def _steps(self) -> str:
-        total = self.progress.total_steps
-        return str(self.progress.step) if total is None else f"{self.progress.step}/{total}"
 
     @property
     def id(self) -> str:

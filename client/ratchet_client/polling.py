@@ -16,6 +16,8 @@ from ratchet_contract.phases import JobPhase
 T = TypeVar("T")
 TERMINAL: Final = frozenset(phase for phase in JobPhase if phase.terminal)
 _GROWTH = 1.5
+_SHOWN = 5
+"""Metrics in a snapshot's ``repr``."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,15 @@ class Snapshot:
     hook: HookView
     metrics: Mapping[str, float]
     at: datetime
+
+    def __repr__(self) -> str:
+        newest = [f"{name} {value:.6g}" for name, value in self.metrics.items()]
+        shown = [*newest[:_SHOWN], *([f"{len(newest) - _SHOWN} more"] if len(newest) > _SHOWN else [])]
+        where = f"{self.job.phase}, step {self.job.progress.out_of()}, attempt {self.job.attempt}"
+        return f"<Snapshot of {self.job.name}: {', '.join([where, *shown])}>"
+
+    def _repr_html_(self) -> str:
+        return self.job._repr_html_() + self.hook._repr_html_()
 
 
 class Series(NamedTuple):

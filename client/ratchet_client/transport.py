@@ -76,6 +76,10 @@ class Transport:
         """What the first request found; the configuration is not read again. Raises ``Refused``."""
         return find_target(*self._given)
 
+    def place(self) -> str:
+        """The server's address, or the run directory whose service is looked for; nothing is asked. Raises ``Refused``."""
+        return (self.target.server or self.target.home).value
+
     def _authorization(self, url: str) -> dict[str, str]:
         token = self.target.token_for(url)
         if token is None:

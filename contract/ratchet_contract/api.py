@@ -56,6 +56,10 @@ class ProgressView(View):
     steps_at_risk: int = Field(0, description="Steps done since the last committed checkpoint.")
     steps_per_second: float | None = Field(None, description="Newest measurement; null when no attempt trains.")
 
+    def out_of(self) -> str:
+        """``7/9``, or ``7`` where nobody has said how many there are to be."""
+        return str(self.step) if self.total_steps is None else f"{self.step}/{self.total_steps}"
+
 
 class BudgetView(View):
     preemptions: int = 0
@@ -188,8 +192,10 @@ class BaseView(View):
         return cls(step=base.step, attempt=base.epoch, digest=base.digest)
 
 
-class ResumeReportView(ReportOf[BaseView]):
+class ResumeReportView(View, ReportOf[BaseView]):
     """How an attempt began. ``exact``: every component of every rank, and every recorded fact, is as it was."""
+
+    SHOWN = ("verdict", "base.step", "world_size", "components", "differences", "quarantined", "notes")
 
 
 class AttemptView(View):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -41,3 +42,7 @@ Size = Annotated[str, BeforeValidator(_size)]
 
 class SpecModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """What was given, without the defaults."""
+        return ((name, value) for name, value in super().__repr_args__() if name in self.model_fields_set)

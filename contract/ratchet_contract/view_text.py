@@ -63,6 +63,8 @@ def _short(value: Any) -> Any:
 def _text(value: Any) -> str:
     if isinstance(value, datetime):
         return value.isoformat(timespec="seconds")
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return ", ".join(map(_text, value))
     return str(value.value if isinstance(value, Enum) else value)
 
 

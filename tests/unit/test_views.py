@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from html.parser import HTMLParser
+from pathlib import Path
 
-from ratchet_client.client import Series
-from ratchet_contract.api import AttemptView, EventView, HookSampleView, JobView, MetricPoint, MetricSeries
+from ratchet_client import RatchetClient
+from ratchet_client.client import Series, Snapshot
+from ratchet_contract.access import Role, Scope
+from ratchet_contract.api import (
+    AttemptView,
+    EventView,
+    HookSampleView,
+    HookView,
+    JobView,
+    MetricPoint,
+    MetricSeries,
+    ResumeReportView,
+)
+from ratchet_contract.api_access import WhoAmI
+from ratchet_contract.spec import JobSpec, TaskSpec
 from tests.support.scripted import JOB
 
 AT = "2026-01-01T00:00:00Z"
@@ -30,6 +44,37 @@ def test_a_view_is_one_line() -> None:
     assert "summary.rank=1, summary.step=7" in repr(sample) and "points=[900 items]" in repr(
         MetricSeries(name="loss", points=points)
     )
+
+
+def test_so_are_a_resume_report_a_snapshot_and_a_client(tmp_path: Path) -> None:
+    parts = [{"component": f"part{n}", "rank": n, "status": "exact"} for n in range(40)]
+    report = ResumeReportView.model_validate(
+        {
+            "verdict": "exact",
+            "base": {"step": 7, "attempt": 1, "digest": "0" * 64},
+            "world_size": 2,
+            "components": parts,
+        }
+    )
+    assert repr(report) == "ResumeReportView(verdict='exact', base.step=7, world_size=2, components=[40 items])"
+    job = JobView.model_validate({**JOB, "name": "digits", "progress": {"step": 7, "total_steps": 9}})
+    hook = HookView(
+        job_id=job.id, source="live", name="powerSGD", wrapper=None, parameters={}, stateful=True, phase="compressing"
+    )
+    snapshot = Snapshot(job, hook, {"loss": 0.123456789, "lr": 0.1}, job.created_at)
+    assert repr(snapshot) == "<Snapshot of digits: RUNNING, step 7/9, attempt 1, loss 0.123457, lr 0.1>"
+    assert "<td style='text-align:left'>RUNNING" in snapshot._repr_html_() and "compressing" in snapshot._repr_html_()
+    assert len(repr(Snapshot(job, hook, {f"metric{n}": 0.5 for n in range(99)}, job.created_at))) < 250
+    assert repr(RatchetClient("http://127.0.0.1:1")) == "<RatchetClient http://127.0.0.1:1>"
+    assert repr(RatchetClient(home=tmp_path)) == f"<RatchetClient {tmp_path}>"  # no service is needed for it
+    assert repr(JobSpec(name="digits", task=TaskSpec(entrypoint="a:B"))) == (
+        "JobSpec(name='digits', task=TaskSpec(entrypoint='a:B'))"
+    )
+
+
+def test_a_list_of_words_is_written_as_words() -> None:
+    who = WhoAmI(owner="ann", role=Role.SUBMITTER, scopes=[Scope.JOBS_READ, Scope.JOBS_WRITE], tokens_required=True)
+    assert "<td style='text-align:left'>jobs:read, jobs:write</td>" in who._repr_html_()
 
 
 def test_a_notebook_gets_a_table_and_no_markup_of_others() -> None:
