@@ -1,4 +1,4 @@
-"""``python -m ratchet_service serve``, ``reconcile``, ``token``, ``backup`` and ``restore``."""
+"""``python -m ratchet_service serve``, ``reconcile``, ``agent-host``, ``token``, ``backup`` and ``restore``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from ratchet_contract import environment
+from ratchet_contract.paths import HomePaths
 from ratchet_service import backup, log_format, token_command
 from ratchet_service.bounds import Bounds, parse_bounds
 from ratchet_service.confined import Limits
@@ -30,6 +31,11 @@ def main(argv: list[str] | None = None) -> int:
             return token_command.run(Settings(home, options.database_url), options)
         if options.command in ("backup", "restore"):
             return backup.run(Settings(home, options.database_url), options)
+        if options.command == "agent-host":
+            from ratchet_service import agent_host
+
+            agent_host.run(HomePaths(home.resolve()), options.cpu_slots)
+            return 0
         return _run(home, options)
     except StartError as error:
         print(f"ratchet: {error}", file=sys.stderr)
@@ -83,27 +89,29 @@ def _run(home: Path, options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    database = argparse.ArgumentParser(add_help=False)
+    base = argparse.ArgumentParser(add_help=False)
     home = os.environ.get(environment.HOME) or ".ratchet"
-    database.add_argument(
+    base.add_argument(
         "--home", type=Path, default=Path(home), help="run directory (default: RATCHET_HOME or ./.ratchet)"
     )
-    database.add_argument(
-        "--database-url",
-        default=os.environ.get(environment.DATABASE_URL) or None,
-        help="sqlite:///FILE or postgresql://... (default: RATCHET_DATABASE_URL, else SQLite in the run directory)",
-    )
-    database.add_argument(
+    base.add_argument(
         "--log-format",
         choices=log_format.FORMATS,
         default=os.environ.get(environment.LOG_FORMAT) or "text",
         help="of the log on standard error; json: one object a line (default: RATCHET_LOG_FORMAT, else text)",
     )
-    database.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
-    common = argparse.ArgumentParser(add_help=False, parents=[database])
-    common.add_argument(
+    base.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    database = argparse.ArgumentParser(add_help=False, parents=[base])
+    database.add_argument(
+        "--database-url",
+        default=os.environ.get(environment.DATABASE_URL) or None,
+        help="sqlite:///FILE or postgresql://... (default: RATCHET_DATABASE_URL, else SQLite in the run directory)",
+    )
+    machine = argparse.ArgumentParser(add_help=False)
+    machine.add_argument(
         "--cpu-slots", type=_positive, help="CPU slots lent to jobs (default: the cores of this process)"
     )
+    common = argparse.ArgumentParser(add_help=False, parents=[database, machine])
     common.add_argument(
         "--launchers",
         type=Path,
@@ -169,6 +177,8 @@ def _parser() -> argparse.ArgumentParser:
         help="tell /metrics, /healthz and /readyz there, without a token (default: nowhere)",
     )
     two.add_argument("--metrics-host", default="127.0.0.1", help="address of that port (default: %(default)s)")
+    agents = "starts the agents of local jobs for a reconciler elsewhere, without a database"
+    commands.add_parser("agent-host", parents=[base, machine], help=agents).set_defaults(database_url=None)
     token_command.add(commands, database)
     backup.add(commands, database)
     return parser

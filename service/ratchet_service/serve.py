@@ -28,7 +28,7 @@ from ratchet_service.interpreters import Interpreters
 from ratchet_service.launchers.table import Launchers
 from ratchet_service.launchers.table import load as load_launchers
 from ratchet_service.listening import FIRST_TOKEN, Listening, StartError, read_authorities
-from ratchet_service.machine import Machine, probe, write_machine
+from ratchet_service.machine import Machine, probe, read_machine, write_machine
 from ratchet_service.metrics_port import telling
 from ratchet_service.migrate_locks import MigrationBlocked
 from ratchet_service.models import ApiToken
@@ -74,7 +74,7 @@ def serve(options: ServeOptions) -> None:
             write_authorities(settings.paths, listen)
             launchers = options.launchers or open_launchers(settings)
             _say_as_whom(settings, launchers)
-            machine = probe_machine(options.cpu_slots)
+            machine = machine_of_jobs(settings, launchers if options.reconcile else Launchers({}), options.cpu_slots)
             instruments, reconciler = Instruments(), None
             if options.reconcile:
                 take_slots(database, launchers)
@@ -92,7 +92,7 @@ def serve(options: ServeOptions) -> None:
                 machine,
                 launchers,
                 reconciler.wake if reconciler else None,
-                here=options.reconcile,
+                here=options.reconcile and machine.here,
                 roots=Roots(settings.home, settings.code_roots, settings.uri_roots),
                 confined=settings.confined,
             )
@@ -121,8 +121,8 @@ def reconcile(
     settle_user(settings)
     database = open_database(settings)
     try:
-        machine = probe_machine(cpu_slots)
         launchers = open_launchers(settings)
+        machine = machine_of_jobs(settings, launchers, cpu_slots)
         _say_as_whom(settings, launchers)
         take_slots(database, launchers)
         instruments = Instruments()
@@ -133,7 +133,8 @@ def reconcile(
         health = Health(beat=reconciler.beat)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda sig, _: _stop(sig, reconciler, health))
-        write_machine(settings.home, machine, _torch_has_cuda(machine, settings))
+        if machine.here:  # else it has told of itself
+            write_machine(settings.home, machine, _torch_has_cuda(machine, settings))
         log.info(
             "reconciling for %s; %d GPUs, %d CPU slots", ", ".join(launchers), len(machine.gpus), machine.capacity.cpus
         )
@@ -153,12 +154,26 @@ def _stop(sig: int, reconciler: Reconciler, health: Health) -> None:
     threading.Thread(target=reconciler.stop, name="stop").start()
 
 
-def probe_machine(cpu_slots: int | None) -> Machine:
-    """Raises ``StartError`` where it cannot be told which GPUs may be lent."""
+def machine_of_jobs(settings: Settings, launchers: Launchers, cpu_slots: int | None) -> Machine:
+    """What the machine of local jobs has: this one, or the one that an agent host has told of. Raises ``StartError`` where that
+    has not run yet, or it cannot be told which GPUs may be lent."""
+    if hosted(launchers):
+        found = read_machine(settings.home)
+        if found is None:
+            raise StartError(
+                f"no agent host has run in {settings.home} yet, and the launchers file has local jobs started by one: start "
+                "`ratchet agent-host` with the same --home first"
+            )
+        return replace(found, cpu_slots=cpu_slots or found.cpu_slots)
     try:
         return probe(cpu_slots)
     except ValueError as error:
         raise StartError(str(error)) from None
+
+
+def hosted(launchers: Launchers) -> bool:
+    """Does an agent host start the agents of local jobs?"""
+    return "local" in launchers and not launchers["local"].same_files
 
 
 def open_launchers(settings: Settings) -> Launchers:
@@ -187,7 +202,7 @@ def _say_as_whom(settings: Settings, launchers: Launchers) -> None:
             settings.user,
             settings.user_limits.processes,
         )
-    elif os.geteuid() == 0 and any(launcher.slots for launcher in launchers.values()):
+    elif os.geteuid() == 0 and any(launcher.slots and launcher.same_files for launcher in launchers.values()):
         log.warning(
             "the service runs as root, and so does the code of every job of the local launcher: --run-as USER gives it a user of "
             "its own"

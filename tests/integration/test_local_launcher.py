@@ -18,6 +18,7 @@ from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Desired
 from ratchet_contract.spec import JobSpec, Resolved
+from ratchet_service.confined import Confined, User
 from ratchet_service.launch_files import launch_file
 from ratchet_service.launchers import processes
 from ratchet_service.launchers.base import LaunchError
@@ -213,7 +214,8 @@ def test_the_printed_ranks_are_what_the_agent_will_start(home: HomePaths) -> Non
     ("text", "said"),
     [
         ("slrum: {}", "no launcher 'slrum'; there is local, kubernetes, slurm"),
-        ("local: {speed: 3}", "local has no settings, but speed is given"),
+        ("local: {speed: 3}", "has the setting agent_host, true or false, and no other: speed is given"),
+        ("local: {agent_host: here}", "agent_host: 'here' is given"),
         ("local: fast", "the settings of local must be a mapping"),
         ("[local]", "must be a mapping"),
         ("local: {", "cannot be read"),
@@ -225,6 +227,13 @@ def test_a_launchers_file_that_is_wrong_is_refused_by_its_key(home: HomePaths, t
     file.write_text(text)
     with pytest.raises(ValueError, match=said):
         load(home, file)
+
+
+def test_a_user_for_the_agents_that_their_host_would_not_have_is_refused(home: HomePaths) -> None:
+    file = home.home / "launchers.yaml"
+    file.write_text("local: {agent_host: true}")
+    with pytest.raises(ValueError, match="leave --run-as out"):
+        load(home, file, Confined(User(1, 1, (1,), "/", "jobs")))
 
 
 def test_processes_that_no_attempt_knows_are_swept(home: HomePaths, tmp_path_factory: pytest.TempPathFactory) -> None:

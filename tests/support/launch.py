@@ -28,11 +28,14 @@ RESOLVED = Resolved(device="cpu", backend="gloo", threads_per_rank=1, python=sys
 _MESSAGE: TypeAdapter[RankMessage] = TypeAdapter(RankMessage)
 
 
-def wait_freeze(paths: AttemptPaths, number: int, world_size: int = 2, deadline: float = 30) -> None:
-    """Every rank has published where it is in freeze round ``number`` (from 0), and begins nothing that was not begun."""
+def wait_freeze(
+    paths: AttemptPaths, number: int, world_size: int = 2, deadline: float = 30, proc: Path = Path("/proc")
+) -> None:
+    """Every rank has published where it is in freeze round ``number`` (from 0), and begins nothing that was not begun.
+    ``proc``: as the ranks see it."""
     from torch.distributed import TCPStore  # the fixture is every test's, torch is not
 
-    env = Path(f"/proc/{rank_pid(paths, 0)}/environ").read_bytes().split(b"\0")
+    env = (proc / str(rank_pid(paths, 0)) / "environ").read_bytes().split(b"\0")
     port = next(int(pair.split(b"=")[1]) for pair in env if pair.startswith(b"MASTER_PORT="))
     store = TCPStore("127.0.0.1", port, is_master=False)
     keys = [f"freeze/{number}/{rank}" for rank in range(world_size)]

@@ -1,4 +1,4 @@
-"""``ratchet serve``, ``ratchet reconcile`` and ``ratchet agent``: this process becomes the service or the agent."""
+"""``ratchet serve``, ``reconcile``, ``agent-host`` and ``agent``: this process becomes the service, or what runs jobs for it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ LogFormat = Annotated[
 
 
 def register(app: typer.Typer) -> None:
-    for command in (serve, reconcile, agent):
+    for command in (serve, reconcile, agent_host, agent):
         app.command(rich_help_panel=SETUP)(command)
 
 
@@ -198,14 +198,19 @@ def reconcile(
     become("ratchet_service", "fastapi", "service", arguments, database_url)
 
 
+def agent_host(ctx: typer.Context, home: Home = None, cpu_slots: CpuSlots = None, log_format: LogFormat = None) -> None:
+    """Start agents for a reconciler elsewhere, and nothing else: without a database. SIGTERM has every job save and stop."""
+    become("ratchet_service", "fastapi", "service", ["agent-host", *_common(ctx, home, cpu_slots, None, log_format)])
+
+
 def _common(
     ctx: typer.Context,
     home: Path | None,
     cpu_slots: int | None,
     launchers: Path | None,
     log_format: str | None,
-    run_as: str | None,
-    run_as_limits: str | None,
+    run_as: str | None = None,
+    run_as_limits: str | None = None,
 ) -> list[str]:
     from ratchet_client.discovery import home_directory
 

@@ -26,7 +26,8 @@ from ratchet_service import file_owner
 from ratchet_service.confined import OWN, Confined
 from ratchet_service.file_owner import as_owner
 from ratchet_service.launchers import files, limits, processes
-from ratchet_service.launchers.base import AttemptRef, AttemptState, LaunchError, LaunchPlan
+from ratchet_service.launchers.apart import Apart
+from ratchet_service.launchers.base import AttemptRef, AttemptState, Launcher, LaunchError, LaunchPlan
 from ratchet_service.launchers.planning import agent_environment, rank_commands, secret_sources
 
 AGENT: Final = ("-P", "-m", "ratchet_worker.agent")
@@ -36,11 +37,22 @@ _APPEND: Final = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 _ONE_MACHINE: Final = "the local launcher is one machine"
 
 
-def make(home: HomePaths, settings: Mapping[str, Any], confined: Confined = OWN) -> LocalLauncher:
-    """The factory that the table names. Raises ``ValueError`` for settings: there are none."""
-    if settings:
-        raise ValueError(f"the launcher local has no settings, but {', '.join(map(str, settings))} is given")
-    return LocalLauncher(home, confined=confined)
+def make(home: HomePaths, settings: Mapping[str, Any], confined: Confined = OWN) -> Launcher:
+    """The factory that the table names. Raises ``ValueError`` for settings that it does not have."""
+    hosted = settings.get("agent_host", False)
+    further = [str(name) for name in settings if name != "agent_host"]
+    if further or not isinstance(hosted, bool):
+        given = ", ".join(further) or f"agent_host: {hosted!r}"
+        raise ValueError(
+            f"the launcher local has the setting agent_host, true or false, and no other: {given} is given"
+        )
+    if not hosted:
+        return LocalLauncher(home, confined=confined)
+    if confined.user is not None:
+        raise ValueError("local jobs run as the user of their agent host (agent_host: true): leave --run-as out")
+    from ratchet_service.launchers.agent_host_client import HostedLauncher
+
+    return Apart(HostedLauncher(home))
 
 
 class LocalLauncher:
@@ -98,18 +110,31 @@ class LocalLauncher:
         )
 
     def submit(self, plan: LaunchPlan) -> None:
-        paths = plan.ref.paths
-        if paths.agent_file.exists() or self._found(plan.ref):
-            return
+        if not self.began(plan.ref):
+            self._write(plan)
+            self.start(plan)
+
+    def start(self, plan: LaunchPlan) -> None:
+        """The agents of an attempt that has not begun, and whose ``launch.json`` is written. Raises ``LaunchError``."""
         env = agent_environment(self._environ, plan)
         try:
-            self._own(paths)
-            files.write_launch(paths, plan.launch)
             pids = [self._start(plan, node, env) for node in range(plan.ref.nodes)]
         except OSError as error:
             raise LaunchError(f"the agent could not be started: {error}") from error
         for pid in pids:
             processes.wait_until_visible(pid)  # who submits again, here or in another process, must see it
+
+    def began(self, ref: AttemptRef) -> bool:
+        """Were its agents started?"""
+        return ref.paths.agent_file.exists() or bool(self._found(ref))
+
+    def _write(self, plan: LaunchPlan) -> None:
+        """Raises ``LaunchError``."""
+        try:
+            self._own(plan.ref.paths)
+            files.write_launch(plan.ref.paths, plan.launch)
+        except OSError as error:
+            raise LaunchError(f"the agent could not be started: {error}") from error
 
     def poll(self, ref: AttemptRef) -> AttemptState:
         self._reap(ref.name)
@@ -141,15 +166,20 @@ class LocalLauncher:
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> list[str]:
         for name in list(self._children):  # of attempts that another reconciler looks after now
             self._reap(name)
-        found: dict[str, list[tuple[int, str]]] = {}
-        for pid, folder in processes.values_of(names.ATTEMPT_DIR):
-            ref = self._ref(Path(folder))
-            if ref is not None:
-                found.setdefault(ref.name, []).append((pid, folder))
+        found = {ref.name: folders for ref, folders in self.running()}
         orphans = sorted(set(found) - set(known(list(found)))) if found else []
         for name in orphans:
-            processes.end_all(partial(self._of_folders, {folder for _, folder in found[name]}))
+            processes.end_all(partial(self._of_folders, found[name]))
         return orphans
+
+    def running(self) -> list[tuple[AttemptRef, set[str]]]:
+        """Attempts of this run directory that processes of this machine belong to, and the directories that these name."""
+        found: dict[str, tuple[AttemptRef, set[str]]] = {}
+        for _, folder in processes.values_of(names.ATTEMPT_DIR):
+            ref = self._ref(Path(folder))
+            if ref is not None:
+                found.setdefault(ref.name, (ref, set()))[1].add(folder)
+        return list(found.values())
 
     def _start(self, plan: LaunchPlan, node: int, env: dict[str, str]) -> int:
         """Start the agent of one node; its pid. Raises ``OSError``."""

@@ -1,0 +1,40 @@
+"""What an agent host answers where it starts nothing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from ratchet_contract.paths import HomePaths
+from ratchet_contract.phases import Desired
+from ratchet_contract.spec import JobSpec, Resolved
+from ratchet_contract.version import PROTOCOL_VERSION
+from ratchet_service.agent_host import AgentHost
+from ratchet_service.launch_files import launch_file
+from ratchet_service.launchers import files
+from ratchet_service.launchers.agent_host_client import Question
+
+JOB = "job-0123456789ab"
+START = Question(what="start", job_id=JOB, epoch=1)
+
+
+def test_it_starts_no_agent_that_would_not_understand_its_job_nor_any_while_it_is_ending(tmp_path: Path) -> None:
+    home = HomePaths(tmp_path)
+    host, paths = AgentHost(home), home.job(JOB).attempt(1)
+    assert "restart it" in host.answer(START).away  # there is no launch.json that it can read
+    spec = JobSpec.model_validate({"name": "a", "task": {"entrypoint": "m:T"}, "world": {"ranks_per_node": 1}})
+    resolved = Resolved(device="cpu", backend="gloo", threads_per_rank=1, python=sys.executable)
+    launch = launch_file(home, JOB, 1, spec, resolved, (), "token", Desired.RUN)
+    files.write_launch(paths, launch.model_copy(update={"protocol": PROTOCOL_VERSION + 1}))
+    assert "restart it" in host.answer(START).away
+    files.write_launch(paths, launch)
+    host.end_agents()
+    assert "is ending" in host.answer(START).away
+    assert host.answer(Question(what="look", job_id=JOB, epoch=1)).alive is False
+    assert not paths.agent_log.exists()
+
+
+def test_what_names_no_attempt_is_refused(tmp_path: Path) -> None:
+    host = AgentHost(HomePaths(tmp_path))
+    for question in (Question(what="kill", job_id="../../x", epoch=1), Question(what="start", job_id=JOB)):
+        assert "no attempt" in host.answer(question).refused
