@@ -19,21 +19,24 @@ from sqlalchemy.engine import make_url
 
 from deploy import constraints
 from ratchet_contract.paths import HomePaths
+from ratchet_contract.spec_policy import PolicySpec
 from ratchet_service.database import PING_SECONDS
 from ratchet_service.launchers.table import load
+from ratchet_service.serve import hosted
 from tests.support.deployment import options_of
 
 ROOT = Path(__file__).parents[2]
 FILE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 COMPOSE: dict[str, Any] = FILE["services"]
-OURS = [name for name, part in COMPOSE.items() if "build" in part]
+BUILT = [name for name, part in COMPOSE.items() if "build" in part]
+OURS = [name for name, part in COMPOSE.items() if part["image"].startswith("ratchet-")]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXACT_TAG = re.compile(r"[\w./-]+:\d+\.\d+(\.\d+)?-[\w-]+")
 DOCKERFILES = sorted((ROOT / "deploy").glob("Dockerfile.*"))
 
 
 def commands() -> dict[str, list[str]]:
-    found = {name: part["command"] for name, part in COMPOSE.items() if "build" in part}
+    found = {name: COMPOSE[name]["command"] for name in OURS}
     for path in DOCKERFILES:
         match = re.search(r"^CMD (\[.*\])$", path.read_text(), re.MULTILINE)
         assert match is not None, path
@@ -57,7 +60,7 @@ def lines_of(path: Path) -> list[str]:
 
 
 def test_what_is_built_and_copied_is_there() -> None:
-    for name in OURS:
+    for name in BUILT:
         assert ROOT / COMPOSE[name]["build"]["dockerfile"] in DOCKERFILES
     for path in DOCKERFILES:
         for line in lines_of(path):
@@ -122,7 +125,7 @@ def test_the_constraints_have_a_version_of_every_package_that_an_image_installs_
         for path in DOCKERFILES
         for extra in re.findall(r"^ARG EXTRAS=(\S+)", path.read_text(), re.M)[0].split(",")
     }
-    given = {extra for name in OURS for extra in COMPOSE[name]["build"]["args"]["EXTRAS"].split(",")}
+    given = {extra for name in BUILT for extra in COMPOSE[name]["build"]["args"]["EXTRAS"].split(",")}
     assert given <= extras <= set(constraints.EXTRAS)
 
 
@@ -166,17 +169,34 @@ def test_the_build_arguments_that_compose_gives_are_those_that_the_files_take() 
         assert set(build.get("args", {})) <= set(re.findall(r"^ARG (\w+)", text, re.MULTILINE))
 
 
-def test_api_and_trainer_read_the_same_launchers_file_which_names_what_trains_there(tmp_path: Path) -> None:
-    for name in ("api", "trainer"):
+def test_api_and_reconciler_read_the_same_launchers_file_which_has_jobs_started_by_an_agent_host(
+    tmp_path: Path,
+) -> None:
+    for name in ("api", "reconciler"):
         where = COMPOSE[name]["environment"]["RATCHET_LAUNCHERS"]
         (mounted,) = [v for v in COMPOSE[name]["volumes"] if v.split(":")[1] == where]
         source, _, mode = mounted.split(":")
         assert mode == "ro"
-        assert list(load(HomePaths(tmp_path), ROOT / source)) == ["local"]
+        launchers = load(HomePaths(tmp_path), ROOT / source)
+        assert list(launchers) == ["local"] and hosted(launchers)
+
+
+def test_the_container_of_jobs_has_nothing_that_opens_the_database() -> None:
+    agents, database = COMPOSE["agents"], COMPOSE["database"]
+    assert set(agents["environment"]) == {"RATCHET_HOME"} and "env_file" not in agents
+    assert set(agents["networks"]).isdisjoint(database["networks"]), "it would reach the server"
+    assert all("pid" not in part for part in COMPOSE.values()), "it would see their processes"
+    assert agents["command"][0] == "agent-host" and agents["volumes"] == ["ratchet:/var/lib/ratchet"]
+
+
+def test_a_stop_of_the_container_of_jobs_leaves_them_the_time_to_save() -> None:
+    minutes = int(COMPOSE["agents"]["stop_grace_period"].removesuffix("m"))
+    assert 60 * minutes >= PolicySpec().stop_grace + 20
+    assert "depends_on" not in COMPOSE["agents"], "it would be restarted with that"
 
 
 def test_the_port_is_published_on_loopback_only_and_no_password_is_written_down() -> None:
-    assert COMPOSE["api"]["ports"] == ["127.0.0.1:8000:8000"]
+    assert COMPOSE["api"]["ports"] == ["127.0.0.1:${RATCHET_PORT:-8000}:8000"]
     assert all("ports" not in part for name, part in COMPOSE.items() if name != "api")
     password = COMPOSE["database"]["environment"]["POSTGRES_PASSWORD"]
     assert password.startswith("${RATCHET_DB_PASSWORD:?")
