@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 RUNS := $(VENV)/.installed-to-run
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo test conditions test-torch check serve quick-start bench exactness chaos simulate zombies faults fuzz teardown clean
+.PHONY: demo test conditions test-torch check serve quick-start bench exactness chaos simulate zombies faults fuzz teardown containers clean
 
 # what runs jobs, and no more. torch 2.13.0: the version that most tests were run with; torch>=2.9 would fetch the newest.
 # --no-compile: of some 9,000 modules a job imports a third, and each is compiled when it is imported first
@@ -102,6 +102,11 @@ faults: $(STAMP)
 fuzz: $(STAMP)
 	@echo "==> calls made up from the API's description: every answer must be a documented one"
 	RATCHET_TEST_EXAMPLES=$(or $(N),200) $(BIN)/python -m pytest -v -n0 --timeout=7200 tests/integration/test_api_schema.py
+
+# both images and docker-compose.yml with a real Docker engine: built, killed, stopped, replaced, compared; ten minutes or more. FILE=
+# one more compose file, for what a machine needs to build
+containers:
+	@python3 tests/e2e/containers.py $(if $(FILE),--file $(FILE))
 
 # groups of two ranks that are started and stopped: no rank may abort at its end
 teardown: $(STAMP)
