@@ -252,7 +252,7 @@ def main() -> int:
         ("buildx", "version"),
     ):
         say(subprocess.run(["docker", *words], capture_output=True, text=True).stdout.strip())
-    say(f"{platform.system()} {platform.release()} {platform.machine()}, {os.cpu_count()} cores")
+    say(f"{platform.system()} {platform.release().partition('-')[0]} {platform.machine()}, {os.cpu_count()} cores")
     with tempfile.TemporaryDirectory() as folder:
         trial = Trial(Path(folder), options.file)
         try:
