@@ -16,12 +16,16 @@ from ratchet_contract.code_archive import MEDIA_TYPE, archive, archive_size
 from ratchet_contract.code_choice import choose
 from ratchet_contract.code_tree import Entry, TreeError
 from ratchet_contract.errors import FieldProblem, NotFound, SpecError
+from ratchet_contract.git_facts import git_facts
+from ratchet_contract.version import GROWTH_HEADER
 
 Note = Callable[[str], None]
 """Is told now and then, in a sentence, how far what takes long has come."""
 _LARGE: Final = 16 * 2**20
 """Bytes from which on sending is worth a word."""
 _PERIOD: Final = 5.0
+_GIT_GROWTH: Final = 3
+"""Of a service whose specs have ``code.git``; an earlier one refuses the key."""
 
 
 def with_code(
@@ -45,10 +49,13 @@ def with_code(
         told = note if note is not None and size >= _LARGE else _silent
         told(f"the code in {root} is {_mib(size)}, {len(found)} files: sending it, unless the service has it already")
         digest = code_tree.digest(found)
-        _send(transport, digest, found, size, told)
+        grown = _send(transport, digest, found, size, told)
     except (TreeError, OSError) as error:
         raise _refused(error, root, f"{within}/code/path") from None
-    return {**spec, "code": {**code, "path": str(root), "digest": digest}}
+    sent = {**code, "path": str(root), "digest": digest}
+    sent.pop("git", None)
+    git = git_facts(root, found) if grown >= _GIT_GROWTH else None
+    return {**spec, "code": sent if git is None else {**sent, "git": git.model_dump(mode="json", exclude_none=True)}}
 
 
 def _of_a_directory(code: Any) -> bool:
@@ -64,14 +71,17 @@ def _elsewhere(transport: Transport, path: str) -> bool:
     return False
 
 
-def _send(transport: Transport, digest: str, found: list[Entry], size: int, told: Note) -> None:
+def _send(transport: Transport, digest: str, found: list[Entry], size: int, told: Note) -> int:
+    """What the service tells of its growth (``ratchet_contract.version``)."""
     place = f"/v1/code/{digest}"
     try:
-        transport.request("GET", place)
+        answer = transport.request("GET", place)
     except NotFound as error:
         if error.code != "code-not-found":
             raise
-        transport.request("PUT", place, body=Body(MEDIA_TYPE, size, lambda: _watched(archive(found), size, told)))
+        body = Body(MEDIA_TYPE, size, lambda: _watched(archive(found), size, told))
+        answer = transport.request("PUT", place, body=body)
+    return int(answer.headers.get(GROWTH_HEADER, 0))
 
 
 def _watched(parts: Iterator[bytes], size: int, told: Note) -> Iterator[bytes]:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from ratchet_contract.access import LOCAL_OWNER
+from ratchet_contract.git_facts import GitFacts
 from ratchet_contract.phases import AttemptPhase, Cause, Desired, JobPhase, Outcome
 from ratchet_contract.resume import Base, Redone, ReportOf
 from ratchet_contract.spec import Resolved
@@ -100,6 +101,7 @@ class EnvironmentView(View):
     python: str
     packages: list[str] = Field(description="All that rank 0's interpreter has, but Ratchet: `name==version`, sorted.")
     digest: str = Field(description="SHA-256 of `packages`, one a line.")
+    git: GitFacts | None = Field(None, description="The git commit that its code was taken at; null: none is known.")
 
 
 class JobView(View):

@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field, field_validator
 
 from ratchet_contract.api import View
 from ratchet_contract.code_tree import DIGEST
+from ratchet_contract.git_facts import GitFacts
 
 
 class WorldChange(View):
@@ -30,6 +31,7 @@ class CodeChange(View):
         pattern=DIGEST,
         description="Of a directory that was sent to the service; path then only tells where it came from.",
     )
+    git: GitFacts | None = Field(None, description="With digest: which git commit it was taken at.")
 
 
 class ResumeRequest(View):

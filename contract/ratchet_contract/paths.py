@@ -206,8 +206,13 @@ class AttemptPaths(NodePaths):
         return self.root / "base.json"
 
     @property
+    def git_file(self) -> Path:
+        """``GitFacts`` of the code, written beside ``launch.json``; none: the code is in no git repository."""
+        return self.root / "git.json"
+
+    @property
     def environment_file(self) -> Path:
-        """``EnvironmentView``: the packages of rank 0's interpreter, written before it trains."""
+        """``EnvironmentView``: the packages of rank 0's interpreter and the code's commit, written before it trains."""
         return self.root / "environment.json"
 
     def log(self, rank: int) -> Path:

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ratchet_contract.code_tree import DIGEST
 from ratchet_contract.environment import RESERVED_NAMES, RESERVED_PREFIXES
+from ratchet_contract.git_facts import GitFacts
 from ratchet_contract.masking import MASK
 from ratchet_contract.spec_base import Seconds, Size, SpecModel, size_in_bytes
 from ratchet_contract.spec_checkpoint import CheckpointSpec
@@ -74,6 +75,11 @@ class CodeSpec(SpecModel):
         [],
         max_length=100,
         description="Files and directories below path that the snapshot has although .gitignore or .ratchetignore names them.",
+    )
+    git: GitFacts | None = Field(
+        None,
+        description="Set by Ratchet: the git commit that the snapshot was taken at; null: path is in no git repository. What "
+        "is given here counts only beside digest, where the sender alone can know it.",
     )
 
 
@@ -348,7 +354,7 @@ class JobSpec(SpecModel):
         if self.code is not None and self.code.source == "snapshot":
             del data["code"]["source"]
         if self.code is not None:
-            del data["code"]["include"]  # the code's own digest tells what it is
+            del data["code"]["include"], data["code"]["git"]  # the code's own digest tells what it is
         if self.code is not None and self.code.digest is None:
             del data["code"]["digest"]
         return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

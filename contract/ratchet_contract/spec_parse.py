@@ -287,6 +287,10 @@ def cross_check(spec: JobSpec, unsure: Collection[str] = ()) -> list[FieldProble
         refuse(
             "/code/include", "code-conflict", "with source nodes nothing is copied, so nothing is left out: remove it"
         )
+    if spec.code is not None and spec.code.source == "nodes" and spec.code.git is not None:
+        refuse(
+            "/code/git", "code-conflict", "with source nodes nobody looks at the directory's git repository: remove it"
+        )
     out += policy_faults(spec.policy)
     for i, fault in enumerate(spec.trial.faults if spec.trial is not None and sure("world") else ()):
         if fault.rank >= spec.world.size:

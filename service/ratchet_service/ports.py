@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from ratchet_contract.api import Warning_
 from ratchet_contract.errors import FieldProblem
+from ratchet_contract.git_facts import GitFacts
 from ratchet_contract.spec import JobSpec, Resolved
 
 
@@ -34,6 +35,9 @@ class SubmissionPorts(Protocol):
 
     def snapshot(self, path: Path, include: Sequence[str] = ()) -> str:
         """Copy the user's code below the run directory; returns its digest. ``include``: of the spec. Raises ``SpecError``."""
+
+    def git_facts(self, path: Path, digest: str) -> GitFacts | None:
+        """The git commit of the directory ``path``, and what of its snapshot ``digest`` differs; None: it is in no repository."""
 
     def uploaded(self, digest: str) -> str:
         """Keep code that was sent, until a job names it; returns its digest. Raises ``SpecError`` where there is none."""

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from ratchet_contract.api import Warning_
+from ratchet_contract.code_tree import UNLIMITED, entries
 from ratchet_contract.errors import FieldProblem, SpecError
+from ratchet_contract.git_facts import GitFacts, git_facts
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Desired
 from ratchet_contract.spec import JobSpec, Resolved
@@ -117,6 +119,9 @@ class LocalSubmission:
 
     def snapshot(self, path: Path, include: Sequence[str] = ()) -> str:
         return snapshot.snapshot(path, self._home.code, include=include, allowed=self._roots.allows)
+
+    def git_facts(self, path: Path, digest: str) -> GitFacts | None:
+        return git_facts(path, entries(self._home.code / digest, UNLIMITED), self._roots.allows)
 
     def uploaded(self, digest: str) -> str:
         if not snapshot.keep(digest, self._home.code):

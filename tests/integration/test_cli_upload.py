@@ -90,6 +90,7 @@ def test_an_unchanged_directory_is_not_sent_twice(service: str, laptop: Path, mo
             "source": "snapshot",
             "digest": digest,
             "include": [],
+            "git": None,
         }
         plan = client.plan(spec)
         assert plan.resolved.code_digest == digest and str(digest) in str(plan.launch)

@@ -17,6 +17,7 @@ from fastapi import FastAPI
 
 from ratchet_contract.api import Warning_
 from ratchet_contract.errors import FieldProblem
+from ratchet_contract.git_facts import GitFacts
 from ratchet_contract.messages import AgentReport
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import AttemptPhase, Desired, JobPhase
@@ -75,6 +76,9 @@ class FakePorts:
     def snapshot(self, path: Path, include: Sequence[str] = ()) -> str:
         self.snapshots.append(path)
         return hashlib.sha256(str(path).encode()).hexdigest()
+
+    def git_facts(self, path: Path, digest: str) -> GitFacts | None:
+        return None
 
     def uploaded(self, digest: str) -> str:
         return digest

@@ -30,7 +30,7 @@ def test_the_first_of_a_name_counts_and_what_is_no_package_is_left_out(tmp_path:
 
 def test_what_changed_is_named() -> None:
     then, now = ["a==1", "b==1", "torch==2.9"], ["b==2", "c==3", "torch==2.13"]
-    recorded = {"packages": digest(then), "torch": "2.9", **provenance(then)}
+    recorded = {"packages": digest(then), "torch": "2.9", **provenance(then, None)}
     current = {"packages": digest(now), "torch": "2.13"}
     found = name_packages(compare(facts_of(recorded), current), recorded, now)
     assert [(d.key, d.recorded, d.current) for d in found] == [
@@ -43,5 +43,5 @@ def test_another_ranks_list_is_not_guessed_from_rank_0s() -> None:
     """On another node, with other packages: that they changed is known, which is not."""
     then, now, rank_0 = ["a==1"], ["a==2"], ["a==1", "b==1"]
     found = compare({"packages": digest(then)}, {"packages": digest(now)})
-    assert name_packages(found, provenance(rank_0), now) == found
+    assert name_packages(found, provenance(rank_0, None), now) == found
     assert name_packages(found, {}, now) == found

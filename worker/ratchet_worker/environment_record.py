@@ -12,13 +12,16 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 
 from ratchet_contract.api import EnvironmentView
+from ratchet_contract.git_facts import GitFacts
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.resume import EnvironmentDifference
@@ -142,9 +145,18 @@ def _short_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def provenance(packages: Sequence[str]) -> Record:
+def provenance(packages: Sequence[str], git: GitFacts | None) -> Record:
     """Goes into the manifest beside rank 0's facts."""
-    return {f"{PROVENANCE}ratchet": RATCHET_VERSION, _LIST: " ".join(packages)}
+    known = {} if git is None else git.model_dump(exclude_none=True)
+    found: Record = {f"{PROVENANCE}git_{key}": value for key, value in known.items()}
+    return {f"{PROVENANCE}ratchet": RATCHET_VERSION, _LIST: " ".join(packages)} | found
+
+
+def read_git(paths: AttemptPaths) -> GitFacts | None:
+    """The commit of the attempt's code, as whoever took its snapshot has found it; None: it is in no repository."""
+    with suppress(OSError, ValidationError):  # no job ends for what is for people
+        return GitFacts.model_validate_json(paths.git_file.read_bytes())
+    return None
 
 
 def facts_of(environment: Record | dict[str, Any]) -> Record:
@@ -167,12 +179,13 @@ def name_packages(
 
 
 def write(paths: AttemptPaths, packages: list[str]) -> None:
-    """Rank 0's list, for the API. Raises ``OSError``."""
+    """Rank 0's list, and the commit of the code, for the API. Raises ``OSError``."""
     found = EnvironmentView(
         ratchet=RATCHET_VERSION,
         python=platform.python_version(),
         packages=packages,
         digest=package_list.digest(packages),
+        git=read_git(paths),
     )
     write_atomic(paths.environment_file, found.model_dump_json().encode())
 

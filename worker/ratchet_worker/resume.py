@@ -135,8 +135,9 @@ def restore(runtime: Runtime) -> ResumeReport:
         notes=[*chosen.notes, *_caveats(runtime)] if runtime.rank == 0 else [],
     )
     if runtime.rank == 0:
-        runtime.provenance = environment_record.provenance(packages)
-        environment_record.write(AttemptPaths(Path(launch.attempt_dir)), packages)
+        paths = AttemptPaths(Path(launch.attempt_dir))
+        runtime.provenance = environment_record.provenance(packages, environment_record.read_git(paths))
+        environment_record.write(paths, packages)
         _keep_mark(runtime, components)
         _announce(runtime, report)
     return report

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -106,7 +106,7 @@ def get(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
             ("resumed", None if newest is None else _resumed(newest)),
             ("last checkpoint", found.last_checkpoint), ("forked from", found.forked_from),
             ("working directory", found.work_dir),
-            ("packages", _packages(found.environment)),
+            ("git", _git(found.spec)), ("packages", _packages(found.environment)),
             ("failures", f"{budgets.failures} of {budgets.max_failures}"),
             ("preemptions", f"{budgets.preemptions} of {_limit(budgets.max_preemptions)}"),
             ("goodput", _goodput(found.goodput)),
@@ -123,6 +123,19 @@ def _warnings(found: list[api.Warning_]) -> str | None:
     if not found:
         return None
     return ", ".join(f"{w.code} ({w.pointer or '/'})" for w in found) + "; in full: --json"
+
+
+def _git(spec: dict[str, Any]) -> str | None:
+    """The commit of its code, and a digest of what differs from it."""
+    git = (spec.get("code") or {}).get("git")
+    if git is None:
+        return None
+    if git["commit"] is None:
+        return f"unknown: {git['reason']}"
+    if not git["changed"]:
+        return str(git["commit"])
+    files = "1 file" if git["changed"] == 1 else f"{git['changed']} files"
+    return f"{git['commit']} + uncommitted changes in {files} (sha256:{git['diff'][:16]})"
 
 
 def _packages(found: api.EnvironmentView | None) -> str | None:

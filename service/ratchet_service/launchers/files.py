@@ -21,10 +21,14 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def write_launch(paths: AttemptPaths, launch: LaunchFile) -> None:
-    """Write ``launch.json`` by rename, readable by the owner alone (it holds the report token). Raises ``OSError``."""
+    """Write ``launch.json`` by rename, readable by the owner alone (it holds the report token). The code's commit goes into
+    ``git.json`` beside it: agents of an earlier version would refuse the key. Raises ``OSError``."""
+    git = None if launch.spec.code is None else launch.spec.code.git
     with as_owner(paths.root):
         paths.root.mkdir(parents=True, exist_ok=True)
-        replace_file(paths.launch_file, launch.model_dump_json(indent=1))
+        if git is not None:
+            replace_file(paths.git_file, git.model_dump_json())
+        replace_file(paths.launch_file, launch.model_dump_json(indent=1, exclude={"spec": {"code": {"git"}}}))
 
 
 def fence(paths: AttemptPaths) -> None:

@@ -16,9 +16,9 @@ def whole_launcher(parent: dict[str, Any], patch: dict[str, Any]) -> dict[str, A
 
 
 def whole_code(patch: dict[str, Any]) -> dict[str, Any]:
-    """Likewise with the code: another directory is not what was once sent."""
+    """Likewise with the code: another directory is not what was once sent, nor of its commit."""
     code = patch.get("code")
-    return patch | {"code": {"digest": None} | code} if isinstance(code, dict) else patch
+    return patch | {"code": {"digest": None, "git": None} | code} if isinstance(code, dict) else patch
 
 
 def whole_hook(parent: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:

@@ -46,15 +46,18 @@ def check(data: Any, ports: SubmissionPorts, code_digest: str | None = None) -> 
 def prepare(data: Any, ports: SubmissionPorts, *, code_digest: str | None = None) -> Prepared:
     """``check``, then the snapshots of the code and of the file to start from.
 
-    ``code_digest``: a snapshot of the code that is there already, of a parent job.
+    ``code_digest``: a snapshot of the code that is there already, of a parent job, whose spec tells its commit.
     """
     checked = check(data, ports, code_digest)
-    copies = {}
-    if checked.spec.start_from is not None:
-        copies["start_digest"] = ports.snapshot_file(Path(checked.spec.start_from.path))
-    if checked.spec.code is not None and checked.spec.code.source == "snapshot":
-        copies["code_digest"] = code_digest or _copied(checked.spec.code, ports)
-    return Prepared(checked.spec, checked.resolved.model_copy(update=copies), checked.warnings)
+    spec, copies = checked.spec, {}
+    if spec.start_from is not None:
+        copies["start_digest"] = ports.snapshot_file(Path(spec.start_from.path))
+    if spec.code is not None and spec.code.source == "snapshot":
+        copies["code_digest"] = digest = code_digest or _copied(spec.code, ports)
+        if code_digest is None and spec.code.digest is None:
+            git = ports.git_facts(Path(spec.code.path), digest)
+            spec = spec.model_copy(update={"code": spec.code.model_copy(update={"git": git})})
+    return Prepared(spec, checked.resolved.model_copy(update=copies), checked.warnings)
 
 
 def _sent(spec: JobSpec) -> str | None:

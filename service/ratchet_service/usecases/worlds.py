@@ -17,6 +17,7 @@ from sqlalchemy.orm import Session
 from ratchet_contract.api import Warning_
 from ratchet_contract.api_requests import ResumeRequest
 from ratchet_contract.errors import CheckpointError, FieldProblem, SpecError
+from ratchet_contract.git_facts import GitFacts
 from ratchet_contract.manifest import Manifest
 from ratchet_contract.paths import HomePaths, JobPaths
 from ratchet_contract.spec import JobSpec, Resolved
@@ -45,9 +46,11 @@ class Change:
 
 @dataclass(frozen=True)
 class NewCode:
-    """Code that was asked for, checked as at submission: its snapshot's digest, and the warnings of the job's spec with it."""
+    """Code that was asked for, checked as at submission: its snapshot's digest and commit, and the warnings of the job's spec
+    with it."""
 
     digest: str
+    git: GitFacts | None
     warnings: list[Warning_]
 
     @property
@@ -61,11 +64,13 @@ class NewCode:
 def wanted(job: Job, request: ResumeRequest, code: NewCode | None = None) -> JobSpec | None:
     """The job's spec with what the request asks for, checked as a submission's is; None where that is what it is already. Raises
     ``SpecError``: what the hook does not take, or does not do with so many ranks. ``code``: the request's, once it is known: one
-    without a change leaves the spec as it is."""
+    without a change leaves the spec as it is, but for the commit that it is at."""
     spec = JobSpec.model_validate(job.spec)
     patch: dict[str, Any] = {}
     if request.code is not None and (code is None or code.is_new(job)):
         patch["code"] = request.code.model_dump()
+    if code is not None and (code.is_new(job) or code.git is not None):
+        patch["code"] = patch.get("code", {}) | {"git": code.git and code.git.model_dump()}
     if request.world is not None:
         patch["world"] = request.world.model_dump(exclude_none=True)
     if request.on_hook_mismatch is not None:
@@ -91,8 +96,8 @@ def take_code(job: Job, spec: JobSpec | None, ports: SubmissionPorts) -> NewCode
     data = dict(job.spec) if spec is None else spec.model_dump(mode="json")
     data.pop("start_from", None)  # its copy is there, and not looked at again
     prepared = submit.prepare(data, ports)
-    assert prepared.resolved.code_digest is not None
-    return NewCode(prepared.resolved.code_digest, prepared.warnings)
+    assert prepared.resolved.code_digest is not None and prepared.spec.code is not None
+    return NewCode(prepared.resolved.code_digest, prepared.spec.code.git, prepared.warnings)
 
 
 def check_hook(job: Job, spec: JobSpec | None, ports: SubmissionPorts) -> list[Warning_]:

@@ -1,0 +1,176 @@
+"""Which commit of git a directory of code is at, and what of it differs from that commit.
+
+Git itself only reads its own objects (``rev-parse``, ``ls-tree``): without the user's and the system's configuration, without
+filters, hooks and the network, within ten seconds. What the code's files are is what the snapshot has, byte by byte, so that the
+facts never contradict the snapshot's digest: files that it leaves out do not count, untracked ones that it has do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from pydantic import Field
+
+from ratchet_contract.code_tree import DIGEST, Entry, chunks
+from ratchet_contract.spec_base import SpecModel
+
+SECONDS: Final = 10.0
+"""Of all that git does for one directory."""
+_MOST_BYTES: Final = 64 << 20
+"""Of a commit's list of files: half a million of them."""
+_GITLINK: Final = "160000"
+_ENVIRON: Final = {
+    "LC_ALL": "C", "HOME": "/nonexistent", "XDG_CONFIG_HOME": "/nonexistent", "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_CONFIG_GLOBAL": "/dev/null", "GIT_NO_REPLACE_OBJECTS": "1", "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0",
+    "GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "none",
+}  # fmt: skip
+_NO_REPOSITORY: Final = "not a git repository"
+_WHY: Final = {
+    "dubious ownership": "the git repository belongs to another user than the one that looks at it",
+    "unsafe repository": "the git repository belongs to another user than the one that looks at it",  # before git 2.38
+    "unknown revision": "the git repository has no commit yet",
+}
+
+
+class GitFacts(SpecModel):
+    """Either ``commit`` and ``changed`` are known, or ``reason`` tells why not."""
+
+    commit: str | None = Field(None, pattern=r"^[0-9a-f]{40}([0-9a-f]{24})?$", description="The one that HEAD is at.")
+    changed: int | None = Field(
+        None,
+        ge=0,
+        description="Files of the snapshot that differ from that commit: changed, added (untracked ones, too) or deleted.",
+    )
+    diff: str | None = Field(
+        None,
+        pattern=DIGEST,
+        description="SHA-256 of these files, sorted by path, each as path, NUL, mode (000000: deleted), NUL, id of its git blob "
+        "(zeros: deleted), newline; null: there are none.",
+    )
+    reason: str | None = Field(None, max_length=400, description="Why nothing is known.")
+
+
+class _Unknown(Exception):
+    pass
+
+
+class _Blob(NamedTuple):
+    mode: str
+    id: str
+
+
+def git_facts(
+    root: Path, entries: Iterable[Entry], allowed: Callable[[Path], bool] = lambda _: True
+) -> GitFacts | None:
+    """``root``: the user's directory; ``entries``: what a snapshot of it has, whose sources may be the snapshot's. ``allowed``:
+    may the repository be looked at, of whose directories these are the real paths? None: the directory is in no repository."""
+    try:
+        root = root.resolve()
+        if not any(os.path.lexists(folder / ".git") for folder in (root, *root.parents)):
+            return None
+        return _Look(time.monotonic() + SECONDS, allowed).facts(root, entries)
+    except _Unknown as error:
+        return None if str(error) == _NO_REPOSITORY else GitFacts(reason=str(error)[:400])
+    except OSError as error:
+        return GitFacts(reason=f"the code or its git repository cannot be read: {error.strerror}"[:400])
+
+
+class _Look:
+    """At one directory, until ``end`` of the monotonic clock. All raise ``_Unknown``."""
+
+    def __init__(self, end: float, allowed: Callable[[Path], bool]) -> None:
+        self._end = end
+        self._allowed = allowed
+
+    def facts(self, root: Path, entries: Iterable[Entry]) -> GitFacts:
+        commit = self._commit(root)
+        tree = self._tree(root, commit)
+        if not tree:
+            raise _Unknown("the commit of the git repository has no file of this directory")
+        algorithm = "sha1" if len(commit) == 40 else "sha256"
+        now = {entry.path: _blob(entry, algorithm) for entry in entries}
+        differ = {path: blob for path, blob in now.items() if tree.get(path) != blob}
+        gone = (path for path in tree.keys() - now.keys() if not os.path.lexists(root / path))
+        differ |= dict.fromkeys(gone, _Blob("0" * 6, "0" * len(commit)))
+        lines = (
+            f"{path}\0{mode}\0{id_}\n".encode(errors="surrogateescape") for path, (mode, id_) in sorted(differ.items())
+        )
+        digest = hashlib.sha256(b"".join(lines)).hexdigest()
+        return GitFacts(commit=commit, changed=len(differ), diff=digest if differ else None)
+
+    def _commit(self, root: Path) -> str:
+        """That HEAD of the repository of ``root`` is at."""
+        told = self._git(
+            root, "rev-parse", "--show-toplevel", "--absolute-git-dir", "--git-common-dir", "HEAD^{commit}"
+        )
+        *places, commit = told.decode(errors="surrogateescape").splitlines()
+        if len(places) != 3:
+            raise _Unknown("the path of the git repository has a line break")
+        if not all(self._allowed((root / place).resolve()) for place in places):
+            raise _Unknown("the git repository is outside of what the service may read (--code-root)")
+        return commit
+
+    def _tree(self, root: Path, commit: str) -> dict[str, _Blob]:
+        """The commit's files below ``root``; of a submodule that is checked out, those of the commit that is recorded of it."""
+        found: dict[str, _Blob] = {}
+        for line in self._git(root, "ls-tree", "-r", "-z", commit).decode(errors="surrogateescape").split("\0")[:-1]:
+            about, _, path = line.partition("\t")
+            mode, _, id_ = about.split(" ")
+            if mode != _GITLINK:
+                found[path] = _Blob(mode, id_)
+            elif (root / path / ".git").exists():
+                self._commit(root / path)  # is it allowed?
+                found |= {f"{path}/{inner}": blob for inner, blob in self._tree(root / path, id_).items()}
+        return found
+
+    def _git(self, root: Path, *arguments: str) -> bytes:
+        """What git prints."""
+        program = shutil.which("git")
+        if program is None:
+            raise _Unknown("git is not installed where the code was looked at")
+        command = [program, "--no-pager", "-C", str(root), *arguments]
+        environ = _ENVIRON | {"PATH": os.environ.get("PATH", os.defpath)}
+        with tempfile.TemporaryFile() as errors:
+            with subprocess.Popen(
+                command, env=environ, cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors
+            ) as process:
+                assert process.stdout is not None
+                timer = threading.Timer(max(0.0, self._end - time.monotonic()), process.kill)
+                timer.start()
+                printed = process.stdout.read(_MOST_BYTES + 1)
+                if len(printed) > _MOST_BYTES:
+                    process.kill()
+                code = process.wait()
+                timer.cancel()
+            errors.seek(0)
+            said = errors.read(4096).decode(errors="replace")
+        if len(printed) > _MOST_BYTES:
+            raise _Unknown("the commit of the git repository has too many files")
+        if code and time.monotonic() >= self._end:
+            raise _Unknown(f"git took longer than {SECONDS:g} s")
+        if code:
+            if _NO_REPOSITORY in said:
+                raise _Unknown(_NO_REPOSITORY)
+            why = next((text for words, text in _WHY.items() if words in said), None)
+            raise _Unknown(why or f"git {arguments[0]}: {(said.strip().splitlines() or ['failed'])[0]}")
+        return printed
+
+
+def _blob(entry: Entry, algorithm: str) -> _Blob:
+    """What git would make of the file. Raises ``OSError``."""
+    if entry.link is not None:
+        target = os.fsencode(entry.link)
+        return _Blob("120000", hashlib.new(algorithm, b"blob %d\0%b" % (len(target), target)).hexdigest())
+    inner = hashlib.new(algorithm, b"blob %d\0" % entry.size)
+    for chunk in chunks(entry.source):
+        inner.update(chunk)
+    return _Blob("100755" if entry.executable else "100644", inner.hexdigest())

@@ -1,0 +1,134 @@
+"""``code.git`` of a spec over HTTP: found by the service, or told by who sent the code, and by nobody else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet_client import upload
+from ratchet_client.client import RatchetClient
+from ratchet_contract.git_facts import GitFacts
+from ratchet_contract.messages import LaunchFile
+from ratchet_contract.paths import HomePaths
+from ratchet_contract.phases import Desired, JobPhase
+from ratchet_contract.spec import JobSpec, Resolved
+from ratchet_contract.spec_parse import parse_spec
+from ratchet_service.app import create_app
+from ratchet_service.launch_files import launch_file
+from ratchet_service.launchers.files import write_launch
+from ratchet_service.launchers.table import load
+from ratchet_service.machine import Machine
+from ratchet_service.settings import Settings
+from ratchet_service.submission import LocalSubmission
+from tests.support.api import Api, Server, spec
+from tests.support.projects import make_project
+from tests.support.worlds import resume, saved
+
+FOUND = GitFacts(commit="a" * 40, changed=0)
+TOLD = GitFacts(commit="b" * 40, changed=2, diff="c" * 64)
+CODE: dict[str, Any] = {"path": "/home/me/project"}
+SENT: dict[str, Any] = {"path": "/home/me/project", "digest": "ab" * 32, "git": TOLD.model_dump()}
+
+
+@pytest.fixture
+def found(api: Api, monkeypatch: pytest.MonkeyPatch) -> dict[str, GitFacts | None]:
+    """What the service finds of a directory, by path."""
+    facts: dict[str, GitFacts | None] = {"/home/me/project": FOUND, "/home/me/other": TOLD}
+    monkeypatch.setattr(api.ports, "git_facts", lambda path, digest: facts.get(str(path)))
+    return facts
+
+
+def commit(job: dict[str, Any]) -> str | None:
+    git = job["spec"]["code"]["git"]
+    return None if git is None else git["commit"]
+
+
+def test_only_who_sends_the_code_can_tell_its_commit(api: Api, found: dict[str, GitFacts | None]) -> None:
+    claimed = CODE | {"git": TOLD.model_dump()}
+    assert commit(api.job(api.submit(code=claimed))) == FOUND.commit
+    assert commit(api.job(api.submit(code=claimed | {"path": "/in/no/repository"}))) is None
+    sent = api.job(api.submit(code=SENT))
+    assert sent["spec"]["code"]["git"] == TOLD.model_dump()
+    assert (
+        JobSpec.model_validate(sent["spec"]).digest()
+        == JobSpec.model_validate(sent["spec"] | {"code": {**SENT, "git": None}}).digest()
+    )
+    for code, pointer in (
+        ({"path": "/opt/mine", "source": "nodes", "git": TOLD.model_dump()}, "/code/git"),
+        (SENT | {"git": {"commit": "main"}}, "/code/git/commit"),
+    ):
+        refused = api.client.post("/v1/jobs", json=sent["spec"] | {"code": code})
+        assert refused.status_code == 422 and [e["pointer"] for e in refused.json()["errors"]] == [pointer]
+
+
+def test_forks_have_the_commit_of_their_code(api: Api, found: dict[str, GitFacts | None]) -> None:
+    job_id = api.submit(code=SENT)
+    saved(api, job_id, 5)
+
+    def fork(**spec: Any) -> str | None:
+        answer = api.client.post(f"/v1/jobs/{job_id}/fork", json={"spec": spec})
+        assert answer.status_code == 201, answer.text
+        return commit(answer.json())
+
+    assert fork(seed=1) == TOLD.commit
+    assert fork(code=CODE) == FOUND.commit
+    assert fork(code={"path": "/in/no/repository"}) is None
+
+
+def test_a_resume_with_code_has_its_commit(api: Api, found: dict[str, GitFacts | None]) -> None:
+    job_id = api.submit(code=CODE)
+    saved(api, job_id, 5)
+    before = api.job(job_id)
+    found["/home/me/project"] = later = GitFacts(commit="d" * 40, changed=0)  # the same files, committed since
+    job = resume(api, job_id, {"code": CODE})
+    assert commit(job) == later.commit and job["resolved"] == before["resolved"]
+    assert job["spec"]["code"] | {"git": None} == before["spec"]["code"] | {"git": None}
+    api.put(job_id, JobPhase.SUSPENDED)
+    assert commit(resume(api, job_id, {"code": {"path": "/home/me/other"}})) == TOLD.commit
+    api.put(job_id, JobPhase.SUSPENDED)
+    assert commit(resume(api, job_id, {"code": {"path": "/in/no/repository"}})) is None
+    api.put(job_id, JobPhase.SUSPENDED)
+    assert commit(resume(api, job_id, {"code": SENT})) == TOLD.commit
+
+
+def test_an_agent_of_an_earlier_version_can_read_the_launch(tmp_path: Path) -> None:
+    """It refuses keys that it does not know, so the commit lies beside it."""
+    home = HomePaths(tmp_path)
+    given = parse_spec(spec(code=CODE))
+    resolved = Resolved(device="cpu", backend="gloo", threads_per_rank=1, python="python")
+    launch = launch_file(home, "job", 1, given, resolved, (), token="", desired=Desired.RUN)
+    assert launch.spec.code is not None
+    code = launch.spec.code.model_copy(update={"git": TOLD})
+    paths = home.job("job").attempt(1)
+    write_launch(paths, launch.model_copy(update={"spec": given.model_copy(update={"code": code})}))
+    assert "git" not in json.loads(paths.launch_file.read_text())["spec"]["code"]
+    assert LaunchFile.model_validate_json(paths.launch_file.read_text()) == launch
+    assert GitFacts.model_validate_json(paths.git_file.read_text()) == TOLD
+
+
+def test_a_client_sends_the_commit_to_a_service_that_knows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = tmp_path / "project"
+    make_project(project)
+    for command in (
+        ["init", "-q"],
+        ["add", "."],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "one"],
+    ):
+        subprocess.run(["git", "-C", str(project), *command], check=True)
+    settings = Settings(home=tmp_path / "home")
+    ports = LocalSubmission(settings.paths, Machine((), 4), load(settings.paths, None))
+    mine = {
+        "name": "mine",
+        "task": {"entrypoint": "mine:Mine"},
+        "world": {"device": "cpu"},
+        "code": {"path": str(project)},
+    }
+    with Server(create_app(settings, ports)) as url, RatchetClient(url) as client:
+        sent, here = (client.submit(mine, upload=upload_).view.spec["code"]["git"] for upload_ in (True, False))
+        assert sent == here and sent["changed"] == 0 and len(sent["commit"]) == 40
+        monkeypatch.setattr(upload, "_GIT_GROWTH", 99)  # as if the service were of a version without the key
+        assert client.submit(mine, upload=True).view.spec["code"]["git"] is None

@@ -1,0 +1,165 @@
+"""Which commit code is at, and what differs, on real repositories; git runs nothing of theirs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ratchet_contract import git_facts as module
+from ratchet_contract.code_tree import entries
+from ratchet_contract.git_facts import GitFacts, git_facts
+
+
+def git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    """A directory ``code`` with a committed module, link, program and submodule, in a repository that has more."""
+    sub = tmp_path / "sub"
+    sub.mkdir()
+    git(sub, "init", "-q")
+    (sub / "inner.py").write_text("inner = 1\n")
+    git(sub, "add", ".")
+    git(sub, "commit", "-qm", "inner")
+    top = tmp_path / "top"
+    code = top / "code"
+    (code / "lib").mkdir(parents=True)
+    git(top, "init", "-q")
+    (top / "README").write_text("beside\n")
+    (code / "train.py").write_text("a = 1\n")
+    (code / "lib" / "näme.py").write_text("b = 1\n")
+    (code / "run.sh").write_text("#!/bin/sh\n")
+    (code / "run.sh").chmod(0o755)
+    (code / "link.py").symlink_to("train.py")
+    git(top, "-c", "protocol.file.allow=always", "submodule", "--quiet", "add", str(sub), "code/sub")
+    git(top, "add", ".")
+    git(top, "commit", "-qm", "one")
+    return code
+
+
+def facts(code: Path) -> GitFacts:
+    found = git_facts(code, entries(code))
+    assert found is not None
+    return found
+
+
+def test_a_commit_and_what_differs_from_it(code: Path) -> None:
+    commit = git(code, "rev-parse", "HEAD")
+    assert facts(code) == GitFacts(commit=commit, changed=0)
+    (code.parent / "README").write_text("what lies beside the code does not count\n")
+    (code / "train.py").touch()
+    assert facts(code).changed == 0
+    (code / "train.py").write_text("a = 2\n")
+    (code / "new.py").write_text("untracked, and in the snapshot\n")
+    (code / "lib" / "näme.py").unlink()
+    (code / "run.sh").chmod(0o644)
+    (code / "sub" / "inner.py").write_text("inner = 2\n")
+    found = facts(code)
+    assert (found.commit, found.changed) == (commit, 5)
+    blobs = {name: git(code, "hash-object", name) for name in ("new.py", "run.sh", "sub/inner.py", "train.py")}
+    lines = [f"{name}\x00100644\x00{blob}\n" for name, blob in blobs.items()] + [
+        f"lib/näme.py\x00000000\x00{'0' * 40}\n"
+    ]
+    assert found.diff == hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
+    git(code, "add", "-A")  # the index is not looked at
+    assert facts(code) == found
+
+
+def test_what_the_snapshot_leaves_out_is_not_told_to_be_deleted(code: Path) -> None:
+    left_out = [entry for entry in entries(code) if entry.path != "train.py"]
+    assert git_facts(code, left_out) == facts(code)
+
+
+def test_a_worktree_is_at_its_own_commit(code: Path, tmp_path: Path) -> None:
+    first = git(code, "rev-parse", "HEAD")
+    (code / "train.py").write_text("a = 2\n")
+    git(code, "commit", "-qam", "two")
+    git(code, "worktree", "add", "-q", str(tmp_path / "tree"), first)
+    other = tmp_path / "tree" / "code"
+    assert facts(other) == GitFacts(commit=first, changed=0)  # the submodule is not checked out there
+    assert facts(code) == GitFacts(commit=git(code, "rev-parse", "HEAD"), changed=0) != facts(other)
+
+
+def test_nothing_of_the_repository_and_of_the_user_is_run(
+    code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = tmp_path / "ran"
+    evil = tmp_path / "evil.sh"
+    evil.write_text(f"#!/bin/sh\ntouch {ran}\ncat\n")
+    evil.chmod(0o755)
+    for hook in ("post-checkout", "fsmonitor-watchman", "post-index-change"):
+        (code.parent / ".git" / "hooks" / hook).symlink_to(evil)
+    for key in ("core.fsmonitor", "core.pager", "pager.ls-tree", "filter.x.clean", "diff.external", "core.sshCommand"):
+        git(code, "config", key, str(evil))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / ".gitconfig").write_text("[core\n this is no configuration")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("GIT_EXTERNAL_DIFF", str(evil))
+    (code / ".gitattributes").write_text("*.py filter=x\n")
+    (code / "train.py").write_text("a = 3\n")
+    assert facts(code).changed == 2 and not ran.exists()
+
+
+def test_where_there_is_no_repository_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert git_facts(tmp_path, []) is None
+    monkeypatch.setenv("PATH", str(tmp_path))  # not even that git is not installed
+    assert git_facts(tmp_path, []) is None
+    (tmp_path / ".git").mkdir()
+    assert facts(tmp_path) == GitFacts(reason="git is not installed where the code was looked at")
+    monkeypatch.undo()
+    assert git_facts(tmp_path, []) is None  # whatever it is, git does not take it for one
+
+
+def test_why_nothing_is_known(code: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    git(tmp_path / "empty", "init", "-q")
+    assert facts(tmp_path / "empty") == GitFacts(reason="the git repository has no commit yet")
+    (code.parent / "other").mkdir()
+    assert facts(code.parent / "other") == GitFacts(
+        reason="the commit of the git repository has no file of this directory"
+    )
+    (code / "gone.py").write_text("deleted while it is looked at\n")
+    found = entries(code)
+    (code / "gone.py").unlink()
+    unread = git_facts(code, found)
+    assert unread == GitFacts(reason="the code or its git repository cannot be read: No such file or directory")
+
+
+def test_repositories_that_may_not_be_looked_at(code: Path, tmp_path: Path) -> None:
+    """Neither the directory's own, nor one that it says to have as a submodule."""
+    told = git_facts(code, [], lambda place: place != code.parent)
+    assert told is not None and "--code-root" in str(told.reason)
+    elsewhere = tmp_path / "elsewhere"
+    git(tmp_path, "clone", "-q", str(tmp_path / "sub"), str(elsewhere))
+    (code / "sub" / ".git").write_text(f"gitdir: {elsewhere}/.git\n")
+    assert facts(code).changed == 0
+    told = git_facts(code, entries(code), lambda place: not place.is_relative_to(elsewhere))
+    assert told is not None and "--code-root" in str(told.reason)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_repository_of_another_user_is_named(code: Path) -> None:
+    for place in (code.parent, code.parent / ".git", code.parent / ".git" / "HEAD"):
+        os.chown(place, 12345, 12345)
+    assert facts(code) == GitFacts(reason="the git repository belongs to another user than the one that looks at it")
+
+
+def test_what_git_may_take_is_bounded(code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_MOST_BYTES", 100)
+        assert facts(code) == GitFacts(reason="the commit of the git repository has too many files")
+    slow = tmp_path / "bin"
+    slow.mkdir()
+    (slow / "git").write_text("#!/bin/sh\nexec sleep 60\n")
+    (slow / "git").chmod(0o755)
+    monkeypatch.setattr(module, "SECONDS", 0.2)
+    monkeypatch.setenv("PATH", f"{slow}:{os.environ['PATH']}")
+    assert facts(code) == GitFacts(reason="git took longer than 0.2 s")
