@@ -62,11 +62,15 @@ def pytest_pyfunc_call() -> Generator[None, object, object]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_configuration_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A server or a token that the person who runs the tests has set must reach no test, and no test their home."""
+    """A server or a token that the person who runs the tests has set, and a service that runs, must reach no test, and no test
+    their home. Each service of a test has a run directory that its clients name: none is to be found in any other way."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RATCHET_CONFIG", str(tmp_path_factory.mktemp("config") / "none.json"))
         for name in ("RATCHET_SERVER", "RATCHET_TOKEN"):
             patch.delenv(name, raising=False)
+        runtime = tmp_path_factory.mktemp("runtime")
+        (runtime / "ratchet").touch()  # so that no service of a test can leave a pointer to itself there
+        patch.setenv("XDG_RUNTIME_DIR", str(runtime))
         yield
 
 

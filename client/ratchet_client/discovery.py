@@ -1,4 +1,5 @@
-"""Where the service is and which token it gets: an address given, a variable, the configuration file, or ``service.json``."""
+"""Where the service is and which token it gets: an address given, a variable, the configuration file, ``service.json`` of the run
+directory, or that of the one service of this user that runs."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 
 from ratchet_client.config_file import ConfigFile, config_path, normalised, read_config
 from ratchet_client.errors import ServiceUnreachable
-from ratchet_contract import environment
+from ratchet_contract import environment, service_pointers
 from ratchet_contract.errors import Refused
 from ratchet_contract.messages import ServiceFile
 from ratchet_contract.paths import HomePaths
@@ -20,12 +21,14 @@ from ratchet_contract.version import PROTOCOL_VERSION, RATCHET_VERSION
 
 DEFAULT_HOME = ".ratchet"
 NEVER_STARTED = "service-not-started"
+SEVERAL = "several-services"
+RUNNING = "the service that runs"
 START_IT = "start it with `ratchet serve`"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A value and who gave it: an option, a variable, the path of the configuration file, or ``default``."""
+    """A value and who gave it: an option, a variable, the path of the configuration file, ``RUNNING``, or ``default``."""
 
     value: str
     source: str
@@ -35,25 +38,31 @@ class Setting:
 class Target:
     """What a client talks to. ``server`` None: whatever ``service.json`` in ``home`` names when asked.
 
-    ``token_server`` None: the token was given for this target, so it goes to its named server, or to this machine.
+    ``token_server`` None: the token was given for this target, so it goes to its named server, or to this machine. ``several``:
+    run directories of services, none of them named.
     """
 
     server: Setting | None
     home: Setting
     token: Setting | None = None
     token_server: str | None = None
+    several: tuple[Path, ...] = ()
 
     def url(self) -> str:
-        """Base URL, ``service.json`` read afresh at every call: a restart may change it. Raises ``ServiceUnreachable``."""
+        """Base URL, ``service.json`` read afresh at every call: a restart may change it. Raises ``ServiceUnreachable``, and
+        ``Refused`` where one of several services would have to be taken."""
         if self.server is not None:
             return self.server.value
+        if self.several:
+            choices = "".join(f"\n  --home {home}" for home in self.several)
+            raise Refused(f"several services run, none of them in {Path.cwd()}: name one{choices}", code=SEVERAL)
         file = HomePaths(Path(self.home.value)).service_file
         try:
             found = ServiceFile.model_validate_json(file.read_bytes())
         except FileNotFoundError:
             raise ServiceUnreachable(
                 f"no service is running for the run directory {file.parent}: {START_IT}, "
-                f"or name a server with --server or {environment.SERVER}",
+                f"or name a server with --server or {environment.SERVER}{self._others()}",
                 code=NEVER_STARTED,
             ) from None
         except OSError as error:
@@ -78,8 +87,14 @@ class Target:
         with suppress(OSError, ValidationError):
             pid = ServiceFile.model_validate_json(HomePaths(home).service_file.read_bytes()).pid
             if not Path(f"/proc/{pid}").exists():
-                return f"the service of {home} (pid {pid}) has ended: start it again with `ratchet serve{option}`"
+                again = f"start it again with `ratchet serve{option}`"
+                return f"the service of {home} (pid {pid}) has ended: {again}{self._others()}"
         return f"start it with `ratchet serve{option}`"
+
+    def _others(self) -> str:
+        """The services of this user that run, where nobody named a run directory."""
+        others = service_pointers.running() if self.home.source == "default" else []
+        return "".join(f", or use the one that runs: --home {other}" for other in others)
 
     def token_for(self, url: str) -> str | None:
         """The token to send to ``url``: a token never reaches a server that it was not meant for, so one that only a file of
@@ -103,7 +118,8 @@ def other_protocol(who: str, protocol: int | str) -> Refused:
 def find_target(
     server: str | None = None, home: str | os.PathLike[str] | None = None, token: str | None = None
 ) -> Target:
-    """Option (the arguments) before variable before file before the run directory ``./.ratchet``. Raises ``Refused``."""
+    """Option (the arguments) before variable before file before the run directory ``./.ratchet``, if it is there, before the one
+    service of this user that runs. Raises ``Refused``."""
     environ = os.environ
     path = config_path()
     variable = environ.get(environment.SERVER)
@@ -116,9 +132,28 @@ def find_target(
     config = read_config(path)
     if named is None and home is None and not environ.get(environment.HOME) and config.server is not None:
         named = Setting(normalised(config.server), str(path))
+    directory = _home(home)
+    several: tuple[Path, ...] = ()
+    if named is None and directory.source == "default":
+        directory, several = _running(directory)
     if given:
-        return Target(named, _home(home), Setting(checked_token(given), "token" if token else environment.TOKEN))
-    return Target(named, _home(home), *_stored(config, path))
+        token_given = Setting(checked_token(given), "token" if token else environment.TOKEN)
+        return Target(named, directory, token_given, several=several)
+    return Target(named, directory, *_stored(config, path), several=several)
+
+
+def _running(default: Setting) -> tuple[Setting, tuple[Path, ...]]:
+    """The run directory of the service that runs where ``default`` is not there; or all of them, if they are several.
+
+    A run directory whose service has ended stays the one that is meant: its jobs are there, and another service may have
+    others under the same names.
+    """
+    if Path(default.value).exists():
+        return default, ()
+    found = service_pointers.running()
+    if len(found) == 1:
+        return Setting(str(found[0]), RUNNING), ()
+    return default, tuple(found)
 
 
 def _stored(config: ConfigFile, path: Path) -> tuple[Setting | None, str | None]:

@@ -74,6 +74,14 @@ class ServiceFile(Message):
     started_at: str
 
 
+class ServicePointer(Message):
+    """A file of the user's runtime directory (``service_pointers``): which process serves the run directory ``home``."""
+
+    home: str
+    pid: int
+    start_time: int
+
+
 class ForkSource(Message):
     """The checkpoint, of another job, that a forked job's first attempt starts from."""
 

@@ -1,4 +1,5 @@
-"""The HTTP server of one service: from the bound socket to its end, and ``service.json``, by which it is found meanwhile."""
+"""The HTTP server of one service: from the bound socket to its end, and the files by which it is found meanwhile:
+``service.json`` and the user's pointer to the run directory."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 from pydantic import ValidationError
 
+from ratchet_contract import service_pointers
 from ratchet_contract.hearing import LONGEST
 from ratchet_contract.messages import ServiceFile
 from ratchet_contract.paths import HomePaths
@@ -63,7 +65,7 @@ class Ending:
 
 
 class Server(uvicorn.Server):
-    """Writes ``service.json`` once requests are answered, and takes it away at a clean end if it is still its own."""
+    """Writes ``service.json`` and the pointer once requests are answered, and removes at a clean end those that are its own."""
 
     def __init__(self, app: FastAPI, paths: HomePaths, url: str, tls: ssl.SSLContext | None, ending: Ending) -> None:
         config = uvicorn.Config(
@@ -86,19 +88,22 @@ class Server(uvicorn.Server):
         self._url = url
         self._ending = ending
         self._known = False
+        self._pointer: Path | None = None
+        self._pointer_refused = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The second signal ends the process at once: everything that it does may be cut anywhere."""
         if not self._ending.begin():
             with suppress(OSError):
                 os.write(2, b"ratchet: a second signal: ended at once; agents go on\n")
-            remove_service_file(self._paths.service_file)
+            self._forget()
             os._exit(128 + sig)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             self._make_known()
+            self._point()
             log.info("listening on %s", self._url)
 
     async def on_tick(self, counter: int) -> bool:
@@ -106,8 +111,11 @@ class Server(uvicorn.Server):
         no room for ours."""
         if self._ending.over():
             self.should_exit = True
-        if counter % 20 == 0 and not self.should_exit and not (self._known and self._paths.service_file.exists()):
-            self._make_known()
+        if counter % 20 == 0 and not self.should_exit:
+            if not (self._known and self._paths.service_file.exists()):
+                self._make_known()
+            if self._pointer is None or not self._pointer.exists():
+                self._point()
         return await super().on_tick(counter)
 
     def _make_known(self) -> None:
@@ -119,8 +127,23 @@ class Server(uvicorn.Server):
             self._known = False
             log.error("%s cannot be written, trying again: %s", self._paths.service_file, error.strerror or error)
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+    def _point(self) -> None:
+        """Tried for as long as the service runs, and told once: a service can be used without."""
+        try:
+            self._pointer = service_pointers.announce(self._paths.home.absolute())
+        except OSError as error:
+            self._pointer = None
+            if not self._pointer_refused:
+                log.warning("the service cannot be found from other directories without --home: %s", error)
+            self._pointer_refused = True
+
+    def _forget(self) -> None:
         remove_service_file(self._paths.service_file)
+        if self._pointer is not None:
+            service_pointers.withdraw(self._pointer)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._forget()
         await super().shutdown(sockets)
 
 

@@ -20,8 +20,9 @@ from sqlalchemy.orm import Session
 
 from ratchet_contract.errors import NotFound, RatchetError
 from ratchet_contract.phases import JobPhase
+from ratchet_contract.process_start import start_time
 from ratchet_service.clock import clock_of
-from ratchet_service.launchers.processes import is_alive, start_time
+from ratchet_service.launchers.processes import is_alive
 from ratchet_service.models import Job
 from ratchet_service.transitions import lock_job
 

@@ -39,7 +39,9 @@ class Reader:
         _script(tools / "pip", f'#!/bin/sh\nexec "{sys.executable}" -m pip "$@"\n')
         python = f'#!/bin/sh\nexec "{sys.executable}" "$@"\n' if SLOW else _VENV
         _script(tools / "python3", python.format(root=ROOT, python=sys.executable))
+        (home / "runtime").mkdir(mode=0o700)
         self.variables = {"HOME": str(home), "PATH": f"{tools}:/usr/bin:/bin", "LANG": "C.UTF-8", "TERM": "dumb"}
+        self.variables["XDG_RUNTIME_DIR"] = str(home / "runtime")
         if SLOW:
             self.variables |= {k: v for k, v in os.environ.items() if k.startswith("PIP_") or k.endswith("_proxy")}
         else:  # the packages are there; hatchling is this environment's
@@ -98,7 +100,7 @@ class Reader:
         def enough(said: str) -> bool:
             if "--follow" in words:
                 return "RUNNING" in said and settled(server)
-            return shell.connected() and (bool(said) or "top" not in words)
+            return shell.connected() and ("RUNNING" in said or "top" not in words)
 
         ended = shell.run(command, enough)
         assert ended.code == 130 and "Traceback" not in ended.text, f"{command}: {ended}"
@@ -155,7 +157,7 @@ def test_the_quick_start_works_as_it_stands_there_in_an_empty_directory(reader: 
     start, submit, look = page("docs/quick-start.md", "Run a job")
     server = reader.serve(start, directory)
     try:
-        shell = reader.activated(directory)
+        shell = reader.activated(reader.home / "elsewhere")
         said = reader.read(shell, server, commands(submit.text) + commands(look.text))
         (job,) = jobs(server)
         assert job["phase"] == "CANCELLED"
@@ -164,7 +166,7 @@ def test_the_quick_start_works_as_it_stands_there_in_an_empty_directory(reader: 
         assert "exact" in said["ratchet attempts digits"].text and "RUNNING" in said["ratchet top"].text
 
         (own,) = page("docs/quick-start.md", "Your own code")
-        shutil.copy(ROOT / "examples" / "adoption" / "0_torchrun" / "train.py", directory)
+        shutil.copy(ROOT / "examples" / "adoption" / "0_torchrun" / "train.py", reader.home / "elsewhere")
         reader.read(shell, server, commands(own.text))
         assert {"train", "digits"} == {job["name"] for job in jobs(server)}
     finally:

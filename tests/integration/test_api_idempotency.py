@@ -15,9 +15,9 @@ from sqlalchemy.engine import Connection
 
 from ratchet_contract.access import Role
 from ratchet_contract.phases import JobPhase
+from ratchet_contract.process_start import start_time
 from ratchet_service.database import utc_now
 from ratchet_service.idempotency import make_call
-from ratchet_service.launchers.processes import start_time
 from ratchet_service.models import IdempotencyKey, Job
 from tests.support.api import Api, spec
 from tests.support.tokens import make_token

@@ -93,7 +93,8 @@ def _root(
     home: Annotated[
         Path | None,
         typer.Option(
-            help="Run directory, where service.json tells the address. (default: RATCHET_HOME, else ./.ratchet)"
+            help="Run directory, where service.json tells the address. (default: RATCHET_HOME, else ./.ratchet, else that of "
+            "the one service of yours that runs)"
         ),
     ] = None,
     version: Annotated[

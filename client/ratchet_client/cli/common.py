@@ -25,6 +25,7 @@ PATIENCE = 120.0
 """Seconds that following and waiting survive without a service."""
 RETRY_FOR = 3.0
 """Seconds a command waits for a service that is just being restarted before it says that nothing answers."""
+_SAID_WHICH = "ratchet.said-which"
 JOB_NAMED = "ratchet.job"
 """Where a command's context keeps the JOB that it was given, for what is said of an error."""
 
@@ -45,7 +46,19 @@ def open_client(ctx: typer.Context, retry_for: float = RETRY_FOR, timeout: float
     from ratchet_client.client import RatchetClient
 
     given = settings(ctx)
+    _say_which(ctx, given)
     return RatchetClient(given.server, given.home, timeout=timeout, retry_for=retry_for)
+
+
+def _say_which(ctx: typer.Context, given: Settings) -> None:
+    """Once for a command: a service that nobody named was taken, and it is not that of this directory."""
+    from ratchet_client.cli import output
+    from ratchet_client.discovery import RUNNING, find_target
+
+    target = find_target(given.server, given.home)
+    if target.home.source == RUNNING and not ctx.resilient_parsing and not ctx.meta.get(_SAID_WHICH):
+        ctx.meta[_SAID_WHICH] = True
+        output.note(f"using the service of {target.home.value}")
 
 
 def job_id_of(ctx: typer.Context, value: str) -> str:

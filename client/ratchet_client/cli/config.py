@@ -37,12 +37,14 @@ def register(app: typer.Typer) -> None:
 def show(ctx: typer.Context, as_json: JsonFlag = False) -> None:
     """Show the server, run directory and token that commands use, each with where it comes from.
 
-    An option comes before a variable, a variable before the configuration file, the file before ./.ratchet/service.json.
+    An option comes before a variable, a variable before the configuration file, the file before ./.ratchet/service.json, and
+    that before the one service of yours that runs.
     """
     if ctx.invoked_subcommand is not None:
         return
-    from ratchet_client.discovery import find_target
+    from ratchet_client.discovery import SEVERAL, find_target
     from ratchet_client.errors import ServiceUnreachable
+    from ratchet_contract.errors import Refused
 
     given = settings(ctx)
     target = find_target(given.server, given.home)
@@ -50,6 +52,10 @@ def show(ctx: typer.Context, as_json: JsonFlag = False) -> None:
         server, where = target.url(), target.server.source if target.server else "service.json in the run directory"
     except ServiceUnreachable:
         server, where = None, "no service is running for the run directory"
+    except Refused as error:
+        if error.code != SEVERAL:
+            raise
+        server, where = None, error.detail
     token, whose = _token_of(target, server)
     rows = {
         "server": (server, where), "home": (target.home.value, target.home.source), "token": (token, whose),

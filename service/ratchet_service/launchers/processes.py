@@ -10,18 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from ratchet_contract.process_start import start_time
+
 _EXEC_PATIENCE: Final = 5.0  # seconds; on a loaded machine tens of milliseconds were seen
 _FREEZE_SECONDS: Final = 5.0
 _PF_KTHREAD: Final = 0x00200000  # include/linux/sched.h
-
-
-def start_time(pid: int) -> int | None:
-    """Field 22 of /proc/<pid>/stat: clock ticks since boot; None if there is no such process or it is a zombie.
-
-    Together with the pid this names one process for good: pids are used again, start times with them are not.
-    """
-    fields = _stat(pid)
-    return None if fields is None or fields[0] in "ZX" else int(fields[19])
 
 
 def is_alive(pid: int, started: int) -> bool:

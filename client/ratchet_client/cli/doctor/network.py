@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from pydantic import ValidationError
 
 from ratchet_client.cli.common import Settings
-from ratchet_client.discovery import START_IT, find_target, home_directory, is_loopback
+from ratchet_client.discovery import SEVERAL, START_IT, find_target, home_directory, is_loopback
 from ratchet_client.errors import ServiceUnreachable
 from ratchet_contract import environment
 from ratchet_contract.errors import RatchetError
@@ -89,6 +89,8 @@ def service(given: Settings) -> list[Finding]:
     except RatchetError as error:
         if error.code == "protocol-mismatch":
             return [failed("service version", "another protocol", detail=error.detail, cure=_SAME)]
+        if error.code == SEVERAL:
+            return [not_checked("service", "several run", detail=error.detail, cure="name one with --home")]
         return [
             failed(
                 "service",
@@ -97,7 +99,7 @@ def service(given: Settings) -> list[Finding]:
                 cure=f"mend --server, {environment.SERVER} or the configuration file",
             )
         ]
-    described = None if target.server else _described(home.service_file)
+    described = None if target.server else _described(HomePaths(Path(target.home.value)).service_file)
     import httpx
 
     try:

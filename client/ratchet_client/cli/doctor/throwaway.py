@@ -82,8 +82,10 @@ def _directory(home: Path) -> Path:
 
 
 def _start(root: Path, slots: int) -> subprocess.Popen[bytes]:
-    """``ratchet serve`` by its own module; nothing of this shell's Ratchet variables: never the user's own database."""
+    """``ratchet serve`` by its own module; nothing of this shell's Ratchet variables: never the user's own database. Its pointer
+    goes into ``root`` too: no other command is to find it."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("RATCHET_")}
+    environ["XDG_RUNTIME_DIR"] = str(root)
     slots = max(slots, _JOBS_AT_ONCE * max(2, len(os.sched_getaffinity(0))))
     with (root / "service.log").open("wb") as log:
         return subprocess.Popen(
