@@ -13,8 +13,12 @@ from ratchet_contract.public_names import PUBLIC
 
 if TYPE_CHECKING:
     from ratchet_client.client import RatchetClient as Client
+    from ratchet_client.errors import AmbiguousName, DeadlineReached, ServiceFault, ServiceUnreachable
     from ratchet_client.job import Job
-    from ratchet_contract.errors import Conflict, NotFound, RatchetError, SpecError
+    from ratchet_contract.api_quotas import QuotaRequest
+    from ratchet_contract.api_requests import ForkRequest, PatchRequest
+    from ratchet_contract.errors import Conflict, NotFound, RatchetError, Refused, SpecError, UserError
+    from ratchet_contract.phases import JobPhase
     from ratchet_contract.spec import JobSpec
     from ratchet_worker.data.iterable import TrainStream
     from ratchet_worker.data.loader import TrainLoader
@@ -22,8 +26,10 @@ if TYPE_CHECKING:
     from ratchet_worker.task import EvaluatingTask, LossResult, Parts, Sums, Task, TaskContext
 
 __all__ = [
-    "Client", "Conflict", "EvaluatingTask", "Job", "JobSpec", "LossResult", "NotFound", "Parts", "RatchetError", "Session",
-    "SpecError", "Sums", "Task", "TaskContext", "TrainLoader", "TrainStream",
+    "AmbiguousName", "Client", "Conflict", "DeadlineReached", "EvaluatingTask", "ForkRequest", "Job", "JobPhase",
+    "JobSpec", "LossResult", "NotFound", "Parts", "PatchRequest", "QuotaRequest", "RatchetError", "Refused",
+    "ServiceFault", "ServiceUnreachable", "Session", "SpecError", "Sums", "Task", "TaskContext", "TrainLoader",
+    "TrainStream", "UserError",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:  # a type checker takes the imports above, and finds a name that is not among them

@@ -26,7 +26,8 @@ class Access(Calls):
     def create_token(self, name: str = "token", *, owner: str | None = None, role: Role | str | None = None,
                      scopes: Collection[Scope | str] = (), expires_days: float | Literal["never"] | None = None
                      ) -> api_access.TokenMade:  # fmt: skip
-        """Make a token: for the caller's own name and role, unless others are given. ``expires_days``: 90 unless given, but
+        """Make a token called ``name``: for the caller's own name, role and scopes, unless ``owner``, ``role`` and ``scopes`` are
+        others. ``expires_days``: 90 unless given, but
         no longer than the caller's own.
 
         Its ``token`` is the text, told this once. Raises ``Refused`` (``not-allowed``) for more than the caller has.
@@ -47,7 +48,7 @@ class Access(Calls):
         return self._pages("/v1/tokens", api_access.TokenView, params)
 
     def revoke_token(self, token_id: str) -> api_access.TokenRevoked:
-        """Have a token refused from now on, and all that were made with it. Raises ``NotFound``, and ``Refused``
-        (``not-allowed``) for one with a role or scopes that the caller has not."""
+        """Have the token with the id ``token_id`` refused from now on, and all that were made with it. Raises ``NotFound``,
+        and ``Refused`` (``not-allowed``) for one with a role or scopes that the caller has not."""
         answer = self._transport.request("DELETE", f"/v1/tokens/{quote(token_id, safe='')}")
         return api_access.TokenRevoked.model_validate(answer.json())

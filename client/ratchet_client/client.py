@@ -95,8 +95,8 @@ class RatchetClient(Following, Access):
         return Job(self, self.view(job))
 
     def plan(self, spec: Spec, *, upload: bool | None = None, note: Note | None = None) -> api.PlanView:
-        """What ``submit`` would run, with all checks made. No job is stored; code is sent as ``submit`` does, and kept by the
-        service for ten minutes.
+        """What ``submit`` would run of ``spec``, with all checks made. No job is stored; code is sent as ``submit`` does, and
+        kept by the service for ten minutes.
 
         >>> client.plan("examples/digits-powersgd.yaml").resolved.backend
         'gloo'
@@ -106,7 +106,9 @@ class RatchetClient(Following, Access):
 
     def jobs(self, *, phase: Collection[str] = (), label: Mapping[str, str] | None = None, name: str | None = None,
              sort: str | None = None, owner: str | None = None, page_size: int = PAGE) -> Iterator[api.JobView]:  # fmt: skip
-        """All jobs that fit, newest first unless ``sort`` says otherwise; pages are fetched while iterating.
+        """All jobs that fit, newest first unless ``sort`` says otherwise (``created``, ``name``, ``priority``; with ``-`` in
+        front: descending); pages are fetched while iterating. ``phase``: in one of these; ``label``: with all of these values;
+        ``name``: with this name; ``owner``: of this owner.
 
         >>> job_id in [job.id for job in client.jobs(phase=["SUCCEEDED"])]
         True
@@ -161,8 +163,8 @@ class RatchetClient(Following, Access):
 
     def fork(self, job: str, request: api_requests.ForkRequest, *, upload: bool | None = None,
              note: Note | None = None) -> Job:  # fmt: skip
-        """A new job from a checkpoint of this one, with a changed spec. ``upload``, ``note``: as of ``submit``, for a
-        ``code.path`` that the request names.
+        """A new job from a checkpoint of this one, with a changed spec: ``request`` has the step or the checkpoint, and the keys
+        of the spec that change. ``upload``, ``note``: as of ``submit``, for a ``code.path`` that the request names.
 
         >>> from ratchet_contract.api_requests import ForkRequest
         >>> fork = client.fork(job_id, ForkRequest(spec={"task": {"args": {"epochs": 3}}}))
@@ -176,7 +178,7 @@ class RatchetClient(Following, Access):
         return Job(self, self._act(job, "fork", request))
 
     def patch(self, job: str, request: api_requests.PatchRequest) -> api.JobView:
-        """Labels and priority.
+        """Set labels and priority: ``request`` has what changes.
 
         >>> from ratchet_contract.api_requests import PatchRequest
         >>> client.patch(job_id, PatchRequest(labels={"team": "vision"})).labels["team"]
@@ -186,8 +188,9 @@ class RatchetClient(Following, Access):
         return api.JobView.model_validate(self._transport.request("PATCH", self._path(job), json=body).json())
 
     def delete(self, job: str, *, keep_checkpoints: bool = False, outputs: bool = False) -> api.DeleteResult:
-        """Remove a job that has ended, its logs, and its checkpoints unless they are to be kept. What it left in its working
-        directory stays where the answer says, unless ``outputs`` is true, now or in a later call."""
+        """Remove a job that has ended, its logs, and its checkpoints, unless ``keep_checkpoints``. What it left in its working
+        directory stays where the answer says, unless ``outputs`` is true, now or in a later call. Raises ``Conflict`` for a job
+        that has not ended."""
         params: Params = {
             "keep_checkpoints": "true" if keep_checkpoints else None,
             "outputs": "true" if outputs else None,
@@ -206,7 +209,7 @@ class RatchetClient(Following, Access):
         return list(self._job_pages(api.AttemptView, {"limit": PAGE}, job, "attempts"))[::-1]
 
     def attempt(self, job: str, number: int | None = None) -> api.AttemptView:
-        """One launch by its number, from 1; without it the newest. Raises ``NotFound``."""
+        """One launch by its ``number``, from 1; without it the newest. Raises ``NotFound``."""
         job = self.job_id(job)
         if number is None:
             number = self.view(job).attempt
@@ -217,7 +220,7 @@ class RatchetClient(Following, Access):
         return self._job_pages(api.CheckpointView, {"limit": PAGE}, job, "checkpoints")
 
     def checkpoint(self, job: str, checkpoint_id: str) -> api.CheckpointDetail:
-        """One checkpoint with its manifest."""
+        """One checkpoint with its manifest. Raises ``NotFound``."""
         return self._get(self._path(job, "checkpoints", checkpoint_id), api.CheckpointDetail)
 
     def verify(self, job: str, checkpoint_id: str) -> api.VerifyResult:
@@ -231,7 +234,8 @@ class RatchetClient(Following, Access):
     def compare(self, job: str, with_job: str, *, checkpoint: str | None = None,
                 with_checkpoint: str | None = None) -> api.ComparisonView:  # fmt: skip
         """Two jobs' checkpoints, every tensor and every rank's state: at the first step at which they differ, of those that both
-        have a checkpoint of; if they differ nowhere, at the newest. Or of the checkpoints that are named.
+        have a checkpoint of; if they differ nowhere, at the newest. Or of the checkpoints that ``checkpoint`` (of ``job``) and
+        ``with_checkpoint`` (of ``with_job``) name. Raises ``Conflict`` where both have no step in common.
 
         >>> client.compare(job_id, job_id).identical
         True
@@ -243,7 +247,7 @@ class RatchetClient(Following, Access):
                format: ExportFormat = "safetensors") -> list[str]:  # fmt: skip
         """Write a checkpoint as files for other programs; ``target`` must not be there yet. Returns what their reader must know.
 
-        ``safetensors``: one file, the model alone. ``torch``: a directory with one file per rank, for ``torch.load``.
+        ``format``: ``safetensors``: one file, the model alone. ``torch``: a directory with one file per rank, for ``torch.load``.
         ``dcp``: a directory for ``torch.distributed.checkpoint.load``.
 
         >>> client.export(job_id, client.job(job_id).last_checkpoint, directory / "model.safetensors")
@@ -252,7 +256,7 @@ class RatchetClient(Following, Access):
         return fetch(self._transport, self._path(job, "checkpoints", checkpoint_id, "export"), format, Path(target))
 
     def pin(self, job: str, checkpoint_id: str, pinned: bool = True) -> api.CheckpointView:
-        """Keep a checkpoint whatever retention says, or let it go again.
+        """Keep a checkpoint whatever retention says, or with ``pinned=False`` let it go again.
 
         >>> client.pin(job_id, client.job(job_id).last_checkpoint).pinned
         True
@@ -275,7 +279,8 @@ class RatchetClient(Following, Access):
 
     def files(self, job: str, path: str = "", *, recursive: bool = True, everything: bool = False,
               page_size: int = 1000) -> Iterator[api.FileView]:  # fmt: skip
-        """What is below ``path`` of its working directory, each directory before what is in it. ``everything``: with what its
+        """What is below ``path`` of its working directory, each directory before what is in it; with ``recursive=False`` without
+        what is in directories. ``everything``: with what its
         code brought there and nobody has changed.
 
         >>> [file.path for file in client.files(job_id)]
@@ -290,7 +295,7 @@ class RatchetClient(Following, Access):
         return self._job_pages(api.FileView, params, job, "files")
 
     def read_file(self, job: str, path: str, start: int = 0, end: int | None = None) -> bytes:
-        """The bytes of one file from ``start`` up to ``end`` (default: its end, as it is now), which are held in memory.
+        """The bytes of the file ``path`` from ``start`` up to ``end`` (default: its end, as it is now), which are held in memory.
 
         Raises ``NotFound`` (``file-not-found``), ``Refused`` (``range-not-satisfiable``: there are none, ``symbolic-link`` ...).
         """
@@ -303,8 +308,8 @@ class RatchetClient(Following, Access):
     def fetch_files(self, job: str, target: str | os.PathLike[str], path: str = "", *, everything: bool = False,
                     force: bool = False, bar: Callable[[int], Bar] = no_bar) -> Fetched:  # fmt: skip
         """Write the file or directory ``path`` of its working directory into the directory ``target``, under its own name; all of
-        it without ``path``. No file is replaced without ``force``; what is fetched is whole, or nothing is written. ``bar``:
-        shows how far it is (``job_files.fetch``).
+        it without ``path``. No file is replaced without ``force``; what is fetched is whole, or nothing is written.
+        ``everything``: with what its code brought there. ``bar``: shows how far it is (``job_files.fetch``).
 
         >>> client.fetch_files(job_id, directory / "outputs").files
         []
@@ -325,7 +330,8 @@ class RatchetClient(Following, Access):
             return list(islice(self._pages("/v1/queue", api_queue.QueuedView, {"limit": min(limit, 100)}), limit))
 
     def queue_view(self, limit: int = 50, job: str | None = None) -> api_queue.QueueView:
-        """One page, at most 100, with how many wait in all; or where ``job`` stands: no item where it is not queued.
+        """One page of at most ``limit`` (100 at most), with how many wait in all; or where ``job`` stands: no item where it is
+        not queued.
 
         Of an older service ``waiting`` is None: it is not known how many wait, and where ``job`` stands only if it is among
         the first 100. Raises ``NotFound`` (``no-such-route``) where a service has no queue to show yet.
@@ -346,7 +352,8 @@ class RatchetClient(Following, Access):
         return self._get(quota_path(owner), api_quotas.QuotaView)
 
     def set_quota(self, owner: str, request: api_quotas.QuotaRequest) -> api_quotas.QuotaView:
-        """The whole quota of an owner, or of ``*``: each owner without one of its own. What is left out has no limit."""
+        """``request`` is the whole quota of an owner, or of ``*``: each owner without one of its own. What is left out has no
+        limit."""
         body = request.model_dump(mode="json")
         return api_quotas.QuotaView.model_validate(self._transport.request("PUT", quota_path(owner), json=body).json())
 
@@ -365,7 +372,7 @@ class RatchetClient(Following, Access):
         return list(self._pages("/v1/hooks", api.HookInfo, {}))
 
     def hook_info(self, name: str) -> api.HookInfo:
-        """One of them."""
+        """The hook ``name``, with its parameters as a JSON schema. Raises ``NotFound``."""
         return self._get(f"/v1/hooks/{quote(name, safe='')}", api.HookInfo)
 
     def ready(self) -> bool:

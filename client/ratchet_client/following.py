@@ -47,7 +47,7 @@ class Following(Calls):
         return self._get(self._path(job, "hook"), api.HookView)
 
     def hook_history(self, job: str, *, rank: int | None = None) -> Iterator[api.HookSampleView]:
-        """Kept summaries by step and rank, oldest first.
+        """Kept summaries by step and rank, oldest first; with ``rank`` those of one alone.
 
         >>> {sample.summary.phase for sample in client.hook_history(job_id, rank=0)} == {"warm-up", "compressing"}
         True
@@ -56,8 +56,8 @@ class Following(Calls):
         return self._job_pages(api.HookSampleView, params, job, "hook", "history")
 
     def hook_series(self, job: str, figure: str = "residual_norm") -> dict[int, Series]:
-        """A figure of ``HookSummary`` over the steps, by rank (``compression_rate``, ``bytes_after`` ...); without steps at which
-        the hook has none.
+        """``figure`` of ``HookSummary`` over the steps, by rank (``compression_rate``, ``bytes_after`` ...); without steps at
+        which the hook has none.
 
         >>> norms = client.hook_series(job_id)
         >>> sorted(norms), len(norms[0].steps) == len(norms[0].values) > 0
@@ -75,8 +75,8 @@ class Following(Calls):
     # --- series -------------------------------------------------------------------------------------------------------
 
     def metrics(self, job: str, *, name: Collection[str] = (), max_points: int | None = None) -> api.MetricsView:
-        """Series over steps with attempt and time of each point; one longer than ``max_points`` is thinned, the last point is
-        always there."""
+        """Series over steps with attempt and time of each point, of the names ``name`` or all; one longer than ``max_points``
+        is thinned, the last point is always there."""
         params: Params = {"name": list(name), "max_points": max_points}
         return self._get(self._path(job, "metrics"), api.MetricsView, params)
 
@@ -161,7 +161,7 @@ class Following(Calls):
                     grep: str | None = None, since: str | None = None, after: Collection[str] = (),
                     on_gap: Callable[[str], None] | None = None) -> Generator[api.LogLine]:  # fmt: skip
         """Log lines as they are written, until the job has ended. ``after``: go on behind these lines, the ``id`` of the last
-        one that was read of each rank.
+        one that was read of each rank. ``on_gap`` is told once per interruption.
 
         >>> read = [line.id for line in client.follow_logs(job_id, rank=0, attempt="all")]
         >>> [line.id for line in client.follow_logs(job_id, rank=0, attempt="all", after=read[:1])] == read[1:]

@@ -39,14 +39,17 @@ class Job:
 
     @property
     def id(self) -> str:
+        """``job-`` and twelve letters and digits; never changes, and is never given again."""
         return self.view.id
 
     @property
     def name(self) -> str:
+        """As the spec has it; other jobs may have it, too."""
         return self.view.name
 
     @property
     def phase(self) -> JobPhase:
+        """``QUEUED``, ``STARTING``, ``RUNNING``, ``STOPPING``, ``SUSPENDED``, ``SUCCEEDED``, ``FAILED`` or ``CANCELLED``."""
         return self.view.phase
 
     @property
@@ -56,6 +59,7 @@ class Job:
 
     @property
     def progress(self) -> api.ProgressView:
+        """``step`` of ``total_steps``, ``data_epoch``, ``steps_at_risk`` since the last checkpoint, ``steps_per_second``."""
         return self.view.progress
 
     @property
@@ -77,7 +81,8 @@ class Job:
 
     def wait(self, until: Collection[JobPhase] = TERMINAL, deadline: float | None = None,
              on_change: Callable[[api.JobView], None] | None = None) -> Job:  # fmt: skip
-        """Until its phase is one of ``until``, or it has ended. ``deadline``: seconds, then ``DeadlineReached``."""
+        """Until its phase is one of ``until``, or it has ended. ``deadline``: seconds, then ``DeadlineReached``. ``on_change`` is
+        called with every new phase or reason."""
         self.view = self._client.wait(self.id, until, deadline, on_change)
         return self
 
@@ -99,11 +104,13 @@ class Job:
 
     def logs(self, *, follow: bool = False, rank: int | None = None, attempt: WhichAttempt = None,
              tail: int | None = None, grep: str | None = None, since: str | None = None) -> Iterator[api.LogLine]:  # fmt: skip
-        """Lines that are there now, or with ``follow`` as they are written, until the job has ended."""
+        """Lines that are there now, or with ``follow`` as they are written, until the job has ended. ``rank``, ``attempt``,
+        ``tail``, ``grep``, ``since``: as of the client's ``logs``."""
         read = self._client.follow_logs if follow else self._client.logs
         return read(self.id, rank=rank, attempt=attempt, tail=tail, grep=grep, since=since)
 
     def events(self, *, follow: bool = False) -> Iterator[api.EventView]:
+        """The history that is there now, oldest first, or with ``follow`` on until the job has ended."""
         return self._client.follow_events(self.id) if follow else self._client.events(self.id)
 
     def attempts(self) -> list[api.AttemptView]:
@@ -113,9 +120,13 @@ class Job:
         return self._client.checkpoints(self.id)
 
     def files(self, path: str = "", *, everything: bool = False) -> Iterator[api.FileView]:
+        """What is below ``path`` of its working directory, each directory before what is in it. ``everything``: with what its
+        code brought there and nobody has changed."""
         return self._client.files(self.id, path, everything=everything)
 
     def fetch_files(self, target: str | os.PathLike[str], path: str = "", *, force: bool = False) -> Fetched:
+        """Write the file or directory ``path`` of its working directory into the directory ``target``, under its own name; all of
+        it without ``path``. No file is replaced without ``force``; what is fetched is whole, or nothing is written."""
         return self._client.fetch_files(self.id, target, path, force=force)
 
     # --- acting -------------------------------------------------------------------------------------------------------
@@ -124,7 +135,7 @@ class Job:
         return self._now(self._client.suspend(self.id))
 
     def resume(self, from_step: int | None = None, **changes: Any) -> Job:
-        """``changes``: keywords of the client's ``resume``."""
+        """Go on, ``from_step``: from an older checkpoint. ``changes``: further keywords of the client's ``resume``."""
         return self._now(self._client.resume(self.id, from_step, **changes))
 
     def cancel(self) -> Job:

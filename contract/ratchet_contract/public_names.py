@@ -11,15 +11,24 @@ from ratchet_contract.version import RATCHET_VERSION
 PACKAGE: Final = "ratchet"
 PUBLIC: Final[Mapping[str, str]] = MappingProxyType(
     {
+        "AmbiguousName": "ratchet_client.errors:AmbiguousName",
         "Client": "ratchet_client.client:RatchetClient",
         "Conflict": "ratchet_contract.errors:Conflict",
+        "DeadlineReached": "ratchet_client.errors:DeadlineReached",
         "EvaluatingTask": "ratchet_worker.task:EvaluatingTask",
+        "ForkRequest": "ratchet_contract.api_requests:ForkRequest",
         "Job": "ratchet_client.job:Job",
+        "JobPhase": "ratchet_contract.phases:JobPhase",
         "JobSpec": "ratchet_contract.spec:JobSpec",
         "LossResult": "ratchet_worker.task:LossResult",
         "NotFound": "ratchet_contract.errors:NotFound",
         "Parts": "ratchet_worker.task:Parts",
+        "PatchRequest": "ratchet_contract.api_requests:PatchRequest",
+        "QuotaRequest": "ratchet_contract.api_quotas:QuotaRequest",
         "RatchetError": "ratchet_contract.errors:RatchetError",
+        "Refused": "ratchet_contract.errors:Refused",
+        "ServiceFault": "ratchet_client.errors:ServiceFault",
+        "ServiceUnreachable": "ratchet_client.errors:ServiceUnreachable",
         "Session": "ratchet_worker.session:Session",
         "SpecError": "ratchet_contract.errors:SpecError",
         "Sums": "ratchet_worker.task:Sums",
@@ -27,6 +36,7 @@ PUBLIC: Final[Mapping[str, str]] = MappingProxyType(
         "TaskContext": "ratchet_worker.task:TaskContext",
         "TrainLoader": "ratchet_worker.data.loader:TrainLoader",
         "TrainStream": "ratchet_worker.data.iterable:TrainStream",
+        "UserError": "ratchet_contract.errors:UserError",
     }
 )
 

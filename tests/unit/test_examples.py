@@ -25,7 +25,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 CLUSTER = EXAMPLES / "cluster"
-FILES = sorted([*EXAMPLES.glob("*.yaml"), *(EXAMPLES / "hooks").glob("*.yaml"), *CLUSTER.glob("*.yaml")])
+FILES = sorted(file for place in (".", "hooks", "cluster", "reference") for file in (EXAMPLES / place).glob("*.yaml"))
 GPUS = Machine(tuple(range(8)), 32)
 
 

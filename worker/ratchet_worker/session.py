@@ -118,18 +118,22 @@ class Session:
 
     @property
     def rank(self) -> int:
+        """Of this process among all of the job, from 0."""
         return self._runtime.rank
 
     @property
     def world_size(self) -> int:
+        """Ranks of the job on all nodes."""
         return self._runtime.world_size
 
     @property
     def local_rank(self) -> int:
+        """Of this process among those of its node, from 0."""
         return self._runtime.local_rank
 
     @property
     def device(self) -> torch.device:
+        """The CPU, or this rank's GPU: where batches belong; ``wrap`` puts the model there."""
         return self._runtime.device
 
     @property
@@ -156,11 +160,15 @@ class Session:
     # --- before the first step -----------------------------------------------------------------------------------------
 
     def wrap(self, module: nn.Module) -> nn.parallel.DistributedDataParallel:
-        """``module`` on this rank's device, in DDP with the spec's settings and hook. Once, on every rank."""
+        """``module`` on this rank's device, in DDP with the spec's settings and hook. Once, on every rank.
+
+        Raises ``UserError`` at a second call, and where the hook cannot have such a model."""
         return self._runtime.wrap(module)
 
     def register(self, **objects: Any) -> None:
-        """Objects with state, by name. ``data``: a ``TrainLoader``, a ``TrainStream``, or what fits ``TrainData``."""
+        """``objects`` with state, by name: ``state_dict`` and ``load_state_dict``, or a ``torch.Generator``. ``optimizer``,
+        ``scheduler`` and ``scaler`` are those; ``data``: a ``TrainLoader``, a ``TrainStream``, or what fits ``TrainData``; other
+        names are free. Raises ``UserError`` behind the first step, and for what has no state to give."""
         if self._runtime.restored:
             raise UserError("register before the first step: the state has been put back already")
         for name, item in objects.items():
@@ -168,20 +176,24 @@ class Session:
 
     def ignore(self, path: str, reason: str) -> None:
         """Training does not depend on the attribute at ``path`` (as a resume report names it, ``model.layers.0.history``), nor on
-        what is reached through it alone: it is neither saved nor reported. Every resume report says so, with the ``reason``."""
+        what is reached through it alone: it is neither saved nor reported. Every resume report says so, with the ``reason``.
+        Raises ``UserError`` behind the first step."""
         if self._runtime.restored:
             raise UserError("ignore before the first step: the state has been put back already")
         self._runtime.state.hidden.ignored[path] = reason
 
     def batches(self) -> Iterator[Any]:
-        """Batches of the registered data, epoch after epoch, from the restored position."""
+        """Batches of the registered data, epoch after epoch, from the restored position. Raises ``UserError`` where no ``data``
+        are registered."""
         data = self._runtime.state.data
         if data is None:
             raise UserError("register(data=...) first; batches() gives the batches of the registered data")
         return self._runtime.batches(data)
 
     def restore(self, total_steps: int | None = None) -> None:
-        """Put the state back now; ``steps`` does it by itself. Everything must be registered."""
+        """Put the state back now; ``steps`` does it by itself. Everything must be registered. ``total_steps``: as ``total`` of
+        ``steps``. Raises ``UserError`` for state that does not fit what is registered, and for a difference that
+        ``determinism: strict`` forbids."""
         digest = getattr(self._runtime.state.data, "data_digest", None)
         self._runtime.data_digest = digest() if callable(digest) else None
         self._runtime.restore(total_steps)
@@ -190,7 +202,8 @@ class Session:
 
     def steps(self, total: int | None = None) -> Iterator[int]:
         """Numbers of the steps to do, from the restored one to ``total`` - 1 (None: until the script breaks). Each is saved,
-        counted and stopped at when the next is asked for. Raises ``Stopped``."""
+        counted and stopped at when the next is asked for. Raises ``Stopped``, which ends the script where the ranks agreed to
+        stop, and ``UserError`` for a ``total`` below 1."""
         runtime = self._runtime
         if total is not None and total < 1:
             raise UserError(f"total must be at least 1, not {total}")
@@ -207,7 +220,10 @@ class Session:
         return self._runtime.checkpoint()
 
     def evaluation(self) -> AbstractContextManager[Evaluation]:
-        """See the module's text. Every rank enters it after the same step."""
+        """For a ``with`` block: eval mode, no gradients, rank 0's buffers; it leaves no trace in the training state. Every rank
+        enters it after the same step. Its value has ``batches(items)``, which looks for a stop between two of them,
+        ``gather(value)`` (every rank's JSON value, in rank order) and ``averages({name: (sum, weight)})`` (sum of sums / sum of
+        weights over all ranks)."""
         return self._runtime.evaluating()
 
     @overload
@@ -219,7 +235,8 @@ class Session:
     def all_gather(self, value: Any) -> list[Any]: ...
 
     def all_gather(self, value: Any, group: ProcessGroup | None = None, sync_grads: bool = True) -> Any:
-        """Every rank's value in rank order; every rank calls it. JSON values come as a list, tensors stacked: (ranks, *shape).
+        """Every rank's ``value`` in rank order; every rank calls it. JSON values come as a list, tensors stacked:
+        (ranks, *shape).
 
         Tensors: ``group`` has the ranks that take part (None: all). Gradients flow back: each rank's tensor gets the sum, over
         the ranks, of the gradients of its slice; so every rank uses the result in its loss. ``sync_grads=False`` detaches.
@@ -244,5 +261,6 @@ class Session:
         return values
 
     def log(self, values: dict[str, float | torch.Tensor]) -> None:
-        """Metrics of the current step; rank 0's are kept."""
+        """Metrics of the current step: ``values`` are numbers or tensors of one element, by name (1 to 200
+        characters); rank 0's are kept."""
         self._runtime.log(values)

@@ -68,7 +68,8 @@ Sums: TypeAlias = dict[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class TaskContext:
-    """What a task may know when it builds. ``seed`` is the job's; derive streams from it with rank, epoch and sample."""
+    """What a task may know when it builds. ``rank`` of ``world_size`` processes, ``local_rank`` among those of its node;
+    ``device``: where the model belongs. ``seed`` is the job's; derive streams from it with rank, epoch and sample."""
 
     rank: int
     world_size: int
@@ -126,6 +127,10 @@ class TrainData(Protocol):
 class Parts:
     """What a task builds. Everything with state is named here, and comes back bit for bit after a kill.
 
+    ``model``: a module on ``ctx.device``, without DDP; ``optimizer`` over its parameters; ``train``: this rank's data, a
+    ``TrainLoader``, a ``TrainStream`` or what fits ``TrainData``; ``scaler``: for automatic mixed precision in 16 bits.
+    ``accumulate``: batches whose gradients make one step.
+
     Exactly one of ``total_steps`` (optimizer steps) and ``epochs`` is given; epochs need ``train.steps_per_epoch`` and make
     ``epochs * steps_per_epoch // accumulate`` steps. ``evaluate_every`` is in steps (None: only at the end).
     ``scheduler.step()`` runs once per optimizer step. ``stateful`` holds further objects by name, each with ``state_dict``
@@ -177,10 +182,13 @@ class Task(Protocol):
       torch.device("meta")`` makes one that has no memory). With it, a dry run tells what the hook's state will hold.
     """
 
-    def build(self, ctx: TaskContext) -> Parts: ...
+    def build(self, ctx: TaskContext) -> Parts:
+        """Model, optimizer and data for the rank that ``ctx`` describes; once per attempt, on every rank."""
+        ...
 
     def loss(self, model: nn.Module, batch: Any) -> LossResult:
-        """``model`` is the DDP-wrapped one. Returns the loss (a scalar tensor), or it and metrics to log."""
+        """Of one ``batch``, as the data gave it, on the device; ``model`` is the DDP-wrapped one. Returns the loss (a scalar
+        tensor), or it and metrics to log, by name."""
         ...
 
 

@@ -59,13 +59,15 @@ class TrainLoader:
     """This rank's batches of a map-style data set; fits ``TrainData``.
 
     ``dataset``: has ``__len__`` and ``__getitem__(index)``; equal on all ranks. ``batch_size``: samples per rank
-    (``batch_is="per_rank"``) or per step of the whole group (``"global"``, unchanged by another world size).
-    ``augment(sample, generator)`` draws from a generator seeded by (seed, epoch, sample); so, in effect, do the process-wide
-    generators of ``random``, NumPy and torch (CPU) while a sample is loaded. ``num_workers``, ``prefetch_factor`` and
-    ``collate_fn`` are as in torch's ``DataLoader``; workers hand batches over in /dev/shm and use one thread each. See
-    ``order`` for the order and the end of an epoch, ``workers`` for the processes. Iterating uses up none of the rank's own
-    random numbers. Generators that ``dataset``, ``augment`` or ``collate_fn`` hold for themselves are saved with the position
-    (``own_generators``); with workers they are not, and ``exact`` is False.
+    (``batch_is="per_rank"``) or per step of the whole group (``"global"``, unchanged by another world size). ``seed`` gives the
+    order, together with the epoch; ``shuffle=False``: the samples come as they lie. ``rank`` and ``world_size``: the
+    Session's or the ``TaskContext``'s. ``augment(sample, generator)`` draws from a generator seeded by (seed, epoch,
+    sample); so, in effect, do the process-wide generators of ``random``, NumPy and torch (CPU) while a sample is
+    loaded. ``num_workers``, ``prefetch_factor`` and ``collate_fn`` are as in torch's ``DataLoader``; workers hand
+    batches over in /dev/shm and use one thread each. ``ratchet_worker.data.order`` has the rule of the order and of an
+    epoch's end, ``ratchet_worker.data.workers`` what workers are. Iterating uses up none of the rank's own random
+    numbers. Generators that ``dataset``, ``augment`` or ``collate_fn`` hold for themselves are saved with the position;
+    with workers they are not, and ``exact`` is False.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class TrainLoader:
 
     @property
     def exact(self) -> bool:
+        """Every batch comes again as it was; else ``inexact_reason`` says why not."""
         return self.inexact_reason is None
 
     @property
@@ -123,10 +126,12 @@ class TrainLoader:
 
     @property
     def batch_is(self) -> BatchIs:
+        """What a batch size means: ``per_rank`` or ``global``."""
         return self._cursor.rule.batch_is
 
     @property
     def steps_per_epoch(self) -> int:
+        """Batches of this rank in one epoch, equal on all ranks; a remainder that fills no batch of all ranks is left out."""
         return self._cursor.rule.batches_per_epoch
 
     def data_digest(self) -> str | None:
@@ -197,7 +202,8 @@ class TrainLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the same sample. A changed batch size is fine; another order or world size raises ``ValueError``."""
+        """Continue at the sample of ``state``. A changed batch size is fine; another order or world size raises
+        ``ValueError``."""
         recorded = state.get("world_size")
         if recorded != self._cursor.rule.world_size:
             raise ValueError(
@@ -207,7 +213,8 @@ class TrainLoader:
         self._load(state)
 
     def load_resized(self, states: Sequence[dict[str, Any]]) -> None:
-        """Continue with another number of ranks at the very next sample of the global order. Raises ``ValueError``."""
+        """Continue with another number of ranks at the very next sample of the global order. ``states``: of all old ranks, in
+        rank order. Raises ``ValueError`` where they do not belong together, or to another order."""
         if not states:
             raise ValueError("there is no recorded data position to continue from")
         if any(other != states[0] for other in states):

@@ -1,0 +1,65 @@
+"""``docs/python.md`` against the code: it is current, and explains every argument of every public method."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import module_from_spec, spec_from_file_location
+from typing import Any
+
+import pytest
+
+import ratchet
+from ratchet_contract.public_names import PUBLIC
+from tests.support.docs import ROOT
+
+CLASSES = ("Session", "TrainLoader", "Task", "Client", "Job")
+
+
+@pytest.fixture(scope="module")
+def made() -> Any:
+    found = spec_from_file_location("make_python", ROOT / "docs" / "make_python.py")
+    assert found is not None and found.loader is not None
+    module = module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_current(made: Any) -> None:
+    page = (ROOT / "docs" / "python.md").read_text()
+    assert page == made.page(), "run: python docs/make_python.py"
+    assert [name for name in PUBLIC if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize("title", CLASSES)
+def test_every_argument_and_attribute_is_explained(made: Any, title: str) -> None:
+    cls = getattr(ratchet, title)
+    silent = []
+    for name, member in made.public(cls):
+        if title in ("Job", "Task") and name == "__init__":
+            continue
+        said = made.text_of(cls, name, member)
+        named = set(re.findall(r"\w+", " ".join(re.findall(r"``(.+?)``", said))))
+        common = made.COMMON if title == "Client" else {}
+        wanted = [] if isinstance(member, property) else made.arguments(member)
+        silent += [f"{name}({argument})" for argument in wanted if argument not in named and argument not in common]
+        silent += [] if said else [name]
+    assert silent == []
+
+
+def test_no_argument_is_explained_that_no_method_has(made: Any) -> None:
+    taken = {argument for _, method in made.public(ratchet.Client) for argument in made.arguments(method)}
+    assert made.COMMON.keys() <= taken
+
+
+def test_every_part_of_a_task_is_explained(made: Any) -> None:
+    for cls in (ratchet.Parts, ratchet.TaskContext):
+        assert [field for field in cls.__dataclass_fields__ if f"``{field}" not in (cls.__doc__ or "")] == []
+    whole = (ROOT / "examples" / "reference" / "classifier.py").read_text()
+    optional = re.findall(r"^    - ``(\w+)\(", ratchet.Task.__doc__ or "", re.MULTILINE)
+    assert len(optional) == 5 and all(f"    def {name}(" in whole for name in (*optional, "build", "loss"))
+
+
+def test_a_method_without_an_example_is_refused(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ratchet.Session, "undreamt", lambda self, deep: None, raising=False)
+    with pytest.raises(LookupError, match=r"no example of Session\.undreamt: call session\.undreamt in"):
+        made.page()
