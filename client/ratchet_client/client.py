@@ -41,7 +41,7 @@ class RatchetClient(Following, Access):
     iterator of models (``ratchet_contract.api``). Calls are repeated while nothing answers: a POST with the same
     Idempotency-Key, so that it acts once; a PATCH, since it sets values; a DELETE only if it cannot have arrived.
 
-    >>> with RatchetClient() as client:
+    >>> with ratchet.Client() as client:
     ...     client.ready()
     True
     """
@@ -166,8 +166,7 @@ class RatchetClient(Following, Access):
         """A new job from a checkpoint of this one, with a changed spec: ``request`` has the step or the checkpoint, and the keys
         of the spec that change. ``upload``, ``note``: as of ``submit``, for a ``code.path`` that the request names.
 
-        >>> from ratchet_contract.api_requests import ForkRequest
-        >>> fork = client.fork(job_id, ForkRequest(spec={"task": {"args": {"epochs": 3}}}))
+        >>> fork = client.fork(job_id, ratchet.ForkRequest(spec={"task": {"args": {"epochs": 3}}}))
         >>> fork.view.forked_from.startswith(job_id), fork.cancel().id == fork.id
         (True, True)
         """
@@ -180,8 +179,7 @@ class RatchetClient(Following, Access):
     def patch(self, job: str, request: api_requests.PatchRequest) -> api.JobView:
         """Set labels and priority: ``request`` has what changes.
 
-        >>> from ratchet_contract.api_requests import PatchRequest
-        >>> client.patch(job_id, PatchRequest(labels={"team": "vision"})).labels["team"]
+        >>> client.patch(job_id, ratchet.PatchRequest(labels={"team": "vision"})).labels["team"]
         'vision'
         """
         body = request.model_dump(mode="json", exclude_unset=True)

@@ -64,11 +64,12 @@ def run_all(pages: dict[str, list[tuple[int, str]]], job_id: str) -> None:
 def _docstrings(job_id: str) -> None:
     import doctest
 
-    from ratchet_client import RatchetClient, access, client, following, job
+    import ratchet
+    from ratchet_client import access, client, following, job
 
     tried = 0
-    with RatchetClient() as connected, tempfile.TemporaryDirectory() as directory:
-        scope = {"client": connected, "RatchetClient": RatchetClient, "job_id": job_id, "directory": Path(directory)}
+    with ratchet.Client() as connected, tempfile.TemporaryDirectory() as directory:
+        scope = {"client": connected, "ratchet": ratchet, "job_id": job_id, "directory": Path(directory)}
         for module in (access, client, following, job):
             result = doctest.testmod(module, extraglobs=scope | {"key": str(uuid.uuid4())}, raise_on_error=False)
             tried += result.attempted

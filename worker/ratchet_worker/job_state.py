@@ -97,7 +97,7 @@ class JobState:
             if not isinstance(item, TrainData):
                 raise UserError(
                     f"data of type {type(item).__name__} cannot give its position back; wrap it in "
-                    "ratchet_worker.data.loader.TrainLoader (map-style) or ratchet_worker.data.iterable.TrainStream (iterable)"
+                    "ratchet.TrainLoader (map-style) or ratchet.TrainStream (iterable)"
                 )
             self.data = item
         elif item is self.ddp or (isinstance(item, DistributedDataParallel) and not isinstance(item, ManagedDDP)):

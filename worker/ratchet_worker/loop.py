@@ -54,9 +54,7 @@ def _build(runtime: Runtime, task: Task) -> Parts:
     )
     parts = task.build(context)
     if not isinstance(parts, Parts):
-        raise UserError(
-            f"{type(task).__name__}.build must return ratchet_worker.task.Parts, not {type(parts).__name__}"
-        )
+        raise UserError(f"{type(task).__name__}.build must return ratchet.Parts, not {type(parts).__name__}")
     return parts
 
 

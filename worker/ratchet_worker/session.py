@@ -4,8 +4,7 @@ A complete script, ``train.py`` in the directory named by ``code.path``; the spe
 
     import torch
     from torch import nn
-    from ratchet_worker.data.loader import TrainLoader
-    from ratchet_worker.session import Session
+    from ratchet import Session, TrainLoader
 
     def main() -> None:
         with Session() as s:

@@ -6,8 +6,7 @@ A complete task, in a file ``mine.py`` of the directory named by ``code.path``; 
     import torch
     from torch import nn
     from torch.utils.data import TensorDataset
-    from ratchet_worker.data.loader import TrainLoader
-    from ratchet_worker.task import Parts, TaskContext
+    from ratchet import Parts, TaskContext, TrainLoader
 
     def numbers(n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         x = torch.randn(n, 8, generator=torch.Generator().manual_seed(seed))

@@ -47,7 +47,7 @@ def make_task(spec: TaskSpec, code: Path) -> Any:
         missing.append("evaluate")
     if missing:
         raise UserError(
-            f"task {spec.entrypoint!r} has no {' and no '.join(missing)}; see ratchet_worker.task for what a task needs",
+            f"task {spec.entrypoint!r} has no {' and no '.join(missing)}; see help(ratchet.Task) for what a task needs",
             code="entrypoint-wrong",
         )
     return task

@@ -12,6 +12,7 @@ from ratchet_client.init.command import Command
 from ratchet_client.init.facts import Facts, HookUse
 from ratchet_client.init.facts import Place as Where
 from ratchet_client.init.project import LARGE, MANY, Place, entries, missing_modules
+from ratchet_contract.public_names import PACKAGE, requirement
 from ratchet_contract.scripts import is_unmanaged
 from ratchet_hooks.registry import HOOKS
 from ratchet_hooks.specs import canonical_hook_name
@@ -196,14 +197,13 @@ def _arguments(command: Command, facts: Facts, way: Way) -> Iterator[Note]:
 
 def _surroundings(facts: Facts, place: Place, python: Path | None) -> Iterator[Note]:
     missing = missing_modules(python, facts.modules | {"ratchet_worker", "torch"}, [place.script.parent, place.code])
-    who = python or "the interpreter that runs this command"
+    who, ours = python or "the interpreter that runs this command", {PACKAGE, "ratchet_worker"}
     if missing is None:
         yield Note("python", f"{who} could not be asked which modules it has", serious=True)
-    elif "ratchet_worker" in missing:
-        yield Note(
-            "module-missing", f"{who} needs Ratchet's worker: pip install 'ratchet-train[worker]' there", serious=True
-        )
-    others = [name for name in missing or () if name != "ratchet_worker"]
+    elif ours & set(missing):
+        text = f"{who} needs Ratchet's worker of this version: pip install '{requirement(PACKAGE)}' there"
+        yield Note("module-missing", text, serious=True)
+    others = [name for name in missing or () if name not in ours]
     if others:
         yield Note(
             "module-missing",

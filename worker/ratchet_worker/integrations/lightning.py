@@ -3,9 +3,8 @@
 The script as it was, but for the session, the data and the strategy::
 
     from lightning import Trainer
-    from ratchet_worker.data.loader import TrainLoader
+    from ratchet import Session, TrainLoader
     from ratchet_worker.integrations.lightning import SessionStrategy
-    from ratchet_worker.session import Session
 
     with Session() as session:
         data = TrainLoader(my_dataset(), batch_size=32, seed=session.seed, rank=session.rank, world_size=session.world_size)

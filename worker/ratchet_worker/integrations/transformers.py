@@ -2,8 +2,8 @@
 
 The script as it was, but for the session, the class, and the arguments that the job decides::
 
+    from ratchet import Session
     from ratchet_worker.integrations.transformers import SessionTrainer, options
-    from ratchet_worker.session import Session
     from transformers import TrainingArguments
 
     with Session() as session:
