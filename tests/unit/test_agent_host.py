@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
+from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Desired
 from ratchet_contract.spec import JobSpec, Resolved
@@ -18,20 +20,29 @@ JOB = "job-0123456789ab"
 START = Question(what="start", job_id=JOB, epoch=1)
 
 
+def launch(home: HomePaths, **more: Any) -> LaunchFile:
+    spec = {"name": "a", "task": {"entrypoint": "m:T"}, "world": {"ranks_per_node": 1}, **more}
+    resolved = Resolved(device="cpu", backend="gloo", threads_per_rank=1, python=sys.executable)
+    return launch_file(home, JOB, 1, JobSpec.model_validate(spec), resolved, (), "token", Desired.RUN)
+
+
 def test_it_starts_no_agent_that_would_not_understand_its_job_nor_any_while_it_is_ending(tmp_path: Path) -> None:
     home = HomePaths(tmp_path)
     host, paths = AgentHost(home), home.job(JOB).attempt(1)
     assert "restart it" in host.answer(START).away  # there is no launch.json that it can read
-    spec = JobSpec.model_validate({"name": "a", "task": {"entrypoint": "m:T"}, "world": {"ranks_per_node": 1}})
-    resolved = Resolved(device="cpu", backend="gloo", threads_per_rank=1, python=sys.executable)
-    launch = launch_file(home, JOB, 1, spec, resolved, (), "token", Desired.RUN)
-    files.write_launch(paths, launch.model_copy(update={"protocol": PROTOCOL_VERSION + 1}))
+    files.write_launch(paths, launch(home).model_copy(update={"protocol": PROTOCOL_VERSION + 1}))
     assert "restart it" in host.answer(START).away
-    files.write_launch(paths, launch)
+    files.write_launch(paths, launch(home))
     host.end_agents()
     assert "is ending" in host.answer(START).away
     assert host.answer(Question(what="look", job_id=JOB, epoch=1)).alive is False
     assert not paths.agent_log.exists()
+
+
+def test_a_secret_that_it_does_not_have_is_told_by_name(tmp_path: Path) -> None:
+    home = HomePaths(tmp_path)
+    files.write_launch(home.job(JOB).attempt(1), launch(home, secrets={"KEY": {"from_env": "NOT_HERE"}}))
+    assert "NOT_HERE" in (told := AgentHost(home).answer(START).refused) and "agent host" in told
 
 
 def test_what_names_no_attempt_is_refused(tmp_path: Path) -> None:

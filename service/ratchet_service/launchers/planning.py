@@ -50,7 +50,7 @@ def secret_values(environ: Mapping[str, str], sources: Mapping[str, str]) -> dic
         if value is None:
             raise LaunchError(
                 f"secret {name} is read from {source}, which is not set in the launcher's environment: set it where the "
-                "service is started"
+                "service is started, or its agent host where it has one"
             )
         out[name] = value
     return out
