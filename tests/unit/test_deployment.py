@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -20,6 +21,7 @@ from sqlalchemy.engine import make_url
 from deploy import constraints
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.spec_policy import PolicySpec
+from ratchet_service import __main__ as service
 from ratchet_service.database import PING_SECONDS
 from ratchet_service.launchers.table import load
 from ratchet_service.serve import hosted
@@ -73,6 +75,8 @@ def test_an_image_has_all_packages_and_runs_as_one_user_of_all(path: Path) -> No
     lines = lines_of(path)
     packages = {folder.parent.name for folder in ROOT.glob("[a-z]*/ratchet_*/")}
     assert {f"COPY {name} {name}" for name in packages} <= set(lines)
+    ports = [line.split()[1] for line in lines if line.startswith("EXPOSE ")]
+    assert ports == (["8000"] if path.suffix == ".service" else [])
     assert "USER 10001:10001" in lines and any("--gid 10001" in line and "--uid 10001" in line for line in lines)
     assert f'org.opencontainers.image.version="{PROJECT["version"]}"' in path.read_text()
 
@@ -113,7 +117,7 @@ def test_the_constraints_have_a_version_of_every_package_that_an_image_installs_
         if not line.startswith("#"):
             name, _, version = line.partition("==")
             pins[name] = Version(version)
-    wanted = constraints.requirements()
+    wanted = [*constraints.requirements(), constraints.BUILD]
     for line in wanted:
         requirement = Requirement(line)
         assert pins[canonicalize_name(requirement.name)] in requirement.specifier, line
@@ -136,12 +140,21 @@ def test_an_image_asks_for_what_the_project_asks_for_with_its_extras() -> None:
     assert told[:-1] == [*PROJECT["dependencies"], *optional["service"], *optional["postgres"]]
 
 
+def durations(text: str) -> int:
+    """Seconds of ``5m`` or ``15s``."""
+    return int(text[:-1]) * {"s": 1, "m": 60}[text[-1]]
+
+
 def test_after_a_crash_or_a_reboot_everything_starts_again_and_each_part_says_whether_it_is_well() -> None:
     for name, part in COMPOSE.items():
         assert part["restart"] == "unless-stopped", name
         check = part["healthcheck"]
-        assert {"start_period", "start_interval", "interval", "timeout", "retries"} <= set(check), name
+        seconds = {key: durations(check[key]) for key in ("start_period", "start_interval", "interval", "timeout")}
+        # a first start migrates a large database; a part that is not well is known within a minute, at little cost
+        assert seconds["start_period"] >= 120 and seconds["start_interval"] <= 2, name
+        assert seconds["interval"] >= 10 and (seconds["interval"] + seconds["timeout"]) * check["retries"] <= 100, name
         assert part["logging"]["driver"] == "local" and part["pids_limit"] > 0, name  # json-file would grow for ever
+        assert part["mem_limit"], name  # nobody takes the others' memory
     database = COMPOSE["database"]["healthcheck"]["test"]
     assert "pg_isready" in database and "127.0.0.1" in database, "on its socket a server answers that goes again"
 
@@ -152,6 +165,35 @@ def test_containers_have_no_more_rights_than_they_need() -> None:
         assert part["cap_drop"] == ["ALL"] and part["read_only"] is True, name
         assert "no-new-privileges:true" in part["security_opt"], name
     assert FILE["name"] == "ratchet", "else another clone's directory is another project, with empty volumes"
+
+
+SERVICE_COMMAND = re.compile(
+    r"python3? -m ratchet_service ((?:token|backup|restore|serve|reconcile|agent-host)\b[^#`)\n]*)"
+)
+PAGES = [ROOT / "README.md", ROOT / "docker-compose.yml", *ROOT.glob("docs/*.md"), *ROOT.glob("deploy/**/*.md")]
+
+
+def test_every_command_of_the_service_that_a_page_shows_is_taken_by_its_parser_whoever_types_it() -> None:
+    shown = [(path, line) for path in PAGES for line in SERVICE_COMMAND.findall(path.read_text())]
+    assert {path.name for path, _ in shown} >= {"docker-compose.yml", "containers.md", "security.md", "operations.md"}
+    for path, line in shown:
+        assert "$" not in line, f"{path}: {line}: a user's name may be empty, or hold what an owner's may not"
+        try:
+            service._parser().parse_args(shlex.split(line))
+        except SystemExit:
+            pytest.fail(f"{path}: {line}")
+
+
+def test_a_token_of_a_command_that_failed_is_not_exported() -> None:
+    """``export NAME=$(false)`` succeeds."""
+    for path in PAGES:
+        assert not re.search(r"export \w+=\$\(", path.read_text()), path
+
+
+def test_further_compose_files_change_parts_that_are_there() -> None:
+    for path in (ROOT / "deploy" / "compose").glob("*.yaml"):
+        parts = yaml.safe_load(path.read_text()).get("services", {})
+        assert set(parts) <= set(COMPOSE), path
 
 
 def test_every_readiness_check_waits_longer_than_the_database_is_given() -> None:
