@@ -34,10 +34,13 @@ _ENVIRON: Final = {
     "GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "none",
 }  # fmt: skip
 _NO_REPOSITORY: Final = "not a git repository"
+_PARTIAL: Final = "the git repository is a partial clone that lacks the commit's lists of files"
 _WHY: Final = {
     "dubious ownership": "the git repository belongs to another user than the one that looks at it",
     "unsafe repository": "the git repository belongs to another user than the one that looks at it",  # before git 2.38
     "unknown revision": "the git repository has no commit yet",
+    "lazy fetching disabled": _PARTIAL,
+    "' not allowed": _PARTIAL,  # a git that does not know GIT_NO_LAZY_FETCH wants to fetch, and no protocol is allowed
 }
 
 

@@ -77,6 +77,7 @@ def test_forks_have_the_commit_of_their_code(api: Api, found: dict[str, GitFacts
     assert fork(seed=1) == TOLD.commit
     assert fork(code=CODE) == FOUND.commit
     assert fork(code={"path": "/in/no/repository"}) is None
+    assert fork(code={"path": "/home/me/other", "digest": "cd" * 32}) is None  # whose sender does not know it
 
 
 def test_a_resume_with_code_has_its_commit(api: Api, found: dict[str, GitFacts | None]) -> None:

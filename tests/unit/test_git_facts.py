@@ -108,6 +108,28 @@ def test_nothing_of_the_repository_and_of_the_user_is_run(
     assert facts(code).changed == 2 and not ran.exists()
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["this git", "a git without GIT_NO_LAZY_FETCH"])
+def test_nothing_is_fetched_into_a_partial_clone(
+    code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """Which would run a program that the clone's configuration names."""
+    top, part, ran = code.parent, tmp_path / "part", tmp_path / "ran"
+    git(top, "config", "uploadpack.allowFilter", "true")
+    git(top, "config", "uploadpack.allowAnySHA1InWant", "true")
+    git(tmp_path, "clone", "-q", "--no-checkout", "--filter=tree:0", f"file://{top}", str(part))
+    evil = tmp_path / "evil.sh"
+    evil.write_text(f'#!/bin/sh\ntouch {ran}\nexec git-upload-pack "$@"\n')
+    evil.chmod(0o755)
+    git(part, "config", "remote.origin.uploadpack", str(evil))
+    (part / "code").mkdir()
+    if not known:
+        monkeypatch.delitem(module._ENVIRON, "GIT_NO_LAZY_FETCH")
+    assert "partial clone" in str(facts(part / "code").reason) and not ran.exists()
+    if not known:
+        monkeypatch.delitem(module._ENVIRON, "GIT_ALLOW_PROTOCOL")
+        assert facts(part / "code").commit and ran.exists()  # else the test shows nothing
+
+
 def test_where_there_is_no_repository_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert git_facts(tmp_path, []) is None
     monkeypatch.setenv("PATH", str(tmp_path))  # not even that git is not installed
