@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ratchet_contract.code_tree import DIGEST, Entry, chunks
 from ratchet_contract.spec_base import SpecModel
@@ -61,6 +61,16 @@ class GitFacts(SpecModel):
     )
     reason: str | None = Field(None, max_length=400, description="Why nothing is known.")
 
+    @model_validator(mode="after")
+    def _known_or_not(self) -> GitFacts:
+        if self.reason is not None:
+            fits = (self.commit, self.changed, self.diff) == (None, None, None)
+        else:
+            fits = None not in (self.commit, self.changed) and (self.diff is None) == (self.changed == 0)
+        if not fits:
+            raise ValueError("give reason alone, or commit and changed, with diff where changed is not 0")
+        return self
+
 
 class _Unknown(Exception):
     pass
@@ -85,6 +95,8 @@ def git_facts(
         return None if str(error) == _NO_REPOSITORY else GitFacts(reason=str(error)[:400])
     except OSError as error:
         return GitFacts(reason=f"the code or its git repository cannot be read: {error.strerror}"[:400])
+    except ValueError:
+        return GitFacts(reason="git printed what cannot be understood")
 
 
 class _Look:

@@ -59,7 +59,11 @@ def test_only_who_sends_the_code_can_tell_its_commit(api: Api, found: dict[str, 
     )
     for code, pointer in (
         ({"path": "/opt/mine", "source": "nodes", "git": TOLD.model_dump()}, "/code/git"),
-        (SENT | {"git": {"commit": "main"}}, "/code/git/commit"),
+        (SENT | {"git": TOLD.model_dump() | {"commit": "main"}}, "/code/git/commit"),
+        (SENT | {"git": {"commit": TOLD.commit}}, "/code/git"),
+        (SENT | {"git": {"commit": TOLD.commit, "changed": 2}}, "/code/git"),
+        (SENT | {"git": {"changed": 0, "reason": "no idea"}}, "/code/git"),
+        (SENT | {"git": {}}, "/code/git"),
     ):
         refused = api.client.post("/v1/jobs", json=sent["spec"] | {"code": code})
         assert refused.status_code == 422 and [e["pointer"] for e in refused.json()["errors"]] == [pointer]

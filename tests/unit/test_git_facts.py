@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ratchet_client.cli.show import commit_words
 from ratchet_contract import git_facts as module
 from ratchet_contract.code_tree import entries
 from ratchet_contract.git_facts import GitFacts, git_facts
@@ -178,10 +179,25 @@ def test_what_git_may_take_is_bounded(code: Path, tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr(module, "_MOST_BYTES", 100)
         assert facts(code) == GitFacts(reason="the commit of the git repository has too many files")
-    slow = tmp_path / "bin"
-    slow.mkdir()
-    (slow / "git").write_text("#!/bin/sh\nexec sleep 60\n")
-    (slow / "git").chmod(0o755)
+    other = tmp_path / "bin"
+    other.mkdir()
+    (other / "git").write_text("#!/bin/sh\n")
+    (other / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{other}:{os.environ['PATH']}")
+    assert facts(code) == GitFacts(reason="git printed what cannot be understood")
+    (other / "git").write_text("#!/bin/sh\nexec sleep 60\n")
     monkeypatch.setattr(module, "SECONDS", 0.2)
-    monkeypatch.setenv("PATH", f"{slow}:{os.environ['PATH']}")
     assert facts(code) == GitFacts(reason="git took longer than 0.2 s")
+
+
+@pytest.mark.parametrize(
+    ("git", "shown"),
+    [
+        (None, None),
+        (GitFacts(commit="a" * 40, changed=0), "a" * 40),
+        (GitFacts(commit="a" * 40, changed=2, diff="b" * 64), f"{'a' * 40} + uncommitted changes in 2 files (sha256:{'b' * 16})"),
+        (GitFacts(reason="the git repository has no commit yet"), "unknown: the git repository has no commit yet"),
+    ],
+)  # fmt: skip
+def test_how_a_job_shows_it(git: GitFacts | None, shown: str | None) -> None:
+    assert commit_words({"code": {"path": "/code", "git": None if git is None else git.model_dump()}}) == shown

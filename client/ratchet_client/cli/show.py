@@ -106,7 +106,7 @@ def get(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
             ("resumed", None if newest is None else _resumed(newest)),
             ("last checkpoint", found.last_checkpoint), ("forked from", found.forked_from),
             ("working directory", found.work_dir),
-            ("git", _git(found.spec)), ("packages", _packages(found.environment)),
+            ("git", commit_words(found.spec)), ("packages", _packages(found.environment)),
             ("failures", f"{budgets.failures} of {budgets.max_failures}"),
             ("preemptions", f"{budgets.preemptions} of {_limit(budgets.max_preemptions)}"),
             ("goodput", _goodput(found.goodput)),
@@ -125,7 +125,7 @@ def _warnings(found: list[api.Warning_]) -> str | None:
     return ", ".join(f"{w.code} ({w.pointer or '/'})" for w in found) + "; in full: --json"
 
 
-def _git(spec: dict[str, Any]) -> str | None:
+def commit_words(spec: dict[str, Any]) -> str | None:
     """The commit of its code, and a digest of what differs from it."""
     git = (spec.get("code") or {}).get("git")
     if git is None:
