@@ -4,6 +4,7 @@ directory, or that of the one service of this user that runs."""
 from __future__ import annotations
 
 import os
+import shlex
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,13 @@ DEFAULT_HOME = ".ratchet"
 NEVER_STARTED = "service-not-started"
 SEVERAL = "several-services"
 RUNNING = "the service that runs"
-START_IT = "start it with `ratchet serve`"
+
+
+def start_it(home: Path) -> str:
+    """What to do where the service of a run directory does not run."""
+    if home == Path.cwd() / DEFAULT_HOME:
+        return "start it with `ratchet serve`"
+    return f"start it with `ratchet serve --home {shlex.quote(str(home))}`"
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class Target:
             found = ServiceFile.model_validate_json(file.read_bytes())
         except FileNotFoundError:
             raise ServiceUnreachable(
-                f"no service is running for the run directory {file.parent}: {START_IT}, "
+                f"no service is running for the run directory {file.parent}: {start_it(file.parent)}, "
                 f"or name a server with --server or {environment.SERVER}{self._others()}",
                 code=NEVER_STARTED,
             ) from None
@@ -72,7 +79,7 @@ class Target:
             ) from None
         except ValidationError:
             raise ServiceUnreachable(
-                f"{file} is damaged, or of another version of Ratchet: {START_IT}, which writes it anew"
+                f"{file} is damaged, or of another version of Ratchet: {start_it(file.parent)}, which writes it anew"
             ) from None
         if found.protocol != PROTOCOL_VERSION:
             raise other_protocol(f"the service of {file.parent}", found.protocol)
@@ -83,13 +90,11 @@ class Target:
         if self.server is not None:
             return f"start it with `ratchet serve` on its machine, or check the address ({self.server.source})"
         home = Path(self.home.value)
-        option = f" --home {home}" if home != Path.cwd() / DEFAULT_HOME else ""
         with suppress(OSError, ValidationError):
             pid = ServiceFile.model_validate_json(HomePaths(home).service_file.read_bytes()).pid
             if not Path(f"/proc/{pid}").exists():
-                again = f"start it again with `ratchet serve{option}`"
-                return f"the service of {home} (pid {pid}) has ended: {again}{self._others()}"
-        return f"start it with `ratchet serve{option}`"
+                return f"the service of {home} (pid {pid}) has ended: {start_it(home)}{self._others()}"
+        return start_it(home)
 
     def _others(self) -> str:
         """The services of this user that run, where nobody named a run directory."""

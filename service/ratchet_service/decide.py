@@ -84,7 +84,7 @@ def _queued(view: JobView, now: datetime) -> Decision:
             Event.END_FAILED,
             counters=view.counters,
             reason=Cause.TIMEOUT.value,
-            message=_timeout_text(view.limits.timeout),
+            message=_timeout_text(view.job_id, view.limits.timeout),
         )
     if view.not_before is not None and now < view.not_before <= now + BEYOND:
         return Decision(Action.WAIT, counters=view.counters, not_before=view.not_before)
@@ -139,7 +139,7 @@ def _ended(view: JobView, end: AttemptEnd, now: datetime) -> Decision:
         return _over(view, Event.END_CANCELLED, treated, counters, *_unless(treated, Outcome.CANCELLED, end))
     if treated.budget is Budget.FATAL:
         timeout = view.limits.timeout if cause is Cause.TIMEOUT else None
-        text = end.message if timeout is None else _timeout_text(timeout)
+        text = end.message if timeout is None else _timeout_text(view.job_id, timeout)
         if treated.rule is not None:
             return _over(view, Event.END_FAILED, treated, counters, "exit-code", _last(treated, end))
         return _over(view, Event.END_FAILED, treated, counters, cause.value, text)
@@ -214,12 +214,20 @@ def _no_progress_limit(view: JobView, treated: Treatment) -> int:
 def _no_progress_cure(job_id: str, end: AttemptEnd) -> str:
     """A job that gets on and does not save is told from one that does not get on."""
     if end.cause is Cause.CHECKPOINT_ERROR:
-        return "Its saves failed: do what the last failure says (its checkpoint-failed events have all); then resume the job."
+        return (
+            "Its saves failed: do what the last failure says (its checkpoint-failed events have all); then "
+            f"`ratchet resume {job_id}`."
+        )
     if end.unsaved:
+        other = (
+            f"`ratchet fork {job_id} --set"
+            if end.base_step
+            else "submit it again (it has no checkpoint to fork) with `--set"
+        )
         return (
             f"It did {end.unsaved} new step{'s' * (end.unsaved > 1)}, and was ended before one was saved. If it has "
-            "checkpoint-failed events, do what they say; else let checkpoint.every_steps be smaller (or every_seconds), or "
-            "give it more notice (policy.stop_grace); then resume the job."
+            f"checkpoint-failed events, do what they say, then `ratchet resume {job_id}`. Else save more often, or give it more "
+            f"notice: {other} checkpoint.every_steps=N` (or checkpoint.every_seconds, policy.stop_grace)."
         )
     return f"It finished no new step: read its logs. {_again(job_id)}"
 
@@ -270,8 +278,9 @@ def _last(treated: Treatment, end: AttemptEnd) -> str:
     )
 
 
-def _timeout_text(timeout: float) -> str:
+def _timeout_text(job_id: str, timeout: float) -> str:
     return (
-        f"The attempts ran for {timeout:g} s in all, which is policy.timeout. The last checkpoint is kept: resume the job for as "
-        "long again, or fork it with a longer timeout."
+        f"The attempts ran for {timeout:g} s in all, which is policy.timeout. The last checkpoint is kept: "
+        f"`ratchet resume {job_id}` goes on from it for as long again, `ratchet fork {job_id} --set policy.timeout=SECONDS` "
+        "for longer."
     )

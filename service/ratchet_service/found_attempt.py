@@ -42,8 +42,10 @@ def take_in(
         token = written.report_token
         changed = [key for key in ("world", "hook") if getattr(written.spec, key) != getattr(spec, key)]
         if changed:
+            was = written.spec
             text += (
-                f". It had another {' and another '.join(changed)} than the job has now: resume the job with that one"
+                f". It had another {' and another '.join(changed)} than the job has now: `ratchet suspend {job.id}`, then "
+                f"`ratchet resume {job.id} --world {was.world.ranks_per_node} --nodes {was.world.nodes} --hook {was.hook.name}`"
             )
     session.add(
         Attempt(

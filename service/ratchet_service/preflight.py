@@ -132,7 +132,7 @@ def resize(
     if resolved.device == "cuda" and ranks > gpus:
         text = f"{ranks} ranks need {ranks} GPUs, this machine has {gpus}: use at most {gpus} ranks"
         if gpus == 0:
-            text = "the job runs on CUDA, and this machine has no GPU: fork it with world.device cpu"
+            text = "the job runs on CUDA, and this machine has no GPU: `ratchet fork JOB --set world.device=cpu`"
         report.refuse("/world/ranks_per_node", "too-few-gpus", text)
     changed = resolved.model_copy(update={"threads_per_rank": _threads(spec, machine, resolved.device)})
     preflight_hook.check_world(spec, changed, report)

@@ -53,9 +53,7 @@ class Limit:
         if never is None:
             return None
         name, wants, limit = never
-        return (
-            f"needs {wants} {_NAMES[name]}, its owner's quota is {limit}: an admin may raise it (`ratchet quota set`)"
-        )
+        return f"needs {wants} {_NAMES[name]}, its owner's quota is {limit}: an admin may raise it (`ratchet quota set OWNER`)"
 
 
 HELD: Final = ("gpus", "ranks", "jobs")

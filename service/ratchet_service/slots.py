@@ -70,7 +70,7 @@ def too_few_gpus(gpus: int, capacity: Capacity) -> str | None:
     """Why a job of so many can never start on this machine; None: it can."""
     if gpus <= len(capacity.gpus):
         return None
-    return f"needs {gpus} GPUs, this machine has {len(capacity.gpus)}: resume it with fewer (--world N)"
+    return f"needs {gpus} GPUs, this machine has {len(capacity.gpus)}: `ratchet resume JOB --world N` with fewer ranks"
 
 
 class Board:

@@ -159,7 +159,7 @@ def left_text(watch: Watch) -> str:
     return (
         f"its agent speaks protocol {watch.protocol}, this service {PROTOCOL_VERSION}, so it cannot report: it is a script "
         "without a Session, which would begin anew, and is left to run to its end, which is read from the disk then. To have it "
-        "started again under this version: ratchet preempt"
+        f"started again under this version: `ratchet preempt {watch.ref.job_id}`"
     )
 
 

@@ -48,7 +48,8 @@ class Advised:
     def refused(self, code: str, *arguments: str) -> str:
         """What is said to a command that is refused with ``code``."""
         done = self.cli.ended(*arguments)
-        assert done.code != 0 and hints._NEXT[code].split("`")[0] in done.errors, (arguments, done)
+        text = (hints._STRICT if "determinism is strict" in done.errors else hints._NEXT)[code]
+        assert done.code != 0 and text.split("`")[0] in done.errors, (arguments, done)
         return done.errors
 
     def follow(self, said: str, **values: str) -> list[Result]:
@@ -94,6 +95,9 @@ def test_hints_of_a_job_that_is_changed(server: Server, told: Advised, tmp_path:
     cli("wait", job, "--until", "SUSPENDED")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "train.py").write_text(SCRIPT + "\n")
+    for code, change in (("world-size-mismatch", ("--world", "1")), ("hook-mismatch", ("--hook", "allreduce"))):
+        said = told.refused(code, "resume", job, *change)  # under strict determinism no leave helps
+        cli("cancel", told.follow(said, N="1", NAME="allreduce")[0].text.strip())
     said = told.refused("code-mismatch", "resume", job, "--code", "other")
     fork = told.follow(said, DIR=str(tmp_path / "other"))[0].text.strip()
     cli("cancel", job)
@@ -164,7 +168,7 @@ def test_hints_of_tokens(strict: Server, tmp_path: Path) -> None:
     said = ann.cli("list", expect=5).errors
     assert "`ratchet config set token`" in said
     said = ann.cli("config", "set", "token", stdin=f"{token}\n", expect=2).errors
-    assert "ratchet config set server URL first" in said
+    assert "`ratchet config set server URL` first" in said
     ann.cli("config", "set", "server", strict.url)
     ann.cli("config", "set", "token", stdin=f"{token}\n")
     ann.follow(ann.refused("not-allowed", "token", "create", "--owner", "root"))
@@ -183,4 +187,4 @@ def test_every_hint_is_followed_by_a_test() -> None:
     assert {
         code for code, text in hints._NEXT.items() if "`ratchet" not in text and "--" not in text
     } == WITHOUT_COMMAND
-    assert [code for code in hints._NEXT if f'"{code}"' not in here] == []
+    assert [code for code in {*hints._NEXT, *hints._STRICT} if f'"{code}"' not in here] == []

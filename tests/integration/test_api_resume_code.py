@@ -109,6 +109,17 @@ def test_strict_determinism_forbids_other_code_behind_a_checkpoint(api: Api) -> 
     assert api.client.post(f"/v1/jobs/{job_id}/fork", json={"spec": CODE | {"determinism": "warn"}}).status_code == 201
 
 
+def test_a_strict_fork_without_a_checkpoint_of_its_own_goes_to_other_code_as_its_refusal_says(api: Api) -> None:
+    source = api.submit(determinism="strict", **CODE)
+    saved(api, source, 5, code_digest=digest(api, source))
+    fork = api.client.post(f"/v1/jobs/{source}/fork", json={}).json()["id"]
+    refused = resume(api, fork, OTHER, 409)
+    assert refused["code"] == "code-mismatch" and "fork the job with determinism: warn" in refused["detail"]
+    again = api.client.post(f"/v1/jobs/{fork}/fork", json={"spec": OTHER | {"determinism": "warn"}})
+    assert again.status_code == 201, again.text
+    assert again.json()["forked_from"] == api.job(fork)["forked_from"] and again.json()["progress"]["step"] == 5
+
+
 def test_a_fork_without_a_checkpoint_says_what_does_work(api: Api, tmp_path: Path) -> None:
     job_id = api.submit(**CODE)
     answer = api.client.post(f"/v1/jobs/{job_id}/fork", json={"spec": OTHER})

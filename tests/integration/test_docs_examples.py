@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
-import typer
 import yaml
 
-from ratchet_client.cli.app import app
 from ratchet_contract.spec import JobSpec
 from ratchet_contract.spec_parse import parse_spec
+from tests.support.command_lines import parse
 from tests.support.docs import PAGES, ROOT, Block, blocks, prose
 from tests.support.server import Server
 
@@ -126,56 +124,18 @@ def test_every_spec_is_valid(page: Path) -> None:
                 parse_spec(whole)
 
 
-@pytest.fixture(scope="module")
-def tree() -> Any:
-    """The whole command line, made for this module, its options disarmed."""
-    command = typer.main.get_command(app)
-    _disarm(command)
-    return command
-
-
 @pytest.mark.parametrize("page", PAGES, ids=_id)
-def test_every_command_is_one(page: Path, tree: Any) -> None:
+def test_every_command_is_one(page: Path) -> None:
     shown = [command for block in blocks(page) if block.language in ("", "sh", "bash") for command in _commands(block)]
     inline = re.findall(r"(?<!`)`(ratchet [^`]*)`(?!`)", prose(page))
-    for command in [*shown, *(c for c in inline if not re.search(r"[\[|<\n]|\.\.\.|\bCOMMAND\b|\bN\b", c))]:
-        _parse(tree, command)
+    for command in [*shown, *(c for c in inline if not re.search(r"[\[|<\n]|\.\.\.|\bCOMMAND\b", c))]:
+        parse(command)
 
 
 def _commands(block: Block) -> list[str]:
     """Every ``ratchet ...`` of a block of shell lines, those within ``$(...)`` and behind ``&&`` too."""
     lines = re.sub(r"\\\n\s*", " ", block.text).splitlines()
     return [command for line in lines for command in _COMMAND.findall(line) if " " in command.strip()]
-
-
-def _parse(command: Any, text: str) -> None:
-    """Let the real command line take the arguments apart, without running anything."""
-    name, rest, outer = "ratchet", shlex.split(text)[1:], None
-    if len(rest) == 1 and not rest[0].startswith("-"):
-        rest.append("--help")  # a command by its name alone, in a sentence
-    try:
-        while True:
-            outer = command.make_context(name, list(rest), parent=outer)
-            rest = [*getattr(outer, "_protected_args", []), *outer.args]
-            if not rest or not hasattr(command, "resolve_command"):
-                break
-            name, command, rest = command.resolve_command(outer, rest)
-    except typer.Exit:
-        pass  # --help, --version
-    except SystemExit as error:
-        raise AssertionError(f"`{text}` ends with {error}") from None
-    except Exception as error:
-        said = str(getattr(error, "message", error))
-        assert "does not exist" in said, f"`{text}`: {type(error).__name__}: {said}"  # a file that is only named
-
-
-def _disarm(command: Any) -> None:
-    """Options that act while they are parsed (install completion, look a job up in the service) must not; ``--help`` may."""
-    for parameter in command.params:
-        if "--help" not in parameter.opts:
-            parameter.callback = None
-    for inner in getattr(command, "commands", {}).values():
-        _disarm(inner)
 
 
 _RUN_CELLS = """

@@ -29,7 +29,7 @@ RULES = tuple(
 def end(code: int | None, cause: Cause = Cause.EXCEPTION, desired: Desired = Desired.RUN, **more: Any) -> Decision:
     counters = more.pop("counters", Counters(preemptions=1, failures=1, no_progress=1))
     limits = Limits(exit_rules=RULES, **more.pop("limits", {}))
-    attempt = AttemptEnd(cause, 10, exit_code=code, message="why", **{"committed_step": 20, **more})
+    attempt = AttemptEnd(cause, exit_code=code, message="why", **{"base_step": 10, "committed_step": 20, **more})
     phase = JobPhase.RUNNING if desired is Desired.RUN else JobPhase.STOPPING
     return decide(JobView("job-1", phase, desired, epoch=3, counters=counters, limits=limits, attempt=attempt), NOW)
 
@@ -127,8 +127,12 @@ def test_attempts_that_get_on_and_save_nothing_are_told_from_those_that_do_not_g
     moving = end(None, counters=Counters(no_progress=2), committed_step=None, last_step=17, limits={"max_failures": 9})
     assert stuck.reason == moving.reason == "no-progress"
     assert "finished no new step: read its logs" in (stuck.message or "")
-    assert "did 7 new steps" in (moving.message or "") and "checkpoint.every_steps be smaller" in (moving.message or "")
-    assert "`ratchet resume job-1`" in (stuck.message or "") and "resume the job" in (moving.message or "")
+    assert "did 7 new steps" in (moving.message or "") and "`ratchet fork job-1 --set" in (moving.message or "")
+    assert "`ratchet resume job-1`" in (stuck.message or "") and "`ratchet resume job-1`" in (moving.message or "")
+    first = end(None, counters=Counters(no_progress=2), base_step=None, committed_step=None, last_step=7)
+    assert "submit it again (it has no checkpoint to fork) with `--set checkpoint.every_steps=N`" in (
+        first.message or ""
+    )
 
 
 # --- the spec ----------------------------------------------------------------------------------------------------------

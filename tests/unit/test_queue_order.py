@@ -86,7 +86,7 @@ def test_who_waits_for_a_quota_is_told_the_figures() -> None:
     assert [place.over for place in places] == [
         "waits for its owner's quota: needs 2 ranks, 3 of 4 ranks are held",
         "waits for its owner's quota: needs 1 rank, 3 of 4 ranks are held, 2 are for jobs ahead of it",
-        "needs 9 ranks, its owner's quota is 4: an admin may raise it (`ratchet quota set`)",
+        "needs 9 ranks, its owner's quota is 4: an admin may raise it (`ratchet quota set OWNER`)",
     ]
 
 

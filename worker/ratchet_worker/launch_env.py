@@ -104,7 +104,7 @@ def _secrets(launch: LaunchFile, inherited: Mapping[str, str]) -> dict[str, str]
         if value is None:
             raise UserError(
                 f"secret {name}: variable {secret.from_env} is not set in the launcher's environment; "
-                "set it where the service was started, restart the service and resume the job"
+                f"set it where the service is started, start it again, then `ratchet resume {launch.job_id}`"
             )
         values[name] = value
     return values

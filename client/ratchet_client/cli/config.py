@@ -125,7 +125,7 @@ def _owner(ctx: typer.Context, stored: str | None) -> str:
     if target.server is not None:
         return target.server.value
     if stored is None:
-        raise typer.BadParameter("a token belongs to a server: ratchet config set server URL first, or --server URL")
+        raise typer.BadParameter("a token belongs to a server: `ratchet config set server URL` first, or --server URL")
     return normalised(stored)
 
 

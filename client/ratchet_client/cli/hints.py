@@ -20,7 +20,6 @@ _NEXT: Final[dict[str, str]] = {
     "from-step-needs-stop": "`ratchet suspend JOB`, then `ratchet wait JOB --until SUSPENDED`, then again",
     "world-needs-stop": "`ratchet suspend JOB`, then `ratchet wait JOB --until SUSPENDED`, then again",
     "code-needs-stop": "`ratchet suspend JOB`, then `ratchet wait JOB --until SUSPENDED`, then again",
-    "code-mismatch": "`ratchet fork JOB --set determinism=warn --set code.path=DIR` makes a job that may go on with other code",
     "hook-needs-stop": "`ratchet suspend JOB`, then `ratchet wait JOB --until SUSPENDED`, then again",
     "policy-needs-stop": "`ratchet suspend JOB`, then `ratchet wait JOB --until SUSPENDED`, then again",
     "world-size-mismatch": "`--on-hook-mismatch redistribute` allows it (fork: `--set policy.on_hook_mismatch=redistribute`)",
@@ -35,10 +34,20 @@ _NEXT: Final[dict[str, str]] = {
     "database-unavailable": "try again; the service's own output tells what its database says",
 }
 
+_STRICT: Final[dict[str, str]] = {
+    "code-mismatch": "`ratchet fork JOB --set determinism=warn --set code.path=DIR` makes a job that may go on with other code",
+    "world-size-mismatch": "`ratchet fork JOB --set determinism=warn --set policy.on_hook_mismatch=redistribute "
+    "--set world.ranks_per_node=N` makes a job that may",
+    "hook-mismatch": "`ratchet fork JOB --set determinism=warn --set policy.on_hook_mismatch=reset --hook NAME` "
+    "makes a job that may",
+}
+"""Where determinism is strict: no leave to redistribute helps there."""
+
 
 def hint(error: RatchetError, job: str | None) -> str | None:
     """A line for below the error, or None where the error says it already. ``job``: as it was named on the command line."""
-    text, detail = _NEXT.get(error.code), error.detail
+    detail = error.detail
+    text = (_STRICT if "determinism is strict" in detail else _NEXT).get(error.code)
     if any(e.code == "not-a-directory" and e.pointer.endswith("/code/path") for e in error.errors):
         return "is it a directory of this machine, and the service on another one? `--upload` sends it"
     if text is None or "`ratchet " in detail:  # which names a command itself

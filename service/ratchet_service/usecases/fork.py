@@ -45,6 +45,7 @@ def prepare(
     with database.read() as session:
         parent = find_job(session, job_id)
         source = _source(session, parent, request.checkpoint_id)
+        origin = find_job(session, source.job_id)
         labels = labels_of(session, [job_id])[job_id]
     base = parent.spec | {"labels": labels, "priority": parent.priority}
     change = whole_code(whole_hook(parent.spec["hook"], request.spec))
@@ -59,10 +60,10 @@ def prepare(
     except SpecError as error:
         raise _in_request(error, named=request.name is not None) from None
     prepared = replace(prepared, spec=prepared.spec.model_copy(update={"start_from": start}))
-    checkpoint = homes.job(parent.id).checkpoint(source.step, source.epoch)
-    object_store.provide(homes, parent, source)
+    checkpoint = homes.job(source.job_id).checkpoint(source.step, source.epoch)
+    object_store.provide(homes, origin, source)
     _require_loadable(prepared, checkpoint)
-    return PreparedFork(prepared, parent.id, source.name)
+    return PreparedFork(prepared, origin.id, source.name)
 
 
 def _without_start(data: dict[str, Any], request: ForkRequest) -> StartSpec | None:
@@ -113,11 +114,17 @@ def _in_request(error: SpecError, *, named: bool) -> SpecError:
 
 
 def _source(session: Session, parent: Job, checkpoint_id: str | None) -> Checkpoint:
+    """What the new job starts from: of a fork that has no checkpoint of its own yet, what that one starts from, another job's."""
     if checkpoint_id is not None:
         row = find_checkpoint(session, parent.id, checkpoint_id)
         _require_committed(row)
         return row
     committed = committed_in_lineage(session, parent)
+    if not committed and parent.forked_from is not None:
+        job_id, _, name = parent.forked_from.partition("/")
+        row = find_checkpoint(session, job_id, name)
+        _require_committed(row)
+        return row
     if not committed:
         raise NotFound(
             f"job {parent.id} has no committed checkpoint yet: there is nothing to fork from. With other code it starts again by "

@@ -204,7 +204,7 @@ def mismatches(spec: JobSpec, checkpoint: Path, code_digest: str | None) -> list
     changed = change_of(manifest.hook.name, manifest.hook.parameters, spec.hook)
     if changed is not None:
         reason = changed.refusal(spec.policy.on_hook_mismatch)
-        if reason is None and spec.determinism == "strict":
+        if spec.determinism == "strict":  # no leave of the policy helps
             reason = (
                 f"{changed.what}: that is never exact, and determinism is strict; fork the job with determinism: warn"
             )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from pydantic import ValidationError
 
 from ratchet_client.cli.common import Settings
-from ratchet_client.discovery import SEVERAL, START_IT, find_target, home_directory, is_loopback
+from ratchet_client.discovery import SEVERAL, find_target, home_directory, is_loopback, start_it
 from ratchet_client.errors import ServiceUnreachable
 from ratchet_contract import environment
 from ratchet_contract.errors import RatchetError
@@ -85,7 +85,9 @@ def service(given: Settings) -> list[Finding]:
         target = find_target(given.server, given.home)
         url = target.url()
     except ServiceUnreachable:
-        return [_unreadable(home)] if home.service_file.exists() else [ok("service", "not running", START_IT)]
+        return (
+            [_unreadable(home)] if home.service_file.exists() else [ok("service", "not running", start_it(home.home))]
+        )
     except RatchetError as error:
         if error.code == "protocol-mismatch":
             return [failed("service version", "another protocol", detail=error.detail, cure=_SAME)]
@@ -107,14 +109,14 @@ def service(given: Settings) -> list[Finding]:
             health, ready = client.get(url + "/healthz"), client.get(url + "/readyz")
             now = datetime.now(UTC)
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-        return [_silent(url, described, error)]
+        return [_silent(url, home, described, error)]
     if health.status_code != 200 or not health.headers.get("content-type", "").startswith("application/json"):
         return [
             failed(
                 "service",
                 "not Ratchet's",
                 detail=f"{url}/healthz answers {health.status_code}",
-                cure=f"check the address, or {START_IT}",
+                cure=f"check the address, or {start_it(home.home)}",
             )
         ]
     found = [_ready(url, ready, is_loopback(url))]
@@ -130,18 +132,20 @@ def _described(path: Path) -> ServiceFile | None:
 
 
 def _unreadable(home: HomePaths) -> Finding:
-    return failed("service", "unknown", detail=f"{home.service_file} cannot be read", cure=f"{START_IT} again")
+    return failed(
+        "service", "unknown", detail=f"{home.service_file} cannot be read", cure=f"{start_it(home.home)} again"
+    )
 
 
-def _silent(url: str, described: ServiceFile | None, error: Exception) -> Finding:
+def _silent(url: str, home: HomePaths, described: ServiceFile | None, error: Exception) -> Finding:
     """A killed service leaves its file behind: that is the same as none running."""
     if described is not None and not Path(f"/proc/{described.pid}").exists():
-        return ok("service", "not running", f"the one at {url} (pid {described.pid}) was killed; {START_IT}")
+        return ok("service", "not running", f"the one at {url} (pid {described.pid}) was killed; {start_it(home.home)}")
     return failed(
         "service",
         "no answer",
         detail=f"{url}: {error or type(error).__name__}",
-        cure=f"{START_IT}, or check --server / {environment.SERVER} and the network",
+        cure=f"{start_it(home.home)}, or check --server / {environment.SERVER} and the network",
     )
 
 

@@ -82,6 +82,7 @@ class Cache:
             pods=tuple(pods),
             warnings=warnings,
             forbidden_since=forbidden,
+            blind=next((watcher.blind for watcher in self._watchers if watcher.blind is not None), None),
         )
 
     def names(self) -> list[str]:

@@ -43,7 +43,8 @@ _FORBIDDEN: Final = re.compile(rf"is forbidden: (?!{USED_UP})|denied the request
 class Seen:
     """What watches have brought of an attempt. ``deleted``: the Job was there and is not any more; ``ours``: this service deleted
     it; ``warnings``: the last warning event, by the name of the Job or pod that it is about; ``forbidden_since``: when the
-    cluster was first seen to forbid the Job's pods, as it does by the last such event, monotonic."""
+    cluster was first seen to forbid the Job's pods, as it does by the last such event, monotonic; ``blind``: why warning events
+    are not watched, None where they are."""
 
     job: Json | None = None
     deleted: bool = False
@@ -51,6 +52,7 @@ class Seen:
     pods: tuple[Pod, ...] = ()
     warnings: Mapping[str, str] = field(default_factory=dict)
     forbidden_since: float | None = None
+    blind: str | None = None
 
     @property
     def leaving(self) -> bool:
@@ -271,7 +273,7 @@ def _waiting(seen: Seen, nodes: int, live: Sequence[Pod]) -> str | None:
         return f"waits in Kueue's queue {queue}{_said(seen, job)}"
     missing = _unmade(seen, nodes)
     if missing is not None:
-        return f"{missing} yet{_said(seen, job)}"
+        return f"{missing} yet{_said(seen, job) or _unseen(seen, job)}"
     for pod in live:
         text = waits_for(pod, seen.warnings.get(pod.name))
         if text is not None:
@@ -290,6 +292,17 @@ def _unmade(seen: Seen, nodes: int) -> str | None:
 def _said(seen: Seen, job: Json) -> str:
     text = seen.warnings.get(job["metadata"]["name"])
     return f": {text}" if text else ""
+
+
+def _unseen(seen: Seen, job: Json) -> str:
+    """Where to read why pods are not made, if it cannot be seen here."""
+    if seen.blind is None:
+        return ""
+    metadata = job["metadata"]
+    return (
+        f"; why is not known here, since warning events cannot be read ({seen.blind}): "
+        f"`kubectl --namespace {metadata.get('namespace', 'default')} describe job {metadata['name']}` shows them"
+    )
 
 
 def _condition(job: Json, kind: str) -> Json | None:

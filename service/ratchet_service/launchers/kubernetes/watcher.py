@@ -67,6 +67,11 @@ class Watcher:
             stream.shut()
         self._thread.join(timeout=5)
 
+    @property
+    def blind(self) -> str | None:
+        """Why a kind that nobody waits for in ``ready`` is not watched; None: it is, as far as is known."""
+        return None if self._kind.needed else self._fault or None
+
     def ready(self, deadline: float) -> None:
         if not self._kind.needed:
             return
