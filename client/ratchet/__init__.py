@@ -7,6 +7,7 @@ training code. Importing this costs nothing: each name's module, and torch with 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ratchet_contract.public_names import PUBLIC
@@ -50,4 +51,6 @@ if not TYPE_CHECKING:  # a type checker takes the imports above, and finds a nam
 
 
 def __dir__() -> list[str]:
-    return list(__all__)
+    """The names that can be imported here: ``help(ratchet)`` looks at each of them."""
+    trains = find_spec("torch") is not None
+    return [name for name in __all__ if trains or not PUBLIC[name].startswith("ratchet_worker")]

@@ -34,8 +34,9 @@ class RatchetClient(Following, Access):
     """Talks to one service, found as the command line finds it.
 
     ``base_url``: its address; default ``RATCHET_SERVER``, else the configuration file's, else ``service.json`` of the run
-    directory ``home`` (default ``RATCHET_HOME``, else ``./.ratchet``), read again when a connection fails, so that a restarted
-    service is found. ``token``: default ``RATCHET_TOKEN``, else the configuration file's for that server; sent as bearer token.
+    directory ``home`` (default ``RATCHET_HOME``, else ``./.ratchet`` if it is there, else that of this user's one service that
+    runs), read again when a connection fails, so that a restarted service is found. ``token``: default ``RATCHET_TOKEN``, else
+    the configuration file's for that server; sent as bearer token.
     ``timeout``: seconds for one request. ``retry_for``: seconds over which one call is repeated while nothing answers.
     Every method raises the errors of ``ratchet_contract.errors`` and ``ratchet_client.errors``. What is listed comes as a lazy
     iterator of models (``ratchet_contract.api``). Calls are repeated while nothing answers: a POST with the same

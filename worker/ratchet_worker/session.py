@@ -92,9 +92,12 @@ class Session:
     def __init__(self) -> None:
         open_runtime = CurrentJob.open
         if open_runtime is None:
+            script = (
+                sys.argv[0] if hasattr(sys.modules["__main__"], "__file__") else "SCRIPT.py"
+            )  # a prompt, a notebook
             raise UserError(
                 "there is no job here: a script with a Session is started by Ratchet, not by python or torchrun. Run `ratchet "
-                f"serve` in another terminal; here `ratchet init {sys.argv[0]}`, for a spec; then `ratchet submit` with it"
+                f"serve` in another terminal; here `ratchet init {script}`, for a spec; then `ratchet submit` with it"
             )
         self._runtime: Runtime = open_runtime()
 
