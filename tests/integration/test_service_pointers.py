@@ -128,7 +128,7 @@ def test_a_killed_service_is_not_found_and_the_next_one_removes_what_it_left(use
         assert len(pointers(user)) == 1, "it had no time to remove it"
         assert user("elsewhere", "list").code == 6
         there = user("killed", "list")
-        assert there.code == 6 and f"(pid {service.pid}) has ended: start it again" in there.errors
+        assert there.code == 6 and f"(pid {service.pid}) has ended: start it with" in there.errors
         with user.serving("other"):
             home = str(user.place / "other" / ".ratchet")
             assert [json.loads(p.read_text())["home"] for p in pointers(user)] == [home]
