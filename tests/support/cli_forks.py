@@ -36,7 +36,7 @@ _IMPORTED = (
     "rich.progress",
 )
 # Variables that mean nothing to the imports, beside RATCHET_...
-_OWN = ("COLUMNS", "NO_COLOR", "PYTEST_CURRENT_TEST", "TERM")
+_OWN = ("COLUMNS", "NO_COLOR", "PYTEST_CURRENT_TEST", "TERM", "XDG_RUNTIME_DIR")
 
 
 def meant_for_imports(environment: Mapping[str, str]) -> dict[str, str]:
