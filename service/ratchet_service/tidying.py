@@ -33,26 +33,31 @@ from ratchet_store.retain import sweep, whole
 
 @dataclass(frozen=True)
 class OnDisk:
-    """``here``: checkpoints that have a manifest. ``whole``: those of the lineage that look whole, the newest first, and whether
-    they have the mark ``PINNED``. ``refused``: what could not be deleted; it costs space, nothing else."""
+    """``here``: checkpoints that have a manifest; None: nobody can tell. ``whole``: those of the lineage that look whole, newest
+    first, and whether they have the mark ``PINNED``. ``refused``: what could not be deleted; it costs space, nothing else."""
 
-    here: frozenset[Id]
+    here: frozenset[Id] | None
     whole: Mapping[Id, bool]
     refused: Sequence[str]
 
 
 def look(paths: JobPaths, segments: list[Segment], epoch: int) -> OnDisk:
     """What there is, once remains of saves are gone, of attempts up to ``epoch``. All of these are dead, and the caller's lease
-    keeps another from beginning."""
+    keeps another from beginning. What the system refuses, or the job's code has made of the directory, keeps no attempt from
+    being ended."""
     refused = []
     with as_owner(paths.root):
         try:
             sweep(paths.checkpoints, dead_epochs=range(1, epoch + 1))
-        except CheckpointError as error:
-            refused.append(error.detail)
+        except (CheckpointError, OSError) as error:
+            refused.append(str(error))
         _reserves(paths, epoch)
-        found = ((step, of) for step, of, at in checkpoint_dirs(paths.checkpoints) if (at / MANIFEST_NAME).exists())
-        return OnDisk(frozenset(found), whole(paths.checkpoints, segments), refused)
+        try:
+            found = ((step, of) for step, of, at in checkpoint_dirs(paths.checkpoints) if (at / MANIFEST_NAME).exists())
+            return OnDisk(frozenset(found), whole(paths.checkpoints, segments), refused)
+        except (CheckpointError, OSError) as error:
+            refused.append(f"{paths.checkpoints} cannot be looked at, so nothing of it is deleted: {error}")
+            return OnDisk(None, {}, refused)
 
 
 def mark(session: Session, job: Job, paths: JobPaths, segments: list[Segment], on_disk: OnDisk, epoch: int) -> None:
@@ -67,10 +72,8 @@ def mark(session: Session, job: Job, paths: JobPaths, segments: list[Segment], o
     session.flush()
     rows = {(row.step, row.epoch): row for row in committed_of(session, job.id)}
     for one, row in rows.items():
-        if (
-            one not in on_disk.here and row.uploaded_at is None
-        ):  # lost with its disk: a copy still counts, and is fetched
-            row.state = "deleted"
+        if on_disk.here is not None and one not in on_disk.here and row.uploaded_at is None:
+            row.state = "deleted"  # lost with its disk: a copy still counts, and is fetched
     committed, rules = list(rows.values()), rules_of(job)
     protected = {one for one, row in rows.items() if row.pinned}
     protected |= {(c.step, c.epoch) for c in [c for c in within(segments, committed) if c.verification == "ok"][:1]}
@@ -92,13 +95,13 @@ def quarantine(session: Session, job: Job, row: Checkpoint, paths: JobPaths) -> 
     """Set aside a checkpoint that was found damaged, with an event; the job's row is held and no attempt of it is alive. False:
     it is not here any more, a fork that has not begun yet is to meet the damage, or the system refuses, which is an event."""
     directory = paths.checkpoint(row.step, row.epoch)
-    if not directory.is_dir() or waiting_forks(session, job.id, {row.name}):
-        return False
     try:
+        if not directory.is_dir() or waiting_forks(session, job.id, {row.name}):
+            return False
         with as_owner(paths.root):
             set_aside(directory, paths.quarantine)
-    except CheckpointError as error:
-        add_event(session, job.id, "checkpoint-not-quarantined", error.detail, epoch=row.epoch)
+    except (CheckpointError, OSError) as error:
+        add_event(session, job.id, "checkpoint-not-quarantined", str(error), epoch=row.epoch)
         return False
     row.state = "quarantined"
     text = f"checkpoint {row.name} is damaged and was set aside: {row.verification_error}"

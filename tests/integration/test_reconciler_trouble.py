@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
+import shutil
+from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
+from ratchet_contract.paths import JobPaths
 from ratchet_contract.phases import JobPhase
-from ratchet_service import health
+from ratchet_service import ending, health
 from ratchet_service.health import Health, Unready
-from ratchet_service.models import Job
+from ratchet_service.models import Checkpoint, Job
 from tests.support.plane import Plane
 from tests.support.server import wait_for
 
 LONG = {"steps": 100_000}
+NOWHERE = "n" * 300  # a link to it can neither be followed nor listed, whoever asks
 
 
 def told(plane: Plane, job_id: str) -> list[str]:
@@ -120,3 +125,45 @@ def test_a_job_that_cannot_be_taken_over_says_so_and_the_others_are(plane: Plane
     plane.post(f"/v1/jobs/{jobs[0]}/cancel")
     plane.wait(jobs[0], JobPhase.CANCELLED)
     assert len(told(plane, jobs[0])) == 1
+
+
+def _a_file(checkpoints: Path) -> None:
+    shutil.rmtree(checkpoints)
+    checkpoints.touch()
+
+
+def _not_to_be_listed(checkpoints: Path) -> None:
+    shutil.rmtree(checkpoints)
+    checkpoints.symlink_to(NOWHERE)
+
+
+def _one_not_to_be_opened(checkpoints: Path) -> None:
+    shutil.rmtree(checkpoints / "step-000000000010.a0001")
+    (checkpoints / "step-000000000010.a0001").symlink_to(NOWHERE)
+
+
+@pytest.mark.parametrize("migrated", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("damage", [_a_file, _not_to_be_listed, _one_not_to_be_opened])
+def test_an_attempt_ends_though_its_checkpoints_cannot_be_looked_at(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, damage: Any
+) -> None:
+    """The job's code did it, or the disk. What nobody can see is neither deleted nor called lost."""
+    real, looked = ending.tidying.look, list[JobPaths]()
+
+    def look(paths: JobPaths, *args: Any) -> Any:
+        if not looked:
+            with plane.database.write() as session:
+                row = session.get_one(Checkpoint, (paths.root.name, 10, 1))
+                row.verification, row.verification_error = "damaged", "a digest"
+            damage(paths.checkpoints)
+        looked.append(paths)
+        return real(paths, *args)
+
+    monkeypatch.setattr(ending.tidying, "look", look)
+    plane.reconcile()
+    job_id = plane.submit({"steps": 30}, checkpoint={"keep_last": 2})
+    plane.wait(job_id, JobPhase.SUCCEEDED)
+    assert {row.state for row in plane.checkpoints(job_id)} == {"committed"}
+    said = [event.message for event in plane.events(job_id) if event.type == "checkpoint-not-deleted"]
+    assert any("nothing of it is deleted" in message and "checkpoints" in message for message in said), said
+    assert told(plane, job_id) == []
