@@ -24,12 +24,11 @@ HEAD: Final = """\
 {names}
 
 Training code uses [`Session`](#session) or [`Task`](#task), with [`TrainLoader`](#trainloader) for its data; scripts and
-notebooks use [`Client`](#client) and the [`Job`](#job) that it gives. All errors are `ratchet.RatchetError`, with a stable `code`
-and a sentence in `detail`. How the client is used, as a text: [python-client.md](python-client.md); whether a Session or a Task:
-[adoption.md](adoption.md).
+notebooks use [`Client`](#client) and the [`Job`](#job) that it gives. How the client is used, as a text:
+[python-client.md](python-client.md); whether a Session or a Task: [adoption.md](adoption.md).
 
 Made from the code by `python docs/make_python.py`. The examples are parts of [`examples/reference`](../examples/reference) and of
-the docstrings; tests run them.
+the docstrings; tests run them. `job_id` is the id of a job that has ended, `directory` a directory, `key` any text.
 """
 COMMON: Final = {
     "job": "the job's id, or its name where one job alone has it; else `AmbiguousName`, or `NotFound`",
@@ -46,20 +45,10 @@ COMMON: Final = {
     "note": "called with sentences while much is sent",
 }
 """Arguments that several methods of the client have."""
-FIRST: Final = {
-    "Session": (
-        "__init__",
-        "wrap",
-        "register",
-        "ignore",
-        "restore",
-        "batches",
-        "steps",
-        "log",
-        "checkpoint",
-        "evaluation",
-    )
-}
+FIRST: Final[dict[str, tuple[str, ...]]] = {
+    "Session": ("__init__", "wrap", "register", "ignore", "restore", "batches", "steps", "log", "checkpoint", "evaluation"),
+    "Client": ("__init__", "submit", "plan", "job", "jobs", "view", "wait", "poll", "series", "metrics", "logs", "events"),
+}  # fmt: skip
 """The order in which a script calls them; others follow as they are written."""
 SOURCES: Final = {
     "Session": ("train.py", "session"), "TrainLoader": ("loader.py", "data", "again", "alone"), "Client": ("client.py", "client"),
@@ -77,7 +66,7 @@ def page() -> str:
     parts += [_class("TrainLoader"), *_methods("TrainLoader"), *_task()]
     rows = "".join(f"| `{name}` | {meaning} |\n" for name, meaning in COMMON.items())
     parts += [_class("Client"), f"Arguments that several methods take:\n\n| argument | meaning |\n|---|---|\n{rows}"]
-    return "\n".join([*parts, *_methods("Client"), _class("Job"), *_methods("Job")])
+    return "\n".join([*parts, *_methods("Client"), _class("Job"), *_methods("Job"), _errors()])
 
 
 def public(cls: type) -> Iterator[tuple[str, Any]]:
@@ -211,6 +200,21 @@ def _shown(file: str, source: str, node: ast.stmt) -> str:
         lines = [lines[0], f"{' ' * (node.col_offset + 4)}..."]
     text = inspect.cleandoc("\n" + "\n".join(lines)) if node.col_offset else "\n".join(lines)
     return f"<!-- not run: a part of examples/reference/{file}, which a test runs -->\n```python\n{text}\n```"
+
+
+def errors() -> Iterator[tuple[str, type[ratchet.RatchetError]]]:
+    for name in PUBLIC:
+        cls = getattr(ratchet, name)
+        if isinstance(cls, type) and issubclass(cls, ratchet.RatchetError):
+            yield name, cls
+
+
+def _errors() -> str:
+    about = (
+        "All have a `detail`, a sentence with the cure, and a `code`, which never changes ([api.md](api.md#errors))."
+    )
+    rows = [(name, cls.code, " ".join(_prose(cls.__doc__ or "").split())) for name, cls in errors()]
+    return f"## Errors\n\n{about}\n\n{_table(('error', 'code, unless there is a closer one', 'when'), rows)}"
 
 
 def _script(file: str) -> str:

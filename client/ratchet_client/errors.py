@@ -25,10 +25,14 @@ NOT_A_SERVICE: Final = "not-a-service"
 
 
 class ServiceUnreachable(RatchetError):
+    """Nothing answers, or no service was found."""
+
     code = "service-unreachable"
 
 
 class ServiceFault(RatchetError):
+    """The service answered 5xx, or something that is not its API."""
+
     code = "service-fault"
 
 
@@ -39,6 +43,8 @@ class AmbiguousName(RatchetError):
 
 
 class DeadlineReached(RatchetError):
+    """``wait`` or ``poll`` gave up after its ``deadline``; the job goes on."""
+
     code = "deadline-reached"
 
 

@@ -54,18 +54,26 @@ class RatchetError(Exception):
 
 
 class SpecError(RatchetError):
+    """A job's spec cannot be honoured; ``errors`` has every wrong field: ``pointer``, ``code``, ``detail``."""
+
     code = "invalid-spec"
 
 
 class NotFound(RatchetError):
+    """There is no such job, attempt, checkpoint, file, hook or token."""
+
     code = "not-found"
 
 
 class Conflict(RatchetError):
+    """The action does not fit the job's phase, or somebody else was faster."""
+
     code = "conflict"
 
 
 class Refused(RatchetError):
+    """Not allowed, too large, or not understood: a missing token, a role that may not, a wrong setting."""
+
     code = "refused"
 
 

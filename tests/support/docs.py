@@ -13,6 +13,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,15 @@ def anchors(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", h).strip().lower() for h in headings]
     return {re.sub(r"[^\w\- ]", "", h).replace(" ", "-") for h in plain}
+
+
+def maker(page: str) -> Any:
+    """The module ``docs/make_<page>.py``."""
+    found = spec_from_file_location(f"make_{page}", ROOT / "docs" / f"make_{page}.py")
+    assert found is not None and found.loader is not None
+    module = module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
 
 
 def run_all(pages: dict[str, list[tuple[int, str]]], job_id: str) -> None:

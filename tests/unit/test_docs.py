@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +19,7 @@ from ratchet_service.settings import Settings
 from tests.support import words
 from tests.support.api import FakePorts
 from tests.support.docs import PAGES as USER_PAGES
-from tests.support.docs import anchors
+from tests.support.docs import anchors, maker
 from tests.support.postgres import URL_VARIABLE
 
 ROOT = Path(__file__).parents[2]
@@ -32,16 +30,9 @@ API, TROUBLE, OPERATIONS = (
 _ELSEWHERE = {"lease-lost", "launcher-error"}  # inside the reconciler, never an answer
 
 
-def make_spec() -> Any:
-    found = spec_from_file_location("make_spec", ROOT / "docs" / "make_spec.py")
-    assert found is not None and found.loader is not None
-    module = module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
-
-
-def test_the_page_of_the_job_spec_is_current() -> None:
-    assert (ROOT / "docs" / "spec.md").read_text() == make_spec().page(), "run: python docs/make_spec.py"
+@pytest.mark.parametrize("page", ["spec", "python"])
+def test_a_page_that_is_made_from_the_code_is_current(page: str) -> None:
+    assert (ROOT / "docs" / f"{page}.md").read_text() == maker(page).page(), f"run: python docs/make_{page}.py"
 
 
 def test_every_endpoint_stands_on_the_api_page(tmp_path: Path) -> None:
