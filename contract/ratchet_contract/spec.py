@@ -11,7 +11,7 @@ import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from ratchet_contract.code_tree import DIGEST
 from ratchet_contract.environment import RESERVED_NAMES, RESERVED_PREFIXES
@@ -37,6 +37,41 @@ def _bytes(text: str) -> int:
 
 
 JsonValue = Any
+
+
+def _env_name(name: str) -> str:
+    if not _ENV_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is not a variable name")
+    if name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES):
+        raise ValueError(f"{name} is set by the agent and cannot be given in a spec")
+    return name
+
+
+def _env_value(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("the value has a NUL character")
+    return value
+
+
+def _nccl_name(name: str) -> str:
+    if not name.startswith("NCCL_") or not _ENV_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is not an NCCL_* variable")
+    return name
+
+
+def _label_key(key: str) -> str:
+    if not _LABEL.fullmatch(key):
+        raise ValueError(f"label key {key!r} must be 1 to 63 letters, digits, '-', '_', '.', '/'")
+    return key
+
+
+def _label_value(value: str) -> str:
+    if len(value) > 255:
+        raise ValueError("the value of a label has 255 characters at most")
+    return value
+
+
+EnvName = Annotated[str, AfterValidator(_env_name)]
 
 
 class TaskSpec(SpecModel):
@@ -195,7 +230,7 @@ class JobSpec(SpecModel):
     python: str | None = Field(
         None, description="The user's interpreter or virtual environment; it needs ratchet-train[worker]."
     )
-    env: dict[str, str] = Field(
+    env: dict[EnvName, Annotated[str, AfterValidator(_env_value)]] = Field(
         {}, description="Variables of every rank. Stored and shown, but for those that secret_env names."
     )
     secret_env: list[str] = Field(
@@ -204,7 +239,7 @@ class JobSpec(SpecModel):
         description="Names of env whose values nobody is shown, by API, command line or plan. They are stored, unlike those of "
         "secrets: in the database and in launch.json.",
     )
-    secrets: dict[str, SecretSpec] = Field({}, description="Variables of every rank that are named, never valued.")
+    secrets: dict[EnvName, SecretSpec] = Field({}, description="Variables of every rank that are named, never valued.")
     world: WorldSpec = WorldSpec()
     resources: ResourcesSpec = ResourcesSpec()
     ddp: DdpSpec = DdpSpec()
@@ -212,7 +247,7 @@ class JobSpec(SpecModel):
         AllreduceSpec(),
         description="The communication hook: its name, or name and parameters. Hooks are experimental in torch.",
     )
-    nccl: dict[str, str] = Field(
+    nccl: dict[Annotated[str, AfterValidator(_nccl_name)], str] = Field(
         {},
         description="NCCL_* variables; a warning when the backend is not NCCL. AWS and GCP set NCCL_NSOCKS_PERTHREAD, "
         "NCCL_SOCKET_NTHREADS and NCCL_MIN_NCHANNELS already: those are for clusters of one's own.",
@@ -232,7 +267,9 @@ class JobSpec(SpecModel):
         description="Container image of the ranks, on Kubernetes and Slurm; null: the service's.",
     )
     volumes: list[VolumeSpec] = Field([], max_length=64, description="Mounted into the ranks' containers.")
-    labels: dict[str, str] = Field({}, max_length=64, description="For people and filters; changeable later.")
+    labels: dict[Annotated[str, AfterValidator(_label_key)], Annotated[str, AfterValidator(_label_value)]] = Field(
+        {}, max_length=64, description="For people and filters; changeable later."
+    )
     priority: int = Field(
         0,
         ge=-1000,
@@ -261,18 +298,13 @@ class JobSpec(SpecModel):
             }
         return value
 
-    @field_validator("env", "secrets")
+    @field_validator("env")
     @classmethod
-    def _env_names(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for name, item in value.items():
-            if not _ENV_NAME.fullmatch(name):
-                raise ValueError(f"{name!r} is not a variable name")
-            if name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES):
-                raise ValueError(f"{name} is set by the agent and cannot be given in a spec")
-            if isinstance(item, str) and "\0" in item:
-                raise ValueError(f"the value of {name} has a NUL character")
-            if isinstance(item, str) and _bytes(name) + 1 + _bytes(item) > _MAX_STRING:
-                raise ValueError(f"the value of {name} is longer than a process can be given: put it into a file")
+    def _lengths(cls, value: dict[str, str]) -> dict[str, str]:
+        if long := [name for name, text in value.items() if _bytes(name) + 1 + _bytes(text) > _MAX_STRING]:
+            raise ValueError(
+                f"the value of {', '.join(long)} is longer than a process can be given: put it into a file"
+            )
         return value
 
     @field_validator("script")
@@ -281,24 +313,6 @@ class JobSpec(SpecModel):
         for i, argument in enumerate(value or ()):
             if "\0" in argument or _bytes(argument) > _MAX_STRING:
                 raise ValueError(f"argument {i} has a NUL character or is longer than a process can be given")
-        return value
-
-    @field_validator("nccl")
-    @classmethod
-    def _nccl_names(cls, value: dict[str, str]) -> dict[str, str]:
-        for name in value:
-            if not name.startswith("NCCL_") or not _ENV_NAME.fullmatch(name):
-                raise ValueError(f"{name!r} is not an NCCL_* variable")
-        return value
-
-    @field_validator("labels")
-    @classmethod
-    def _labels(cls, value: dict[str, str]) -> dict[str, str]:
-        for key, text in value.items():
-            if not _LABEL.fullmatch(key):
-                raise ValueError(f"label key {key!r} must be 1 to 63 letters, digits, '-', '_', '.', '/'")
-            if len(text) > 255:
-                raise ValueError(f"the value of label {key!r} is longer than 255 characters")
         return value
 
     @model_validator(mode="after")
@@ -312,13 +326,13 @@ class JobSpec(SpecModel):
 
     @model_validator(mode="after")
     def _secret_env(self) -> JobSpec:
-        for name in self.secret_env:
-            if name not in self.env:
-                raise ValueError(f"secret_env names {name!r}, which is not in env")
-            if self.env[name] == MASK:
-                raise ValueError(
-                    f"the value of {name} in env is the mask of one: give the value itself, as the job was submitted"
-                )
+        absent = [repr(name) for name in self.secret_env if name not in self.env]
+        if absent:
+            raise ValueError(f"secret_env names what is not in env: {', '.join(absent)}")
+        masked = [name for name in self.secret_env if self.env[name] == MASK]
+        if masked:
+            text = f"the value of {', '.join(masked)} in env is the mask of one"
+            raise ValueError(f"{text}: give the value itself, as the job was submitted")
         return self
 
     @property

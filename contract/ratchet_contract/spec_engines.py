@@ -8,6 +8,7 @@ import re
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     Discriminator,
     Field,
     SerializerFunctionWrapHandler,
@@ -23,6 +24,20 @@ _DNS = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
 _PATH = r"^/[^:\x00\n]*$"
 _SLURM_WORD = r"^[A-Za-z0-9_.:,\[\]@&|*()=-]+$"
 _OPTION = re.compile(r"[a-z][a-z-]*")
+
+
+def _option(name: str) -> str:
+    if not _OPTION.fullmatch(name):
+        raise ValueError(f"{name!r} is not the long name of an option of sbatch")
+    if name in OWNED_OPTIONS:
+        raise ValueError(f"{name} is set by Ratchet and cannot be given")
+    return name
+
+
+def _line(value: str) -> str:
+    if "\n" in value or "\0" in value:
+        raise ValueError("the value of an option has no line break")
+    return value
 
 
 class VolumeSpec(SpecModel):
@@ -133,19 +148,9 @@ class SlurmLauncherSpec(EngineSpec):
     exclusive: bool = Field(False, description="Whole nodes.")
     container: Literal["apptainer", "pyxis"] = Field("apptainer", description="What runs `image`, where one is given.")
     setup: list[str] = Field([], description="Shell lines before srun, such as `module load cuda`.")
-    options: dict[str, str | None] = Field({}, description="More options of sbatch, without `--`; null: no value.")
-
-    @field_validator("options")
-    @classmethod
-    def _owned(cls, value: dict[str, str | None]) -> dict[str, str | None]:
-        for name, text in value.items():
-            if not _OPTION.fullmatch(name):
-                raise ValueError(f"{name!r} is not the long name of an option of sbatch")
-            if name in OWNED_OPTIONS:
-                raise ValueError(f"{name} is set by Ratchet and cannot be given")
-            if text is not None and ("\n" in text or "\0" in text):
-                raise ValueError(f"the value of {name} has a line break")
-        return value
+    options: dict[Annotated[str, AfterValidator(_option)], Annotated[str, AfterValidator(_line)] | None] = Field(
+        {}, description="More options of sbatch, without `--`; null: no value."
+    )
 
     @field_validator("setup")
     @classmethod

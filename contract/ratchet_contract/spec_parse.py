@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
+import operator
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -35,8 +38,8 @@ _NAME_RULE = "a name is 1 to 63 lower-case letters, digits and '-', begins with 
 
 @dataclass(frozen=True)
 class Examined:
-    """What is known of a spec without a machine. ``unsure``: its keys that have a fault, or are left out because of one; ``spec``
-    has their defaults, so that everything else can be looked at. None: nothing can be made of it."""
+    """What is known of a spec without a machine. ``unsure``: its keys that have a fault, or are in doubt because of one; ``spec``
+    has defaults in the place of what is at fault, so that everything else can be looked at. None: nothing can be made of it."""
 
     spec: JobSpec | None
     unsure: frozenset[str]
@@ -56,26 +59,23 @@ def examine_spec(data: Any) -> Examined:
     if not isinstance(data, dict):
         raise SpecError("a job spec is a mapping (JSON object or YAML mapping)", code="invalid-spec")
     problems = _hook_name(data.get("hook"))
-    unsure = {"hook"} if problems else set[str]()
-    spec = None
-    while spec is None:
+    mended = _Mended(data)
+    mended.take_out([tuple(problem.pointer.split("/")[1:]) for problem in problems])
+    spec, goes_on = None, True
+    while spec is None and goes_on:
         try:
-            spec = JobSpec.model_validate(_without(data, unsure))
-            crossed = cross_check(spec, unsure)
-            if not crossed:
-                break
+            whole = JobSpec.model_validate(mended.data)
+            crossed = cross_check(whole, mended.unsure)
             problems += crossed
-            unsure |= {key for problem in crossed for key in _in_doubt(problem.pointer.split("/")[1:], data, unsure)}
-            spec = JobSpec.model_validate(_without(data, unsure))
+            mended.take_out([tuple(problem.pointer.split("/")[1:]) for problem in crossed])
+            spec = JobSpec.model_validate(mended.data) if crossed else whole
         except ValidationError as error:
             faults = error.errors(include_url=False)
-            told = (problem_of(fault, JobSpec) for fault in faults)
+            told = [problem_of(fault, JobSpec) for fault in faults if not mended.explains(fault)]
             problems += [problem for problem in told if problem not in problems]
-            more = {key for fault in faults for key in _in_doubt(fault["loc"], data, unsure)}
-            if more <= unsure:
-                break
-            unsure |= more
-    return Examined(spec, frozenset(unsure & set(JobSpec.model_fields)), problems)
+            unknown = {fault["loc"] for fault in faults if fault["type"] == "extra_forbidden"}
+            goes_on = mended.take_out([fault["loc"] for fault in faults], unknown)
+    return Examined(spec, frozenset(mended.unsure & set(JobSpec.model_fields)), problems)
 
 
 def refusal(problems: Sequence[FieldProblem]) -> SpecError:
@@ -84,29 +84,79 @@ def refusal(problems: Sequence[FieldProblem]) -> SpecError:
 
 
 _TOGETHER = (frozenset({"task", "script"}), frozenset({"env", "secret_env"}))
-"""Keys of which none can stand where another has a fault."""
+"""Keys of which none is sure where another has a fault."""
 
 
-def _without(data: dict[Any, Any], unsure: Collection[str]) -> dict[Any, Any]:
-    """``data`` without the keys in doubt, with something in the place of what a spec must have."""
-    kept = {key: value for key, value in data.items() if str(key) not in unsure}
-    if "name" in unsure:
-        kept["name"] = "unnamed"
-    if "task" in unsure:
-        kept["task"] = {"entrypoint": "unknown:Unknown"}
-    return kept
+class _Mended:
+    """A spec's ``data`` without what is at fault in it: of a mapping that one entry, so that the others are looked at.
+    ``unsure``: keys of the spec with such a fault, and those that stand or fall with them or may be meant by a misspelt one."""
+
+    def __init__(self, data: dict[Any, Any]) -> None:
+        self.data = {**data, "hook": normalise_hook(data["hook"])} if "hook" in data else data
+        self.unsure = set[str]()
+        self._doubted: dict[tuple[Any, ...], set[str]] = {}
+        """By the place of a mapping: its keys whose values nobody knows."""
+
+    def explains(self, fault: Any) -> bool:
+        """Whether a rule over several keys may have failed because of what was taken out: it names a key in doubt."""
+        names = self._doubted.get(tuple(self._place(fault["loc"])), ())
+        return fault["type"] == "value_error" and any(re.search(rf"\b{name}\b", fault["msg"]) for name in names)
+
+    def take_out(
+        self, locs: Sequence[tuple[str | int, ...]], unknown: Collection[tuple[str | int, ...]] = frozenset()
+    ) -> bool:
+        """What is at fault at ``locs``; ``unknown``: those of keys that do not exist. False: nothing is left to take out."""
+        places, known = [self._place(loc) for loc in locs], len(self.unsure)
+        if () in locs:  # a rule over several keys: of `_one_of`, else of `_secret_env`
+            one_of = (self.data.get("task") is None) == (self.data.get("script") is None)
+            self.unsure |= _TOGETHER[0 if one_of else 1]
+            places += [["task"], ["script"]] if one_of else []
+        for loc, place in zip(locs, places, strict=False):
+            if loc:
+                self._doubt(loc, place, misspelt=loc in unknown)
+        for place in places + [["secret_env"]] * ("secret_env" in self.unsure):
+            self.data = _without(self.data, place)
+        if "name" in self.unsure:
+            self.data = {"name": "unnamed", **self.data}
+        if "task" in self.unsure and self.data.get("task") is None and self.data.get("script") is None:
+            self.data = {**self.data, "task": {"entrypoint": "unknown:Unknown"}}
+        return any(places) or len(self.unsure) > known
+
+    def _doubt(self, loc: Sequence[str | int], place: list[Any], *, misspelt: bool) -> None:
+        names = {str(part) for part in place[-1:]}
+        if misspelt:
+            holder = functools.reduce(operator.getitem, place[:-1], self.data)
+            fields = JobSpec.model_fields if len(place) == 1 else _known_keys(JobSpec, loc[:-1])
+            meant = _closest(str(loc[-1]), fields)
+            names = ({meant} if meant is not None else set(fields) if len(place) > 1 else set()) - set(holder)
+        self._doubted.setdefault(tuple(place[:-1]), set()).update(names)
+        keys = {str(loc[0])} | (names if len(place) == 1 else set())
+        self.unsure |= keys.union(*(group for group in _TOGETHER if group & keys))
+
+    def _place(self, loc: Sequence[str | int]) -> list[Any]:
+        """The keys that lead to ``loc``, as far as there is something, and into no list."""
+        place, value = list[Any](), self.data
+        for i, part in enumerate(loc):
+            keys = [key for key in value if str(key) == str(part)] if isinstance(value, dict) else []
+            if keys:
+                place, value = [*place, keys[0]], value[keys[0]]
+            elif not _is_tag(loc, i):
+                break
+        decides = place[:1] == ["code"] or place in (
+            ["hook", "name"],
+            ["launcher", "kind"],
+        )  # what the rest there means
+        return place[:1] if decides else place
 
 
-def _in_doubt(loc: Sequence[str | int], data: dict[Any, Any], unsure: Collection[str]) -> set[str]:
-    """The keys that a fault at ``loc`` makes worthless: that one, what stands or falls with it, and what it may be a misspelling
-    of."""
-    if not loc:  # a rule over several keys: of `_one_of`, else of `_secret_env`
-        one_of = "task" not in unsure and (data.get("task") is None) == (data.get("script") is None)
-        return set(_TOGETHER[0 if one_of else 1])
-    key = str(loc[0])
-    meant = _closest(key, JobSpec.model_fields) if key not in JobSpec.model_fields else None
-    keys = {key} | ({meant} if meant is not None else set())
-    return keys.union(*(group for group in _TOGETHER if group & keys))
+def _without(data: dict[Any, Any], place: list[Any]) -> dict[Any, Any]:
+    """A copy of ``data`` without what lies at ``place``, if anything does."""
+    if not place or place[0] not in data:
+        return data
+    key, *rest = place
+    if not rest:
+        return {other: value for other, value in data.items() if other != key}
+    return {**data, key: _without(data[key], rest)} if isinstance(data[key], dict) else data
 
 
 def load_spec_text(text: str) -> Any:
@@ -178,12 +228,14 @@ def _closest(word: str, known: Any) -> str | None:
 
 
 def pointer_of(loc: Sequence[str | int]) -> str:
-    """JSON pointer (RFC 6901) of a pydantic location, without the tags of discriminated unions."""
+    """JSON pointer (RFC 6901) of a pydantic location, without the tags of discriminated unions and of keys."""
     parts = [str(p).replace("~", "~0").replace("/", "~1") for i, p in enumerate(loc) if not _is_tag(loc, i)]
     return "".join(f"/{p}" for p in parts)
 
 
 def _is_tag(loc: Sequence[str | int], i: int) -> bool:
+    if i == len(loc) - 1 and loc[i] == "[key]":  # the fault is of a mapping's key, not of what it has
+        return True
     return i == 1 and ((loc[0] == "hook" and loc[1] in HOOKS) or (loc[0] == "launcher" and loc[1] in LAUNCHER_SPECS))
 
 

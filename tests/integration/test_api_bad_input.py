@@ -67,8 +67,8 @@ SUBMISSIONS: list[tuple[str, bytes, dict[str, str], int, str, str | None]] = [
     ("hook-rule", raw(hook='{"name": "powerSGD", "start_powerSGD_iter": 1}'), JSON, 422, "invalid-spec", "/hook"),
     ("memory-uri", raw(checkpoint='{"uri": "memory://b"}'), JSON, 422, "invalid-spec", "/checkpoint/uri"),
     ("bad-name", raw(name='"A B"'), JSON, 422, "invalid-spec", "/name"),
-    ("bad-label", raw(labels='{"-": "x"}'), JSON, 422, "invalid-spec", "/labels"),
-    ("reserved-env", raw(env='{"RANK": "1"}'), JSON, 422, "invalid-spec", "/env"),
+    ("bad-label", raw(labels='{"-": "x"}'), JSON, 422, "invalid-spec", "/labels/-"),
+    ("reserved-env", raw(env='{"RANK": "1"}'), JSON, 422, "invalid-spec", "/env/RANK"),
     ("yaml-syntax", b"name: [", YAML, 400, "invalid-yaml", None),
     ("yaml-tag", b"name: !!python/object/apply:os.system [id]", YAML, 400, "invalid-yaml", None),
     ("yaml-date", b"name: 2024-01-01", YAML, 422, "invalid-value", "/name"),
@@ -116,7 +116,7 @@ def cursor_of(data: Any) -> str:
 
 
 REQUESTS: list[tuple[str, str, int, str]] = [
-    ("GET", "/", 404, "no-such-route"),
+    ("GET", "/jobs", 404, "no-such-route"),
     ("GET", "/v1/jobs/", 404, "no-such-route"),
     ("GET", "/v2/jobs", 404, "no-such-route"),
     ("GET", "/%00", 404, "no-such-route"),

@@ -175,6 +175,8 @@ def test_more_labels_than_allowed_are_refused_whole(api: Api) -> None:
     answer = api.client.patch(f"/v1/jobs/{job_id}", json={"labels": {f"n{i}": "v" for i in range(5)}})
     assert answer.status_code == 422
     assert answer.json()["errors"][0]["pointer"] == "/labels"
+    answer = api.client.patch(f"/v1/jobs/{job_id}", json={"labels": {"k0": None, "-": "v", "+": "v"}})
+    assert [error["pointer"] for error in answer.json()["errors"]] == ["/labels/-", "/labels/+"]
     assert len(api.job(job_id)["labels"]) == 60
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from ratchet_contract.errors import SpecError
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.spec import JobSpec
-from ratchet_contract.spec_parse import examine_spec
+from ratchet_contract.spec_parse import examine_spec, parse_spec
 from ratchet_service.launchers.table import load
 from ratchet_service.machine import Machine
 from ratchet_service.roots import Roots
@@ -91,10 +92,66 @@ def test_neither_a_task_nor_a_script_is_told_beside_the_others(told: Callable[..
     }
     assert set(told(secret_env=["ABSENT"], script=...)) == {" value-error"}
     assert len(told(secret_env=["ABSENT"], script=...)) == 2
+    with pytest.raises(SpecError, match="'NONE', 'ABSENT'"):
+        parse_spec({**ENTANGLED, "code": {"path": "/x"}, "secret_env": ["NONE", "TOKEN", "ABSENT"]})
 
 
 def test_a_key_that_may_be_another_misspelt_is_not_taken_to_be_absent(told: Callable[..., list[str]]) -> None:
     assert told(world=..., wrld=ENTANGLED["world"]) == ["/wrld unknown-key"]
+
+
+BESIDE: dict[str, list[tuple[Any, str]]] = {
+    "env": [({"A B": "1"}, "A B value-error"), ({"RANK": "1"}, "RANK value-error"), ({"A": []}, "A string-type"),
+            ({"OMP_NUM_THREADS": "many"}, "OMP_NUM_THREADS invalid-value")],
+    "secrets": [({"ABSENT": {"from_env": "NOT_SET_ANYWHERE"}}, "ABSENT secret-missing"), ({"BOTH": {}}, "BOTH value-error"),
+                ({"TOKEN": {"from_env": "PATH"}}, "TOKEN duplicate-variable"),
+                ({"RANK": {"from_env": "PATH"}}, "RANK value-error"),
+                ({"ODD": {"from_evn": "PATH"}}, "ODD/from_evn unknown-key")],
+    "nccl": [({"A": "1"}, "A value-error"), ({"B": "1"}, "B value-error"), ({"NCCL_X": []}, "NCCL_X string-type")],
+    "labels": [({"-": "a"}, "- value-error"), ({"+": "a"}, "+ value-error"), ({"a": "x" * 300}, "a value-error")],
+    "hook": [({"matrix_aproximation_rank": 2}, "matrix_aproximation_rank unknown-key"),
+             ({"start_powerSGD_iter": 1}, " value-error"),
+             ({"wrapper": "fp8"}, "wrapper unknown-wrapper"), ({"random_seed": -1}, "random_seed greater-than-equal")],
+    "ddp": [({"static_graph": True, "find_unused_parameters": True}, "find_unused_parameters ddp-conflict"),
+            ({"bucket_cap_mb": 0}, "bucket_cap_mb greater-than"), ({"bakend": "gloo"}, "bakend unknown-key")],
+    "checkpoint": [({"every_steps": 0}, "every_steps value-error"), ({"kep_last": 3}, "kep_last unknown-key"),
+                   ({"uri": "s3://b?c"}, "uri value-error")],
+    "policy": [({"exit_codes": [{"codes": [1000], "action": "fail"}]}, "exit_codes/0/codes/0 exit-code-reserved"),
+               ({"max_failures": -1}, "max_failures greater-than-equal"), ({"tmeout": 5}, "tmeout unknown-key")],
+    "trial": [({"end_at": 0}, "end_at"), ({"fault": []}, "fault unknown-key")],
+}  # fmt: skip
+"""Entries of one mapping, each with a mistake of its own, and how that is told."""
+
+
+@pytest.mark.parametrize(
+    ("key", "one", "other"),
+    [(key, *pair) for key, entries in BESIDE.items() for pair in itertools.combinations(entries, 2)],
+)
+def test_mistakes_of_two_entries_of_one_mapping_are_told_at_once(
+    told: Callable[..., list[str]], key: str, one: tuple[Any, str], other: tuple[Any, str]
+) -> None:
+    of = {"hook": {"name": "powerSGD"}, "env": {"TOKEN": "x"}}.get(key, {})
+    found = told(**{key: {**of, **one[0], **other[0]}})
+    assert all(any(line.startswith(f"/{key}/{text}".replace("/ ", " ")) for line in found) for _, text in (one, other))
+    assert {line.split()[0].split("/")[1] for line in found} == {key}
+
+
+@pytest.mark.parametrize(
+    ("hook", "expected"),
+    [
+        ({"use_error_feedbak": False, "warm_start": False}, ["/hook/use_error_feedbak unknown-key"]),
+        ({"warm_start": "on and off", "use_error_feedback": False}, ["/hook/warm_start bool-parsing"]),
+        ({"feedback_of_errors": False, "warm_start": False}, ["/hook/feedback_of_errors unknown-key"]),
+        (
+            {"feedback_of_errors": False, "warm_start": True, "use_error_feedback": False},
+            ["/hook/feedback_of_errors unknown-key", "/hook value-error"],
+        ),
+    ],
+)
+def test_a_rule_over_keys_of_which_one_is_in_doubt_says_nothing(
+    told: Callable[..., list[str]], hook: dict[str, Any], expected: list[str]
+) -> None:
+    assert told(hook={"name": "powerSGD", "start_powerSGD_iter": 1, **hook}) == expected
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import sqlalchemy as sa
+from pydantic import ValidationError
 from sqlalchemy.orm import Session
 
 from ratchet_contract.api_requests import PatchRequest
-from ratchet_contract.errors import FieldProblem, Refused, SpecError
+from ratchet_contract.errors import Refused, SpecError
 from ratchet_contract.phases import Event
 from ratchet_contract.spec import JobSpec
+from ratchet_contract.spec_parse import problem_of
 from ratchet_service.clock import now_in
 from ratchet_service.models import Job, JobLabel
 from ratchet_service.transitions import add_event, check
@@ -64,8 +66,6 @@ def _check_labels(labels: dict[str, str]) -> None:
     """By the spec's own rules."""
     try:
         JobSpec.model_validate({"name": "x", "script": ["x.py"], "labels": labels})
-    except ValueError as error:
-        first = error.errors()[0] if hasattr(error, "errors") else {"msg": str(error)}
-        detail = str(first["msg"]).removeprefix("Value error, ")
-        problem = FieldProblem(pointer="/labels", code="value-error", detail=detail)
-        raise SpecError(f"/labels: {detail}", code="invalid-body", errors=[problem]) from None
+    except ValidationError as error:
+        problems = [problem_of(fault, JobSpec) for fault in error.errors(include_url=False)]
+        raise SpecError(f"{problems[0].pointer}: {problems[0].detail}", code="invalid-body", errors=problems) from None
