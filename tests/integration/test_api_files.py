@@ -19,7 +19,7 @@ import pytest
 from ratchet_contract.access import Role, Scope
 from ratchet_contract.errors import Refused
 from ratchet_contract.phases import JobPhase
-from ratchet_service import file_owner
+from ratchet_service import file_owner, work_directory
 from ratchet_service.app import create_app
 from ratchet_service.expiry import Expiry
 from ratchet_service.models import Job
@@ -230,6 +230,42 @@ def test_links_and_what_is_no_file_are_shown_and_neither_followed_nor_opened(out
     outputs.work.symlink_to(tmp_path / "secret")  # the working directory itself
     assert outputs.refusal() == outputs.refusal("/archive") == (422, "symbolic-link")
     assert outputs.refusal("/content", path="key") == (422, "symbolic-link")
+
+
+@pytest.mark.parametrize(
+    ("tail", "path"),
+    [("/content", "runs/exp1/best.pt"), ("/archive", "runs/exp1"), ("/archive", ""), ("", "runs/exp1"), ("", "")],
+)
+def test_a_directory_that_becomes_a_link_while_a_file_is_looked_for_leads_nowhere(
+    outputs: Outputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tail: str, path: str
+) -> None:
+    """Before each single open of a request in turn."""
+    secret, runs, aside = tmp_path / "secret", outputs.work / "runs", outputs.paths.root / "aside"
+    (secret / "exp1").mkdir(parents=True)
+    (secret / "exp1" / "best.pt").write_text("TOP SECRET")
+    (secret / "exp1" / "top-secret").write_text("TOP SECRET")
+    really, opens = os.open, 0
+
+    def swapping(name: Any, flags: int, *rest: Any, **where: Any) -> int:
+        nonlocal opens
+        opens += 1
+        if opens == turn:
+            runs.rename(aside)
+            runs.symlink_to(secret)
+        return really(name, flags, *rest, **where)
+
+    monkeypatch.setattr(work_directory.os, "open", swapping)
+    statuses = set()
+    for turn in range(1, 100):
+        opens = 0
+        answer = outputs.get(tail, path=path)
+        statuses.add(answer.status_code)
+        assert b"TOP SECRET" not in answer.content and b"top-secret" not in answer.content, turn
+        if not aside.exists():
+            break
+        runs.unlink()
+        aside.rename(runs)
+    assert turn > 3 and 200 in statuses
 
 
 @pytest.mark.parametrize("path", ["../attempts", "/etc/passwd", "runs/../../x", "./runs", "runs//log.txt", ".."])
