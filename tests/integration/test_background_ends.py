@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ratchet_contract.phases import JobPhase
 from ratchet_service import ending, health, watching
+from ratchet_service.expiry import Expiry
 from ratchet_service.health import Health
 from ratchet_service.launchers.local import LocalLauncher
+from ratchet_service.usecases import deletion
 from tests.support.plane import Plane, trainer_launcher
 from tests.support.server import wait_for
 
@@ -125,3 +128,24 @@ def test_an_end_that_fails_is_told_of_and_made_again(plane: Plane, monkeypatch: 
     healed.set()
     plane.wait(job_id, JobPhase.SUCCEEDED)
     assert [event.type for event in plane.events(job_id)].count("reconcile-error") == 1
+
+
+def test_a_slow_deletion_at_a_ttl_holds_up_no_job(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    begins, ends, real = threading.Event(), threading.Event(), deletion.remove_tree
+
+    def slow(path: Path) -> None:
+        begins.set()
+        assert ends.wait(120)
+        real(path)
+
+    monkeypatch.setattr(deletion, "remove_tree", slow)
+    monkeypatch.setattr(Expiry, "interval", 0.2)
+    reconciler = plane.reconcile()
+    old = plane.submit({"steps": 3}, ttl="0.1s")
+    try:
+        assert begins.wait(60)
+        plane.wait(plane.submit({"steps": 3}), JobPhase.SUCCEEDED)
+        assert health.check(Health(beat=reconciler.beat), plane.database, plane.paths)["reconciler"].status == "ok"
+    finally:
+        ends.set()
+    wait_for(lambda: not plane.paths.job(old).root.exists(), "the job to be deleted", 30)
