@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ratchet_contract.version import PROTOCOL_VERSION
 from tests.support.engines import STRANGER
 from tests.support.kube import operations
 from tests.support.kube.cluster import Cluster
@@ -159,6 +161,20 @@ def test_a_pod_that_somebody_deletes_is_a_preemption_that_says_so(site: Site, gr
     first = wait_for(lambda: a[0] if len(a := site.server.attempts(job_id)) == 2 else None, "a second attempt", 150)
     assert (first["cause"], first["outcome"]) == ("evicted", "preempted"), first
     assert "somebody deleted the pod" in first["message"] and "ratchet cancel" in first["message"]
+    site.cancel(job_id)
+
+
+def test_pods_of_another_protocol_are_asked_to_stop_by_a_new_version_of_the_service(site: Site) -> None:
+    job_id = site.submit()
+    site.running(job_id)
+    site.server.kill()
+    with closing(sqlite3.connect(site.server.paths.database)) as database, database:
+        older = "UPDATE attempts SET launch = json_set(launch, '$.launch_file.protocol', ?) WHERE job_id = ?"
+        assert database.execute(older, (PROTOCOL_VERSION - 1, job_id)).rowcount == 1
+    site.server.start()
+    first = wait_for(lambda: a[0] if len(a := site.server.attempts(job_id)) == 2 else None, "a second attempt", 40)
+    assert (first["cause"], first["outcome"]) == ("upgrade", "preempted"), first
+    assert site.server.job(job_id)["budgets"]["failures"] == 0
     site.cancel(job_id)
 
 
