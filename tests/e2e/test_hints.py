@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -180,6 +181,19 @@ def test_hints_of_tokens(strict: Server, tmp_path: Path) -> None:
     ann.follow(ann.cli("token", "revoke", "nonesuch", expect=3).errors)
     ann.cli.environment["RATCHET_TOKEN"] = f"rt_{'a' * 12}_{'b' * 43}"
     assert "RATCHET_TOKEN" in ann.follow(ann.refused("token-unknown", "list"))[0].text
+
+
+def test_a_service_that_does_not_run_is_started_as_it_says(tmp_path: Path) -> None:
+    cli = Cli(tmp_path, tmp_path)
+    del cli.environment["RATCHET_HOME"]
+    cli.environment["HOME"] = str(tmp_path)
+    said = cli("--home", "my runs", "list", expect=6).errors
+    (command,) = re.findall(r"`(ratchet serve[^`]*)`", said)
+    with subprocess.Popen(cli.command(*shlex.split(command)[1:]), cwd=tmp_path, env=cli.environment) as service:
+        try:
+            wait_for(lambda: cli.ended("--home", "my runs", "list").code == 0, "the service to answer")
+        finally:
+            service.terminate()
 
 
 def test_every_hint_is_followed_by_a_test() -> None:

@@ -137,11 +137,13 @@ def test_a_job_that_backs_off_is_tried_at_once_when_it_is_suspended_and_resumed(
 @one_database
 def test_a_source_that_a_fork_needs_is_deleted_as_the_refusal_says(plane: Plane, tmp_path: Path) -> None:
     told = Told(plane, tmp_path)
-    plane.reconcile()
-    source = plane.submit({"steps": 10})
+    reconciler = plane.reconcile()
+    source = plane.submit({"steps": 10}, policy={"max_preemptions": 3})
     plane.wait(source, JobPhase.SUCCEEDED)
-    fork = told.cli("fork", source, "--set", "priority=-5", "--set", "resources.cpus_per_rank=4").text.strip()
-    told.cli("suspend", fork)
+    reconciler.stop()  # so that the fork waits
+    plane.reconcilers[0][1].join(60)
+    fork = told.cli("fork", source, "--set", "priority=-5", "--set", "policy.max_preemptions=null").text.strip()
+    assert plane.job(fork).spec["policy"]["max_preemptions"] is None, "as docs/troubleshooting.md says"
     refused = told.cli("delete", source, expect=4)
     assert "keep the checkpoints" in refused.errors
     told.cli("delete", source, "--keep-checkpoints")

@@ -124,3 +124,5 @@ def test_a_fork_without_a_checkpoint_says_what_does_work(api: Api, tmp_path: Pat
     job_id = api.submit(**CODE)
     answer = api.client.post(f"/v1/jobs/{job_id}/fork", json={"spec": OTHER})
     assert answer.status_code == 404 and f"`ratchet resume {job_id} --code DIR`" in answer.json()["detail"]
+    without = api.client.post(f"/v1/jobs/{api.submit()}/fork", json={"spec": OTHER})
+    assert "nothing to fork from. A job with another spec is submitted" in without.json()["detail"]

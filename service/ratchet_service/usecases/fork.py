@@ -126,11 +126,12 @@ def _source(session: Session, parent: Job, checkpoint_id: str | None) -> Checkpo
         _require_committed(row)
         return row
     if not committed:
-        raise NotFound(
-            f"job {parent.id} has no committed checkpoint yet: there is nothing to fork from. With other code it starts again by "
-            f"`ratchet resume {parent.id} --code DIR`; a job with another spec is submitted",
-            code="checkpoint-not-found",
-        )
+        code = parent.spec.get("code")
+        text = f"job {parent.id} has no committed checkpoint yet: there is nothing to fork from. "
+        text += "A job with another spec is submitted"
+        if code is not None and code.get("source") != "nodes":
+            text += f"; with other code this one starts again by `ratchet resume {parent.id} --code DIR`"
+        raise NotFound(text, code="checkpoint-not-found")
     return committed[0]
 
 
