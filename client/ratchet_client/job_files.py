@@ -15,6 +15,7 @@ from ratchet_client.errors import ServiceFault, ServiceUnreachable
 from ratchet_client.exports import Body, beside, link, not_written
 from ratchet_client.transport import Transport
 from ratchet_contract.errors import Refused
+from ratchet_contract.plural import counted
 
 _READ_SECONDS: Final = 600.0
 """Until the first byte: the service looks at the whole directory before it answers."""
@@ -149,9 +150,8 @@ def _named(temporary: Path, staged: list[str], folder: Path, force: bool) -> lis
                 link(temporary / name, target)
             written.append(target)
     except OSError as error:  # somebody else is at work there
-        text = (
-            f"{target} was not written: {error.strerror or error}; {len(written)} of {len(files)} files were, before it"
-        )
+        before = f"{len(written)} of {counted(len(files), 'file')} had been, before it"
+        text = f"{target} was not written: {error.strerror or error}; {before}"
         raise Refused(text, code="output-not-written") from error
     return written
 

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple, TypeVar
 from ratchet_client.errors import DeadlineReached, ServiceUnreachable
 from ratchet_contract.api import HookView, JobView
 from ratchet_contract.phases import JobPhase
+from ratchet_contract.plural import counted
 
 T = TypeVar("T")
 TERMINAL: Final = frozenset(phase for phase in JobPhase if phase.terminal)
@@ -51,7 +52,8 @@ class Series(NamedTuple):
     def __repr__(self) -> str:
         if not self.steps:
             return "Series(no point)"
-        return f"Series({len(self.steps)} points, steps {self.steps[0]} to {self.steps[-1]}, last value {self.values[-1]:.6g})"
+        points = counted(len(self.steps), "point")
+        return f"Series({points}, steps {self.steps[0]} to {self.steps[-1]}, last value {self.values[-1]:.6g})"
 
 
 @dataclass(frozen=True)

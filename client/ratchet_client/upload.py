@@ -17,6 +17,7 @@ from ratchet_contract.code_choice import choose
 from ratchet_contract.code_tree import Entry, TreeError
 from ratchet_contract.errors import FieldProblem, NotFound, SpecError
 from ratchet_contract.git_facts import git_facts
+from ratchet_contract.plural import counted
 from ratchet_contract.version import GROWTH_HEADER
 
 Note = Callable[[str], None]
@@ -47,7 +48,9 @@ def with_code(
             (note or _silent)(text)
         size = archive_size(found)
         told = note if note is not None and size >= _LARGE else _silent
-        told(f"the code in {root} is {_mib(size)}, {len(found)} files: sending it, unless the service has it already")
+        told(
+            f"the code in {root} is {_mib(size)}, {counted(len(found), 'file')}: sending it, unless the service has it already"
+        )
         digest = code_tree.digest(found)
         grown = _send(transport, digest, found, size, told)
     except (TreeError, OSError) as error:

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 
 from ratchet_contract.deadlines import Deadlines, Pace, deadlines
 from ratchet_contract.phases import AttemptPhase, Cause, Desired
+from ratchet_contract.plural import counted
 from ratchet_contract.resume import Base, ResumeReport, Segment, StepDifference
 from ratchet_contract.spec import JobSpec, Resolved
 from ratchet_contract.spec_trial import FaultSpec
@@ -253,7 +254,7 @@ class RedoneSteps(Message):
 
     def as_note(self) -> Note:
         """For a service that does not know this kind."""
-        text = f"{self.equal} of {self.steps} steps that were done again are the same"
+        text = f"{self.equal} of {counted(self.steps, 'redone step')} gave the same"
         if self.first_difference is not None:
             text = self.first_difference.sentence()
         data = self.model_dump(mode="json", exclude={"kind", "rank", "at"})

@@ -7,6 +7,7 @@ from typing import Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ratchet_contract.plural import counted
 from ratchet_contract.step_ring import Part
 
 ComponentStatus = Literal["exact", "redistributed", "reset", "absent", "not-exact", "imported"]
@@ -124,4 +125,4 @@ def proof(report: ResumeReport, redone: Redone) -> str:
         return verdict
     if redone.compared == 0:
         return f"{verdict}, not yet proved"
-    return f"{verdict}, proved ({redone.compared} of {redone.steps} redone steps)"
+    return f"{verdict}, proved ({redone.compared} of {counted(redone.steps, 'redone step')})"

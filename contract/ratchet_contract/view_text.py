@@ -10,6 +10,8 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
+from ratchet_contract.plural import counted
+
 _LONGEST: Final = 80
 _LONGEST_CELL: Final = 300
 """Characters of a text in a line, and in a cell of a table."""
@@ -56,7 +58,7 @@ def _short(value: Any) -> Any:
     if isinstance(value, datetime):
         return _Plain(_text(value))
     if isinstance(value, Mapping | Sequence):
-        return _Plain("[1 item]" if len(value) == 1 else f"[{len(value)} items]")
+        return _Plain(f"[{counted(len(value), 'item')}]")
     return value
 
 

@@ -131,8 +131,8 @@ def compared(settings: Settings) -> Iterator[str]:
             valid = sa.select(sa.func.count()).select_from(ApiToken).where(ApiToken.revoked_at.is_(None))
             if count := session.scalar(valid):
                 yield (
-                    f"{count} tokens are not revoked in it, those included that were revoked later: see `token list`, and revoke "
-                    "them before the service starts"
+                    f"tokens in it that are not revoked, those included that were revoked later: {count}. See "
+                    "`token list`, and revoke them before the service starts"
                 )
     except SQLAlchemyError as error:
         raise StartError(f"the database cannot be read: {first_line(error)}") from error

@@ -33,6 +33,7 @@ from typing import Final
 
 from ratchet_contract.hearing import hears_within
 from ratchet_contract.phases import Budget, Cause, Desired, Event, JobPhase, Outcome
+from ratchet_contract.plural import counted
 from ratchet_service.decision import Action, Alive, AttemptEnd, Counters, Decision, JobView
 from ratchet_service.treatment import Treatment, treatment
 
@@ -175,15 +176,15 @@ def count(counters: Counters, treated: Treatment, end: AttemptEnd, *, moved: boo
 def _exhausted(view: JobView, treated: Treatment, counters: Counters, end: AttemptEnd) -> Decision | None:
     limits, last = view.limits, _last(treated, end)
     if treated.budget is Budget.FAILURES and counters.failures > limits.max_failures:
-        kind = "failures of a script without a Session" if end.unmanaged else "failures without progress"
-        text = f"{counters.failures} {kind}, {limits.max_failures} allowed (policy.max_failures). {last}"
+        kind = "of a script without a Session" if end.unmanaged else "without progress"
+        text = f"{counted(counters.failures, 'failure')} {kind}, {limits.max_failures} allowed (policy.max_failures). {last}"
         return _over(view, Event.END_FAILED, treated, counters, "max-failures", text)
     if (
         treated.budget is Budget.PREEMPTIONS
         and limits.max_preemptions is not None
         and counters.preemptions > limits.max_preemptions
     ):
-        text = f"{counters.preemptions} preemptions, {limits.max_preemptions} allowed (policy.max_preemptions). {last}"
+        text = f"{counted(counters.preemptions, 'preemption')}, {limits.max_preemptions} allowed (policy.max_preemptions). {last}"
         return _over(view, Event.END_FAILED, treated, counters, "max-preemptions", text)
     if treated.budget is Budget.FAILURES and end.repeated_error and _before_its_first_step(end):
         text = (
@@ -192,7 +193,8 @@ def _exhausted(view: JobView, treated: Treatment, counters: Counters, end: Attem
         )
         return _over(view, Event.END_FAILED, treated, counters, "same-error", text)
     if treated.outcome is not Outcome.SUSPENDED and counters.no_progress >= _no_progress_limit(view, treated):
-        text = f"{counters.no_progress} attempts in a row committed no new step. {last} {_no_progress_cure(view.job_id, end)}"
+        row = counted(counters.no_progress, "attempt")
+        text = f"{row} in a row committed no new step. {last} {_no_progress_cure(view.job_id, end)}"
         return _over(view, Event.END_FAILED, treated, counters, "no-progress", text)
     return None
 
@@ -225,7 +227,7 @@ def _no_progress_cure(job_id: str, end: AttemptEnd) -> str:
             else "submit it again (it has no checkpoint to fork) with `--set"
         )
         return (
-            f"It did {end.unsaved} new step{'s' * (end.unsaved > 1)}, and was ended before one was saved. If it has "
+            f"It did {counted(end.unsaved, 'new step')}, and was ended before one was saved. If it has "
             f"checkpoint-failed events, do what they say, then `ratchet resume {job_id}`. Else save more often, or give it more "
             f"notice: {other} checkpoint.every_steps=N` (or checkpoint.every_seconds, policy.stop_grace)."
         )

@@ -17,6 +17,7 @@ from ratchet_contract import environment
 from ratchet_contract.findings import Finding, not_checked, ok, warning
 from ratchet_contract.messages import ServiceFile
 from ratchet_contract.paths import HomePaths
+from ratchet_contract.plural import counted
 from ratchet_service.launchers import processes
 from ratchet_service.unrecorded import difference
 from ratchet_service.worker_user import recorded
@@ -85,7 +86,7 @@ def orphans(home: HomePaths, alive: Callable[[], set[str]]) -> Finding:
     names = ", ".join(sorted(left)[:5])
     return warning(
         "orphans",
-        f"{len(left)} attempts",
+        counted(len(left), "attempt"),
         detail=f"processes run of {names}, which the database does not call alive",
         cure="start the service (`ratchet serve`): its reconciler ends them at once",
     )

@@ -18,6 +18,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from ratchet_contract.errors import Refused
 from ratchet_contract.paths import HomePaths
+from ratchet_contract.plural import counted
 from ratchet_service import disk, migrate
 from ratchet_service.database import Database
 
@@ -181,8 +182,8 @@ def _reconciler(beat: Beat | None, paths: HomePaths) -> Component:
         silence, failures = beat.silence(), beat.failures
         if failures >= FAILED_ROUNDS or (failures and silence > ROUND_SECONDS):
             raise Unready(
-                f"the last {failures} rounds of this process's reconciler failed ({beat.error}), the last successful one ended "
-                f"{silence:.0f} s ago: what is not done is tried again in every round. Its log tells why",
+                f"the last {counted(failures, 'round')} of this process's reconciler failed ({beat.error}), the last successful "
+                f"one ended {silence:.0f} s ago: what is not done is tried again in every round. Its log tells why",
                 code="reconciler-failing",
             )
         if silence > ROUND_SECONDS:

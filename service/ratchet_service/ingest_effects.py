@@ -27,6 +27,7 @@ from ratchet_contract.messages import (
     node_that_speaks,
 )
 from ratchet_contract.phases import Event
+from ratchet_contract.plural import counted
 from ratchet_service import transitions
 from ratchet_service.bounds import Bounds
 from ratchet_service.clock import now_in
@@ -174,9 +175,9 @@ class Effects:
         report = storable_json(message.model_dump(mode="json")["report"])
         self._attempt.resume_report = report
         base, verdict = message.report.base, message.report.verdict
-        text = "started from scratch" if base.epoch is None else f"resumed from step {base.step}"
+        text = "started at step 0" if base.epoch is None else f"resumed from step {base.step}"
         if verdict == UNMANAGED:
-            text = "started from its first line"
+            text = "the script was started from its first line"
         self._event(
             "resumed", storable(f"{text}: {message.report.sentence()}"), {"verdict": verdict, "step": base.step}
         )
@@ -246,8 +247,10 @@ def _numbers(message: RankMessage) -> Iterator[int | None]:
 def tell_left_out(session: Session, attempt: Attempt, bounds: Bounds) -> None:
     """At an attempt's end, one event: how much of what it told is not in the history and the series. The job's row is held."""
     notes = max(0, attempt.notes - bounds.notes)
-    parts = [f"{notes} notes"] * bool(notes) + [f"{attempt.values_refused} values"] * bool(attempt.values_refused)
+    parts = [counted(notes, "note")] * bool(notes) + [counted(attempt.values_refused, "value")] * bool(
+        attempt.values_refused
+    )
     if parts:
         data = {"notes": notes, "values": attempt.values_refused}
-        text = f"{' and '.join(parts)} of attempt {attempt.number} were left out"
+        text = f"{' and '.join(parts)} of attempt {attempt.number} left out"
         transitions.add_event(session, attempt.job_id, "left-out", text, epoch=attempt.number, data=data)

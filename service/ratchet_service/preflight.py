@@ -17,6 +17,7 @@ from typing import Final
 from ratchet_contract.api import Warning_
 from ratchet_contract.code_tree import Limits
 from ratchet_contract.errors import FieldProblem, SpecError
+from ratchet_contract.plural import counted
 from ratchet_contract.spec import JobSpec, Resolved
 from ratchet_contract.spec_parse import nearest
 from ratchet_service import (
@@ -130,7 +131,7 @@ def resize(
         report.problems += fresh.problems
     ranks, gpus = spec.world.ranks_per_node, len(machine.gpus)
     if resolved.device == "cuda" and ranks > gpus:
-        text = f"{ranks} ranks need {ranks} GPUs, this machine has {gpus}: use at most {gpus} ranks"
+        text = _too_few_gpus(ranks, gpus)
         if gpus == 0:
             text = "the job runs on CUDA, and this machine has no GPU: `ratchet fork JOB --set world.device=cpu`"
         report.refuse("/world/ranks_per_node", "too-few-gpus", text)
@@ -243,7 +244,7 @@ def _device_and_backend(
         )
         report.refuse("/world/device", "torch-without-cuda", text.replace("torch  of", "torch of"))
     elif device == "cuda" and ranks > gpus:
-        text = f"{ranks} ranks need {ranks} GPUs, this machine has {gpus}: use at most {gpus} ranks, or device cpu"
+        text = f"{_too_few_gpus(ranks, gpus)}, or device cpu"
         report.refuse("/world/ranks_per_node", "too-few-gpus", text)
     backend = spec.ddp.backend
     if backend == "auto":
@@ -269,13 +270,21 @@ def _threads(spec: JobSpec, machine: Machine, device: str) -> int:
     return max(1, machine.cpus // shares)
 
 
+def _too_few_gpus(ranks: int, gpus: int) -> str:
+    return (
+        f"{counted(ranks, 'rank')} on CUDA, a GPU for each, and this machine has {counted(gpus, 'GPU')}: use at most "
+        f"{counted(gpus, 'rank')}"
+    )
+
+
 def _warn_of_world(spec: JobSpec, resolved: Resolved, machine: Machine, report: Report) -> None:
     """What the number of ranks makes without effect or dear; the codes of ``_OF_WORLD``."""
     need = need_of(spec, resolved)
     if oversubscribed(need, machine.capacity):
         text = (
-            f"{need.cpus} CPU slots wanted ({spec.world.ranks_per_node} ranks x {resolved.threads_per_rank} threads), the "
-            f"machine lends {machine.capacity.cpus}: the job takes all of them, runs alone, and its ranks share cores"
+            f"{counted(need.cpus, 'CPU slot')} wanted ({counted(spec.world.ranks_per_node, 'rank')} x "
+            f"{counted(resolved.threads_per_rank, 'thread')}), the machine lends {machine.capacity.cpus}: the job "
+            "takes all of them, runs alone, and its ranks share cores"
         )
         report.warn("/world/ranks_per_node", "oversubscribed", text)
     given = spec.model_fields_set

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
+from ratchet_contract.plural import counted
 from ratchet_contract.spec import JobSpec
 from ratchet_contract.spec_parse import nearest
 from ratchet_service.launchers.base import Launcher
@@ -40,7 +41,7 @@ def check(
         return
     if launcher.max_nodes is not None and "world" not in unsure and spec.world.nodes > launcher.max_nodes:
         text = (
-            f"the launcher {spec.launcher.kind} has {launcher.max_nodes} node{'s' * (launcher.max_nodes > 1)}: use "
+            f"the launcher {spec.launcher.kind} has {counted(launcher.max_nodes, 'node')}: use "
             "world.ranks_per_node, or a launcher of several machines"
         )
         report.refuse("/world/nodes", "too-many-nodes", text)

@@ -74,7 +74,7 @@ def _count(session: Session, owner: str, limit: Limit) -> None:
     there = queued(session, owner)
     if there >= limit.queued:
         raise Conflict(
-            f"{owner} has {there} jobs that have not ended, and its quota (queued) is {limit.queued}: wait for one to end, "
+            f"jobs of {owner} that have not ended: {there}, and its quota (queued) is {limit.queued}: wait for one to end, "
             "cancel one, or ask an admin for more",
             code=EXCEEDED,
         )

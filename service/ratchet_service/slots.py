@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from ratchet_contract.plural import counted
 from ratchet_contract.spec import JobSpec, Resolved
 
 _NAMED: Final = 4
@@ -70,7 +71,7 @@ def too_few_gpus(gpus: int, capacity: Capacity) -> str | None:
     """Why a job of so many can never start on this machine; None: it can."""
     if gpus <= len(capacity.gpus):
         return None
-    return f"needs {gpus} GPUs, this machine has {len(capacity.gpus)}: `ratchet resume JOB --world N` with fewer ranks"
+    return f"needs {counted(gpus, 'GPU')}, this machine has {len(capacity.gpus)}: `ratchet resume JOB --world N` with fewer ranks"
 
 
 class Board:
@@ -116,9 +117,11 @@ class Board:
     def _why(self, need: Need, cpus: int) -> str:
         wants = []
         if need.gpus > len(self._gpus):
-            wants.append(f"{need.gpus} of {len(self._capacity.gpus)} GPUs ({self._free(self._gpus, 'gpus', 'GPU')})")
+            wants.append(
+                f"{need.gpus} of {counted(len(self._capacity.gpus), 'GPU')} ({self._free(self._gpus, 'gpus', 'GPU')})"
+            )
         if cpus > len(self._cpus):
-            wants.append(f"{cpus} of {self._capacity.cpus} CPU slots ({self._free(self._cpus, 'cpus', '')})")
+            wants.append(f"{cpus} of {counted(self._capacity.cpus, 'CPU slot')} ({self._free(self._cpus, 'cpus', '')})")
         behind = f", behind job {self._ahead}" if self._ahead else ""
         return f"waits for {' and '.join(wants)}{behind}"
 
@@ -129,7 +132,7 @@ class Board:
             f"{job} has {name} {', '.join(map(str, taken))}" if name else f"{job} has {len(taken)}"
             for taken, job in sorted(holders)[:_NAMED]
         ]
-        told += [f"{len(holders) - _NAMED} jobs more"] * (len(holders) > _NAMED)
+        told += [f"{counted(len(holders) - _NAMED, 'job')} more"] * (len(holders) > _NAMED)
         return "; ".join([f"{len(free)} free", *([", ".join(told)] if told else [])])
 
     @staticmethod

@@ -17,6 +17,7 @@ from typing import Final
 import sqlalchemy as sa
 
 from ratchet_contract.paths import AttemptPaths, HomePaths, JobPaths, is_job_id, parse_checkpoint_dir_name
+from ratchet_contract.plural import counted
 from ratchet_service.database import Database
 from ratchet_service.file_owner import as_owner
 from ratchet_service.models import Job
@@ -149,7 +150,7 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def _count(names: Collection[str]) -> str:
-    return f"{len(names)} job{'' if len(names) == 1 else 's'}"
+    return counted(len(names), "job")
 
 
 def _names(names: Collection[str]) -> str:

@@ -70,7 +70,7 @@ def test_the_file_of_a_killed_service_is_seen_through(tmp_path: Path) -> None:
     assert "speaks protocol 9" in cli("list", expect=5).errors
     (home / "service.json").write_text("{")
     damaged = cli("list", expect=6).errors
-    assert "damaged" in damaged and "`ratchet serve`" in damaged and "pydantic" not in damaged
+    assert "damaged" in damaged and f"`ratchet serve --home {home}`" in damaged and "pydantic" not in damaged
 
 
 def test_an_address_that_is_something_else(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_gpus_that_the_machine_does_not_have_or_torch_cannot_use(two_gpus: Serve
     cli = Cli(two_gpus.home, tmp_path)
     python = answering(tmp_path, torch_cuda=True)
     many = cli("submit", gpu_spec(cli, python, ranks=3), expect=5).errors
-    assert "3 ranks need 3 GPUs, this machine has 2: use at most 2 ranks" in many
+    assert "3 ranks on CUDA, a GPU for each, and this machine has 2 GPUs: use at most 2 ranks" in many
     blind = answering(tmp_path, torch_cuda=False)
     said = cli("submit", gpu_spec(cli, blind, ranks=1), expect=5).errors
     assert "built without CUDA" in said and f"{blind} -m pip install torch" in said and "world.device to cpu" in said

@@ -54,7 +54,7 @@ def test_more_nodes_are_for_launchers_of_several_machines(api: Api) -> None:
         job.spec = job.spec | {"world": job.spec["world"] | {"nodes": 2}}
     alone = resume(api, job_id, {"world": {"ranks_per_node": 2, "nodes": 1}})
     assert (alone["spec"]["world"]["nodes"], alone["spec"]["world"]["ranks_per_node"]) == (1, 2)
-    assert "2 -> 1 nodes" in events(api, job_id)[-2]["message"]
+    assert "2 -> 1 node" in events(api, job_id)[-2]["message"]
 
 
 def test_what_was_decided_for_the_job_stays_but_for_the_threads(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:

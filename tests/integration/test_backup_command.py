@@ -108,7 +108,7 @@ def test_restore_puts_it_back_and_tells_what_came_later(
     (aside,) = home.glob("ratchet.db.before-*")
     assert jobs_in(aside) == ["first", "later"]
     assert command(home, "restore", "--replace", str(aside)) == 0
-    assert "1 tokens are not revoked" in capsys.readouterr().out
+    assert "tokens in it that are not revoked, those included that were revoked later: 1." in capsys.readouterr().out
 
 
 def test_restore_refuses_what_would_lose_or_spoil_something(

@@ -28,6 +28,9 @@ def test_submit_prints_the_id_alone_and_the_job_can_be_read_with_it(cli: Cli) ->
     plain = cli("get", job_id).text
     assert re.search(r"^warnings +hook-caution \(/hook\); in full: --json$", plain, re.MULTILINE), plain
     assert "team=a" in plain and "\x1b" not in plain
+    groups = [[line.split("  ")[0] for line in group.splitlines()] for group in plain.split("\n\n")]
+    assert [group[0] for group in groups] == ["id", "phase", "step", "attempt", "hook", "created"], plain
+    assert re.search(r"^preemptions +0 \(no limit\)$", plain, re.MULTILINE)
 
 
 def test_a_spec_is_read_from_standard_input_and_the_same_key_gives_the_same_job(cli: Cli) -> None:

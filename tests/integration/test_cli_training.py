@@ -70,7 +70,8 @@ def test_a_job_followed_to_its_end_leaves_everything_to_read(cli: Cli, server: S
     _history_is_folded(cli, job_id)
     (attempt,) = cli("attempts", job_id, "--json").data
     assert (attempt["cause"], attempt["steps_done"]) == ("completed", STEPS)
-    assert "completed" in cli("attempts", job_id).text
+    table = cli("attempts", job_id)
+    assert "completed" in table.text and all(f"{c} " in table.errors for c in ("BASE", "LAST", "DONE", "LOST"))
     environment = cli("get", job_id, "--json").data["environment"]
     assert f"torch=={version('torch')}" in environment["packages"] and environment["ratchet"] == RATCHET_VERSION
     assert f"{len(environment['packages'])}, digest {environment['digest'][:16]}" in cli("get", job_id).text

@@ -78,7 +78,7 @@ def both(cause: Cause) -> tuple[tuple[Cause, int | None], ...]:
 EVICTED_BY_HAND: tuple[tuple[Cause, int | None], ...] = ((Cause.EVICTED, None),)
 HISTORIES: dict[str, list[Expected]] = {
     "complete": [
-        Expected(0.0, waits="2 of 2 pods are not made yet"),
+        Expected(0.0, waits="2 of 2 pods not made yet"),
         Expected(0.2),
         Expected(9.0, alive=False, gone=(0, 1)),
     ],
@@ -102,7 +102,7 @@ HISTORIES: dict[str, list[Expected]] = {
     ],
     "created_suspended_then_quota": [
         Expected(1.0, waits="waits in Kueue's queue gpus"),
-        Expected(1.706, waits="2 of 2 pods are not made yet"),
+        Expected(1.706, waits="2 of 2 pods not made yet"),
         Expected(2.5),
         Expected(9.0, alive=False, gone=(0, 1)),
     ],

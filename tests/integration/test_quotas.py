@@ -66,7 +66,7 @@ def test_one_job_too_many_is_refused_at_every_door(api: Api) -> None:
     second = api.submit()
     refused = api.client.post("/v1/jobs", json=spec())
     assert (refused.status_code, refused.json()["code"]) == (409, "quota-exceeded")
-    assert "local has 2 jobs that have not ended, and its quota (queued) is 2" in refused.json()["detail"]
+    assert "jobs of local that have not ended: 2, and its quota (queued) is 2" in refused.json()["detail"]
     api.put(second, JobPhase.FAILED)
     third = api.submit()
     again = api.client.post(f"/v1/jobs/{second}/resume")

@@ -210,7 +210,7 @@ def test_a_flood_of_notes_is_counted_and_told(told: Told) -> None:
         job = lock_job(session, told.job)
         tell_left_out(session, session.get_one(Attempt, (job.id, 1)), BOUNDS)
     (event,) = told.events("left-out")
-    assert (event.data, event.message) == ({"notes": 490, "values": 0}, "490 notes of attempt 1 were left out")
+    assert (event.data, event.message) == ({"notes": 490, "values": 0}, "490 notes of attempt 1 left out")
     told.next()
     told.say(message("note", type="n", message="again"))
     assert told.events("note.n")[-1].message == "again"

@@ -47,7 +47,7 @@ def test_a_job_that_fails_and_resumes_under_two_versions(home: Home, before: Pat
     job = home.ended(job_id)
     if not old_agents:  # a kind of message that it does not know comes as one that it does
         (told,) = [event for event in home.history(job_id) if event["type"] == "note.redone"]
-        assert told["message"] == "5 of 5 steps that were done again are the same"
+        assert told["message"] == "5 of 5 redone steps gave the same"
     assert (newest(job), job["progress"]["step"]) == (2, STEPS), job
     assert committed(home, job_id)[-1] == STEPS
     attempts = home.call("GET", f"/v1/jobs/{job_id}/attempts")["items"]

@@ -23,6 +23,11 @@ def test_other_tables_keep_the_whole_text_in_one_line(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.splitlines()[1] == "1        " + " ".join(MESSAGE.split())
 
 
+def test_fields_are_parted_into_groups_and_what_is_empty_leaves_no_gap(capsys: pytest.CaptureFixture[str]) -> None:
+    output.fields([("none", None)], [("id", "job-1"), ("owner", "")], [("none", None)], [("last step", 0)])
+    assert capsys.readouterr().out.splitlines() == ["id         job-1", "", "last step  0"]
+
+
 @pytest.mark.parametrize(
     ("number", "words"),
     [(0, "0"), (512, "512"), (999, "999"), (1000, "1 k"), (73473660, "73.5 M"), (1990560, "1.99 M"), (999_600, "1 M")],

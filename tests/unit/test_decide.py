@@ -128,7 +128,9 @@ def test_failures_end_the_job_when_the_budget_is_used_up(cause: Cause) -> None:
     assert (last.event, last.reason) == (Event.END_FAILED, "max-failures")
     assert last.message is not None and "why" in last.message
     assert end(cause, counters=Counters(failures=2), limits=limits, committed=20).event is Event.END_REQUEUE
-    assert end(cause, limits=Limits(max_failures=0)).event is Event.END_FAILED
+    first = end(cause, limits=Limits(max_failures=0))
+    assert first.event is Event.END_FAILED
+    assert first.message is not None and first.message.startswith("1 failure without progress, 0 allowed")
 
 
 @pytest.mark.parametrize("desired", Desired)

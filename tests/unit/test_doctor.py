@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from ratchet_client.cli import doctor
 from ratchet_client.cli.doctor import probes
 from ratchet_client.cli.doctor.disk import file_system
 from ratchet_client.cli.doctor.machine import CgroupLimits, cgroup_limits, cores, shared_memory
-from ratchet_contract.findings import Finding, ok
+from ratchet_contract.findings import Finding, not_checked, ok, warning
 from ratchet_contract.installation import packages, release, satisfies
 from ratchet_hooks.torch_versions import OLDEST, TESTED, untested
 from ratchet_worker.doctor.gpus import ask_smi, without_torch
@@ -153,3 +154,14 @@ def test_gpus_as_nvidia_smi_tells_of_them(tmp_path: Path, monkeypatch: pytest.Mo
     assert cut.status == "warning" and "MIG" in str(cut.detail)
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     assert ask_smi() is None
+
+
+def test_the_last_line_counts_in_plain_words(capsys: pytest.CaptureFixture[str]) -> None:
+    slow, open_ = warning("disk", "slow", cure="another"), not_checked("service", "several run", cure="name one")
+    for findings, words in (
+        ([slow], "1 check: 1 warning"),
+        ([ok("a", "yes"), slow, slow, open_], "4 checks: 2 warnings, 1 not checked"),
+        ([ok("a", "yes"), ok("b", "yes")], "2 checks: all ok"),
+    ):
+        doctor._summary(findings)
+        assert capsys.readouterr().err.splitlines() == [words]

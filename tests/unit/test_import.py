@@ -82,7 +82,7 @@ def test_safetensors_are_taken_and_a_cast_is_told(tmp_path: Path) -> None:
     state["a.weight"] = state["a.weight"].half()
     save_file(state, tmp_path / "m.safetensors")
     notes = fit(target, model_of(read(tmp_path / "m.safetensors", "m.safetensors"), "m"), "m")
-    assert notes == ["1 tensors cast, like a.weight: torch.float16 to torch.float32"]
+    assert notes == ["1 tensor cast, like a.weight: torch.float16 to torch.float32"]
     assert torch.equal(target.b.weight, state["a.weight"].float())
 
 

@@ -314,7 +314,7 @@ def test_a_used_up_quota_is_a_wait_in_the_job_controllers_words() -> None:
     warnings = {NAME: 'FailedCreate: pods "x" is forbidden: exceeded quota: gpus'}
     found = view(seen(job(), pod(0), warnings=warnings), nodes=2, began=False)
     assert found.alive and found.ends == ()
-    assert found.waiting == f"1 of 2 pods are not made yet: {warnings[NAME]}"
+    assert found.waiting == f"1 of 2 pods not made yet: {warnings[NAME]}"
 
 
 def test_pods_that_the_cluster_forbids_are_waited_for_a_while() -> None:
@@ -323,10 +323,10 @@ def test_pods_that_the_cluster_forbids_are_waited_for_a_while() -> None:
     }
     forbidden = seen(job(), pod(0), warnings=warnings, forbidden_since=20)
     found = view(forbidden, nodes=2, seconds=320)
-    assert found.alive and found.waiting == f"1 of 2 pods are not made yet: {warnings[NAME]}" and found.ends == ()
+    assert found.alive and found.waiting == f"1 of 2 pods not made yet: {warnings[NAME]}" and found.ends == ()
     found = view(forbidden, nodes=2, seconds=321)
     assert not found.alive and [end.cause for end in found.ends] == [Cause.LAUNCHER_ERROR]
-    assert "1 of 2 pods are not made" in found.ends[0].message and warnings[NAME] in found.ends[0].message
+    assert "1 of 2 pods not made" in found.ends[0].message and warnings[NAME] in found.ends[0].message
     for other in (seen(job(suspend=True), warnings=warnings, forbidden_since=20), seen(job(), pod(0), pod(1))):
         assert view(other, nodes=2, began=False, seconds=900).alive
 

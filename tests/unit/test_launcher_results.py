@@ -61,7 +61,7 @@ def test_a_huge_result_is_not_parsed_and_the_attempt_says_so(ref: AttemptRef, mo
 
 def test_a_long_text_is_cut_and_says_so(ref: AttemptRef) -> None:
     written(ref, "x" * (MOST_TEXT + 7))
-    assert end_of(ref) == (Cause.EXCEPTION, "x" * MOST_TEXT + " ... (7 more characters are left out)")
+    assert end_of(ref) == (Cause.EXCEPTION, "x" * MOST_TEXT + " ... (7 more characters left out)")
 
 
 def test_what_is_no_file_keeps_nobody_waiting(ref: AttemptRef) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from ratchet_contract.errors import UserError
+from ratchet_contract.plural import counted
 from ratchet_contract.spec_checkpoint import CheckpointSpec
 from ratchet_worker.exchange import Exchange
 from ratchet_worker.reporter import Reason, Reporter
@@ -133,6 +134,7 @@ class Due:
 
     def _tell_skipped(self, step: int) -> None:
         if self._skipped:
-            text = f"{self._skipped} due checkpoints before step {step} were left out: the one before was still being written"
+            left = counted(self._skipped, "due checkpoint")
+            text = f"{left} before step {step} left out: the one before was still being written"
             self._reporter.note("checkpoint-skipped", text, step=step, skipped=self._skipped)
             self._skipped = 0

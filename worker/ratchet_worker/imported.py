@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from ratchet_contract.errors import UserError
 from ratchet_contract.messages import LaunchFile
+from ratchet_contract.plural import counted
 from ratchet_contract.resume import ComponentReport
 from ratchet_hooks.states import same_bits
 from ratchet_worker.snapshot import Tensors
@@ -152,7 +153,7 @@ def fit(module: nn.Module, found: dict[str, Any], name: str) -> list[str]:
     notes = []
     if cast:
         key = min(cast)
-        notes.append(f"{len(cast)} tensors cast, like {key}: {cast[key].dtype} to {live[key].dtype}")
+        notes.append(f"{counted(len(cast), 'tensor')} cast, like {key}: {cast[key].dtype} to {live[key].dtype}")
     if lost := sorted(extra - set(found)):
         notes.append(f"without extra state: {_some(lost)}")
     return notes

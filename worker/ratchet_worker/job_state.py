@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ratchet_contract.errors import StateError, UserError
+from ratchet_contract.plural import counted
 from ratchet_contract.resume import ComponentReport, ComponentStatus
 from ratchet_hooks.build import ManagedHook
 from ratchet_hooks.codec import decode
@@ -271,7 +272,7 @@ class JobState:
     ) -> list[ComponentReport]:
         """Put back the state of a group of ``len(old)`` ranks as well as it can be. ``mine``: the old rank that this rank takes
         private state from; ``old``: data and hook of all old ranks. The generators are seeded anew from ``seed``."""
-        reason = f"the group had {counted(len(old))}; this is one of theirs"
+        reason = f"the group had {counted(len(old), 'rank')}; this is one of theirs"
         reports = self._restore_common(mine, "redistributed", reason, how)
         if self.data is not None and "data" in mine.state:
             reports.append(self._resize_data([s.value("data") for s in old], len(old)))
@@ -375,10 +376,12 @@ class JobState:
         assert self.data is not None
         load: Any = getattr(self.data, "load_resized", None)
         if load is None:
-            return self._report("data", "reset", f"the group had {counted(ranks)} and the data have no load_resized")
+            return self._report(
+                "data", "reset", f"the group had {counted(ranks, 'rank')} and the data have no load_resized"
+            )
         report = self._restore_data(lambda _: load(states))
         size = batches(states[0], self.data.state_dict())
-        reason = f"continued behind what {counted(ranks)} had used up" + (f"; {size}" if size else "")
+        reason = f"continued behind what {counted(ranks, 'rank')} had used up" + (f"; {size}" if size else "")
         if own := sorted(own_generators.of(self.data).find()):
             reason += f"; {', '.join(own)}: its own generator begins anew"
         return report if report.status == "not-exact" else self._report("data", "redistributed", reason)
@@ -428,11 +431,6 @@ class JobState:
 
     def _names(self) -> dict[int, str]:
         return {id(p): name for name, p in self.hook_or_refuse()[0].module.named_parameters()}
-
-
-def counted(ranks: int) -> str:
-    """``1 rank``, ``2 ranks``"""
-    return f"{ranks} rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def _state_of(item: Stateful) -> Any:

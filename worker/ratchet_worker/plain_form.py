@@ -13,13 +13,13 @@ import torch
 
 from ratchet_contract.errors import StateError
 from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX, Manifest, TensorEntry
+from ratchet_contract.plural import counted
 from ratchet_contract.version import RATCHET_VERSION
 from ratchet_hooks.errors import HookStateError
 from ratchet_hooks.plain import plain_state
 from ratchet_store.read import load
 from ratchet_worker import optimizer_state, state_names
 from ratchet_worker import restore as disk
-from ratchet_worker.job_state import counted
 from ratchet_worker.replicas import mean
 from ratchet_worker.restore import Chosen
 from ratchet_worker.snapshot import Snapshot, Tensors, byte_view, empty
@@ -70,7 +70,7 @@ def model_of(chosen: Chosen) -> Model:
         ranks = range(manifest.world_size)
         found = mean((disk.read(chosen, [r], {"model"}.__contains__, shared=False)[r] for r in ranks), {"model"})
         stored |= found.tensors
-        notes.append(f"parameters are the mean over {counted(manifest.world_size)}, whose replicas differ")
+        notes.append(f"parameters are the mean over {counted(manifest.world_size, 'rank')}, whose replicas differ")
         if found.of_rank_0:
             notes.append(f"of rank 0, since it has no mean: {', '.join(found.of_rank_0[:5])}")
     elif state.get("model"):

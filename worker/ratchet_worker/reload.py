@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from ratchet_contract.errors import StateError, UserError
 from ratchet_contract.manifest import Manifest
+from ratchet_contract.plural import counted
 from ratchet_contract.resume import ComponentReport
 from ratchet_hooks.registry import is_stateful
 from ratchet_worker import restore as disk
 from ratchet_worker import rng
 from ratchet_worker.cores import own_cores
-from ratchet_worker.job_state import counted
 from ratchet_worker.passage import Passage, reset_by_policy
 from ratchet_worker.replicas import Mean, follows_model
 from ratchet_worker.replicas import mean as average
@@ -126,7 +126,7 @@ def _mean(runtime: Runtime, manifest: Manifest, components: set[str]) -> Mean:
 
 
 def _mean_of(manifest: Manifest) -> str:
-    return f"the mean over {counted(manifest.world_size)}, whose replicas differed"
+    return f"the mean over {counted(manifest.world_size, 'rank')}, whose replicas differed"
 
 
 def _refuse_resize(runtime: Runtime, manifest: Manifest) -> None:
@@ -136,9 +136,9 @@ def _refuse_resize(runtime: Runtime, manifest: Manifest) -> None:
     lost += ["the data position"] if data is not None and not hasattr(data, "load_resized") else []
     if lost and launch.spec.policy.on_hook_mismatch == "fail":
         raise UserError(
-            f"the checkpoint was made by {counted(manifest.world_size)}, this group has {runtime.world_size}: "
+            f"the checkpoint was made by {counted(manifest.world_size, 'rank')}, this group has {runtime.world_size}: "
             f"{' and '.join(lost)} cannot come back exactly. Resume with on_hook_mismatch redistribute or reset (in a "
-            f"spec: policy.on_hook_mismatch), or with {counted(manifest.world_size)} again",
+            f"spec: policy.on_hook_mismatch), or with {counted(manifest.world_size, 'rank')} again",
             code="world-size-mismatch",
         )
 

@@ -19,6 +19,7 @@ from ratchet_contract.counter import finished_step
 from ratchet_contract.errors import UserError
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import AttemptPaths, JobPaths
+from ratchet_contract.plural import counted
 from ratchet_contract.resume import ResumeReport, StepDifference
 from ratchet_contract.step_ring import RING_ATTEMPTS, RingHeader, StepFingerprint, StepRing, read_header, read_ring
 from ratchet_worker.data.iterable import TrainStream
@@ -213,7 +214,9 @@ def _agree(told: list[dict[str, Any]], base: int) -> Redone:
     for rank in told:
         common &= {step for first, last in rank["has"] for step in range(first, last + 1)}
     if reason is None and len(common) < steps:
-        reason = f"fingerprints of {steps - len(common)} steps are not there any more, or were not written yet"
+        reason = (
+            f"fingerprints of {counted(steps - len(common), 'step')} are not there any more, or were not written yet"
+        )
     return Redone(steps, common, reason)
 
 

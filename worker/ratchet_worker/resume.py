@@ -14,6 +14,7 @@ from ratchet_contract.errors import UserError
 from ratchet_contract.manifest import Manifest
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import AttemptPaths, JobPaths
+from ratchet_contract.plural import counted
 from ratchet_contract.resume import ComponentReport, EnvironmentDifference, ResumeReport, Verdict
 from ratchet_hooks.build import ManagedHook, managed_ddp
 from ratchet_hooks.changes import HookChange
@@ -25,7 +26,6 @@ from ratchet_worker import environment_record, imported, package_list, reload
 from ratchet_worker import restore as disk
 from ratchet_worker.files import write_atomic
 from ratchet_worker.imported import Imported
-from ratchet_worker.job_state import counted
 from ratchet_worker.late_changes import cut_off
 from ratchet_worker.module_origin import compiled
 from ratchet_worker.passage import reset_by_policy
@@ -190,7 +190,7 @@ def _keep_total(runtime: Runtime, manifest: Manifest) -> None:
     if manifest.data_digest != runtime.data_digest:
         return
     runtime.total = before
-    here = counted(launch.world_size)
+    here = counted(launch.world_size, "rank")
     runtime.notes.total = f"the job ends after step {before} as before; for {here} the task would ask for {asked} steps"
 
 

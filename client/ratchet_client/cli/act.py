@@ -10,6 +10,7 @@ import typer
 from ratchet_client.cli import complete, output
 from ratchet_client.cli.common import RUN, SAVED, STEER, JobId, JsonFlag, UploadOption, known_phases, open_client, pairs
 from ratchet_client.cli.submit import override
+from ratchet_contract.plural import counted
 
 if TYPE_CHECKING:
     from ratchet_contract import api
@@ -91,7 +92,11 @@ def resume(
             job, from_step, world=world, nodes=nodes, hook=changes.get("hook"), on_hook_mismatch=policy, code=code,
             upload=upload, note=output.note,
         )  # fmt: skip
-    ranks = "" if world is None else f" with {world} ranks" + ("" if nodes is None else f" on each of {nodes} nodes")
+    ranks = (
+        ""
+        if world is None
+        else f" with {counted(world, 'rank')}" + ("" if nodes is None else f" on each of {counted(nodes, 'node')}")
+    )
     by = "" if code is None else f" with the code of {code}"
     _done(done, f"resumes{ranks}{by}" + (f" under {done.hook}" if changes else ""), as_json)
 

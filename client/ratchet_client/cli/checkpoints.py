@@ -15,6 +15,7 @@ from ratchet_client.cli.common import SAVED, JobId, JobOrPath, JsonFlag, is_path
 from ratchet_client.cli.exits import Exit
 from ratchet_client.cli.processes import become
 from ratchet_client.cli.signals import interruptible
+from ratchet_contract.plural import counted
 
 if TYPE_CHECKING:
     from ratchet_client.client import RatchetClient
@@ -139,7 +140,7 @@ def _verify_all(client: RatchetClient, job: str, as_json: bool) -> Iterator[api.
     wanted = [c for c in client.checkpoints(job) if c.state == "committed"]
     if not wanted:
         output.note(f"no committed checkpoint to verify; while the job trains, `ratchet checkpoint {job}` saves one")
-    with output.progress(sum(c.size for c in wanted), f"{len(wanted)} checkpoints") as advance:
+    with output.progress(sum(c.size for c in wanted), counted(len(wanted), "checkpoint")) as advance:
         for view in wanted:
             try:
                 result = client.verify(job, view.id)
@@ -153,7 +154,9 @@ def _verify_all(client: RatchetClient, job: str, as_json: bool) -> Iterator[api.
 
 def _tell(result: api.VerifyResult, as_json: bool) -> None:
     if not as_json:
-        output.line(f"{result.id}: {result.verification} ({result.bytes_checked} bytes in {result.seconds:.2f} s)")
+        output.line(
+            f"{result.id}: {result.verification} ({counted(result.bytes_checked, 'byte')} in {result.seconds:.2f} s)"
+        )
         output.flush()
     if result.verification == "damaged":
         output.note(f"{result.id} is damaged: {result.error}")

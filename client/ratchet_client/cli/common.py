@@ -11,6 +11,7 @@ import typer
 
 from ratchet_client.cli import complete
 from ratchet_contract.paths import is_job_id
+from ratchet_contract.plural import counted
 
 if TYPE_CHECKING:
     from ratchet_client.client import RatchetClient
@@ -182,4 +183,6 @@ def place_words(job: JobView) -> str:
     """``position 12 in the queue``; empty where it has none, or the service does not tell."""
     if job.position is not None:
         return f"position {job.position} in the queue"
-    return "" if job.ahead_at_least is None else f"{job.ahead_at_least} jobs or more ahead of it in the queue"
+    return (
+        "" if job.ahead_at_least is None else f"{counted(job.ahead_at_least, 'job')} or more ahead of it in the queue"
+    )

@@ -9,6 +9,7 @@ import typer
 from ratchet_client.cli import complete, output
 from ratchet_client.cli.common import SAVED, JobId, JsonFlag, open_client
 from ratchet_client.cli.exits import Exit
+from ratchet_contract.plural import counted
 
 if TYPE_CHECKING:
     from ratchet_contract.api import ComparisonView, DifferenceView
@@ -55,7 +56,7 @@ def lines(found: ComparisonView) -> list[str]:
     """For people: the verdict, what differs first, and what to do."""
     names = f"{found.job_id}/{found.checkpoint_id} and {found.with_job_id}/{found.with_checkpoint_id}"
     if found.identical:
-        return [f"identical: {names}, {found.tensors} tensors and every rank's state, bit for bit"]
+        return [f"identical: {names}, {counted(found.tensors, 'tensor')} and every rank's state, bit for bit"]
     return [f"not identical: {names}", *difference_lines(found)]
 
 
@@ -64,7 +65,7 @@ def difference_lines(found: ComparisonView) -> list[str]:
     of: dict[str, list[DifferenceView]] = {}
     for one in found.differences:
         of.setdefault(one.component, []).append(one)
-    out = [f"{parted(found)}. There {found.different} tensors and values differ, causes first:"]
+    out = [f"{parted(found)}. Tensors and values that differ there: {found.different}, causes first:"]
     for component, several in list(of.items())[:MOST_LINES]:
         more = f"; {len(several) - 1} more of {component}" if len(several) > 1 else ""
         out.append(f"  {several[0].place}: {several[0].detail}{more}")

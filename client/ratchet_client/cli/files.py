@@ -12,6 +12,7 @@ import typer
 from ratchet_client.cli import output
 from ratchet_client.cli.common import LOOK, JobId, JsonFlag, job_id_of, open_client
 from ratchet_client.cli.signals import interruptible
+from ratchet_contract.plural import counted
 
 if TYPE_CHECKING:
     from ratchet_client.client import RatchetClient
@@ -105,6 +106,6 @@ def tell(client: RatchetClient, job: api.JobView) -> None:
     except RatchetError:
         return
     if found:
-        count = f"{len(found)} file{'s' * (len(found) != 1)}, {output.size(sum(f.size or 0 for f in found))}"
+        count = f"{counted(len(found), 'file')}, {output.size(sum(f.size or 0 for f in found))}"
         count += " or more" if more else ""
         output.note(f"outputs: {count}; see: ratchet files {job.id}; fetch: ratchet cp {job.id}: DIR")

@@ -25,6 +25,7 @@ from ratchet_client.cli.figures import (
 )
 from ratchet_client.cli.streams import event_line
 from ratchet_contract.api import EventView
+from ratchet_contract.plural import counted
 
 _BAR_WIDTH = 30
 _NARROWEST_BAR = 8
@@ -96,7 +97,7 @@ class JobLines:
             Text(f"{eta} left" if eta else ""),
             Text(hook_words(now.hook), style="dim"),
             Text(f"checkpoint {checkpoint_words(now)}" if job.last_checkpoint else "", style="dim"),
-            Text(f"{risk} steps at risk" if risk else "", style="dim"),
+            Text(f"{counted(risk, 'step')} at risk" if risk else "", style="dim"),
             Text(f"attempt {job.attempt}" if job.attempt else "", style="dim"),
         ]
 

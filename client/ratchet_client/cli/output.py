@@ -183,17 +183,21 @@ def progress(total: int, what: str) -> Iterator[Callable[[int], None]]:
         yield lambda count: bar.advance(task, count)
 
 
-def fields(pairs: Iterable[tuple[str, object]]) -> None:
-    """``name  value`` lines; None and empty values are left out."""
-    shown = [(name, str(value)) for name, value in pairs if value is not None and value != ""]
-    width = max((len(name) for name, _ in shown), default=0)
-    for name, value in shown:
-        if on_terminal():
-            from rich.text import Text
+def fields(*groups: Iterable[tuple[str, object]]) -> None:
+    """``name  value`` lines, a blank one between groups; None and empty values are left out."""
+    said = [[(name, str(value)) for name, value in group if value is not None and value != ""] for group in groups]
+    shown = [group for group in said if group]
+    width = max((len(name) for group in shown for name, _ in group), default=0)
+    for group in shown:
+        if group is not shown[0]:
+            line()
+        for name, value in group:
+            if on_terminal():
+                from rich.text import Text
 
-            console().print(Text.assemble((name.ljust(width) + "  ", "bold"), (value, style_of(value))))
-        else:
-            line(f"{name.ljust(width)}  {value}")
+                console().print(Text.assemble((name.ljust(width) + "  ", "bold"), (value, style_of(value))))
+            else:
+                line(f"{name.ljust(width)}  {value}")
 
 
 def age(moment: datetime | None, now: datetime | None = None) -> str:

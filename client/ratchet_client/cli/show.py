@@ -25,13 +25,14 @@ from ratchet_client.cli.common import (
 )
 from ratchet_client.cli.metrics import last_words
 from ratchet_contract.access import LOCAL_OWNER
+from ratchet_contract.plural import counted
 
 if TYPE_CHECKING:
     from ratchet_contract import api
 
 _PARTS: Final = {
     "useful": "useful", "queued": "queued", "launching": "launching", "lost": "lost", "stall": "saving",
-    "stopping": "stopping", "unseen": "not seen",
+    "stopping": "stopping", "unseen": "unaccounted",
 }  # fmt: skip
 
 
@@ -94,27 +95,33 @@ def get(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
     output.fields(
         [
             ("id", found.id), ("name", found.name), ("owner", found.owner if found.owner != LOCAL_OWNER else None),
-            ("phase", found.phase),
-            ("desired", found.desired if found.desired != "run" else None), ("reason", found.reason),
-            ("message", found.message), ("queue", place_words(found)),
-            ("step", steps(found)),
-            ("last metrics", metrics),
-            ("steps at risk", None if found.phase.terminal else found.progress.steps_at_risk),
-            ("steps per second", _rate(found.progress.steps_per_second)),
-            ("attempt", found.attempt), ("hook", found.hook), ("device", found.resolved.device),
-            ("backend", found.resolved.backend), ("threads per rank", found.resolved.threads_per_rank),
-            ("resumed", None if newest is None else _resumed(newest)),
-            ("last checkpoint", found.last_checkpoint), ("forked from", found.forked_from),
-            ("working directory", found.work_dir),
-            ("git", commit_words(found.spec)), ("packages", _packages(found.environment)),
-            ("failures", f"{budgets.failures} of {budgets.max_failures}"),
-            ("preemptions", f"{budgets.preemptions} of {_limit(budgets.max_preemptions)}"),
-            ("goodput", _goodput(found.goodput)),
-            ("labels", ", ".join(f"{k}={v}" for k, v in sorted(found.labels.items()))), ("priority", found.priority),
-            ("created", output.moment(found.created_at)), ("started", output.moment(found.started_at)),
-            ("not before", output.moment(found.not_before)), ("ended", output.moment(found.ended_at)),
+            ("labels", ", ".join(f"{k}={v}" for k, v in sorted(found.labels.items()))),
+        ],
+        [
+            ("phase", found.phase), ("desired", found.desired if found.desired != "run" else None),
+            ("reason", found.reason), ("message", found.message), ("queue", place_words(found)),
+            ("priority", found.priority), ("not before", output.moment(found.not_before)),
             ("warnings", _warnings(found.warnings)),
-        ]
+        ],
+        [
+            ("step", steps(found)), ("last metrics", metrics),
+            ("steps per second", _rate(found.progress.steps_per_second)), ("last checkpoint", found.last_checkpoint),
+            ("steps at risk", None if found.phase.terminal else found.progress.steps_at_risk),
+        ],
+        [
+            ("attempt", found.attempt), ("resumed", None if newest is None else _resumed(newest)),
+            ("failures", _of(budgets.failures, budgets.max_failures)),
+            ("preemptions", _of(budgets.preemptions, budgets.max_preemptions)), ("goodput", _goodput(found.goodput)),
+        ],
+        [
+            ("hook", found.hook), ("device", found.resolved.device), ("backend", found.resolved.backend),
+            ("threads per rank", found.resolved.threads_per_rank), ("git", commit_words(found.spec)),
+            ("packages", _packages(found.environment)), ("forked from", found.forked_from),
+        ],
+        [
+            ("working directory", found.work_dir), ("created", output.moment(found.created_at)),
+            ("started", output.moment(found.started_at)), ("ended", output.moment(found.ended_at)),
+        ],
     )  # fmt: skip
 
 
@@ -134,7 +141,7 @@ def commit_words(spec: dict[str, Any]) -> str | None:
         return f"unknown: {git['reason']}"
     if not git["changed"]:
         return str(git["commit"])
-    files = "1 file" if git["changed"] == 1 else f"{git['changed']} files"
+    files = counted(git["changed"], "file")
     return f"{git['commit']} + uncommitted changes in {files} (sha256:{git['diff'][:16]})"
 
 
@@ -161,12 +168,16 @@ def _rate(value: float | None) -> str | None:
     return None if value is None else f"{value:.3g}"
 
 
-def _limit(value: int | None) -> str:
-    return "unlimited" if value is None else str(value)
+def _of(count: int, limit: int | None) -> str:
+    return f"{count} (no limit)" if limit is None else f"{count} of {limit}"
 
 
 def attempts(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
-    """Show every launch of a job: how it ended and why, what it resumed from, steps done and lost."""
+    """Show every launch of a job: how it ended and why, what it resumed from, steps done and lost.
+
+    BASE is the step that it started from, LAST its last one, DONE how many it did. LOST: those of them that no checkpoint has,
+    so that a later attempt does them again. RESUMED: whether it went on with the same bits, and whether redone steps prove it.
+    """
     with open_client(ctx) as client:
         found = client.attempts(job)
     if as_json:
@@ -178,6 +189,10 @@ def attempts(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
         right=["ATTEMPT", "BASE", "LAST", "DONE", "LOST"],
         drop=["PHASE", "DONE", "BASE", "LAST", "OUTCOME", "TIME", "MESSAGE", "LOST"], empty="no attempt yet",
     )  # fmt: skip
+    if found:
+        output.note(
+            "steps: BASE started from, LAST last one, DONE by this attempt, LOST in no checkpoint and done again"
+        )
     noted: dict[str, list[str]] = {}
     for attempt in found:
         for note in attempt.resume_report.notes if attempt.resume_report is not None else ():
@@ -188,7 +203,7 @@ def attempts(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
         redone = attempt.redone
         if redone.reason is not None:
             output.note(
-                f"attempt {attempt.number}: {redone.compared} of {redone.steps} redone steps compared: {redone.reason}"
+                f"attempt {attempt.number}: {redone.compared} of {counted(redone.steps, 'redone step')} compared: {redone.reason}"
             )
         if attempt.metrics_differ:
             names = ", ".join(attempt.metrics_differ)

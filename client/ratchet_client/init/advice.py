@@ -12,6 +12,7 @@ from ratchet_client.init.command import Command
 from ratchet_client.init.facts import Facts, HookUse
 from ratchet_client.init.facts import Place as Where
 from ratchet_client.init.project import LARGE, MANY, Place, entries, missing_modules
+from ratchet_contract.plural import counted
 from ratchet_contract.public_names import PACKAGE, requirement
 from ratchet_contract.scripts import is_unmanaged
 from ratchet_hooks.registry import HOOKS
@@ -221,8 +222,8 @@ def _large(code: Path) -> Iterator[Note]:
     by_size = sorted((e for e in found if e.size > LARGE // 20), key=lambda e: -e.size)
     by_count = sorted((e for e in found if e.count > MANY // 20), key=lambda e: -e.count)
     named = [f"{e.name} {e.size / 1e6:.0f} MB" for e in by_size[:5]] if size > LARGE else []
-    named += [f"{e.name} {e.count} files" for e in by_count[:5]] if count > MANY else []
-    text = f"{code} holds at least {size / 1e6:.0f} MB in {count} files ({', '.join(named)})"
+    named += [f"{e.name} {counted(e.count, 'file')}" for e in by_count[:5]] if count > MANY else []
+    text = f"{code} holds at least {size / 1e6:.0f} MB in {counted(count, 'file')} ({', '.join(named)})"
     yield Note(
         "large", f"{text}, all copied at submission: keep data elsewhere, or name it in .ratchetignore", serious=True
     )

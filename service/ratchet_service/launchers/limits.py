@@ -6,6 +6,7 @@ import resource
 
 from ratchet_contract.api import Warning_
 from ratchet_contract.errors import FieldProblem
+from ratchet_contract.plural import counted
 from ratchet_contract.spec import JobSpec
 
 _LEAST = 2**29
@@ -23,7 +24,8 @@ def problems(spec: JobSpec) -> list[FieldProblem]:
         )
         found.append(FieldProblem(pointer="/resources/memory", code="launcher-cannot", detail=text))
     elif share is not None and share < _LEAST:
-        text = f"{share // 2**20} MiB for each of {spec.world.ranks_per_node} ranks, and torch alone needs 512: ask for more"
+        ranks = counted(spec.world.ranks_per_node, "rank")
+        text = f"{share // 2**20} MiB for each of {ranks}, and torch alone needs 512: ask for more"
         found.append(FieldProblem(pointer="/resources/memory", code="limit-too-low", detail=text))
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files is not None and most != resource.RLIM_INFINITY and files > most:

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from ratchet_contract.messages import AttemptResult
 from ratchet_contract.phases import Cause
+from ratchet_contract.plural import counted
 from ratchet_contract.version import PROTOCOL_VERSION
 from ratchet_service.file_owner import as_owner
 
@@ -84,7 +85,7 @@ def cut(result: AttemptResult) -> AttemptResult:
 
 def _cut(value: Any) -> Any:
     if isinstance(value, str) and len(value) > MOST_TEXT:
-        return f"{value[:MOST_TEXT]} ... ({len(value) - MOST_TEXT} more characters are left out)"
+        return f"{value[:MOST_TEXT]} ... ({counted(len(value) - MOST_TEXT, 'more character')} left out)"
     if isinstance(value, dict):
         return {key: _cut(one) for key, one in value.items()}
     return [_cut(one) for one in value] if isinstance(value, list) else value

@@ -11,6 +11,7 @@ from ratchet_contract.api_requests import ResumeRequest
 from ratchet_contract.errors import Conflict, NotFound
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Event
+from ratchet_contract.plural import counted
 from ratchet_contract.spec import JobSpec, Resolved
 from ratchet_service import quotas
 from ratchet_service.database import Database
@@ -123,7 +124,7 @@ def _needs_stop(job: Job, request: ResumeRequest) -> Conflict:
     elif request.hook is not None:
         code, what = "hook-needs-stop", "with another hook"
     elif request.world is not None:
-        code, what = "world-needs-stop", f"with {request.world.ranks_per_node} ranks"
+        code, what = "world-needs-stop", f"with {counted(request.world.ranks_per_node, 'rank')}"
     else:
         code, what = "policy-needs-stop", f"with on_hook_mismatch {request.on_hook_mismatch}"
     return Conflict(f"the job is {job.phase.value}: suspend it first, then resume it {what}", code=code)

@@ -11,6 +11,7 @@ from ratchet_contract.api import PruneResult
 from ratchet_contract.api_requests import PruneRequest
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import MANIFEST_NAME, PINNED_NAME, HomePaths, JobPaths, parse_checkpoint_dir_name
+from ratchet_contract.plural import counted
 from ratchet_contract.resume import holds
 from ratchet_service import removal
 from ratchet_service.database import Database
@@ -119,8 +120,8 @@ def _record(session: Session, job: Job, removed: list[_Found], emptied: list[_Fo
     if removed or emptied:
         told = _result(False, removed, emptied)
         data = {"checkpoints": told.checkpoints, "quarantined": told.quarantined, "size": told.size}
-        text = f"{len(removed)} checkpoints that no attempt starts from were removed" + (
-            f", and {len(emptied)} damaged ones" if emptied else ""
+        text = f"removed: {counted(len(removed), 'checkpoint')} that no attempt starts from" + (
+            f", and {len(emptied)} damaged" if emptied else ""
         )
         add_event(session, job.id, "checkpoints-pruned", text, data=data)
 

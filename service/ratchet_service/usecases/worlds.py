@@ -20,6 +20,7 @@ from ratchet_contract.errors import CheckpointError, FieldProblem, SpecError
 from ratchet_contract.git_facts import GitFacts
 from ratchet_contract.manifest import Manifest
 from ratchet_contract.paths import HomePaths, JobPaths
+from ratchet_contract.plural import counted
 from ratchet_contract.spec import JobSpec, Resolved
 from ratchet_contract.spec_parse import parse_spec
 from ratchet_hooks.changes import change_of, hook_of
@@ -154,11 +155,11 @@ def _world_event(old: JobSpec, spec: JobSpec, before: Resolved, resolved: Resolv
     nodes = (old.world.nodes, spec.world.nodes)
     ranks = (old.world.ranks_per_node, spec.world.ranks_per_node)
     threads = (before.threads_per_rank, resolved.threads_per_rank)
-    text = f"{ranks[0]} -> {ranks[1]} ranks per node"
+    text = f"{ranks[0]} -> {counted(ranks[1], 'rank')} per node"
     if nodes[0] != nodes[1]:
-        text = f"{nodes[0]} -> {nodes[1]} nodes, {text}"
+        text = f"{nodes[0]} -> {counted(nodes[1], 'node')}, {text}"
     if threads[0] != threads[1]:
-        text += f", {threads[0]} -> {threads[1]} threads per rank"
+        text += f", {threads[0]} -> {counted(threads[1], 'thread')} per rank"
     return (
         "world-changed",
         text,
@@ -218,7 +219,7 @@ def _other_ranks(spec: JobSpec, name: str, manifest: Manifest) -> str | None:
     ranks = manifest.world_size
     if ranks == spec.world.size:
         return None
-    again = f"{ranks} rank" if ranks == 1 else f"{ranks} ranks"
+    again = counted(ranks, "rank")
     written = f"checkpoint {name} was written by {again}, the job asks for {spec.world.size}"
     if spec.determinism == "strict":
         return (

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ratchet_contract.findings import Finding, failed, ok, warning
+from ratchet_contract.plural import counted
 
 _FIELDS: Final = (
     "index",
@@ -60,7 +61,7 @@ def with_torch(torch: Any) -> tuple[list[str], list[Finding]]:
     if not names:
         return [], [_unusable(rows, "torch sees no CUDA device"), *(_finding(g) for g in rows or [])]
     driver = f", driver {rows[0].driver}" if rows else ""
-    summary = ok("cuda", f"{count} GPU{'s' * (count != 1)}", detail=f"CUDA {torch.version.cuda}{driver}")
+    summary = ok("cuda", counted(count, "GPU"), detail=f"CUDA {torch.version.cuda}{driver}")
     if rows:
         return names, [summary, *(_finding(g) for g in rows)]
     return names, [summary, *(_from_torch(torch, i, name) for i, name in enumerate(names))]
@@ -73,7 +74,7 @@ def _no_cuda_build(rows: list[Gpu] | None) -> list[Finding]:
         warning(
             "cuda",
             "not usable",
-            detail=f"{len(rows)} GPUs, but this torch was built without CUDA",
+            detail=f"{counted(len(rows), 'GPU')}, but this torch was built without CUDA",
             cure="install torch with CUDA: pip install --force-reinstall torch from pytorch.org's CUDA index",
         )
     ]
@@ -82,7 +83,7 @@ def _no_cuda_build(rows: list[Gpu] | None) -> list[Finding]:
 def _unusable(rows: list[Gpu] | None, why: str) -> Finding:
     if not rows:
         return ok("cuda", "none", detail=f"{why}: jobs run on the CPU, over gloo")
-    return failed("cuda", "not usable", detail=f"{len(rows)} GPUs, but {why}", cure=_NEWER_DRIVER)
+    return failed("cuda", "not usable", detail=f"{counted(len(rows), 'GPU')}, but {why}", cure=_NEWER_DRIVER)
 
 
 def _finding(gpu: Gpu) -> Finding:

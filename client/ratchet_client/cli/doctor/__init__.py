@@ -12,6 +12,7 @@ import typer
 from ratchet_client.cli import output
 from ratchet_client.cli.common import SETUP, JsonFlag, Settings, settings
 from ratchet_client.cli.exits import Exit
+from ratchet_contract.plural import counted
 
 if TYPE_CHECKING:
     from ratchet_client.cli.doctor.checks import Diagnosis
@@ -127,6 +128,10 @@ def _show_proofs(proofs: list[Proof]) -> None:
 
 
 def _summary(findings: list[Finding]) -> None:
-    counts = {status: sum(f.status == status for f in findings) for status in ("failed", "warning", "not-checked")}
-    words = [f"{count} {status}" for status, count in counts.items() if count]
-    output.note(f"{len(findings)} checks: {', '.join(words) or 'all ok'}")
+    bad, warned, open_ = (sum(f.status == status for f in findings) for status in ("failed", "warning", "not-checked"))
+    words = (
+        [f"{bad} failed"] * (bad > 0)
+        + [counted(warned, "warning")] * (warned > 0)
+        + [f"{open_} not checked"] * (open_ > 0)
+    )
+    output.note(f"{counted(len(findings), 'check')}: {', '.join(words) or 'all ok'}")

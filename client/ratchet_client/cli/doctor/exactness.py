@@ -26,6 +26,7 @@ from ratchet_contract.errors import RatchetError
 from ratchet_contract.findings import Finding, failed, ok
 from ratchet_contract.paths import MANIFEST_NAME, HomePaths
 from ratchet_contract.phases import Cause, JobPhase
+from ratchet_contract.plural import counted
 from ratchet_hooks.registry import HOOKS, HookEntry
 
 Device = Literal["cpu", "cuda"]
@@ -74,7 +75,8 @@ class Proof:
     def finding(self) -> Finding:
         name = f"exactness {self.hook} {self.device}"
         words = (
-            f"{self.ranks} ranks on {self.model}, {self.tensors} tensors, {STEPS} steps, {self.lost} of them done again"
+            f"{counted(self.ranks, 'rank')} on {self.model}, {counted(self.tensors, 'tensor')}, {STEPS} steps, "
+            f"{self.lost} of them done again"
         )
         if self.identical and not self.problems:
             return ok(name, "identical", words)
@@ -184,7 +186,9 @@ def _until_ended(client: RatchetClient, paths: HomePaths, proofs: list[Proof], s
             if ended == len(ids):
                 break
             struck = sum(proof.struck for proof in proofs)
-            text = f"exactness: {proofs[0].device}, {ended} of {len(ids)} jobs done, {struck} ranks killed ..."
+            text = (
+                f"exactness: {proofs[0].device}, {ended} of {len(ids)} jobs done, {counted(struck, 'rank')} killed ..."
+            )
             if text != shown:
                 say(text)
             asked, shown = time.monotonic(), text

@@ -18,6 +18,7 @@ from typing import Final
 from ratchet_contract import environment
 from ratchet_contract.findings import Finding, failed, not_checked, ok, warning
 from ratchet_contract.installation import packages
+from ratchet_contract.plural import counted
 
 BUILD_YEAR: Final = 2026
 """Before this year no Ratchet existed: a clock that says so is wrong."""
@@ -141,7 +142,7 @@ def _memory(limit: Path, used: Path) -> list[tuple[int, int | None]]:
 def cores(limits: CgroupLimits) -> Finding:
     """Ratchet lends out the cores of its affinity mask; a quota below that makes ranks wait for one another."""
     usable, total = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    value = f"{usable} of {total} cores"
+    value = f"{usable} of {counted(total, 'core')}"
     if limits.cores is not None and limits.cores < usable:
         slots = max(1, math.floor(limits.cores))
         return warning(

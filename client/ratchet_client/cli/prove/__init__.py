@@ -13,6 +13,7 @@ from ratchet_client.cli.common import RUN, JsonFlag, UploadOption, is_path, job_
 from ratchet_client.cli.compare import COMPARE_SECONDS, MOST_LINES
 from ratchet_client.cli.exits import Exit
 from ratchet_client.cli.submit import override
+from ratchet_contract.plural import counted
 
 if TYPE_CHECKING:
     from ratchet_client.cli.doctor.progress import Progress
@@ -123,7 +124,10 @@ def _lines(proof: Proof) -> list[str]:
     from ratchet_client.cli.compare import difference_lines
 
     of = "" if proof.total is None or proof.total == proof.steps else f" of {proof.total}"
-    seen = f"{proof.comparison.tensors} tensors, every rank's state and {proof.metrics} metrics after {proof.steps}{of} steps"
+    seen = (
+        f"{counted(proof.comparison.tensors, 'tensor')}, every rank's state and {counted(proof.metrics, 'metric')} "
+        f"after {proof.steps}{of} step{'s' * (proof.steps != 1)}"
+    )
     different = [] if proof.comparison.identical else difference_lines(proof.comparison)
     if proof.verdict == "not-repeatable":
         return [
@@ -140,7 +144,7 @@ def _lines(proof: Proof) -> list[str]:
             out += ["Why, as the resume reports say:", *(f"  {text}" for text in proof.reports)]
         return [*out, *different, *_metrics(proof)]
     done = (
-        f"interrupted {len(proof.interruptions)} times, {proof.redone} steps done again"
+        f"interrupted {counted(len(proof.interruptions), 'time')}, {counted(proof.redone, 'step')} done again"
         if proof.interruptions
         else "done again"
     )
@@ -169,7 +173,7 @@ def _first(proof: Proof) -> str:
 def _metrics(proof: Proof) -> list[str]:
     more = len(proof.metrics_differ) - MOST_LINES
     out = [f"metric {text}" for text in proof.metrics_differ[:MOST_LINES]]
-    return [*out, *([f"... and {more} more metrics"] if more > 0 else [])]
+    return [*out, *([f"... and {counted(more, 'more metric')}"] if more > 0 else [])]
 
 
 def _show_exercised(proof: Proof) -> None:

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from ratchet_client.cli.prove.fault_plan import Fault
 from ratchet_client.cli.prove.trials import Facts
+from ratchet_contract.plural import counted
 
 Status = Literal["exercised", "not exercised", "none seen"]
 
@@ -71,7 +72,7 @@ def _epoch(facts: Facts) -> Exercise:
         return Exercise(name="end of an epoch", status="none seen", detail="no data are registered with the Session")
     if facts.step == facts.total:
         return Exercise(name="end of an epoch", status="none seen", detail="the job ends within its first epoch")
-    text = f"none within {facts.step} steps: give more `--steps`"
+    text = f"none within {counted(facts.step, 'step')}: give more `--steps`"
     return Exercise(name="end of an epoch", status="not exercised", detail=text)
 
 
@@ -83,7 +84,7 @@ def _evaluation(facts: Facts, faults: list[Fault]) -> Exercise:
         )
         return Exercise(name="evaluation", status="exercised", detail=text)
     if facts.expects_evaluation and facts.step != facts.total:
-        text = f"none within {facts.step} steps: give more `--steps`"
+        text = f"none within {counted(facts.step, 'step')}: give more `--steps`"
         return Exercise(name="evaluation", status="not exercised", detail=text)
     text = "no Session.evaluation() within these steps; a loop of the script's own is not seen"
     return Exercise(name="evaluation", status="none seen", detail=text)
@@ -94,9 +95,9 @@ def _scheduler(facts: Facts) -> Exercise:
         return Exercise(name="scheduler", status="none seen", detail="none with a step count is registered")
     still = [name for name, steps in facts.schedulers.items() if steps < 1]
     if still and facts.step != facts.total:
-        text = f"{', '.join(still)} was not stepped within {facts.step} steps: give more `--steps`"
+        text = f"{', '.join(still)} was not stepped within {counted(facts.step, 'step')}: give more `--steps`"
         return Exercise(name="scheduler", status="not exercised", detail=text)
-    text = ", ".join(f"{name}: {steps} steps" for name, steps in facts.schedulers.items())
+    text = ", ".join(f"{name}: {counted(steps, 'step')}" for name, steps in facts.schedulers.items())
     return Exercise(name="scheduler", status="exercised", detail=text)
 
 

@@ -15,6 +15,7 @@ from ratchet_contract.api import AttemptView, CheckpointView, ComparisonView
 from ratchet_contract.api_requests import ForkRequest
 from ratchet_contract.errors import Conflict, Refused
 from ratchet_contract.phases import Cause
+from ratchet_contract.plural import counted
 
 Verdict = Literal["proved", "not-exercised", "differs", "not-repeatable"]
 _CAUSES: Final[dict[str, frozenset[Cause]]] = {
@@ -63,8 +64,8 @@ def prove_spec(trials: Trials, spec: Mapping[str, Any], steps: int | None, uploa
     plan = fault_plan(a.facts, world["nodes"] * world["ranks_per_node"])
     if plan is None:
         raise Refused(
-            f"the runs had {a.facts.step} steps, too few to be killed {REDONE} steps behind a checkpoint: give more (--steps), "
-            "or a job with more steps",
+            f"the runs had {counted(a.facts.step, 'step')}, too few to be killed {REDONE} steps behind a checkpoint: "
+            "give more (--steps), or a job with more steps",
             code="trial-too-short",
         )
     (c,) = trials.wait({submit("interrupted", a.facts.step, plan.every, plan.faults): "interrupted run"})
@@ -100,7 +101,7 @@ def prove_job(trials: Trials, job_id: str) -> Proof:
     older = [c for c in stored[1:] if c.step < stored[0].step]
     if not older:
         raise Conflict(
-            f"job {job_id} has {len(stored)} checkpoint{'s' * (len(stored) != 1)} stored: two of different steps are needed, to "
+            f"job {job_id} has {counted(len(stored), 'checkpoint')} stored: two of different steps are needed, to "
             "train from one to the other. Let it train on, or keep more (checkpoint.keep_last)",
             code="too-few-checkpoints",
         )
@@ -194,7 +195,7 @@ def _struck(run: Run, faults: list[Fault]) -> list[tuple[Fault, AttemptView]]:
 
 def _told(fault: Fault, attempt: AttemptView) -> str:
     lost = attempt.steps_lost or 0
-    return fault.words + (f", {lost} step{'s' * (lost != 1)} done again" if lost else "")
+    return fault.words + (f", {counted(lost, 'step')} done again" if lost else "")
 
 
 def _interruptions(struck: list[tuple[Fault, AttemptView]], faults: list[Fault]) -> Exercise:

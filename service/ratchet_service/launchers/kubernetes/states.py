@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from ratchet_contract.exit_codes import CAUSE_OF_EXIT_CODE
 from ratchet_contract.phases import Cause
+from ratchet_contract.plural import counted
 from ratchet_service.launchers.base import EngineEnd
 from ratchet_service.launchers.kubernetes.manifests import QUEUE
 from ratchet_service.launchers.kubernetes.pods import (
@@ -286,7 +287,7 @@ def _unmade(seen: Seen, nodes: int) -> str | None:
     made = {pod.node for pod in seen.pods}
     if seen.job is None or seen.job["spec"].get("suspend") or len(made) >= nodes or not _may_start(seen, nodes):
         return None
-    return f"{nodes - len(made)} of {nodes} pods are not made"
+    return f"{nodes - len(made)} of {counted(nodes, 'pod')} not made"
 
 
 def _said(seen: Seen, job: Json) -> str:
