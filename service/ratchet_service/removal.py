@@ -51,7 +51,7 @@ def carry_out(database: Database, paths: JobPaths, job_id: str) -> set[str]:
             _record(database, job_id, done)
         except NotFound:
             log.info("%s: deleted while files of it were", job_id)
-    return {checkpoint_dir_name(*one) for one, (stays, _) in done.items() if not stays}
+    return {checkpoint_dir_name(*one) for one, (stays, said) in done.items() if not stays and said is None}
 
 
 def _delete(paths: JobPaths, directory: Path) -> tuple[bool, str | None]:
@@ -89,7 +89,7 @@ def carry_on(database: Database, homes: HomePaths) -> None:
     for job_id in jobs:
         try:
             gone = carry_out(database, homes.job(job_id), job_id)
-        except OSError as error:
-            log.error("%s: checkpoints that go were not deleted: %s", job_id, error)
+        except Exception:  # the jobs behind it are not to wait for it
+            log.exception("%s: checkpoints that go were not deleted", job_id)
         else:
             log.info("%s: %s deleted", job_id, ", ".join(sorted(gone)) or "no checkpoint")

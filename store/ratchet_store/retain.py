@@ -12,6 +12,7 @@ import errno
 import os
 import stat
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ratchet_contract.errors import CheckpointError
@@ -64,11 +65,12 @@ def _uncommit(directory: Path) -> bool:
     try:
         (directory / MANIFEST_NAME).rename(directory / DELETED_MANIFEST_NAME)
     except FileNotFoundError:
-        if directory.is_dir():
-            fsync_dir(directory)
-        return False
-    fsync_dir(directory)
-    return True
+        renamed = False
+    else:
+        renamed = True
+    with suppress(FileNotFoundError):  # the whole directory is gone: another deleter has come to its end
+        fsync_dir(directory)
+    return renamed
 
 
 def _commit_again(directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ratchet_contract.paths import MANIFEST_NAME
 from ratchet_contract.phases import JobPhase
 from ratchet_service import removal
 from ratchet_store import retain
@@ -75,13 +77,45 @@ def test_files_go_while_the_next_attempt_runs_already(plane: Plane) -> None:
     plane.wait(job_id, JobPhase.CANCELLED)
 
 
-@one_database
-def test_a_prune_that_hangs_keeps_nobody_waiting(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+def with_a_left_branch(plane: Plane) -> str:
+    """A job whose lineage does not hold its checkpoint of step 20 of the first attempt."""
     plane.reconcile()
     job_id = plane.submit({"steps": 30, "epochs": {"1": {"at": 25, "do": "user-error"}}})
     plane.wait(job_id, JobPhase.FAILED)
     plane.post(f"/v1/jobs/{job_id}/resume", {"from_step": 10})
     plane.wait(job_id, JobPhase.SUCCEEDED)
+    return job_id
+
+
+@one_database
+@pytest.mark.parametrize("part", ["_uncommit", "_remove_checkpoint"])
+def test_what_the_system_refuses_to_a_prune_is_not_told_as_removed_and_goes_by_the_next(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """``_uncommit`` refused once: it stays whole. ``_remove_checkpoint``: its manifest is gone, its bytes are not."""
+    job_id = with_a_left_branch(plane)
+    left, real, refusals = "step-000000000020.a0001", getattr(retain, part), [OSError(errno.EBUSY, "busy")]
+
+    def refuses(directory: Path) -> Any:
+        if directory.name == left and refusals:
+            raise refusals.pop()
+        return real(directory)
+
+    monkeypatch.setattr(retain, part, refuses)
+    prune = f"/v1/jobs/{job_id}/checkpoints/prune"
+    assert plane.post(prune, {}) == {"dry_run": False, "checkpoints": [], "quarantined": [], "size": 0}
+    assert left in there(plane, job_id)
+    whole = (plane.paths.job(job_id).checkpoints / left / MANIFEST_NAME).exists()
+    assert whole == ((20, 1) in kept(plane, job_id)) == (part == "_uncommit")
+    assert [event.type for event in plane.events(job_id)].count("checkpoint-not-deleted") == 1
+    answer = plane.post(prune, {})
+    assert answer["checkpoints"] == [left] and answer["size"] > 0
+    assert left not in there(plane, job_id)
+
+
+@one_database
+def test_a_prune_that_hangs_keeps_nobody_waiting(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    job_id = with_a_left_branch(plane)
     answers: list[Any] = []
     ask = threading.Thread(target=lambda: answers.append(plane.post(f"/v1/jobs/{job_id}/checkpoints/prune", {})))
     with slow_disk(monkeypatch) as asked:

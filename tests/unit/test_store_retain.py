@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from ratchet_contract.paths import (
     parse_checkpoint_dir_name,
 )
 from ratchet_contract.resume import Base, Segment
+from ratchet_store import retain as retain_module
 from ratchet_store.lineage import find_base
 from ratchet_store.read import verify
 from ratchet_store.retain import delete, delete_all, sweep
@@ -143,6 +145,26 @@ def test_a_deletion_that_the_system_refuses_is_reported_and_finished_later(
     assert not (tmp_path / checkpoint_dir_name(10, 1) / MANIFEST_NAME).exists()
     assert sweep(tmp_path, dead_epochs=()) == [checkpoint_dir_name(10, 1)]
     assert ids(tmp_path) == {(20, 1), (30, 1)}
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_deletion_that_another_process_finishes_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    """``first``: it has taken the manifest away as well."""
+    make_chain(tmp_path, 10, 20)
+    directory = tmp_path / checkpoint_dir_name(10, 1)
+    if first:
+        (directory / MANIFEST_NAME).unlink()
+    real = retain_module.fsync_dir
+
+    def sync(folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        real(folder)
+
+    monkeypatch.setattr(retain_module, "fsync_dir", sync)
+    delete(directory)
+    assert ids(tmp_path) == {(20, 1)}
 
 
 def test_a_whole_job_is_deleted(tmp_path: Path) -> None:

@@ -51,10 +51,16 @@ def prune(database: Database, job_id: str, request: PruneRequest, homes: HomePat
     with database.write() as session:
         job = hold_job(session, job_id)
         going = _left_behind(session, job, found)
-        rows = [session.get(Checkpoint, (job.id, *one.id)) for one in going if one.id is not None]
-        removal.mark(session, [row for row in rows if row is not None and row.state == "committed"])
+        found_rows = (session.get(Checkpoint, (job.id, *one.id)) for one in going if one.id is not None)
+        rows = [row for row in found_rows if row is not None]
+        removal.mark(session, [row for row in rows if row.state == "committed"])
+        marked = {row.name for row in rows if row.removing_since is not None}
     gone, refused = removal.carry_out(database, paths, job_id), list[str]()
-    removed = [one for one in going if one.directory.name in gone or _deleted(one, refused, pinned=False)]
+    removed = [
+        one
+        for one in going
+        if (one.directory.name in gone if one.directory.name in marked else _deleted(one, refused, pinned=False))
+    ]
     emptied = [one for one in aside if _deleted(one, refused, pinned=True)]
     if removed or emptied or refused:
         with database.write() as session:
