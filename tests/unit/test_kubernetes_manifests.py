@@ -105,6 +105,10 @@ def test_a_pod_can_fill_neither_its_machines_disk_nor_its_memory_and_asks_for_so
     assert sizes(given) == {"shm": "3Gi", "tmp": "500Mi"}
     assert given["containers"][0]["resources"]["limits"] == {"ephemeral-storage": "1524Mi", "memory": "3Gi"}
     assert sizes(pod_of(resources={"memory": "3Gi"}, launcher={"shm_size": "1Gi"}))["shm"] == "1Gi"
+    for size, limits in ({"sizeLimit": "200Gi"}, {"ephemeral-storage": "216064Mi"}), ({}, {}):
+        own = {"name": "own", "emptyDir": size}
+        patched = pod_of(launcher={"pod_patch": {"spec": {"volumes": [own]}}})
+        assert patched["containers"][0]["resources"]["limits"] == limits, size
 
 
 def test_pods_of_one_attempt_are_spread_over_machines_unless_the_job_says_where() -> None:

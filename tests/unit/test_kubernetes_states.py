@@ -144,6 +144,14 @@ ENDS: dict[str, tuple[Pod, Cause, str]] = {
         pod(0, "Failed", ended(137), reason="Evicted", message='Usage of EmptyDir volume "tmp" exceeds the limit "10Gi". '),
         Cause.RANK_KILLED, "launcher.tmp_size",
     ),
+    "more of a volume than its limit": (
+        pod(0, "Failed", reason="Evicted", message='Usage of EmptyDir volume "volume-1" exceeds the limit "1Gi". '),
+        Cause.RANK_KILLED, "volumes[1].empty_dir",
+    ),
+    "more shared memory than its limit": (
+        pod(0, "Failed", reason="Evicted", message='Usage of EmptyDir volume "shm" exceeds the limit "8Gi". '),
+        Cause.RANK_KILLED, "launcher.shm_size",
+    ),
     "more disk than all limits": (
         pod(0, "Failed", reason="Evicted", message="Pod ephemeral local storage usage exceeds the total limit of containers 9G."),
         Cause.RANK_KILLED, "launcher.tmp_size",

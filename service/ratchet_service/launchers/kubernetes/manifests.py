@@ -93,7 +93,7 @@ def job(site: Site, launch: LaunchFile) -> Manifest:
         body["suspend"] = True
     if launcher.queue_priority is not None:
         labels[QUEUE_PRIORITY] = launcher.queue_priority
-    template = patch.apply(pod_template(site, launch), launcher.pod_patch)
+    template = _bounded(patch.apply(pod_template(site, launch), launcher.pod_patch))
     metadata = _metadata(site, launch, labels) | {"annotations": _annotations(launch, launcher)}
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": body | {"template": template}}
 
@@ -172,7 +172,7 @@ def _container(site: Site, launch: LaunchFile, launcher: KubernetesLauncherSpec,
         "imagePullPolicy": launcher.image_pull_policy,
         "command": agent_command(launch),
         "env": _env(launch),
-        "resources": _resources(launch, seen),
+        "resources": _resources(launch),
         "volumeMounts": seen.mounts,
         "terminationMessagePolicy": "FallbackToLogsOnError",  # the end of what it printed outlives the pod's log
         "securityContext": {
@@ -201,23 +201,32 @@ def _env(launch: LaunchFile) -> list[dict[str, Any]]:
     return out
 
 
-def _resources(launch: LaunchFile, seen: Mounted) -> dict[str, Any]:
+def _resources(launch: LaunchFile) -> dict[str, Any]:
     """CPUs are asked for, not limited: a limit would stop threads in the middle of a step. Memory is both, so that a job that
-    takes too much of it ends alone. GPUs are not divisible, and Kubernetes wants both to be equal. Little disk is asked for, and
-    no more may be taken than the pod's directories may hold: without a limit one job fills its machine's."""
+    takes too much of it ends alone. GPUs are not divisible, and Kubernetes wants both to be equal. Little disk is asked for."""
     resources, ranks = launch.spec.resources, launch.spec.world.ranks_per_node
-    disk = math.ceil((disk_bytes(seen.volumes) + _LOGS) / 2**20)
     requests = {
         "cpu": str(ranks * (resources.cpus_per_rank or launch.resolved.threads_per_rank)),
         "memory": resources.memory or f"{_MEMORY_PER_RANK * ranks}Gi",
         "ephemeral-storage": _DISK_REQUEST,
     }
-    limits = {"ephemeral-storage": f"{disk}Mi"}
+    limits: dict[str, str] = {}
     if resources.memory is not None:
         limits["memory"] = resources.memory
     if resources.gpu is not None:
         requests[resources.gpu] = limits[resources.gpu] = str(ranks)
     return {"requests": requests, "limits": limits}
+
+
+def _bounded(template: Manifest) -> Manifest:
+    """Of its machine's disk a pod takes no more than its directories may hold, those of the job's own patch too: without a limit
+    one job fills the disk. One of them without a limit is the job's wish."""
+    disk = disk_bytes(template["spec"]["volumes"])
+    if disk is not None:
+        (agent,) = [one for one in template["spec"]["containers"] if one["name"] == patch.AGENT]
+        most = {"ephemeral-storage": f"{math.ceil((disk + _LOGS) / 2**20)}Mi"}
+        agent["resources"]["limits"] = most | agent["resources"]["limits"]
+    return template
 
 
 def _pod_security(site: Site, launcher: KubernetesLauncherSpec) -> dict[str, Any]:

@@ -60,10 +60,11 @@ def mounted(site: Site, launch: LaunchFile, launcher: KubernetesLauncherSpec) ->
     return Mounted(volumes, mounts)
 
 
-def disk_bytes(volumes: list[dict[str, Any]]) -> int:
-    """The most that the pod's directories may take of its machine's disk, bytes."""
-    of_disk = [volume["emptyDir"] for volume in volumes if "emptyDir" in volume]
-    return sum(size_in_bytes(found["sizeLimit"]) for found in of_disk if found.get("medium") != "Memory")
+def disk_bytes(volumes: list[dict[str, Any]]) -> int | None:
+    """The most that the pod's directories may take of its machine's disk, bytes; None: one has no limit."""
+    found = [volume["emptyDir"] for volume in volumes if "emptyDir" in volume]
+    sizes = [directory.get("sizeLimit") for directory in found if directory.get("medium") != "Memory"]
+    return None if None in sizes else sum(size_in_bytes(str(size)) for size in sizes)
 
 
 def _of_home(site: Site, launch: LaunchFile) -> list[dict[str, Any]]:

@@ -62,6 +62,7 @@ _STATUS_REASONS: Final[dict[str, Cause]] = {
 }
 _OVER_ITS_LIMIT: Final = re.compile(r"exceed(s|ed) (its|the) .*limit")
 """Of an eviction that the pod itself is to blame for; kubelet's ``eviction_manager.go``."""
+_VOLUME: Final = re.compile(r'EmptyDir volume "([^"]+)"')
 _IMAGE_NEVER: Final = ("InvalidImageName", "ErrImageNeverPull")
 _IMAGE_TRIES: Final = ("ErrImagePull", "ImagePullBackOff", "RegistryUnavailable", "ImageInspectError")
 _CONTAINER_TRIES: Final = (
@@ -226,10 +227,12 @@ def status_end(pod: Pod) -> tuple[Cause, str] | None:
     status = pod.object.get("status", {})
     reason, message = str(status.get("reason", "")), status.get("message")
     if reason == "Evicted" and _OVER_ITS_LIMIT.search(str(message)):
-        text = (
-            f"it took more of its machine's disk than it may: raise launcher.tmp_size, or write less{_quoted(message)}"
+        volume = _VOLUME.search(str(message))
+        key = _key_of_size(volume[1]) if volume is not None else "launcher.tmp_size"
+        return (
+            Cause.RANK_KILLED,
+            f"it wrote more into its directories than it may: raise {key}, or write less{_quoted(message)}",
         )
-        return Cause.RANK_KILLED, text
     if reason in _STATUS_REASONS:
         cause = _STATUS_REASONS[reason]
         return cause, f"{reason}; {GOES_ON}{_quoted(message)}"
@@ -237,6 +240,15 @@ def status_end(pod: Pod) -> tuple[Cause, str] | None:
         text = f"its node did not take it ({reason or 'no reason given'}){_quoted(message)}"
         return Cause.LAUNCHER_ERROR, text
     return None
+
+
+def _key_of_size(volume: str) -> str:
+    """The key of the spec by which a directory of the pod's gets more room (``mounts.mounted``)."""
+    if volume.startswith("volume-"):
+        return f"volumes[{volume.removeprefix('volume-')}].empty_dir"
+    return {"tmp": "launcher.tmp_size", "shm": "launcher.shm_size"}.get(
+        volume, f"the size of {volume} in launcher.pod_patch"
+    )
 
 
 def container_end(pod: Pod) -> tuple[Cause, str] | None:
