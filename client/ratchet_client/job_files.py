@@ -130,7 +130,8 @@ def _write(source: Any, place: Path, member: tarfile.TarInfo, arrived: Callable[
 def _named(temporary: Path, staged: list[str], folder: Path, force: bool) -> list[Path]:
     """Give all files their names in ``folder``. Raises ``Refused`` (``output-exists``) before any has one, ``OSError``."""
     files = [name for name in staged if not (temporary / name).is_dir()]
-    taken = [name for name in staged if not _free(folder / name, (temporary / name).is_dir(), force)]
+    within = dict.fromkeys(part for name in staged for part in (*reversed(Path(name).parents), Path(name)))
+    taken = [name for name in within if name.parts and not _free(folder / name, (temporary / name).is_dir(), force)]
     if taken:
         shown = ", ".join(repr(str(folder / name)) for name in taken[:_SHOWN])
         more = f" and {len(taken) - _SHOWN} more" if len(taken) > _SHOWN else ""
@@ -157,7 +158,8 @@ def _named(temporary: Path, staged: list[str], folder: Path, force: bool) -> lis
 
 
 def _free(target: Path, directory: bool, force: bool) -> bool:
-    """May ``target`` be made, or replaced? A directory never becomes a file, nor a file a directory."""
+    """May ``target`` be made, or replaced? A directory never becomes a file, nor a file a directory, and no link is followed
+    to another one."""
     if not os.path.lexists(target):
         return True
-    return target.is_dir() if directory else force and not target.is_dir()
+    return target.is_dir() and not target.is_symlink() if directory else force and not target.is_dir()

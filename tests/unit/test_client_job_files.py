@@ -104,6 +104,24 @@ def test_nothing_is_replaced_unasked_and_a_directory_never(tmp_path: Path) -> No
     assert (tmp_path / "other").read_text() == "mine" and not (tmp_path / "link").is_symlink()
 
 
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("folder", [("runs", None, "5"), None], ids=["named in the archive", "not named there"])
+def test_a_link_to_another_directory_is_not_followed(tmp_path: Path, force: bool, folder: Member | None) -> None:
+    other, target = tmp_path / "other", tmp_path / "out"
+    other.mkdir()
+    (other / "log.txt").write_text("mine")
+    target.mkdir()
+    (target / "runs").symlink_to(other)
+    for name in ("log.txt", "new.txt"):
+        with pytest.raises(Refused, match="runs'") as error:
+            fetch(target, tar(*([folder] if folder else []), (f"runs/{name}", b"theirs", "")), force=force)
+        assert error.value.code == "output-exists"
+    assert names(other) == ["log.txt"] and (other / "log.txt").read_text() == "mine" and names(target) == ["runs"]
+    (tmp_path / "linked").symlink_to(target)  # the directory that is named itself may be one
+    fetch(tmp_path / "linked", tar(("a", b"x", "")), force=force)
+    assert names(target) == ["a", "runs"]
+
+
 def test_a_file_that_comes_while_it_is_fetched_is_not_replaced_either(tmp_path: Path) -> None:
     target = tmp_path / "out"
     target.mkdir()
