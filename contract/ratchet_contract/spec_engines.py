@@ -50,7 +50,9 @@ class VolumeSpec(SpecModel):
     secret: str | None = Field(None, pattern=_DNS, description="Kubernetes: a Secret, its keys as files.")
     empty_dir: Size | None = Field(None, description="Kubernetes: scratch space of this size on the node.")
     sub_path: str | None = Field(None, description="Kubernetes: a directory within the source.")
-    read_only: bool = Field(True, description="false: the ranks may write there.")
+    read_only: bool = Field(
+        True, description="false: the ranks may write there, as they may in an empty_dir by default."
+    )
 
     @property
     def source(self) -> str:
@@ -60,6 +62,13 @@ class VolumeSpec(SpecModel):
     def _given(self) -> list[str]:
         kinds = ("host_path", "claim", "config_map", "secret", "empty_dir")
         return [kind for kind in kinds if getattr(self, kind) is not None]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _scratch(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("empty_dir") is not None and "read_only" not in data:
+            return {**data, "read_only": False}
+        return data
 
     @model_validator(mode="after")
     def _one_source(self) -> VolumeSpec:

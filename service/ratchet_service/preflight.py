@@ -287,8 +287,7 @@ def _warn_of_world(spec: JobSpec, resolved: Resolved, machine: Machine, report: 
             "takes all of them, runs alone, and its ranks share cores"
         )
         report.warn("/world/ranks_per_node", "oversubscribed", text)
-    given = spec.model_fields_set
-    if "ddp" in given and spec.world.size == 1 and spec.ddp.bucket_cap_mb is not None:
+    if spec.world.size == 1 and spec.ddp.bucket_cap_mb is not None:
         report.warn(
             "/ddp/bucket_cap_mb", "single-rank", "with one rank nothing is sent; buckets only shape the hook's input"
         )

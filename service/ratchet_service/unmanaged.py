@@ -8,6 +8,7 @@ from ratchet_contract.api import Warning_
 from ratchet_contract.errors import FieldProblem
 from ratchet_contract.scripts import SESSION_PACKAGE, is_unmanaged
 from ratchet_contract.spec import JobSpec
+from ratchet_contract.spec_checkpoint import CheckpointSpec
 from ratchet_hooks.specs import AllreduceSpec
 
 WARNING: Final = "unmanaged-script"
@@ -26,7 +27,7 @@ def check(spec: JobSpec, main_file: bytes) -> tuple[list[Warning_], list[FieldPr
         f"report says unmanaged. Next step: docs/adoption.md. {elsewhere}"
     )
     warnings = [Warning_(pointer="/script", code=WARNING, detail=text)]
-    if "every_steps" in spec.checkpoint.model_fields_set and spec.checkpoint.every_steps is not None:
+    if spec.checkpoint.every_steps not in (None, CheckpointSpec().every_steps):  # a stored spec has the default, too
         text = f"no checkpoints are made for {name}: it has no Session of Ratchet. {elsewhere}"
         warnings.append(Warning_(pointer="/checkpoint/every_steps", code=_NO_CHECKPOINT, detail=text))
     problems = []

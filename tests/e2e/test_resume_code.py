@@ -105,4 +105,7 @@ def test_a_fork_of_what_has_no_checkpoint_says_what_does_work(server: Server, tm
     followed(cli, refused, r"`(ratchet resume .*?)`", DIR=str(project))
     cli("wait", job)
     assert cli("attempts", job, "--json").data[-1]["resume_report"]["verdict"] == "fresh"
-    assert cli("fork", job, "--set", f"code.path={project}").text.startswith("job-")
+    (project / ".gitignore").write_text("runs/\n")
+    (project / "runs").mkdir()
+    forked = cli("fork", job, "--set", f"code.path={project}")
+    assert forked.text.startswith("job-") and "leaves out what .gitignore" in forked.errors

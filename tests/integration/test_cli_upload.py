@@ -20,7 +20,7 @@ from ratchet_service.machine import Machine
 from ratchet_service.settings import Settings
 from ratchet_service.submission import LocalSubmission
 from tests.support.api import Server
-from tests.support.cli import EXECUTABLE
+from tests.support.cli import EXECUTABLE, Cli
 from tests.support.projects import make_project
 from tests.support.server import Server as RealServer
 from tests.support.small_disk import on_small_disk
@@ -136,6 +136,30 @@ def test_ignore_files_hold_whoever_makes_the_snapshot(service: str, laptop: Path
             with pytest.raises(SpecError) as caught:
                 client.submit(laptop / "spec.yaml", upload=upload_)
             assert [(e.pointer, e.code) for e in caught.value.errors] == [("/code/include", "include-not-found")]
+
+
+def test_a_resume_with_other_code_says_what_its_submission_said(service: str, laptop: Path) -> None:
+    """Of what is left out and of large files; and nothing of keys that the spec has only since it was stored."""
+    project = laptop / "project"
+    (project / ".gitignore").write_text("runs/\n")
+    (project / "runs").mkdir()
+    (project / "runs" / "log.txt").write_text("x")
+    (project / "plain.py").write_text("print(1)\n")
+    with (project / "big.bin").open("wb") as file:
+        file.truncate(40 << 20)
+    spec = {"name": "plain", "script": ["plain.py"], "code": {"path": str(project)}, "world": {"device": "cpu"}}
+    cli = Cli(laptop / "home", laptop)
+    with RatchetClient(service) as client:
+        first = client.submit(spec).view
+        assert {w.code for w in first.warnings} == {"unmanaged-script", "code-left-out", "code-large-files"}
+        for upload_ in ((), ("--upload",)):
+            client.cancel(first.id)
+            (project / "plain.py").write_text(f"print(2, {upload_!r})\n")
+            said = cli("--server", service, "resume", first.id, "--code", "project", *upload_).errors
+            assert said.count("leaves out") == said.count("big.bin (40 MiB)") == 1 and "has no Session" in said
+            resumed = client.view(first.id)
+            assert resumed.resolved.code_digest != first.resolved.code_digest
+            assert [w for w in first.warnings if not upload_ or w.pointer != "/code/path"] == resumed.warnings
 
 
 def test_a_digest_is_refused_where_the_service_has_no_such_code(service: str, laptop: Path) -> None:

@@ -57,6 +57,14 @@ def test_the_manifests_are_these(name: str) -> None:
     assert text == file.read_text()
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_spec_that_was_stored_with_all_defaults_asks_for_the_same(name: str) -> None:
+    spec, more = CASES[name]
+    stored = JobSpec.model_validate(spec.model_dump(mode="json"))
+    made = launcher(allow_host_access=True, sub_path_prefix="site/ratchet").plan(launch_of(stored, **more))
+    assert made.request["manifests"] == asked(name)
+
+
 @pytest.mark.parametrize("version", NEWEST, ids=lambda version: ".".join(map(str, version)))
 @pytest.mark.parametrize("name", CASES)
 def test_the_published_schemas_take_them(name: str, version: tuple[int, int]) -> None:

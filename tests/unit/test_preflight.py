@@ -39,8 +39,14 @@ def spec(**more: Any) -> JobSpec:
 
 
 def run(machine: Machine = CPU, told: Interpreters | None = None, **more: Any) -> tuple[Resolved, set[str], set[str]]:
-    """The resolution, and warnings and problems as ``pointer code``."""
-    resolved, warnings, problems = resolve(spec(**more), machine, interpreters=told or Told(), environ={"TOKEN": "x"})
+    """The resolution, and warnings and problems as ``pointer code``; of a stored spec, which has all defaults, the same ones."""
+    given = spec(**more)
+    found, again = (
+        resolve(one, machine, interpreters=told or Told(), environ={"TOKEN": "x"})
+        for one in (given, JobSpec.model_validate(given.model_dump(mode="json")))
+    )
+    assert found == again
+    resolved, warnings, problems = found
     return resolved, {f"{w.pointer} {w.code}" for w in warnings}, {f"{p.pointer} {p.code}" for p in problems}
 
 
@@ -268,7 +274,7 @@ def test_the_users_code_is_looked_up_and_never_imported(code: Path, job: dict[st
         ({}, ["/script unmanaged-script"], []),
         ({"checkpoint": {"every_steps": None}, "hook": "allreduce"}, ["/script unmanaged-script"], []),
         (
-            {"checkpoint": {"every_steps": 100}},
+            {"checkpoint": {"every_steps": 50}},
             ["/script unmanaged-script", "/checkpoint/every_steps checkpoint-needs-session"],
             [],
         ),
@@ -286,7 +292,10 @@ def test_a_script_without_a_session_is_told_so_and_gets_no_hook(
     data = {"name": "a", "code": {"path": str(code)}, "world": {"ranks_per_node": 2, "device": "cpu"}, **more}
 
     def found(script: str) -> tuple[list[str], list[str]]:
-        _, said, refused = resolve(JobSpec.model_validate({**data, "script": [script]}), CPU, interpreters=Told())
+        given = JobSpec.model_validate({**data, "script": [script]})
+        _, said, refused = resolve(given, CPU, interpreters=Told())
+        stored = JobSpec.model_validate(given.model_dump(mode="json"))
+        assert resolve(stored, CPU, interpreters=Told())[1:] == (said, refused)
         return [f"{w.pointer} {w.code}" for w in said], [f"{p.pointer} {p.code}" for p in refused]
 
     assert found("train.py") == (warnings, problems)

@@ -9,7 +9,7 @@ import typer
 
 from ratchet_client.cli import complete, output
 from ratchet_client.cli.common import RUN, SAVED, STEER, JobId, JsonFlag, UploadOption, known_phases, open_client, pairs
-from ratchet_client.cli.submit import override
+from ratchet_client.cli.submit import override, print_warnings
 from ratchet_contract.plural import counted
 
 if TYPE_CHECKING:
@@ -97,6 +97,8 @@ def resume(
         if world is None
         else f" with {counted(world, 'rank')}" + ("" if nodes is None else f" on each of {counted(nodes, 'node')}")
     )
+    if code is not None or world is not None or changes:
+        print_warnings(done.warnings)
     by = "" if code is None else f" with the code of {code}"
     _done(done, f"resumes{ranks}{by}" + (f" under {done.hook}" if changes else ""), as_json)
 
@@ -140,6 +142,7 @@ def fork(
     with open_client(ctx) as client:
         request = ForkRequest(checkpoint_id=checkpoint_id, name=name, spec=changes)
         new = client.fork(job, request, upload=upload, note=output.note).view
+    print_warnings(new.warnings)
     if as_json:
         output.emit(new)
         return

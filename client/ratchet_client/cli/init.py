@@ -151,6 +151,7 @@ def _tell(notes: list[Note], found: Command) -> None:
 
 def _next(ctx: typer.Context, target: Path) -> None:
     """What a running service says of the spec, and the command to type next."""
+    from ratchet_client.cli.submit import print_warnings
     from ratchet_client.errors import ServiceUnreachable
     from ratchet_client.spec_file import read_spec
     from ratchet_contract.errors import RatchetError
@@ -165,6 +166,5 @@ def _next(ctx: typer.Context, target: Path) -> None:
     except RatchetError as error:
         output.note(f"the service would refuse it: {error.detail}\nnext: mend {target}, then: {submit}")
     else:
-        for warning in (w for w in plan.warnings if w.code != _SAID):
-            output.note(output.broken(f"warning: {warning.pointer or '/'}: {warning.detail} [{warning.code}]"))
+        print_warnings([warning for warning in plan.warnings if warning.code != _SAID])
         output.note(f"next: {submit}")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ratchet_client.cli import output
 from ratchet_client.cli.common import RUN, JsonFlag, UploadOption, open_client, pairs
+
+if TYPE_CHECKING:
+    from ratchet_contract.api import Warning_
 
 _COPY_SECONDS = 3600.0
 """For a submission that copies a model."""
@@ -59,8 +63,7 @@ def submit(
             _show_plan(client.plan(spec, upload=upload, note=output.note), as_json)
             return
         job = client.submit(spec, idempotency_key=key, upload=upload, note=output.note).view
-        for warning in job.warnings:
-            output.note(output.broken(f"warning: {warning.pointer or '/'}: {warning.detail} [{warning.code}]"))
+        print_warnings(job.warnings)
         if not as_json:
             output.line(job.id)
             output.note(f"submitted {job.name} ({job.hook}); {job.phase}")
@@ -73,6 +76,12 @@ def submit(
         elif not as_json:
             output.note(f"watch it with: ratchet wait {job.id} --follow")
             output.note(f"what it writes to its current directory stays with the job: ratchet files {job.id}")
+
+
+def print_warnings(warnings: Sequence[Warning_]) -> None:
+    """What a service warned of in a spec, on standard error."""
+    for warning in warnings:
+        output.note(output.broken(f"warning: {warning.pointer or '/'}: {warning.detail} [{warning.code}]"))
 
 
 def override(spec: dict[str, Any], sets: list[str], labels: dict[str, str]) -> None:
@@ -113,8 +122,7 @@ def _show_plan(plan: Any, as_json: bool) -> None:
     for name, asked in request.items():
         output.line(f"\n# what the engine is asked for: {name}")
         output.line(as_written(asked))
-    for warning in plan.warnings:
-        output.note(output.broken(f"warning: {warning.pointer or '/'}: {warning.detail} [{warning.code}]"))
+    print_warnings(plan.warnings)
 
 
 def as_written(asked: Any) -> str:

@@ -99,7 +99,6 @@ def _mount(name: str, volume: VolumeSpec) -> dict[str, Any]:
     mount: dict[str, Any] = {"name": name, "mountPath": volume.mount_path}
     if volume.sub_path is not None:
         mount["subPath"] = volume.sub_path
-    scratch = volume.source == "empty_dir" and "read_only" not in volume.model_fields_set
-    if volume.read_only and not scratch:
+    if volume.read_only:
         mount["readOnly"] = True
     return mount
