@@ -51,30 +51,43 @@ class Background:
         self._wake = wake
         self._start = start
         self._changed = threading.Condition()
-        self._held: dict[str, Lease] = {}
+        self._held: dict[str, tuple[Lease, float]] = {}  # and when the end began
         self._renewing = False
         self._asked: dict[str, bool] = {}  # kinds of housekeeping that run, and whether they are to run again
 
     @property
-    def jobs(self) -> set[str]:
-        """Whose attempt is being ended."""
+    def jobs(self) -> dict[str, float]:
+        """Whose attempt is being ended, and since when; seconds, monotonic."""
         with self._changed:
-            return set(self._held)
+            return {job_id: began for job_id, (_, began) in self._held.items()}
 
     def begin(self, lease: Lease, work: Callable[[], T]) -> Future[T] | None:
-        """None: as many as may be are under way; ask again."""
+        """None: as many as may be are under way; ask again. Raises ``RuntimeError`` where no thread can be started."""
         with self._changed:
             if len(self._held) >= MOST:
                 return None
-            self._held[lease.job_id] = lease
+            self._held[lease.job_id] = lease, self._database.clock.monotonic()
         found: Future[T] = Future()
-        self._start(f"end of {lease.job_id}", partial(self._end, lease, work, found))
-        with self._changed:
-            renew = bool(self._held) and not self._renewing
-            self._renewing = self._renewing or renew
-        if renew:
-            self._start("leases", self._renew)
+        try:
+            self._start(f"end of {lease.job_id}", partial(self._end, lease, work, found))
+        except Exception:
+            self._over(lease)
+            raise
+        self.keep_leases()
         return found
+
+    def keep_leases(self) -> None:
+        """Have the leases of ends renewed. To be called again now and then: at times no thread can be started."""
+        with self._changed:
+            if not self._held or self._renewing:
+                return
+            self._renewing = True
+        try:
+            self._start("leases", self._renew)
+        except Exception as error:
+            with self._changed:
+                self._renewing = False
+            log.error("leases of attempts that end are renewed by the rounds alone: %s", error)
 
     def _end(self, lease: Lease, work: Callable[[], T], found: Future[T]) -> None:
         try:
@@ -89,7 +102,7 @@ class Background:
 
     def _over(self, lease: Lease) -> None:
         with self._changed:
-            del self._held[lease.job_id]
+            self._held.pop(lease.job_id, None)
             self._changed.notify_all()
 
     def _renew(self) -> None:
@@ -100,20 +113,29 @@ class Background:
                 if self._changed.wait_for(lambda: not self._held, pause):
                     self._renewing = False
                     return
-                held = list(self._held.values())
+                held = [lease for lease, _ in self._held.values()]
             try:
                 with self._database.write() as session:
                     leases.renew(session, held, self._lease_seconds)
             except SQLAlchemyError as error:
                 log.warning("leases of attempts that end were not renewed: %s", first_line(error))
+            except Exception:
+                log.exception("leases of attempts that end were not renewed")
 
     def aside(self, kind: str, work: Callable[[], None]) -> None:
         """Once more behind the one that runs, if one does. Errors are logged: whatever it is, it comes again."""
         with self._changed:
             runs = kind in self._asked
             self._asked[kind] = True
-        if not runs:
+        if runs:
+            return
+        try:
             self._start(kind, partial(self._beside, kind, work))
+        except Exception as error:
+            log.error("%s was not begun: %s", kind, error)
+            with self._changed:
+                self._asked.pop(kind, None)
+                self._changed.notify_all()
 
     def _beside(self, kind: str, work: Callable[[], None]) -> None:
         while True:

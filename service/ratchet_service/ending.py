@@ -35,7 +35,8 @@ from ratchet_service.leases import Lease, hold
 from ratchet_service.lineage import lineage
 from ratchet_service.models import Attempt, AttemptNode, Checkpoint, Job
 from ratchet_service.transitions import add_event, apply
-from ratchet_service.verdict import Evidence, Facts, cause_of, facts_of, job_values, verdict
+from ratchet_service.verdict import Facts, cause_of, facts_of, job_values, verdict
+from ratchet_service.watched import Evidence
 from ratchet_store.lineage import adoptable
 
 LOG_TAIL: Final = 600

@@ -6,7 +6,7 @@ import errno
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -20,6 +20,7 @@ from ratchet_contract.errors import Refused
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.plural import counted
 from ratchet_service import disk, migrate
+from ratchet_service.background import MOST
 from ratchet_service.database import Database
 
 T = TypeVar("T")
@@ -61,14 +62,16 @@ class Beat:
     """Rounds since then; ``error``: the last one's, by its class."""
     error: str = ""
     jump: str = ""
+    ends: Collection[float] = ()
+    """For how many seconds those ends of attempts had taken that were under way at the last successful round."""
     _marked: float | None = None
 
     def __post_init__(self) -> None:
         self.began = self.clock()
 
-    def round(self) -> None:
+    def round(self, ends: Collection[float] = ()) -> None:
         """A round is over, and went well. A disk that takes no mark stops nobody."""
-        self.succeeded, self.failures = self.clock(), 0
+        self.succeeded, self.failures, self.ends = self.clock(), 0, ends
         if self._marked is None or self.succeeded - self._marked >= BEAT_SECONDS:
             self._marked = self.succeeded
             with suppress(OSError):
@@ -192,9 +195,19 @@ def _reconciler(beat: Beat | None, paths: HomePaths) -> Component:
                 "tells why; a file system that does not answer, perhaps",
                 code="reconciler-stalled",
             )
+        slow = [seconds for seconds in beat.ends if seconds > ROUND_SECONDS]
+        if len(slow) >= MOST:
+            raise Unready(
+                f"{len(slow)} ends of attempts take longer than {ROUND_SECONDS:g} s, the longest {max(slow):.0f} s so far: no "
+                "other attempt is ended before one of them is over. A file system that does not answer, perhaps",
+                code="reconciler-stalled",
+            )
         last = "starting" if beat.succeeded is None else f"last round {silence:.0f} s ago"
         if failures:
             return Component(status="warning", detail=f"in this process, {last}; {failures} failed since: {beat.error}")
+        if slow:
+            text = f"in this process, {last}; ends of attempts take long: {len(slow)}, the longest {max(slow):.0f} s so far"
+            return Component(status="warning", detail=text)
         return Component(detail=f"in this process, {last}{beat.jump}")
     try:
         age = max(0.0, time.time() - paths.reconciler_mark.stat().st_mtime)

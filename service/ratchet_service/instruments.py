@@ -49,6 +49,7 @@ _REASONS: Final = frozenset(
         "engine-queue",
         "engine-unreachable",
         "reconcile-error",
+        "attempt-ending",
         "disk-full",
         "exit-code",
         "max-failures",

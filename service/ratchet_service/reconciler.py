@@ -139,7 +139,8 @@ class Reconciler:
                 self._instruments.round(time.monotonic() - began, True)
                 self._stopping.wait(_ERROR_PAUSE)  # whatever wakes it: it would fail again
             else:
-                self.beat.round()
+                now = self._database.clock.monotonic()
+                self.beat.round([now - since for since in self._background.jobs.values()])
                 self._instruments.round(time.monotonic() - began, False)
                 self._changed.wait(pause)
         self._background.wait(_AT_END)
@@ -186,7 +187,8 @@ class Reconciler:
         now = self._database.clock.monotonic()
         ending = any(
             (watch.result_seen_at is not None or watch.ending_since is not None)
-            and watch.end is None  # which wakes this thread
+            and watch.end is None  # which wakes this thread, also for those that wait for it
+            and watch.evidence is None
             and watch.paused_until <= now
             for watch in self._watches.values()
         )
@@ -205,6 +207,7 @@ class Reconciler:
         for job_id in renewed:
             self._watches[job_id].held_at = now
         self._renewed = now
+        self._background.keep_leases()
         if keeps:
             self._counts_kept = now
 
@@ -233,7 +236,8 @@ class Reconciler:
 
     def _take_over(self) -> None:
         with self._database.read() as session:
-            known = self._watches.keys() | self._background.jobs  # an end that lost its lease has to be over first
+            # an end that lost its lease has to be over first
+            known = self._watches.keys() | self._background.jobs.keys()
             free = leases.free_jobs(session, known, launched_by(self._launchers))
         for found in free:
             held_at = self._database.clock.monotonic()
@@ -318,7 +322,7 @@ class Reconciler:
     def _look_at(self, job_id: str, watch: Watch, look: Callable[[], Decision | None]) -> None:
         try:
             decision = look()
-            if decision is None and watch.end is None:
+            if decision is None and watch.ending_since is None:  # else its end may fail as it did before
                 self._watcher.healed(watch)
         except _NOT_OURS as error:
             self._lost(job_id, watch, error)

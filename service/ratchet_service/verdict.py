@@ -20,26 +20,12 @@ from ratchet_service.decision import AttemptEnd, Decision, Limits
 from ratchet_service.decision_rows import view_of
 from ratchet_service.found_attempt import FOUND
 from ratchet_service.ingest_effects import UNMANAGED
-from ratchet_service.launchers.base import AttemptState
 from ratchet_service.leases import NO_LEASE
 from ratchet_service.models import Attempt, Checkpoint, Job
 from ratchet_service.repeated_error import repeated
 from ratchet_service.steady import TOLERANCE
 from ratchet_service.storable import when
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """The launcher's last look, and what the reconciler knows besides. ``forced`` is the cause it killed or stopped the attempt
-    for; ``killed``: agents that had their time after the first one's result were ended by force; ``logs`` the end of what was
-    printed by agents that never began; ``ran`` how many seconds it ran at the most, by a clock that nobody sets (``steady``)."""
-
-    state: AttemptState
-    forced: Cause | None = None
-    message: str | None = None
-    killed: bool = False
-    logs: str = ""
-    ran: float | None = None
+from ratchet_service.watched import Evidence
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from ratchet_contract.version import PROTOCOL_VERSION
 from ratchet_service.decide import decide
 from ratchet_service.decision import Action, Alive
 from ratchet_service.launchers.base import AttemptState
-from ratchet_service.verdict import Evidence
-from ratchet_service.watched import Timing, Watch, Wish, is_over
+from ratchet_service.watched import Evidence, Timing, Watch, Wish, is_over
 
 _UNPROVEN_SECONDS: Final = 10.0
 _FIRST_PAUSE: Final = 0.5

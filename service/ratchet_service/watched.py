@@ -57,6 +57,20 @@ class Wish:
         return None if self.desired_at is None else self.desired_at.timestamp()
 
 
+@dataclass(frozen=True)
+class Evidence:
+    """The launcher's last look, and what the reconciler knows besides. ``forced`` is the cause it killed or stopped the attempt
+    for; ``killed``: agents that had their time after the first one's result were ended by force; ``logs`` the end of what was
+    printed by agents that never began; ``ran`` how many seconds it ran at the most, by a clock that nobody sets (``steady``)."""
+
+    state: AttemptState
+    forced: Cause | None = None
+    message: str | None = None
+    killed: bool = False
+    logs: str = ""
+    ran: float | None = None
+
+
 @dataclass
 class Watch:
     """One attempt under our lease. All its times are of this process's monotonic clock. What began under an earlier reconciler
@@ -97,6 +111,7 @@ class Watch:
     failures: int = 0  # looks in a row that raised
     paused_until: float = -math.inf
     trouble: str | None = None  # why it cannot be looked after, as the job's row has it
+    evidence: Evidence | None = None  # it is proved dead, and its end waits until others' are over
     end: Future[Decision] | None = None  # it is dead, and what it left is being taken in, beside the rounds
     marked: dict[str, float] = field(default_factory=dict)  # ``marks.running`` as the attempt's row has it
 

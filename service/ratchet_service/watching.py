@@ -22,12 +22,13 @@ from ratchet_contract.phases import Cause
 from ratchet_contract.spec import JobSpec
 from ratchet_contract.version import PROTOCOL_VERSION
 from ratchet_service import leases, marks, removal, steady, watch_rules
-from ratchet_service.background import Background
+from ratchet_service.background import MOST, Background
 from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.database import Database
 from ratchet_service.decision import Decision, Limits
 from ratchet_service.decision_rows import limits_of, view_of
 from ratchet_service.ending import LOG_TAIL, settle
+from ratchet_service.health import ROUND_SECONDS
 from ratchet_service.ingest_effects import UNMANAGED
 from ratchet_service.launchers import files
 from ratchet_service.launchers.base import (
@@ -46,13 +47,13 @@ from ratchet_service.leftover import ingest_leftover
 from ratchet_service.models import Attempt, AttemptNode, Event, Job
 from ratchet_service.storable import storable
 from ratchet_service.transitions import add_event
-from ratchet_service.verdict import Evidence
 from ratchet_service.watch_rules import Deed, Do
 from ratchet_service.watched import (
     KILLED,
     LEFT,
     STOPPED,
     WAITING,
+    Evidence,
     Timing,
     Watch,
     Wish,
@@ -65,7 +66,9 @@ from ratchet_service.watched import (
 log = logging.getLogger(__name__)
 
 UNREACHABLE: Final = "engine-unreachable"
-_OVER: Final = (WAITING, UNREACHABLE, NO_LAUNCHER)
+ENDING: Final = "attempt-ending"
+"""Reason of a job whose attempt is proved dead, and whose end takes long or waits until others are over."""
+_OVER: Final = (WAITING, UNREACHABLE, NO_LAUNCHER, ENDING)
 """Reasons that are taken away once the attempt is looked after and out of the queue."""
 _SUBMIT_AGAIN: Final = 2.0
 """Seconds."""
@@ -183,6 +186,9 @@ class Watcher:
         return decision
 
     def _look(self, watch: Watch, wish: Wish) -> Decision | None:
+        if watch.evidence is not None:
+            self._sure(watch)
+            return self._begin_end(watch, watch.evidence)
         now, wall = self._database.clock.monotonic(), self._database.clock.now()
         state = watch.launcher.poll(watch.ref)
         watch_rules.looked(watch, now, self._timing)
@@ -208,7 +214,7 @@ class Watcher:
                 self._kill(watch, state, deed)
             case Do.FINISH:
                 decision = self._finish(watch, state, now)
-                if decision is not None:
+                if decision is not None or watch.end is not None or watch.evidence is not None:
                     return decision
             case Do.WAIT:
                 if marks.due(watch, now):
@@ -295,9 +301,16 @@ class Watcher:
             return None
         last = watch.launcher.poll(watch.ref)  # the last word may have come between the look and the end
         logs = "" if last.seen else watch.launcher.logs(watch.ref, LOG_TAIL)
-        evidence = watch_rules.evidence(watch, last, logs, self._database.clock.monotonic())
+        return self._begin_end(watch, watch_rules.evidence(watch, last, logs, self._database.clock.monotonic()))
+
+    def _begin_end(self, watch: Watch, evidence: Evidence) -> Decision | None:
+        """Or keep the evidence until there is room for one more end: the engine need not be asked again."""
         work = partial(self._end, watch.lease, watch.ref, watch.ranks_per_node, watch.limits, evidence)
         watch.end = self._background.begin(watch.lease, work)
+        watch.evidence = evidence if watch.end is None else None
+        if watch.end is None:
+            text = f"nothing of attempt {watch.lease.epoch} is alive; it is ended once one of {MOST} other ends is over"
+            self._tell(watch, self._database.clock.monotonic(), reason=ENDING, message=text)
         return self.ended(watch)
 
     def _end(self, lease: Lease, ref: AttemptRef, ranks_per_node: int, limits: Limits, evidence: Evidence) -> Decision:
@@ -314,10 +327,24 @@ class Watcher:
     def ended(self, watch: Watch) -> Decision | None:
         """Of one whose end is being made, and that is not looked at meanwhile; None: not yet. Raises what the end failed with:
         the next look begins it again."""
-        if watch.end is None or not watch.end.done():
+        if watch.end is None:
+            return None
+        if not watch.end.done():
+            self._tell_slow(watch)
             return None
         end, watch.end = watch.end, None
         return end.result()
+
+    def _tell_slow(self, watch: Watch) -> None:
+        """That its end takes long."""
+        now = self._database.clock.monotonic()
+        slow = now - self._background.jobs.get(watch.lease.job_id, now) > ROUND_SECONDS
+        text = (
+            f"nothing of attempt {watch.lease.epoch} is alive; what it left on the disk has been read for more than "
+            f"{ROUND_SECONDS:g} s: it is much, or the file system does not answer"
+        )
+        with suppress(LeaseLost):  # the end has just given it back, or is about to find that it is lost
+            self._tell(watch, now, reason=ENDING if slow else None, message=text)
 
     def _sure(self, watch: Watch) -> None:
         """Before a deed that no transaction guards: this process may have been stopped since it saw its lease. Where that was too
@@ -361,6 +388,8 @@ class Watcher:
             if WAITING in (reason, watch.said and watch.said[0]):  # its launch deadline ends or begins
                 marks.write(session, replace(watch, said=why), now, self._database.clock.boot())
         watch.said = why
+        if why is not None:
+            watch.trouble = None  # which the row does not tell any more
 
     def tell_jump(self, session: Session, watches: Collection[Watch], seconds: float) -> list[Watch]:
         """The wall clock has jumped while attempts were looked after: their histories tell, since their times do not. Returns

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +13,10 @@ from typing import Any
 import pytest
 
 from ratchet_contract.phases import JobPhase
-from ratchet_service import ending, health, watching
+from ratchet_service import background, ending, health, watching
+from ratchet_service.background import MOST
 from ratchet_service.expiry import Expiry
-from ratchet_service.health import Health
+from ratchet_service.health import Component, Health, Unready
 from ratchet_service.launchers.local import LocalLauncher
 from ratchet_service.usecases import deletion
 from tests.support.plane import Plane, trainer_launcher
@@ -45,6 +49,47 @@ def verification(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> Iterator[Veri
     made = Verification(monkeypatch)
     yield made
     made.ends.set()
+
+
+class Hung:
+    """Ends of those jobs that have an event here hang until it is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.until: dict[str, threading.Event] = {}
+        self.begun: set[str] = set()
+        self._real = ending.adoptable
+        monkeypatch.setattr(ending, "adoptable", self._adoptable)
+
+    def _adoptable(self, *args: Any, **kwargs: Any) -> Any:
+        job_id = kwargs["expected_job_id"]
+        if job_id in self.until:
+            self.begun.add(job_id)
+            assert self.until[job_id].wait(120)
+        return self._real(*args, **kwargs)
+
+    def submit(self, plane: Plane, jobs: int) -> list[str]:
+        """Jobs whose ends hang."""
+        made = [plane.submit({"steps": 20}) for _ in range(jobs)]
+        self.until |= {job_id: threading.Event() for job_id in made}
+        plane.wake()
+        wait_for(lambda: self.begun >= set(made), "their ends to hang", 60)
+        return made
+
+
+@pytest.fixture
+def hung(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hung]:
+    made = Hung(monkeypatch)
+    yield made
+    for event in made.until.values():
+        event.set()
+
+
+class CountsKills(LocalLauncher):
+    kills: Counter[str]
+
+    def kill(self, ref: Any) -> Any:
+        self.kills[ref.job_id] += 1
+        return super().kill(ref)
 
 
 class Hangs(LocalLauncher):
@@ -149,3 +194,70 @@ def test_a_slow_deletion_at_a_ttl_holds_up_no_job(plane: Plane, monkeypatch: pyt
     finally:
         ends.set()
     wait_for(lambda: not plane.paths.job(old).root.exists(), "the job to be deleted", 30)
+
+
+def test_ends_that_hang_are_told_and_the_others_wait_for_them_in_peace(
+    plane: Plane, hung: Hung, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (health, watching):
+        monkeypatch.setattr(module, "ROUND_SECONDS", 2.0)
+    plane.machine = dataclasses.replace(plane.machine, cpu_slots=MOST + 1)
+    launcher = trainer_launcher(plane.paths, CountsKills)
+    assert isinstance(launcher, CountsKills)
+    launcher.kills = Counter()
+    reconciler = plane.reconcile(launcher)
+
+    def component() -> Component | str:
+        try:
+            return health.check(Health(beat=reconciler.beat), plane.database, plane.paths)["reconciler"]
+        except Unready as error:
+            assert error.code == "reconciler-stalled"
+            return error.detail
+
+    slow = hung.submit(plane, MOST)
+    waits = plane.submit({"steps": 20})
+    job = plane.wait_job(waits, lambda job: job.reason == "attempt-ending", "told that it waits for other ends")
+    assert f"once one of {MOST} other ends is over" in (job.message or "")
+    kills = launcher.kills[waits]
+    for one in slow:
+        job = plane.wait_job(one, lambda job: job.reason == "attempt-ending", "told that its end takes long")
+        assert "has been read for more than 2 s" in (job.message or "")
+    wait_for(lambda: "ends of attempts take longer" in str(component()), "/readyz to say that nothing can be ended", 30)
+    assert launcher.kills[waits] == kills, "what is proved dead is killed again and again"
+
+    hung.until[slow[0]].set()
+    for one in (slow[0], waits):
+        assert plane.wait(one, JobPhase.SUCCEEDED).reason != "attempt-ending"
+    left = wait_for(lambda: found if isinstance(found := component(), Component) else None, "/readyz to be ready", 30)
+    assert left.status == "warning" and f"ends of attempts take long: {MOST - 1}" in left.detail
+    for one in slow:
+        hung.until[one].set()
+        plane.wait(one, JobPhase.SUCCEEDED)
+    wait_for(lambda: isinstance(found := component(), Component) and found.status == "ok", "all to be well", 30)
+
+
+def test_an_end_that_has_failed_is_not_called_healed_while_it_waits_for_another(
+    plane: Plane, hung: Hung, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(background, "MOST", 1)
+    real, fails, mended = watching.settle, set[str](), threading.Event()
+
+    def settle(database: Any, paths: Any, lease: Any, *args: Any) -> Any:
+        if lease.job_id in fails and not mended.is_set():
+            raise OSError(30, "Read-only file system")
+        return real(database, paths, lease, *args)
+
+    monkeypatch.setattr(watching, "settle", settle)
+    failing = plane.submit({"steps": 20})
+    fails.add(failing)
+    reconciler = plane.reconcile()
+    plane.wait_job(failing, lambda job: job.reason == "reconcile-error", "told that it cannot be looked after")
+    [slow] = hung.submit(plane, 1)
+    plane.wait_job(failing, lambda job: job.reason == "attempt-ending", "told that it waits", 60)
+    assert reconciler._watches[failing].failures >= 1 and "can be looked after again" not in caplog.text
+    hung.until[slow].set()
+    plane.wait_job(failing, lambda job: job.reason == "reconcile-error", "told again")
+    mended.set()
+    for one in (slow, failing):
+        plane.wait(one, JobPhase.SUCCEEDED, deadline=60)

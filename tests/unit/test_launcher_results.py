@@ -16,7 +16,8 @@ from ratchet_contract.phases import Cause, Desired
 from ratchet_service.launchers import files
 from ratchet_service.launchers.base import AttemptRef, AttemptState
 from ratchet_service.launchers.results import MOST_BYTES, MOST_TEXT
-from ratchet_service.verdict import Evidence, cause_of
+from ratchet_service.verdict import cause_of
+from ratchet_service.watched import Evidence
 
 AT = "2030-01-01T00:00:00+00:00"
 JOB: Any = SimpleNamespace(desired=Desired.RUN, desired_cause=None)

@@ -41,8 +41,9 @@ def healthz() -> Alive:
 def readyz(service: ServiceDep, request: Request) -> Ready | Response:
     """200 with what was looked at. 503 with a code: `database-unavailable`; `schema-newer`, `schema-older` (the database is not
     of this version's revision); `run-directory-unwritable`; `reconciler-failing` (the last rounds of this process's own failed);
-    `reconciler-stalled` (it has finished none for a minute); `shutting-down`. 507 `disk-full`. Reconcilers of other processes
-    are told as a component, and change nothing: an API without one still takes requests."""
+    `reconciler-stalled` (it has finished none for a minute, or all ends of attempts that it may make at one time take longer);
+    `shutting-down`. 507 `disk-full`. Reconcilers of other processes are told as a component, and change nothing: an API without
+    one still takes requests."""
     health = service.health
     try:
         found = check(health, service.database, service.settings.paths)
