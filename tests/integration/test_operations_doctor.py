@@ -77,7 +77,7 @@ def test_processes_of_attempts_that_nobody_knows(tmp_path: Path, database: Datab
             env = {"RATCHET_ATTEMPT_DIR": str(folder)}
             started.append(subprocess.Popen([sys.executable, "-S", "-c", "input()"], env=env, stdin=subprocess.PIPE))
         told = found(tmp_path, database)["orphans"]
-        assert (told.status, told.value) == ("warning", "1 attempts")
+        assert (told.status, told.value) == ("warning", "1 attempt")
         assert told.detail is not None and f"{ended}/0001" in told.detail and alive not in told.detail
     finally:
         for process in started:
