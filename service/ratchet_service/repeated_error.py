@@ -12,7 +12,7 @@ from ratchet_contract.phases import Cause
 from ratchet_service.models import Attempt
 
 _FRAME: Final = re.compile(r'^ *File "([^"\n]*)", line (\d+)', re.MULTILINE)
-_ADDRESS: Final = re.compile(r"0x[0-9a-f]+")
+_KIND: Final = re.compile(r"[^:\n]*(?:: \[Errno -?\d+\])?")
 _PASSING: Final = re.compile(
     r"Connection|Time(d ?)?[Oo]ut|timed out|Network|HTTP|Unavailable|Dist\w*Error|CUDA error|NCCL|Temporary|Input/output|Stale"
 )
@@ -20,9 +20,10 @@ _PASSING: Final = re.compile(
 
 
 class Raised(NamedTuple):
-    """``frames``: file and line of every frame of the traceback."""
+    """An exception's class (of the system's errors with their number), and file and line of every frame of its traceback. Not its
+    text, which may have a temporary path, a time or a rank's number in it."""
 
-    text: str
+    kind: str
     frames: tuple[tuple[str, str], ...]
 
 
@@ -43,4 +44,5 @@ def _raised(rank: int | None, results: Iterable[dict[str, Any]]) -> Raised | Non
         return None
     text = ends[0]["result"]["message"] or ""
     frames = tuple(_FRAME.findall(ends[0]["result"]["traceback"]))
-    return None if _PASSING.search(text) or not frames else Raised(_ADDRESS.sub("0x", text), frames)
+    kind = _KIND.match(text)
+    return None if _PASSING.search(text) or not frames or kind is None else Raised(kind[0], frames)

@@ -37,10 +37,13 @@ def same(first: Attempt | None, second: AttemptResult) -> bool:
     return repeated(EndSeen(second.cause, rank=second.rank), [second], first)
 
 
-def test_the_same_line_and_text() -> None:
+def test_the_same_line_and_class() -> None:
     text = "TypeError: f() takes 0 positional arguments but 1 was given"
     assert same(row(result(text)), result(text)) and same(row(result(text, rank=1)), result(text))
     assert same(row(result("ValueError: <A object at 0x7f01>")), result("ValueError: <A object at 0x7f99>"))
+    missing = "FileNotFoundError: [Errno 2] No such file or directory: '/tmp/{}/train.bin'"
+    assert same(row(result(missing.format("tmpa8x"))), result(missing.format("tmpq1z")))
+    assert same(row(result("KeyError")), result("KeyError: 'rank 1'", rank=1))
     assert same(row(result(text), base_step=4, last_step=4), result(text))
 
 
@@ -49,7 +52,7 @@ def test_the_same_line_and_text() -> None:
     [
         (None, result("TypeError: a")),
         (row(result("TypeError: a", 8)), result("TypeError: a", 7)),
-        (row(result("TypeError: b")), result("TypeError: a")),
+        (row(result("ValueError: a")), result("TypeError: a")),
         (row(result("TypeError: a", None)), result("TypeError: a", None)),
         (row(result("TypeError: a", cause=Cause.OOM)), result("TypeError: a")),
         (row(result("TypeError: a")), result("TypeError: a", cause=Cause.CHECKPOINT_ERROR)),
@@ -65,6 +68,9 @@ def test_the_same_line_and_text() -> None:
                 "gaierror: [Errno -3] Temporary failure in name resolution",
             )
         ],
+        (row(result("OSError: [Errno 24] Too many open files: 'a'")), result("OSError: [Errno 28] No space left: 'a'")),
+        (row(result("OSError: [Errno 5] Input/output error")), result("OSError: [Errno 2] No such file or directory")),
+        (row(result("OSError: [Errno 2] No such file or directory")), result("OSError: [Errno 116] Stale file handle")),
     ],
 )
 def test_anything_else_may_be_tried_again(first: Attempt | None, second: AttemptResult) -> None:
