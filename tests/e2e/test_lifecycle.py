@@ -408,6 +408,7 @@ def test_forks_leave_their_parent_alone_and_a_script_that_exits_in_its_loop_has_
     assert attempt["base"]["step"] == 20
     assert [d["key"] for d in attempt["resume_report"]["differences"]] == ["spec_digest"]
     assert "nothing left to train" in ended["pointless"]["message"]
+    assert f"`ratchet fork {parent} --checkpoint ID`" in ended["pointless"]["message"]
     assert "sys.exit" in ended["exits"]["message"]
     assert world.checkpoints(parent) == before
     assert server.job(parent)["phase"] == "SUCCEEDED"

@@ -80,6 +80,18 @@ def test_a_job_followed_to_its_end_leaves_everything_to_read(cli: Cli, server: S
     assert "compressing" in watched.text and len(watched.text.splitlines()) == 1 and "SUCCEEDED" in watched.errors
     _checkpoints_are_shown_and_verified(cli, server, job_id)
     _logs_are_shown_and_followed(cli, server, job_id)
+    _what_has_trained_to_its_end_goes_on_as_the_hint_says(cli, job_id)
+
+
+def _what_has_trained_to_its_end_goes_on_as_the_hint_says(cli: Cli, job_id: str) -> None:
+    hint = cli("resume", job_id, expect=4).errors.partition("next: ")[2]
+    assert f"`ratchet fork {job_id} --checkpoint ID`" in hint and f"`ratchet checkpoints ls {job_id}`" in hint
+    earlier = min(cli("checkpoints", "ls", job_id, "--json").data, key=lambda one: one["step"])["id"]
+    fork = cli("fork", job_id, "--checkpoint", earlier).text.strip()
+    assert "SUCCEEDED" in cli("wait", fork, "--follow", deadline=120).text
+    pointless = cli("fork", job_id).text.strip()
+    end = cli("wait", pointless, expect=1, deadline=120).errors
+    assert f"`ratchet fork {job_id} --checkpoint ID`" in end.replace("\n", " ") and "go on" not in end
 
 
 def _history_is_folded(cli: Cli, job_id: str) -> None:

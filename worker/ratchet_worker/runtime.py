@@ -321,8 +321,8 @@ class Runtime:
         manifest = self.chosen.manifest
         if manifest is not None and manifest.job_id != self.launch.job_id and self.step == manifest.step:
             raise UserError(
-                f"the fork starts after step {self.step} and has nothing left to train: ask for more steps, or fork from an "
-                "earlier checkpoint"
+                f"the fork starts after step {self.step} and has nothing left to train: fork {manifest.job_id} again, with more "
+                f"steps or from an earlier checkpoint (`ratchet fork {manifest.job_id} --checkpoint ID`)"
             )
         self._begin(position(self.step, FINISH))
         assert self.proof is not None

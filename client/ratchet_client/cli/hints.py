@@ -43,6 +43,11 @@ _STRICT: Final[dict[str, str]] = {
 }
 """Where determinism is strict: no leave to redistribute helps there."""
 
+_TRAINED: Final = (
+    "it has done all its steps: `ratchet fork JOB --checkpoint ID` starts a new job from an earlier checkpoint, of those that "
+    "`ratchet checkpoints ls JOB` shows"
+)
+
 
 def hint(error: RatchetError, job: str | None) -> str | None:
     """A line for below the error, or None where the error says it already. ``job``: as it was named on the command line."""
@@ -50,6 +55,8 @@ def hint(error: RatchetError, job: str | None) -> str | None:
     text = (_STRICT if "determinism is strict" in detail else _NEXT).get(error.code)
     if any(e.code == "not-a-directory" and e.pointer.endswith("/code/path") for e in error.errors):
         return "is it a directory of this machine, and the service on another one? `--upload` sends it"
+    if error.code == "job-ended" and "(SUCCEEDED)" in detail:
+        text = _TRAINED
     if text is None or "`ratchet " in detail:  # which names a command itself
         return None
     return text if job is None else text.replace("JOB", job)

@@ -101,7 +101,7 @@ def _end(job: JobView, until: Collection[JobPhase] = ()) -> None:
         output.note(f"{job.id} ended as {job.phase} and will not be {', '.join(sorted(until))}")
     if job.phase not in (until or ("SUCCEEDED",)):
         output.note(f"see: ratchet attempts {job.id}; ratchet logs {job.id}")
-        if job.phase in ("FAILED", "CANCELLED"):
+        if job.phase in ("FAILED", "CANCELLED") and "`ratchet " not in (job.message or ""):  # it names a command itself
             output.note(_go_on(job))
         raise typer.Exit(Exit.JOB_FAILED)
 
