@@ -75,7 +75,8 @@ class RatchetClient(Following, Access):
 
         ``upload``: send the directory ``code.path`` of this machine first; False: it is one of the service's machine; None: it
         is sent where the service's address is not this machine's, if there is such a directory here. The service is asked
-        first whether it has it already. ``note``: is told in sentences how far that is, if it is much.
+        first whether it has it already. ``note``: is told in sentences what ignore files leave out, which is a ``UserWarning``
+        without it, and how far the sending is, if it is much.
 
         >>> task = {"entrypoint": "ratchet_worker.tasks.digits:DigitsTask", "args": {"epochs": 1}}
         >>> job = client.submit({"name": "from-python", "task": task, "world": {"device": "cpu"}}, idempotency_key=key)

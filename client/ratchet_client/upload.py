@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +22,7 @@ from ratchet_contract.plural import counted
 from ratchet_contract.version import GROWTH_HEADER
 
 Note = Callable[[str], None]
-"""Is told now and then, in a sentence, how far what takes long has come."""
+"""Is told in sentences what the snapshot leaves out and, now and then, how far what takes long has come."""
 _LARGE: Final = 16 * 2**20
 """Bytes from which on sending is worth a word."""
 _PERIOD: Final = 5.0
@@ -45,7 +46,7 @@ def with_code(
         choice = choose(root, code.get("include") or ())
         found = choice.entries
         for _, text in choice.notes():
-            (note or _silent)(text)
+            (note or _warned)(text)
         size = archive_size(found)
         told = note if note is not None and size >= _LARGE else _silent
         told(
@@ -108,6 +109,10 @@ def _refused(error: TreeError | OSError, root: Path, pointer: str) -> SpecError:
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:.1f} MiB"
+
+
+def _warned(text: str) -> None:
+    warnings.warn(text, stacklevel=4)  # of the line that calls the client
 
 
 def _silent(_: str) -> None:

@@ -288,6 +288,18 @@ def test_tables_fit_narrow_terminals_and_say_what_they_leave_out(cli: Cli) -> No
     assert "\x1b" not in cli.on_terminal("list", TERM="dumb").raw
 
 
+def test_a_job_is_one_line_at_every_width_however_long_its_name_is(cli: Cli) -> None:
+    names = [f"a-long-name-of-a-job-{i}-{'x' * 38}" for i in range(2)]
+    ids = [cli("submit", "spec.yaml", "--name", name, "--json").data["id"] for name in names]
+    for columns in (60, 80, 100, 160):
+        for arguments in (("list", "--limit", "2"), ("top", "--once", "--limit", "2")):
+            text = cli.on_terminal(*arguments, columns=columns).text
+            table = text.partition("too narrow")[0].split(f"{ids[1]} {names[1]}")[0]  # why they wait stands below
+            rows = [line for line in table.splitlines() if line.strip()][2:]
+            assert [row.split()[0] for row in rows] == ids[::-1], (columns, arguments, text)
+    assert names[0] in cli.on_terminal("list", "--limit", "2", columns=220).text
+
+
 def test_help_is_grouped_by_purpose_and_shown_without_arguments(cli: Cli) -> None:
     bare = subprocess.run(cli.command(), env=cli.environment, capture_output=True, text=True)
     text = cli("--help").text

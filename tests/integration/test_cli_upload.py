@@ -124,6 +124,9 @@ def test_ignore_files_hold_whoever_makes_the_snapshot(service: str, laptop: Path
         assert here.resolved.code_digest == sent.resolved.code_digest is not None
         (said,) = [w.detail for w in here.warnings if w.code == "code-left-out"]
         assert told == [said] and "other.pt, runs/" in said and "start.pt" not in said
+        with pytest.warns(UserWarning, match="other.pt, runs/") as warned:  # where nobody asks for notes
+            client.plan(laptop / "spec.yaml", upload=True)
+        assert [w.filename for w in warned] == [__file__]
         client.cancel(here.id)
         (project / "more.py").write_text("more = 1\n")
         for upload_ in (False, True):
@@ -134,7 +137,7 @@ def test_ignore_files_hold_whoever_makes_the_snapshot(service: str, laptop: Path
         (project / "start.pt").unlink()
         for upload_ in (False, True):
             with pytest.raises(SpecError) as caught:
-                client.submit(laptop / "spec.yaml", upload=upload_)
+                client.submit(laptop / "spec.yaml", upload=upload_, note=told.append)
             assert [(e.pointer, e.code) for e in caught.value.errors] == [("/code/include", "include-not-found")]
 
 

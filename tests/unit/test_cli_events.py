@@ -86,3 +86,18 @@ def test_events_that_come_one_by_one_are_shown_as_soon_as_they_can_be() -> None:
     result, over, requeue = ended()
     told = [len(fold.add(e)) for e in (saved(1), saved(2), result, over, requeue, event("launch", "STARTING", 2))]
     assert told == [0, 0, 0, 1, 1, 1] and fold.rest() == []
+
+
+def test_who_follows_sees_a_checkpoint_when_it_comes_and_the_run_of_them_at_its_end() -> None:
+    fold = EventFold(follow=True)
+    come = [saved(1), saved(2), saved(3), event("preempt", "RUNNING -> STOPPING"), saved(4), saved(5, 2), saved(6, 2)]
+    assert [[e.message.removesuffix(" committed (schedule)") for e in fold.add(one)] for one in come] == [
+        ["checkpoint step-000000000001.a0001"],
+        [],
+        [],
+        ["3 checkpoints from step 1 on, newest: step-000000000003.a0001", "RUNNING -> STOPPING"],
+        ["checkpoint step-000000000004.a0001"],
+        ["checkpoint step-000000000005.a0002"],
+        [],
+    ]
+    assert [e.message.partition(",")[0] for e in fold.rest()] == ["2 checkpoints from step 5 on"]

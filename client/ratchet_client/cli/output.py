@@ -102,47 +102,46 @@ def table(
     cut: str | None = None, empty: str = "",
 ) -> None:  # fmt: skip
     """A table with a header; the columns named in ``right`` are numbers. ``empty`` is said on stderr when there is no row.
-    On a terminal that is too narrow the columns of ``drop`` are left out, the first one first, and named below. ``cut``: a column
-    of running text that gets what room there is in one line, and an ellipsis; elsewhere than on a terminal ``_CUT`` columns."""
+    On a terminal that is too narrow the columns of ``drop`` are left out, the first one first, and named below. ``cut``: each row
+    is one line there, and what has no room ends in an ellipsis; elsewhere this column of running text has ``_CUT`` characters."""
     body = [[" ".join(cell.split()) if "\n" in cell else cell for cell in row] for row in rows]
     if not body and empty:
         note(empty)
         return
     if on_terminal():
         screen = console()
-        shown, missing = drawn_table(columns, body, right, drop, screen.width, cut)
+        shown, missing = drawn_table(columns, body, right, drop, screen.width, cut is not None)
         screen.print(shown)
         if missing:
             screen.print(f"too narrow for: {', '.join(missing)}", style="dim")
         return
-    body = _shortened(columns, body, cut, _CUT)
+    body = _shortened(columns, body, cut)
     widths = [max(len(c), *(len(r[i]) for r in body)) if body else len(c) for i, c in enumerate(columns)]
     for row in [list(columns), *body]:
         cells = (v.rjust(w) if c in right else v.ljust(w) for v, w, c in zip(row, widths, columns, strict=True))
         line("  ".join(cells).rstrip())
 
 
-def _shortened(columns: Sequence[str], rows: Sequence[Sequence[str]], cut: str | None, most: int) -> list[list[str]]:
-    """``rows`` with at most ``most`` characters in the column ``cut``."""
+def _shortened(columns: Sequence[str], rows: Sequence[Sequence[str]], cut: str | None) -> list[list[str]]:
+    """``rows`` with at most ``_CUT`` characters in the column ``cut``."""
 
     def short(text: str) -> str:
-        return text if len(text) <= most else text[: most - 1].rstrip() + "…"
+        return text if len(text) <= _CUT else text[: _CUT - 1].rstrip() + "…"
 
     return [[short(text) if name == cut else text for name, text in zip(columns, row, strict=True)] for row in rows]
 
 
 def drawn_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str], drop: Sequence[str], width: int,
-    cut: str | None = None,
+    one_line: bool = False,
 ) -> tuple[Table, list[str]]:  # fmt: skip
-    """For a terminal of ``width`` columns, and the columns that were left out. ``cut``: as in ``table``."""
+    """For a terminal of ``width`` columns, and the columns that were left out. ``one_line``: no row has a second one; the widest
+    columns end in an ellipsis instead."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
     missing = _too_many(columns, rows, drop, width)
-    others = [max(len(c), *(len(row[i]) for row in rows), 0) for i, c in enumerate(columns) if c not in (*missing, cut)]
-    rows = _shortened(columns, rows, cut, max(_TEXT, width - sum(others) - 2 * len(others)))
     # Two spaces between columns, none around: what `_too_many` counts.
     shown = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for column in columns:
@@ -151,7 +150,9 @@ def drawn_table(
             shown.add_column(column, justify=justify, no_wrap=column in ("ID", "AGE"), overflow="fold")
     for row in rows:
         kept = [value for column, value in zip(columns, row, strict=True) if column not in missing]
-        shown.add_row(*(Text(value, style=style_of(value)) for value in kept))
+        # The text is told, not its column: rich takes room from columns that may be wrapped.
+        cells = [Text(v, style=style_of(v), no_wrap=one_line, overflow="ellipsis" if one_line else None) for v in kept]
+        shown.add_row(*cells)
     return shown, missing
 
 

@@ -104,20 +104,29 @@ def events(
 ) -> None:
     """Print what happened to a job, oldest first.
 
-    Checkpoints in a row are one line, which is printed once something else happens, and so is the end of an attempt. With --json
-    each event is printed.
+    Checkpoints in a row are one line, and so is the end of an attempt. With --follow the first of them is printed at once, and
+    the line for all once something else happens. With --json each event is printed.
     """
     with open_client(ctx, PATIENCE if follow else RETRY_FOR) as client:
         found: Iterable[api.EventView] = client.follow_events(job, on_gap=say_gap) if follow else client.events(job)
         if as_json and not follow:
             output.emit(list(found))
             return
-        for event in found if every or as_json else folded(found):
-            if as_json:
-                output.emit_line(event)
-            else:
-                output.line(event_line(event))
-                output.flush()
+        fold = EventFold(follow)
+        try:
+            for event in found:
+                if as_json:
+                    output.emit_line(event)
+                else:
+                    _print([event] if every else fold.add(event))
+        finally:  # ^C and a service that is gone hold nothing back
+            _print(fold.rest())
+
+
+def _print(events: Iterable[api.EventView]) -> None:
+    for event in events:
+        output.line(event_line(event))
+    output.flush()
 
 
 def folded(events: Iterable[api.EventView]) -> Iterator[api.EventView]:
@@ -146,10 +155,12 @@ class ErrorsOnce:
 
 class EventFold:
     """Folds events as they come. The end of an attempt is three of them: ``result`` (its agent's), ``attempt-ended`` and, right
-    behind it, the change of the job (``end-requeue``, say). An error's text is in the first end that has it."""
+    behind it, the change of the job (``end-requeue``, say). An error's text is in the first end that has it. With ``follow`` the
+    first checkpoint of a run is shown when it comes."""
 
-    def __init__(self) -> None:
+    def __init__(self, follow: bool = False) -> None:
         self.once = ErrorsOnce()
+        self._follow = follow
         self._checkpoints: list[api.EventView] = []
         self._results: list[api.EventView] = []
         self._ended: api.EventView | None = None
@@ -162,7 +173,7 @@ class EventFold:
         run = self._checkpoints
         if event.type == "checkpoint" and self._ended is None and (not run or run[-1].attempt == event.attempt):
             run.append(event)
-            return []
+            return [event] if self._follow and len(run) == 1 else []
         ended, shown = self._ended, self._run()
         self._ended, self._checkpoints = None, [event] if event.type == "checkpoint" else []
         if ended is not None and event.type.startswith("end-"):
@@ -172,7 +183,7 @@ class EventFold:
             self._ended = event
             self._results = [result for result in self._results if result.attempt != event.attempt]
             return shown
-        return shown if event.type == "checkpoint" else [*shown, event]
+        return shown if event.type == "checkpoint" and not self._follow else [*shown, event]
 
     def rest(self) -> list[api.EventView]:
         """What is still held back at the end of the history."""
@@ -181,7 +192,7 @@ class EventFold:
     def _run(self) -> list[api.EventView]:
         run = self._checkpoints
         if len(run) < 2:
-            return list(run)
+            return [] if self._follow else list(run)
         first, last = run[0].data.get("step"), run[-1]
         words = f"{len(run)} checkpoints from step {first} on, newest: {last.message.removeprefix('checkpoint ')}"
         return [last.model_copy(update={"message": words})]

@@ -191,7 +191,7 @@ def _drawn(seen: Sequence[Snapshot], width: int) -> RenderableType:
 
     if not seen:
         return Text(_NOTHING, style="dim")
-    table, missing = output.drawn_table(_COLUMNS, [_row(now) for now in seen], _RIGHT, _NARROW, width)
+    table, missing = output.drawn_table(_COLUMNS, [_row(now) for now in seen], _RIGHT, _NARROW, width, True)
     waiting = [(f"{now.job.id} {now.job.name}", waiting_words(now.job)) for now in seen]
     below = [Text(f"{job}: {' '.join(text.split())}", style="yellow") for job, text in waiting if text]
     named = [column for column in missing if column]

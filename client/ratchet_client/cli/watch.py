@@ -116,7 +116,7 @@ def _go_on(job: JobView) -> str:
 
 def follow(ctx: typer.Context, job_id: str, *, as_json: bool = False) -> None:
     """Watch until the job has ended. Ctrl-C detaches: the job goes on, the exit code is 130."""
-    fold = EventFold()
+    fold = EventFold(follow=True)
     try:
         if not as_json and output.on_terminal():
             from ratchet_client.cli.live import LiveView
@@ -147,15 +147,17 @@ def _pump(ctx: typer.Context, job_id: str, view: View, fold: EventFold | None) -
         thread = threading.Thread(target=_collect, args=(streamer, job_id, arrived), daemon=True)
         thread.start()
         lookout = Lookout(client)
-        for now in polled(lambda: lookout.see(client.view(job_id)), _POLL, view.gap):
+        try:
+            for now in polled(lambda: lookout.see(client.view(job_id)), _POLL, view.gap):
+                _drain(arrived, view, fold)
+                if now.job.phase.terminal:
+                    break
+                view.progress(now)
+            thread.join(timeout=5.0)
+        finally:  # ^C holds nothing back
             _drain(arrived, view, fold)
-            if now.job.phase.terminal:
-                break
-            view.progress(now)
-        thread.join(timeout=5.0)
-        _drain(arrived, view, fold)
-        for event in fold.rest() if fold is not None else ():
-            view.event(event)
+            for event in fold.rest() if fold is not None else ():
+                view.event(event)
         view.progress(now)
     return now.job
 
