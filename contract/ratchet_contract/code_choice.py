@@ -2,14 +2,15 @@
 
 The files hold for their own directory and all below, as git has it: the last pattern that fits decides, in the deepest directory
 that has one, and what lies in a directory that is left out stays out. Of one directory ``.ratchetignore`` is read after
-``.gitignore``. ``code.include`` of a spec names files and directories that are taken all the same. What was copied is read by
-``code_tree.entries``, which leaves nothing more out.
+``.gitignore``. Those above the user's directory hold, too, up to the one that has ``.git``, of the same owner; without one, or
+where they leave out the user's directory itself, none above does. ``code.include`` of a spec names files and directories that are
+taken all the same. What was copied is read by ``code_tree.entries``, which leaves nothing more out.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
@@ -26,6 +27,14 @@ _MAX_BYTES: Final = 64 << 10
 _MAX_STARS: Final = 3
 """Within one part of a pattern: with more of them a name may take minutes to be compared."""
 _SHOWN: Final = 5
+
+
+Allowed = Callable[[Path], bool]
+"""Of a real path: may it be read?"""
+
+
+def anything(_: Path) -> bool:
+    return True
 
 
 @dataclass(frozen=True)
@@ -56,9 +65,10 @@ def chosen(root: Path) -> Iterator[Entry]:
     return walk(root.resolve(), _Rules(root.resolve(), []).keeps)
 
 
-def choose(root: Path, include: Sequence[str] = (), limits: Limits = Limits()) -> Choice:
-    """Raises ``TreeError``: those of ``code_tree.entries``, ``ignore-file`` and ``include-not-found``."""
-    rules = _Rules(root.resolve(), [str(PurePosixPath(name)) for name in include])
+def choose(root: Path, include: Sequence[str] = (), limits: Limits = Limits(), allowed: Allowed = anything) -> Choice:
+    """``allowed``: may the repository above ``root`` be looked at? Raises ``TreeError``: those of ``code_tree.entries``,
+    ``ignore-file`` and ``include-not-found``."""
+    rules = _Rules(root.resolve(), [str(PurePosixPath(name)) for name in include], allowed)
     found = within_limits(root, walk(root.resolve(), rules.keeps), limits)
     for name in rules.include:
         if not any(_at_or_below(entry.path, name) for entry in found):
@@ -71,12 +81,17 @@ def choose(root: Path, include: Sequence[str] = (), limits: Limits = Limits()) -
 
 
 class _Rules:
-    def __init__(self, root: Path, include: list[str]) -> None:
+    def __init__(self, root: Path, include: list[str], allowed: Allowed = anything) -> None:
         self.include, self.left_out = include, list[str]()
-        self._root = root
+        self._root, self._above = _repository(root, allowed), ""
         self._specs: dict[str, GitIgnoreSpec | None] = {}
         self._closed: set[str] = set()
         """Directories that are left out and looked into for what is included."""
+        for part in root.relative_to(self._root).parts:
+            if self._ignored(part, is_dir=True):  # and is wanted all the same
+                self._root, self._above, self._specs = root, "", {}
+                break
+            self._above += f"{part}/"
 
     def keeps(self, path: str, is_dir: bool) -> bool:
         """A file: is it taken? A directory: is it looked into?"""
@@ -93,7 +108,7 @@ class _Rules:
         return wanted_below
 
     def _ignored(self, path: str, is_dir: bool) -> bool:
-        folder = path
+        path = folder = self._above + path
         while folder:
             folder = folder.rpartition("/")[0]
             spec = self._spec(folder)
@@ -107,6 +122,17 @@ class _Rules:
             lines = [line for name in IGNORE_FILES for line in _lines(self._root / folder / name)]
             self._specs[folder] = _compiled(lines) if lines else None
         return self._specs[folder]
+
+
+def _repository(root: Path, allowed: Allowed) -> Path:
+    """The directory at or above ``root`` that has ``.git``, which must be its owner's; else ``root``."""
+    for folder in (root, *root.parents):
+        try:
+            same = (folder / ".git").lstat().st_uid == root.stat().st_uid
+        except OSError:  # there is none
+            continue
+        return folder if same and allowed(folder) else root
+    return root
 
 
 def _compiled(lines: list[str]) -> GitIgnoreSpec:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from ratchet_contract.api import Warning_
+from ratchet_contract.code_choice import Allowed, anything
 from ratchet_contract.code_tree import Limits
 from ratchet_contract.errors import FieldProblem, SpecError
 from ratchet_contract.plural import counted
@@ -54,6 +55,7 @@ def resolve(
     hook_seconds: float = HOOK_SECONDS,
     confined: Confined = OWN,
     unsure: frozenset[str] = frozenset(),
+    allowed: Allowed = anything,
 ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
     """Every ``auto`` decided for ``machine``, warnings, and the problems that forbid the job (then ignore the rest): all that can
     be told, whatever else is wrong.
@@ -62,6 +64,7 @@ def resolve(
     ``environ`` is what the launcher's environment will be (for secrets); ``code_digest`` is left to the snapshot.
     ``hook_seconds``: how long the import of a user's own hook may take; ``confined``: as whom it is made.
     ``unsure``: keys of the spec that stand at their defaults because of a fault; what depends on one is not looked at.
+    ``allowed``: may a real path be read for the snapshot?
     """
     report, environ = Report(), os.environ if environ is None else environ
     if launchers is not None:
@@ -73,7 +76,7 @@ def resolve(
     def sure(*keys: str) -> bool:
         return unsure.isdisjoint(keys)
 
-    code_ok = sure("code") and check_code(spec, limits, report)
+    code_ok = sure("code") and check_code(spec, limits, report, allowed)
     if (
         spec.code is not None
         and spec.code.source == "nodes"
@@ -159,7 +162,7 @@ def _check_secrets(spec: JobSpec, environ: Mapping[str, str], report: Report) ->
             report.refuse(f"/secrets/{name}", "secret-missing", detail)
 
 
-def check_code(spec: JobSpec, limits: Limits | None, report: Report) -> bool:
+def check_code(spec: JobSpec, limits: Limits | None, report: Report, allowed: Allowed = anything) -> bool:
     """Check the directory, and tell what a snapshot of it leaves out; False when the code cannot be looked into."""
     if spec.code is None:
         return True
@@ -171,7 +174,7 @@ def check_code(spec: JobSpec, limits: Limits | None, report: Report) -> bool:
     if spec.code.digest is not None:
         return True
     try:
-        choice = snapshot.inspect(spec.code.path, spec.code.include, limits)
+        choice = snapshot.inspect(spec.code.path, spec.code.include, limits, allowed)
     except SpecError as error:
         report.problems.extend(error.errors)
         return False

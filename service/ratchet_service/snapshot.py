@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from ratchet_contract.code_archive import unpack
-from ratchet_contract.code_choice import Choice, choose
+from ratchet_contract.code_choice import Allowed, Choice, anything, choose
 from ratchet_contract.code_tree import (
     IGNORED_NAMES,
     IGNORED_SUFFIXES,
@@ -36,7 +36,9 @@ GRACE: Final = 600.0
 _CHUNK: Final = 1 << 20
 
 
-def inspect(path: str | Path, include: Sequence[str] = (), limits: Limits | None = None) -> Choice:
+def inspect(
+    path: str | Path, include: Sequence[str] = (), limits: Limits | None = None, allowed: Allowed = anything
+) -> Choice:
     """What a snapshot of ``path`` would have, without copying. Raises ``SpecError`` at ``/code/path`` or ``/code/include``."""
     root = Path(path)
     if not root.is_absolute():
@@ -44,17 +46,9 @@ def inspect(path: str | Path, include: Sequence[str] = (), limits: Limits | None
     if not exists(root, directory=True):
         raise _refuse("not-a-directory", f"{str(root)!r} is not a directory on the service's machine")
     try:
-        return choose(root, include, limits or Limits())
+        return choose(root, include, limits or Limits(), allowed)
     except TreeError as error:
         raise _refuse(error.code, error.detail) from None
-
-
-Allowed = Callable[[Path], bool]
-"""Of the real path of something that is open: may it be copied?"""
-
-
-def anything(_: Path) -> bool:
-    return True
 
 
 def snapshot(
@@ -72,7 +66,7 @@ def snapshot(
     The digest is taken from the copy, so files that change while they are copied give one consistent snapshot. Raises
     ``Refused`` (``disk-full``) when there is no room for it; nothing half copied stays.
     """
-    found = inspect(path, include, limits).entries
+    found = inspect(path, include, limits, allowed).entries
     try:
         return _snapshot(found, code_root, allowed)
     except OSError as error:

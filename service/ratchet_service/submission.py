@@ -78,6 +78,7 @@ class LocalSubmission:
                 interpreters=self._interpreters,
                 confined=self._confined,
                 unsure=unsure | forbidden,
+                allowed=self._roots.allows,
             )
         resolved, report = found[0], Report([*allowed.warnings, *found[1]], [*allowed.problems, *found[2]])
         preflight_disk.check(self._home.home, report)
@@ -110,7 +111,7 @@ class LocalSubmission:
             return spec
         with suppress(SpecError):
             copied = self._on_snapshot(spec, self.snapshot(Path(code.path), code.include))
-            preflight.check_code(spec, None, report)
+            preflight.check_code(spec, None, report, self._roots.allows)
             return copied
         return spec
 

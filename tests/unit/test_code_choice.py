@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -43,17 +44,67 @@ def taken(root: Path, *include: str) -> set[str]:
     return {entry.path for entry in choose(root, include).entries if not Path(entry.path).name.startswith(".")}
 
 
-@pytest.mark.skipif(shutil.which("git") is None, reason="no git, whose word is the one that counts")
+def by_git(root: Path) -> set[str]:
+    """What git does not ignore in the directory."""
+    command = ["git", "-c", "core.excludesFile=", "ls-files", "-z", "--others", "--exclude-standard"]
+    told = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
+    return set(told.split("\0")) - {""}
+
+
+GIT = pytest.mark.skipif(shutil.which("git") is None, reason="no git, whose word is the one that counts")
+
+
+@GIT
+@pytest.mark.parametrize("code", ["sub", "sub/inner", "."])
+def test_gitignore_above_the_directory_holds_as_in_git(tmp_path: Path, code: str) -> None:
+    repository = tmp_path / "repository"
+    root = project(repository / code)
+    (tmp_path / ".gitignore").write_text("*\n")  # above the repository
+    (repository / ".gitignore").write_text(
+        "runs/\n/pkg/*\n*.bin\nbuild\n!x.bin\n/sub/a#b\n/sub/inner/foo/\nsub/*/docs\n"
+    )
+    (repository / "sub").mkdir(exist_ok=True)
+    (repository / "sub" / ".gitignore").write_text("*.txt\n!y.bin\n/inner/a#b\n")
+    if code != ".":
+        (root / "pkg" / ".gitignore").write_text("tmp/\n")
+    bare = {entry.path for entry in choose(root).entries}
+    assert ("build" in bare) == (code != ".")
+    subprocess.run(["git", "init", "-q"], cwd=repository, check=True)
+    ours = {entry.path for entry in choose(root).entries}
+    assert ours == by_git(root) and {"train.py", "data/x.bin"} <= ours and not {"runs/a/log.txt", "build"} & ours
+    assert "runs/" in choose(root).left_out
+    assert {entry.path for entry in choose(root, ["runs"]).entries} == ours | {"runs/a/log.txt"}
+    unread = {entry.path for entry in choose(root, allowed=lambda path: path.is_relative_to(root)).entries}
+    assert unread == (ours if code == "." else bare)
+
+
+def test_a_directory_that_its_repository_ignores_is_taken_by_its_own_rules(tmp_path: Path) -> None:
+    """Like a project in a home directory whose dotfiles are in git."""
+    root = project(tmp_path / "home" / "work" / "code", gitignore="runs/\n")
+    (tmp_path / "home" / ".git").mkdir()
+    for pattern in ("*", "/*\n!.vimrc", "/work/", "code"):
+        (tmp_path / "home" / ".gitignore").write_text(f"{pattern}\n*.pt\n")
+        assert taken(root) == set(FILES) - {"runs/a/log.txt"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another owner needs root")
+def test_a_repository_of_somebody_else_above_is_not_read(tmp_path: Path) -> None:
+    root = project(tmp_path / "code")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".gitignore").write_text("*.py\n")
+    assert "train.py" not in taken(root)
+    os.chown(tmp_path / ".git", 12345, 12345)
+    assert taken(root) == set(FILES)
+
+
+@GIT
 def test_gitignore_holds_as_in_git(tmp_path: Path) -> None:
     root = project(tmp_path / "code", gitignore=IGNORED)
     (root / "pkg" / ".gitignore").write_text(NESTED)
     subprocess.run(["git", "init", "-q"], cwd=root, check=True)
-    told = subprocess.run(
-        ["git", "-c", "core.excludesFile=", "ls-files", "-z", "--others", "--exclude-standard"],
-        cwd=root, check=True, capture_output=True, text=True,
-    ).stdout  # fmt: skip
+    told = by_git(root)
     ours = {entry.path for entry in choose(root).entries}
-    assert ours == set(told.split("\0")) - {""}
+    assert ours == told
     assert {"train.py", "pkg/best.pt", "pkg/weights.pt", "data/keep/y.bin", "foo/keep.txt"} <= ours
     assert not ours & {"runs/a/log.txt", "data/x.bin", "docs/build/index.html", "pkg/tmp/z", "a#b"}
 

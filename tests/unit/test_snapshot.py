@@ -11,9 +11,14 @@ import pytest
 
 from ratchet_contract.code_tree import Limits
 from ratchet_contract.errors import SpecError
+from ratchet_contract.paths import HomePaths
+from ratchet_contract.spec import JobSpec
 from ratchet_service import snapshot as snapshots
+from ratchet_service.launchers.table import load
+from ratchet_service.machine import Machine
 from ratchet_service.roots import Roots
 from ratchet_service.snapshot import inspect, remove_unreferenced, snapshot
+from ratchet_service.submission import LocalSubmission
 
 
 @pytest.fixture
@@ -165,3 +170,19 @@ def test_a_path_that_leads_elsewhere_once_it_was_checked_is_not_copied(
     pointer = "/start_from/path" if what == "a file" else "/code/path"
     assert [(p.pointer, p.code) for p in refused.value.errors] == [(pointer, "path-not-allowed")]
     assert [entry.name for entry in (home / "code").iterdir()] == [".lock"], "nothing half copied stays"
+
+
+def test_ignore_files_of_a_repository_above_are_read_where_the_service_may_read_it(
+    code: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The same by the check at submission and by the snapshot."""
+    home = HomePaths(tmp_path_factory.mktemp("home"))
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".gitignore").write_text("*.sh\n")
+    spec = JobSpec.model_validate(
+        {"name": "a", "script": ["train.py"], "code": {"path": str(code)}, "world": {"device": "cpu"}}
+    )
+    for root, taken in ((code, True), (tmp_path, False)):
+        ports = LocalSubmission(home, Machine((), 8), load(home, None), roots=Roots(home.home, (root,)))
+        said = [w.code for w in ports.resolve(spec)[1]]
+        assert ("code-left-out" in said, (home.code / ports.snapshot(code) / "run.sh").exists()) == (not taken, taken)
