@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from ratchet_contract.phases import Cause, Desired
+from ratchet_store.commit import read_manifest
 from ratchet_store.compare import compare, render
-from tests.support.launch import Job
+from tests.support.launch import Attempt, Job
 from tests.support.server import wait_for
 
 _SCRIPT = """
@@ -25,7 +26,6 @@ def main():
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         s.register(optimizer=optimizer)
         for step in s.steps(16):
-            Path("trains").touch()
             if step == 3 and "fail" in sys.argv:
                 raise ValueError("wrong in a thread")
             if step == 8 and "hold" in sys.argv and not s.resumed:
@@ -38,12 +38,80 @@ def main():
 
 thread = threading.Thread(target=main)
 thread.start()
-if "leave" in sys.argv:
-    while not Path("trains").exists():
-        time.sleep(0.01)
-else:
+if "leave" not in sys.argv:
     thread.join()
 """
+# The parts of a script, by how it goes wrong or looks as if it did. ``train`` does the steps; all in one rank.
+_TRAIN = """
+import sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+import torch
+from ratchet_worker.session import Session
+
+def train(s, total=8, fail=None, leave=None):
+    if fail == "before":
+        raise ValueError("wrong in a thread")
+    net = torch.nn.Linear(4, 2)
+    model = s.wrap(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    s.register(optimizer=optimizer)
+    for step in s.steps(total):
+        if step == fail:
+            raise ValueError("wrong in a thread")
+        model(torch.randn(8, 4)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == leave:
+            break
+
+def in_block(**how):
+    with Session() as s:
+        train(s, **how)
+
+def run(target, *args, **kwargs):
+    thread = threading.Thread(target=target, args=args, kwargs=kwargs)
+    thread.start()
+    return thread
+"""
+_NO_SUCCESS = "the thread that does the steps ended after step"
+_FAILS = {
+    "the main thread made the Session": ("run(train, Session(), fail=3).join()", "ValueError: wrong in a thread"),
+    "before the first step": ("run(train, Session(), fail='before').join()", "ValueError: wrong in a thread"),
+    "the main thread has the block": (
+        "with Session() as s:\n    run(train, s, fail=3).join()", "ValueError: wrong in a thread"
+    ),
+    "another excepthook": (
+        "threading.excepthook = lambda args: None\nrun(in_block, fail=3).join()", _NO_SUCCESS
+    ),
+    "another excepthook, the main thread has the block": (
+        "threading.excepthook = lambda args: None\nwith Session() as s:\n    run(train, s, fail=3).join()", _NO_SUCCESS
+    ),
+    "a pool that nobody asks": ("pool = ThreadPoolExecutor(1)\npool.submit(in_block, fail=3)", _NO_SUCCESS),
+    "a break without an end": ("run(train, Session(), leave=2).join()", _NO_SUCCESS),
+    "the main thread does not end": (
+        "run(in_block, fail=3)\nwhile True:\n    time.sleep(0.05)", "ValueError: wrong in a thread"
+    ),
+    "sys.exit behind the block": (
+        "def main():\n    in_block()\n    sys.exit('no')\nrun(main).join()", "the script ended with sys.exit('no')"
+    ),
+    "a missing module": ("def main():\n    import not_there\nrun(main).join()", "needs the module 'not_there'"),
+}  # fmt: skip
+_SUCCEEDS = {
+    "an idle pool": "pool = ThreadPoolExecutor(1)\npool.submit(in_block).result()",
+    "an idle pool, without a block": "pool = ThreadPoolExecutor(1)\npool.submit(lambda: train(Session())).result()",
+    "an idle pool, the main thread has the block": (
+        "pool = ThreadPoolExecutor(1)\nwith Session() as s:\n    pool.submit(train, s).result()"
+    ),
+    "sys.exit behind the block": "def main():\n    in_block()\n    sys.exit(0)\nrun(main).join()",
+    "sys.exit behind a break": "def main():\n    in_block(leave=2)\n    sys.exit()\nrun(main).join()",
+    "the main thread has the block": "with Session() as s:\n    run(train, s)",
+    "nobody has a block": "run(train, Session())",
+    "a daemon that waits for more": (
+        "import queue\nwork = queue.Queue()\n"
+        "def loop():\n    while True:\n        work.get()()\n        work.task_done()\n"
+        "work.put(lambda: train(Session()))\nthreading.Thread(target=loop, daemon=True).start()\nwork.join()"
+    ),
+}
 Make = Callable[..., Job]
 
 
@@ -54,10 +122,11 @@ def make(tmp_path: Path) -> Iterator[Make]:
     project.mkdir()
     (project / "train.py").write_text(_SCRIPT)
 
-    def made(name: str, *arguments: str) -> Job:
+    def made(name: str, *arguments: str, script: str = "train.py", ranks: int = 2) -> Job:
         spec = {
-            "script": ["train.py", *arguments], "code": {"path": str(project)}, "hook": {"name": "allreduce"},
+            "script": [script, *arguments], "code": {"path": str(project)}, "hook": {"name": "allreduce"},
             "checkpoint": {"every_steps": 100}, "determinism": "strict",
+            "world": {"ranks_per_node": ranks, "device": "cpu"},
         }  # fmt: skip
         jobs.append(Job(tmp_path, spec, project, job_id=name))
         return jobs[-1]
@@ -91,3 +160,37 @@ def test_an_error_that_ends_the_thread_ends_the_attempt(make: Make) -> None:
     attempt = make("failing", "fail").launch()
     result = attempt.wait()
     assert result.cause is Cause.EXCEPTION and "wrong in a thread" in result.message, attempt.logs()
+
+
+def _launch(make: Make, tmp_path: Path, name: str, ending: str) -> Attempt:
+    """A job of one rank, whose script is ``_TRAIN`` with this ``ending``."""
+    script = name.replace(" ", "-") + ".py"
+    (tmp_path / "project" / script).write_text(_TRAIN + ending)
+    return make(script, script=script, ranks=1).launch()
+
+
+def test_a_training_that_failed_in_a_thread_is_no_success(make: Make, tmp_path: Path) -> None:
+    attempts = {name: _launch(make, tmp_path, name, ending) for name, (ending, _) in _FAILS.items()}
+    for name, (_, message) in _FAILS.items():
+        result = attempts[name].wait()
+        found = result.cause is not Cause.COMPLETED and message in (result.message or "")
+        assert found, f"{name}: {result}\n{attempts[name].logs()}"
+
+
+def test_a_training_that_ended_in_a_thread_is_a_success(make: Make, tmp_path: Path) -> None:
+    attempts = {name: _launch(make, tmp_path, name, ending) for name, ending in _SUCCEEDS.items()}
+    for name, ending in _SUCCEEDS.items():
+        result = attempts[name].wait()
+        steps = 3 if "leave=2" in ending else 8
+        found = (result.cause, result.last_step) == (Cause.COMPLETED, steps)
+        assert found, f"{name}: {result}\n{attempts[name].logs()}"
+        manifest = read_manifest(attempts[name].job.newest())
+        assert (manifest.step, manifest.finished) == (steps, True), name
+
+
+def test_a_stop_ends_a_main_thread_that_waits_for_something_else(make: Make, tmp_path: Path) -> None:
+    ending = "run(lambda: train(Session(), total=None))\nwhile True:\n    time.sleep(0.02)"
+    attempt = _launch(make, tmp_path, "stopped", ending)
+    attempt.wait_step(2)
+    attempt.control(desired=Desired.SUSPEND)
+    assert attempt.wait().cause is Cause.API_SUSPEND, attempt.logs()

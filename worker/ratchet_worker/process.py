@@ -46,8 +46,10 @@ from ratchet_worker.files import now, reserve
 from ratchet_worker.group import Clients, Identity, connect, device_of, join, named_device
 from ratchet_worker.listener import Listener
 from ratchet_worker.reporter import Reporter
-from ratchet_worker.runtime import CurrentJob, Runtime
+from ratchet_worker.runtime import Runtime
+from ratchet_worker.session import Session
 from ratchet_worker.spool import Spool
+from ratchet_worker.thread_pools import at_work
 from ratchet_worker.unmanaged import Unmanaged
 
 _FAREWELL_SECONDS: Final = 3.0
@@ -75,7 +77,7 @@ class RankProcess:
         self._opening = threading.Lock()  # a script's threads may make Sessions at one time
         self._opener: threading.Thread | None = None
         self._thread_error: BaseException | None = None
-        self._way_out = threading.Lock()  # whichever thread comes first ends the process
+        self._way_out = threading.Lock()
 
     def execute(self) -> int:
         """Run to the end. Returns the exit code of an end that all ranks share; otherwise does not return."""
@@ -84,14 +86,7 @@ class RankProcess:
             self._finish()
             self._heed_early_stop()
         except BaseException as error:
-            self._listener.abort.hold()
-            self._heed_early_stop()
-            if self._unmanaged.told is not None:
-                return self._leave_as_told(self._unmanaged.told, error)
-            if isinstance(error, Stopped):
-                code = EXIT_COMPLETED if error.cause is Cause.COMPLETED else EXIT_PREEMPTED
-                return self._leave(error.cause, code, error.message)
-            self._fail(error)
+            return self._leave_by(error)
         if self._unmanaged.told is not None:
             return self._leave_as_told(self._unmanaged.told, None)
         return self._leave(Cause.COMPLETED, EXIT_COMPLETED, None)
@@ -124,7 +119,7 @@ class RankProcess:
             loop.run_task(self._open(), user_code.make_task(spec.task, code))
             return
         assert spec.script is not None
-        CurrentJob.open = self._open
+        Session._opener = self._open
         threading.excepthook = self._thread_ended
         if unmanaged:
             if identity.rank == 0:
@@ -193,11 +188,23 @@ class RankProcess:
             chosen,
         )
 
+    @property
+    def _trainer(self) -> threading.Thread | None:
+        """The thread that does the steps; before the first, the one that made the Session."""
+        stepping = None if self._runtime is None else self._runtime.trainer
+        return stepping or self._opener
+
     def _thread_ended(self, args: threading.ExceptHookArgs) -> None:
-        """An exception has ended a thread of the script's. Python goes on without it; a training that has failed is not done."""
+        """An exception has ended a thread of the script's. Python goes on without it; the attempt ends with that of the steps,
+        wherever the main thread is. A script may set another hook: ``_finish`` needs none."""
         threading.__excepthook__(args)
-        if args.thread is self._opener:
-            self._thread_error = args.exc_value
+        assert args.exc_value is not None
+        error = self._judged(args.exc_value)
+        if error is None:
+            return
+        if args.thread is self._trainer:
+            leave_process(self._leave_by(error))
+        self._thread_error = error
 
     def _exchange(self, client: Store, timeout: float | None = None) -> Exchange:
         identity, limit = self._identity, self._timeout if timeout is None else timeout
@@ -206,41 +213,52 @@ class RankProcess:
     def _run_script(self, script: Sequence[str], code: Path) -> None:
         try:
             user_code.run_script(script, code)
-        except Stopped:
-            raise
-        except SystemExit as exit_:
-            self._judge(exit_)
-        except (ModuleNotFoundError, SyntaxError) as error:
-            runtime = self._runtime
-            if runtime is not None and runtime.step > runtime.chosen.base.step:
+        except BaseException as error:
+            judged = self._judged(error)
+            if judged is error:
                 raise
-            raise user_code.not_importable(f"script {script[0]!r}", error, code) from error
+            if judged is not None:
+                raise judged from error
 
-    def _judge(self, exit_: SystemExit) -> None:
-        """Is that ``sys.exit`` a success?"""
+    def _judged(self, error: BaseException) -> BaseException | None:
+        """What the attempt ends by, where ``error`` ended the script: None where that ``sys.exit`` is a success."""
+        if isinstance(error, Stopped):
+            return error
+        if isinstance(error, SystemExit):
+            return self._judged_exit(error)
+        runtime, launch = self._runtime, self._launch
+        trained = runtime is not None and runtime.step > runtime.chosen.base.step
+        if isinstance(error, ModuleNotFoundError | SyntaxError) and not trained:
+            assert launch.spec.script is not None
+            code = Path(launch.code_dir or launch.workdir)
+            return user_code.not_importable(f"script {launch.spec.script[0]!r}", error, code)
+        return error
+
+    def _judged_exit(self, exit_: SystemExit) -> Exception | None:
         runtime = self._runtime
         stopped = self._unmanaged.told is not None or (self._unmanaged.active and self._listener.terminated)
         if stopped:  # by its own handler
-            return
+            return None
         if exit_.code not in (None, 0):
-            raise ScriptExit(exit_.code) from exit_
+            return ScriptExit(exit_.code)
         if runtime is not None and runtime.restored and not (runtime.finished or runtime.done):
-            raise RuntimeError(
+            return RuntimeError(
                 f"the script called sys.exit after step {runtime.step}, before its loop had ended: that is no success. Leave "
                 "the loop by `break`, and call sys.exit only behind the Session's block"
-            ) from exit_
+            )
+        return None
 
     def _finish(self) -> None:
-        """A script that ends without leaving its Session's block has come to its end, too; one whose Session is another thread's,
-        when that thread ends."""
-        if self._opener is not None and self._opener is not threading.current_thread():
-            self._opener.join()
-        if self._thread_error is not None:
-            raise self._thread_error
+        """A script that ends without leaving its Session's block has come to its end, too; one whose steps are another thread's,
+        when that thread has."""
+        while self._may_train():
+            time.sleep(0.02)
         if self._runtime is not None and self._runtime.restored:
             self._runtime.finish()
             return
         if not self._unmanaged.active:
+            if self._thread_error is not None:
+                raise self._thread_error
             if self._identity.rank == 0:
                 self._reporter.note(
                     "no-session", "the script ended without a step of a Session: there is no checkpoint"
@@ -251,6 +269,18 @@ class RankProcess:
         exchange = self._exchange(self._clients.main, math.inf)
         with suppress(Abandoned):
             exchange.gather("script-end", None, abandon=lambda: self._unmanaged.told is not None)
+
+    def _may_train(self) -> bool:
+        """Is another thread in the middle of the training, although the script's main thread has come to its end? Before the
+        first step that may be any that Python itself would wait for."""
+        runtime, here = self._runtime, threading.current_thread()
+        if runtime is not None and (trainer := runtime.trainer) is not None:
+            over = trainer.daemon and (runtime.finished or runtime.done)
+            return trainer is not here and not over and at_work(trainer)
+        return not self._unmanaged.active and any(
+            thread is not here and (thread is self._opener or not thread.daemon) and at_work(thread)
+            for thread in threading.enumerate()
+        )
 
     def _listen(self, seconds: float) -> Wish:
         return Wish(*self._listener.wait(seconds))
@@ -274,9 +304,27 @@ class RankProcess:
 
     # --- the ways out --------------------------------------------------------------------------------------------------
 
+    def _leave_by(self, error: BaseException) -> int:
+        """The training ends by ``error``. Returns where all ranks leave together; on whichever thread did the steps."""
+        self._listener.abort.hold()
+        self._heed_early_stop()
+        if self._unmanaged.told is not None:
+            return self._leave_as_told(self._unmanaged.told, error)
+        if not isinstance(error, Stopped):
+            self._fail(error)
+        code = EXIT_COMPLETED if error.cause is Cause.COMPLETED else EXIT_PREEMPTED
+        return self._leave(error.cause, code, error.message)
+
+    def _take_way_out(self) -> None:
+        """Whichever thread comes first ends the process, and the others wait for that; but a thread of the script's ends, since
+        Python's own end waits for it."""
+        thread = threading.current_thread()
+        if not self._way_out.acquire(blocking=thread is threading.main_thread() or thread.daemon):
+            sys.exit()
+
     def _leave(self, cause: Cause, code: int, message: str | None) -> int:
         """All ranks end here together."""
-        self._way_out.acquire()
+        self._take_way_out()
         self._write_result(cause, message, None)
         assert self._agreement is not None
         self._agreement.close()
@@ -308,7 +356,7 @@ class RankProcess:
 
     def _fail(self, error: BaseException) -> NoReturn:
         """Without the other ranks, which may wait in a collective: their agent ends them."""
-        self._way_out.acquire()
+        self._take_way_out()
         cause, message = cause_of(error)
         trace = "".join(traceback.format_exception(error))
         with suppress(OSError):  # the log may lie on the disk that is full
@@ -319,7 +367,7 @@ class RankProcess:
 
     def _leave_early(self, cause: Cause) -> None:
         """From the side thread, wherever the main thread is."""
-        self._way_out.acquire()
+        self._take_way_out()
         message = f"stopped before the first step ({cause})"
         if self._unmanaged.told is not None:
             message = f"{cause}: the script was given SIGTERM and did not end within policy.stop_grace"

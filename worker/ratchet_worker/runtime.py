@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -38,16 +38,10 @@ from ratchet_worker.late_changes import LateChanges, before_work, sentence
 from ratchet_worker.reporter import Reason, Reporter, metric
 from ratchet_worker.restore import Chosen
 from ratchet_worker.snapshot import Until
+from ratchet_worker.thread_pools import at_work
 from ratchet_worker.trial import Trial
 
 Item = TypeVar("Item")
-
-
-class CurrentJob:
-    """The one job of this process, whichever thread asks. ``open``: how a script's Session gets its runtime, None where no agent
-    started the process; the first call starts the group, a collective, later ones do not."""
-
-    open: Callable[[], Runtime] | None = None
 
 
 class Runtime:
@@ -106,6 +100,10 @@ class Runtime:
         self._late: LateChanges | None = None  # there, where the step is saved
         self._counts: dict[str, list[int]] = {}  # of schedulers, at the last step boundary
         self._stopped: Stopped | None = None  # raised already; a thread of the script's may have ended with it
+        self.trainer: threading.Thread | None = None  # does the steps: the one that asked for the last, from restore on
+        self._boundary = (
+            threading.RLock()
+        )  # another thread may end the job, but not in the middle of the last step's end
 
     @property
     def rank(self) -> int:
@@ -151,7 +149,7 @@ class Runtime:
         self.state.begin()
         self.counter.tick()
         self.proof = replay_proof.begin(self, resume.restore(self))
-        self.restored = True
+        self.trainer, self.restored = threading.current_thread(), True
         self.state.require_storable()
         self._set_gates()
         self.counter.stage(Stage.TRAINING)
@@ -181,6 +179,7 @@ class Runtime:
         if self.trial.under_way:
             self._next_of_trial()
         self._begin(position(self.step + 1))
+        self.trainer = threading.current_thread()
         self._evaluations = self._batches = 0
         self.checkpointer.resumed()
         self.state.step_begins()
@@ -197,6 +196,10 @@ class Runtime:
         if not self._open:
             self._end_body()
             return
+        with self._boundary:
+            self._end_open_step(last)
+
+    def _end_open_step(self, last: bool) -> None:
         self.checkpointer.hold(Until.STEP)  # a scaler may have left the optimizer's step out
         self.state.hook_or_refuse()[1].average_parameters()
         self.exchange.hold()
@@ -311,9 +314,28 @@ class Runtime:
             self.checkpointer.metric(step, found)
 
     def finish(self) -> None:
-        """The end of the job: every rank has done its last step. The final checkpoint, if it is not there yet."""
-        if self.finished:
+        """The end of the job: every rank has done its last step. The final checkpoint, if it is not there yet. Another thread
+        than that of the steps waits for the last one, and raises ``RuntimeError`` where none comes any more."""
+        self._await_last_step()
+        with self._boundary:
+            if not self.finished:
+                self._finish()
+
+    def _await_last_step(self) -> None:
+        """That a loop was left by ``break`` and not by an error is known to its own thread only."""
+        trainer = self.trainer
+        if trainer is None or trainer is threading.current_thread():
             return
+        while not (self.finished or self.done or self._stopped is not None):
+            if not at_work(trainer):
+                raise RuntimeError(
+                    f"the thread that does the steps ended after step {self.step}, before its loop had: that is no success. An "
+                    "error of its own stands in the log. A loop that it leaves by `break` ends the job if the thread then "
+                    "calls the Session's finish(), or has the Session's block around the loop"
+                )
+            trainer.join(0.05)
+
+    def _finish(self) -> None:
         if self._stopped is not None:
             raise self._stopped
         self.settle(last=True)

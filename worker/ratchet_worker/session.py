@@ -44,8 +44,10 @@ The rules:
 - The script runs again from its first line in every attempt. Its current directory is the job's own copy of the code, kept over
   all attempts; the code itself is imported from a read-only snapshot.
 - ``Session()`` starts the process group: no ``init_process_group`` of the script's own, before or after it.
-- A thread of the script's own may make it and run the loop; the main thread joins that thread. A stop ends the loop's thread,
-  and an error in it ends the attempt, as they would in the main thread.
+- A thread of the script's own may do the steps. What would end the attempt in the main thread (a stop, an error, ``sys.exit`` in
+  the loop) ends it there and then: what the main thread has behind its ``join`` is not run. Where the loop does not come to its
+  ``total``, that thread says that the job is done: by the Session's block around the loop, or ``finish()`` after a ``break``.
+  A pool keeps an error to itself: ask for its ``result()``.
 
 Evaluating inside the loop, at the end of a step::
 
@@ -66,10 +68,10 @@ their mean is evaluated.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import nn
@@ -77,29 +79,30 @@ from torch.distributed import ProcessGroup
 
 from ratchet_contract.errors import UserError
 from ratchet_worker.evaluation import Evaluation
-from ratchet_worker.runtime import CurrentJob, Runtime
+from ratchet_worker.runtime import Runtime
 
 _OWN_NAMES = frozenset({"optimizer", "scheduler", "scaler", "data"})
 
 
 class Session:
-    """A script's hold on its job. The first one joins the job's process group: every rank makes it, in any thread, which then
-    does the steps; further ones are the same. An error that ends that thread ends the attempt.
+    """A script's hold on its job. The first one joins the job's process group: every rank makes it, in any thread; further ones
+    are the same. An error that ends the thread that does the steps, or before the first one made it, ends the attempt.
 
     Raises ``UserError`` where no agent started the process, and where the script has started a process group already.
     """
 
+    # The process of a rank sets it before the script starts: threads inherit no context. Its first call is a collective.
+    _opener: ClassVar[Callable[[], Runtime] | None] = None
+
     def __init__(self) -> None:
-        open_runtime = CurrentJob.open
-        if open_runtime is None:
-            script = (
-                sys.argv[0] if hasattr(sys.modules["__main__"], "__file__") else "SCRIPT.py"
-            )  # a prompt, a notebook
+        if Session._opener is None:
+            # A prompt and a notebook have no file.
+            script = sys.argv[0] if hasattr(sys.modules["__main__"], "__file__") else "SCRIPT.py"
             raise UserError(
                 "there is no job here: a script with a Session is started by Ratchet, not by python or torchrun. Run `ratchet "
                 f"serve` in another terminal; here `ratchet init {script}`, for a spec; then `ratchet submit` with it"
             )
-        self._runtime: Runtime = open_runtime()
+        self._runtime: Runtime = Session._opener()
 
     def __enter__(self) -> Session:
         return self
@@ -112,7 +115,8 @@ class Session:
 
     def finish(self) -> None:
         """The job is done, after the same step on every rank; the final checkpoint is made. The end of the block does it, where
-        no exception comes out of it."""
+        no exception comes out of it. Another thread than that of the steps waits for the last of ``total``, and raises
+        ``RuntimeError`` where that thread ends before."""
         if self._runtime.restored:
             self._runtime.finish()
 
