@@ -68,7 +68,7 @@ class Cause(StrEnum):
     NODE_LOST = "node-lost"
     EVICTED = "evicted"
     TIME_LIMIT = "time-limit"
-    UPGRADE = "upgrade"  # its agent speaks another protocol than the service that looks after it now
+    UPGRADE = "upgrade"  # its agent or ranks speak another protocol than the service that looks after it now
     API_SUSPEND = "api-suspend"
     API_CANCEL = "api-cancel"
     EXCEPTION = "exception"

@@ -228,7 +228,9 @@ class JobSpec(SpecModel):
         None, description="A model to begin with, instead of the weights that the code draws."
     )
     python: str | None = Field(
-        None, description="The user's interpreter or virtual environment; it needs ratchet-train[worker]."
+        None,
+        description="The user's interpreter or virtual environment; it needs ratchet-train[worker]. null: the agents', which is "
+        "the service's of today.",
     )
     env: dict[EnvName, Annotated[str, AfterValidator(_env_value)]] = Field(
         {}, description="Variables of every rank. Stored and shown, but for those that secret_env names."
@@ -376,7 +378,8 @@ class JobSpec(SpecModel):
 
 class Resolved(SpecModel):
     """Every ``auto`` of a spec, resolved once per job at submission and the same for all its attempts; only a change of the
-    number of ranks decides ``threads_per_rank`` again."""
+    number of ranks decides ``threads_per_rank`` again. ``python`` is what was looked at then: where the spec names none, each
+    attempt has that of its agents."""
 
     device: Literal["cpu", "cuda"]
     backend: Literal["gloo", "nccl"]

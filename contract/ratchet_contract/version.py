@@ -19,3 +19,12 @@ GROWTH_HEADER: Final = "Ratchet-Protocol-Growth"
 REPORT_AFTER_HEADER: Final = "Ratchet-Report-After"
 """In the answer to a report, where the service has much to do: seconds (with a fraction) until the agent's next one, if that has
 nothing but figures to tell. Agents of a version that does not know it keep their own pace."""
+
+
+def not_upgraded(python: str, protocol: object) -> str:
+    """What an agent or a rank says whose interpreter or image was not upgraded with the service, which speaks ``protocol``."""
+    return (
+        f"{python} has a Ratchet of protocol {PROTOCOL_VERSION}, the service speaks {protocol}: install the service's version of "
+        "ratchet-train[worker] there (for an image: build it anew under the same name); the job is tried again until then, and "
+        "goes on by itself from its last checkpoint"
+    )

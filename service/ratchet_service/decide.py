@@ -20,8 +20,9 @@ The rules for an attempt that has ended:
    without a Session) breaks it: it ran, and whether it got on is known to the script alone.
    Its failures count as ever, and since no progress of it is seen, none is forgiven. One that gets a SIGTERM which nobody here
    sent, again and again, may be sending it itself: its starts are spaced as if it had failed, so that one that ran for longer
-   than that waits for nothing. So are those that end by a rule ``retry``, of scripts with and without a Session: later each
-   time, until one commits a new step or runs for longer than the longest back-off.
+   than that waits for nothing. So are those that end by a rule ``retry``, of scripts with and without a Session, and those that
+   the job's own interpreter or image refuses, being of another protocol: later each time, until one commits a new step or runs
+   for longer than the longest back-off.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def count(counters: Counters, treated: Treatment, end: AttemptEnd, *, moved: boo
         counters = replace(counters, no_progress=0 if end.progress else counters.no_progress + 1)
     if end.progress:
         counters = replace(counters, failures=0, no_progress=0)
-    spaced = treated.budget is Budget.NONE and treated.rule is not None
+    spaced = _spaced(treated, end)
     got_on = end.progress or end.seconds >= MAX_BACKOFF
     counters = replace(counters, retries=(0 if got_on else counters.retries) + 1 if spaced else 0)
     if treated.budget is Budget.PREEMPTIONS:
@@ -251,11 +252,18 @@ def _delay(view: JobView, treated: Treatment, counters: Counters, end: AttemptEn
     if treated.budget is Budget.FAILURES:
         nth = counters.failures - (treated.cause in RETRIED_AT_ONCE)
         return backoff_seconds(view.job_id, view.epoch, nth, first) if nth else 0.0
-    if treated.budget is Budget.NONE and treated.rule is not None:  # it counts against nothing: its starts are spaced
+    if _spaced(treated, end):
         return backoff_seconds(view.job_id, view.epoch, counters.retries, first) - end.seconds
     if end.unmanaged and (treated.cause is Cause.SIGTERM or treated.rule is not None):
         return backoff_seconds(view.job_id, view.epoch, counters.preemptions, first) - end.seconds
     return 0.0
+
+
+def _spaced(treated: Treatment, end: AttemptEnd) -> bool:
+    """It counts against nothing and may come again at once: by a rule ``retry``, or since an interpreter that was not upgraded
+    with the service refused the attempt before it began to train."""
+    refused = treated.cause is Cause.UPGRADE and end.base_step is None
+    return treated.budget is Budget.NONE and (treated.rule is not None or refused)
 
 
 def _over(

@@ -23,7 +23,8 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Counters:
-    """What was used up of the budgets; ``no_progress`` and ``retries`` (ended by a rule ``retry``) count attempts in a row."""
+    """What was used up of the budgets; ``no_progress`` and ``retries`` (ended by a rule ``retry``, or refused by an interpreter
+    that was not upgraded) count attempts in a row."""
 
     preemptions: int = 0
     failures: int = 0

@@ -112,7 +112,7 @@ class Job(Base):
     preemptions: Mapped[int] = mapped_column(default=0)
     failures: Mapped[int] = mapped_column(default=0)
     no_progress: Mapped[int] = mapped_column(default=0)  # attempts in a row that committed no new step
-    retries: Mapped[int] = mapped_column(default=0, server_default="0")  # in a row, ended by a rule ``retry``
+    retries: Mapped[int] = mapped_column(default=0, server_default="0")  # in a row: see ``decision.Counters``
     not_before: Mapped[datetime | None]
     room_since: Mapped[datetime | None]  # another job was stopped for this one, which has not started yet
     running_seconds: Mapped[float] = mapped_column(sa.Double(), default=0.0)  # of ended attempts, for policy.timeout

@@ -90,8 +90,7 @@ class LocalSubmission:
         return preflight.resize(spec, resolved, warnings, self._machine_of(spec), self._launchers)
 
     def rehook(self, spec: JobSpec, resolved: Resolved) -> tuple[list[Warning_], list[FieldProblem]]:
-        spec = self._on_snapshot(spec, resolved.code_digest)
-        probe = Probe(resolved.python, spec, preflight.code_path(spec), os.environ, confined=self._confined)
+        spec, probe = self._probe(spec, resolved)
         with self._look(isinstance(spec.hook, CustomSpec)):
             report = preflight_hook.check_other(spec, resolved, self._machine_of(spec), probe)
         return report.warnings, report.problems
@@ -140,10 +139,15 @@ class LocalSubmission:
         return self._launchers[spec.launcher.kind].plan(launch).printable()
 
     def hook_memory(self, spec: JobSpec, resolved: Resolved) -> int | None:
-        spec = self._on_snapshot(spec, resolved.code_digest)
-        probe = Probe(resolved.python, spec, preflight.code_path(spec), os.environ, confined=self._confined)
+        spec, probe = self._probe(spec, resolved)
         with self._look(needs_shapes(spec.hook)):
             return preflight_hook.memory(spec, self._machine_of(spec), probe)
+
+    def _probe(self, spec: JobSpec, resolved: Resolved) -> tuple[JobSpec, Probe]:
+        """The spec with its snapshot, and what asks its hook, in the interpreter that its next attempt will have."""
+        spec = self._on_snapshot(spec, resolved.code_digest)
+        python = self._machine_of(spec).python if spec.python is None else resolved.python
+        return spec, Probe(python, spec, preflight.code_path(spec), os.environ, confined=self._confined)
 
     def _look(self, runs_code: bool) -> AbstractContextManager[None]:
         """A turn, where users' code will run. Raises ``Refused`` (``busy``)."""

@@ -53,8 +53,8 @@ def test_wrong_protocol_is_refused_with_a_result(attempts: list[Attempt], tmp_pa
     attempt.paths.launch_file.write_text(json.dumps({**raw, "protocol": 999, "new_field": 1}))
     agent = attempt.start()
     result = attempt.wait()
-    assert result.cause is Cause.LAUNCHER_ERROR and agent.returncode != 0
-    assert result.message is not None and "protocol 999" in result.message and "same version" in result.message
+    assert result.cause is Cause.UPGRADE and agent.returncode != 0  # an image that was not upgraded with the service
+    assert result.message is not None and "the service speaks 999: install the service's version" in result.message
     assert not attempt.paths.log(0).exists()  # no rank was started
 
 

@@ -276,10 +276,12 @@ def test_a_job_that_has_its_snapshot_is_checked_with_that(code: Path, tmp_path: 
     seen = [[p.detail for p in ports.resolve(spec, given)[2] if p.pointer == "/hook/hook"] for given in (None, digest)]
     assert seen == [["mine has no 'f'; it has: nothing"], []]
 
-    # By the interpreter that was decided for the job, not by the one that would be today.
+    # By the interpreter that the job names; where it names none, by the service's of today, as its next attempt.
     decided = Resolved(device="cpu", backend="gloo", threads_per_rank=1, python=sys.executable, code_digest=digest)
     assert ports.rehook(spec, decided)[1] == []
-    [problem] = ports.rehook(spec, decided.model_copy(update={"python": "/nowhere/python"}))[1]
+    gone = decided.model_copy(update={"python": "/nowhere/python"})
+    assert ports.rehook(spec, gone)[1] == []
+    [problem] = ports.rehook(spec.model_copy(update={"python": "/nowhere/python"}), gone)[1]
     assert problem.code == "hook-import-failed" and "with /nowhere/python" in problem.detail
 
     many = {"name": "many", "task": {"entrypoint": "tasks:Mine"}, "world": {"ranks_per_node": 16}}

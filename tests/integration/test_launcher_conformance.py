@@ -137,8 +137,8 @@ def test_logs_tell_why_an_agent_could_not_start(engine: Engine) -> None:
     launcher = engine.launcher()
     plan = started(engine, launcher, engine.launch().model_copy(update={"protocol": 99}))
     state = over(launcher, plan.ref)
-    assert [result.cause for result in state.results] == [Cause.LAUNCHER_ERROR]
-    wait_for(lambda: "is written in protocol 99" in launcher.logs(plan.ref, 4000), "the agent's words", PATIENCE)
+    assert [result.cause for result in state.results] == [Cause.UPGRADE]
+    wait_for(lambda: "the service speaks 99" in launcher.logs(plan.ref, 4000), "the agent's words", PATIENCE)
     assert len(launcher.logs(plan.ref, 30)) <= 30
 
 

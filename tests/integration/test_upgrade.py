@@ -14,7 +14,7 @@ from ratchet_contract.phases import Cause
 from ratchet_contract.version import PROTOCOL_VERSION
 from tests.support import gated
 from tests.support.launch import RESOLVED, Job
-from tests.support.old_version import ROOT, environ, of_protocol
+from tests.support.old_version import ROOT, environ, installed, of_protocol
 from tests.support.server import wait_for
 from tests.support.skewed_home import Home, committed
 
@@ -66,24 +66,29 @@ def test_a_job_goes_on_under_the_new_version_from_a_checkpoint_and_a_plain_scrip
         "checkpoint": {"every_steps": 10},
         "policy": {"max_failures": 0, "max_preemptions": 0},
     }
+    own = {**spec, "name": "own", "world": {"device": "cpu"}, "python": str(tmp_path / "venv-own")}
     plain = {
         "name": "plain",
         "script": ["plain.py", str(tmp_path)],
         "code": {"path": str(code)},
         "world": {"device": "cpu"},
+        "resources": {"cpus_per_rank": 1},
     }
-    home.serve(before, before, trains=True)
+    python = installed(tmp_path / "venv-before", before)
+    home.serve_from(python)
     home.ready()
     (gates / "25").touch()
-    job_id, script = (str(home.call("POST", "/v1/jobs", one)["id"]) for one in (spec, plain))
+    installed(tmp_path / "venv-own", before)
+    job_id, script, other = (str(home.call("POST", "/v1/jobs", one)["id"]) for one in (spec, plain, own))
     home.wait(job_id, lambda job: job["last_checkpoint"] == "step-000000000020.a0001", "step 20 to be saved")
     wait_for((tmp_path / "began").exists, "the script to begin")
     home.wait(script, lambda job: job["phase"] == "RUNNING", "the script to be known to run")
+    home.wait(other, lambda job: job["last_checkpoint"] == "step-000000000020.a0001", "step 20 to be saved")
     home.kill()
 
-    home.serve(ROOT, ROOT, trains=True)
+    home.serve_from(installed(tmp_path / "venv", ROOT))
     home.ready()
-    wait_for(lambda: told(home, job_id, "agent-stopped"), "the agent to be asked to end")
+    wait_for(lambda: all(told(home, one, "agent-stopped") for one in (job_id, other)), "the agents to be asked to end")
     (gates / "25").unlink()
     home.ended(job_id)
     last, first = home.call("GET", f"/v1/jobs/{job_id}/attempts")["items"]
@@ -104,6 +109,17 @@ def test_a_job_goes_on_under_the_new_version_from_a_checkpoint_and_a_plain_scrip
     home.ended(undisturbed)
     compared = home.call("GET", f"/v1/jobs/{job_id}/compare/{undisturbed}")
     assert compared["identical"] and compared["step"] == 40
+
+    waits = home.wait(
+        other, lambda job: job["attempt"] > 1 and job["phase"] == "QUEUED", "its interpreter to be refused"
+    )
+    assert f"{tmp_path / 'venv-own'}/bin/python has a Ratchet of" in waits["message"]
+    installed(tmp_path / "venv-own", ROOT)
+    home.ended(other)
+    last, *refused, first = home.call("GET", f"/v1/jobs/{other}/attempts")["items"]
+    assert (last["base"]["step"], last["base"]["attempt"]) == (first["last_step"], 1) and refused
+    assert {(one["cause"], one["outcome"]) for one in refused} == {("upgrade", "preempted")}
+    assert home.call("GET", f"/v1/jobs/{other}")["budgets"] == budgets
 
     (left,) = told(home, script, "agent-left")
     assert "left to run to its end" in left["message"] and not told(home, script, "agent-stopped")
@@ -128,14 +144,14 @@ def test_a_service_of_the_version_before_is_put_back(home: Home, tmp_path: Path)
     home.wait(job_id, lambda job: job["phase"] == "CANCELLED", "the cancel")
 
 
-def test_an_interpreter_of_the_jobs_own_that_was_not_upgraded_is_named(tmp_path: Path, jobs: list[Job]) -> None:
+def test_a_job_waits_for_an_interpreter_of_its_own_that_was_not_upgraded(tmp_path: Path, jobs: list[Job]) -> None:
     other = of_protocol(tmp_path / "other", PROTOCOL_VERSION + 1)
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={environ(other)["PYTHONPATH"]} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    job = Job(tmp_path, {"task": {"entrypoint": "a:B"}, "world": {"ranks_per_node": 1, "device": "cpu"}})
+    job = Job(tmp_path, {"task": {"entrypoint": "a:B"}, "python": str(python)})
     jobs.append(job)
     result = job.launch(resolved=RESOLVED.model_copy(update={"python": str(python)})).wait()
-    assert result.cause is Cause.USER_ERROR and result.message is not None
+    assert result.cause is Cause.UPGRADE and result.message is not None
     assert f"protocol {PROTOCOL_VERSION + 1}, the service speaks {PROTOCOL_VERSION}" in result.message
-    assert "ratchet-train[worker]" in result.message and f"ratchet resume {job.paths.root.name}" in result.message
+    assert "ratchet-train[worker]" in result.message and "goes on by itself" in result.message

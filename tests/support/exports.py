@@ -51,8 +51,9 @@ def stored(api: Api, checkpoint: Path, python: str = sys.executable, **changes: 
     told = checkpoint_message(manifest.step, manifest.epoch, digest=manifest.digest)
     assert api.report(job_id, (0, 1, [training_message(), told]), number=manifest.epoch).status_code == 200
     with api.database.read() as session:
-        resolved = session.get_one(Job, job_id).resolved
-    api.put(job_id, JobPhase.RUNNING, resolved={**resolved, "python": python})
+        job = session.get_one(Job, job_id)
+    named = {"spec": {**job.spec, "python": python}, "resolved": {**job.resolved, "python": python}}
+    api.put(job_id, JobPhase.RUNNING, **named)
     return f"/v1/jobs/{job_id}/checkpoints/{manifest.id}/export"
 
 

@@ -6,7 +6,9 @@ import io
 import os
 import shutil
 import subprocess
+import sysconfig
 import tarfile
+import venv
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,18 @@ def of_protocol(folder: Path, number: int) -> Path:
                 "    cause: Cause\n    rank: int | None = Field", "    phase: AttemptPhase\n    last_step"):  # fmt: skip
         _replace(messages, key, f'    weather: str = "fine"\n{key}')
     return folder
+
+
+def installed(folder: Path, root: Path) -> Path:
+    """The interpreter of a virtual environment ``folder`` that has the packages below ``root``, a checkout, and all others of
+    this interpreter. Once more for the same folder: in the place of what it had."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        venv.create(folder, symlinks=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    lines = [*(str(root / name) for name in PACKAGES), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    (site / "checkout.pth").write_text("\n".join(lines))
+    return python
 
 
 def _replace(file: Path, before: str, after: str) -> None:

@@ -29,21 +29,22 @@ class Home:
         self.paths = HomePaths(folder)
         self.process: subprocess.Popen[bytes] | None = None
 
-    def serve(self, service: Path, agents: Path, *, trains: bool = False) -> subprocess.Popen[bytes]:
-        """Packages of the checkout ``service`` in the service's process, of ``agents`` in those that it starts: ``trainer``'s, or
-        where ``trains`` the real ones."""
-        env = environ(service) | {"SKEW_AGENTS": environ(agents)["PYTHONPATH"], "SKEW_TRAINS": "1" if trains else ""}
-        script = ROOT / "tests/support/skewed_service.py"
+    def serve(self, service: Path, agents: Path) -> subprocess.Popen[bytes]:
+        """Packages of the checkout ``service`` in the service's process, of ``agents`` in those that it starts: ``trainer``'s."""
+        script = str(ROOT / "tests/support/skewed_service.py")
+        env = environ(service) | {"SKEW_AGENTS": environ(agents)["PYTHONPATH"]}
+        return self._start([sys.executable, "-P", script, str(self.paths.home), "4"], env, service)
+
+    def serve_from(self, python: Path) -> subprocess.Popen[bytes]:
+        """The real service and agents of the virtual environment whose interpreter this is."""
+        command = [str(python), "-P", "-m", "ratchet_service", "serve", "--home", str(self.paths.home)]
+        env = {key: value for key, value in environ(ROOT).items() if key != "PYTHONPATH"}
+        return self._start([*command, "--port", "0", "--cpu-slots", "4"], env, self.paths.home)
+
+    def _start(self, command: list[str], env: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:
         with (self.paths.home / "service.log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-P", str(script), str(self.paths.home), "4"],
-                stdout=log,
-                stderr=log,
-                env=env,
-                cwd=service,
-            )
-        self.process = process
-        return process
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=folder)
+        return self.process
 
     def ready(self) -> None:
         process = self.process

@@ -1,7 +1,6 @@
 """A service of one version whose agents and ranks are of another; runs under either version's packages.
 
-``python -P skewed_service.py HOME SLOTS``; SKEW_AGENTS is the PYTHONPATH of agents and ranks (``old_version.environ``), which
-train where SKEW_TRAINS is set.
+``python -P skewed_service.py HOME SLOTS``; SKEW_AGENTS is the PYTHONPATH of agents (``old_version.environ``).
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from ratchet_service.settings import Settings
 if __name__ == "__main__":
     logging.basicConfig(level="INFO", stream=sys.stderr)
     settings = Settings(home=Path(sys.argv[1]))
-    module = ["ratchet_worker.agent"] if os.environ.get("SKEW_TRAINS") else ["tests.support.trainer", "agent"]
-    agent = (sys.executable, "-P", "-m", *module)
+    agent = (sys.executable, "-P", "-m", "tests.support.trainer", "agent")
     launcher = LocalLauncher(
         settings.paths, agent=agent, environ=os.environ | {"PYTHONPATH": os.environ["SKEW_AGENTS"]}
     )

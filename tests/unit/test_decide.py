@@ -380,3 +380,16 @@ def test_an_upgrade_counts_against_nothing() -> None:
     used, limits = Counters(preemptions=2, failures=3, no_progress=2), Limits(max_preemptions=2, max_failures=3)
     decision = end(Cause.UPGRADE, counters=used, limits=limits, committed=None)
     assert (decision.event, decision.counters, decision.not_before) == (Event.END_REQUEUE, used, None)
+
+
+def test_an_interpreter_of_another_protocol_is_tried_again_later_each_time_and_counts_against_nothing() -> None:
+    limits, refused = Limits(max_preemptions=0, max_failures=0), AttemptEnd(Cause.UPGRADE, seconds=0.5, message="why")
+    view = JobView("job-1", JobPhase.RUNNING, epoch=3, limits=limits, attempt=refused)
+    waits = []
+    for _ in range(20):
+        decision = decide(view, NOW)
+        assert decision.event is Event.END_REQUEUE and decision.not_before and "why" in str(decision.message)
+        waits.append((decision.not_before - NOW).total_seconds())
+        view = replace(view, counters=decision.counters)
+    assert 0.0 < waits[0] < 1.0 and waits[-1] > 0.7 * MAX_BACKOFF
+    assert replace(view.counters, retries=0) == Counters()

@@ -96,8 +96,9 @@ def test_the_measured_saves_shorten_the_notice() -> None:
 def test_a_plan_for_an_image_names_the_interpreter_within() -> None:
     launcher = SlurmLauncher(HOME, read(SETTINGS), {})
     plan = launcher.plan(launch(**CASES["apptainer"]))
-    assert plan.argv[0] == plan.ranks[0]["command"][0] == plan.launch.resolved.python == "python"
-    assert launcher.plan(launch()).argv[0] == "/shared/venv/bin/python"
+    assert plan.argv[0] == plan.ranks[0]["command"][0] == "python"
+    plan = launcher.plan(launch())
+    assert plan.argv[0] == plan.ranks[0]["command"][0] == "/shared/venv/bin/python"
 
 
 @pytest.mark.parametrize("text", ["a b", "$(id)", "`id`", 'a"b', "a'b", "a\\", "#x", ";id", "ä"])

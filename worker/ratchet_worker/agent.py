@@ -94,8 +94,8 @@ def run(launch_file: Path, starter: Starter | None = None, timing: Timing = Timi
         launch = load_launch(launch_file, node)
     except LaunchRefused as error:
         say(str(error))
-        refuse(paths, launch_file, node, str(error), started_at)
-        return exit_code_of(Cause.LAUNCHER_ERROR)
+        refuse(paths, launch_file, node, error, started_at)
+        return exit_code_of(error.cause)
     return _Attempt(launch, starter or _starter(launch), timing, started_at).run()
 
 

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import socket
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,7 @@ from pydantic import ValidationError
 from ratchet_contract.messages import AgentFile, AttemptResult, LaunchFile
 from ratchet_contract.paths import NodePaths
 from ratchet_contract.phases import Cause
-from ratchet_contract.version import PROTOCOL_VERSION
+from ratchet_contract.version import PROTOCOL_VERSION, not_upgraded
 from ratchet_worker import procs
 from ratchet_worker.files import now, release, say, write_atomic
 
@@ -26,6 +27,10 @@ _RESULT_PATIENCE: Final = 10.0  # seconds to find room on a full disk for result
 
 class LaunchRefused(Exception):
     """The launch file cannot be honoured by this agent."""
+
+    def __init__(self, message: str, cause: Cause = Cause.LAUNCHER_ERROR) -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 def load_launch(path: Path, node: int = 0) -> LaunchFile:
@@ -37,10 +42,7 @@ def load_launch(path: Path, node: int = 0) -> LaunchFile:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LaunchRefused(f"{path} cannot be read as a launch file: {type(error).__name__}: {error}") from None
     if protocol != PROTOCOL_VERSION:
-        raise LaunchRefused(
-            f"{path} is written in protocol {protocol}, this agent speaks {PROTOCOL_VERSION}: "
-            "install the same version of Ratchet for the service and the worker"
-        )
+        raise LaunchRefused(not_upgraded(sys.executable, protocol), Cause.UPGRADE)
     try:
         launch = LaunchFile.model_validate(raw)
     except ValidationError as error:
@@ -81,7 +83,7 @@ def agent_file() -> AgentFile:
     return AgentFile(pid=os.getpid(), start_time=procs.start_time(os.getpid()), host=socket.gethostname())
 
 
-def refuse(paths: NodePaths, launch_file: Path, node: int, message: str, started_at: str) -> None:
+def refuse(paths: NodePaths, launch_file: Path, node: int, refused: LaunchRefused, started_at: str) -> None:
     """Write a result when the launch file at least says which attempt it is for."""
     try:
         raw: Any = json.loads(launch_file.read_bytes())
@@ -89,8 +91,8 @@ def refuse(paths: NodePaths, launch_file: Path, node: int, message: str, started
             job_id=raw["job_id"],
             epoch=raw["epoch"],
             node=node,
-            cause=Cause.LAUNCHER_ERROR,
-            message=message,
+            cause=refused.cause,
+            message=str(refused),
             last_step=0,
             started_at=started_at,
             ended_at=now(),

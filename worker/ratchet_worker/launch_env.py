@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -29,11 +30,15 @@ def plan_ranks(
     """One plan per rank of this node; the rendezvous' socket goes to rank 0 alone. ``inherited`` is the agent's own environment;
     ``code_digest``: of code that lies on the nodes.
 
+    Where the spec names no interpreter the ranks run the agent's, which is of the service's version of today: the one that was
+    found at submission may be another version's by now, or gone.
+
     Raises ``UserError`` when a secret's variable is not set.
     """
     common = _common(launch, inherited, rendezvous.interface)
     if code_digest is not None:
         common[names.CODE_DIGEST] = code_digest
+    python = sys.executable if launch.spec.python is None else launch.resolved.python
     plans = []
     for local_rank, rank in enumerate(launch.ranks):
         env = common | _identity(launch, paths, rank, local_rank, rendezvous)
@@ -41,12 +46,8 @@ def plan_ranks(
         if rank == 0 and rendezvous.listener is not None:
             fds = (rendezvous.listener.fileno(),)
             env[names.STORE_FD] = str(fds[0])
-        command = [
-            launch.resolved.python,
-            "-P",
-            "-m",
-            "ratchet_worker.rank",
-        ]  # -P: nothing is imported from the current directory
+        # -P: nothing is imported from the current directory
+        command = [python, "-P", "-m", "ratchet_worker.rank"]
         plans.append(RankPlan(rank, command, Path(launch.workdir), env, paths.log(rank), fds))
     return plans
 

@@ -63,24 +63,20 @@ def main() -> int:
 def _not_installed(launch: LaunchFile, error: ModuleNotFoundError) -> int:
     """It was there when the job was submitted, or nobody could look."""
     command = shlex.join([sys.executable, "-m", "pip", "install", "ratchet-train[worker]"])
-    return _refuse(
-        f"{sys.executable} has no {error.name}, which a rank needs: {command}; then `ratchet resume {launch.job_id}`"
-    )
+    text = f"{sys.executable} has no {error.name}, which a rank needs: {command}; then `ratchet resume {launch.job_id}`"
+    return _refuse(text)
 
 
 def _other_protocol(protocol: object) -> int:
-    """The service has been upgraded, and the job's own interpreter (``python``, ``image``) has not."""
-    from ratchet_contract.version import PROTOCOL_VERSION
+    """The service has been upgraded, and the job's own interpreter (``python``) has not: it is tried again until it has."""
+    from ratchet_contract.version import not_upgraded
 
-    return _refuse(
-        f"{sys.executable} has a Ratchet of protocol {PROTOCOL_VERSION}, the service speaks {protocol}: install the service's "
-        f"version of ratchet-train[worker] there; then `ratchet resume {os.environ[names.JOB_ID]}`, which goes on from its last "
-        "checkpoint"
-    )
+    return _refuse(not_upgraded(sys.executable, protocol), "upgrade")
 
 
-def _refuse(text: str) -> int:
-    """No retry heals it."""
+def _refuse(text: str, cause: str = "user-error") -> int:
+    """Nothing has begun."""
+    from ratchet_contract.exit_codes import exit_code_of
     from ratchet_contract.messages import RankResult
     from ratchet_contract.paths import AttemptPaths
     from ratchet_contract.phases import Cause
@@ -89,9 +85,9 @@ def _refuse(text: str) -> int:
 
     print(f"ratchet: {text}", file=sys.stderr, flush=True)
     rank = int(os.environ[names.RANK])
-    result = RankResult(rank=rank, cause=Cause.USER_ERROR, at=now(), last_step=0, message=text)
+    result = RankResult(rank=rank, cause=Cause(cause), at=now(), last_step=0, message=text)
     write_rank_result(AttemptPaths(Path(os.environ[names.ATTEMPT_DIR])).rank_result(rank), result)
-    return EXIT_USER_ERROR
+    return exit_code_of(result.cause)
 
 
 if __name__ == "__main__":

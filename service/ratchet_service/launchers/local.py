@@ -106,7 +106,7 @@ class LocalLauncher:
             argv=(*self._agent, str(paths.launch_file)),
             env={names.ATTEMPT_DIR: launch.attempt_dir},
             secrets=secret_sources(launch.spec),
-            ranks=rank_commands(launch),
+            ranks=rank_commands(launch, self._agent[0]),
         )
 
     def submit(self, plan: LaunchPlan) -> None:

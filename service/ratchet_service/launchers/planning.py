@@ -13,17 +13,19 @@ from ratchet_service.credentials import inherited, withheld
 from ratchet_service.launchers.base import LaunchError, LaunchPlan
 
 
-def rank_commands(launch: LaunchFile) -> tuple[dict[str, Any], ...]:
-    """What the agents will run for their ranks, in the order of the ranks of all nodes, as it may be shown."""
+def rank_commands(launch: LaunchFile, agent: str) -> tuple[dict[str, Any], ...]:
+    """What the agents will run for their ranks, in the order of the ranks of all nodes, as it may be shown. ``agent``: their own
+    interpreter, which the ranks run, too, where the spec names none."""
+    python = agent if launch.spec.python is None else launch.resolved.python
     world = launch.spec.world
     return tuple(
-        _rank_command(launch.of_node(node), local)
+        _rank_command(launch.of_node(node), local, python)
         for node in range(world.nodes)
         for local in range(world.ranks_per_node)
     )
 
 
-def _rank_command(launch: LaunchFile, local: int) -> dict[str, Any]:
+def _rank_command(launch: LaunchFile, local: int, python: str) -> dict[str, Any]:
     env = {names.RANK: str(launch.ranks[local]), names.LOCAL_RANK: str(local), names.WORLD_SIZE: str(launch.world_size)}
     env |= {"OMP_NUM_THREADS": str(launch.resolved.threads_per_rank)} | masked(launch.spec.env, launch.spec.secret_env)
     if launch.resolved.backend == "nccl":
@@ -31,7 +33,7 @@ def _rank_command(launch: LaunchFile, local: int) -> dict[str, Any]:
     if launch.gpus:
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         env["CUDA_VISIBLE_DEVICES"] = ",".join(str(g) for g in launch.gpus)
-    return {"command": [launch.resolved.python, "-P", "-m", "ratchet_worker.rank"], "env": env, "cwd": launch.workdir}
+    return {"command": [python, "-P", "-m", "ratchet_worker.rank"], "env": env, "cwd": launch.workdir}
 
 
 def secret_sources(spec: JobSpec) -> dict[str, str]:

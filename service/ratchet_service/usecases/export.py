@@ -92,7 +92,8 @@ class Exporter:
         """Raises ``Conflict`` (``export-failed``) where it has to be the service's own, which has no torch."""
         kind = job.spec.get("launcher", {}).get("kind", "local")
         if self.trains_here(kind):
-            return str(job.resolved["python"])
+            own = job.spec.get("python") is None  # as its next attempt would have it
+            return sys.executable if own else str(job.resolved["python"])
         if find_spec("torch") is None:
             raise Conflict(
                 f"checkpoint {name} cannot be exported: its job does not run on the service's machine (launcher {kind}), so that "

@@ -72,13 +72,14 @@ class KubernetesLauncher:
     def plan(self, launch: LaunchFile) -> LaunchPlan:
         launch = launch.model_copy(update={"service_url": self._site.settings.url, "code_dir": code_dir(launch)})
         paths = AttemptPaths(Path(launch.attempt_dir))
+        argv = tuple(manifests.agent_command(launch))
         asked = [manifests.job(self._site, launch), manifests.service(self._site, launch)]
         return LaunchPlan(
             ref=AttemptRef(launch.job_id, launch.epoch, paths, launch.spec.world.nodes),
             launch=launch,
-            argv=tuple(manifests.agent_command(launch)),
+            argv=argv,
             secrets=planning.secret_sources(launch.spec),
-            ranks=planning.rank_commands(launch),
+            ranks=planning.rank_commands(launch, argv[0]),
             request={"manifests": [manifest for manifest in asked if manifest is not None]},
         )
 

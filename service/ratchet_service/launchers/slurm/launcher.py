@@ -74,17 +74,15 @@ class SlurmLauncher:
         return checks.check(spec, self._settings.launcher_of(spec))
 
     def plan(self, launch: LaunchFile) -> LaunchPlan:
-        if launch.spec.image is not None and launch.spec.python is None:
-            resolved = launch.resolved.model_copy(update={"python": self._settings.image_python})
-            launch = launch.model_copy(update={"resolved": resolved})
+        argv = script.agent_command(launch, self._settings)
         paths = AttemptPaths(Path(launch.attempt_dir))
         return LaunchPlan(
             ref=AttemptRef(launch.job_id, launch.epoch, paths, launch.spec.world.nodes),
             launch=launch,
-            argv=script.agent_command(launch, self._settings),
+            argv=argv,
             env={names.ATTEMPT_DIR: launch.attempt_dir},
             secrets=secret_sources(launch.spec),
-            ranks=rank_commands(launch),
+            ranks=rank_commands(launch, argv[0]),
             request={"command": ["sbatch", "--parsable"], "script": script.script(launch, self._settings, self._home)},
         )
 

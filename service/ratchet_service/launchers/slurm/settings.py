@@ -21,7 +21,7 @@ class Settings(BaseModel):
         SlurmLauncherSpec(), description="Keys of a job's `launcher` that jobs leave out."
     )
     commands: str | None = Field(None, pattern="^/", description="Directory of sbatch and the others; null: on PATH.")
-    python: str = Field(sys.executable, pattern="^/", description="The agents' interpreter, as the nodes see it.")
+    python: str = Field(sys.executable, pattern="^/", description="Of agents, and of ranks whose spec names none.")
     image_python: str = Field("python", min_length=1, description="The interpreter within a job's `image`.")
     poll_seconds: float = Field(2.0, gt=0, le=60, description="Between two questions to squeue, for all jobs together.")
     file_seconds: float = Field(
