@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ratchet_service.snapshot import snapshot
+from ratchet_worker import workdir
 from ratchet_worker.workdir import prepare
 
 
@@ -153,3 +156,57 @@ def test_an_update_that_was_cut_short_is_done_again(tmp_path: Path, monkeypatch:
     assert prepare(code, work, digest) == []
     assert [(work / name).read_text() for name in "abc"] == ["2", "2", "2"]
     assert names(work) == ["a", "b", "c"] and names(work.parent) == ["work", "work.json"]
+
+
+def test_an_update_that_was_cut_short_may_be_followed_by_other_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = tmp_path / "job" / "work"
+    work.parent.mkdir()
+    first = snapshot_of(tmp_path, {"a": "1", "b": "1", "back": "1", "gone": "1", "own": "1"})
+    prepare(first[0], work, first[1])
+    (work / "own").write_text("of the job")
+    second = snapshot_of(tmp_path, {"a": "2", "b": "2", "c": "2", "own": "1"})
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(workdir, "_put", _until(full, 2))
+            with pytest.raises(OSError, match="No space"):
+                prepare(second[0], work, second[1])
+    third = snapshot_of(tmp_path, {"a": "1", "b": "3", "back": "1", "own": "1"})
+    assert prepare(third[0], work, third[1]) == []
+    assert {path.name: path.read_text() for path in work.iterdir()} == {
+        "a": "1", "b": "3", "back": "1", "own": "of the job"
+    }  # fmt: skip
+
+
+def _until(failing: Callable[..., None], calls: int) -> Callable[..., None]:
+    """``_put`` that fails from the call of this number on."""
+    put, done = workdir._put, []
+
+    def some(*arguments: Any) -> None:
+        done.append(arguments)
+        (failing if len(done) >= calls else put)(*arguments)
+
+    return some
+
+
+def test_a_file_of_the_jobs_that_is_removed_makes_room_for_the_codes(tmp_path: Path) -> None:
+    work = tmp_path / "job" / "work"
+    work.parent.mkdir()
+    code, digest = snapshot_of(tmp_path, {"kept": "1", "removed": "1", "deleted": "1"})
+    prepare(code, work, digest)
+    for name in ("kept", "removed"):
+        (work / name).write_text("of the job")
+    (work / "deleted").unlink()
+    code, digest = snapshot_of(tmp_path, {"kept": "2", "removed": "2", "deleted": "1"})
+    assert prepare(code, work, digest) == ["kept", "removed"]
+    (work / "removed").unlink()
+    assert prepare(code, work, digest) == []
+    found = {path.name: path.read_text() for path in work.iterdir()}
+    assert found == {"kept": "of the job", "removed": "2"}
+    (work / "removed").unlink()  # now it is one of those that were copied
+    assert prepare(code, work, digest) == [] and not (work / "removed").exists()

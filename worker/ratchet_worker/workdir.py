@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -30,10 +30,19 @@ _OTHER: Final = "other"
 
 @dataclass(frozen=True)
 class CopiedCode:
-    """``work.json``: the digest of the code that the directory has a copy of, and for each of its files what was copied."""
+    """``work.json``: the digest of the code that the directory has a copy of, and for each of its files what was copied.
+
+    ``begun``: what an update that was cut short may have made of a file since (None: removed it). ``left``: files of the code
+    that were not copied, since the job had some of its own there."""
 
     digest: str | None = None
     files: dict[str, str] = field(default_factory=dict)
+    begun: dict[str, list[str | None]] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+
+    def forms(self, path: str) -> set[str | None]:
+        """Of a file that nobody but updates has changed."""
+        return {self.files.get(path), *self.begun.get(path, ())}
 
 
 def prepare(code: Path | None, work: Path, digest: str | None = None) -> list[str]:
@@ -42,7 +51,7 @@ def prepare(code: Path | None, work: Path, digest: str | None = None) -> list[st
     Copied under another name beside it, synced and renamed, so a copy that a crash cut short is never used; the next call
     removes it. One process at a time on each disk: node 0's agent before the others go on, each under its attempt's lock.
     ``digest``: of ``code``. Where the copy was made of other code, it is brought up to date; returned are the paths of its files
-    that are left as they are, since they are not what was copied.
+    that are left as they are, since they are not what was copied. One of these that is gone by the next call is copied then.
     """
     if work.is_dir():
         return [] if code is None else _update(code, work, digest)
@@ -79,30 +88,38 @@ def _clear(work: Path) -> None:
 
 
 def _update(code: Path, work: Path, digest: str | None) -> list[str]:
-    """Again after a crash it comes to the same end: what was copied is recorded last."""
+    """Again after a crash, and with whatever code, it comes to the same end: what may be copied is recorded before, and what was
+    copied last."""
     copied = _recorded(work)
-    if digest is None or copied.digest == digest:
+    same = copied.digest == digest
+    if digest is None or (same and all(_form_in(work, path) is not None for path in copied.left)):
         return []
     _clear(work)
     found = _entries(code)
     files = _forms(found)
-    for path in sorted(copied.files.keys() - files.keys(), reverse=True):  # a file may make room for a directory
-        if _form_in(work, path) == copied.files[path]:
+    ours = copied.files.keys() | copied.begun.keys()
+    begun = {path: [*copied.begun.get(path, ()), files.get(path)] for path in ours | files.keys()}
+    _record(work, replace(copied, begun=begun))
+    for path in sorted(ours - files.keys(), reverse=True):  # a file may make room for a directory
+        here = _form_in(work, path)
+        if here is not None and here in copied.forms(path):
             (work / path).unlink()
             with suppress(OSError):  # not empty
                 for folder in list((work / path).parents)[: path.count("/")]:
                     folder.rmdir()
     left = []
     for entry in found:
-        was, here = copied.files.get(entry.path), _form_in(work, entry.path)
-        if files[entry.path] in (was, here):
+        path, here = entry.path, _form_in(work, entry.path)
+        known = copied.forms(path)
+        if here == files[path] or (files[path] == copied.files.get(path) and here not in known):
             continue
-        if here in (None, was):
+        if here is None or here in known:
             _put(entry, work)
         else:
-            left.append(entry.path)
-    _record(work, CopiedCode(digest=digest, files=files))
-    return left
+            left.append(path)
+            del files[path]
+    _record(work, CopiedCode(digest=digest, files=files, left=left))
+    return [] if same else left
 
 
 def _put(entry: Entry, work: Path) -> None:
@@ -152,7 +169,15 @@ def _recorded(work: Path) -> CopiedCode:
     """Nothing where an older version made the copy: then what is there is left as it is, unless it is the code's."""
     try:
         told = json.loads(JobPaths(work.parent).work_file.read_bytes())
-        return CopiedCode(str(told["digest"]), {str(path): str(form) for path, form in told["files"].items()})
+        return CopiedCode(
+            None if told["digest"] is None else str(told["digest"]),
+            {str(path): str(form) for path, form in told["files"].items()},
+            {
+                str(path): [None if form is None else str(form) for form in forms]
+                for path, forms in told["begun"].items()
+            },
+            [str(path) for path in told["left"]],
+        )
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return CopiedCode()
 
