@@ -23,13 +23,14 @@ from ratchet_contract import environment as names
 from ratchet_contract.errors import UserError
 from ratchet_contract.exit_codes import EXIT_LEASE_LOST, exit_code_of
 from ratchet_contract.messages import AttemptResult, LaunchFile, Note, node_rank
-from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.paths import AttemptPaths, JobPaths
 from ratchet_contract.phases import Cause
 from ratchet_contract.resume import Base
 from ratchet_worker import code_fetch, procs, workdir
 from ratchet_worker.agent_files import (
     LaunchRefused,
     agent_file,
+    first_code,
     load_launch,
     lock,
     own_session,
@@ -179,7 +180,8 @@ class _Attempt:
 
     def _prepare(self, code: str | None, work: Path, digest: str | None) -> None:
         """``digest``: of code that lies on the nodes."""
-        left = workdir.prepare(None if code is None else Path(code), work, digest or self._launch.resolved.code_digest)
+        digest, first = digest or self._launch.resolved.code_digest, first_code(JobPaths(Path(self._launch.job_root)))
+        left = workdir.prepare(None if code is None else Path(code), work, digest, first)
         if left:
             names_left = ", ".join(left[:20]).encode("utf-8", "replace").decode() + " ..." * (len(left) > 20)
             text = (
