@@ -220,7 +220,7 @@ def test_what_differs_is_refused_or_reported_and_a_fork_on_other_ranks_is_redist
     attempt = job.launch(resolved=RESOLVED.model_copy(update={"threads_per_rank": 2}))
     result = attempt.wait()
     assert (result.cause, result.exit_code) == (Cause.USER_ERROR, EXIT_USER_ERROR)
-    assert "threads (1 -> 2)" in (result.message or "") and "determinism: warn" in (result.message or "")
+    assert "threads (1 -> 2)" in (result.message or "") and "--set determinism=warn`" in (result.message or "")
     assert "recorded: package:other (None -> 3), package:some-lib (1.0 -> 2.0), threads" in (result.message or "")
 
     fork = ForkSource(job_root=str(job.paths.root), step=source.step, epoch=source.epoch, digest=source.digest)

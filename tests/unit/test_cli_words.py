@@ -13,7 +13,7 @@ import typer
 import yaml
 from rich.console import Console
 
-from ratchet_client.cli import output, submit
+from ratchet_client.cli import output, submit, watch
 from ratchet_client.cli.config import masked
 from ratchet_client.cli.figures import Snapshot, eta_words, facts, sparkline, speed_words, waiting_words
 from ratchet_client.cli.live import JobLines
@@ -149,3 +149,13 @@ def test_a_dry_run_shows_a_batch_script_as_text_and_manifests_as_yaml_documents(
     }
     submit._show_plan(plan, as_json=True)
     assert json.loads(capsys.readouterr().out)["launch"]["request"] == request
+
+
+def test_a_strict_job_that_has_a_checkpoint_is_told_the_fork_that_other_code_takes() -> None:
+    """A resume with other code would be refused at once."""
+    spec = {"code": {"path": "/my code"}, "determinism": "strict"}
+    strict = JobView.model_validate(JOB | {"phase": "FAILED", "spec": spec})
+    assert "with changed code: ratchet resume job-000000000001 --code '/my code'" in watch._go_on(strict)
+    told = watch._go_on(strict.model_copy(update={"last_checkpoint": "step-000000000020.a0001"}))
+    fork = "ratchet fork job-000000000001 --set determinism=warn --set code.path='/my code'"
+    assert told.endswith(f"as a new job: {fork}") and "--code" not in told

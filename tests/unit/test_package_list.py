@@ -7,12 +7,12 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from ratchet_worker.environment_record import compare, facts_of, name_packages, provenance
-from ratchet_worker.package_list import changes, digest, installed
+from ratchet_worker.package_list import changes, digest, editable, installed
 
 
 def test_it_is_what_importlib_metadata_says_without_ratchet() -> None:
     said = {f"{re.sub(r'[-_.]+', '-', d.name).lower()}=={d.version}" for d in distributions()}
-    assert installed() == sorted(p for p in said if not p.startswith("ratchet-train=="))
+    assert [p.partition("@")[0] for p in installed()] == sorted(p for p in said if not p.startswith("ratchet-train=="))
     assert any(p.startswith("torch==") for p in installed())
 
 
@@ -26,6 +26,22 @@ def test_the_first_of_a_name_counts_and_what_is_no_package_is_left_out(tmp_path:
     (second / "module.py").write_text("")
     found = installed([str(first), str(second), str(tmp_path / "absent"), str(second / "module.py")])
     assert found == ["bad==4-py3.11", "lib-a==1.0+cpu", "old-name==0.3"]
+
+
+def test_a_commit_counts_and_an_editable_package_is_named_as_not_looked_at(tmp_path: Path) -> None:
+    told = {
+        "a": '{"url": "https://git.example/a", "vcs_info": {"vcs": "git", "commit_id": "%s"}}' % ("c0de" * 10),
+        "b": '{"url": "file:///src/b", "dir_info": {"editable": true}}',
+        "c": '{"url": "file:///src/c", "dir_info": {}}',
+        "d": '{"url": "https://files.example/d.whl", "archive_info": {"hashes": {"sha256": "abcd"}}}',
+        "e": "no json",
+    }
+    for name, text in told.items():
+        (tmp_path / f"{name}-1.dist-info").mkdir()
+        (tmp_path / f"{name}-1.dist-info" / "direct_url.json").write_text(text)
+    found = installed([str(tmp_path)])
+    assert found == [f"a==1@{'c0de' * 10}", "b==1@editable", "c==1", "d==1@abcd", "e==1"]
+    assert editable(found) == ["b"]
 
 
 def test_what_changed_is_named() -> None:

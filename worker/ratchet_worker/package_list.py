@@ -1,13 +1,16 @@
 """Which packages this interpreter has, as ``name==version``, and which of them are others than when a checkpoint was made.
 
 Names and versions are those of the directories ``NAME-VERSION.dist-info`` on the import path, where the first of a name counts:
-``importlib.metadata`` reads and parses a file of each, which takes a rank with 160 packages half a second. Ratchet itself is not
-in the list: its version is recorded beside it, and a checkpoint has the same meaning for all that read its format.
+``importlib.metadata`` reads and parses a file of each, which takes a rank with 160 packages half a second. Of a package that was
+installed from a repository or a file the commit or the file's digest follows (``name==version@COMMIT``), of an editable one
+``@editable``: its files are not looked at, nor are those of any other package. Ratchet itself is not in the list: its version is
+recorded beside it, and a checkpoint has the same meaning for all that read its format.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import sys
 from collections.abc import Collection, Sequence
@@ -19,6 +22,7 @@ from typing import Final
 from ratchet_contract.resume import EnvironmentDifference
 
 OWN: Final = "ratchet-train"
+EDITABLE: Final = "editable"
 _SUFFIXES: Final = (".dist-info", ".egg-info")
 _SEPARATORS: Final = re.compile(r"[-_.]+")
 
@@ -44,7 +48,25 @@ def _name_and_version(place: Path) -> tuple[str, str]:
         with suppress(OSError, ValueError, KeyError):
             meta = Distribution.at(place).metadata
             name, version = meta["Name"] or name, meta["Version"] or version
-    return name, version or "unknown"
+    return name, (version or "unknown") + _source(place)
+
+
+def _source(place: Path) -> str:
+    """``@`` and what tells two installations of one version apart, where the installer has recorded it; else empty."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        told = json.loads((place / "direct_url.json").read_bytes())
+        if told.get("dir_info", {}).get("editable"):
+            return f"@{EDITABLE}"
+        found = told.get("vcs_info", {}).get("commit_id") or told.get("archive_info", {}).get("hashes", {}).get(
+            "sha256"
+        )
+        return f"@{found}" if found and " " not in found else ""
+    return ""
+
+
+def editable(packages: Sequence[str]) -> list[str]:
+    """Names of those whose code may change without a trace in the list."""
+    return [package.partition("==")[0] for package in packages if package.endswith(f"@{EDITABLE}")]
 
 
 def digest(packages: Sequence[str]) -> str:

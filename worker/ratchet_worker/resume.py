@@ -107,7 +107,8 @@ def restore(runtime: Runtime) -> ResumeReport:
         if differences and launch.spec.determinism == "strict":
             raise UserError(
                 f"determinism is strict and this is not what was recorded: {environment_record.sentence(differences)}. Resume "
-                "where it is the same, or submit with determinism: warn",
+                "it where it is the same, or go on as a new job, whose bits may differ: "
+                f"`ratchet fork {launch.job_id} --set determinism=warn`",
                 code="environment-differs",
             )
         _keep_total(runtime, chosen.manifest)
@@ -132,7 +133,7 @@ def restore(runtime: Runtime) -> ResumeReport:
         components=components,
         differences=differences,
         quarantined=chosen.quarantined,
-        notes=[*chosen.notes, *_caveats(runtime)] if runtime.rank == 0 else [],
+        notes=[*chosen.notes, *_caveats(runtime, packages)] if runtime.rank == 0 else [],
     )
     if runtime.rank == 0:
         paths = AttemptPaths(Path(launch.attempt_dir))
@@ -209,9 +210,11 @@ def _union(found: list[EnvironmentDifference]) -> list[EnvironmentDifference]:
     return sorted({(d.key, repr(d)): d for d in found}.values(), key=lambda d: d.key)
 
 
-def _caveats(runtime: Runtime) -> list[str]:
+def _caveats(runtime: Runtime, packages: list[str]) -> list[str]:
     """What a report cannot know of."""
     out = [note for note in (runtime.notes.total, untested(torch.__version__)) if note is not None]
+    if edited := package_list.editable(packages):
+        out.append(f"installed as editable, so whether their code is the same is not looked at: {', '.join(edited)}")
     for path, reason in sorted(runtime.state.hidden.ignored.items()):
         odd = "; nothing was found there when the checkpoint was made" if path in runtime.state.not_found else ""
         out.append(f"{path} is ignored: {reason}{odd}")
@@ -231,8 +234,8 @@ def _insist_if_strict(launch: LaunchFile, reports: list[ComponentReport]) -> Non
     lost = [f"{r.component} of rank {r.rank}: {r.status} ({r.reason})" for r in reports if r.status != "exact"]
     if lost and launch.spec.determinism == "strict":
         raise UserError(
-            f"determinism is strict and not everything comes back exactly: {'; '.join(lost)}. Submit with determinism: warn to "
-            "go on all the same",
+            f"determinism is strict and not everything comes back exactly: {'; '.join(lost)}. To go on all "
+            f"the same, as a new job: `ratchet fork {launch.job_id} --set determinism=warn`",
             code="state-differs",
         )
 

@@ -111,6 +111,9 @@ def _go_on(job: JobView) -> str:
     again, code = f"ratchet resume {job.id}", job.spec.get("code")
     if code is None or code.get("source") == "nodes":
         return f"go on: {again}"
+    if job.spec.get("determinism") == "strict" and job.last_checkpoint is not None:
+        other = f"ratchet fork {job.id} --set determinism=warn --set code.path={shlex.quote(code['path'])}"
+        return f"go on with the same code: {again}; with changed code, which strict refuses, as a new job: {other}"
     return f"go on with the same code: {again}; with changed code: {again} --code {shlex.quote(code['path'])}"
 
 
