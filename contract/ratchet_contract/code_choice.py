@@ -26,6 +26,8 @@ LARGE: Final = 32 << 20
 _MAX_BYTES: Final = 64 << 10
 _MAX_STARS: Final = 3
 """Within one part of a pattern: with more of them a name may take minutes to be compared."""
+_MOST_NAMES: Final = 100_000
+"""Looked at for one snapshot: names in a directory that is left out as a whole do not count, files left out one by one do."""
 _SHOWN: Final = 5
 
 
@@ -85,6 +87,7 @@ class _Rules:
         self.include, self.left_out = include, list[str]()
         self._root, self._above = _repository(root, allowed), ""
         self._specs: dict[str, GitIgnoreSpec | None] = {}
+        self._looked_at = 0
         self._closed: set[str] = set()
         """Directories that are left out and looked into for what is included."""
         for part in root.relative_to(self._root).parts:
@@ -94,7 +97,14 @@ class _Rules:
             self._above += f"{part}/"
 
     def keeps(self, path: str, is_dir: bool) -> bool:
-        """A file: is it taken? A directory: is it looked into?"""
+        """A file: is it taken? A directory: is it looked into? Raises ``TreeError`` (``too-large``)."""
+        self._looked_at += 1
+        if self._looked_at > _MOST_NAMES:
+            raise TreeError(
+                "too-large",
+                f"the directory of the code has more than {_MOST_NAMES} names, with those that are left out one by one (as "
+                f"{path!r}): leave out a directory of many files as a whole, by a line like data/ in .ratchetignore",
+            )
         if any(_at_or_below(path, name) for name in self.include):
             return True
         parent = path.rpartition("/")[0]
@@ -150,14 +160,16 @@ def _lines(path: Path) -> list[str]:
         content = file.read(_MAX_BYTES + 1)
     if len(content) > _MAX_BYTES:
         raise TreeError("ignore-file", f"{str(path)!r} is longer than {_MAX_BYTES >> 10} KiB")
-    lines = content.decode("utf-8", "surrogateescape").splitlines()
+    lines = [line.removesuffix("\r") for line in content.decode("utf-8", "surrogateescape").split("\n")]
     for number, line in enumerate(lines, 1):
         pattern = "" if line.startswith("#") else line
-        slow = pattern.count("**") > _MAX_STARS or any(p.count("*") > _MAX_STARS for p in pattern.split("/"))
-        if slow or not _is_valid(pattern):
-            wrong = f"line {number} is no pattern, or has more than {_MAX_STARS} stars in a part"
-            raise TreeError("ignore-file", f"{str(path)!r}: {wrong}")
-    return lines
+        if pattern.count("**") > _MAX_STARS or any(p.count("*") > _MAX_STARS for p in pattern.split("/")):
+            raise TreeError(
+                "ignore-file",
+                f"{str(path)!r}, line {number}: {line!r} has more than {_MAX_STARS} stars in a part, or ** in all, and may take "
+                "minutes to be compared: write it with fewer, or remove it",
+            )
+    return [line for line in lines if _is_valid(line)]  # git ignores others, too
 
 
 def _is_valid(pattern: str) -> bool:

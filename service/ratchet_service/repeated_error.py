@@ -9,14 +9,17 @@ from typing import Any, Final, NamedTuple
 from ratchet_contract.messages import AttemptResult
 from ratchet_contract.outcome import EndSeen
 from ratchet_contract.phases import Cause
+from ratchet_service.decide import MAX_BACKOFF
 from ratchet_service.models import Attempt
 
 _FRAME: Final = re.compile(r'^ *File "([^"\n]*)", line (\d+)', re.MULTILINE)
 _KIND: Final = re.compile(r"[^:\n]*(?:: \[Errno -?\d+\])?")
 _PASSING: Final = re.compile(
-    r"Connection|Time(d ?)?[Oo]ut|timed out|Network|HTTP|Unavailable|Dist\w*Error|CUDA error|NCCL|Temporary|Input/output|Stale"
+    r"^OSError|[Cc]onnect|Time(d ?)?[Oo]ut|timed out|Network|HTTP|Unavailable|Dist\w*Error|NCCL|Temporary|No route|not known|"
+    r"CUDA error|No CUDA GPUs|Stale"
 )
-"""What a network, a device or a shared file system says, which may be well a minute later."""
+"""What a network, a device or a shared file system says, which may be well a minute later. ``OSError`` by that name alone is the
+system's without a class of its own (a full disk, an address in use), and that of libraries which load models from the network."""
 
 
 class Raised(NamedTuple):
@@ -31,10 +34,17 @@ def repeated(seen: EndSeen, results: Iterable[AttemptResult], before: Attempt | 
     """``seen``: the attempt's end, out of ``results``; ``before``: the row of the attempt before it, which has ended."""
     if seen.cause is not Cause.EXCEPTION or before is None or before.cause is not Cause.EXCEPTION:
         return False
-    if before.last_step > (before.base_step or 0):
+    if before.last_step > (before.base_step or 0) or _ran_unseen(before):
         return False
     now = _raised(seen.rank, [result.model_dump(mode="json") for result in results])
     return now is not None and now == _raised(before.rank, before.results.values())
+
+
+def _ran_unseen(before: Attempt) -> bool:
+    """Did a script without a Session, of which no step is seen, run for longer than the start of one takes?"""
+    if before.begun_at is None or before.ended_at is None or (before.resume_report or {}).get("verdict") != "unmanaged":
+        return False
+    return (before.ended_at - before.begun_at).total_seconds() >= MAX_BACKOFF
 
 
 def _raised(rank: int | None, results: Iterable[dict[str, Any]]) -> Raised | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from ratchet_contract import code_tree
+from ratchet_contract import code_choice, code_tree
 from ratchet_contract.code_choice import choose
 from ratchet_contract.code_tree import TreeError
 from ratchet_service.snapshot import snapshot
@@ -149,10 +150,34 @@ def test_large_files_are_named(tmp_path: Path) -> None:
     assert code == "code-large-files" and "big.bin (40 MiB)" in text and ".ratchetignore" in text
 
 
-@pytest.mark.parametrize("line", ["*a*a*a*a*a*b", "a\\", "**/a/**/b/**/c/**/d"])
-def test_patterns_that_take_for_ever_or_mean_nothing_are_refused(tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize("line", ["*a*a*a*a*a*b", "**/a/**/b/**/c/**/d"])
+def test_patterns_that_take_for_ever_are_refused_with_their_line(tmp_path: Path, line: str) -> None:
     (tmp_path / ("a" * 200)).write_text("")
     (tmp_path / ".gitignore").write_text(f"runs/\n{line}\n")
-    with pytest.raises(TreeError, match="line 2") as refused:
+    with pytest.raises(TreeError, match="line 2: .*" + re.escape(repr(line))) as refused:
         choose(tmp_path)
     assert refused.value.code == "ignore-file"
+
+
+@GIT
+@pytest.mark.parametrize("line", ["!", "a\\", "/", "\x0cruns", "train.py\r"])
+def test_lines_that_mean_nothing_mean_nothing_as_in_git(tmp_path: Path, line: str) -> None:
+    root = project(tmp_path / "code")
+    (root / ".gitignore").write_bytes(f"*.pt\n{line}\nbuild\n".encode())
+    subprocess.run(["git", "init", "-q"], cwd=root, check=True)
+    assert {entry.path for entry in choose(root).entries} == by_git(root)
+
+
+def test_files_that_are_left_out_one_by_one_are_bounded_and_a_whole_directory_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code_choice, "_MOST_NAMES", 20)
+    (tmp_path / "runs").mkdir()
+    for name in range(30):
+        (tmp_path / "runs" / f"{name}.log").touch()
+    (tmp_path / ".gitignore").write_text("*.log\n")
+    with pytest.raises(TreeError, match=r"as a whole, by a line like data/ in \.ratchetignore") as refused:
+        choose(tmp_path)
+    assert refused.value.code == "too-large"
+    (tmp_path / ".ratchetignore").write_text("runs/\n")
+    assert [entry.path for entry in choose(tmp_path).entries] == [".gitignore", ".ratchetignore"]

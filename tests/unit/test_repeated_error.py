@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -33,6 +34,11 @@ def row(told: AttemptResult, **columns: Any) -> Attempt:
     return Attempt(**given | columns)
 
 
+def ran(seconds: float) -> dict[str, Any]:
+    begun = datetime.fromisoformat(NOW)
+    return {"begun_at": begun, "ended_at": begun + timedelta(seconds=seconds)}
+
+
 def same(first: Attempt | None, second: AttemptResult) -> bool:
     return repeated(EndSeen(second.cause, rank=second.rank), [second], first)
 
@@ -45,6 +51,8 @@ def test_the_same_line_and_class() -> None:
     assert same(row(result(missing.format("tmpa8x"))), result(missing.format("tmpq1z")))
     assert same(row(result("KeyError")), result("KeyError: 'rank 1'", rank=1))
     assert same(row(result(text), base_step=4, last_step=4), result(text))
+    assert same(row(result(text), **ran(600), resume_report={"verdict": "fresh"}), result(text))
+    assert same(row(result(text), **ran(10), resume_report={"verdict": "unmanaged"}), result(text))
 
 
 @pytest.mark.parametrize(
@@ -66,11 +74,18 @@ def test_the_same_line_and_class() -> None:
                 "DistNetworkError: no",
                 "RuntimeError: CUDA error: an illegal memory access was encountered",
                 "gaierror: [Errno -3] Temporary failure in name resolution",
+                "gaierror: [Errno -2] Name or service not known",
+                "OSError: We couldn't connect to 'https://huggingface.co' to load this file",
+                "OSError: [Errno 28] No space left on device",
+                "OSError: [Errno 98] Address already in use",
+                "OSError: [Errno 113] No route to host",
+                "RuntimeError: No CUDA GPUs are available",
             )
         ],
         (row(result("OSError: [Errno 24] Too many open files: 'a'")), result("OSError: [Errno 28] No space left: 'a'")),
         (row(result("OSError: [Errno 5] Input/output error")), result("OSError: [Errno 2] No such file or directory")),
         (row(result("OSError: [Errno 2] No such file or directory")), result("OSError: [Errno 116] Stale file handle")),
+        (row(result("TypeError: a"), **ran(600), resume_report={"verdict": "unmanaged"}), result("TypeError: a")),
     ],
 )
 def test_anything_else_may_be_tried_again(first: Attempt | None, second: AttemptResult) -> None:
