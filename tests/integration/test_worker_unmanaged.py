@@ -45,6 +45,21 @@ with Session() as s:
             optimizer.step()
             optimizer.zero_grad()
 """,
+    # The usual shape of a loop without Ratchet: its second and third epoch ask for no step that was not done.
+    "epochs.py": """
+import torch
+from ratchet_worker.session import Session
+with Session() as s:
+    net = torch.nn.Linear(2, 1)
+    model = s.wrap(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    s.register(optimizer=optimizer)
+    for epoch in range(3):
+        for step in s.steps(2):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+""",
     # A file of its own, a group that torch makes by itself, one that is not left.
     "alone.py": """
 import os, sys
@@ -125,7 +140,9 @@ def test_what_a_script_does_with_its_group_and_its_session(home: Home) -> None:
 
 
 def test_what_no_retry_heals_is_told_with_its_cure_and_what_was_not_done_is_said(home: Home) -> None:
-    missing, before, none, phases = (home.launch(f"{name}.py") for name in ("missing", "before", "none", "phases"))
+    missing, before, none, phases, epochs = (
+        home.launch(f"{name}.py") for name in ("missing", "before", "none", "phases", "epochs")
+    )
     result = missing.wait()
     assert (result.cause, result.exit_code) == (Cause.USER_ERROR, EXIT_USER_ERROR), missing.logs()
     assert "'a_module_that_nobody_has'" in (result.message or "") and "code directory" in (result.message or "")
@@ -138,6 +155,10 @@ def test_what_no_retry_heals_is_told_with_its_cure_and_what_was_not_done_is_said
 
     result = phases.wait()
     assert result.cause is Cause.USER_ERROR and "after step 1" in (result.message or ""), phases.logs()
+
+    result = epochs.wait()
+    assert result.cause is Cause.USER_ERROR and "after step 2" in (result.message or ""), epochs.logs()
+    assert "epochs times steps of an epoch" in (result.message or "")
 
 
 FORKING = """

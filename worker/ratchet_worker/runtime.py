@@ -169,12 +169,7 @@ class Runtime:
 
     def begin_step(self) -> None:
         """Start the next step, or act on what was agreed first. Raises ``Stopped``, and ``UserError`` behind the job's end."""
-        if self._ended:
-            raise UserError(
-                f"another step was asked for after step {self.step}, which was the last: a resume from the final checkpoint has "
-                "nothing left to do and would leave it out. Ask for all steps in one loop: steps(total of all phases)",
-                code="after-the-end",
-            )
+        self.refuse_after_the_end()
         self._end_body()
         if self.trial.under_way:
             self._next_of_trial()
@@ -185,6 +180,16 @@ class Runtime:
         self.state.step_begins()
         self._open, self._iteration = True, self.state.hook_or_refuse()[1].iteration
         self.counter.start_step(self.step + 1)
+
+    def refuse_after_the_end(self) -> None:
+        """Raises ``UserError``. Also for a loop over no more steps than there were: its body would be left out without a word."""
+        if self._ended:
+            raise UserError(
+                f"another step was asked for after step {self.step}, which was the last: a resume from the final checkpoint has "
+                "nothing left to do and would leave it out. Ask for all steps in one loop: steps(total of all phases, or epochs "
+                "times steps of an epoch)",
+                code="after-the-end",
+            )
 
     def end_step(self, *, last: bool = False) -> None:
         """The step boundary: after ``optimizer.step()`` and ``zero_grad()``. Without effect when no step is open. ``last``: the

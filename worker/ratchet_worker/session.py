@@ -209,12 +209,13 @@ class Session:
     def steps(self, total: int | None = None) -> Iterator[int]:
         """Numbers of the steps to do, from the restored one to ``total`` - 1 (None: until the script breaks). Each is saved,
         counted and stopped at when the next is asked for. Raises ``Stopped``, which ends the script where the ranks agreed to
-        stop, and ``UserError`` for a ``total`` below 1."""
+        stop, and ``UserError`` for a ``total`` below 1 and for a second loop behind the last step."""
         runtime = self._runtime
         if total is not None and total < 1:
             raise UserError(f"total must be at least 1, not {total}")
         if not runtime.restored:
             self.restore(total)
+        runtime.refuse_after_the_end()
         runtime.total = total
         while not runtime.done:
             runtime.begin_step()
