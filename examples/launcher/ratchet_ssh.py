@@ -86,7 +86,7 @@ class SshLauncher:
             launch=launch,
             argv=argv,
             env=env,
-            ranks=rank_commands(launch),
+            ranks=rank_commands(launch, argv[0]),
             request={"shell line": self._start(paths, argv)},
         )
 

@@ -100,8 +100,9 @@ def _history_is_folded(cli: Cli, job_id: str) -> None:
     assert {line.split()[1] for line in each} >= {"result", "attempt-ended", "end-succeeded"}
     for arguments in ((), ("-f",)):
         lines = cli("events", job_id, *arguments).text.splitlines()
-        [saved] = [line for line in lines if " checkpoint " in line]
+        *begun, saved = [line for line in lines if " checkpoint " in line]
         assert "checkpoints from step 1 on, newest: step-000000000044.a0001" in saved
+        assert len(begun) == len(arguments), "who follows sees the first when it comes"
         assert lines[-1].endswith("attempt 1 ended: completed: all ranks completed; the job is SUCCEEDED")
         assert not [line for line in lines if line.split()[1] in ("result", "end-succeeded")]
 

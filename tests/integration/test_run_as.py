@@ -130,10 +130,10 @@ def test_the_command_refuses_too_and_takes_the_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["serve", "--home", str(tmp_path / "home"), "--run-as", f"{UID}:{UID}"]
+    monkeypatch.setattr(worker_user, "own_process", lambda: None)  # this one is the tests'
     assert main(arguments) == 2
     assert "would be admin of the service: add --auth token" in capsys.readouterr().err
     monkeypatch.setenv("RATCHET_AUTH", "token")
-    monkeypatch.setattr(worker_user, "own_process", lambda: None)
     assert main([*arguments, "--host", "no.such.host.invalid"]) == 2  # gets as far as that
     assert "admin of the service" not in capsys.readouterr().err
 
