@@ -269,6 +269,16 @@ def test_a_pod_that_somebody_deletes_was_evicted_and_those_that_its_job_takes_al
     assert [end.cause for end in view(seen(job(), after)).ends] == [Cause.USER_ERROR]
 
 
+def test_a_deletion_by_force_in_the_second_of_the_end_is_somebodys_unless_another_pod_failed() -> None:
+    """Kubernetes tells times in whole seconds."""
+    failed = job(("Failed", "BackoffLimitExceeded", "Job has reached the specified backoff limit"), concluded=42)
+    forced = pod(0, "Failed", ended(137, finished_at=42), deletion=72)
+    (end,) = view(seen(failed, forced)).ends
+    assert end.cause is Cause.EVICTED and "somebody deleted the pod" in end.message
+    broken = pod(1, "Failed", ended(78, finished_at=42))
+    assert all("deleted the pod" not in end.message for end in view(seen(failed, forced, broken), nodes=2).ends)
+
+
 @pytest.mark.parametrize(
     "state", [waiting("ImagePullBackOff"), ended(137, "ContainerStatusUnknown")], ids=["old", "new"]
 )
