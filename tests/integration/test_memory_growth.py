@@ -70,10 +70,9 @@ def test_what_is_held_does_not_grow_with_the_jobs_that_have_been(plane: Plane) -
     few = max(1, JOBS // 5)
     run(JOBS - 2 * few)  # caches fill
     middle, memory = run(few)
-    end, after = run(few)
-    print(
-        f"{JOBS} jobs: {end - middle:+d} objects of ours, {(after - memory) / 1e6:+.1f} MB resident over the last {few}"
-    )
-    assert end - middle < few // 2, f"{end - middle} objects more after {few} jobs more"
+    _, after = run(few)
+    print(f"{JOBS} jobs: {(after - memory) / 1e6:+.1f} MB resident over the last {few}")
+    # The threads that end attempts hold some for a moment after the rows say so.
+    wait_for(lambda: ours() - middle < few // 2, f"no object more than the {middle} of {few} jobs before", 30)
     if JOBS >= 1000:  # less is lost in what the allocator keeps
         assert after - memory < 2000 * few, f"{(after - memory) / few:.0f} bytes more for each job"
