@@ -203,8 +203,8 @@ def _by_hand(seen: Seen, pod: Pod) -> bool:
     failed = str(ended.get("lastTransitionTime", ""))
     if f"/{pod.name} " in str(ended.get("message", "")) or wanted < failed:
         return True
-    # Times are whole seconds. Within one the deletion came first where no other pod's end can have failed the Job.
-    return wanted == failed and all(other is pod or not other.over or other.stopped_by_deletion for other in seen.pods)
+    # Times are whole seconds. Within one the deletion came first where no other pod can have failed the Job.
+    return wanted == failed and len(seen.pods) == 1
 
 
 def forbids(warning: str) -> bool:
