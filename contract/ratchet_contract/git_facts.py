@@ -14,12 +14,13 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from pydantic import Field, model_validator
 
+from ratchet_contract.code_choice import Allowed, anything
 from ratchet_contract.code_tree import DIGEST, Entry, chunks
 from ratchet_contract.spec_base import SpecModel
 
@@ -81,9 +82,7 @@ class _Blob(NamedTuple):
     id: str
 
 
-def git_facts(
-    root: Path, entries: Iterable[Entry], allowed: Callable[[Path], bool] = lambda _: True
-) -> GitFacts | None:
+def git_facts(root: Path, entries: Iterable[Entry], allowed: Allowed = anything) -> GitFacts | None:
     """``root``: the user's directory; ``entries``: what a snapshot of it has, whose sources may be the snapshot's. ``allowed``:
     may the repository be looked at, of whose directories these are the real paths? None: the directory is in no repository."""
     try:
@@ -102,7 +101,7 @@ def git_facts(
 class _Look:
     """At one directory, until ``end`` of the monotonic clock. All raise ``_Unknown``."""
 
-    def __init__(self, end: float, allowed: Callable[[Path], bool]) -> None:
+    def __init__(self, end: float, allowed: Allowed) -> None:
         self._end = end
         self._allowed = allowed
 

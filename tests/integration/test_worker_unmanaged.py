@@ -13,6 +13,20 @@ from ratchet_contract.exit_codes import EXIT_USER_ERROR
 from ratchet_contract.phases import Cause
 from tests.support.launch import Attempt, Job
 
+NESTED = """
+import torch
+from ratchet_worker.session import Session
+with Session() as s:
+    net = torch.nn.Linear(2, 1)
+    model = s.wrap(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    s.register(optimizer=optimizer)
+    {outer}:
+        for step in s.steps({total}):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
 FILES = {
     # A Session in a module that is imported: managed from the moment it is made, under a second one too.
     "late.py": "import lib.inner\n",
@@ -31,35 +45,9 @@ for step in s.steps(3):
     optimizer.zero_grad()
 """,
     # A second loop behind the first one's end: a resume from the final checkpoint would leave it out.
-    "phases.py": """
-import torch
-from ratchet_worker.session import Session
-with Session() as s:
-    net = torch.nn.Linear(2, 1)
-    model = s.wrap(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    s.register(optimizer=optimizer)
-    for total in (1, 2):
-        for step in s.steps(total):
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-""",
+    "phases.py": NESTED.format(outer="for total in (1, 2)", total="total"),
     # The usual shape of a loop without Ratchet: its second and third epoch ask for no step that was not done.
-    "epochs.py": """
-import torch
-from ratchet_worker.session import Session
-with Session() as s:
-    net = torch.nn.Linear(2, 1)
-    model = s.wrap(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    s.register(optimizer=optimizer)
-    for epoch in range(3):
-        for step in s.steps(2):
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-""",
+    "epochs.py": NESTED.format(outer="for epoch in range(3)", total="2"),
     # A file of its own, a group that torch makes by itself, one that is not left.
     "alone.py": """
 import os, sys

@@ -81,9 +81,9 @@ def test_gitignore_above_the_directory_holds_as_in_git(tmp_path: Path, code: str
 
 def test_a_directory_that_its_repository_ignores_is_taken_by_its_own_rules(tmp_path: Path) -> None:
     """Like a project in a home directory whose dotfiles are in git."""
-    root = project(tmp_path / "home" / "work" / "code", gitignore="runs/\n")
+    root = project(tmp_path / "home" / "desk" / "code", gitignore="runs/\n")
     (tmp_path / "home" / ".git").mkdir()
-    for pattern in ("*", "/*\n!.vimrc", "/work/", "code"):
+    for pattern in ("*", "/*\n!.vimrc", "/desk/", "code"):
         (tmp_path / "home" / ".gitignore").write_text(f"{pattern}\n*.pt\n")
         assert taken(root) == set(FILES) - {"runs/a/log.txt"}
 

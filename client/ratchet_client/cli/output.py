@@ -150,7 +150,7 @@ def drawn_table(
             shown.add_column(column, justify=justify, no_wrap=column in ("ID", "AGE"), overflow="fold")
     for row in rows:
         kept = [value for column, value in zip(columns, row, strict=True) if column not in missing]
-        # The text is told, not its column: rich takes room from columns that may be wrapped.
+        # On the text, not on its column: rich takes room from columns that may be wrapped.
         cells = [Text(v, style=style_of(v), no_wrap=one_line, overflow="ellipsis" if one_line else None) for v in kept]
         shown.add_row(*cells)
     return shown, missing
