@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from ratchet_client.cli.streams import EventFold, folded
+from ratchet_client.cli.streams import EventFold
 from ratchet_contract.api import EventView
 
 KILLED = "rank-killed: rank 0 was killed by SIGKILL after step 314"
@@ -29,6 +30,11 @@ def ended(attempt: int = 1) -> list[EventView]:
         event("attempt-ended", f"attempt {attempt} ended: {KILLED}", attempt, cause="rank-killed", rank=0),
         event("end-requeue", again, attempt, **{"from": "RUNNING", "to": "QUEUED"}),
     ]
+
+
+def folded(events: Iterable[EventView]) -> list[EventView]:
+    fold = EventFold()
+    return [*(shown for event in events for shown in fold.add(event)), *fold.rest()]
 
 
 def shown(*events: EventView) -> list[str]:

@@ -11,7 +11,7 @@ from ratchet_client.cli import output
 from ratchet_client.cli.common import LOOK, PATIENCE, RETRY_FOR, JobId, JsonFlag, open_client
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from ratchet_client.client import WhichAttempt
     from ratchet_contract import api
@@ -127,14 +127,6 @@ def _print(events: Iterable[api.EventView]) -> None:
     for event in events:
         output.line(event_line(event))
     output.flush()
-
-
-def folded(events: Iterable[api.EventView]) -> Iterator[api.EventView]:
-    """The same history with one event for a run of checkpoints, and one for the end of an attempt."""
-    fold = EventFold()
-    for event in events:
-        yield from fold.add(event)
-    yield from fold.rest()
 
 
 class ErrorsOnce:

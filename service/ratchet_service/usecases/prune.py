@@ -56,11 +56,9 @@ def prune(database: Database, job_id: str, request: PruneRequest, homes: HomePat
         removal.mark(session, [row for row in rows if row.state == "committed"])
         marked = {row.name for row in rows if row.removing_since is not None}
     gone, refused = removal.carry_out(database, paths, job_id), list[str]()
-    removed = [
-        one
-        for one in going
-        if (one.directory.name in gone if one.directory.name in marked else _deleted(one, refused, pinned=False))
-    ]
+    unmarked = [one for one in going if one.directory.name not in marked]
+    gone |= {one.directory.name for one in unmarked if _deleted(one, refused, pinned=False)}
+    removed = [one for one in going if one.directory.name in gone]
     emptied = [one for one in aside if _deleted(one, refused, pinned=True)]
     if removed or emptied or refused:
         with database.write() as session:
