@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session
 
 from ratchet_contract.counter import finished_step
 from ratchet_contract.errors import CheckpointError
+from ratchet_contract.lineage import lineage
 from ratchet_contract.manifest import Manifest
 from ratchet_contract.outcome import EndSeen
 from ratchet_contract.paths import AttemptPaths, JobPaths
@@ -32,7 +33,6 @@ from ratchet_service.decision import Decision, Limits
 from ratchet_service.file_owner import as_owner, names_in, open_read
 from ratchet_service.ingest_effects import tell_left_out
 from ratchet_service.leases import Lease, hold
-from ratchet_service.lineage import lineage
 from ratchet_service.models import Attempt, AttemptNode, Checkpoint, Job
 from ratchet_service.transitions import add_event, apply
 from ratchet_service.verdict import Facts, cause_of, facts_of, job_values, verdict

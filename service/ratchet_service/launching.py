@@ -17,6 +17,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
+from ratchet_contract.lineage import fork_for_launch, lineage
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Cause, Event, JobPhase
@@ -34,7 +35,6 @@ from ratchet_service.launch_files import launch_file, newest_recorded, read_laun
 from ratchet_service.launchers.base import LaunchPlan
 from ratchet_service.launchers.table import Launchers
 from ratchet_service.leases import ACTIVE, Lease, hold, lease_values
-from ratchet_service.lineage import fork_for_launch, lineage
 from ratchet_service.models import Attempt, AttemptNode, Job
 from ratchet_service.queueing import NO_SLOT, QUOTA, Plan, Preemption, Round, Turn, say_why
 from ratchet_service.shown import pace_before

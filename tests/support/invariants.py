@@ -14,11 +14,11 @@ from typing import Any, Final, Protocol
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
+from ratchet_contract.lineage import lineage
 from ratchet_contract.paths import parse_checkpoint_dir_name
 from ratchet_contract.phases import AttemptPhase, Budget, Cause, Desired, Event, JobPhase, next_step
 from ratchet_contract.resume import Base, holds
 from ratchet_service.database import Database
-from ratchet_service.lineage import lineage
 from ratchet_service.models import Attempt, AttemptNode, Job
 from ratchet_service.models import Event as Row
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from ratchet_contract.lineage import fork_for_launch, lineage
 from ratchet_contract.messages import ForkSource
 from ratchet_contract.resume import Base, Segment, holds
-from ratchet_service.lineage import fork_for_launch, lineage
 
 Point = tuple[int, int]  # (step, epoch)
 

@@ -6,11 +6,11 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from ratchet_contract.errors import NotFound
+from ratchet_contract.lineage import lineage
 from ratchet_contract.paths import checkpoint_dir_name, is_job_id, parse_checkpoint_dir_name
 from ratchet_contract.phases import JobPhase
 from ratchet_contract.resume import Segment
 from ratchet_service.ancestry import bases_of, committed_of, fork_of, within
-from ratchet_service.lineage import lineage
 from ratchet_service.models import Attempt, Checkpoint, Job
 from ratchet_service.transitions import lock_job, no_such_job
 

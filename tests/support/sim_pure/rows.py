@@ -13,12 +13,12 @@ from functools import cache
 from typing import Any, Final
 
 from ratchet_contract.errors import NotFound
+from ratchet_contract.lineage import lineage
 from ratchet_contract.messages import ForkSource
 from ratchet_contract.phases import AttemptPhase, Cause, Desired, Event, JobPhase
 from ratchet_contract.resume import Base, Segment, holds
 from ratchet_service import fencing, ingest, ingest_news, leases, transitions
 from ratchet_service.leases import Free, Lease, LeaseLost
-from ratchet_service.lineage import lineage
 from ratchet_service.reconciler import IDLE_INTERVAL
 from ratchet_service.usecases import actions
 from tests.support.sim.processes import START
