@@ -338,6 +338,11 @@ class JobSpec(SpecModel):
         return self
 
     @property
+    def own_code(self) -> CodeSpec | None:
+        """The code whose snapshot the ranks run, which a resume can exchange. None: there is none, or it lies on the nodes."""
+        return None if self.code is None or self.code.source == "nodes" else self.code
+
+    @property
     def memory_of_a_rank(self) -> int | None:
         """Bytes that each process of a rank may have, where nothing else bounds them; None: an engine does, or nobody asked."""
         if self.launcher.kind != "local" or self.resources.memory is None:

@@ -11,8 +11,8 @@ The rules for an attempt that has ended:
 5. Otherwise the cause's budget decides between another attempt (failures: the first at once, then after a back-off) and the
    end of the job.
    What an exit code of the job's own code counts as is the spec's to say (``treatment``).
-   An exception that ended the attempt before it too, at the same line and before the first step of either, ends it: a third
-   attempt would end likewise.
+   An exception that ended the attempt before it too, at the same line and before the first step of the rank that raised it,
+   ends it: a third attempt would end likewise.
    Three attempts in a row that commit no new step end it too, where the last was ended from outside as many as it may have
    failures, if these are more. A suspended attempt is a pause that somebody asked for, not
    a try that came to nothing: it neither adds to that row nor breaks it; nor does one that was taken out of its engine's
@@ -178,7 +178,8 @@ def _exhausted(view: JobView, treated: Treatment, counters: Counters, end: Attem
     limits, last = view.limits, _last(treated, end)
     if treated.budget is Budget.FAILURES and counters.failures > limits.max_failures:
         kind = "of a script without a Session" if end.unmanaged else "without progress"
-        text = f"{counted(counters.failures, 'failure')} {kind}, {limits.max_failures} allowed (policy.max_failures). {last}"
+        text = f"{counted(counters.failures, 'failure')} {kind}, {limits.max_failures} allowed (policy.max_failures). "
+        text += f"{last} {_saves_failed(view) if end.cause is Cause.CHECKPOINT_ERROR else _again(view)}"
         return _over(view, Event.END_FAILED, treated, counters, "max-failures", text)
     if (
         treated.budget is Budget.PREEMPTIONS
@@ -190,23 +191,37 @@ def _exhausted(view: JobView, treated: Treatment, counters: Counters, end: Attem
     if treated.budget is Budget.FAILURES and end.repeated_error and _before_its_first_step(end):
         text = (
             "Two attempts in a row ended with the same error at the same line, and made no step: it is not tried again. "
-            f"{last} {_again(view.job_id)}"
+            f"{last} {_again(view)}"
         )
         return _over(view, Event.END_FAILED, treated, counters, "same-error", text)
     if treated.outcome is not Outcome.SUSPENDED and counters.no_progress >= _no_progress_limit(view, treated):
         row = counted(counters.no_progress, "attempt")
-        text = f"{row} in a row committed no new step. {last} {_no_progress_cure(view.job_id, end)}"
+        text = f"{row} in a row committed no new step. {last} {_no_progress_cure(view, end)}"
         return _over(view, Event.END_FAILED, treated, counters, "no-progress", text)
     return None
 
 
 def _before_its_first_step(end: AttemptEnd) -> bool:
     """Of a script without a Session no step is seen: one that ran for long has not failed at its start."""
-    return end.seconds < MAX_BACKOFF if end.unmanaged else end.last_step <= (end.base_step or 0)
+    if end.unmanaged:
+        return end.seconds < MAX_BACKOFF
+    return (end.last_step if end.error_step is None else end.error_step) <= (end.base_step or 0)
 
 
-def _again(job_id: str) -> str:
-    return f"Fix its cause; then `ratchet resume {job_id}`, which runs the same code again, or with changed code `--code DIR`."
+def _again(view: JobView) -> str:
+    resume = f"Fix its cause; then `ratchet resume {view.job_id}`"
+    return (
+        f"{resume}, which runs the same code again, or with changed code `--code DIR`."
+        if view.limits.other_code
+        else f"{resume}."
+    )
+
+
+def _saves_failed(view: JobView) -> str:
+    return (
+        "Its saves failed: do what the last failure says (its checkpoint-failed events have all); then "
+        f"`ratchet resume {view.job_id}`."
+    )
 
 
 def _no_progress_limit(view: JobView, treated: Treatment) -> int:
@@ -214,13 +229,13 @@ def _no_progress_limit(view: JobView, treated: Treatment) -> int:
     return max(NO_PROGRESS_LIMIT, view.limits.max_failures) if outside else NO_PROGRESS_LIMIT
 
 
-def _no_progress_cure(job_id: str, end: AttemptEnd) -> str:
+def _no_progress_cure(view: JobView, end: AttemptEnd) -> str:
     """A job that gets on and does not save is told from one that does not get on."""
+    job_id = view.job_id
     if end.cause is Cause.CHECKPOINT_ERROR:
-        return (
-            "Its saves failed: do what the last failure says (its checkpoint-failed events have all); then "
-            f"`ratchet resume {job_id}`."
-        )
+        return _saves_failed(view)
+    if end.repeated_error:
+        return f"That is the same error at the same line and step as the attempt before. {_again(view)}"
     if end.unsaved:
         other = (
             f"`ratchet fork {job_id} --set"
@@ -232,7 +247,7 @@ def _no_progress_cure(job_id: str, end: AttemptEnd) -> str:
             f"checkpoint-failed events, do what they say, then `ratchet resume {job_id}`. Else save more often, or give it more "
             f"notice: {other} checkpoint.every_steps=N` (or checkpoint.every_seconds, policy.stop_grace)."
         )
-    return f"It finished no new step: read its logs. {_again(job_id)}"
+    return f"It finished no new step: read its logs. {_again(view)}"
 
 
 def _requeue(view: JobView, treated: Treatment, counters: Counters, end: AttemptEnd, now: datetime) -> Decision:

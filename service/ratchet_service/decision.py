@@ -34,7 +34,8 @@ class Counters:
 
 @dataclass(frozen=True)
 class Limits:
-    """The spec's policy; seconds. ``exit_rules``: what exit codes of the job's own code mean."""
+    """The spec's policy; seconds. ``exit_rules``: what exit codes of the job's own code mean; ``other_code``: the job can be
+    resumed with other code."""
 
     max_preemptions: int | None = None
     max_failures: int = 3
@@ -42,6 +43,7 @@ class Limits:
     timeout: float | None = None
     stop_grace: float = 120.0
     exit_rules: tuple[ExitRule, ...] = ()
+    other_code: bool = True
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class AttemptEnd:
     ``exit_code`` is that of the rank that the cause comes from; ``base_step`` where it started (None: it never got that far),
     ``committed_step`` the newest step it committed, ``last_step`` the last one it did; ``begun`` whether any agent began;
     ``finished`` whether that is the job's final checkpoint; ``unmanaged`` whether it was a script without a Session; ``seconds``
-    how long it ran; ``repeated_error`` whether an exception ended it that had ended the attempt before, at the same line.
+    how long it ran; ``error_step`` the last step of the rank that the cause comes from, where it is known; ``repeated_error``
+    whether an exception ended it that had ended the attempt before, at the same line and after the same step of that rank.
     """
 
     cause: Cause
@@ -64,6 +67,7 @@ class AttemptEnd:
     message: str | None = None
     exit_code: int | None = None
     last_step: int = 0
+    error_step: int | None = None
     repeated_error: bool = False
 
     @property

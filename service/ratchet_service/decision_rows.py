@@ -16,6 +16,7 @@ def limits_of(spec: JobSpec) -> Limits:
         policy.timeout,
         policy.stop_grace,
         tuple(policy.exit_codes),
+        other_code=spec.own_code is not None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Has an attempt ended with the error of the one before, at the same line, before its first step? No retry heals that. Pure."""
+"""Has an attempt ended with the error of the one before, at the same line of the same step? No retry heals that. Pure."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ system's without a class of its own (a full disk, an address in use), and that o
 
 
 class Raised(NamedTuple):
-    """An exception's class (of the system's errors with their number), and file and line of every frame of its traceback. Not its
-    text, which may have a temporary path, a time or a rank's number in it."""
+    """An exception's class (of the system's errors with their number), the last step that its rank had finished, and file and
+    line of every frame of its traceback. Not its text, which may have a temporary path, a time or a rank's number in it."""
 
     kind: str
+    step: int
     frames: tuple[tuple[str, str], ...]
 
 
@@ -34,10 +35,16 @@ def repeated(seen: EndSeen, results: Iterable[AttemptResult], before: Attempt | 
     """``seen``: the attempt's end, out of ``results``; ``before``: the row of the attempt before it, which has ended."""
     if seen.cause is not Cause.EXCEPTION or before is None or before.cause is not Cause.EXCEPTION:
         return False
-    if before.last_step > (before.base_step or 0) or _ran_unseen(before):
+    if _ran_unseen(before):
         return False
     now = _raised(seen.rank, [result.model_dump(mode="json") for result in results])
     return now is not None and now == _raised(before.rank, before.results.values())
+
+
+def error_step(seen: EndSeen, results: Iterable[AttemptResult]) -> int | None:
+    """The last step that the rank which the end comes from had finished, whatever others had. None: it is not known."""
+    ends = (end for result in results for end in result.ranks)
+    return next((end.last_step for end in ends if end.rank == seen.rank and end.result is not None), None)
 
 
 def _ran_unseen(before: Attempt) -> bool:
@@ -55,4 +62,6 @@ def _raised(rank: int | None, results: Iterable[dict[str, Any]]) -> Raised | Non
     text = ends[0]["result"]["message"] or ""
     frames = tuple(_FRAME.findall(ends[0]["result"]["traceback"]))
     kind = _KIND.match(text)
-    return None if _PASSING.search(text) or not frames or kind is None else Raised(kind[0], frames)
+    return (
+        None if _PASSING.search(text) or not frames or kind is None else Raised(kind[0], ends[0]["last_step"], frames)
+    )

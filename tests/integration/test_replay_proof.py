@@ -155,6 +155,7 @@ def test_under_strict_a_difference_ends_the_job(make: Make) -> None:
     attempt = killed_and_resumed(job, Cause.USER_ERROR)
     result = attempt.wait()
     assert "step 7, done again, differs from the first time (parameters of rank" in str(result.message)
+    assert "`ratchet fork job-1 --set determinism=warn`" in str(result.message)
     assert result.last_step < 8 and job.checkpoints()[-1].startswith("step-000000000006")
 
 

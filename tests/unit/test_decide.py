@@ -327,13 +327,23 @@ def test_an_active_job_without_an_attempt_is_an_error() -> None:
         decide(JobView("job-1", JobPhase.RUNNING), NOW)
 
 
-def raised(seen: bool = True, *, done: int = 0, unmanaged: bool = False, seconds: float = 5.0) -> Decision:
-    """The second attempt in a row that an exception ends, ``done`` steps behind its base; ``seen``: at the line of the first."""
+def raised(
+    seen: bool = True,
+    *,
+    done: int = 0,
+    unmanaged: bool = False,
+    seconds: float = 5.0,
+    error_step: int | None = None,
+    attempts: int = 1,
+    limits: Limits = Limits(max_failures=5),
+) -> Decision:
+    """One more attempt after ``attempts`` that an exception ends, ``done`` steps after its base; ``seen``: at the line of the one
+    before; ``error_step``: the last step of its rank."""
     attempt = AttemptEnd(
         Cause.EXCEPTION, 10, None, unmanaged=unmanaged, seconds=seconds, message="TypeError: no", last_step=10 + done,
-        repeated_error=seen,
+        error_step=error_step, repeated_error=seen,
     )  # fmt: skip
-    counters, limits = Counters(failures=1, no_progress=1), Limits(max_failures=5)
+    counters = Counters(failures=attempts, no_progress=attempts)
     return decide(JobView("job-1", JobPhase.RUNNING, epoch=2, counters=counters, limits=limits, attempt=attempt), NOW)
 
 
@@ -342,8 +352,42 @@ def test_the_same_error_before_the_first_step_is_not_tried_a_third_time() -> Non
     assert (over.event, over.reason) == (Event.END_FAILED, "same-error")
     assert over.message is not None and over.message.count("TypeError: no") == 1
     assert raised(unmanaged=True).reason == "same-error"
+    assert (
+        raised(done=1, error_step=10).reason == "same-error"
+    )  # another rank finished the step that this one failed in
     for again in (raised(False), raised(done=1), raised(unmanaged=True, seconds=400.0)):
         assert again.event is Event.END_REQUEUE
+
+
+def test_an_error_that_comes_again_at_a_later_step_is_no_matter_of_checkpoints() -> None:
+    over = raised(done=7, attempts=2)
+    assert (over.event, over.reason) == (Event.END_FAILED, "no-progress")
+    assert over.message is not None and "checkpoint" not in over.message
+    assert "same line and step as the attempt before" in over.message and "`--code DIR`" in over.message
+    other = raised(False, done=7, attempts=2)
+    assert other.message is not None and "checkpoint.every_steps" in other.message
+
+
+@pytest.mark.parametrize("cause", [Cause.EXCEPTION, Cause.CHECKPOINT_ERROR])
+def test_a_job_with_too_many_failures_says_how_it_goes_on(cause: Cause) -> None:
+    over = end(cause, counters=Counters(failures=3), committed=None)
+    assert over.reason == "max-failures"
+    assert over.message is not None and "`ratchet resume job-1`" in over.message
+
+
+def test_other_code_is_offered_to_jobs_that_can_take_it() -> None:
+    def told(other_code: bool) -> list[str | None]:
+        limits = Limits(max_failures=5, other_code=other_code)
+        ends = [
+            raised(limits=limits),
+            raised(attempts=2, seen=False, limits=limits),
+            raised(limits=replace(limits, max_failures=1)),
+        ]
+        assert [over.reason for over in ends] == ["same-error", "no-progress", "max-failures"]
+        return [over.message for over in ends]
+
+    assert all(text is not None and "--code DIR" in text for text in told(True))
+    assert all(text is not None and "--code" not in text and "`ratchet resume job-1`" in text for text in told(False))
 
 
 @pytest.mark.parametrize(

@@ -20,17 +20,29 @@ def trace(line: int, text: str) -> str:
     return f'Traceback (most recent call last):\n  File "/code/train.py", line {line}, in <module>\n    f()\n{text}\n'
 
 
-def result(text: str, line: int | None = 7, rank: int = 0, cause: Cause = Cause.EXCEPTION) -> AttemptResult:
+def result(
+    text: str, line: int | None = 7, rank: int = 0, cause: Cause = Cause.EXCEPTION, step: int = 0, other: int = 0
+) -> AttemptResult:
+    """``step``: the last one of the rank that raised; ``other``: of another."""
     told = None if line is None else trace(line, text)
-    end = RankResult(rank=rank, cause=cause, at=NOW, last_step=0, message=text, traceback=told)
-    ranks = [RankEnd(rank=rank, exit_code=1, last_step=0, result=end), RankEnd(rank=5, exit_code=None, last_step=0)]
+    end = RankResult(rank=rank, cause=cause, at=NOW, last_step=step, message=text, traceback=told)
+    ranks = [
+        RankEnd(rank=rank, exit_code=1, last_step=step, result=end),
+        RankEnd(rank=5, exit_code=None, last_step=other),
+    ]
+    last = max(step, other)
     return AttemptResult(
-        job_id="j", epoch=1, cause=cause, rank=rank, last_step=0, started_at=NOW, ended_at=NOW, ranks=ranks
+        job_id="j", epoch=1, cause=cause, rank=rank, last_step=last, started_at=NOW, ended_at=NOW, ranks=ranks
     )
 
 
 def row(told: AttemptResult, **columns: Any) -> Attempt:
-    given = {"cause": told.cause, "rank": told.rank, "last_step": 0, "results": {"0": told.model_dump(mode="json")}}
+    given = {
+        "cause": told.cause,
+        "rank": told.rank,
+        "last_step": told.last_step,
+        "results": {"0": told.model_dump(mode="json")},
+    }
     return Attempt(**given | columns)
 
 
@@ -50,7 +62,9 @@ def test_the_same_line_and_class() -> None:
     missing = "FileNotFoundError: [Errno 2] No such file or directory: '/tmp/{}/train.bin'"
     assert same(row(result(missing.format("tmpa8x"))), result(missing.format("tmpq1z")))
     assert same(row(result("KeyError")), result("KeyError: 'rank 1'", rank=1))
-    assert same(row(result(text), base_step=4, last_step=4), result(text))
+    assert same(row(result(text, step=4), base_step=4), result(text, step=4))
+    assert same(row(result(text, step=7), base_step=4), result(text, step=7))
+    assert same(row(result(text, other=1)), result(text)), "it is the step of the rank that raised that counts"
     assert same(row(result(text), **ran(600), resume_report={"verdict": "fresh"}), result(text))
     assert same(row(result(text), **ran(10), resume_report={"verdict": "unmanaged"}), result(text))
 
@@ -64,7 +78,7 @@ def test_the_same_line_and_class() -> None:
         (row(result("TypeError: a", None)), result("TypeError: a", None)),
         (row(result("TypeError: a", cause=Cause.OOM)), result("TypeError: a")),
         (row(result("TypeError: a")), result("TypeError: a", cause=Cause.CHECKPOINT_ERROR)),
-        (row(result("TypeError: a"), base_step=4, last_step=5), result("TypeError: a")),
+        (row(result("TypeError: a", step=5), base_step=4), result("TypeError: a", step=4)),
         (row(result("TypeError: a"), results={}), result("TypeError: a")),
         *[
             (row(result(passing)), result(passing))

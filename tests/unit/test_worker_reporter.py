@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import TypeAdapter
 
+from ratchet_contract.errors import UserError
 from ratchet_contract.messages import Progress, RankMessage
 from ratchet_worker import reporter as module
-from ratchet_worker.reporter import Reporter
+from ratchet_worker.reporter import Reporter, metric
 from ratchet_worker.spool import Spool
 
 _MESSAGE: TypeAdapter[RankMessage] = TypeAdapter(RankMessage)
@@ -43,3 +45,11 @@ def test_no_rate_is_told_where_no_step_was_done(told: Callable[..., list[tuple[i
     assert told((1.0, 0, True), (2.0, 0, True), (4.0, 10, True), (4.0, 11, True)) == [
         (0, None), (0, None), (10, 5.0), (11, None)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [[1, 2], None, "high", torch.ones(2), {"a": 1.0}])
+def test_a_value_that_is_no_number_is_refused_by_the_metrics_name(value: object) -> None:
+    with pytest.raises(
+        UserError, match=r"metric 'acc' is a number or a tensor of one element, not a (list|NoneType|str|Tensor|dict)"
+    ):
+        metric("acc", value)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from torch import nn
 
 from ratchet_contract.errors import UserError
 from ratchet_hooks.layout import ManagedDDP
+from ratchet_worker.reporter import metric
 from ratchet_worker.runtime import Runtime
 from ratchet_worker.snapshot import Until
 from ratchet_worker.task import LossResult, Metrics, Parts, Task, TaskContext
@@ -140,7 +141,7 @@ class Trainer:
         values: dict[str, list[float]] = {}
         for loss, metrics in self._losses:
             for name, value in {"loss": loss, **metrics}.items():
-                values.setdefault(name, []).append(float(value))
+                values.setdefault(name, []).append(metric(name, value))
         rates = {
             f"lr/{i}" if i else "lr": float(g["lr"])
             for i, g in enumerate(self._parts.optimizer.param_groups)
@@ -164,7 +165,7 @@ class Trainer:
                 found = task.evaluate(self._ddp.module, self._to_device(batch, self._runtime.device))
                 for name, (total, weight) in found.items():
                     before = sums.get(name, (0.0, 0.0))
-                    sums[name] = (before[0] + float(total), before[1] + float(weight))
+                    sums[name] = (before[0] + metric(name, total), before[1] + float(weight))
             self._runtime.log({**evaluation.averages(sums)})
 
 

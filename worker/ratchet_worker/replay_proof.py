@@ -65,7 +65,7 @@ class ReplayProof:
     ) -> None:
         self._fingerprints, self._ring, self._reporter, self._redone = fingerprints, ring, reporter, redone
         self._world_size, self._own_line = launch.world_size, _own_line(launch)
-        self._strict = launch.spec.determinism == "strict"
+        self._job_id, self._strict = launch.job_id, launch.spec.determinism == "strict"
         self._earlier = {step: earlier[step] for step in redone.compared}
         self._compared = self._equal = 0
         self._difference: StepDifference | None = None
@@ -119,8 +119,10 @@ class ReplayProof:
             if self._strict:
                 raise UserError(
                     f"determinism is strict, and {self._difference.sentence()}: something that training depends on is not in the "
-                    "checkpoint, or computes with other bits each time. Register it (session.register, Parts.stateful), or "
-                    "submit with determinism: warn",
+                    "checkpoint, or computes with other bits each time. Register it (session.register, Parts.stateful) and "
+                    "submit the job again. To go on all the same, as a new job whose bits may differ: "
+                    f"`ratchet fork {self._job_id} --set determinism=warn`, or where there is no checkpoint yet, submit it again "
+                    "with that",
                     code="replay-difference",
                 )
         self._equal += self._difference is None

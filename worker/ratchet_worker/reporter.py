@@ -168,7 +168,16 @@ Reason = Literal["schedule", "stop", "request", "end", "first"]
 
 
 def metric(name: str, value: float | torch.Tensor) -> float:
-    """A metric's value as a number. Raises ``UserError`` for a name that cannot be one."""
+    """A metric's value as a number. Raises ``UserError`` for a name that cannot be one, and a value that is no number."""
     if not name or len(name) > 200:
         raise UserError(f"a metric needs a name of 1 to 200 characters, not {name[:20]!r}")
-    return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
+    try:
+        return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            raise  # the device's error, not the value's
+        shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f" {value!r:.60}"
+        raise UserError(
+            f"metric {name!r} is a number or a tensor of one element, not a {type(value).__name__}{shape}: log each number by a "
+            "name of its own, or their mean"
+        ) from error

@@ -13,7 +13,7 @@ from ratchet_contract.errors import Conflict, FieldProblem, NotFound, SpecError
 from ratchet_contract.messages import ForkSource
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Event
-from ratchet_contract.spec import StartSpec
+from ratchet_contract.spec import JobSpec, StartSpec
 from ratchet_service import object_store
 from ratchet_service.database import Database
 from ratchet_service.merge_patch import merge
@@ -126,10 +126,9 @@ def _source(session: Session, parent: Job, checkpoint_id: str | None) -> Checkpo
         _require_committed(row)
         return row
     if not committed:
-        code = parent.spec.get("code")
         text = f"job {parent.id} has no committed checkpoint yet: there is nothing to fork from. "
         text += "A job with another spec is submitted"
-        if code is not None and code.get("source") != "nodes":
+        if JobSpec.model_validate(parent.spec).own_code is not None:
             text += f"; with other code this one starts again by `ratchet resume {parent.id} --code DIR`"
         raise NotFound(text, code="checkpoint-not-found")
     return committed[0]

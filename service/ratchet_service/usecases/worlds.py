@@ -86,11 +86,11 @@ def wanted(job: Job, request: ResumeRequest, code: NewCode | None = None) -> Job
 def take_code(job: Job, spec: JobSpec | None, ports: SubmissionPorts) -> NewCode:
     """A snapshot of the code that ``spec`` names (None: the job's own spec), once that can run with it. May run the user's code,
     so never within a transaction. Raises ``SpecError``."""
-    before = JobSpec.model_validate(job.spec).code
-    if before is None or before.source == "nodes":
+    before = JobSpec.model_validate(job.spec)
+    if before.own_code is None:
         text = (
             "the job was submitted without code of its own: submit one that has"
-            if before is None
+            if before.code is None
             else "the job runs the directory that its nodes have (code.source nodes): change it there, and resume without code"
         )
         raise SpecError(f"/code: {text}", errors=[FieldProblem(pointer="/code", code="no-snapshot", detail=text)])
