@@ -188,7 +188,7 @@ def _exhausted(view: JobView, treated: Treatment, counters: Counters, end: Attem
     ):
         text = f"{counted(counters.preemptions, 'preemption')}, {limits.max_preemptions} allowed (policy.max_preemptions). {last}"
         return _over(view, Event.END_FAILED, treated, counters, "max-preemptions", text)
-    if treated.budget is Budget.FAILURES and end.repeated_error and _before_its_first_step(end):
+    if treated.budget is Budget.FAILURES and _fails_at_its_start(end):
         text = (
             "Two attempts in a row ended with the same error at the same line, and made no step: it is not tried again. "
             f"{last} {_again(view)}"
@@ -201,11 +201,12 @@ def _exhausted(view: JobView, treated: Treatment, counters: Counters, end: Attem
     return None
 
 
-def _before_its_first_step(end: AttemptEnd) -> bool:
-    """Of a script without a Session no step is seen: one that ran for long has not failed at its start."""
-    if end.unmanaged:
-        return end.seconds < MAX_BACKOFF
-    return (end.last_step if end.error_step is None else end.error_step) <= (end.base_step or 0)
+def _fails_at_its_start(end: AttemptEnd) -> bool:
+    """With the error of the attempt before. Of a script without a Session no step is seen: one that ran for long has not failed
+    at its start."""
+    if end.repeated_error is None:
+        return False
+    return end.seconds < MAX_BACKOFF if end.unmanaged else end.repeated_error <= (end.base_step or 0)
 
 
 def _again(view: JobView) -> str:
@@ -234,7 +235,7 @@ def _no_progress_cure(view: JobView, end: AttemptEnd) -> str:
     job_id = view.job_id
     if end.cause is Cause.CHECKPOINT_ERROR:
         return _saves_failed(view)
-    if end.repeated_error:
+    if end.repeated_error is not None:
         return f"That is the same error at the same line and step as the attempt before. {_again(view)}"
     if end.unsaved:
         other = (

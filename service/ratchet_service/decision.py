@@ -53,8 +53,8 @@ class AttemptEnd:
     ``exit_code`` is that of the rank that the cause comes from; ``base_step`` where it started (None: it never got that far),
     ``committed_step`` the newest step it committed, ``last_step`` the last one it did; ``begun`` whether any agent began;
     ``finished`` whether that is the job's final checkpoint; ``unmanaged`` whether it was a script without a Session; ``seconds``
-    how long it ran; ``error_step`` the last step of the rank that the cause comes from, where it is known; ``repeated_error``
-    whether an exception ended it that had ended the attempt before, at the same line and after the same step of that rank.
+    how long it ran; ``repeated_error``: an exception ended it that had ended the attempt before, at the same line and after this
+    step, the last one of the rank that raised it.
     """
 
     cause: Cause
@@ -67,8 +67,7 @@ class AttemptEnd:
     message: str | None = None
     exit_code: int | None = None
     last_step: int = 0
-    error_step: int | None = None
-    repeated_error: bool = False
+    repeated_error: int | None = None
 
     @property
     def unsaved(self) -> int:

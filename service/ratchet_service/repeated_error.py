@@ -31,20 +31,18 @@ class Raised(NamedTuple):
     frames: tuple[tuple[str, str], ...]
 
 
-def repeated(seen: EndSeen, results: Iterable[AttemptResult], before: Attempt | None) -> bool:
-    """``seen``: the attempt's end, out of ``results``; ``before``: the row of the attempt before it, which has ended."""
-    if seen.cause is not Cause.EXCEPTION or before is None or before.cause is not Cause.EXCEPTION:
-        return False
-    if _ran_unseen(before):
-        return False
+def repeated(seen: EndSeen, results: Iterable[AttemptResult], before: Attempt | None) -> int | None:
+    """The last step that the rank of the error had finished, whatever other ranks had; None where it is not the error of
+    ``before``, the row of the attempt before, which has ended. ``seen``: the attempt's end, out of ``results``."""
+    if (
+        seen.cause is not Cause.EXCEPTION
+        or before is None
+        or before.cause is not Cause.EXCEPTION
+        or _ran_unseen(before)
+    ):
+        return None
     now = _raised(seen.rank, [result.model_dump(mode="json") for result in results])
-    return now is not None and now == _raised(before.rank, before.results.values())
-
-
-def error_step(seen: EndSeen, results: Iterable[AttemptResult]) -> int | None:
-    """The last step that the rank which the end comes from had finished, whatever others had. None: it is not known."""
-    ends = (end for result in results for end in result.ranks)
-    return next((end.last_step for end in ends if end.rank == seen.rank and end.result is not None), None)
+    return now.step if now is not None and now == _raised(before.rank, before.results.values()) else None
 
 
 def _ran_unseen(before: Attempt) -> bool:

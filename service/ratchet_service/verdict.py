@@ -22,7 +22,7 @@ from ratchet_service.found_attempt import FOUND
 from ratchet_service.ingest_effects import UNMANAGED
 from ratchet_service.leases import NO_LEASE
 from ratchet_service.models import Attempt, Checkpoint, Job
-from ratchet_service.repeated_error import error_step, repeated
+from ratchet_service.repeated_error import repeated
 from ratchet_service.steady import TOLERANCE
 from ratchet_service.storable import when
 from ratchet_service.watched import Evidence
@@ -123,7 +123,6 @@ def verdict(
         message=cause.message,
         exit_code=cause.exit_code,
         last_step=facts.last,
-        error_step=error_step(cause, evidence.state.results),
         repeated_error=repeated(cause, evidence.state.results, before),
     )
     return Verdict(decide(replace(view_of(job, limits), attempt=end), now), ended_at, seconds)

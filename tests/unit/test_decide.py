@@ -333,15 +333,15 @@ def raised(
     done: int = 0,
     unmanaged: bool = False,
     seconds: float = 5.0,
-    error_step: int | None = None,
+    error_after: int | None = None,
     attempts: int = 1,
     limits: Limits = Limits(max_failures=5),
 ) -> Decision:
     """One more attempt after ``attempts`` that an exception ends, ``done`` steps after its base; ``seen``: at the line of the one
-    before; ``error_step``: the last step of its rank."""
+    before; ``error_after``: the last step of its rank."""
     attempt = AttemptEnd(
         Cause.EXCEPTION, 10, None, unmanaged=unmanaged, seconds=seconds, message="TypeError: no", last_step=10 + done,
-        error_step=error_step, repeated_error=seen,
+        repeated_error=(10 + done if error_after is None else error_after) if seen else None,
     )  # fmt: skip
     counters = Counters(failures=attempts, no_progress=attempts)
     return decide(JobView("job-1", JobPhase.RUNNING, epoch=2, counters=counters, limits=limits, attempt=attempt), NOW)
@@ -353,7 +353,7 @@ def test_the_same_error_before_the_first_step_is_not_tried_a_third_time() -> Non
     assert over.message is not None and over.message.count("TypeError: no") == 1
     assert raised(unmanaged=True).reason == "same-error"
     assert (
-        raised(done=1, error_step=10).reason == "same-error"
+        raised(done=1, error_after=10).reason == "same-error"
     )  # another rank finished the step that this one failed in
     for again in (raised(False), raised(done=1), raised(unmanaged=True, seconds=400.0)):
         assert again.event is Event.END_REQUEUE

@@ -52,7 +52,7 @@ def ran(seconds: float) -> dict[str, Any]:
 
 
 def same(first: Attempt | None, second: AttemptResult) -> bool:
-    return repeated(EndSeen(second.cause, rank=second.rank), [second], first)
+    return repeated(EndSeen(second.cause, rank=second.rank), [second], first) is not None
 
 
 def test_the_same_line_and_class() -> None:
