@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -132,22 +132,22 @@ class RatchetClient(Following, Access):
 
     def resume(self, job: str, from_step: int | None = None, *, world: int | None = None, nodes: int | None = None,
                hook: dict[str, Any] | str | None = None, on_hook_mismatch: str | None = None,
-               code: str | os.PathLike[str] | None = None, upload: bool | None = None,
-               note: Note | None = None) -> api.JobView:  # fmt: skip
+               code: str | os.PathLike[str] | None = None, include: Sequence[str] | None = None,
+               upload: bool | None = None, note: Note | None = None) -> api.JobView:  # fmt: skip
         """Go on: suspended, failed and cancelled jobs. ``from_step``: from an older checkpoint; ``world``: with another number
         of ranks (per node), and with it ``nodes``; ``hook``: another hook, or changes of this one; the report tells of both.
         ``on_hook_mismatch``: the job's policy from now on (fail, reset, redistribute). ``code``: a directory with other code, of
-        which a new snapshot is taken; without it the job goes on with the code that it was submitted with. ``upload``, ``note``:
-        as of ``submit``, for ``code``."""
+        which a new snapshot is taken; without it the job goes on with the code that it was submitted with. ``include``: with
+        ``code``, the job's ``code.include`` from now on. ``upload``, ``note``: as of ``submit``, for ``code``."""
         job = self.job_id(job)
         given: dict[str, Any] = {"from_step": from_step, "hook": hook, "on_hook_mismatch": on_hook_mismatch}
         if world is not None:
             given["world"] = api_requests.WorldChange(ranks_per_node=world, nodes=nodes)
         if code is not None:
             named = {"path": str(Path(code).expanduser().absolute())}
-            included = (self.view(job).spec.get("code") or {}).get("include", [])
-            sent = with_code(self._transport, {"code": {**named, "include": included}}, upload, note)
-            given["code"] = {key: value for key, value in sent["code"].items() if key != "include"}
+            if include is None:
+                include = (self.view(job).spec.get("code") or {}).get("include", [])
+            given["code"] = with_code(self._transport, {"code": {**named, "include": include}}, upload, note)["code"]
         request = api_requests.ResumeRequest.model_validate({k: v for k, v in given.items() if v is not None})
         return self._act(job, "resume", request)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from ratchet_contract.access import LOCAL_OWNER
 from ratchet_contract.git_facts import GitFacts
@@ -123,10 +123,7 @@ class JobView(View):
     spec: dict[str, Any]
     resolved: Resolved
     warnings: list[Warning_] = []
-    attempt: int = Field(
-        validation_alias=AliasChoices("attempt", "epoch"),  # a service of the version before calls it epoch
-        description="Number of the newest attempt; 0 before the first.",
-    )
+    attempt: int = Field(description="Number of the newest attempt; 0 before the first.")
     progress: ProgressView
     budgets: BudgetView
     hook: str

@@ -32,6 +32,7 @@ class CodeChange(View):
         description="Of a directory that was sent to the service; path then only tells where it came from.",
     )
     git: GitFacts | None = Field(None, description="With digest: which git commit it was taken at.")
+    include: list[str] | None = Field(None, description="As of the spec's code; null: as the job has it.")
 
 
 class ResumeRequest(View):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ratchet_contract.paths import AttemptPaths
+from tests.support.cli import Cli
 from tests.support.server import Server, rank_pid, wait_for
 
 # As in torch's own tutorials: the launcher's variables, a group by env://, a checkpoint of its own in the current directory.
@@ -132,7 +133,7 @@ def held(server: Server, job_id: str, attempt: int) -> AttemptPaths:
 
 
 def test_an_unchanged_script_is_started_again_after_every_end_and_goes_on_from_its_own_checkpoint(
-    server: Server, project: Path
+    server: Server, project: Path, tmp_path: Path
 ) -> None:
     job_id = submit(server, project, "--steps", "8", "--hold", "3")
     work = server.paths.job(job_id).work
@@ -165,6 +166,11 @@ def test_an_unchanged_script_is_started_again_after_every_end_and_goes_on_from_i
     assert starts == ["from step 0, restart 0", "from step 3, restart 1", "from step 4, restart 2"]
     final = torch.load(work / "final.pt")
     assert final["step"] == 8
+
+    cli = Cli(server.home, tmp_path)
+    shown = [cli(command, job_id) for command in ("wait", "get", "attempts", "events")]
+    told = " ".join(part.text + part.errors for part in shown)
+    assert "step 0" not in told and "steps not reported" in told and "killed by SIGKILL" in told, told
 
     files = server.call("GET", f"/v1/jobs/{job_id}/files").json()["items"]
     assert "final.pt" in [item["path"] for item in files] and "train.py" not in [item["path"] for item in files]

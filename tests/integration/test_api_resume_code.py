@@ -45,6 +45,17 @@ def test_other_code_is_kept_with_both_digests_in_the_history(api: Api, monkeypat
         assert session.get_one(Job, job_id).spec_digest == JobSpec.model_validate(job["spec"]).digest()
 
 
+def test_what_the_snapshot_includes_changes_with_the_code_or_stays(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    job_id = api.submit(code={"path": "/home/me/project", "include": ["data"]})
+    asked: list[list[str]] = []
+    monkeypatch.setattr(
+        api.ports, "snapshot", lambda path, include: asked.append(list(include)) or f"{len(asked)}" * 64
+    )
+    for body, wanted in (({}, ["data"]), ({"include": ["other"]}, ["other"]), ({"include": []}, [])):
+        api.client.post(f"/v1/jobs/{job_id}/cancel")
+        assert resume(api, job_id, {"code": OTHER["code"] | body})["spec"]["code"]["include"] == wanted == asked[-1]
+
+
 def test_code_without_a_change_changes_nothing(api: Api) -> None:
     """Also where it was sent under a digest: the spec stays, so that the resume is exact."""
     job_id = api.submit(**CODE)

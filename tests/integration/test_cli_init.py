@@ -54,6 +54,7 @@ def test_without_a_service_the_next_command_starts_one(tmp_path: Path) -> None:
         ("python", "/opt/venv", "/opt/venv"),
         ("env.A", "b", "b"),
         ("code.path", "..", ".."),
+        ("code.include", "[data]", ["data"]),
         ("task.args.lr", "0.00001", 0.00001),
         ("labels.mood", "😀", "😀"),
         ("policy.max_failures", "0", 0),

@@ -60,7 +60,7 @@ def test_a_job_followed_to_its_end_leaves_everything_to_read(cli: Cli, server: S
     job_id = job["id"]
     assert cli("wait", job_id).text == ""
     told = cli("wait", job_id, "--follow")
-    assert f"SUCCEEDED at step {STEPS}/{STEPS}" in told.text and "\x1b" not in told.text
+    assert f"SUCCEEDED, step {STEPS}/{STEPS}" in told.text and "\x1b" not in told.text
     assert "last metrics: " in told.errors and "loss " in told.errors
     assert f"ratchet checkpoints export {job_id} -o model.safetensors" in told.errors
     hook = cli("hook", job_id).text

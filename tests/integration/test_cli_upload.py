@@ -139,6 +139,16 @@ def test_ignore_files_hold_whoever_makes_the_snapshot(service: str, laptop: Path
             with pytest.raises(SpecError) as caught:
                 client.submit(laptop / "spec.yaml", upload=upload_, note=told.append)
             assert [(e.pointer, e.code) for e in caught.value.errors] == [("/code/include", "include-not-found")]
+            changed = client.resume(here.id, code=project, include=["other.pt"], upload=upload_, note=told.append)
+            assert changed.spec["code"]["include"] == ["other.pt"] and changed.phase == "QUEUED"
+            client.cancel(here.id)
+            assert (
+                client.resume(here.id, code=project, include=[], upload=upload_, note=told.append).spec["code"][
+                    "include"
+                ]
+                == []
+            )
+            client.cancel(here.id)
 
 
 def test_a_resume_with_other_code_says_what_its_submission_said(service: str, laptop: Path) -> None:

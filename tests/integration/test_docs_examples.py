@@ -97,6 +97,14 @@ def test_the_api_page_shows_every_call_with_curl_and_each_of_its_lines_runs(serv
     assert shown == {f"{method.upper()} {path}" for path, item in paths.items() for method in item} - OF_AGENTS
 
 
+@pytest.mark.parametrize(("phase", "code"), [("SUCCEEDED", 0), ("FAILED", 1)])
+def test_waiting_by_curl_ends_where_the_job_has_ended_in_another_phase(phase: str, code: int) -> None:
+    lines = next(b.text for b in blocks(ROOT / "docs" / "api.md") if "reaches()" in b.text)
+    shell = f"auth= URL=\n{lines}\ncurl() {{ :; }}\nfield() {{ echo {phase}; }}\nreaches job-1 SUCCEEDED"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (code, "job-1 is FAILED, not SUCCEEDED\n" if code else "")
+
+
 def _called(line: str, url: str) -> tuple[str, str]:
     """Method and path of one call of curl, whose arguments end with NUL each."""
     arguments = line.split("\0")

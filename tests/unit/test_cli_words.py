@@ -14,6 +14,7 @@ import yaml
 from rich.console import Console
 
 from ratchet_client.cli import output, submit, watch
+from ratchet_client.cli.common import steps, steps_words
 from ratchet_client.cli.config import masked
 from ratchet_client.cli.figures import Snapshot, eta_words, facts, sparkline, speed_words, waiting_words
 from ratchet_client.cli.live import JobLines
@@ -127,6 +128,17 @@ def test_a_short_token_is_masked_whole() -> None:
     assert masked("short") == "********" and masked("a-long-enough-token") == "********oken"
 
 
+def test_a_script_that_reports_no_steps_is_not_told_to_be_at_step_0() -> None:
+    plain = JOB | {"warnings": [{"pointer": "/script", "code": "unmanaged-script", "detail": "no Session"}]}
+    for job, column, words in (
+        (plain, "-", "steps not reported"),
+        (JOB, "0", "step 0"),
+        (plain | {"progress": {"step": 7, "total_steps": 9}}, "7/9", "step 7/9"),  # a module of it made a Session
+    ):
+        view = JobView.model_validate(job)
+        assert (steps(view), steps_words(view)) == (column, words)
+
+
 def test_a_dry_run_shows_a_batch_script_as_text_and_manifests_as_yaml_documents(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -144,9 +156,7 @@ def test_a_dry_run_shows_a_batch_script_as_text_and_manifests_as_yaml_documents(
     assert script in shown and "\n# what the engine is asked for: queue\nshort\n" in shown
     yaml_text = shown.partition("asked for: manifests\n")[2].partition("\n# what")[0]
     assert list(yaml.safe_load_all(yaml_text)) == manifests and yaml_text.startswith("apiVersion: v1\nkind: Service\n")
-    assert json.loads(shown[shown.index("{") : shown.index("\n\n#")]) == {
-        k: v for k, v in launch.items() if k != "request"
-    }
+    assert "{" not in shown, "for people: nothing internal, no JSON"
     submit._show_plan(plan, as_json=True)
     assert json.loads(capsys.readouterr().out)["launch"]["request"] == request
 

@@ -185,17 +185,17 @@ def _sentence(cause: Cause, end: RankEnd) -> str:
         return "all ranks completed"
     if end.result is not None:
         return end.result.message or f"rank {end.rank}: {end.result.cause}"
-    code = end.exit_code
+    code, after = end.exit_code, f" after step {end.last_step}" if end.last_step else ""
     if code is not None and code < 0:
         try:
             name = signal.Signals(-code).name
         except ValueError:
             name = f"signal {-code}"
         why = "; the kernel's out-of-memory killer was at work" if cause is Cause.OOM else ""
-        return f"rank {end.rank} was killed by {name} after step {end.last_step}{why}"
+        return f"rank {end.rank} was killed by {name}{after}{why}"
     if cause is Cause.CHECKPOINT_ERROR:
         return (
             f"rank {end.rank} could not save after step {end.last_step}, nor write down why: look whether the disk of "
             "the run directory is full (`ratchet doctor`), make room, then `ratchet resume JOB`"
         )
-    return f"rank {end.rank} ended with exit code {code} and no result after step {end.last_step}; see its log"
+    return f"rank {end.rank} ended with exit code {code} and no result{after}; see its log"

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ratchet_client.cli import complete, output
-from ratchet_client.cli.common import RUN, SAVED, STEER, JobId, JsonFlag, UploadOption, known_phases, open_client, pairs
+from ratchet_client.cli.common import (
+    RUN,
+    SAVED,
+    STEER,
+    JobId,
+    JsonFlag,
+    UploadOption,
+    known_phases,
+    open_client,
+    pairs,
+    steps_words,
+)
 from ratchet_client.cli.submit import override, print_warnings
 from ratchet_contract.plural import counted
 
@@ -75,6 +86,14 @@ def resume(
             show_default=False,
         ),
     ] = None,
+    include: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME",
+            help="With --code: files or directories below DIR that the snapshot has although ignore files name them, in place of "
+            "the job's code.include; may be repeated, '' for none. (default: those of the job)",
+        ),
+    ] = [],  # noqa: B006
     upload: UploadOption = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -86,11 +105,13 @@ def resume(
         raise typer.BadParameter("--nodes goes with --world, the ranks of each node")
     if upload is not None and code is None:
         raise typer.BadParameter("--upload goes with --code")
+    if include and code is None:
+        raise typer.BadParameter("--include goes with --code")
     policy = None if on_hook_mismatch is None else on_hook_mismatch.value
     with open_client(ctx) as client:
         done = client.resume(
             job, from_step, world=world, nodes=nodes, hook=changes.get("hook"), on_hook_mismatch=policy, code=code,
-            upload=upload, note=output.note,
+            include=[name for name in include if name] if include else None, upload=upload, note=output.note,
         )  # fmt: skip
     ranks = (
         ""
@@ -241,4 +262,4 @@ def _done(job: api.JobView, what: str, as_json: bool) -> None:
     if as_json:
         output.emit(job)
     else:
-        output.line(f"{job.id} {what}; {job.phase}, step {job.progress.step}")
+        output.line(f"{job.id} {what}; {job.phase}, {steps_words(job)}")

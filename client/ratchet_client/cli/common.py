@@ -26,6 +26,8 @@ PATIENCE = 120.0
 """Seconds that following and waiting survive without a service."""
 RETRY_FOR = 3.0
 """Seconds a command waits for a service that is just being restarted before it says that nothing answers."""
+UNMANAGED = "unmanaged-script"
+"""Code of the warning of a job whose script has no Session."""
 _SAID_WHICH = "ratchet.said-which"
 JOB_NAMED = "ratchet.job"
 """Where a command's context keeps the JOB that it was given, for what is said of an error."""
@@ -170,9 +172,17 @@ def pairs(items: Sequence[str], option: str) -> dict[str, str]:
 
 
 def steps(job: JobView) -> str:
-    """``120/600``, or ``120`` where the end is not known."""
+    """``120/600``, or ``120`` where the end is not known; ``-`` of a script without a Session, which reports none."""
     progress = job.progress
+    if not progress.step and any(warning.code == UNMANAGED for warning in job.warnings):
+        return "-"
     return str(progress.step) if progress.total_steps is None else f"{progress.step}/{progress.total_steps}"
+
+
+def steps_words(job: JobView) -> str:
+    """``step 120/600``, or ``steps not reported``."""
+    shown = steps(job)
+    return "steps not reported" if shown == "-" else f"step {shown}"
 
 
 def why(job: JobView) -> str:

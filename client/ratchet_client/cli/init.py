@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ratchet_client.cli import output
-from ratchet_client.cli.common import RUN, open_client
+from ratchet_client.cli.common import RUN, UNMANAGED, open_client
 
 if TYPE_CHECKING:
     from ratchet_client.init.advice import Note
     from ratchet_client.init.command import Command
-
-_SAID = "unmanaged-script"
-"""A warning of the service that this command has given in its own words."""
 
 
 def register(app: typer.Typer) -> None:
@@ -70,6 +67,8 @@ def init(
     override(spec, sets, {})
     for key in ("code", "python"):  # as ``place`` and ``python`` have them
         spec.pop(key, None)
+    if "include" in given.get("code", {}):
+        spec["code"] = {"include": given["code"]["include"]}
     target = file or Path(f"{place.script.stem}.yaml")
     if not to_stdout and target.exists() and not force:
         raise Refused(
@@ -96,9 +95,9 @@ def _code(given: dict[str, Any], code: Path | None) -> Path | None:
 
     named = given.get("code", {})
     path = named.get("path") if isinstance(named, dict) else None
-    if path is None and "code" not in given:
+    if "code" not in given or (isinstance(named, dict) and set(named) == {"include"}):
         return code
-    if not isinstance(path, str) or not path or set(named) - {"path"}:
+    if not isinstance(path, str) or not path or set(named) - {"path", "include"}:
         raise Refused(
             "--set code: init makes a snapshot of a directory: name it by --set code.path=DIR, or by --code DIR"
         )
@@ -132,7 +131,9 @@ def _document(
     import json
     from dataclasses import asdict
 
-    whole = {**spec, "code": {"path": str(place.code)}} | ({} if python is None else {"python": str(python)})
+    whole = {**spec, "code": {"path": str(place.code), **spec.get("code", {})}} | (
+        {} if python is None else {"python": str(python)}
+    )
     document = {
         "file": None if target is None else str(target.absolute()),
         "spec": whole,
@@ -166,5 +167,5 @@ def _next(ctx: typer.Context, target: Path) -> None:
     except RatchetError as error:
         output.note(f"the service would refuse it: {error.detail}\nnext: mend {target}, then: {submit}")
     else:
-        print_warnings([warning for warning in plan.warnings if warning.code != _SAID])
+        print_warnings([warning for warning in plan.warnings if warning.code != UNMANAGED])  # said above
         output.note(f"next: {submit}")

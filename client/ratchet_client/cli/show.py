@@ -227,8 +227,10 @@ def _resumed(a: api.AttemptView) -> str | None:
 
 
 def _attempt_row(a: api.AttemptView) -> list[str]:
+    unmanaged = a.resume_report is not None and a.resume_report.verdict == "unmanaged"  # it reports no steps
+    steps = ["-"] * 3 if unmanaged else [str(a.last_step), str(a.steps_done), output.dash(a.steps_lost)]
     return [
         str(a.number), str(a.phase), output.dash(a.outcome), output.dash(a.cause),
-        output.dash(a.base.step if a.base else None), str(a.last_step), str(a.steps_done), output.dash(a.steps_lost),
-        _resumed(a) or "-", output.span(a.created_at, a.ended_at), a.message or "",
+        output.dash(a.base.step if a.base else None), *steps, _resumed(a) or "-",
+        output.span(a.created_at, a.ended_at), a.message or "",
     ]  # fmt: skip

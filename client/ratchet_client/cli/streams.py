@@ -64,8 +64,10 @@ def logs(
                 output.line(f"{entry.attempt}.{entry.rank} | {entry.text}")
                 output.flush()
     if not found:
+        nothing = "it has printed nothing" if (rank, begin, grep) == (None, None, None) else "no such line"
         output.note(
-            f"no such line; `ratchet attempts {job}` shows the attempts, --attempt all takes the earlier ones too"
+            f"{nothing}; `ratchet attempts {job}` shows the attempts"
+            + ("" if attempt else ", --attempt all takes the earlier ones too")
         )
 
 

@@ -116,13 +116,11 @@ def _show_plan(plan: Any, as_json: bool) -> None:
          ("code digest", plan.resolved.code_digest),
          ("hook memory per rank", output.size(plan.hook_memory_bytes))]
     )  # fmt: skip
-    launch = dict(plan.launch)
-    request = launch.pop("request", None) or {}
-    output.line(json.dumps(launch, indent=2, ensure_ascii=False))
-    for name, asked in request.items():
+    for name, asked in (plan.launch.get("request") or {}).items():
         output.line(f"\n# what the engine is asked for: {name}")
         output.line(as_written(asked))
     print_warnings(plan.warnings)
+    output.note("the whole launch: --json")
 
 
 def as_written(asked: Any) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import typer
 
 from ratchet_client.cli import files, output
-from ratchet_client.cli.common import PATIENCE, RETRY_FOR, open_client, steps, why
+from ratchet_client.cli.common import PATIENCE, RETRY_FOR, open_client, steps_words, why
 from ratchet_client.cli.exits import Exit
 from ratchet_client.cli.figures import (
     Lookout,
@@ -74,7 +74,7 @@ def wait(ctx: typer.Context, job_id: str, *, until: Collection[JobPhase] = (), d
         hint = f"; `ratchet resume {job.id}` lets it go on" if job.phase == "SUSPENDED" else ""
         told = next((a.message for a in reversed(client.attempts(job.id)) if a.message), None) if job.message else None
         reason = once(why(job), told)
-        output.note(f"{job.phase}, step {steps(job)}{hint}" + (f": {reason}" if reason else ""))
+        output.note(f"{job.phase}, {steps_words(job)}{hint}" + (f": {reason}" if reason else ""))
 
     with open_client(ctx, PATIENCE if deadline is None else 1.0) as client:
         job = client.wait(job_id, until or TERMINAL, deadline, on_change=tell)
@@ -136,7 +136,7 @@ def follow(ctx: typer.Context, job_id: str, *, as_json: bool = False) -> None:
     if as_json:
         output.emit_line({"job": job})
     else:
-        output.line(f"{job.id} {job.phase} at step {steps(job)}" + (f": {fold.once(why(job))}" if why(job) else ""))
+        output.line(f"{job.id} {job.phase}, {steps_words(job)}" + (f": {fold.once(why(job))}" if why(job) else ""))
         with open_client(ctx) as client:
             _tell_end(client, job)
     _end(job)
@@ -200,7 +200,7 @@ class _PlainView:
         if time.monotonic() < self._next and not now.job.phase.terminal:
             return
         eta = eta_words(now)
-        parts = [f"step {steps(now.job)}", speed_words(now.job.progress.steps_per_second), f"{eta} left" if eta else ""]
+        parts = [steps_words(now.job), speed_words(now.job.progress.steps_per_second), f"{eta} left" if eta else ""]
         parts += ["" if now.loss is None else f"loss {now.loss:.4f}", hook_words(now.hook)]
         parts += [f"checkpoint {checkpoint_words(now)}" if now.job.last_checkpoint else ""]
         text = "; ".join(part for part in parts if part)

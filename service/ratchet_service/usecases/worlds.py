@@ -69,7 +69,7 @@ def wanted(job: Job, request: ResumeRequest, code: NewCode | None = None) -> Job
     spec = JobSpec.model_validate(job.spec)
     patch: dict[str, Any] = {}
     if request.code is not None and (code is None or code.is_new(job)):
-        patch["code"] = request.code.model_dump()
+        patch["code"] = request.code.model_dump(exclude={"include"} if request.code.include is None else None)
     if code is not None and (code.is_new(job) or code.git is not None):
         patch["code"] = patch.get("code", {}) | {"git": code.git and code.git.model_dump()}
     if request.world is not None:
