@@ -31,7 +31,8 @@ Made from the code by `python docs/make_python.py`. The examples are parts of [`
 the docstrings; tests run them. `job_id` is the id of a job that has ended, `directory` a directory, `key` any text.
 """
 COMMON: Final = {
-    "job": "the job's id, or its name where one job alone has it; else `AmbiguousName`, or `NotFound`",
+    "job": "a `Job`, the job's id, or its name, where one job alone has it or has it and has not ended; else `AmbiguousName`, or "
+    "`NotFound`",
     "spec": "the path of a YAML or JSON file, a mapping, or a `JobSpec`",
     "checkpoint_id": "as `checkpoints` gives it: `step-000000000120.a0001`",
     "owner": "name of an owner; None: of all, or the caller",

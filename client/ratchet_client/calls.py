@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from pydantic import BaseModel
@@ -15,6 +15,9 @@ from ratchet_client.transport import Params, Transport
 from ratchet_contract.api import JobView
 from ratchet_contract.errors import NotFound
 from ratchet_contract.paths import is_job_id
+
+if TYPE_CHECKING:
+    from ratchet_client.job import Job
 
 M = TypeVar("M", bound=BaseModel)
 PAGE = 100
@@ -27,19 +30,25 @@ class Calls:
 
     _transport: Transport
 
-    def job_id(self, job: str) -> str:
-        """The id of the job that has this id or, alone, this name. An id is taken as it is, without a request.
+    def job_id(self, job: str | Job) -> str:
+        """The id of the job that has this id or this name; of several with the name, that of the only one that has not ended.
+        An id is taken as it is, without a request.
 
-        Raises ``NotFound``, and ``AmbiguousName`` where several jobs have the name.
+        Raises ``NotFound``, and ``AmbiguousName`` where several jobs have the name and either none or several go on.
         """
+        if not isinstance(job, str):
+            return job.id
         if is_job_id(job):
             return job
         found = (
             list(self._pages("/v1/jobs", JobView, {"name": job, "limit": PAGE})) if len(job) <= _LONGEST_NAME else []
         )
-        if len(found) == 1:
-            return found[0].id
-        raise _many(job, found) if found else self._none(job)
+        if not found:
+            raise self._none(job)
+        meant = found if len(found) == 1 else [view for view in found if not view.phase.terminal]
+        if len(meant) == 1:
+            return meant[0].id
+        raise _many(job, found)
 
     def _none(self, job: str) -> NotFound:
         names = {other.name for other in islice(self._pages("/v1/jobs", JobView, {"limit": PAGE}), PAGE)}
@@ -47,7 +56,7 @@ class Calls:
         hint = f"did you mean {near[0]!r}?" if near else "`ratchet list` shows the jobs"
         return NotFound(f"no job has the id or the name {job!r}; {hint}", code="job-not-found")
 
-    def _path(self, job: str, *parts: str) -> str:
+    def _path(self, job: str | Job, *parts: str) -> str:
         """The path of a job, or of something below it."""
         return "/".join(["/v1/jobs", self.job_id(job), *(quote(part, safe="") for part in parts)])
 
@@ -67,15 +76,17 @@ class Calls:
             if cursor is None:
                 return
 
-    def _job_pages(self, model: type[M], params: Params, job: str, *parts: str) -> Iterator[M]:
+    def _job_pages(self, model: type[M], params: Params, job: str | Job, *parts: str) -> Iterator[M]:
         """The same of a job, whose name is looked up when the first item is asked for."""
         yield from self._pages(self._path(job, *parts), model, params)
 
 
 def _many(name: str, found: Sequence[JobView]) -> AmbiguousName:
+    """``found``: newest first."""
     shown = [f"  {job.id}  {job.phase:<9}  created {job.created_at:%Y-%m-%d %H:%M} UTC" for job in found[:_SHOWN]]
     shown += [f"  ... and {len(found) - _SHOWN} more: ratchet list --name {name}"] if len(found) > _SHOWN else []
-    return AmbiguousName("\n".join([f"{len(found)} jobs have the name {name!r}; name one by its id:", *shown]))
+    text = "\n".join([f"{len(found)} jobs have the name {name!r}; name one by its id:", *shown])
+    return AmbiguousName(text, jobs=list(found))
 
 
 def quota_path(owner: str) -> str:

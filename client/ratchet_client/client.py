@@ -88,7 +88,7 @@ class RatchetClient(Following, Access):
         body = with_code(self._transport, spec_body(spec), upload, note)
         return Job(self, self._post("/v1/jobs", api.JobView, json=body, idempotency_key=idempotency_key))
 
-    def job(self, job: str) -> Job:
+    def job(self, job: str | Job) -> Job:
         """The job with this id or, alone, this name, as it is now. Raises ``NotFound``, ``AmbiguousName``.
 
         >>> client.job(job_id).phase.value
@@ -126,11 +126,11 @@ class RatchetClient(Following, Access):
         }
         return self._pages("/v1/jobs", api.JobView, params)
 
-    def suspend(self, job: str) -> api.JobView:
+    def suspend(self, job: str | Job) -> api.JobView:
         """Save, stop, and stay stopped until ``resume``. Raises ``Conflict`` like all actions, by the phase."""
         return self._act(job, "suspend")
 
-    def resume(self, job: str, from_step: int | None = None, *, world: int | None = None, nodes: int | None = None,
+    def resume(self, job: str | Job, from_step: int | None = None, *, world: int | None = None, nodes: int | None = None,
                hook: dict[str, Any] | str | None = None, on_hook_mismatch: str | None = None,
                code: str | os.PathLike[str] | None = None, include: Sequence[str] | None = None,
                upload: bool | None = None, note: Note | None = None) -> api.JobView:  # fmt: skip
@@ -151,19 +151,19 @@ class RatchetClient(Following, Access):
         request = api_requests.ResumeRequest.model_validate({k: v for k, v in given.items() if v is not None})
         return self._act(job, "resume", request)
 
-    def cancel(self, job: str) -> api.JobView:
+    def cancel(self, job: str | Job) -> api.JobView:
         """End the job; what runs saves a checkpoint first."""
         return self._act(job, "cancel")
 
-    def preempt(self, job: str) -> api.JobView:
+    def preempt(self, job: str | Job) -> api.JobView:
         """Save, stop and queue again."""
         return self._act(job, "preempt")
 
-    def checkpoint_now(self, job: str) -> api.JobView:
+    def checkpoint_now(self, job: str | Job) -> api.JobView:
         """Ask the running attempt for a checkpoint at its next agreed step; returns before it is written."""
         return self._act(job, "checkpoint")
 
-    def fork(self, job: str, request: api_requests.ForkRequest, *, upload: bool | None = None,
+    def fork(self, job: str | Job, request: api_requests.ForkRequest, *, upload: bool | None = None,
              note: Note | None = None) -> Job:  # fmt: skip
         """A new job from a checkpoint of this one, with a changed spec: ``request`` has the step or the checkpoint, and the keys
         of the spec that change. ``upload``, ``note``: as of ``submit``, for a ``code.path`` that the request names.
@@ -178,7 +178,7 @@ class RatchetClient(Following, Access):
             request = request.model_copy(update={"spec": spec})
         return Job(self, self._act(job, "fork", request))
 
-    def patch(self, job: str, request: api_requests.PatchRequest) -> api.JobView:
+    def patch(self, job: str | Job, request: api_requests.PatchRequest) -> api.JobView:
         """Set labels and priority: ``request`` has what changes.
 
         >>> client.patch(job_id, ratchet.PatchRequest(labels={"team": "vision"})).labels["team"]
@@ -187,7 +187,7 @@ class RatchetClient(Following, Access):
         body = request.model_dump(mode="json", exclude_unset=True)
         return api.JobView.model_validate(self._transport.request("PATCH", self._path(job), json=body).json())
 
-    def delete(self, job: str, *, keep_checkpoints: bool = False, outputs: bool = False) -> api.DeleteResult:
+    def delete(self, job: str | Job, *, keep_checkpoints: bool = False, outputs: bool = False) -> api.DeleteResult:
         """Remove a job that has ended, its logs, and its checkpoints, unless ``keep_checkpoints``. What it left in its working
         directory stays where the answer says, unless ``outputs`` is true, now or in a later call. Raises ``Conflict`` for a job
         that has not ended."""
@@ -199,7 +199,7 @@ class RatchetClient(Following, Access):
 
     # --- what belongs to a job ----------------------------------------------------------------------------------------
 
-    def attempts(self, job: str) -> list[api.AttemptView]:
+    def attempts(self, job: str | Job) -> list[api.AttemptView]:
         """Every launch, oldest first.
 
         >>> newest = client.attempts(job_id)[-1]
@@ -208,22 +208,22 @@ class RatchetClient(Following, Access):
         """
         return list(self._job_pages(api.AttemptView, {"limit": PAGE}, job, "attempts"))[::-1]
 
-    def attempt(self, job: str, number: int | None = None) -> api.AttemptView:
+    def attempt(self, job: str | Job, number: int | None = None) -> api.AttemptView:
         """One launch by its ``number``, from 1; without it the newest. Raises ``NotFound``."""
         job = self.job_id(job)
         if number is None:
             number = self.view(job).attempt
         return self._get(self._path(job, "attempts", str(number)), api.AttemptView)
 
-    def checkpoints(self, job: str) -> Iterator[api.CheckpointView]:
+    def checkpoints(self, job: str | Job) -> Iterator[api.CheckpointView]:
         """What is stored, newest step first."""
         return self._job_pages(api.CheckpointView, {"limit": PAGE}, job, "checkpoints")
 
-    def checkpoint(self, job: str, checkpoint_id: str) -> api.CheckpointDetail:
+    def checkpoint(self, job: str | Job, checkpoint_id: str) -> api.CheckpointDetail:
         """One checkpoint with its manifest. Raises ``NotFound``."""
         return self._get(self._path(job, "checkpoints", checkpoint_id), api.CheckpointDetail)
 
-    def verify(self, job: str, checkpoint_id: str) -> api.VerifyResult:
+    def verify(self, job: str | Job, checkpoint_id: str) -> api.VerifyResult:
         """Have every byte of a checkpoint read and compared with its digests.
 
         >>> client.verify(job_id, client.job(job_id).last_checkpoint).verification
@@ -231,7 +231,7 @@ class RatchetClient(Following, Access):
         """
         return self._post(self._path(job, "checkpoints", checkpoint_id, "verify"), api.VerifyResult)
 
-    def compare(self, job: str, with_job: str, *, checkpoint: str | None = None,
+    def compare(self, job: str | Job, with_job: str | Job, *, checkpoint: str | None = None,
                 with_checkpoint: str | None = None) -> api.ComparisonView:  # fmt: skip
         """Two jobs' checkpoints, every tensor and every rank's state: at the first step at which they differ, of those that both
         have a checkpoint of; if they differ nowhere, at the newest. Or of the checkpoints that ``checkpoint`` (of ``job``) and
@@ -243,7 +243,7 @@ class RatchetClient(Following, Access):
         params: Params = {"checkpoint": checkpoint, "with_checkpoint": with_checkpoint}
         return self._get(self._path(job, "compare", self.job_id(with_job)), api.ComparisonView, params)
 
-    def export(self, job: str, checkpoint_id: str, target: str | os.PathLike[str], *,
+    def export(self, job: str | Job, checkpoint_id: str, target: str | os.PathLike[str], *,
                format: ExportFormat = "safetensors") -> list[str]:  # fmt: skip
         """Write a checkpoint as files for other programs; ``target`` must not be there yet. Returns what their reader must know.
 
@@ -255,7 +255,7 @@ class RatchetClient(Following, Access):
         """
         return fetch(self._transport, self._path(job, "checkpoints", checkpoint_id, "export"), format, Path(target))
 
-    def pin(self, job: str, checkpoint_id: str, pinned: bool = True) -> api.CheckpointView:
+    def pin(self, job: str | Job, checkpoint_id: str, pinned: bool = True) -> api.CheckpointView:
         """Keep a checkpoint whatever retention says, or with ``pinned=False`` let it go again.
 
         >>> client.pin(job_id, client.job(job_id).last_checkpoint).pinned
@@ -264,7 +264,7 @@ class RatchetClient(Following, Access):
         body = api_requests.PinRequest(pinned=pinned).model_dump(mode="json")
         return self._post(self._path(job, "checkpoints", checkpoint_id, "pin"), api.CheckpointView, json=body)
 
-    def prune(self, job: str, *, dry_run: bool = False, quarantined: bool = False) -> api.PruneResult:
+    def prune(self, job: str | Job, *, dry_run: bool = False, quarantined: bool = False) -> api.PruneResult:
         """Remove checkpoints that no attempt will start from: of branches that a resume from an earlier step left behind.
 
         ``dry_run``: only tell what would go. ``quarantined``: what was damaged and set aside goes, too.
@@ -277,7 +277,7 @@ class RatchetClient(Following, Access):
 
     # --- what a job left in its working directory ---------------------------------------------------------------------
 
-    def files(self, job: str, path: str = "", *, recursive: bool = True, everything: bool = False,
+    def files(self, job: str | Job, path: str = "", *, recursive: bool = True, everything: bool = False,
               page_size: int = 1000) -> Iterator[api.FileView]:  # fmt: skip
         """What is below ``path`` of its working directory, each directory before what is in it; with ``recursive=False`` without
         what is in directories. ``everything``: with what its
@@ -294,7 +294,7 @@ class RatchetClient(Following, Access):
         }
         return self._job_pages(api.FileView, params, job, "files")
 
-    def read_file(self, job: str, path: str, start: int = 0, end: int | None = None) -> bytes:
+    def read_file(self, job: str | Job, path: str, start: int = 0, end: int | None = None) -> bytes:
         """The bytes of the file ``path`` from ``start`` up to ``end`` (default: its end, as it is now), which are held in memory.
 
         Raises ``NotFound`` (``file-not-found``), ``Refused`` (``range-not-satisfiable``: there are none, ``symbolic-link`` ...).
@@ -305,7 +305,7 @@ class RatchetClient(Following, Access):
         with self._transport.stream(self._path(job, "files", "content"), {"path": path}, ranged) as response:
             return response.read()
 
-    def fetch_files(self, job: str, target: str | os.PathLike[str], path: str = "", *, everything: bool = False,
+    def fetch_files(self, job: str | Job, target: str | os.PathLike[str], path: str = "", *, everything: bool = False,
                     force: bool = False, bar: Callable[[int], Bar] = no_bar) -> Fetched:  # fmt: skip
         """Write the file or directory ``path`` of its working directory into the directory ``target``, under its own name; all of
         it without ``path``. No file is replaced without ``force``; what is fetched is whole, or nothing is written.
@@ -329,7 +329,7 @@ class RatchetClient(Following, Access):
         with queue_older.said():
             return list(islice(self._pages("/v1/queue", api_queue.QueuedView, {"limit": min(limit, 100)}), limit))
 
-    def queue_view(self, limit: int = 50, job: str | None = None) -> api_queue.QueueView:
+    def queue_view(self, limit: int = 50, job: str | Job | None = None) -> api_queue.QueueView:
         """One page of at most ``limit`` (100 at most), with how many wait in all; or where ``job`` stands: no item where it is
         not queued.
 
@@ -383,6 +383,6 @@ class RatchetClient(Following, Access):
             return False
         return True
 
-    def _act(self, job: str, action: str, body: BaseModel | None = None) -> api.JobView:
+    def _act(self, job: str | Job, action: str, body: BaseModel | None = None) -> api.JobView:
         data = None if body is None else body.model_dump(mode="json", exclude_unset=True)
         return self._post(self._path(job, action), api.JobView, json=data)

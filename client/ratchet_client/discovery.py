@@ -68,7 +68,7 @@ class Target:
             found = ServiceFile.model_validate_json(file.read_bytes())
         except FileNotFoundError:
             raise ServiceUnreachable(
-                f"no service is running for the run directory {file.parent}: {start_it(file.parent)}, "
+                f"no service is running for the run directory {file.parent}: {self._begin_it(file.parent)}, "
                 f"or name a server with --server or {environment.SERVER}{self._others()}",
                 code=NEVER_STARTED,
             ) from None
@@ -95,6 +95,14 @@ class Target:
             if not Path(f"/proc/{pid}").exists():
                 return f"the service of {home} (pid {pid}) has ended: {start_it(home)}{self._others()}"
         return start_it(home)
+
+    def _begin_it(self, home: Path) -> str:
+        """What to do where ``home`` has no service; one that was killed elsewhere may be the one that is meant."""
+        killed = service_pointers.killed() if self.home.source == "default" and not home.exists() else []
+        if not killed:
+            return start_it(home)
+        again = " or ".join(f"`ratchet serve --home {shlex.quote(str(other))}`" for other in killed)
+        return f"a service of yours was killed, {again} starts it again with its jobs (`ratchet serve` a new one here)"
 
     def _others(self) -> str:
         """The services of this user that run, where nobody named a run directory."""

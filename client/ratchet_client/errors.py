@@ -37,7 +37,7 @@ class ServiceFault(RatchetError):
 
 
 class AmbiguousName(RatchetError):
-    """Several jobs have the name that one was asked for by."""
+    """Several jobs have the name that one was asked for by. ``extra["jobs"]`` has them, newest first."""
 
     code = "ambiguous-name"
 

@@ -11,7 +11,7 @@ from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Literal, TypeAlias, TypeVar
+from typing import IO, TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 
@@ -23,6 +23,9 @@ from ratchet_client.transport import Params
 from ratchet_contract import api
 from ratchet_contract.phases import JobPhase
 
+if TYPE_CHECKING:
+    from ratchet_client.job import Job
+
 M = TypeVar("M", bound=BaseModel)
 WhichAttempt: TypeAlias = int | Literal["all"] | None
 """Whose logs: None the newest attempt's (and, when following, those that come later)."""
@@ -33,11 +36,11 @@ _PATIENCE = 120.0
 class Following(Calls):
     """Calls that only read, and read again."""
 
-    def view(self, job: str) -> api.JobView:
+    def view(self, job: str | Job) -> api.JobView:
         """The job as it is now, as data. Raises ``NotFound``."""
         return self._get(self._path(job), api.JobView)
 
-    def hook(self, job: str) -> api.HookView:
+    def hook(self, job: str | Job) -> api.HookView:
         """What the communication hook does: phase, iteration, compression rate, residual norm per rank.
 
         >>> hook = client.hook(job_id)
@@ -46,7 +49,7 @@ class Following(Calls):
         """
         return self._get(self._path(job, "hook"), api.HookView)
 
-    def hook_history(self, job: str, *, rank: int | None = None) -> Iterator[api.HookSampleView]:
+    def hook_history(self, job: str | Job, *, rank: int | None = None) -> Iterator[api.HookSampleView]:
         """Kept summaries by step and rank, oldest first; with ``rank`` those of one alone.
 
         >>> {sample.summary.phase for sample in client.hook_history(job_id, rank=0)} == {"warm-up", "compressing"}
@@ -55,7 +58,7 @@ class Following(Calls):
         params: Params = {"rank": rank, "limit": PAGE}
         return self._job_pages(api.HookSampleView, params, job, "hook", "history")
 
-    def hook_series(self, job: str, figure: str = "residual_norm") -> dict[int, Series]:
+    def hook_series(self, job: str | Job, figure: str = "residual_norm") -> dict[int, Series]:
         """``figure`` of ``HookSummary`` over the steps, by rank (``compression_rate``, ``bytes_after`` ...); without steps at
         which the hook has none.
 
@@ -74,13 +77,13 @@ class Following(Calls):
 
     # --- series -------------------------------------------------------------------------------------------------------
 
-    def metrics(self, job: str, *, name: Collection[str] = (), max_points: int | None = None) -> api.MetricsView:
+    def metrics(self, job: str | Job, *, name: Collection[str] = (), max_points: int | None = None) -> api.MetricsView:
         """Series over steps with attempt and time of each point, of the names ``name`` or all; one longer than ``max_points``
         is thinned, the last point is always there."""
         params: Params = {"name": list(name), "max_points": max_points}
         return self._get(self._path(job, "metrics"), api.MetricsView, params)
 
-    def series(self, job: str, *names: str) -> dict[str, Series]:
+    def series(self, job: str | Job, *names: str) -> dict[str, Series]:
         """Curves by name, all of them without ``names``; thinned beyond 10000 points. Steps that a later attempt did again are
         there once. A name that nobody reported (yet) has an empty curve.
 
@@ -93,7 +96,7 @@ class Following(Calls):
 
     # --- logs and events ----------------------------------------------------------------------------------------------
 
-    def events(self, job: str) -> Iterator[api.EventView]:
+    def events(self, job: str | Job) -> Iterator[api.EventView]:
         """The history that is there now, oldest first.
 
         >>> next(client.events(job_id)).type
@@ -101,7 +104,7 @@ class Following(Calls):
         """
         return self._job_pages(api.EventView, {"limit": PAGE}, job, "events")
 
-    def logs(self, job: str, *, rank: int | None = None, attempt: WhichAttempt = None, tail: int | None = None,
+    def logs(self, job: str | Job, *, rank: int | None = None, attempt: WhichAttempt = None, tail: int | None = None,
              grep: str | None = None, since: str | None = None) -> Iterator[api.LogLine]:  # fmt: skip
         """Lines of the ranks' logs that are there now. ``tail``: only the last lines of each rank; ``grep``: only lines with
         this text; ``since`` (RFC 3339): only lines written since then, to about six seconds. Where a log has lost its middle, a
@@ -109,7 +112,7 @@ class Following(Calls):
         params: Params = {"rank": rank, "attempt": attempt, "tail": tail, "grep": grep, "since": since}
         return self._job_pages(api.LogLine, params, job, "logs")
 
-    def download_logs(self, job: str, file: str | os.PathLike[str], *, rank: int | None = None,
+    def download_logs(self, job: str | Job, file: str | os.PathLike[str], *, rank: int | None = None,
                       attempt: WhichAttempt = "all") -> Path:  # fmt: skip
         """Write the logs as they are now to ``file``, which appears when all is there; without ``rank``, each line begins with
         ``[attempt.rank]``. A download that breaks is begun again within the client's ``retry_for``.
@@ -130,7 +133,7 @@ class Following(Calls):
             finally:
                 partial.unlink(missing_ok=True)
 
-    def _download(self, job: str, part: IO[bytes], params: Params, last: bool) -> bool:
+    def _download(self, job: str | Job, part: IO[bytes], params: Params, last: bool) -> bool:
         part.seek(0)
         part.truncate()
         try:
@@ -145,7 +148,7 @@ class Following(Calls):
 
     # --- following ----------------------------------------------------------------------------------------------------
 
-    def follow_events(self, job: str, *, after: int | None = None,
+    def follow_events(self, job: str | Job, *, after: int | None = None,
                       on_gap: Callable[[str], None] | None = None) -> Generator[api.EventView]:  # fmt: skip
         """Events from the first (or after the event with id ``after``) until the job has ended, across restarts of the service.
         ``on_gap`` is told once per interruption.
@@ -157,7 +160,7 @@ class Following(Calls):
         last = None if after is None else str(after)
         return self._follow(job, "events", {"follow": "true"}, api.EventView, last, on_gap)
 
-    def follow_logs(self, job: str, *, rank: int | None = None, attempt: WhichAttempt = None, tail: int | None = None,
+    def follow_logs(self, job: str | Job, *, rank: int | None = None, attempt: WhichAttempt = None, tail: int | None = None,
                     grep: str | None = None, since: str | None = None, after: Collection[str] = (),
                     on_gap: Callable[[str], None] | None = None) -> Generator[api.LogLine]:  # fmt: skip
         """Log lines as they are written, until the job has ended. ``after``: go on behind these lines, the ``id`` of the last
@@ -172,7 +175,7 @@ class Following(Calls):
         }  # fmt: skip
         return self._follow(job, "logs", params, api.LogLine, ",".join(after) or None, on_gap)
 
-    def _follow(self, job: str, what: str, params: Params, model: type[M], last: str | None,
+    def _follow(self, job: str | Job, what: str, params: Params, model: type[M], last: str | None,
                 on_gap: Callable[[str], None] | None) -> Generator[M]:  # fmt: skip
         job = self.job_id(job)
         found = sse.follow(
@@ -184,7 +187,7 @@ class Following(Calls):
 
     # --- waiting ------------------------------------------------------------------------------------------------------
 
-    def wait(self, job: str, until: Collection[JobPhase] = TERMINAL, deadline: float | None = None,
+    def wait(self, job: str | Job, until: Collection[JobPhase] = TERMINAL, deadline: float | None = None,
              on_change: Callable[[api.JobView], None] | None = None) -> api.JobView:  # fmt: skip
         """The job once its phase is one of ``until``, or once it has ended.
 
@@ -201,7 +204,7 @@ class Following(Calls):
             told = (now.phase, now.reason)
         return now
 
-    def poll(self, job: str, every: float = 1.0, until: Collection[JobPhase] | None = None,
+    def poll(self, job: str | Job, every: float = 1.0, until: Collection[JobPhase] | None = None,
              deadline: float | None = None) -> Iterator[Snapshot]:  # fmt: skip
         """Snapshots every ``every`` seconds, for a plot that refreshes; ends with the one that shows the job ended, or in a phase
         of ``until``. A loop body that takes longer than ``every`` delays the next one.
@@ -216,7 +219,7 @@ class Following(Calls):
         pace, job = Pace(every, every, _PATIENCE), self.job_id(job)
         yield from looks(job, lambda: self._snapshot(job), lambda seen: seen.job, until or (), deadline, pace)
 
-    def _snapshot(self, job: str) -> Snapshot:
+    def _snapshot(self, job: str | Job) -> Snapshot:
         view = self.view(job)
         newest = self.metrics(job, max_points=2).series if view.attempt else []
         values = {s.name: s.points[-1].value for s in newest if s.points}

@@ -58,6 +58,13 @@ class SpecError(RatchetError):
 
     code = "invalid-spec"
 
+    def __str__(self) -> str:
+        """All of them, where ``detail`` has the first."""
+        if len(self.errors) < 2:
+            return self.detail
+        each = (f"  {wrong.pointer or '/'}: {wrong.detail} [{wrong.code}]" for wrong in self.errors)
+        return "\n".join([f"{len(self.errors)} mistakes:", *each])
+
 
 class NotFound(RatchetError):
     """There is no such job, attempt, checkpoint, file, hook or token."""

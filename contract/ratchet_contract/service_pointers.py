@@ -2,8 +2,8 @@
 
 They lie in the user's runtime directory: in ``ratchet`` below ``XDG_RUNTIME_DIR``, else below ``/run/user/UID``, else in
 ``/tmp/ratchet-UID``. The address itself is not in them, but in the run directory's ``service.json``. A service makes the file
-while it runs. One that a killed service left behind counts for nothing, since no process has its pid and start time, and the
-next service removes it. A directory that is another user's, or that others may write to, is neither written to nor read.
+while it runs. One that a killed service left behind names no service that runs, since no process has its pid and start time, and
+the next service removes it. A directory that is another user's, or that others may write to, is neither written to nor read.
 """
 
 from __future__ import annotations
@@ -63,6 +63,15 @@ def running() -> list[Path]:
     if not _is_own(directory):
         return []
     return sorted(Path(pointer.home) for _, pointer in _read(directory) if _runs(pointer))
+
+
+def killed() -> list[Path]:
+    """Run directories of this user's services that ended without a word: their ``service.json`` is there still."""
+    directory = pointers_directory()
+    if not _is_own(directory):
+        return []
+    left = [Path(pointer.home) for _, pointer in _read(directory) if not _runs(pointer)]
+    return sorted(home for home in left if HomePaths(home).service_file.exists())
 
 
 def _runs(pointer: ServicePointer) -> bool:

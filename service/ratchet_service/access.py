@@ -17,6 +17,7 @@ from ratchet_contract.errors import RatchetError, Refused
 from ratchet_contract.paths import is_job_id
 from ratchet_service.database import Database
 from ratchet_service.ingest import authorised, hash_token
+from ratchet_service.listening import FIRST_TOKEN
 from ratchet_service.models import Job
 from ratchet_service.rates import Buckets
 from ratchet_service.settings import Settings
@@ -52,8 +53,9 @@ class Gate:
         try:
             if token is None:
                 raise Refused(
-                    "this service wants a token: Authorization: Bearer rt_... (`ratchet token create` makes one, an admin gives "
-                    "you the first; RATCHET_TOKEN or `ratchet config set token` has the command line send it)",
+                    "this service wants a token: Authorization: Bearer rt_... (an admin makes one by `ratchet token create`, and "
+                    f"the first is made where the service's run directory is: {FIRST_TOKEN}; RATCHET_TOKEN or "
+                    "`ratchet config set token` has the command line send it)",
                     code="token-missing",
                 )
             return await run_in_threadpool(authenticate, self._database, token)

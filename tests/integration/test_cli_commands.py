@@ -239,14 +239,18 @@ def test_the_command_line_imports_neither_torch_nor_the_service() -> None:
     assert subprocess.run([sys.executable, "-c", code], env=dict(os.environ)).returncode == 0
 
 
-def test_a_job_is_named_by_its_name_where_only_one_has_it(cli: Cli) -> None:
+def test_a_job_is_named_by_its_name_where_it_means_one(cli: Cli) -> None:
     one = cli("submit", "spec.yaml", "--name", "single", "--json").data["id"]
     assert cli("get", "single", "--json").data["id"] == one
     assert cli("cancel", "single").text.startswith(one)
-    other = cli("submit", "spec.yaml", "--name", "single", "--json").data["id"]
-    ambiguous = cli("get", "single", expect=2)
+    taken = cli("submit", "spec.yaml", "--name", "single")
+    other = taken.text.strip()
+    assert f"the name single is also {one}'s (CANCELLED)" in taken.errors
+    assert cli("cancel", "single").text.startswith(other), "the only one that has not ended"
+    ambiguous = cli("delete", "single", expect=2)
     assert one in ambiguous.errors and other in ambiguous.errors and "CANCELLED" in ambiguous.errors
-    assert ambiguous.text == "" and cli("get", other, "--json").data["id"] == other
+    newest = cli("get", "single", "--json")
+    assert newest.data["id"] == other and "2 jobs have the name single; this is the newest" in newest.errors
 
 
 def test_active_jobs_are_those_that_run_or_wait(cli: Cli) -> None:

@@ -15,7 +15,11 @@ def test_configuration_names_the_server_and_keeps_the_token_out_of_sight(cli: Cl
     file = Path(cli("config", "path").text.strip())
     assert file.parent == cli.cwd and not file.exists()
     assert idle_server.url in cli("config").text and "not set" in cli("config").text
-    assert "config set server" in cli("config", "set", "token", stdin="x\n", expect=2).errors
+    assert "config set server" in cli("--home", "none", "config", "set", "token", stdin="x\n", expect=2).errors
+    told = cli("config", "set", "token", stdin="x\n").errors
+    assert f"the token is for {idle_server.url}; `ratchet serve --port" in told and "sent to" in told
+    assert cli("config", "--json").data["token"]["value"] == "********"
+    cli("config", "unset", "token")
     assert "not where RATCHET_HOME is given" in cli("config", "set", "server", idle_server.url + "/").errors
     token = cli("token", "create", "--name", "mine", "--json").data["token"]
     cli("config", "set", "token", stdin=f"{token}\n")

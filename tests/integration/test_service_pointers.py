@@ -126,7 +126,8 @@ def test_a_killed_service_is_not_found_and_the_next_one_removes_what_it_left(use
         service.kill()
         service.wait(10)
         assert len(pointers(user)) == 1, "it had no time to remove it"
-        assert user("elsewhere", "list").code == 6
+        gone = user("elsewhere", "list")
+        assert gone.code == 6 and f"`ratchet serve --home {user.place / 'killed' / '.ratchet'}`" in gone.errors
         there = user("killed", "list")
         assert there.code == 6 and f"(pid {service.pid}) has ended: start it with" in there.errors
         with user.serving("other"):

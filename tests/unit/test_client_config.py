@@ -13,7 +13,9 @@ import pytest
 from ratchet_client.client import RatchetClient
 from ratchet_client.config_file import ConfigFile, config_path, normalised, read_config, write_config
 from ratchet_client.discovery import find_target
+from ratchet_client.errors import ServiceUnreachable
 from ratchet_client.transport import TokenInClearWarning, Transport
+from ratchet_contract import service_pointers
 from ratchet_contract.errors import Refused
 from tests.support.scripted import HOOK, Server, ok, serving
 
@@ -177,3 +179,24 @@ def test_one_server_has_one_spelling(url: str, same: str) -> None:
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(Refused):
         normalised(url)
+
+
+def test_a_killed_service_is_named_with_its_run_directory_where_none_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ratchet serve` alone would make a second, empty one in the directory where the command was typed."""
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    home = tmp_path / "my project" / ".ratchet"
+    announce(home, "http://127.0.0.1:1")
+    pointer = service_pointers.announce(home)
+    pointer.write_text(pointer.read_text().replace('"start_time":', '"start_time":1'))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    with pytest.raises(ServiceUnreachable, match="was killed") as told:
+        find_target().url()
+    assert f"`ratchet serve --home '{home}'` starts it again" in told.value.detail
+    (home / "service.json").unlink()
+    with pytest.raises(ServiceUnreachable, match="start it with `ratchet serve`, or"):
+        find_target().url()

@@ -14,13 +14,16 @@ import pytest
 from ratchet_client import RatchetClient
 from ratchet_client.client import Job
 from ratchet_client.errors import AmbiguousName, RatchetError
+from ratchet_contract.api import JobView
 from ratchet_contract.api_requests import ForkRequest, PatchRequest
-from ratchet_contract.errors import NotFound
+from ratchet_contract.errors import FieldProblem, NotFound, SpecError
 from tests.support.scripted import JOB, Reply, ok, problem, serving
 
 ID, OTHER = "job-000000000001", "job-000000000002"
+ENDED = {**JOB, "name": "ended", "phase": "FAILED"}
 JOBS = [{**JOB, "id": ID, "name": "digits"}, {**JOB, "id": OTHER, "name": "twice"},
-        {**JOB, "id": "job-000000000003", "name": "twice"}]  # fmt: skip
+        {**JOB, "id": "job-000000000003", "name": "twice"}, {**ENDED, "id": "job-000000000005"},
+        {**ENDED, "id": "job-000000000004"}, {**ENDED, "id": "job-000000000006", "name": "digits"}]  # fmt: skip
 ARGUMENTS = {
     "checkpoint_id": "c", "number": 1, "request": {"fork": ForkRequest(), "patch": PatchRequest()}, "path": "a",
     "with_job": "digits", "target": Path("out"), "file": Path("out"),
@@ -55,17 +58,20 @@ def test_a_name_is_taken_where_an_id_is(method: Callable[..., Any], tmp_path: Pa
     if "request" in given:
         given["request"] = ARGUMENTS["request"][method.__name__]
     with serving(listed) as server, RatchetClient(server.url, retry_for=0) as client:
-        with pytest.raises(RatchetError) as caught:
-            list(method(client, job="digits", **given))  # an iterator asks when it is read
-        assert caught.value.code == "seen"
-    last = urlsplit(server.requests[-1][1])
-    assert ID in last.path + last.query and "digits" not in last.path + last.query
+        for named in ("digits", Job(client, JobView.model_validate(JOB | {"id": ID}))):
+            with pytest.raises(RatchetError) as caught:
+                list(method(client, job=named, **given))  # an iterator asks when it is read
+            assert caught.value.code == "seen"
+            last = urlsplit(server.requests[-1][1])
+            assert ID in last.path + last.query and "digits" not in last.path + last.query
 
 
 def test_a_name_that_no_job_or_several_jobs_have() -> None:
     with serving(listed) as server, RatchetClient(server.url) as client:
         with pytest.raises(AmbiguousName, match=f"2 jobs have the name 'twice'(.|\n)*{OTHER}"):
             client.cancel("twice")
+        with pytest.raises(AmbiguousName, match="2 jobs have the name 'ended'"):
+            client.view("ended")
         with pytest.raises(NotFound, match="'digitz'; did you mean 'digits'"):
             client.job("digitz")
 
@@ -92,3 +98,10 @@ def test_a_handle_reads_waits_and_acts() -> None:
         assert job.resume().phase == "RUNNING"
         assert repr(job) == f"<Job {ID} 'n' RUNNING, step 0, attempt 1>"
     assert server.requests[-1][1] == f"/v1/jobs/{ID}/resume"
+
+
+def test_a_spec_error_says_every_mistake() -> None:
+    wrong = [FieldProblem(pointer=f"/{key}", code="missing", detail="this key is required") for key in ("name", "task")]
+    assert str(SpecError("/name: this key is required", errors=wrong[:1])) == "/name: this key is required"
+    said = str(SpecError("/name: this key is required (and 1 more)", errors=wrong))
+    assert said == "2 mistakes:\n  /name: this key is required [missing]\n  /task: this key is required [missing]"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ratchet_client.cli import complete, output
-from ratchet_client.cli.common import SAVED, JobId, JobOrPath, JsonFlag, is_path, open_client
+from ratchet_client.cli.common import SAVED, JobId, JobOrPath, JsonFlag, ReadJobId, is_path, open_client
 from ratchet_client.cli.exits import Exit
 from ratchet_client.cli.processes import become
 from ratchet_client.cli.signals import interruptible
@@ -40,7 +40,7 @@ def register(app: typer.Typer) -> None:
     app.add_typer(group, name="checkpoints", help=help_text, rich_help_panel=SAVED)
 
 
-def list_checkpoints(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
+def list_checkpoints(ctx: typer.Context, job: ReadJobId, as_json: JsonFlag = False) -> None:
     """List what is stored of a job, newest step first."""
     with open_client(ctx) as client:
         found = list(client.checkpoints(job))

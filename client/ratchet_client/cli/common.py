@@ -67,13 +67,31 @@ def _say_which(ctx: typer.Context, given: Settings) -> None:
 def job_id_of(ctx: typer.Context, value: str) -> str:
     """The id of the job that ``value`` names. An id is taken as it is, without a request.
 
-    Raises ``NotFound``, and ``AmbiguousName`` where several jobs have the name.
+    Raises ``NotFound``, and ``AmbiguousName`` as the client's ``job_id`` does.
     """
     ctx.meta[JOB_NAMED] = value
     if ctx.resilient_parsing or is_job_id(value):
         return value
     with open_client(ctx) as client:
         return client.job_id(value)
+
+
+def _newest_job_id_of(ctx: typer.Context, value: str) -> str:
+    """The same for a command that only reads: of several jobs that have all ended it takes the newest, and says so."""
+    from ratchet_client.cli import output
+    from ratchet_client.errors import AmbiguousName
+
+    try:
+        return job_id_of(ctx, value)
+    except AmbiguousName as error:
+        found: list[JobView] = error.extra["jobs"]
+        if not all(job.phase.terminal for job in found):
+            raise
+        newest = found[0].id
+        output.note(
+            f"{len(found)} jobs have the name {value}; this is the newest, {newest}; all: ratchet list --name {value}"
+        )
+        return newest
 
 
 def is_path(value: str) -> bool:
@@ -88,13 +106,24 @@ def _job_or_path(ctx: typer.Context, value: str) -> str:
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print JSON: one document, or one object per line when following.")
 ]
+_JOB = "Job id, or a name that one job has, or one that has not ended."
 JobId = Annotated[
     str,
     typer.Argument(
         metavar="JOB",
-        help="Job id, or a name that exactly one job has.",
+        help=_JOB,
         show_default=False,
         callback=job_id_of,
+        autocompletion=complete.jobs,
+    ),
+]
+ReadJobId = Annotated[
+    str,
+    typer.Argument(
+        metavar="JOB",
+        help="Job id, or a name: of several jobs the one that has not ended, else the newest.",
+        show_default=False,
+        callback=_newest_job_id_of,
         autocompletion=complete.jobs,
     ),
 ]
@@ -102,7 +131,7 @@ MaybeJobId = Annotated[
     str | None,
     typer.Argument(
         metavar="JOB",
-        help="Job id, or a name that exactly one job has.",
+        help=_JOB,
         show_default=False,
         callback=lambda ctx, value: None if value is None else job_id_of(ctx, value),
         autocompletion=complete.jobs,
@@ -112,7 +141,7 @@ JobOrPath = Annotated[
     str,
     typer.Argument(
         metavar="JOB|PATH",
-        help="Job id, or a name that exactly one job has; or directories, with a slash or a dot in them.",
+        help="Job id, or a name; or directories, with a slash or a dot in them.",
         show_default=False,
         callback=_job_or_path,
         autocompletion=complete.jobs,

@@ -38,12 +38,18 @@ def _fitting(choices: Choices, incomplete: str) -> Choices:
 
 
 def jobs(ctx: typer.Context, incomplete: str) -> Choices:
-    """Ids and names of the newest jobs; a name that several have is not offered, since no command takes it."""
+    """Ids and names of the newest jobs; a name is offered where it means one of them."""
     found = _items(ctx, "/v1/jobs", limit=_MOST)
-    known = [job["name"] for job in found]
     ids = [(job["id"], f"{job['name']}, {job['phase']}") for job in found]
-    single = [(job["name"], job["phase"]) for job in found if known.count(job["name"]) == 1]
-    return _fitting([*single, *ids], incomplete)
+    names = dict.fromkeys(job["name"] for job in found)
+    meant = [one for name in names for one in _meant([job for job in found if job["name"] == name])]
+    return _fitting([*((job["name"], job["phase"]) for job in meant), *ids], incomplete)
+
+
+def _meant(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of the jobs of one name the one that commands take by it; none where they would have to guess."""
+    left = jobs if len(jobs) == 1 else [job for job in jobs if not JobPhase(job["phase"]).terminal]
+    return left if len(left) == 1 else []
 
 
 def names(ctx: typer.Context, incomplete: str) -> Choices:
@@ -54,8 +60,8 @@ def names(ctx: typer.Context, incomplete: str) -> Choices:
 def checkpoints(ctx: typer.Context, incomplete: str) -> Choices:
     job = str(ctx.params.get("job") or "")
     if not is_job_id(job):
-        found = _items(ctx, "/v1/jobs", name=job, limit=2) if job else []
-        if len(found) != 1:
+        found = _meant(_items(ctx, "/v1/jobs", name=job, limit=_MOST)) if job else []
+        if not found:
             return []
         job = found[0]["id"]
     rows = _items(ctx, f"/v1/jobs/{job}/checkpoints", limit=_MOST)

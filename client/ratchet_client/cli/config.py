@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -88,8 +90,8 @@ def set_value(
     """Set the server, or the token for it.
 
     `config set server URL` names the server. `config set token` asks for the token without showing it, or reads one line of
-    standard input: an argument could be seen by others (ps). The token is stored for the server in use (--server, RATCHET_SERVER
-    or the one set) and is sent to no other.
+    standard input: an argument could be seen by others (ps). The token is stored for the server in use (--server, RATCHET_SERVER,
+    the one set, or this machine's service that runs) and is sent to no other.
     """
     from ratchet_client.config_file import config_path, normalised, read_config, write_config
     from ratchet_client.discovery import find_target
@@ -116,17 +118,25 @@ def set_value(
 
 
 def _owner(ctx: typer.Context, stored: str | None) -> str:
-    """The server that a new token is for. Raises ``typer.BadParameter`` where none is named."""
+    """The server that a new token is for: the one that is named, else the service of this machine that runs. Raises
+    ``typer.BadParameter`` where there is none."""
     from ratchet_client.config_file import normalised
-    from ratchet_client.discovery import find_target
+    from ratchet_client.discovery import find_target, is_loopback
+    from ratchet_contract.errors import RatchetError
 
     given = settings(ctx)
     target = find_target(given.server, given.home)
     if target.server is not None:
         return target.server.value
-    if stored is None:
-        raise typer.BadParameter("a token belongs to a server: `ratchet config set server URL` first, or --server URL")
-    return normalised(stored)
+    if stored is not None:
+        return normalised(stored)
+    with suppress(RatchetError):
+        if is_loopback(url := target.url()):
+            output.note(
+                f"the token is for {url}; `ratchet serve --port {urlsplit(url).port}` has the service keep that address"
+            )
+            return normalised(url)
+    raise typer.BadParameter("a token belongs to a server: `ratchet config set server URL` first, or --server URL")
 
 
 def _read_token(owner: str) -> str:

@@ -28,7 +28,7 @@ MEANINGS: dict[Exit, str] = {
         "the job waited for failed, was cancelled, or ended elsewhere than asked; a checkpoint is damaged; "
         "`doctor --exactness`, `prove` or `compare` found other bits"
     ),
-    Exit.USAGE: "wrong command line; a name that several jobs have; a checkpoint to verify that cannot be read",
+    Exit.USAGE: "wrong command line; a name that may mean several jobs; a checkpoint to verify that cannot be read",
     Exit.NOT_FOUND: (
         "no such job, attempt, checkpoint, hook or file; `prove`: equal, but not everything in the spec was exercised"
     ),

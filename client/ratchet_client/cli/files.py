@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ratchet_client.cli import output
-from ratchet_client.cli.common import LOOK, JobId, JsonFlag, job_id_of, open_client
+from ratchet_client.cli.common import LOOK, JsonFlag, ReadJobId, job_id_of, open_client
 from ratchet_client.cli.signals import interruptible
 from ratchet_contract.plural import counted
 
@@ -29,7 +29,7 @@ def register(app: typer.Typer) -> None:
 
 def files(
     ctx: typer.Context,
-    job: JobId,
+    job: ReadJobId,
     path: Annotated[
         str, typer.Argument(metavar="[PATH]", help="A file or directory of it. (default: all)", show_default=False)
     ] = "",

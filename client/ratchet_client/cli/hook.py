@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ratchet_client.cli import output
-from ratchet_client.cli.common import LOOK, JobId, JsonFlag, open_client, steps
+from ratchet_client.cli.common import LOOK, JsonFlag, ReadJobId, open_client, steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
 
 def hook(
     ctx: typer.Context,
-    job: JobId,
+    job: ReadJobId,
     watch: Annotated[
         bool,
         typer.Option("--watch", "-w", help="Go on until the job has ended; a table by rank, or a line per change."),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ratchet_client.cli import output
-from ratchet_client.cli.common import LOOK, JobId, JsonFlag, open_client
+from ratchet_client.cli.common import LOOK, JsonFlag, ReadJobId, open_client
 from ratchet_client.cli.figures import sparkline
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
 
 def metrics(
     ctx: typer.Context,
-    job: JobId,
+    job: ReadJobId,
     name: Annotated[str | None, typer.Argument(help="One metric, all of whose values are printed.")] = None,
     as_json: JsonFlag = False,
 ) -> None:

@@ -9,11 +9,11 @@ import typer
 from ratchet_client.cli import output
 from ratchet_client.cli.common import (
     LOOK,
-    JobId,
     JsonFlag,
     Labels,
     Name,
     Phases,
+    ReadJobId,
     Sort,
     active_phases,
     known_phases,
@@ -82,7 +82,7 @@ def list_jobs(
     )  # fmt: skip
 
 
-def get(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
+def get(ctx: typer.Context, job: ReadJobId, as_json: JsonFlag = False) -> None:
     """Show one job."""
     with open_client(ctx) as client:
         found = client.view(job)
@@ -172,7 +172,7 @@ def _of(count: int, limit: int | None) -> str:
     return f"{count} (no limit)" if limit is None else f"{count} of {limit}"
 
 
-def attempts(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
+def attempts(ctx: typer.Context, job: ReadJobId, as_json: JsonFlag = False) -> None:
     """Show every launch of a job: how it ended and why, what it resumed from, steps done and lost.
 
     BASE is the step that it started from, LAST its last one, DONE how many it did. LOST: those of them that no checkpoint has,

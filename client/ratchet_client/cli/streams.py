@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ratchet_client.cli import output
-from ratchet_client.cli.common import LOOK, PATIENCE, RETRY_FOR, JobId, JsonFlag, open_client
+from ratchet_client.cli.common import LOOK, PATIENCE, RETRY_FOR, JsonFlag, ReadJobId, open_client
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,7 +27,7 @@ def register(app: typer.Typer) -> None:
 
 def logs(
     ctx: typer.Context,
-    job: JobId,
+    job: ReadJobId,
     follow: Follow = False,
     rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.")] = None,
     attempt: Annotated[
@@ -97,7 +97,7 @@ def moment_of(text: str, now: datetime | None = None) -> str:
 
 def events(
     ctx: typer.Context,
-    job: JobId,
+    job: ReadJobId,
     follow: Follow = False,
     every: Annotated[
         bool, typer.Option("--all", help="Print each event: every checkpoint, and all that an end consists of.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,8 @@ from ratchet_client.cli import output
 from ratchet_client.cli.common import RUN, JsonFlag, UploadOption, open_client, pairs
 
 if TYPE_CHECKING:
-    from ratchet_contract.api import Warning_
+    from ratchet_client.client import RatchetClient
+    from ratchet_contract.api import JobView, Warning_
 
 _COPY_SECONDS = 3600.0
 """For a submission that copies a model."""
@@ -67,6 +69,7 @@ def submit(
         if not as_json:
             output.line(job.id)
             output.note(f"submitted {job.name} ({job.hook}); {job.phase}")
+            _tell_others(client, job)
         elif not (wait or follow):
             output.emit(job)
         if follow:
@@ -76,6 +79,18 @@ def submit(
         elif not as_json:
             output.note(f"watch it with: ratchet wait {job.id} --follow")
             output.note(f"what it writes to its current directory stays with the job: ratchet files {job.id}")
+
+
+def _tell_others(client: RatchetClient, job: JobView) -> None:
+    """Whether another job has the name, so that it does not mean this one for ever. Nothing where that cannot be asked."""
+    from ratchet_contract.errors import RatchetError
+
+    with suppress(RatchetError):
+        others = client.jobs(name=job.name, page_size=2)
+        if other := next((one for one in others if one.id != job.id), None):
+            output.note(
+                f"the name {job.name} is also {other.id}'s ({other.phase}): name this job by its id, or submit it with --name"
+            )
 
 
 def print_warnings(warnings: Sequence[Warning_]) -> None:

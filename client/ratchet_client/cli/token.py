@@ -13,8 +13,6 @@ from ratchet_client.cli.common import SETUP, JsonFlag, open_client
 if TYPE_CHECKING:
     from ratchet_contract.api_access import TokenView
 
-_FIRST = "python -m ratchet_service token create --owner NAME --role admin, where the service's run directory and database are"
-
 
 def register(app: typer.Typer) -> None:
     group = typer.Typer(no_args_is_help=True)
@@ -37,16 +35,9 @@ def create(
     as_json: JsonFlag = False,
 ) -> None:
     """Make a token and print it, this once. The first one of a service: python -m ratchet_service token create."""
-    from ratchet_contract.errors import RatchetError
-
     days = _days(expires)
     with open_client(ctx) as client:
-        try:
-            made = client.create_token(name, owner=owner, role=role, scopes=scope, expires_days=days)
-        except RatchetError as error:
-            if error.code == "token-missing":
-                output.note(f"the first token of a service is made by: {_FIRST}")
-            raise
+        made = client.create_token(name, owner=owner, role=role, scopes=scope, expires_days=days)
     if as_json:
         output.emit(made)
         return
