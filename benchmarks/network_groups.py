@@ -19,6 +19,7 @@ from benchmarks.namespaces import ADDRESSES, INTERFACE, Link
 from benchmarks.processes import logs
 from examples.demo.processes import DemoError, spool
 from ratchet_contract import environment as names
+from ratchet_contract.manifest import HOOK_SUMMARY
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import AttemptPaths, HomePaths
 from ratchet_contract.spec import JobSpec, Resolved
@@ -116,7 +117,7 @@ class Group:
         """Of a job: rank 0's newest report of its hook from behind the warm-up; with further steps where there is none yet."""
         end = time.monotonic() + _DEADLINE
         while time.monotonic() < end:
-            found = [HookSummary.model_validate(m["summary"]) for m in spool(self.attempt, 0) if m["kind"] == "hook"]
+            found = [HOOK_SUMMARY.validate_python(m["summary"]) for m in spool(self.attempt, 0) if m["kind"] == "hook"]
             if found and found[-1].step >= WARM_UP:
                 return found[-1]
             self.turn(1)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
@@ -17,7 +18,7 @@ from ratchet_contract.spec_engines import _DNS, _PATH, _SLURM_WORD, LAUNCHER_SPE
 from ratchet_contract.spec_policy import ExitRule
 from ratchet_contract.spec_trial import FaultSpec
 from ratchet_hooks.registry import HOOKS, HookEntry
-from ratchet_hooks.specs import WRAPPERS
+from ratchet_hooks.specs import WRAPPERS, HookSpecBase
 
 PAGE = Path(__file__).with_name("spec.md")
 HEAD = """\
@@ -160,12 +161,13 @@ def _example(name: str) -> str:
     return f"```yaml\n{EXAMPLES[name]}\n```\n"
 
 
-def _table(title: str, model: type[BaseModel], about: str = "", *, skip_models: bool = False) -> str:
-    told = {name for name, info in model.model_fields.items() if name == "kind" and not info.is_required()}
-    if set(model.model_fields) <= {"name", "wrapper", *told}:
+def _table(title: str, model: type[BaseModel | HookSpecBase], about: str = "", *, skip_models: bool = False) -> str:
+    known = _fields(model)
+    told = {name for name, info in known.items() if name == "kind" and not info.is_required()}
+    if set(known) <= {"name", "wrapper", *told}:
         return f"## {title}\n\n{about}No parameters.\n"
     rows = [f"## {title}\n", *([about] if about else []), "| key | value | default | meaning |", "|---|---|---|---|"]
-    for name, info in model.model_fields.items():
+    for name, info in known.items():
         if name == "wrapper" or name in told or (name == "name" and model in _HOOK_SPECS):
             continue
         kind = "see below" if skip_models and name in _SEE_BELOW else _kind_of(info)
@@ -173,6 +175,13 @@ def _table(title: str, model: type[BaseModel], about: str = "", *, skip_models: 
         cells = (f"`{name}`", kind, _default(info), f"{meaning}{_bounds(info)}".strip())
         rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |".replace("  ", " "))
     return "\n".join(rows) + "\n"
+
+
+def _fields(model: type[BaseModel | HookSpecBase]) -> dict[str, FieldInfo]:
+    if issubclass(model, BaseModel):
+        return model.model_fields
+    hints = get_type_hints(model)
+    return {one.name: FieldInfo.from_annotated_attribute(hints[one.name], one) for one in fields(model)}
 
 
 def _kind_of(info: FieldInfo) -> str:
@@ -206,9 +215,10 @@ def _kind(annotation: Any) -> str:
 def _default(info: FieldInfo) -> str:
     if info.is_required():
         return "required"
-    if isinstance(info.default, BaseModel):
-        return f"`{info.default.name}`" if hasattr(info.default, "name") else ""
-    return f"`{json.dumps(info.default)}`"
+    default = info.get_default(call_default_factory=True, validated_data={})
+    if isinstance(default, BaseModel | HookSpecBase):
+        return f"`{default.name}`" if hasattr(default, "name") else ""
+    return f"`{json.dumps(default)}`"
 
 
 def _bounds(info: FieldInfo) -> str:

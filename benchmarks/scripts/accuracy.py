@@ -12,17 +12,15 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from pydantic import TypeAdapter
 
 from ratchet_hooks.build import close_group, managed_ddp
-from ratchet_hooks.specs import HookSpec
+from ratchet_hooks.specs import hook_spec
 from ratchet_worker import determinism, rng
 from ratchet_worker.data.epochs import endless
 from ratchet_worker.evaluation import undisturbed
 from ratchet_worker.task import TaskContext
 from ratchet_worker.tasks.digits import DigitsTask
 
-SPEC: Final[TypeAdapter[HookSpec]] = TypeAdapter(HookSpec)
 CPU: Final = torch.device("cpu")
 
 
@@ -62,7 +60,7 @@ def train(rank: int, hook: Mapping[str, Any], seed: int, arguments: Mapping[str,
     rng.seed_all(seed, rank)
     task = DigitsTask(**arguments)
     parts = task.build(TaskContext(rank, world, rank, CPU, seed))
-    ddp, managed = managed_ddp(parts.model, SPEC.validate_python(dict(hook)))
+    ddp, managed = managed_ddp(parts.model, hook_spec(hook))
     scheduler: Any = parts.scheduler
     for batch in islice(endless(parts.train, lambda: None), parts.steps()):
         loss, _ = task.loss(ddp, batch)

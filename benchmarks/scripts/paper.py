@@ -57,7 +57,7 @@ def count(model: Model, spec: HookSpec) -> dict[str, Any]:
         }
         for name, p in ddp.module.named_parameters()
     }
-    return {"summary": hook.summary(rank=0, step=STEPS).model_dump(mode="json"), "tensors": tensors}
+    return {"summary": hook.summary(rank=0, step=STEPS).values(), "tensors": tensors}
 
 
 if __name__ == "__main__":

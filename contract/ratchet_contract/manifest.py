@@ -73,6 +73,10 @@ class TensorEntry(_Model):
     start: int = 0
 
 
+HOOK_SUMMARY: Final = TypeAdapter(HookSummary)
+"""One rank's summary of its hook to and from JSON."""
+
+
 class HookRecord(_Model):
     """Which hook made the state: name and parameters as in the spec, and the version of the state's format."""
 

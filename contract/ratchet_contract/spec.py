@@ -245,7 +245,7 @@ class JobSpec(SpecModel):
     world: WorldSpec = WorldSpec()
     resources: ResourcesSpec = ResourcesSpec()
     ddp: DdpSpec = DdpSpec()
-    hook: Annotated[HookSpec, BeforeValidator(normalise_hook)] = Field(
+    hook: Annotated[HookSpec, Field(discriminator="name"), BeforeValidator(normalise_hook)] = Field(
         AllreduceSpec(),
         description="The communication hook: its name, or name and parameters. Hooks are experimental in torch.",
     )

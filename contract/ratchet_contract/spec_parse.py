@@ -8,7 +8,7 @@ import json
 import operator
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import PurePosixPath
 from typing import Any, get_args
 
@@ -20,8 +20,17 @@ from ratchet_contract.spec import JobSpec
 from ratchet_contract.spec_engines import LAUNCHER_SPECS
 from ratchet_contract.spec_policy import faults as policy_faults
 from ratchet_hooks.registry import HOOKS, HookEntry
-from ratchet_hooks.specs import WRAPPERS, PostLocalSGDSpec, canonical_hook_name, canonical_wrapper, normalise_hook
+from ratchet_hooks.specs import (
+    WRAPPERS,
+    HookSpecBase,
+    PostLocalSGDSpec,
+    canonical_hook_name,
+    canonical_wrapper,
+    normalise_hook,
+)
 
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+"""What pydantic calls a key that does not exist, of a model and of a dataclass (a hook's spec)."""
 _MAX_PROBLEMS = 50
 _MAX_THREADS = 1024
 _SHAPES = {
@@ -73,7 +82,7 @@ def examine_spec(data: Any) -> Examined:
             faults = error.errors(include_url=False)
             told = [problem_of(fault, JobSpec) for fault in faults if not mended.explains(fault)]
             problems += [problem for problem in told if problem not in problems]
-            unknown = {fault["loc"] for fault in faults if fault["type"] == "extra_forbidden"}
+            unknown = {fault["loc"] for fault in faults if fault["type"] in _UNKNOWN}
             goes_on = mended.take_out([fault["loc"] for fault in faults], unknown)
     return Examined(spec, frozenset(mended.unsure & set(JobSpec.model_fields)), problems)
 
@@ -206,7 +215,7 @@ def _wrapper(hook: HookEntry, wrapper: Any) -> list[FieldProblem]:
     if wrapper is None or (hook.wrappers and wrapper in WRAPPERS):
         return []
     if wrapper in WRAPPERS:
-        why = hook.spec.model_fields["wrapper"].description
+        why = _keys(hook.spec)["wrapper"]
         carriers = ", ".join(name for name, entry in HOOKS.items() if entry.wrappers)
         code, detail = "wrapper-not-supported", f"{why} Set wrapper to null, or wrap one of {carriers}"
     else:
@@ -243,7 +252,7 @@ def problem_of(error: Any, model: type[BaseModel]) -> FieldProblem:
     """One pydantic error as a ``FieldProblem``; unknown keys get the nearest known one."""
     loc, kind = error["loc"], error["type"]
     detail = error["msg"].removeprefix("Value error, ")
-    if kind == "extra_forbidden":
+    if kind in _UNKNOWN:
         known = _known_keys(model, loc[:-1])
         detail = f"unknown key {loc[-1]!r}{nearest(str(loc[-1]), known)}"
         return FieldProblem(pointer=pointer_of(loc), code="unknown-key", detail=detail)
@@ -262,7 +271,7 @@ def _cure(error: Any, model: type[BaseModel], detail: str) -> str:
         return detail
     if kind == "union_tag_not_found":
         return f"names no hook: write {_SHAPES['/hook']}"
-    if kind in ("model_type", "list_type", "dict_type", "model_attributes_type"):
+    if kind in ("model_type", "dataclass_type", "list_type", "dict_type", "model_attributes_type"):
         wanted = "a list" if kind == "list_type" else "a mapping"
         shape = _SHAPES.get(pointer) if model is JobSpec else None
         keys = _known_keys(model, loc) if shape is None and kind == "model_type" else []
@@ -278,26 +287,32 @@ def _short(value: Any) -> str:
 
 
 def _description(model: type[BaseModel], loc: Sequence[str | int]) -> str:
-    current: type[BaseModel] | None = model
-    for part in loc[:-1]:
-        field = current.model_fields.get(str(part)) if current else None
-        if part in HOOKS or part in LAUNCHER_SPECS:
-            current = HOOKS[str(part)].spec if part in HOOKS else LAUNCHER_SPECS[str(part)]
-        else:
-            current = _model_in(field.annotation) if field else None
-    field = current.model_fields.get(str(loc[-1])) if current else None
-    return field.description or "" if field else ""
+    return _keys(_at(model, loc[:-1])).get(str(loc[-1]), "")
 
 
 def _known_keys(model: type[BaseModel], loc: Sequence[str | int]) -> list[str]:
-    current: type[BaseModel] | None = model
+    return list(_keys(_at(model, loc)))
+
+
+def _at(model: type[BaseModel], loc: Sequence[str | int]) -> type[BaseModel | HookSpecBase] | None:
+    """The model of what lies at ``loc``."""
+    current: type[BaseModel | HookSpecBase] | None = model
     for part in loc:
         if part in HOOKS or part in LAUNCHER_SPECS:
             current = HOOKS[str(part)].spec if part in HOOKS else LAUNCHER_SPECS[str(part)]
             continue
-        field = current.model_fields.get(str(part)) if current else None
-        current = _model_in(field.annotation) if field else None
-    return list(current.model_fields) if current else []
+        known = current.model_fields if current is not None and issubclass(current, BaseModel) else {}
+        current = _model_in(known[str(part)].annotation) if str(part) in known else None
+    return current
+
+
+def _keys(model: type[BaseModel | HookSpecBase] | None) -> dict[str, str]:
+    """Every key with its description."""
+    if model is None:
+        return {}
+    if issubclass(model, BaseModel):
+        return {name: field.description or "" for name, field in model.model_fields.items()}
+    return {field.name: field.metadata.get("description", "") for field in fields(model)}
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import JsonValue
 
+from ratchet_hooks.checked_dataclass import JsonValue
 from ratchet_hooks.codec import Tensors, is_dense
 from ratchet_hooks.errors import HookStateError
 from ratchet_hooks.layout import Layout

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from pydantic import JsonValue
 
 from ratchet_hooks import powersgd
 from ratchet_hooks.algorithm import Setup
+from ratchet_hooks.checked_dataclass import JsonValue
 from ratchet_hooks.codec import Tensors
 from ratchet_hooks.errors import UnsupportedModel
 from ratchet_hooks.layout import Layout

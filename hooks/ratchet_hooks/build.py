@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import JsonValue
 
 from ratchet_hooks import powersgd
 from ratchet_hooks.algorithm import Algorithm, Setup
+from ratchet_hooks.checked_dataclass import JsonValue
 from ratchet_hooks.checks import no_apex, one_device
 from ratchet_hooks.codec import Tensors
 from ratchet_hooks.errors import HookStateError, LayoutMismatch, UnsupportedModel

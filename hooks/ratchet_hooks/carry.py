@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from pydantic import JsonValue
 
 from ratchet_hooks.changes import HookChange, keeps_factors, keeps_residuals
+from ratchet_hooks.checked_dataclass import JsonValue
 from ratchet_hooks.codec import Tensors, decode, encode
 from ratchet_hooks.errors import HookStateError
 from ratchet_hooks.powersgd import HYPERPARAMETERS
@@ -74,7 +74,7 @@ def _low_rank(
     slots: Any = decode(rest, facts.get("slots"))
     if not isinstance(slots, dict):
         raise HookStateError("state.slots", "missing from the recorded state")
-    asked = {"batch_tensors_with_same_shape": False} | new.model_dump()
+    asked = {"batch_tensors_with_same_shape": False} | new.values()
     slots |= {key: asked[key] for key in HYPERPARAMETERS}
     encoded, facts["slots"] = encode(slots, where="state")
     others = {name: t for name, t in kept.items() if not name.startswith("state/")}

@@ -9,10 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
-
 from ratchet_hooks.registry import is_stateful, replicas_of
-from ratchet_hooks.specs import BatchedPowerSGDSpec, CustomSpec, HookSpec, PostLocalSGDSpec, PowerSGDSpec
+from ratchet_hooks.specs import BatchedPowerSGDSpec, CustomSpec, HookSpec, PostLocalSGDSpec, PowerSGDSpec, hook_spec
 
 WITHOUT_EFFECT = frozenset({"compression_stats_logging_frequency", "random_seed"})
 """Parameters that cannot change a running hook's bits: its generator comes back with its state."""
@@ -62,10 +60,9 @@ class HookChange:
 def hook_of(parameters: Mapping[str, Any]) -> HookSpec | None:
     """The spec that a manifest recorded, with today's defaults for what it does not name; None: no longer one."""
     try:
-        spec: HookSpec = TypeAdapter(HookSpec).validate_python(dict(parameters))
-    except ValidationError:
+        return hook_spec(parameters)
+    except ValueError:
         return None
-    return spec
 
 
 def change_of(name: str, parameters: Mapping[str, Any], new: HookSpec) -> HookChange | None:
@@ -73,7 +70,7 @@ def change_of(name: str, parameters: Mapping[str, Any], new: HookSpec) -> HookCh
     old = hook_of({**parameters, "name": name})
     if old is None:
         return HookChange(f"hook {name} was recorded with parameters that are none any more", "lost")
-    before, after = old.model_dump(mode="json"), new.model_dump(mode="json")
+    before, after = old.values(), new.values()
     idle = {"name", *WITHOUT_EFFECT, *new.unused}
     changed = {key for key in {*before, *after} - idle if before.get(key) != after.get(key)}
     other = old.name != new.name

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import JsonValue
 
+from ratchet_hooks.checked_dataclass import JsonValue
 from ratchet_hooks.decoder import BIT_GENERATORS, FACTORIES, decode
 from ratchet_hooks.errors import HookStateError
 from ratchet_hooks.torch_compat import storage_id

@@ -12,9 +12,9 @@ from types import MemberDescriptorType
 from typing import Any
 
 import torch
-from pydantic import JsonValue
 
 from ratchet_hooks.algorithm import Algorithm, Report, Setup, TensorFuture, completed, on_nccl
+from ratchet_hooks.checked_dataclass import JsonValue
 from ratchet_hooks.codec import Tensors, decode, encode
 from ratchet_hooks.errors import CustomHookError, HookStateError
 from ratchet_hooks.layout import Layout

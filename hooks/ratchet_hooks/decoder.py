@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import JsonValue
 
+from ratchet_hooks.checked_dataclass import JsonValue
 from ratchet_hooks.errors import HookStateError
 from ratchet_hooks.torch_compat import negative_view
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import JsonValue
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 from ratchet_hooks.algorithm import Algorithm, Report, Setup, TensorFuture, completed
 from ratchet_hooks.averagers import Averager, average_in_place
+from ratchet_hooks.checked_dataclass import JsonValue
 from ratchet_hooks.codec import Tensors
 from ratchet_hooks.errors import HookStateError, UnsupportedModel
 from ratchet_hooks.groups import partition

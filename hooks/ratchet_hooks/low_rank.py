@@ -23,10 +23,10 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from pydantic import JsonValue
 
 from ratchet_hooks import powersgd
 from ratchet_hooks.algorithm import Algorithm, Report, Setup, TensorFuture, on_nccl, promised
+from ratchet_hooks.checked_dataclass import JsonValue
 from ratchet_hooks.codec import Tensors
 from ratchet_hooks.errors import HookStateError
 from ratchet_hooks.layout import Layout

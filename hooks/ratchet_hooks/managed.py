@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import JsonValue
 
 from ratchet_hooks.algorithm import Algorithm, TensorFuture
 from ratchet_hooks.averagers import averaged
+from ratchet_hooks.checked_dataclass import JsonValue
 from ratchet_hooks.checks import no_apex
 from ratchet_hooks.codec import Tensors
 from ratchet_hooks.errors import LayoutMismatch
@@ -50,7 +50,7 @@ class ManagedHook:
         self._algorithm = algorithm
         self._parameters = ddp.trained()
         self._elements = sum(map(_reals, self._parameters.values()))
-        self._options: dict[str, JsonValue] = spec.model_dump(mode="json", exclude={"name", "wrapper"})
+        self._options: dict[str, JsonValue] = spec.parameters()
         self._fixed: Layout | None = ddp.read_layout() if ddp.fixed else None
         self._seen: Layout = []
         self._buckets = 0  # of the last complete iteration

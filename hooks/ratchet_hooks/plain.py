@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from pydantic import JsonValue
 
 from ratchet_hooks import custom, powersgd
 from ratchet_hooks.algorithm import Setup
 from ratchet_hooks.batched_low_rank import BatchedPowerSGD
+from ratchet_hooks.checked_dataclass import JsonValue
 from ratchet_hooks.errors import HookStateError
 from ratchet_hooks.low_rank import LowRank, PowerSGD
 from ratchet_hooks.specs import BatchedPowerSGDSpec, CustomSpec, HookSpec, PostLocalSGDSpec, PowerSGDSpec

@@ -19,10 +19,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from pydantic import JsonValue
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
 from ratchet_hooks.algorithm import Parameters, parameter_views
+from ratchet_hooks.checked_dataclass import JsonValue
 from ratchet_hooks.codec import Tensors, decode, encode
 from ratchet_hooks.errors import HookStateError, UnsupportedModel
 from ratchet_hooks.layout import Layout
@@ -42,7 +42,7 @@ _PER_BUCKET = ("error_dict", "p_memory_dict", "q_memory_dict")
 
 def make_state(spec: PowerSGDSpec | BatchedPowerSGDSpec, group: dist.ProcessGroup) -> PowerSGDState:
     """torch's state object with the parameters of ``spec``."""
-    return PowerSGDState(process_group=group, **spec.model_dump(exclude={"name", "wrapper"}))
+    return PowerSGDState(process_group=group, **spec.parameters())
 
 
 @dataclass(frozen=True)

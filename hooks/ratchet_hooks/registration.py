@@ -14,18 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
-from pydantic import BaseModel, JsonValue, TypeAdapter
 from torch.nn.parallel import DistributedDataParallel
 
 from ratchet_hooks import stock
 from ratchet_hooks.algorithm import Algorithm, Setup
 from ratchet_hooks.build import ManagedDDP, ManagedHook, UnsupportedModel, attach, check_module
+from ratchet_hooks.checked_dataclass import JsonValue
 from ratchet_hooks.codec import Tensors
 from ratchet_hooks.given import Given, describe
-from ratchet_hooks.specs import CustomSpec, HookSpec, normalise_hook
+from ratchet_hooks.specs import CustomSpec, HookSpec, HookSpecBase, hook_spec, normalise_hook
 from ratchet_hooks.states import check_data
 from ratchet_hooks.torch_compat import hooks_of
 
@@ -35,8 +35,6 @@ Captured = tuple[Mapping[str, torch.Tensor], JsonValue]
 """Tensors by name and the JSON part."""
 Hook = HookSpec | str | Mapping[str, Any] | Callable[..., Any] | tuple[object, Callable[..., Any]]
 """A spec; its name; its keys and values; a function as ``register_comm_hook`` takes it, or a state and that function."""
-
-_SPEC: Final[TypeAdapter[HookSpec]] = TypeAdapter(HookSpec)
 
 
 def register(
@@ -118,8 +116,8 @@ def resolve(
     """The spec under which ``register``, with the same arguments, would put ``ddp_model``; raises what it raises for them."""
     values: Any
     hook = _registered(ddp_model) if hook is None else hook
-    if isinstance(hook, BaseModel):
-        values = hook.model_dump(exclude_unset=True) | {"name": hook.name}
+    if isinstance(hook, HookSpecBase):
+        values = hook.values()
     elif callable(hook) or isinstance(hook, tuple):
         values = _of_objects(*((None, hook) if callable(hook) else hook), ddp_model)
     else:
@@ -127,7 +125,7 @@ def resolve(
     name = stock.wrapper_name(wrapper)
     if name is not None and values.get("wrapper") is not None:
         raise UnsupportedModel(f"wrapper {values['wrapper']} is around the hook already; give one wrapper")
-    return _SPEC.validate_python({**values, **parameters, **({} if name is None else {"wrapper": name})})
+    return hook_spec({**values, **parameters, **({} if name is None else {"wrapper": name})})
 
 
 def _registered(ddp: DistributedDataParallel) -> tuple[object, Callable[..., Any]]:

@@ -1,4 +1,4 @@
-"""Every hook by name: spec model, availability, what it promises. Torch-free; builders are named by import string."""
+"""Every hook by name: spec's class, availability, what it promises. Torch-free; builders are named by import string."""
 
 from __future__ import annotations
 
@@ -47,10 +47,6 @@ class HookEntry:
     @property
     def warnings(self) -> tuple[str, ...]:
         return tuple(caution.text for caution in self.cautions)
-
-    def parameter_schema(self) -> dict[str, Any]:
-        """JSON schema of the spec model."""
-        return self.spec.model_json_schema()
 
 
 def replicas_of(spec: HookSpec) -> Replicas:

@@ -1,106 +1,118 @@
-"""What a user asks for: one pydantic model per DDP communication hook, under torch's own names.
+"""What a user asks for: one class per DDP communication hook, under torch's own names.
 
 Torch-free, so that the control plane can validate a hook without importing torch. Defaults and parameter names are those
-of ``torch.distributed.algorithms.ddp_comm_hooks``. PowerSGD's models are in ``specs_powersgd``, that of
+of ``torch.distributed.algorithms.ddp_comm_hooks``. PowerSGD's are in ``specs_powersgd``, that of
 post-local SGD in ``specs_localsgd``.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Final, Literal, TypeAlias, get_args
 
-from pydantic import Field, JsonValue, model_validator
-
-from ratchet_hooks.specs_base import WRAPPERS, HookSpecBase, Wrapper, WrapperField, canonical_wrapper
+from ratchet_hooks.checked_dataclass import option
+from ratchet_hooks.specs_base import WRAPPERS, HookSpecBase, Wrapper, canonical_wrapper, wrapper_option
 from ratchet_hooks.specs_localsgd import PostLocalSGDSpec
 from ratchet_hooks.specs_powersgd import BatchedPowerSGDSpec, PowerSGDSpec
 
 __all__ = [
     "WRAPPERS", "AllreduceSpec", "BatchedPowerSGDSpec", "Bf16CompressSpec", "CustomSpec", "Fp16CompressSpec", "HookSpec",
     "HookSpecBase", "NoopSpec", "PostLocalSGDSpec", "PowerSGDSpec", "QuantizationPerchannelSpec", "QuantizationPertensorSpec",
-    "Wrapper", "canonical_hook_name", "canonical_wrapper", "normalise_hook",
+    "Wrapper", "canonical_hook_name", "canonical_wrapper", "hook_spec", "normalise_hook",
 ]  # fmt: skip
 
 _IMPORT_PATH = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
 
 
+@dataclass(frozen=True, kw_only=True)
 class AllreduceSpec(HookSpecBase):
     """Average the gradients of every bucket with one all-reduce; what DDP does without a hook."""
 
     name: Literal["allreduce"] = "allreduce"
-    wrapper: WrapperField = None
+    wrapper: Wrapper | None = wrapper_option()
 
 
+@dataclass(frozen=True, kw_only=True)
 class Fp16CompressSpec(HookSpecBase):
     """Cast gradients to float16, divide by the world size, all-reduce, cast back."""
 
     name: Literal["fp16_compress"] = "fp16_compress"
-    wrapper: None = Field(None, description="fp16_compress is itself a compression; it carries no wrapper.")
+    wrapper: None = option(None, description="fp16_compress is itself a compression; it carries no wrapper.")
 
 
+@dataclass(frozen=True, kw_only=True)
 class Bf16CompressSpec(HookSpecBase):
     """Cast gradients to bfloat16, divide by the world size, all-reduce, cast back. Keeps float32's range, loses digits."""
 
     name: Literal["bf16_compress"] = "bf16_compress"
-    wrapper: None = Field(None, description="bf16_compress is itself a compression; it carries no wrapper.")
+    wrapper: None = option(None, description="bf16_compress is itself a compression; it carries no wrapper.")
 
 
+@dataclass(frozen=True, kw_only=True)
 class QuantizationPertensorSpec(HookSpecBase):
     """Send every bucket in 8 bits with one scale and zero point; every rank gathers all ranks' and averages them."""
 
     name: Literal["quantization_pertensor"] = "quantization_pertensor"
-    wrapper: None = Field(None, description="Quantization takes float32 buckets; it carries no wrapper.")
+    wrapper: None = option(None, description="Quantization takes float32 buckets; it carries no wrapper.")
 
 
+@dataclass(frozen=True, kw_only=True)
 class QuantizationPerchannelSpec(HookSpecBase):
     """Send every bucket in 8 bits, with a scale and zero point for each ``bucket_size`` elements."""
 
     name: Literal["quantization_perchannel"] = "quantization_perchannel"
-    wrapper: None = Field(None, description="Quantization takes float32 buckets; it carries no wrapper.")
-    bucket_size: int = Field(
+    wrapper: None = option(None, description="Quantization takes float32 buckets; it carries no wrapper.")
+    bucket_size: int = option(
         512, ge=1, le=2**31 - 1, description="Elements of gradient that share a scale and a zero point."
     )
 
 
+@dataclass(frozen=True, kw_only=True)
 class NoopSpec(HookSpecBase):
     """No communication at all: every rank trains alone. For debugging and measuring only; gives wrong results."""
 
     name: Literal["noop"] = "noop"
-    wrapper: WrapperField = None
+    wrapper: Wrapper | None = wrapper_option()
 
 
+@dataclass(frozen=True, kw_only=True)
 class CustomSpec(HookSpecBase):
     """A hook of the user's own: a function ``hook(state, bucket) -> Future[Tensor]`` as DDP's ``register_comm_hook`` takes it."""
 
     name: Literal["custom"] = "custom"
-    wrapper: WrapperField = None
-    hook: str = Field(
-        pattern=_IMPORT_PATH, max_length=512, description="Import path of the function, like my_package.hooks:my_hook."
-    )
-    state: str | None = Field(
+    wrapper: Wrapper | None = wrapper_option()
+    hook: str = field(
+        metadata={
+            "pattern": _IMPORT_PATH, "max_length": 512,
+            "description": "Import path of the function, like my_package.hooks:my_hook.",
+        }
+    )  # fmt: skip
+    state: str | None = option(
         None,
         pattern=_IMPORT_PATH,
         max_length=512,
         description="Import path of the state's class. Its objects offer __getstate__ and __setstate__, or state_dict and "
         "load_state_dict, made of tensors, numbers, strings, lists and dicts. null: the hook gets the process group.",
     )
-    state_args: dict[str, JsonValue] = Field({}, description="Keyword arguments of the state's class.")
-    replicas: Literal["equal", "rank"] = Field(
+    state_args: dict[str, Any] = field(
+        default_factory=dict, metadata={"description": "Keyword arguments of the state's class."}
+    )
+    replicas: Literal["equal", "rank"] = option(
         "equal",
         description="equal: all ranks get the same averaged gradients, so their parameters stay equal (checked at every save); "
         "rank: they may differ, and every rank's are saved.",
     )
 
-    @model_validator(mode="after")
-    def _args_need_a_state(self) -> CustomSpec:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.state_args and self.state is None:
             raise ValueError(
                 "state_args are the arguments of state, and no state is given: name its class, or drop them"
             )
-        return self
 
 
-HookSpec = Annotated[
+HookSpec: TypeAlias = (
     AllreduceSpec
     | Fp16CompressSpec
     | Bf16CompressSpec
@@ -110,9 +122,9 @@ HookSpec = Annotated[
     | QuantizationPertensorSpec
     | QuantizationPerchannelSpec
     | NoopSpec
-    | CustomSpec,
-    Field(discriminator="name"),
-]
+    | CustomSpec
+)
+_SPECS: Final[dict[str, Any]] = {kind.name: kind for kind in get_args(HookSpec)}
 
 _ALIASES = {
     "powersgd": "powerSGD",
@@ -132,9 +144,27 @@ def canonical_hook_name(name: str) -> str:
 
 
 def normalise_hook(value: Any) -> Any:
-    """Accept ``"powerSGD"`` or ``{"name": "powerSGD_hook", ...}``; returns the mapping with the canonical name."""
+    """Accept ``"powerSGD"`` or ``{"name": "powerSGD_hook", ...}``; returns the mapping with the canonical names."""
     if isinstance(value, str):
         value = {"name": value}
     if isinstance(value, dict) and isinstance(value.get("name"), str):
         value = {**value, "name": canonical_hook_name(value["name"])}
+        if "wrapper" in value:
+            value["wrapper"] = canonical_wrapper(value["wrapper"])
     return value
+
+
+def hook_spec(value: str | Mapping[str, Any]) -> HookSpec:
+    """The spec of a name, or of keys and values as a job's spec has them. Raises ``ValueError`` naming the key at fault."""
+    given = normalise_hook(dict(value) if isinstance(value, Mapping) else value)
+    kind = _SPECS.get(given.get("name"))
+    if kind is None:
+        raise ValueError(f"no hook is named {given.get('name')!r}; known: {', '.join(_SPECS)}")
+    known = {one.name: one for one in fields(kind)}
+    if unknown := sorted(set(given) - set(known)):
+        raise ValueError(f"{unknown[0]}: no parameter of {kind.name}; known: {', '.join(known)}")
+    needed = {name for name, one in known.items() if one.default is MISSING and one.default_factory is MISSING}
+    if missing := sorted(needed - set(given)):
+        raise ValueError(f"{missing[0]}: {kind.name} needs it")
+    spec: HookSpec = kind(**given)
+    return spec

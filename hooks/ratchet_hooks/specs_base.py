@@ -1,22 +1,30 @@
-"""What the spec models of all hooks have in common. Torch-free."""
+"""What the specs of all hooks have in common. Torch-free."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from ratchet_hooks.checked_dataclass import Model, check, option
 
 Wrapper = Literal["fp16_compress_wrapper", "bf16_compress_wrapper"]
 WRAPPERS: tuple[str, ...] = get_args(Wrapper)
 
 
-class HookSpecBase(BaseModel):
-    """Common base; unknown keys are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class HookSpecBase(Model):
+    """Common base. Raises ``ValueError`` naming the parameter that cannot be."""
 
     unused: ClassVar[frozenset[str]] = frozenset()
     """Parameters that the hook has and does not use: at a resume they may be others than the recorded ones."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "wrapper", canonical_wrapper(getattr(self, "wrapper", None)))
+        check(self)
+
+    def parameters(self) -> dict[str, Any]:
+        """All parameters but name and wrapper, as JSON has them."""
+        return {key: value for key, value in self.values().items() if key not in ("name", "wrapper")}
 
 
 def canonical_wrapper(value: Any) -> Any:
@@ -26,11 +34,10 @@ def canonical_wrapper(value: Any) -> Any:
     return value
 
 
-WrapperField = Annotated[
-    Wrapper | None,
-    BeforeValidator(canonical_wrapper),
-    Field(
-        description="fp16_compress_wrapper or bf16_compress_wrapper (short: fp16, bf16): cast every bucket to 16 bits before the "
-        "hook and back after it."
-    ),
-]
+def wrapper_option() -> Any:
+    """The field ``wrapper`` of a hook that takes one."""
+    return option(
+        None,
+        "fp16_compress_wrapper or bf16_compress_wrapper (short: fp16, bf16): cast every bucket to 16 bits before the "
+        "hook and back after it.",
+    )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import Field, model_validator
+from ratchet_hooks.checked_dataclass import option
+from ratchet_hooks.specs_base import HookSpecBase, Wrapper, wrapper_option
 
-from ratchet_hooks.specs_base import HookSpecBase, WrapperField
 
-
+@dataclass(frozen=True, kw_only=True)
 class PostLocalSGDSpec(HookSpecBase):
     """Post-local SGD (Lin et al., arXiv 1808.07217): all-reduce over all ranks until ``start_localSGD_iter``, then over subgroups
     only, with the parameters averaged over all ranks every few steps.
@@ -18,25 +19,25 @@ class PostLocalSGDSpec(HookSpecBase):
     """
 
     name: Literal["post_localSGD"] = "post_localSGD"
-    wrapper: WrapperField = None
-    start_localSGD_iter: int = Field(
+    wrapper: Wrapper | None = wrapper_option()
+    start_localSGD_iter: int = option(
         100, ge=0, description="Iterations of all-reduce over all ranks; averaging starts when they are over."
     )
-    subgroup_size: int | None = Field(
+    subgroup_size: int | None = option(
         None,
         ge=1,
         description="Ranks that go on averaging gradients at every step; null: those of one node (of a single node: all).",
     )
-    post_local_gradient_allreduce: bool = Field(
+    post_local_gradient_allreduce: bool = option(
         True, description="Average gradients over the subgroup after the start; off: each rank uses its own."
     )
-    model_averaging_period: int | None = Field(
+    model_averaging_period: int | None = option(
         None,
         ge=1,
         description="Steps from one averaging of the parameters over all ranks to the next (PeriodicModelAverager); null with "
         "period_group_size_dict, else 4. 1 sends as much as all-reduce does.",
     )
-    period_group_size_dict: dict[int, int] | None = Field(
+    period_group_size_dict: dict[int, int] | None = option(
         None,
         min_length=1,
         description="Averaging in levels (HierarchicalModelAverager): steps of a period -> ranks of its groups, both rising; the "
@@ -50,11 +51,14 @@ class PostLocalSGDSpec(HookSpecBase):
             return max(self.period_group_size_dict)
         return self.model_averaging_period or 4
 
-    @model_validator(mode="after")
-    def _one_averager(self) -> PostLocalSGDSpec:
+    def __post_init__(self) -> None:
         groups = self.period_group_size_dict
+        if isinstance(groups, dict):  # JSON's keys are text
+            groups = {int(key) if isinstance(key, str) and key.isdecimal() else key: groups[key] for key in groups}
+            object.__setattr__(self, "period_group_size_dict", groups)
+        super().__post_init__()
         if groups is None:
-            return self
+            return
         if self.model_averaging_period is not None:
             raise ValueError("give model_averaging_period or period_group_size_dict, not both")
         rows = sorted(groups.items())
@@ -65,7 +69,6 @@ class PostLocalSGDSpec(HookSpecBase):
                 raise ValueError(
                     f"period_group_size_dict: groups of {later} steps must be a multiple of {size} ranks, not {larger}"
                 )
-        return self
 
     def faults(self, world_size: int, node_ranks: int) -> list[tuple[str, str]]:
         """(parameter, what is wrong) of what cannot be with ``world_size`` ranks, ``node_ranks`` of them on each node."""

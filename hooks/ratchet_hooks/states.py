@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from pydantic import JsonValue
 
 from ratchet_hooks import custom
+from ratchet_hooks.checked_dataclass import JsonValue
 from ratchet_hooks.codec import Tensors
 from ratchet_hooks.errors import HookStateError
 from ratchet_hooks.specs import CustomSpec, HookSpec

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, JsonValue
+from ratchet_hooks.checked_dataclass import Model
 
 HookPhase = Literal["steady", "warm-up", "compressing", "local"]
 
 
-class HookSummary(BaseModel):
+@dataclass(frozen=True, kw_only=True)
+class HookSummary(Model):
     """One rank's view of its hook at one step.
 
     ``compression_rate`` is ``elements_before / elements_after`` as sent since compression started (torch's
@@ -21,11 +23,11 @@ class HookSummary(BaseModel):
     residual, ``memory_bytes`` what the state holds.
     """
 
-    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "ser_json_inf_nan": "strings"}
 
     name: str
     wrapper: str | None = None
-    parameters: dict[str, JsonValue] = {}
+    parameters: dict[str, Any] = field(default_factory=dict)
     rank: int
     step: int
     phase: HookPhase

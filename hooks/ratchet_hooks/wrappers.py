@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from pydantic import JsonValue
 
 from ratchet_hooks.algorithm import Algorithm, Report, TensorFuture, parameter_views
+from ratchet_hooks.checked_dataclass import JsonValue
 from ratchet_hooks.codec import Tensors
 from ratchet_hooks.layout import CountedBucket, Layout
 from ratchet_hooks.specs import Wrapper

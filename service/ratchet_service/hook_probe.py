@@ -30,7 +30,7 @@ class Probe:
 
     def hook(self, hook: CustomSpec) -> list[FieldProblem]:
         """What is wrong with a hook of the user's own; the pointers are those of the spec."""
-        request = hook.model_dump(mode="json", include={"hook", "state", "state_args"})
+        request = {"hook": hook.hook, "state": hook.state, "state_args": hook.state_args}
         try:
             answer = self._ask(request)
             return [

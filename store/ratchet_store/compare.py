@@ -19,7 +19,7 @@ import xxhash
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.manifest import SHARED_PREFIX, Manifest
-from ratchet_store.header import ITEMSIZE
+from ratchet_hooks.safetensors_header import ITEMSIZE
 from ratchet_store.read import CheckpointReader, StoredTensor
 
 JsonValue = Any

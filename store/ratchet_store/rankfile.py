@@ -11,9 +11,10 @@ from typing import Any, Final, NamedTuple
 from ratchet_contract.errors import CheckpointError, StateError
 from ratchet_contract.manifest import RANK_PREFIX, FileEntry, TensorEntry, dump_entries
 from ratchet_contract.paths import DELETED_MANIFEST_NAME, MANIFEST_NAME, rank_file_name
+from ratchet_hooks.safetensors_header import ITEMSIZE, Stored, members_of
 from ratchet_store.blockwise import BLOCK, Blockwise, Range
 from ratchet_store.files import EXISTS, ensure_dir, fsync_dir, not_written, replacing
-from ratchet_store.header import ITEMSIZE, MAX_DIMENSIONS, Stored, build_header, is_whole, members_of
+from ratchet_store.header import MAX_DIMENSIONS, build_header, is_whole
 from ratchet_store.state_text import JsonValue, encode_state
 
 BytesLike = Any

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.manifest import FileEntry, Manifest, TensorEntry
+from ratchet_hooks.safetensors_header import ITEMSIZE, LENGTH_BYTES, MAX_HEADER
 from ratchet_store.blocks import Block, Progress, Region, damaged, every, opened, overlapping
 from ratchet_store.commit import check_files, read_manifest
 from ratchet_store.files import DAMAGED, MISSING
-from ratchet_store.header import ITEMSIZE, LENGTH_BYTES, MAX_HEADER, parse_header, parse_json, stored_of, tensor_key
+from ratchet_store.header import parse_header, parse_json, stored_of, tensor_key
 from ratchet_store.structure import file_order
 
 JsonValue = Any

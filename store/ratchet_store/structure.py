@@ -10,7 +10,8 @@ from typing import Final
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX, FileEntry, Manifest, TensorEntry, same_entries
 from ratchet_contract.paths import rank_file_name
-from ratchet_store.header import ITEMSIZE, LENGTH_BYTES, MAX_DIMENSIONS
+from ratchet_hooks.safetensors_header import ITEMSIZE, LENGTH_BYTES
+from ratchet_store.header import MAX_DIMENSIONS
 
 _DIGEST: Final = re.compile("[0-9a-f]{32}")
 

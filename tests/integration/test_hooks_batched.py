@@ -119,10 +119,8 @@ def under_idle_parameters(rank: int) -> tuple[list[str], tuple[float, int]]:
     whole.train(5)
     saved = whole.save()
     whole.train(8)
-    spec = SPEC.model_copy(
-        update={"min_compression_rate": 9.0, "compression_stats_logging_frequency": 7, "random_seed": 3}
-    )
-    assert change_of("batched_powerSGD", SPEC.model_dump(mode="json"), spec) is None
+    spec = replace(SPEC, min_compression_rate=9.0, compression_stats_logging_frequency=7, random_seed=3)
+    assert change_of("batched_powerSGD", SPEC.values(), spec) is None
     resumed = Run(rank, replace(CASE, spec=spec), saved)
     resumed.train(8)
     state: Any = resumed.hook._algorithm.state  # type: ignore[attr-defined]

@@ -98,7 +98,7 @@ CHANGES: dict[str, tuple[str, HookSpec, set[str], str]] = {
 def test_what_another_hook_can_use_of_a_state_goes_on(four: Ranks, states: dict[str, list[State]], change: str) -> None:
     name, new, kept, words = CHANGES[change]
     old = states[name]
-    told = change_of(SPECS[name].name, SPECS[name].model_dump(mode="json"), new)
+    told = change_of(SPECS[name].name, SPECS[name].values(), new)
     assert told is not None and told.state == "carried" and words in f"{told.what}: {told.reason}"
     for rank, answer in enumerate(four.run(carried_by_two, SPECS[name], new, old)[:2]):
         assert answer is not None
@@ -122,7 +122,7 @@ def test_what_another_hook_can_use_of_a_state_goes_on(four: Ranks, states: dict[
 def test_without_a_wrapper_all_is_of_the_parameters_dtype(states: dict[str, list[State]]) -> None:
     old, new = SPECS["powerSGD, fp16"], SPECS["powerSGD"]
     tensors, data = states["powerSGD, fp16"][0]
-    told = change_of(old.name, old.model_dump(mode="json"), new)
+    told = change_of(old.name, old.values(), new)
     names = [key.partition("/")[2] for key in tensors if key.startswith("residual/")]
     assert told is not None
     out, _ = carry(tensors, data, told, old, new, dict.fromkeys(names, torch.zeros(1, dtype=torch.float64)))
@@ -215,7 +215,7 @@ def test_what_would_overflow_in_the_new_dtype_is_refused_by_name(states: dict[st
     from ratchet_hooks.carry import carry
 
     old, new = SPECS["powerSGD"], SPECS["powerSGD, fp16"]
-    change = change_of(old.name, old.model_dump(mode="json"), new)
+    change = change_of(old.name, old.values(), new)
     tensors, data = states["powerSGD"][0]
     parameters = {key.removeprefix("residual/"): t for key, t in tensors.items() if key.startswith("residual/")}
     large = tensors | {"residual/0.weight": tensors["residual/0.weight"] * 0 + 1e6}

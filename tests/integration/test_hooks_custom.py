@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def resumes(rank: int, a: Case, total: int, kills: list[int]) -> dict[int, list[
         (CustomSpec(hook=f"{MINE}:regrouped", state=f"{MINE}:Regrouped"), {}),
         (TORCHS_POWERSGD, {}),
         (CustomSpec(hook=f"{TORCH}.default_hooks:fp16_compress_hook"), {}),
-        (TOP_K.model_copy(update={"wrapper": "bf16_compress_wrapper"}), {}),
+        (replace(TOP_K, wrapper="bf16_compress_wrapper"), {}),
         (CustomSpec(hook=f"{MINE}:changes_per_rank", replicas="rank"), {}),
     ],
     ids=[
@@ -232,7 +233,7 @@ def summaries(rank: int, spec: CustomSpec) -> tuple[dict[str, Any], int, bool]:
     run.train(2)
     state: Any = run.hook._algorithm.state
     held = sum(residual.nbytes for residual in getattr(state, "residuals", {}).values())
-    return run.hook.summary(rank=rank, step=2).model_dump(), held, getattr(state, "process_group", None) is not None
+    return run.hook.summary(rank=rank, step=2).values(), held, getattr(state, "process_group", None) is not None
 
 
 def test_a_summary_says_what_is_known_and_nothing_else(two: Ranks) -> None:

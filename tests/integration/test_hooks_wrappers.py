@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -33,7 +35,7 @@ def test_post_local_sgd_in_16_bits_has_the_bits_of_torchs_before_and_after_its_s
     three: Ranks, wrapper: str
 ) -> None:
     local = {"start_localSGD_iter": 2, "post_local_gradient_allreduce": False, "model_averaging_period": 2}
-    spec = cases.wrapped("post_localSGD", wrapper).model_copy(update=local)
+    spec = replace(cases.wrapped("post_localSGD", wrapper), **local)
     # torch's averager leaves out parameters without a gradient, and it comes behind zero_grad here
     case = Case(hook="post_localSGD", cap=MANY_BUCKETS, spec=spec, keep_grads=True)
     assert three.run(laws.equals_stock, case, 5) == [[], [], []]

@@ -101,7 +101,7 @@ def restored(rank: int, ranks: int, spec: HookSpec, state: State) -> tuple[State
 def carried(rank: int, old: HookSpec, new: HookSpec, states: list[State]) -> tuple[State, State, dict[str, Any], bool]:
     """(the state as carried over, as captured again, summary, sound) of this rank under the new hook."""
     run = Small(rank, len(states), new, states[rank][1]["layout"])
-    change = change_of(old.name, old.model_dump(mode="json"), new)
+    change = change_of(old.name, old.values(), new)
     assert change is not None
     tensors, data = states[rank]
     made = carry(tensors, data, change, old, new, run.ddp.trained())
@@ -111,7 +111,7 @@ def carried(rank: int, old: HookSpec, new: HookSpec, states: list[State]) -> tup
 
 def _seen(run: Small) -> tuple[State, dict[str, Any], bool]:
     again = run.hook.capture()
-    summary = run.hook.summary(rank=run.rank, step=0).model_dump()
+    summary = run.hook.summary(rank=run.rank, step=0).values()
     run.train(3)
     return again, summary, all(bool(torch.isfinite(p).all()) for p in run.module.parameters())
 
@@ -125,7 +125,7 @@ def reported(rank: int, new: HookSpec, states: list[State], old: HookSpec, kind:
     run = Small(rank, 2, new, cap=1.0) if kind == "layout" else Small(rank, 2, new, layout)
     how = Passage(
         recorded=old,
-        change=change_of(old.name, old.model_dump(mode="json"), new),
+        change=change_of(old.name, old.values(), new),
         reset="asked for" if kind == "reset" else None,
         layout="other buckets" if kind == "layout" else None,
     )

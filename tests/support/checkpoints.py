@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ratchet_contract.manifest import FileEntry, HookRecord, Manifest, TensorEntry
+from ratchet_contract.manifest import HOOK_SUMMARY, FileEntry, HookRecord, Manifest, TensorEntry
 from ratchet_contract.paths import checkpoint_dir_name
 from ratchet_contract.resume import Base
-from ratchet_hooks.summary import HookSummary
 from ratchet_store.slices import plan_slices
 from tests.support.one_shot import Given, commit, write_rank_file
 
@@ -105,7 +104,7 @@ def make_checkpoint(
     seed = step * 1000 + epoch if seed is None else seed
     files, tensors = write_ranks(directory, world_size=world_size, seed=seed, scale=scale, state=state, private=private)
     manifest = manifest_of(step, epoch, files, tensors, parent=parent, job_id=job_id, hook=hook)
-    told = [HookSummary.model_validate(summary) for summary in summaries]
+    told = [HOOK_SUMMARY.validate_python(summary) for summary in summaries]
     return commit(
         directory, manifest.model_copy(update={"hook_summaries": told, "reason": reason, "code_digest": code_digest})
     )

@@ -9,10 +9,9 @@ from __future__ import annotations
 import random
 from typing import Any, Final
 
-from pydantic import TypeAdapter
-
 from ratchet_contract.errors import SpecError
 from ratchet_contract.spec_parse import parse_spec
+from ratchet_hooks import specs
 from ratchet_hooks.registry import HOOKS
 from ratchet_hooks.specs import HookSpec
 from tests.support.pairwise import Item, pairwise, single
@@ -56,7 +55,7 @@ def hook_spec(label: str, world: int) -> HookSpec:
     if "period_group_size_dict" in parameters:
         parameters["period_group_size_dict"] = {2: 2, 4: 4} if world == 4 else {2: world}
     data = {"name": variant.partition(":")[0], "wrapper": wrapper or None, **parameters}
-    return TypeAdapter[HookSpec](HookSpec).validate_python(data)
+    return specs.hook_spec(data)
 
 
 def family(label: str) -> str:

@@ -62,7 +62,7 @@ class StockRun(Run):
             self.averager = PeriodicModelAverager(period, start)  # type: ignore[no-untyped-call]
             self.state = PostLocalSGDState(dist.group.WORLD, None, start, post_local_gradient_allreduce=False)  # type: ignore[no-untyped-call]
         elif case.hook == "powerSGD":
-            self.state = torch_powersgd.PowerSGDState(None, **case.the_spec.model_dump(exclude={"name", "wrapper"}))
+            self.state = torch_powersgd.PowerSGDState(None, **case.the_spec.parameters())
         if case.hook != "allreduce" or wrapper is not None:  # whose bits are those of DDP without a hook
             stock = find_hook(case.the_spec.hook) if isinstance(case.the_spec, CustomSpec) else STOCK[case.hook]
             stock = stock if wrapper is None else getattr(default_hooks, wrapper)(stock)
@@ -273,5 +273,5 @@ def summaries(rank: int, case: Case, steps: list[int]) -> list[dict[str, Any]]:
     run, out = Run(rank, case), []
     for step in steps:
         run.train(step)
-        out.append(run.hook.summary(rank=rank, step=run.step).model_dump())
+        out.append(run.hook.summary(rank=rank, step=run.step).values())
     return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -249,8 +249,8 @@ def carried(rank: int, starts: list[int]) -> list[tuple[str, int | None, bool]]:
     run.train(6)
     tensors, data = run.hook.capture()
     for start in starts:
-        new = old.model_copy(update={"start_localSGD_iter": start})
-        change = change_of(old.name, old.model_dump(mode="json"), new)
+        new = replace(old, start_localSGD_iter=start)
+        change = change_of(old.name, old.values(), new)
         assert change is not None
         ddp, hook = managed_ddp(
             run.make_module(), new, ddp={"bucket_cap_mb": MANY_BUCKETS}, recorded_layout=run.hook.layout()

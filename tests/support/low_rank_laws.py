@@ -114,7 +114,7 @@ def begins_anew(rank: int, spec: Spec) -> bool:
     torch's gives that was not interrupted."""
     group = dist.group.WORLD
     assert group is not None
-    bare = spec.model_copy(update={"use_error_feedback": False, "warm_start": False})
+    bare = replace(spec, use_error_feedback=False, warm_start=False)
     ours, theirs = (make(bare, _buckets(BUCKETS, torch.float32), group) for make in (_Both.ours, _Both.torchs))
     generator = torch.Generator().manual_seed(rank)
     for _ in range(3):

@@ -18,7 +18,7 @@ from tests.support.registered import plain_ddp
 
 def spec_from(rank: int, name: str) -> dict[str, Any]:
     """The spec that a row of ``OBJECTS`` becomes."""
-    return resolve(plain_ddp(nn.Linear(4, 4)), **OBJECTS[name]()).model_dump(exclude_unset=True)
+    return resolve(plain_ddp(nn.Linear(4, 4)), **OBJECTS[name]()).values()
 
 
 def _power_sgd() -> power_sgd.PowerSGDState:

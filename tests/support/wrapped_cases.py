@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ PLAIN: dict[str, HookSpec] = {
 
 def wrapped(hook: str, wrapper: str) -> HookSpec:
     """A spec whose every phase is reached within a few steps."""
-    return PLAIN[hook].model_copy(update={"wrapper": f"{wrapper}_compress_wrapper"})
+    return replace(PLAIN[hook], wrapper=f"{wrapper}_compress_wrapper")
 
 
 def sizes(rank: int, case: Case, steps: int) -> tuple[dict[str, Any], set[torch.dtype]]:
@@ -34,7 +35,7 @@ def sizes(rank: int, case: Case, steps: int) -> tuple[dict[str, Any], set[torch.
     run = Run(rank, case)
     run.train(steps)
     tensors = {name: t for name, t in run.hook.capture()[0].items() if not name.startswith("state/")}
-    return run.hook.summary(rank=rank, step=steps).model_dump(), {t.dtype for t in tensors.values()}
+    return run.hook.summary(rank=rank, step=steps).values(), {t.dtype for t in tensors.values()}
 
 
 def large(rank: int, spec: HookSpec, value: float, steps: int) -> tuple[Seen, list[bool]]:

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from pydantic import TypeAdapter
 from torch import nn
 
 from ratchet_contract.errors import StateError
 from ratchet_hooks.changes import change_of
 from ratchet_hooks.registry import HOOKS, is_stateful, replicas_of
-from ratchet_hooks.specs import HookSpec, PostLocalSGDSpec
+from ratchet_hooks.specs import HookSpec, PostLocalSGDSpec, hook_spec
 from ratchet_worker.passage import batches, reset_by_policy
 from ratchet_worker.replicas import follows_model, mean
 from ratchet_worker.snapshot import Snapshot
 
-HOOK: TypeAdapter[HookSpec] = TypeAdapter(HookSpec)
 EXTRA: dict[str, dict[str, Any]] = {"custom": {"hook": "m:f", "state": "m:S"}, "post_localSGD": {"subgroup_size": 1}}
 LOW_RANK = {"powerSGD", "batched_powerSGD"}
 
 
 def hook(name: str, **parameters: Any) -> HookSpec:
-    return HOOK.validate_python({"name": name, **EXTRA.get(name, {}), **parameters})
+    return hook_spec({"name": name, **EXTRA.get(name, {}), **parameters})
 
 
 def allowed(old: HookSpec, new: HookSpec) -> set[str]:
     """The policies under which a checkpoint of ``old`` may be gone on from under ``new``."""
-    change = change_of(old.name, old.model_dump(mode="json"), new)
+    change = change_of(old.name, old.values(), new)
     policies = ("fail", "redistribute", "reset")
     return {p for p in policies if change is None or change.refusal(p) is None}
 
@@ -37,7 +36,7 @@ def allowed(old: HookSpec, new: HookSpec) -> set[str]:
 @pytest.mark.parametrize("old", HOOKS)
 @pytest.mark.parametrize("new", HOOKS)
 def test_every_pair_of_hooks_under_every_policy(old: str, new: str) -> None:
-    change = change_of(old, hook(old).model_dump(mode="json"), hook(new))
+    change = change_of(old, hook(old).values(), hook(new))
     if old == new:
         assert change is None
         return
@@ -93,7 +92,7 @@ def test_subgroups_begin_with_equal_replicas() -> None:
         ({"start_localSGD_iter": 900}, True),
         ({"model_averaging_period": 9}, False),
     ):
-        changed = change_of("post_localSGD", old.model_dump(mode="json"), old.model_copy(update=changes))
+        changed = change_of("post_localSGD", old.values(), replace(old, **changes))
         assert changed is not None and changed.averages is averages, changes
 
 

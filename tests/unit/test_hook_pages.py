@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 import yaml
+from pydantic import TypeAdapter
 
 from ratchet_contract.spec import DdpSpec, JobSpec, WorldSpec
 from ratchet_contract.spec_parse import parse_spec
@@ -78,11 +79,11 @@ def test_each_hook_stands_in_the_lists(name: str) -> None:
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
-        (HOOKS["powerSGD"].parameter_schema(), "memory of the size of the gradients"),
-        (HOOKS["powerSGD"].parameter_schema(), "native AMP with float32 parameters, not Apex"),
-        (HOOKS["batched_powerSGD"].parameter_schema(), "native AMP"),
-        (HOOKS["noop"].parameter_schema(), "wrong results"),
-        (HOOKS["post_localSGD"].parameter_schema(), "1 sends as much as all-reduce"),
+        (TypeAdapter(HOOKS["powerSGD"].spec).json_schema(), "memory of the size of the gradients"),
+        (TypeAdapter(HOOKS["powerSGD"].spec).json_schema(), "native AMP with float32 parameters, not Apex"),
+        (TypeAdapter(HOOKS["batched_powerSGD"].spec).json_schema(), "native AMP"),
+        (TypeAdapter(HOOKS["noop"].spec).json_schema(), "wrong results"),
+        (TypeAdapter(HOOKS["post_localSGD"].spec).json_schema(), "1 sends as much as all-reduce"),
         (WorldSpec.model_json_schema(), "One device per rank"),
         (DdpSpec.model_json_schema(), "use zero_grad()"),
         (JobSpec.model_json_schema(), "AWS and GCP"),

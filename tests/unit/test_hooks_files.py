@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load, save_file
 
 from ratchet_hooks import files
 from ratchet_hooks.errors import HookStateError
-from ratchet_hooks.files import load_state, save_state
+from ratchet_hooks.files import DTYPES, load_state, pack_state, save_state, unpack_state
 
 
 def test_what_a_script_saves_comes_back_bit_for_bit(tmp_path: Path) -> None:
@@ -32,6 +33,35 @@ def test_what_a_script_saves_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert torch.equal(moment, optimizer.state_dict()["state"][0]["exp_avg"])
     assert torch.equal(found["rng"], state["rng"]) and found["hook"][1] == {"version": 1}
     assert found["numpy"].rand() == np.random.RandomState(5).rand()
+
+
+def test_the_file_is_one_of_the_safetensors_library_whatever_the_dtype_and_shape(tmp_path: Path) -> None:
+    """And a file that the library wrote, which may order its tensors otherwise, is read."""
+    shapes = [(), (0,), (3,), (2, 0, 3), (2, 3, 5)]
+    plain = [dtype for dtype in DTYPES.values() if not dtype.is_complex]
+    state = {f"{d}{s}": torch.randint(0, 2, s).to(d) for d in plain for s in shapes}
+    state["alone"] = torch.randn(7, dtype=torch.complex64)
+    file = tmp_path / "state.safetensors"
+    save_state(file, state)
+    with safe_open(file, framework="pt") as opened:
+        tensors, metadata = {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata()  # noqa: SIM118
+    save_file(tensors, tmp_path / "theirs.safetensors", metadata=metadata)
+    packed = pack_state(state)
+    assert packed.numpy().tobytes() == file.read_bytes() and load(file.read_bytes()).keys() == tensors.keys()
+    for found in (load_state(file), load_state(tmp_path / "theirs.safetensors"), unpack_state(packed)):
+        assert list(found) == list(state)
+        for name, tensor in state.items():
+            assert found[name].dtype is tensor.dtype and found[name].shape == tensor.shape
+            bits, others = (t.reshape(-1).view(torch.uint8) for t in (found[name], tensor))
+            assert torch.equal(bits, others)
+
+
+def test_what_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
+    file = tmp_path / "state.safetensors"
+    for much in ([0] * 4_000_001, ["x" * 1000] * 70_000):
+        with pytest.raises(HookStateError, match=r"state: too much of it is no tensor: it (has|needs)"):
+            save_state(file, much)
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_save_that_does_not_end_leaves_the_file_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,11 @@ import xxhash
 from safetensors.torch import _TYPES
 
 from ratchet_contract.errors import CheckpointError, StateError
+from ratchet_hooks.safetensors_header import ITEMSIZE
 from ratchet_store import rankfile
 from ratchet_store.blockwise import BLOCK, CHUNK
 from ratchet_store.files import EXISTS, NOT_WRITTEN
-from ratchet_store.header import ALIGNMENT, ITEMSIZE
+from ratchet_store.header import ALIGNMENT
 from ratchet_store.state_text import encode_state
 from tests.support.checkpoints import make_checkpoint, names
 from tests.support.one_shot import Given, write_rank_file

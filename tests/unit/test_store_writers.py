@@ -26,10 +26,11 @@ from ratchet_contract.manifest import (
     parse_entries,
 )
 from ratchet_contract.paths import MANIFEST_NAME, checkpoint_dir_name
+from ratchet_hooks.safetensors_header import members_of
 from ratchet_hooks.summary import HookSummary
 from ratchet_store import rankfile
 from ratchet_store.commit import ManifestWriter
-from ratchet_store.header import ALIGNMENT, build_header, members_of
+from ratchet_store.header import ALIGNMENT, build_header
 from ratchet_store.rankfile import RankWriter
 from ratchet_store.read import verify
 from ratchet_store.state_text import encode_state

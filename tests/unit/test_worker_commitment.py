@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from ratchet_contract.manifest import HookRecord, parse_entries
+from ratchet_contract.manifest import HOOK_SUMMARY, HookRecord, parse_entries
 from ratchet_contract.paths import MANIFEST_NAME, JobPaths
 from ratchet_contract.resume import Base
 from ratchet_contract.spec_checkpoint import CheckpointSpec
@@ -75,7 +75,7 @@ class Saves:
             mine = slice(rank * parts // RANKS, (rank + 1) * parts // RANKS)
             report = {
                 "error": None, "step": step, "finished": False, "file": written.file.model_dump(), "parts": digests[mine],
-                "seen": {}, "summary": summaries[rank].model_dump_json(),
+                "seen": {}, "summary": HOOK_SUMMARY.dump_json(summaries[rank]).decode(),
             }  # fmt: skip
             exchange.post(order.name, report, written.listing)
             self.listings.append(written.listing)

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from ratchet_contract.errors import RatchetError
-from ratchet_contract.manifest import FileEntry, Manifest, TensorEntry, parse_entries
+from ratchet_contract.manifest import HOOK_SUMMARY, FileEntry, Manifest, TensorEntry, parse_entries
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import JobPaths
 from ratchet_contract.resume import Base
 from ratchet_hooks.specs import CustomSpec
-from ratchet_hooks.summary import HookSummary
 from ratchet_store.commit import ManifestWriter, mark_finished
 from ratchet_store.files import in_memory
 from ratchet_store.keeper import Keeper
@@ -166,7 +165,7 @@ class Committer:
             shared_digests=digests,
             bucket_layout=mine.layout,
             hook=mine.hook,
-            hook_summaries=[HookSummary.model_validate_json(r["summary"]) for r in reports],
+            hook_summaries=[HOOK_SUMMARY.validate_json(r["summary"]) for r in reports],
             environment=mine.environment,
             finished=order.finished,
             files=[FileEntry.model_validate(r["file"]) for r in reports],

@@ -71,7 +71,7 @@ class Contents:
 
     def _recorded(self, spec: HookSpec) -> HookRecord:
         if self._record is None or spec is not self._spec:  # which is frozen
-            parameters = spec.model_dump(mode="json")
+            parameters = spec.values()
             self._record = HookRecord(name=spec.name, parameters=parameters, state_version=STATE_VERSION)
             self._spec = spec
         return self._record

@@ -23,13 +23,15 @@ import torch
 
 from ratchet_contract.errors import CheckpointError, RatchetError
 from ratchet_contract.paths import rank_file_name
+from ratchet_hooks.files import DTYPE_NAMES
+from ratchet_hooks.safetensors_header import Stored
 from ratchet_store.commit import check_files, read_manifest
 from ratchet_store.files import write_all
-from ratchet_store.header import Stored, model_header
+from ratchet_store.header import model_header
 from ratchet_worker.plain_form import chosen_of, model_of, rank_of
 from ratchet_worker.procs import die_with_parent
 from ratchet_worker.restore import Chosen
-from ratchet_worker.snapshot import DTYPE_NAMES, byte_view
+from ratchet_worker.snapshot import byte_view
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 

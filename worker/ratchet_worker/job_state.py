@@ -18,6 +18,7 @@ from ratchet_contract.plural import counted
 from ratchet_contract.resume import ComponentReport, ComponentStatus
 from ratchet_hooks.build import ManagedHook
 from ratchet_hooks.codec import decode
+from ratchet_hooks.files import DTYPE_NAMES
 from ratchet_hooks.layout import ManagedDDP
 from ratchet_hooks.specs import BatchedPowerSGDSpec, PowerSGDSpec
 from ratchet_store.abreast import abreast
@@ -42,7 +43,7 @@ from ratchet_worker.hidden_state import HiddenState
 from ratchet_worker.model_state import MODEL
 from ratchet_worker.module_origin import Origin
 from ratchet_worker.passage import HookState, Passage, batches, restore_hook
-from ratchet_worker.snapshot import DTYPE_NAMES, Snapshot, Until, addresses
+from ratchet_worker.snapshot import Snapshot, Until, addresses
 from ratchet_worker.task import Stateful, TrainData
 from ratchet_worker.walk import Walk
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX
+from ratchet_contract.manifest import HOOK_SUMMARY, RANK_PREFIX, SHARED_PREFIX
 from ratchet_contract.paths import JobPaths
 from ratchet_hooks.summary import HookSummary
 from ratchet_store.blockwise import Range
@@ -108,7 +109,7 @@ class RankPart:
             "file": written.file.model_dump(),
             "parts": own.by_part(written.digests),
             "seen": looked.seen,
-            "summary": looked.summary.model_dump_json(),
+            "summary": HOOK_SUMMARY.dump_json(looked.summary).decode(),
         }
         return report, written.listing
 
@@ -158,4 +159,4 @@ class RankPart:
 
     def _summary(self, content: Content, staged: Staged) -> HookSummary:
         copies = staged.tensors(f"{RANK_PREFIX}{self._rank}/hook/")
-        return content.summary.model_copy(update={"residual_norm": content.norm_of(copies)})
+        return replace(content.summary, residual_norm=content.norm_of(copies))

@@ -8,6 +8,7 @@ is told. All ranks compare the same steps: those whose fingerprints every rank h
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -247,7 +248,7 @@ def _facts(runtime: Runtime, sample: str) -> Record:
         **runtime.environment,
         "code_digest": launch.resolved.code_digest,
         "data_digest": runtime.data_digest,
-        "hook": f"{hook.name} {xxhash.xxh3_64_hexdigest(hook.model_dump_json().encode())[:8]}",
+        "hook": f"{hook.name} {xxhash.xxh3_64_hexdigest(json.dumps(hook.values()).encode())[:8]}",
         "sample": sample,
         "spec_digest": launch.spec.digest(),
     }

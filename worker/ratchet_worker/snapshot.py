@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Final
+from typing import Any
 
 import torch
 import xxhash
@@ -18,15 +18,8 @@ import xxhash
 from ratchet_contract.errors import StateError, UserError
 from ratchet_hooks.codec import decode, encode
 from ratchet_hooks.errors import HookStateError
+from ratchet_hooks.files import DTYPES
 from ratchet_worker.live_memory import live_bytes
-
-DTYPE_NAMES: Final[dict[torch.dtype, str]] = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16", torch.int32: "I32",
-    torch.uint32: "U32", torch.int64: "I64", torch.uint64: "U64", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-}  # fmt: skip
-DTYPES: Final = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 Tensors = dict[str, torch.Tensor]
 Sizes = Sequence[tuple[str, int, int]]

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from ratchet_contract.errors import StateError
+from ratchet_hooks.files import DTYPE_NAMES
 from ratchet_hooks.torch_compat import foreach_copy_, version_of
 from ratchet_store.blockwise import Range
 from ratchet_store.rankfile import Piece, file_order
@@ -28,7 +29,7 @@ from ratchet_worker.latch import Latch
 from ratchet_worker.live_memory import Bytes, SafeReader, address, changed, is_freed, is_row_major, live_bytes, resized
 from ratchet_worker.moves import Move, Work, cut
 from ratchet_worker.room import Room
-from ratchet_worker.snapshot import DTYPE_NAMES, Until, byte_view
+from ratchet_worker.snapshot import Until, byte_view
 from ratchet_worker.sources import Source, Sources
 
 _SMALL: Final = 64 << 10

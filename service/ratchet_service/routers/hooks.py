@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastapi import APIRouter
+from pydantic import TypeAdapter
 
 from ratchet_contract.access import Scope
 from ratchet_contract.api import HookInfo, Page
@@ -39,6 +40,6 @@ def _info(entry: HookEntry) -> HookInfo:
         replicas=entry.replicas,
         backends=list(entry.backends),
         wrappers=list(WRAPPERS) if entry.wrappers else [],
-        parameters=entry.parameter_schema(),
+        parameters=TypeAdapter(entry.spec).json_schema(),
         warnings=list(entry.warnings),
     )

@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 from ratchet_contract import api
 from ratchet_contract.api import HookSampleView, HookView, MetricPoint, MetricsView, Page
 from ratchet_contract.errors import CheckpointError
+from ratchet_contract.manifest import HOOK_SUMMARY
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.spec import JobSpec
 from ratchet_hooks.changes import change_of
@@ -129,7 +130,7 @@ def hook(session: Session, job_id: str, homes: HomePaths) -> HookView:
         job_id=job_id,
         name=spec.name,
         wrapper=spec.wrapper,
-        parameters=spec.model_dump(mode="json", exclude={"name", "wrapper"}),
+        parameters=spec.parameters(),
         stateful=is_stateful(spec),
         checkpoint_id=last_checkpoint(job),
         checkpoint_iteration=_saved_iteration(session, job),
@@ -147,7 +148,7 @@ def _live(session: Session, job: Job) -> list[tuple[HookSummary, datetime]]:
     samples = sa.select(HookSample, newest.label("age"))
     ranked = samples.where(HookSample.job_id == job.id, HookSample.epoch == job.epoch).subquery()
     query = sa.select(ranked.c.summary, ranked.c.at).where(ranked.c.age == 1).order_by(ranked.c.rank)
-    return [(HookSummary.model_validate(summary), at) for summary, at in session.execute(query)]
+    return [(HOOK_SUMMARY.validate_python(summary), at) for summary, at in session.execute(query)]
 
 
 def _saved(session: Session, job: Job, homes: HomePaths, hook: HookSpec) -> tuple[list[HookSummary], datetime] | None:
@@ -201,6 +202,6 @@ def hook_history(
     page = rows[:limit]
     following = cursors.encode(digest, [page[-1].step, page[-1].rank]) if len(rows) > limit else None
     items = [
-        HookSampleView(attempt=row.epoch, at=row.at, summary=HookSummary.model_validate(row.summary)) for row in page
+        HookSampleView(attempt=row.epoch, at=row.at, summary=HOOK_SUMMARY.validate_python(row.summary)) for row in page
     ]
     return Page[HookSampleView](items=items, next_cursor=following)

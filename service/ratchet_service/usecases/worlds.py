@@ -133,7 +133,7 @@ def change(
     if spec.hook != old.hook:
         if code is None:  # else all of them are its
             warnings = [w for w in warnings if not _of_hook(w.pointer, w.code)] + [*hook_warnings]
-        before, after = (hook.model_dump(mode="json") for hook in (old.hook, spec.hook))
+        before, after = (hook.values() for hook in (old.hook, spec.hook))
         told = change_of(old.hook.name, before, spec.hook)
         text = told.what if told is not None else "hook: parameters without effect on its bits"
         out.events.append(("hook-changed", text, {"hook": _pair(before, after)}))

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -137,7 +137,7 @@ def _blocked(proof: Proof, why: str) -> Proof:
 
 def _hook(entry: HookEntry) -> dict[str, Any]:
     """As a user would name it, with compression early enough to be killed in."""
-    known = entry.spec.model_fields
+    known = {parameter.name for parameter in fields(entry.spec)}
     return {"name": entry.name} | {key: COMPRESS for key in ("start_powerSGD_iter",) if key in known}
 
 

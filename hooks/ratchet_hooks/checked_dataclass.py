@@ -1,0 +1,106 @@
+"""Dataclasses with limits, which pydantic reads like its own models where they are fields of one; it is not needed.
+
+A field's metadata has pydantic's names (``ge``, ``le``, ``pattern``): a limit stands in one place, and holds with pydantic and
+without it. Torch-free.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Final, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+
+JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
+
+_BOUNDS: Final = {"ge": (operator.ge, "at least"), "gt": (operator.gt, "more than"), "le": (operator.le, "at most")}
+
+
+def option(default: Any, description: str, **limits: Any) -> Any:
+    """A field with what it means. ``limits``: ge, gt, le, allow_inf_nan, min_length, max_length, pattern, as in pydantic."""
+    return field(default=default, metadata={"description": description, **limits})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Base of what pydantic may read: unknown keys are refused, the docstring is the schema's description."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: Any) -> Any:
+        schema = handler(core)
+        handler.resolve_ref_schema(schema)["description"] = inspect.cleandoc(cls.__doc__ or "")
+        return schema
+
+    def values(self) -> dict[str, Any]:
+        """All fields as JSON has them: the keys of a mapping are text."""
+        return {name: _json(value) for name, value in asdict(self).items()}
+
+
+def check(checked: Model) -> None:
+    """Raise ``ValueError`` naming the field of ``checked`` whose value has another type than it says, or is past a limit."""
+    hints = get_type_hints(type(checked))
+    for one in fields(checked):
+        value, kind = getattr(checked, one.name), hints[one.name]
+        if not _fits(value, kind):
+            raise ValueError(f"{one.name}: must be {_words(kind)}, not {value!r}")
+        fault = None if value is None else _past(value, one.metadata)
+        if fault is not None:
+            raise ValueError(f"{one.name}: must {fault}, not {value!r}")
+
+
+def _fits(value: object, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in get_args(kind)
+    if get_origin(kind) in (Union, UnionType):
+        return any(_fits(value, part) for part in get_args(kind))
+    if get_origin(kind) is dict:
+        key, item = get_args(kind)
+        return isinstance(value, dict) and all(_fits(k, key) and _fits(v, item) for k, v in value.items())
+    if kind is Any:
+        return _is_json(value)
+    return type(value) is kind or (kind is float and type(value) is int)
+
+
+def _is_json(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return isinstance(value, str | int | float | NoneType)
+
+
+def _past(value: Any, limits: Mapping[str, Any]) -> str | None:
+    for key, (holds, words) in _BOUNDS.items():
+        if key in limits and not holds(value, limits[key]):
+            return f"be {words} {limits[key]}"
+    if limits.get("allow_inf_nan") is False and not math.isfinite(value):
+        return "be finite"
+    if len(value) < limits["min_length"] if "min_length" in limits else False:
+        return f"have a length of at least {limits['min_length']}"
+    if len(value) > limits["max_length"] if "max_length" in limits else False:
+        return f"have a length of at most {limits['max_length']}"
+    if "pattern" in limits and re.search(limits["pattern"], value) is None:
+        return f"match {limits['pattern']}"
+    return None
+
+
+def _words(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(map(_words, get_args(kind)))
+    if get_origin(kind) is dict:
+        key, item = get_args(kind)
+        return f"a dict of {_words(key)} to {_words(item)}"
+    names = {Any: "JSON", NoneType: "None", bool: "True or False", int: "an int", float: "a float", str: "a str"}
+    return names[kind]
+
+
+def _json(value: Any) -> Any:
+    return {str(key): _json(item) for key, item in value.items()} if isinstance(value, dict) else value
