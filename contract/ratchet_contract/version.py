@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-RATCHET_VERSION: Final = "0.1.0"
+from ratchet_hooks import __version__
+
+RATCHET_VERSION: Final = __version__
 PROTOCOL_VERSION: Final = 1
 """Agent <-> service messages, launch.json, result.json. A different number is refused by either side, and the service has such an
 agent save and end. What it needs for that is the same under every number: ``agent.lock``, the keys of ``agent.json``, SIGTERM,

@@ -65,6 +65,9 @@ from __future__ import annotations
 
 from typing import Any
 
+__version__ = "0.1.0"
+"""Of ratchet-hooks and of ratchet-train."""
+
 __all__ = ["capture", "register", "restore"]
 
 _LAZY = dict.fromkeys(__all__, "ratchet_hooks.registration")  # names with torch behind them

@@ -12,6 +12,7 @@ import operator
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Final, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
@@ -44,7 +45,7 @@ class Model:
 
 def check(checked: Model) -> None:
     """Raise ``ValueError`` naming the field of ``checked`` whose value has another type than it says, or is past a limit."""
-    hints = get_type_hints(type(checked))
+    hints = _hints(type(checked))
     for one in fields(checked):
         value, kind = getattr(checked, one.name), hints[one.name]
         if not _fits(value, kind):
@@ -52,6 +53,11 @@ def check(checked: Model) -> None:
         fault = None if value is None else _past(value, one.metadata)
         if fault is not None:
             raise ValueError(f"{one.name}: must {fault}, not {value!r}")
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def _fits(value: object, kind: Any) -> bool:
@@ -81,11 +87,11 @@ def _past(value: Any, limits: Mapping[str, Any]) -> str | None:
             return f"be {words} {limits[key]}"
     if limits.get("allow_inf_nan") is False and not math.isfinite(value):
         return "be finite"
-    if len(value) < limits["min_length"] if "min_length" in limits else False:
+    if "min_length" in limits and len(value) < limits["min_length"]:
         return f"have a length of at least {limits['min_length']}"
-    if len(value) > limits["max_length"] if "max_length" in limits else False:
+    if "max_length" in limits and len(value) > limits["max_length"]:
         return f"have a length of at most {limits['max_length']}"
-    if "pattern" in limits and re.search(limits["pattern"], value) is None:
+    if "pattern" in limits and re.fullmatch(limits["pattern"], value) is None:
         return f"match {limits['pattern']}"
     return None
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[2]
 
 HEAVY = ("torch", "fastapi", "sqlalchemy", "alembic", "uvicorn", "numpy")
 
@@ -43,6 +47,18 @@ def loaded(package: str, skip: tuple[str, ...] = ()) -> set[str]:
 def test_package_never_loads(package: str, forbidden: set[str]) -> None:
     # the integrations import what they integrate, which is theirs to choose
     assert not loaded(package, skip=("integrations", "lightning", "accelerate", "transformers")) & forbidden
+
+
+def test_the_hooks_import_torch_numpy_and_the_standard_library_alone() -> None:
+    """But for the integrations, whose frameworks are the user's."""
+    imported: set[str] = set()
+    for path in (ROOT / "hooks" / "ratchet_hooks").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported.add((node.module or "").partition(".")[0])
+    assert imported - sys.stdlib_module_names == {"torch", "numpy", "ratchet_hooks"}
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from ratchet_store.compare import compare
 from tests.e2e.exactness import final_checkpoint
 from tests.support.cli import Cli
 from tests.support.server import Server, rank_pid, wait_for
+from tests.support.torchrun import Torchrun
 
 LADDER = Path(__file__).parents[2] / "examples" / "adoption"
 EPOCHS, STEPS_PER_EPOCH = 6, 22
@@ -41,45 +40,14 @@ def weights(text: str) -> str:
     return str(found)
 
 
-class Torchrun:
-    """``torchrun --nproc-per-node 2 --max-restarts 1`` of a rung's script, in a directory of its own."""
+def torchrun(rung: str, directory: Path) -> Torchrun:
+    return Torchrun([str(LADDER / rung / "train.py"), *ARGUMENTS], directory)
 
-    def __init__(self, rung: str, directory: Path) -> None:
-        self.output = directory / "output.txt"
-        script = [str(LADDER / rung / "train.py"), *ARGUMENTS]
-        options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.05"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-        # Else the restarted ranks share a store with the dead ones, whose addresses gloo finds in it.
-        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        with self.output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", *options, *script], cwd=directory, env=environment,
-                stdout=output, stderr=subprocess.STDOUT,
-            )  # fmt: skip
 
-    def kill_rank_1(self) -> None:
-        """Within an epoch: after the save of the one before it, which rank 0 tells."""
-        wait_for(lambda: TOLD in self.output.read_text(), f"{TOLD} in {self.output}", 150, 0.005)
-        os.kill(self._rank(1), signal.SIGKILL)
-
-    def _rank(self, rank: int) -> int:
-        for entry in Path("/proc").iterdir():
-            with suppress(OSError, IndexError):
-                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-                if parent == self.process.pid and f"\0RANK={rank}\0".encode() in (entry / "environ").read_bytes():
-                    return int(entry.name)
-        raise AssertionError(f"rank {rank} has gone: {self.output.read_text()}")
-
-    def wait(self) -> str:
-        code = self.process.wait(200)
-        text = self.output.read_text()
-        assert code == 0, text
-        return text
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()  # torchrun ends its ranks
-            self.process.wait(30)
+def kill_rank_1(ranks: Torchrun) -> None:
+    """Within an epoch: after the save of the one before it, which rank 0 tells."""
+    wait_for(lambda: TOLD in ranks.output.read_text(), f"{TOLD} in {ranks.output}", 150, 0.005)
+    ranks.kill(1)
 
 
 def submit(server: Server, rung: str, name: str) -> str:
@@ -152,15 +120,15 @@ class Lives:
 def lives(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Lives:
     """All at once: most of their time is the import of torch."""
     jobs = [("0_torchrun", False), ("0_torchrun", True), ("2_session", False), ("2_session", True), ("3_task", True)]
-    torchrun = Torchrun("1_hooks", tmp_path_factory.mktemp("torchrun"))
+    ranks = torchrun("1_hooks", tmp_path_factory.mktemp("torchrun"))
     try:
         with ThreadPoolExecutor(len(jobs) + 1) as threads:
-            hooks = threads.submit(torchrun.kill_rank_1)
+            hooks = threads.submit(kill_rank_1, ranks)
             ids = list(threads.map(lambda job: live(server, *job), jobs))
             hooks.result()
-        return Lives(*ids, hooks=torchrun.wait())
+        return Lives(*ids, hooks=ranks.wait())
     finally:
-        torchrun.close()
+        ranks.close()
 
 
 def told_by(server: Server, job_id: str, attempt: int) -> str:

@@ -25,6 +25,11 @@ def environment(directory: Path, extras: set[str]) -> Path:
     return _linked(directory, list(required(extras).values()))
 
 
+def sharing(directory: Path, requirements: list[str]) -> Path:
+    """The same with these packages and what they require."""
+    return _linked(directory, list(closure(requirements).values()))
+
+
 def _linked(directory: Path, found: list[Distribution]) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(directory)], check=True)
     (packages,) = directory.glob("lib/python3*/site-packages")

@@ -21,6 +21,7 @@ from sqlalchemy.engine import make_url
 from deploy import constraints
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.spec_policy import PolicySpec
+from ratchet_contract.version import RATCHET_VERSION
 from ratchet_service import __main__ as service
 from ratchet_service.database import PING_SECONDS
 from ratchet_service.launchers.table import load
@@ -78,7 +79,7 @@ def test_an_image_has_all_packages_and_runs_as_one_user_of_all(path: Path) -> No
     ports = [line.split()[1] for line in lines if line.startswith("EXPOSE ")]
     assert ports == (["8000"] if path.suffix == ".service" else [])
     assert "USER 10001:10001" in lines and any("--gid 10001" in line and "--uid 10001" in line for line in lines)
-    assert f'org.opencontainers.image.version="{PROJECT["version"]}"' in path.read_text()
+    assert f'org.opencontainers.image.version="{RATCHET_VERSION}"' in path.read_text()
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
@@ -104,7 +105,7 @@ def test_bases_are_named_by_an_exact_version() -> None:
         assert EXACT_TAG.fullmatch(base), base
         assert {line.split()[1] for line in lines_of(path) if line.startswith("FROM ")} == {"${PYTHON}"}
     assert EXACT_TAG.fullmatch(COMPOSE["database"]["image"])
-    assert all(COMPOSE[name]["image"].endswith(f":{PROJECT['version']}") for name in OURS)
+    assert all(COMPOSE[name]["image"].endswith(f":{RATCHET_VERSION}") for name in OURS)
 
 
 def test_the_constraints_have_a_version_of_every_package_that_an_image_installs_and_it_is_one_that_ratchet_takes() -> (

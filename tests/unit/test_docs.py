@@ -23,7 +23,7 @@ from tests.support.docs import anchors, maker
 from tests.support.postgres import URL_VARIABLE
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "hooks" / "README.md"])
 API, TROUBLE, OPERATIONS = (
     (ROOT / "docs" / f"{name}.md").read_text() for name in ("api", "troubleshooting", "operations")
 )

@@ -37,6 +37,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"name": "post_localSGD", "period_group_size_dict": {"x": 2}}, "period_group_size_dict: must be a dict of an int"),
     ({"name": "post_localSGD", "period_group_size_dict": {"2": 2}, "model_averaging_period": 2}, "not both"),
     ({"name": "custom", "hook": "no path"}, "hook: must match"),
+    ({"name": "custom", "hook": "m:f\n"}, "hook: must match"),
     ({"name": "custom", "hook": "m:" + "f" * 511}, "hook: must have a length of at most 512"),
     ({"name": "custom"}, "hook: custom needs it"),
     ({"name": "custom", "hook": "m:f", "state_args": {"a": 1}}, "no state is given"),
@@ -47,7 +48,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize("values", TAKEN, ids=lambda values: json.dumps(values)[:60])
 def test_what_is_taken_is_the_same_spec_and_comes_back_from_json(values: dict[str, Any]) -> None:
     spec = hook_spec(values)
-    assert parse_spec({"name": "x", "task": {"entrypoint": "a:B"}, "hook": values}).hook == spec
+    job = {"name": "x", "task": {"entrypoint": "a:B"}, "world": {"ranks_per_node": 16}, "hook": values}
+    assert parse_spec(job).hook == spec
     assert hook_spec(json.loads(json.dumps(spec.values()))) == spec
     adapter = TypeAdapter(type(spec))
     assert adapter.validate_json(adapter.dump_json(spec)) == spec

@@ -21,7 +21,7 @@ from typing import Final
 
 from ratchet_contract.resume import EnvironmentDifference
 
-OWN: Final = "ratchet-train"
+OWN: Final = ("ratchet-train", "ratchet-hooks")
 EDITABLE: Final = "editable"
 _SUFFIXES: Final = (".dist-info", ".egg-info")
 _SEPARATORS: Final = re.compile(r"[-_.]+")
@@ -38,7 +38,8 @@ def installed(folders: Sequence[str] | None = None) -> list[str]:
             continue
         for name, version in (_name_and_version(folder / entry) for entry in names):
             found.setdefault(_SEPARATORS.sub("-", name).lower(), version)
-    found.pop(OWN, None)
+    for name in OWN:
+        found.pop(name, None)
     return sorted(f"{name}=={version}" for name, version in found.items())
 
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 try:
     from accelerate import Accelerator
 except ImportError as error:
-    raise ImportError("Accelerate is not installed: pip install 'ratchet-train[accelerate]'") from error
+    raise ImportError("Accelerate is not installed: pip install accelerate") from error
 
 from ratchet_hooks.errors import UnsupportedModel
 from ratchet_hooks.integrations.rank_state import VERSION, RankFile

@@ -30,7 +30,7 @@ try:
     from lightning.pytorch.strategies import DDPStrategy
     from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 except ImportError as error:
-    raise ImportError("Lightning is not installed: pip install 'ratchet-train[lightning]'") from error
+    raise ImportError("Lightning is not installed: pip install lightning") from error
 
 from ratchet_hooks.errors import HookStateError
 from ratchet_hooks.files import pack_state, unpack_state

@@ -21,7 +21,7 @@ try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 except ImportError as error:
-    raise ImportError("transformers is not installed: pip install 'ratchet-train[transformers]'") from error
+    raise ImportError("transformers is not installed: pip install 'transformers[torch]'") from error
 
 from ratchet_hooks.errors import HookStateError, UnsupportedModel
 from ratchet_hooks.integrations.rank_state import RankFile

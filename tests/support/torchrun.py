@@ -1,0 +1,48 @@
+"""A script under torchrun, of which ranks are killed; torchrun starts all of them again, once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+
+class Torchrun:
+    """``torchrun --nproc-per-node 2 --max-restarts 1 SCRIPT`` in ``directory``, by the interpreter ``python``."""
+
+    def __init__(self, script: Sequence[str], directory: Path, python: str | Path = sys.executable) -> None:
+        self.output = directory / "output.txt"
+        options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.05"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+        # Else the restarted ranks share a store with the dead ones, whose addresses gloo finds in it.
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [str(python), "-m", "torch.distributed.run", *options, *script], cwd=directory, env=environment,
+                stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def kill(self, rank: int) -> None:
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError, IndexError):
+                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                if parent == self.process.pid and f"\0RANK={rank}\0".encode() in (entry / "environ").read_bytes():
+                    os.kill(int(entry.name), signal.SIGKILL)
+                    return
+        raise AssertionError(f"rank {rank} has gone: {self.output.read_text()}")
+
+    def wait(self) -> str:
+        """What all of them printed."""
+        code = self.process.wait(200)
+        text = self.output.read_text()
+        assert code == 0, text
+        return text
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()  # torchrun ends its ranks
+            self.process.wait(30)
