@@ -45,7 +45,8 @@ class Model:
 
 def check(checked: Model) -> None:
     """Raise ``ValueError`` naming the field of ``checked`` whose value has another type than it says, or is past a limit."""
-    hints = _hints(type(checked))
+    cls: Any = type(checked)
+    hints = _hints(cls)
     for one in fields(checked):
         value, kind = getattr(checked, one.name), hints[one.name]
         if not _fits(value, kind):
