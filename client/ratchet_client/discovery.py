@@ -159,14 +159,21 @@ def _running(default: Setting) -> tuple[Setting, tuple[Path, ...]]:
     """The run directory of the service that runs where ``default`` is not there; or all of them, if they are several.
 
     A run directory whose service has ended stays the one that is meant: its jobs are there, and another service may have
-    others under the same names.
+    others under the same names. One that holds nothing but those of ``ratchet run`` is none.
     """
-    if Path(default.value).exists():
+    if _is_run_directory(HomePaths(Path(default.value))):
         return default, ()
     found = service_pointers.running()
     if len(found) == 1:
         return Setting(str(found[0]), RUNNING), ()
     return default, tuple(found)
+
+
+def _is_run_directory(paths: HomePaths) -> bool:
+    try:
+        return list(paths.home.iterdir()) != [paths.runs]
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError)
 
 
 def _stored(config: ConfigFile, path: Path) -> tuple[Setting | None, str | None]:

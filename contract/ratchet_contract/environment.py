@@ -22,6 +22,9 @@ LAUNCHERS: Final = "RATCHET_LAUNCHERS"  # the service's launchers file
 BOUNDS: Final = "RATCHET_BOUNDS"  # of what a service keeps of jobs' output: NAME=NUMBER,...
 LOG_FORMAT: Final = "RATCHET_LOG_FORMAT"  # of the service's log: text or json
 
+# set by `ratchet run` for its service, which gives it to its agents
+ENDS_WITH: Final = "RATCHET_ENDS_WITH"  # pid and start time of the process that they end with
+
 # set by the agent for every rank
 LAUNCH_FILE: Final = "RATCHET_LAUNCH_FILE"  # absolute path of launch.json
 JOB_ID: Final = "RATCHET_JOB_ID"

@@ -3,6 +3,7 @@
 <home>/service.json                      url, pid, protocol of the running service (loopback only)
 <home>/ratchet.db
 <home>/code/<digest>/                    snapshots of user code
+<home>/run/<name>-<digest>/              run directory of a job of `ratchet run`, laid out as <home>
 <home>/jobs/<job id>/checkpoints/step-000000001200.a0007/{rank-00000-of-00002.safetensors, MANIFEST.json}
 <home>/jobs/<job id>/quarantine/         damaged checkpoints, moved here whole
 <home>/jobs/<job id>/work/               current directory of the ranks: a writable copy of the code, kept over all attempts
@@ -72,6 +73,11 @@ class HomePaths:
         return self.home / "service.json"
 
     @property
+    def service_log(self) -> Path:
+        """Output of a service that a command started for itself."""
+        return self.home / "service.log"
+
+    @property
     def service_authorities(self) -> Path:
         """PEM of the authorities by which agents know the service's certificate; not there: the system's."""
         return self.home / "service-ca.pem"
@@ -98,6 +104,11 @@ class HomePaths:
     @property
     def code(self) -> Path:
         return self.home / "code"
+
+    @property
+    def runs(self) -> Path:
+        """A run directory of its own for each command of ``ratchet run``."""
+        return self.home / "run"
 
     @property
     def jobs(self) -> Path:

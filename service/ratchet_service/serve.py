@@ -16,6 +16,7 @@ from typing import Final
 import sqlalchemy as sa
 from pydantic import ValidationError
 
+from ratchet_contract import parent_death
 from ratchet_contract.messages import ServiceFile
 from ratchet_contract.paths import HomePaths
 from ratchet_service import disk, migrate, slot_host, worker_user
@@ -103,6 +104,7 @@ def serve(options: ServeOptions) -> None:
             leave = reconciler.stop if reconciler else lambda: None
             server = Server(app, settings.paths, url, tls, Ending(health, options.drain, leave))
             with instruments.listening(database), signals(server), _running(reconciler):
+                parent_death.end_with_parent(os.environ)
                 server.run(sockets=[bound])
         finally:
             database.dispose()

@@ -20,6 +20,7 @@ from typing import Final, TypeVar
 from pydantic import ValidationError
 
 from ratchet_contract import environment as names
+from ratchet_contract import parent_death
 from ratchet_contract.errors import UserError
 from ratchet_contract.exit_codes import EXIT_LEASE_LOST, exit_code_of
 from ratchet_contract.messages import AttemptResult, LaunchFile, Note, node_rank
@@ -131,6 +132,7 @@ class _Attempt:
         try:
             procs.become_subreaper()
             self._supervisor.take_signals()
+            parent_death.end_with_parent(os.environ)
             self._supervisor.insist()
             self._logs.start()
             self._start()

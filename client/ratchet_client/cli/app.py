@@ -25,6 +25,7 @@ from ratchet_client.cli import (
     prove,
     queue,
     quota,
+    run,
     show,
     streams,
     submit,
@@ -112,6 +113,7 @@ app = typer.Typer(
 app.callback()(_root)
 for _module in (
     submit,
+    run,
     prove,
     init,
     show,

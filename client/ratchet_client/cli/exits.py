@@ -37,7 +37,7 @@ MEANINGS: dict[Exit, str] = {
     Exit.UNREACHABLE: "the service does not answer",
     Exit.DEADLINE: "the deadline of a wait has passed; the job goes on",
     Exit.FAULT: "the service failed, or something is missing from this installation; a check of `doctor` failed",
-    Exit.INTERRUPTED: "ended by Ctrl-C; the job goes on",
+    Exit.INTERRUPTED: "ended by Ctrl-C; the job goes on (of `run`, which SIGTERM ends likewise, it is suspended)",
 }
 
 

@@ -96,7 +96,13 @@ def cp(
 
 
 def tell(client: RatchetClient, job: api.JobView) -> None:
-    """On stderr, where what an ended job wrote is; nothing where it wrote nothing, or an older service does not tell."""
+    """On stderr, where what an ended job wrote is; nothing where it wrote nothing."""
+    if (found := written(client, job)) is not None:
+        output.note(f"outputs: {found}; see: ratchet files {job.id}; fetch: ratchet cp {job.id}: DIR")
+
+
+def written(client: RatchetClient, job: api.JobView) -> str | None:
+    """How much a job has written; None where it wrote nothing, or an older service does not tell."""
     from ratchet_contract.errors import RatchetError
 
     try:
@@ -104,8 +110,6 @@ def tell(client: RatchetClient, job: api.JobView) -> None:
         found = [f for f in islice(listed, _COUNTED) if f.kind == "file"]
         more = next(listed, None) is not None
     except RatchetError:
-        return
-    if found:
-        count = f"{counted(len(found), 'file')}, {output.size(sum(f.size or 0 for f in found))}"
-        count += " or more" if more else ""
-        output.note(f"outputs: {count}; see: ratchet files {job.id}; fetch: ratchet cp {job.id}: DIR")
+        return None
+    count = f"{counted(len(found), 'file')}, {output.size(sum(f.size or 0 for f in found))}"
+    return None if not found else count + " or more" * more

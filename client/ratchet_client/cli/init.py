@@ -15,6 +15,7 @@ from ratchet_client.cli.common import RUN, UNMANAGED, open_client
 if TYPE_CHECKING:
     from ratchet_client.init.advice import Note
     from ratchet_client.init.command import Command
+    from ratchet_client.init.proposal import Proposal
 
 
 def register(app: typer.Typer) -> None:
@@ -52,68 +53,36 @@ def init(
     Every option of torchrun is honoured, named as not needed, or refused with what to do instead.
     """
     from ratchet_client.cli.submit import override
-    from ratchet_client.init import advice, command, project, reading, spec_yaml
+    from ratchet_client.init import spec_yaml
+    from ratchet_client.init.proposal import propose
     from ratchet_contract.errors import Refused
 
-    found = command.parse_command(words, os.environ)
     given: dict[str, Any] = {}
     override(given, sets, {})
-    place = project.locate(found.script, _code(given, code))
-    facts = reading.read_script(place.script, place.code)
-    python = _python(given) or project.environment_of(found.python, os.environ)
-    way = advice.way_of(facts, place)
-    notes = advice.notes(found, facts, place, python)
-    spec = spec_yaml.make_spec(found, facts, place, way, name=name)
-    override(spec, sets, {})
-    for key in ("code", "python"):  # as ``place`` and ``python`` have them
-        spec.pop(key, None)
+    made = propose(words, os.environ, given, code=code, name=name)
+    override(made.spec, sets, {})
+    for key in ("code", "python"):  # as the proposal has them
+        made.spec.pop(key, None)
     if "include" in given.get("code", {}):
-        spec["code"] = {"include": given["code"]["include"]}
-    target = file or Path(f"{place.script.stem}.yaml")
+        made.spec["code"] = {"include": given["code"]["include"]}
+    target = file or Path(f"{made.place.script.stem}.yaml")
     if not to_stdout and target.exists() and not force:
         raise Refused(
             f"{target} is there already: --force writes over it, --output names another, --print shows the spec"
         )
     text = spec_yaml.render(
-        spec, notes, facts, place, way, command=found, typed=_typed(words), file=str(target), python=python,
-        base=Path.cwd() if to_stdout else target.absolute().parent.resolve(),
+        made.spec, made.notes, made.facts, made.place, made.way, command=made.command, typed=_typed(words), file=str(target),
+        python=made.python, base=Path.cwd() if to_stdout else target.absolute().parent.resolve(),
     )  # fmt: skip
     if not to_stdout:
         target.write_text(text, encoding="utf-8")
     if as_json:
-        output.line(_document(spec, place, python, notes, found, None if to_stdout else target))
+        output.line(_document(made, None if to_stdout else target))
     elif to_stdout:
         output.line(text.rstrip("\n"))
-    _tell(notes, found)
+    _tell(made.notes, made.command)
     if not to_stdout:
         _next(ctx, target)
-
-
-def _code(given: dict[str, Any], code: Path | None) -> Path | None:
-    """The directory that ``--code`` or ``--set code.path`` names. Raises ``Refused``."""
-    from ratchet_contract.errors import Refused
-
-    named = given.get("code", {})
-    path = named.get("path") if isinstance(named, dict) else None
-    if "code" not in given or (isinstance(named, dict) and set(named) == {"include"}):
-        return code
-    if not isinstance(path, str) or not path or set(named) - {"path", "include"}:
-        raise Refused(
-            "--set code: init makes a snapshot of a directory: name it by --set code.path=DIR, or by --code DIR"
-        )
-    if code is not None and code.expanduser().resolve() != Path(path).expanduser().resolve():
-        raise Refused(f"--code {code} and --set code.path={path} name two directories: leave one out")
-    return Path(path)
-
-
-def _python(given: dict[str, Any]) -> Path | None:
-    """What ``--set python`` names. Raises ``Refused``."""
-    from ratchet_contract.errors import Refused
-
-    named = given.get("python")
-    if named is not None and (not isinstance(named, str) or not named):
-        raise Refused("--set python: name an interpreter, or the directory of an environment")
-    return None if named is None else Path(named).expanduser().absolute()
 
 
 def _typed(words: list[str]) -> str:
@@ -125,20 +94,15 @@ def _typed(words: list[str]) -> str:
     return shlex.join(word for i, word in enumerate(whole) if not (word == "--" and i == 2 and whole is not words))
 
 
-def _document(
-    spec: dict[str, Any], place: Any, python: Path | None, notes: list[Note], found: Command, target: Path | None
-) -> str:
+def _document(made: Proposal, target: Path | None) -> str:
     import json
     from dataclasses import asdict
 
-    whole = {**spec, "code": {"path": str(place.code), **spec.get("code", {})}} | (
-        {} if python is None else {"python": str(python)}
-    )
     document = {
         "file": None if target is None else str(target.absolute()),
-        "spec": whole,
-        "found": [asdict(note) for note in notes],
-        "dropped": found.dropped,
+        "spec": made.whole_spec(),
+        "found": [asdict(note) for note in made.notes],
+        "dropped": made.command.dropped,
     }
     return json.dumps(document, indent=2, ensure_ascii=False)
 

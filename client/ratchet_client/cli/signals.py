@@ -17,7 +17,8 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def _handled(handler: Any) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in _SIGNALS}
+    nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    before = {number: signal.signal(number, handler) for number in _SIGNALS[: 2 if nohup else 3]}
     try:
         yield
     finally:
@@ -26,7 +27,7 @@ def _handled(handler: Any) -> Iterator[None]:
 
 
 def interruptible() -> AbstractContextManager[None]:
-    """A context in which all three raise ``KeyboardInterrupt``."""
+    """A context in which all three raise ``KeyboardInterrupt``; SIGHUP not where it is ignored already (``nohup``)."""
     return _handled(_interrupt)
 
 

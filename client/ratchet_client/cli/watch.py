@@ -125,11 +125,11 @@ def follow(ctx: typer.Context, job_id: str, *, as_json: bool = False) -> None:
             from ratchet_client.cli.live import LiveView
 
             with LiveView() as live:
-                job = _pump(ctx, job_id, live, fold)
+                job = pump(ctx, job_id, live, fold)
         elif as_json:
-            job = _pump(ctx, job_id, _JsonView(), None)
+            job = pump(ctx, job_id, _JsonView(), None)
         else:
-            job = _pump(ctx, job_id, _PlainView(), fold)
+            job = pump(ctx, job_id, PlainView(_print), fold)
     except KeyboardInterrupt:
         output.note(f"\ndetached; job {job_id} goes on. Watch it again: ratchet wait {job_id} --follow")
         raise typer.Exit(Exit.INTERRUPTED) from None
@@ -142,21 +142,24 @@ def follow(ctx: typer.Context, job_id: str, *, as_json: bool = False) -> None:
     _end(job)
 
 
-def _pump(ctx: typer.Context, job_id: str, view: View, fold: EventFold | None) -> JobView:
+def pump(
+    ctx: typer.Context, job_id: str, view: View, fold: EventFold | None, *, after: int | None = None,
+    until: Collection[JobPhase] = (),
+) -> JobView:  # fmt: skip
     """Feed a view with events (from a thread that follows them; folded, where ``fold`` is given) and snapshots until the job has
-    ended and all is shown."""
+    ended, or is in a phase of ``until``, and all is shown. ``after``: the id of the last event that is not shown."""
     arrived: queue.SimpleQueue[EventView | None] = queue.SimpleQueue()
     with open_client(ctx, 0.0) as client, open_client(ctx, PATIENCE) as streamer:
-        thread = threading.Thread(target=_collect, args=(streamer, job_id, arrived), daemon=True)
+        thread = threading.Thread(target=_collect, args=(streamer, job_id, after, arrived), daemon=True)
         thread.start()
         lookout = Lookout(client)
         try:
             for now in polled(lambda: lookout.see(client.view(job_id)), _POLL, view.gap):
                 _drain(arrived, view, fold)
-                if now.job.phase.terminal:
+                if now.job.phase.terminal or now.job.phase in until:
                     break
                 view.progress(now)
-            thread.join(timeout=5.0)
+            thread.join(timeout=5.0 if now.job.phase.terminal else 0.5)  # else events may follow for ever
         finally:  # ^C holds nothing back
             _drain(arrived, view, fold)
             for event in fold.rest() if fold is not None else ():
@@ -165,11 +168,13 @@ def _pump(ctx: typer.Context, job_id: str, view: View, fold: EventFold | None) -
     return now.job
 
 
-def _collect(client: RatchetClient, job_id: str, arrived: queue.SimpleQueue[EventView | None]) -> None:
+def _collect(
+    client: RatchetClient, job_id: str, after: int | None, arrived: queue.SimpleQueue[EventView | None]
+) -> None:
     from ratchet_contract.errors import RatchetError
 
     try:
-        for event in client.follow_events(job_id):
+        for event in client.follow_events(job_id, after=after):
             arrived.put(event)
     except RatchetError:
         pass  # the polling side meets the same fault, and reports it
@@ -185,16 +190,21 @@ def _drain(arrived: queue.SimpleQueue[EventView | None], view: View, fold: Event
                 view.event(shown)
 
 
-class _PlainView:
-    """Events as they come; a progress line every few seconds."""
+def _print(text: str) -> None:
+    output.line(text)
+    output.flush()
 
-    def __init__(self) -> None:
-        self._next = 0.0
+
+class PlainView:
+    """Events as they come; a progress line every few seconds. ``say`` prints a line. ``at_once``: the first of them, too."""
+
+    def __init__(self, say: Callable[[str], None], every: float = _PLAIN_EVERY, *, at_once: bool = True) -> None:
+        self._say, self._every = say, every
+        self._next = 0.0 if at_once else time.monotonic() + every
         self._last = ""
 
     def event(self, event: EventView) -> None:
-        output.line(event_line(event))
-        output.flush()
+        self._say(event_line(event))
 
     def progress(self, now: Snapshot) -> None:
         if time.monotonic() < self._next and not now.job.phase.terminal:
@@ -205,9 +215,8 @@ class _PlainView:
         parts += [f"checkpoint {checkpoint_words(now)}" if now.job.last_checkpoint else ""]
         text = "; ".join(part for part in parts if part)
         if text != self._last:
-            output.line(f"{now.job.phase}  {text}")
-            output.flush()
-        self._last, self._next = text, time.monotonic() + _PLAIN_EVERY
+            self._say(f"{now.job.phase}  {text}")
+        self._last, self._next = text, time.monotonic() + self._every
 
     def gap(self, detail: str) -> None:
         say_gap(detail)

@@ -117,6 +117,8 @@ class LocalLauncher:
     def start(self, plan: LaunchPlan) -> None:
         """The agents of an attempt that has not begun, and whose ``launch.json`` is written. Raises ``LaunchError``."""
         env = agent_environment(self._environ, plan)
+        if (parent := self._environ.get(names.ENDS_WITH)) is not None:
+            env[names.ENDS_WITH] = parent
         try:
             pids = [self._start(plan, node, env) for node in range(plan.ref.nodes)]
         except OSError as error:

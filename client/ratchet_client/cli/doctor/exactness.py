@@ -18,7 +18,8 @@ from typing import Any, Final, Literal
 
 from ratchet_client.cli.doctor.checks import Diagnosis
 from ratchet_client.cli.doctor.progress import Progress
-from ratchet_client.cli.doctor.throwaway import started_below, throw_away_service
+from ratchet_client.cli.doctor.throwaway import throw_away_service
+from ratchet_client.cli.service_process import started_below
 from ratchet_client.client import RatchetClient
 from ratchet_contract.api import AttemptView, JobView
 from ratchet_contract.counter import finished_step

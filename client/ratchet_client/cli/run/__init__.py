@@ -1,0 +1,231 @@
+"""``ratchet run``: a script trained to its end by one command, with a service of its own where none runs."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ratchet_client.cli import output
+from ratchet_client.cli.common import PATIENCE, RUN, Settings, settings, steps, why
+from ratchet_client.cli.exits import Exit
+from ratchet_client.cli.signals import interruptible, undisturbed
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from ratchet_client.cli.run.beginning import Begun
+    from ratchet_client.cli.run.private_service import RunService
+    from ratchet_client.client import RatchetClient
+    from ratchet_client.init.proposal import Proposal
+    from ratchet_contract.api import JobView
+
+_SPECS = (".yaml", ".yml", ".json")
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+        rich_help_panel=RUN,
+    )(run)
+
+
+def run(
+    ctx: typer.Context,
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[torchrun] [TORCHRUN OPTIONS] SCRIPT [ARGUMENTS] | SPEC",
+            show_default=False,
+            help="The script, `torchrun --nproc-per-node 4 train.py --lr 0.1` as `ratchet init` takes it, or a spec file.",
+        ),
+    ],
+    nproc: Annotated[
+        str | None,
+        typer.Option("--nproc", metavar="N", help="Ranks, as torchrun's --nproc-per-node; also gpu, cpu, auto."),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the job. (default: the script's)")] = None,
+    sets: Annotated[
+        list[str], typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the spec, like hook.name=powerSGD.")
+    ] = [],  # noqa: B006  (typer copies it)
+    new: Annotated[
+        bool,
+        typer.Option("--new", help="Start a new job, though this command has an unfinished one, which is cancelled."),
+    ] = False,
+    ranks: Annotated[
+        str,
+        typer.Option(metavar="N,...|all", help="Whose output is shown; of several each line has the rank in front."),
+    ] = "0",
+    outputs: Annotated[
+        Path | None,
+        typer.Option("--outputs", "-o", metavar="DIR", help="Copy what a job that succeeded has written into DIR."),
+    ] = None,
+) -> None:
+    """Train a script to its end; ranks that are killed start again from their checkpoint. Options of this command come first.
+
+    Standard output gets what rank 0 prints, standard error all else. Ctrl-C or SIGTERM saves a checkpoint and stops; the same
+    command goes on from there.
+    """
+    from ratchet_client.cli.run.beginning import begin, command_digest, unfinished
+    from ratchet_client.cli.run.private_service import COMMAND_FILE, run_service, unfinished_elsewhere
+    from ratchet_client.client import RatchetClient
+    from ratchet_client.discovery import home_directory
+
+    if settings(ctx).server is not None:
+        raise typer.BadParameter(
+            "--server: run trains on this machine; `ratchet submit --follow` uses another's service"
+        )
+    shown = _ranks(ranks)
+    spec = _spec(words, nproc, name, sets)
+    _say_slurm_nodes()
+    place = f"{spec['name']}-{command_digest(spec)[:8]}"
+    with interruptible(), run_service(home_directory(settings(ctx).home), place) as service:
+        ctx.obj = Settings(None, service.paths.home)
+        with RatchetClient(home=service.paths.home, retry_for=PATIENCE, timeout=600.0) as client:
+            begun = begin(client, service.paths, spec, new=new)
+            if service.private:
+                for command in unfinished_elsewhere(service.paths, spec["name"]):
+                    output.note(f"unfinished, of another command: {command}")
+                (service.paths.home / COMMAND_FILE).write_text(_typed(), encoding="utf-8")
+            job = _train(ctx, client, service, begun, shown)
+            if service.private and not unfinished(job):
+                (service.paths.home / COMMAND_FILE).unlink(missing_ok=True)
+            code = _tell_end(client, service, job, outputs)
+    raise typer.Exit(code)
+
+
+def _spec(words: list[str], nproc: str | None, name: str | None, sets: list[str]) -> dict[str, Any]:
+    """Of a spec file, or what ``ratchet init`` would write. Raises ``Refused``, ``SpecError``, ``NotFound``."""
+    from ratchet_client.cli.submit import override
+    from ratchet_client.init.command import count_ranks
+    from ratchet_client.init.proposal import propose
+    from ratchet_client.spec_file import read_spec
+    from ratchet_contract.errors import SpecError
+
+    given: dict[str, Any] = {}
+    override(given, sets, {})
+    made: Proposal | None = None
+    if words[0].endswith(_SPECS):
+        if len(words) > 1:
+            raise typer.BadParameter(f"a spec has its arguments in it: leave out {shlex.join(words[1:])}, or use --set")
+        spec = read_spec(words[0])
+    else:
+        made = propose(words, os.environ, given, code=None, name=name)
+        spec = made.whole_spec()
+        for note in made.notes:
+            if note.serious:
+                output.note(f"warning: {note.text}")
+    if nproc is not None:
+        count, device = count_ranks(nproc)
+        override(spec, [f"world.ranks_per_node={count}", *([] if device == "auto" else [f"world.device={device}"])], {})
+    override(spec, sets, {})
+    if made is not None:  # the proposal has found where code and interpreter are
+        spec["code"]["path"] = str(made.place.code)
+        spec |= {} if made.python is None else {"python": str(made.python)}
+    if name is not None:
+        spec["name"] = name
+    if not isinstance(spec.get("name"), str):
+        raise SpecError("/name: a spec has a name: --name gives it one")
+    return spec
+
+
+def _ranks(text: str) -> Collection[int] | None:
+    """None: all. Raises ``typer.BadParameter``."""
+    if text == "all":
+        return None
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise typer.BadParameter(f"--ranks takes numbers with commas between them, or all, not {text!r}")
+    return {int(part) for part in parts}
+
+
+def _typed() -> str:
+    return shlex.join(["ratchet", *sys.argv[1:]])
+
+
+def _say_slurm_nodes() -> None:
+    nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
+    if nodes != "1":
+        output.note(
+            f"warning: this allocation has {nodes} nodes, and `ratchet run` trains on this one alone; the Slurm launcher takes "
+            "several (docs/cluster.md)"
+        )
+
+
+def _train(
+    ctx: typer.Context, client: RatchetClient, service: RunService, begun: Begun, ranks: Collection[int] | None
+) -> JobView:
+    """Follow the job until it has ended or is suspended: the first signal suspends it, the second ends all at once."""
+    from ratchet_client.cli.run.rank_output import RankOutput
+    from ratchet_client.cli.run.view import RunView
+    from ratchet_client.cli.streams import EventFold
+    from ratchet_client.cli.watch import pump
+    from ratchet_contract.phases import JobPhase
+
+    job_id = begun.job.id
+    paths = service.paths.job(job_id)
+    with RankOutput(paths, ranks, begun.attempt):
+        try:
+            view = RunView(paths, ranks, service.revive)
+            return pump(ctx, job_id, view, EventFold(), after=begun.event, until=(JobPhase.SUSPENDED,))
+        except KeyboardInterrupt:
+            output.note("stops behind a checkpoint; once more, and it ends at once")
+        try:
+            return _suspend(client, job_id)
+        except KeyboardInterrupt:
+            with undisturbed():
+                service.end_at_once()
+            output.note("ended at once; the same command goes on from the newest checkpoint, if there is one")
+            raise typer.Exit(Exit.INTERRUPTED) from None
+
+
+def _suspend(client: RatchetClient, job_id: str) -> JobView:
+    from ratchet_contract.errors import Conflict
+    from ratchet_contract.phases import JobPhase
+
+    with suppress(Conflict):  # it has ended meanwhile, or is being cancelled
+        client.suspend(job_id)
+    return client.wait(job_id, until=(JobPhase.SUSPENDED,))
+
+
+def _tell_end(client: RatchetClient, service: RunService, job: JobView, outputs: Path | None) -> Exit:
+    """On standard error: how it ended, and where what came of it lies."""
+    from ratchet_client.cli.files import shown, written
+    from ratchet_client.cli.run.beginning import unfinished
+
+    paths = service.paths.job(job.id)
+    reason = f": {why(job)}" if why(job) else ""
+    output.note(f"{job.id} {job.phase} at step {steps(job)}{reason}")
+    if job.phase == "SUSPENDED":
+        at = "there" if job.last_checkpoint is not None else "its first line: it has no checkpoint"
+        output.note(f"the same command goes on from {at}; --new starts another job")
+        return Exit.INTERRUPTED
+    if job.phase == "SUCCEEDED" and job.last_checkpoint is not None:
+        output.note(f"model: {_near(paths.checkpoints / job.last_checkpoint)}")
+    found = written(client, job)
+    if found is not None:
+        output.note(f"outputs: {found}, in {_near(paths.work)}")
+    if job.phase == "SUCCEEDED" and found is not None and outputs is not None:
+        for file in client.fetch_files(job.id, outputs, force=True).files:
+            output.note(f"copied: {shown(str(file))}")
+    home = shlex.quote(_near(service.paths.home))
+    first = f"ratchet serve --home {home}, and beside it " if service.private else ""
+    if job.phase != "SUCCEEDED":
+        output.note(f"more of it: {first}ratchet --home {home} attempts {job.id}, or logs {job.id}")
+        if unfinished(job):
+            output.note("the same command goes on from its newest checkpoint; --new starts another job")
+        return Exit.JOB_FAILED
+    output.note(
+        f"more of it: {first}ratchet --home {home} cp {job.id}: DIR, or checkpoints export {job.id} -o model.safetensors"
+    )
+    return Exit.OK
+
+
+def _near(path: Path) -> str:
+    """As seen from the current directory, where it lies below."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,0 +1,113 @@
+"""Which job a ``ratchet run`` trains: the unfinished one of the same command, or a new one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ratchet_client.cli import output
+from ratchet_contract.code_choice import choose
+from ratchet_contract.code_tree import UNLIMITED, Entry, TreeError, digest, entries
+from ratchet_contract.paths import MANIFEST_NAME, HomePaths, JobPaths, parse_checkpoint_dir_name
+from ratchet_contract.phases import JobPhase
+
+if TYPE_CHECKING:
+    from ratchet_client.client import RatchetClient
+    from ratchet_contract.api import JobView
+
+LABEL: Final = "ratchet-run"
+"""The label by which a job is found again: the digest of its command."""
+_LOGS: Final = (".log", ".out", ".err")
+"""What this command's own output is sent to, beside the script, and what batch systems write there: no change of the code."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """``attempt`` and ``event``: the last of those that another command has shown, 0 and None for a new job."""
+
+    job: JobView
+    attempt: int = 0
+    event: int | None = None
+
+
+def command_digest(spec: Mapping[str, Any]) -> str:
+    """Of all that the command says: the same command is the same job."""
+    return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def begin(client: RatchetClient, home: HomePaths, spec: dict[str, Any], *, new: bool) -> Begun:
+    """Let the newest job of this command go on where it is unfinished; else, or with ``new``, submit another.
+
+    Raises what the requests raise: ``SpecError``, ``Conflict`` where
+    strict determinism forbids changed code.
+    """
+    mark = command_digest(spec)
+    known = next(client.jobs(label={LABEL: mark}, page_size=1), None)
+    if known is not None and new and not known.phase.terminal:
+        client.cancel(known.id)
+        client.wait(known.id)
+    if known is None or new or not unfinished(known):
+        from ratchet_client.cli.submit import print_warnings
+
+        job = client.submit({**spec, "labels": {**(spec.get("labels") or {}), LABEL: mark}}, note=output.note).view
+        print_warnings(job.warnings)
+        output.note(f"{job.id} ({job.name}) starts")
+        return Begun(job)
+    return _go_on(client, home, known)
+
+
+def unfinished(job: JobView) -> bool:
+    """The same command goes on with it: it has not ended, or failed with a checkpoint."""
+    return not job.phase.terminal or (job.phase is JobPhase.FAILED and job.last_checkpoint is not None)
+
+
+def _go_on(client: RatchetClient, home: HomePaths, job: JobView) -> Begun:
+    event = max((event.id for event in client.events(job.id)), default=None)
+    changed = _changed_code(home, job)
+    words = ""
+    if changed is not None:
+        if not job.phase.terminal:  # code is exchanged while no attempt may be alive
+            output.note(f"the code has changed: {job.id} is stopped first")
+            client.suspend(job.id)
+            client.wait(job.id, until=(JobPhase.SUSPENDED,))
+        client.resume(job.id, code=changed, note=output.note)
+        words = ", with the code as it is now: not exact, code changed"
+    else:
+        client.resume(job.id)
+    step = _newest_step(home.job(job.id), job)
+    output.note(
+        f"goes on with {job.id} from {f'step {step}' if step else 'its beginning'}{words}; --new starts another"
+    )
+    return Begun(client.view(job.id), job.attempt, event)
+
+
+def _newest_step(paths: JobPaths, job: JobView) -> int:
+    """Of its checkpoints; the service may not have heard of the last ones of an attempt that was killed with it."""
+    names = [path.parent.name for path in paths.checkpoints.glob(f"*/{MANIFEST_NAME}")] + [job.last_checkpoint or ""]
+    return max((found[0] for name in names if (found := parse_checkpoint_dir_name(name)) is not None), default=0)
+
+
+def _changed_code(home: HomePaths, job: JobView) -> Path | None:
+    """The directory of the job's code where it is another than what was copied, logs left out; None too where that cannot be
+    told."""
+    code, copied = job.spec.get("code") or {}, job.resolved.code_digest
+    if code.get("source") != "snapshot" or copied is None:
+        return None
+    folder = Path(code["path"])
+    try:
+        now = choose(folder, code.get("include") or ()).entries
+        if digest(now) == copied:
+            return None
+        before = entries(home.code / copied, UNLIMITED)
+        return None if digest(_without_logs(now)) == digest(_without_logs(before)) else folder
+    except (TreeError, OSError) as error:
+        output.note(f"warning: is the code in {folder} changed? {error}: the job goes on with its copy of the code")
+        return None
+
+
+def _without_logs(found: Iterable[Entry]) -> list[Entry]:
+    return [entry for entry in found if not entry.path.endswith(_LOGS)]

@@ -1,0 +1,236 @@
+"""``ratchet run`` as a person uses it: streams, exit codes, kills of ranks and of the command itself, and going on afterwards."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ratchet_contract.messages import ServiceFile
+from ratchet_contract.paths import JobPaths
+from tests.support.cli import EXECUTABLE
+from tests.support.server import Server, processes_below, rank_pid, wait_for
+
+# Slow until the file `hurry` is beside the script, so that what interrupts it comes in time on any machine.
+TRAIN = """
+import hashlib
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from ratchet_worker.session import Session
+
+hurry = Path(sys.argv[1])
+with Session() as s:
+    torch.manual_seed(1)
+    net = torch.nn.Linear(8, 8)
+    model = s.wrap(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    s.register(optimizer=optimizer)
+    if s.step == 0:
+        s.restore()
+    for step in s.steps(300):
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if s.rank == 0:
+            print("step", step, flush=True)
+        if not hurry.exists():
+            time.sleep(0.2)
+    if s.rank == 0:
+        print("weights", hashlib.sha256(net.weight.detach().numpy().tobytes()).hexdigest(), flush=True)
+        Path("result.txt").write_text("done")
+"""
+WEIGHTS = re.compile(r"^weights (\w+)$", re.MULTILINE)
+EVERY = ("--set", "checkpoint.every_steps=10", "--set", "policy.backoff=0.05")
+
+
+@dataclass
+class Running:
+    """A ``ratchet run`` in ``folder``, its streams in files."""
+
+    folder: Path
+    process: subprocess.Popen[bytes]
+    out: Path
+    err: Path
+
+    @property
+    def home(self) -> Path:
+        return self.folder / ".ratchet"
+
+    def steps(self) -> list[int]:
+        return [int(text) for text in re.findall(r"^step (\d+)$", self.out.read_text(), re.MULTILINE)]
+
+    def wait_step(self, step: int) -> None:
+        self.wait_for(lambda: self.steps()[-1:] >= [step], f"step {step}")
+
+    def wait_said(self, text: str) -> None:
+        self.wait_for(lambda: text in self.err.read_text(), text)
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        wait_for(lambda: condition() or self.process.poll() is not None, what, 120)
+        assert condition(), f"it ended before {what}: {self.err.read_text()}"
+
+    def ended(self) -> int:
+        """Its exit code; nothing of it is left."""
+        code = self.process.wait(240)
+        assert processes_below(self.home) == [], self.err.read_text()
+        return code
+
+
+@contextmanager
+def run(folder: Path, *arguments: str, **more: str) -> Iterator[Running]:
+    """``more``: variables."""
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("RATCHET_")} | more
+    number = len(list(folder.glob("out-*")))
+    out, err = folder / f"out-{number}", folder / f"err-{number}"
+    with out.open("wb") as one, err.open("wb") as two:
+        process = subprocess.Popen(
+            [str(EXECUTABLE), "run", *arguments],
+            cwd=folder,
+            env=variables,
+            stdout=one,
+            stderr=two,
+            stdin=subprocess.DEVNULL,
+        )
+    running = Running(folder, process, out, err)
+    try:
+        yield running
+    finally:
+        process.kill()
+        process.wait()
+        for pid in processes_below(running.home):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def job_paths(running: Running) -> JobPaths:
+    (found,) = running.home.glob("run/train-*/jobs/job-*")
+    return JobPaths(found)
+
+
+def service_pid(running: Running) -> int:
+    (found,) = running.home.glob("run/train-*/service.json")
+    return ServiceFile.model_validate_json(found.read_bytes()).pid
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest that an undisturbed run prints, with all that the command tells then."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "hurry").touch()
+    with run(folder, "--nproc", "2", *EVERY, "-o", "results", "train.py", str(folder / "hurry")) as running:
+        assert running.ended() == 0, running.err.read_text()
+        (digest,) = WEIGHTS.findall(running.out.read_text())
+        assert running.out.read_text() == "".join(f"step {n}\n" for n in range(300)) + f"weights {digest}\n"
+        said = running.err.read_text()
+    model = re.search(r"^model: (\S+)$", said, re.MULTILINE)
+    outputs = re.search(r"^outputs: 1 file, 4 B, in (\S+)$", said, re.MULTILINE)
+    assert model is not None and (folder / model[1] / "MANIFEST.json").is_file()
+    assert outputs is not None and (folder / outputs[1] / "result.txt").read_text() == "done"
+    assert (folder / "results" / "result.txt").read_text() == "done"
+    return digest
+
+
+def project(folder: Path) -> tuple[str, ...]:
+    """The arguments of a slow run in ``folder``."""
+    (folder / "code").mkdir()
+    (folder / "code" / "train.py").write_text(TRAIN)
+    return ("torchrun", "--nproc-per-node=2", "code/train.py", str(folder / "hurry"))
+
+
+def test_a_rank_is_killed_then_the_command_told_to_stop_and_started_again(undisturbed: str, tmp_path: Path) -> None:
+    command = project(tmp_path)
+    with run(tmp_path, *EVERY, *command, HOME="/proc") as running:  # a HOME that nobody can write to
+        running.wait_step(3)
+        os.kill(service_pid(running), signal.SIGKILL)
+        running.wait_said("the service of this command ended: it is started again")
+        running.wait_step(12)
+        killed = rank_pid(job_paths(running).attempt(1), 1)
+        os.kill(killed, signal.SIGKILL)
+        running.wait_said("attempt 1 ended: rank-killed")
+        first = len(running.steps())
+        running.wait_for(lambda: len(running.steps()) > first + 3, "steps of attempt 2")
+        running.process.send_signal(signal.SIGTERM)
+        assert running.ended() == 130, running.err.read_text()
+        assert "SUSPENDED" in running.err.read_text() and "the same command goes on" in running.err.read_text()
+        before = running.steps()
+    (tmp_path / "hurry").touch()
+    with run(tmp_path, *EVERY, *command, HOME="/proc") as again:
+        assert again.ended() == 0, again.err.read_text()
+        after, text = again.steps(), again.out.read_text()
+        said = re.search(r"goes on with job-\w+ from step (\d+); --new starts another", again.err.read_text())
+    assert said is not None and after == list(range(int(said[1]), 300)) and max(before) == after[0] - 1
+    assert set(before) | set(after) == set(range(300)), "what was printed just before the stop is shown, too"
+    assert WEIGHTS.findall(text) == [undisturbed]
+
+
+def test_the_command_is_killed_and_leaves_no_process(undisturbed: str, tmp_path: Path) -> None:
+    command = project(tmp_path)
+    with run(tmp_path, *EVERY, *command) as running:
+        running.wait_step(12)
+        running.process.kill()
+        wait_for(lambda: not processes_below(running.home), "the end of service, agent and ranks", 120)
+        (tmp_path / "hurry").touch()
+        (tmp_path / "code" / "notes.txt").write_text("of no effect")
+        with run(tmp_path, *EVERY, *command) as again:
+            assert again.ended() == 0, again.err.read_text()
+            said = again.err.read_text()
+            assert re.search(r"goes on with job-\w+ from step \d+, with the code as it is now: not exact", said), said
+            assert again.steps()[-1] == 299 and again.steps()[0] > 10
+            assert WEIGHTS.findall(again.out.read_text()) == [undisturbed]
+
+
+PLAIN = """
+import os
+import signal
+import sys
+import time
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("begun", os.environ["RANK"], flush=True)
+if sys.argv[1:] == ["fail"] and os.environ["RANK"] == "1":
+    raise RuntimeError("no luck")
+while True:
+    time.sleep(0.05)
+"""
+
+
+def test_the_second_signal_ends_a_script_that_does_not_stop_and_a_failing_one_gives_its_exit_code(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "plain.py").write_text(PLAIN)
+    with run(tmp_path, "--ranks", "all", "--nproc", "2", "plain.py") as running:
+        running.wait_for(
+            lambda: sorted(running.out.read_text().splitlines()) == ["1.0 | begun 0", "1.1 | begun 1"], "output"
+        )
+        with run(tmp_path, "--ranks", "all", "--nproc", "2", "plain.py") as twin:
+            assert twin.process.wait(60) == 5 and "the same command runs already" in twin.err.read_text()
+        running.process.send_signal(signal.SIGINT)
+        running.wait_said("once more, and it ends at once")
+        running.process.send_signal(signal.SIGINT)
+        assert running.ended() == 130
+    with run(tmp_path, "--nproc", "2", "--set", "policy.max_failures=0", "plain.py", "fail") as failing:
+        assert failing.ended() == 1
+        said = failing.err.read_text()
+        assert failing.out.read_text().startswith("begun 0\n") and "no luck" not in failing.out.read_text()
+        assert "1.1 | RuntimeError: no luck" in said.splitlines()
+        assert "unfinished, of another command: ratchet run --ranks all --nproc 2 plain.py" in said.splitlines()
+
+
+def test_a_service_that_runs_for_the_run_directory_is_used(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text("print('all is well')\n")
+    with run(tmp_path, "plain.py", RATCHET_HOME=str(server.home)) as running:
+        assert running.process.wait(120) == 0, running.err.read_text()
+    assert running.out.read_text() == "all is well\n"
+    assert f"using the service of {server.home}" in running.err.read_text() and not running.home.exists()
