@@ -388,7 +388,9 @@ def test_forks_leave_their_parent_alone_and_a_script_that_exits_in_its_loop_has_
     before = world.checkpoints(parent)
     source = {"checkpoint_id": "step-000000000020.a0001"}
     longer = world.act(parent, "fork", **source, name="longer", spec={"task": {"args": {"steps": STEPS + 5}}})["id"]
-    pointless = world.act(parent, "fork", name="pointless")["id"]
+    refused = server.call("POST", f"/v1/jobs/{parent}/fork", json={}, expect=409).json()
+    assert refused["code"] == "nothing-left"
+    pointless = world.act(parent, "fork", name="pointless", spec={"env": {"MAY": "matter"}})["id"]
     leaving = world.spec("leaving", script=["leaving.py"], policy={"max_failures": 0})
     leaving["world"] = {"ranks_per_node": 1, "device": "cpu"}
     del leaving["task"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import pytest
 
 from ratchet_contract.manifest import Manifest
@@ -11,7 +12,7 @@ from ratchet_contract.paths import PINNED_NAME, JobPaths
 from ratchet_contract.phases import JobPhase
 from ratchet_contract.resume import Base, Segment
 from ratchet_hooks.summary import HookSummary
-from ratchet_service.models import Job
+from ratchet_service.models import Checkpoint, Job
 from tests.support.api import Api, checkpoint_message, training_message
 from tests.support.checkpoints import make_checkpoint, manifest_of, write_ranks
 from tests.support.one_shot import commit
@@ -282,6 +283,34 @@ def test_a_fork_that_could_never_start_is_refused(api: Api, job: str, change: di
     assert answer.status_code == 422
     assert answer.json()["errors"][0]["pointer"] == pointer
     assert len(api.client.get("/v1/jobs").json()["items"]) == 1
+
+
+def test_a_fork_that_would_have_no_steps_left_is_refused_before_it_takes_a_slot(api: Api) -> None:
+    def ended(total: int | None) -> str:
+        job_id = api.submit(code={"path": "/project"}, task={"entrypoint": "mine:Task", "args": {"steps": 10}})
+        api.attempt(job_id)
+        api.report(job_id, (0, 1, [training_message()]))
+        saved(api, job_id, 5)
+        (last,) = saved(api, job_id, 10, seq=3)
+        with api.database.write() as session:
+            session.get_one(Checkpoint, (job_id, last.step, last.epoch)).finished = True
+        api.put(job_id, JobPhase.SUCCEEDED, total_steps=total)
+        return job_id
+
+    def fork(job_id: str, **body: Any) -> httpx.Response:
+        return api.client.post(f"/v1/jobs/{job_id}/fork", json=body)
+
+    job_id = ended(10)
+    for change in ({}, {"seed": 7, "hook": {"start_powerSGD_iter": 20}}, {"policy": {"max_failures": 9}}):
+        refused = fork(job_id, spec={**change, "policy": {"on_hook_mismatch": "reset", **change.get("policy", {})}})
+        assert (refused.status_code, refused.json()["code"]) == (409, "nothing-left"), refused.text
+        assert "all 10 steps" in refused.json()["detail"]
+        assert f"`ratchet fork {job_id} --checkpoint step-000000000005.a0001`" in refused.json()["detail"]
+    for change in ({"task": {"args": {"steps": 20}}}, {"code": {"path": "/other"}}, {"env": {"STEPS": "20"}}):
+        assert fork(job_id, spec=change).status_code == 201
+    assert fork(job_id, checkpoint_id="step-000000000005.a0001").status_code == 201
+    assert fork(ended(None)).status_code == 201, "only its script knows its steps"
+    assert fork(ended(12)).status_code == 201, "it ended before its last step"
 
 
 def test_a_wrong_name_of_a_fork_is_pointed_at_where_it_stands(api: Api, job: str) -> None:

@@ -46,6 +46,7 @@ def prepare(
         parent = find_job(session, job_id)
         source = _source(session, parent, request.checkpoint_id)
         origin = find_job(session, source.job_id)
+        earlier = [row.name for row in committed_in_lineage(session, origin) if row.step < source.step]
         labels = labels_of(session, [job_id])[job_id]
     base = parent.spec | {"labels": labels, "priority": parent.priority}
     change = whole_code(whole_hook(parent.spec["hook"], request.spec))
@@ -60,10 +61,39 @@ def prepare(
     except SpecError as error:
         raise _in_request(error, named=request.name is not None) from None
     prepared = replace(prepared, spec=prepared.spec.model_copy(update={"start_from": start}))
+    if _nothing_left(prepared, origin, source):
+        raise _pointless(origin, source, earlier)
     checkpoint = homes.job(source.job_id).checkpoint(source.step, source.epoch)
     object_store.provide(homes, origin, source)
     _require_loadable(prepared, checkpoint)
     return PreparedFork(prepared, origin.id, source.name)
+
+
+_STEPS_HANG_ON = ("task", "script", "env", "secrets", "python", "image", "volumes", "world", "trial")
+"""Keys of the spec that may change how many steps there are, beside the code."""
+
+
+def _nothing_left(prepared: submit.Prepared, origin: Job, source: Checkpoint) -> bool:
+    """Has the job of the checkpoint done all the steps that this fork would have? False where that is not certain."""
+    if not source.finished or origin.total_steps is None or source.step < origin.total_steps:
+        return False
+    spec, before = prepared.spec.model_dump(mode="json"), JobSpec.model_validate(origin.spec)
+    nodes = before.code is not None and before.own_code is None
+    same_code = not nodes and prepared.resolved.code_digest == origin.resolved.get("code_digest")
+    return same_code and all(
+        spec[key] == value for key, value in before.model_dump(mode="json", include={*_STEPS_HANG_ON}).items()
+    )
+
+
+def _pointless(origin: Job, source: Checkpoint, earlier: list[str]) -> Conflict:
+    more = "give it more steps, by --set of what its code takes them from (task.args, script)"
+    other = (
+        f", or fork it from an earlier checkpoint: `ratchet fork {origin.id} --checkpoint {earlier[0]}`"
+        if earlier
+        else ""
+    )
+    text = f"checkpoint {source.name} has all {source.step} steps, and a fork of it would have no others: {more}{other}"
+    return Conflict(text, code="nothing-left")
 
 
 def _without_start(data: dict[str, Any], request: ForkRequest) -> StartSpec | None:
@@ -126,7 +156,7 @@ def _source(session: Session, parent: Job, checkpoint_id: str | None) -> Checkpo
         _require_committed(row)
         return row
     if not committed:
-        text = f"job {parent.id} has no committed checkpoint yet: there is nothing to fork from. "
+        text = f"job {parent.id} has no committed checkpoint: there is nothing to fork from. "
         text += "A job with another spec is submitted"
         if JobSpec.model_validate(parent.spec).own_code is not None:
             text += f"; with other code this one starts again by `ratchet resume {parent.id} --code DIR`"
