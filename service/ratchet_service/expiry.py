@@ -1,5 +1,5 @@
 """Housekeeping by time: jobs past their ``ttl``, deletions that a crash cut short (of jobs, of checkpoints), code snapshots that
-no job names.
+no job names and no attempt of one ran.
 
 A ttl goes by the database's clock, which all services share. Behind a jump of that clock nothing is deleted for a while, by
 nobody (``jumps``): not by a process that starts then, nor where the machine was started anew and its clock shows a time long
@@ -20,7 +20,7 @@ from ratchet_contract.errors import CheckpointError, Conflict, NotFound
 from ratchet_contract.paths import HomePaths
 from ratchet_service import disk, jumps, leases, removal, snapshot
 from ratchet_service.database import Database
-from ratchet_service.models import Job
+from ratchet_service.models import Attempt, Job
 from ratchet_service.usecases.deletion import delete, sweep_deleted
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class Expiry:
         if trusted and (self._code_seen is None or read_at - self._code_seen >= _CODE_INTERVAL):
             self._code_seen = read_at
             for digest in snapshot.remove_unreferenced(self._home.code, self._referenced, self._grace):
-                log.info("code snapshot %s removed: no job names it", digest)
+                log.info("code snapshot %s removed: no job names it, and none of its attempts ran it", digest)
 
     def _clock(self) -> datetime:
         with self._database.read() as session:
@@ -113,6 +113,9 @@ class Expiry:
         return [i for i, ended, ttl in rows if ended and ttl is not None and (now - ended).total_seconds() >= ttl]
 
     def _referenced(self) -> set[str]:
+        """Snapshots that a job names, or that an attempt of it ran: the code of before a resume made its first checkpoints."""
+        ran = Attempt.launch["launch_file", "resolved", "code_digest"].as_string()
         with self._database.read() as session:
             keys = [Job.resolved[key].as_string() for key in ("code_digest", "start_digest")]
-            return {digest for row in session.execute(sa.select(*keys)) for digest in row if digest}
+            rows = [*session.execute(sa.select(*keys)), *session.execute(sa.select(ran).distinct())]
+            return {digest for row in rows for digest in row if digest}

@@ -261,3 +261,21 @@ def test_a_job_whose_files_cannot_be_deleted_keeps_no_other_from_its_ttl(api: Ap
     Expiry(api.database, api.settings.paths).run()
     assert api.client.get(f"/v1/jobs/{free}").status_code == 404
     assert api.job(stuck)["phase"] == "SUCCEEDED"
+
+
+def test_code_that_an_earlier_attempt_ran_stays_as_long_as_its_job(api: Api) -> None:
+    first, second, nobodys = "a" * 64, "b" * 64, "c" * 64
+    job_id = api.submit(code={"path": "/project", "digest": second})
+    api.attempt(job_id, launch={"launch_file": {"resolved": {"code_digest": first}}})
+    api.put(job_id, JobPhase.SUSPENDED)
+    for digest in (first, second, nobodys):
+        (api.settings.paths.code / digest).mkdir(parents=True)
+
+    def left() -> set[str]:
+        Expiry(api.database, api.settings.paths, grace=-1.0).run()
+        return {entry.name for entry in api.settings.paths.code.iterdir()} & {first, second, nobodys}
+
+    assert left() == {first, second}
+    api.put(job_id, JobPhase.CANCELLED)
+    assert api.client.delete(f"/v1/jobs/{job_id}").status_code == 200
+    assert left() == set()
