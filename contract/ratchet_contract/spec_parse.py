@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ratchet_contract.errors import FieldProblem, SpecError
-from ratchet_contract.spec import JobSpec
+from ratchet_contract.spec import CodeSpec, JobSpec
 from ratchet_contract.spec_engines import LAUNCHER_SPECS
 from ratchet_contract.spec_policy import faults as policy_faults
 from ratchet_hooks.registry import HOOKS, HookEntry
@@ -59,7 +59,7 @@ def parse_spec(data: Any) -> JobSpec:
     """Validate ``data`` (decoded JSON or YAML). Raises ``SpecError`` with every fault found, the first 50 of them."""
     found = examine_spec(data)
     if found.problems or found.spec is None:
-        raise refusal(found.problems)
+        raise refusal(found.problems, data)
     return found.spec
 
 
@@ -87,9 +87,26 @@ def examine_spec(data: Any) -> Examined:
     return Examined(spec, frozenset(mended.unsure & set(JobSpec.model_fields)), problems)
 
 
-def refusal(problems: Sequence[FieldProblem]) -> SpecError:
-    """The first 50 of ``problems`` in one error."""
-    return SpecError(_sentence(problems), errors=list(problems[:_MAX_PROBLEMS]))
+def refusal(problems: Sequence[FieldProblem], data: Any) -> SpecError:
+    """The first 50 of ``problems`` in one error, in the order in which ``data`` has the keys; what it lacks comes last."""
+    ordered = sorted(problems, key=lambda problem: _place_in(data, problem.pointer))
+    return SpecError(_sentence(ordered), errors=ordered[:_MAX_PROBLEMS])
+
+
+def _place_in(data: Any, pointer: str) -> list[int]:
+    place = list[int]()
+    for part in pointer.split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(data, dict):
+            keys = [str(known) for known in data]
+            place.append(keys.index(key) if key in keys else len(keys))
+            data = next((value for known, value in data.items() if str(known) == key), None)
+        elif isinstance(data, list) and key.isdecimal() and int(key) < len(data):
+            place.append(int(key))
+            data = data[int(key)]
+        else:
+            break
+    return place
 
 
 _TOGETHER = (frozenset({"task", "script"}), frozenset({"env", "secret_env"}))
@@ -116,6 +133,7 @@ class _Mended:
     ) -> bool:
         """What is at fault at ``locs``; ``unknown``: those of keys that do not exist. False: nothing is left to take out."""
         places, known = [self._place(loc) for loc in locs], len(self.unsure)
+        mended = self._without_arguments(locs)
         if () in locs:  # a rule over several keys: of `_one_of`, else of `_secret_env`
             one_of = (self.data.get("task") is None) == (self.data.get("script") is None)
             self.unsure |= _TOGETHER[0 if one_of else 1]
@@ -124,12 +142,27 @@ class _Mended:
             if loc:
                 self._doubt(loc, place, misspelt=loc in unknown)
         for place in places + [["secret_env"]] * ("secret_env" in self.unsure):
-            self.data = _without(self.data, place)
+            if place != ["script"] or not mended:
+                self.data = _without(self.data, place)
         if "name" in self.unsure:
             self.data = {"name": "unnamed", **self.data}
         if "task" in self.unsure and self.data.get("task") is None and self.data.get("script") is None:
             self.data = {**self.data, "task": {"entrypoint": "unknown:Unknown"}}
         return any(places) or len(self.unsure) > known
+
+    def _without_arguments(self, locs: Sequence[tuple[str | int, ...]]) -> bool:
+        """Blank those arguments of the script that are at fault, where nothing else of it is: its file is known."""
+        wrong = [loc[1:] for loc in locs if loc[:1] == ("script",)]
+        arguments = (
+            [index for (index, *rest) in wrong if isinstance(index, int) and index > 0 and not rest]
+            if all(wrong)
+            else []
+        )
+        if not wrong or len(arguments) < len(wrong):
+            return False
+        script = ["" if i in arguments else argument for i, argument in enumerate(self.data["script"])]
+        self.data = {**self.data, "script": script}
+        return True
 
     def _doubt(self, loc: Sequence[str | int], place: list[Any], *, misspelt: bool) -> None:
         names = {str(part) for part in place[-1:]}
@@ -151,7 +184,12 @@ class _Mended:
                 place, value = [*place, keys[0]], value[keys[0]]
             elif not _is_tag(loc, i):
                 break
-        decides = place[:1] == ["code"] or place in (
+        beside = (
+            place[:1] == ["code"]
+            and len(loc) > 1
+            and _closest(str(loc[1]), CodeSpec.model_fields) in ("include", "git")
+        )
+        decides = (place[:1] == ["code"] and not beside) or place in (
             ["hook", "name"],
             ["launcher", "kind"],
         )  # what the rest there means

@@ -76,7 +76,8 @@ def resolve(
     def sure(*keys: str) -> bool:
         return unsure.isdisjoint(keys)
 
-    code_ok = sure("code") and check_code(spec, limits, report, allowed)
+    found_code = check_code(spec, limits, report, allowed)
+    code_ok = sure("code") and found_code
     if (
         spec.code is not None
         and spec.code.source == "nodes"
@@ -91,7 +92,7 @@ def resolve(
             python, findings = preflight_python.check(
                 spec, machine, interpreters or Interpreters(confined), whole, report, confined
             )
-    if code_ok and sure("python"):
+    if found_code and sure("python"):
         _check_script(spec, findings.version, report)
     preflight_start.check(spec, report)
     placed = report if sure("launcher", "world", "resources", "ddp", "python") else Report()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,6 +83,51 @@ def test_what_can_be_told_of_the_machine_is_told_beside_mistakes_of_the_keys(tol
         "/script/0 script-not-found",
         "/lables unknown-key",
     }
+
+
+def test_what_code_and_script_name_is_looked_up_beside_mistakes_of_their_other_entries(
+    told: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    assert told(code={"path": str(tmp_path / "absent"), "includes": ["data"]}) == [
+        "/code/path path-not-allowed",
+        "/code/includes unknown-key",
+    ]
+    spec = {
+        "name": "a",
+        "script": ["trian.py", "--lr", 0.1, 3],
+        "code": {"includes": [5], "path": str(tmp_path / "absent")},
+    }
+    (tmp_path / "there").mkdir()
+    home = HomePaths(tmp_path)
+    ports = LocalSubmission(home, Machine((), 8), load(home, None))
+
+    def found(path: str) -> list[str]:
+        with pytest.raises(SpecError) as caught:
+            submit.check({**spec, "code": {**spec["code"], "path": str(tmp_path / path)}}, ports)
+        return [f"{e.pointer} {e.code}" for e in caught.value.errors]
+
+    arguments = ["/script/2 string-type", "/script/3 string-type", "/code/includes unknown-key"]
+    assert found("there") == ["/script/0 script-not-found", *arguments]
+    assert found("absent") == [*arguments, "/code/path not-a-directory"]
+
+
+def test_mistakes_stand_in_the_order_of_the_file(told: Callable[..., list[str]]) -> None:
+    wrong = {
+        "hook": "powerSDG",
+        "seed": -1,
+        "world": {"nodes": 0, "device": "gpu", "ranks_per_node": 0},
+        "lables": {},
+        "name": "B",
+    }
+    with pytest.raises(SpecError) as caught:
+        parse_spec({**wrong, "task": {"args": {}}})
+    assert [e.pointer for e in caught.value.errors] == [
+        "/hook/name", "/seed", "/world/nodes", "/world/device", "/world/ranks_per_node", "/lables", "/name", "/task/entrypoint",
+    ]  # fmt: skip
+    found = told(python="/nowhere/bin/python", name="My Job", lables={}, script=["trian.py"])
+    assert [line.split()[0] for line in found] == ["/name", "/script/0", "/python", "/lables"], (
+        "that the machine tells, too"
+    )
 
 
 def test_neither_a_task_nor_a_script_is_told_beside_the_others(told: Callable[..., list[str]]) -> None:

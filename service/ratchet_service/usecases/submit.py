@@ -36,10 +36,10 @@ def check(data: Any, ports: SubmissionPorts, code_digest: str | None = None) -> 
     found = examine_spec(data)
     spec = found.spec
     if spec is None:
-        raise refusal(found.problems)
+        raise refusal(found.problems, data)
     resolved, warnings, problems = ports.resolve(spec, code_digest or _sent(spec), found.unsure)
     if found.problems or problems:
-        raise refusal([*found.problems, *problems])
+        raise refusal([*found.problems, *problems], data)
     return Prepared(spec, resolved, warnings)
 
 
