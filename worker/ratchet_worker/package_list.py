@@ -24,6 +24,8 @@ from ratchet_contract.resume import EnvironmentDifference
 OWN: Final = ("ratchet-train", "ratchet-hooks")
 EDITABLE: Final = "editable"
 _SUFFIXES: Final = (".dist-info", ".egg-info")
+_NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+"""Of a package; not of what pip leaves beside one that it replaces (``~ip-23.0.dist-info``)."""
 _SEPARATORS: Final = re.compile(r"[-_.]+")
 
 
@@ -37,7 +39,8 @@ def installed(folders: Sequence[str] | None = None) -> list[str]:
         except OSError:  # a zip file, or not there
             continue
         for name, version in (_name_and_version(folder / entry) for entry in names):
-            found.setdefault(_SEPARATORS.sub("-", name).lower(), version)
+            if _NAME.fullmatch(name):
+                found.setdefault(_SEPARATORS.sub("-", name).lower(), version)
     for name in OWN:
         found.pop(name, None)
     return sorted(f"{name}=={version}" for name, version in found.items())
