@@ -37,7 +37,8 @@ The rules:
   left are saved too, at the price of their size. After ``checkpoint()`` nothing that has state may change in the same body.
 - All ranks do the same number of steps, in one loop: behind its ``total`` the job has ended, and no further step can be asked
   for. Phases of a training are ``if step < 500`` in the body. ``break`` on all ranks in the same step ends the job early; the
-  step counts if its backward was done.
+  step counts if its backward was done. A fork may ask for more steps than the job before, unless a schedule has a fixed length
+  (``OneCycleLR``): it comes back with the length that it was made with, and ends the attempt with torch's own error behind it.
 - Under ``post_localSGD`` parameters are averaged over the ranks at the end of the body, every few steps: when the next step is
   asked for they are other ones than those that ``optimizer.step()`` left. No averager of the script's own.
 - A stop that the ranks agreed on comes out of ``steps`` as ``Stopped`` (a ``SystemExit``): let it pass.
