@@ -5,8 +5,21 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from ratchet_hooks.specs import AllreduceSpec, HookSpec
+
 SESSION_PACKAGE: Final = "ratchet_worker"
 _IMPORT: Final = re.compile(rb"\b(?:import|from)\s+ratchet\b")
+
+
+def unapplied_hook(script: str, hook: HookSpec) -> str | None:
+    """Why a script without a Session (the file ``script``) cannot have ``hook``; None for the default, which nobody applies."""
+    if hook == AllreduceSpec():
+        return None
+    return (
+        f"hook {hook.name} would not be applied: {script} has no Session of Ratchet, whose wrap() applies it. Use a Session or a "
+        "Task (docs/adoption.md), or register the hook in the script with ratchet_hooks and leave it out here. If a module that "
+        f"it imports makes the Session, import {SESSION_PACKAGE} in {script} too"
+    )
 
 
 def is_unmanaged(main_file: bytes) -> bool:

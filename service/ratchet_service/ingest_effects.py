@@ -37,8 +37,8 @@ from ratchet_service.ingest_series import Samples, Series
 from ratchet_service.models import Attempt, Job
 from ratchet_service.redone import DIFFERENCE, add_redone
 from ratchet_service.storable import bounded_json, storable, storable_json, when
+from ratchet_service.unmanaged import UNMANAGED
 
-UNMANAGED: Final = "unmanaged"
 FIGURES: Final = (Metrics, Progress, HookState)
 """What changes no more of rows than ``ingest_rows`` has of them; the very kinds that agents may keep back for a while."""
 

@@ -14,6 +14,7 @@ from ratchet_contract.spec import JobSpec, Resolved
 from ratchet_hooks.memory import hook_memory, needs_shapes
 from ratchet_hooks.registry import HOOKS, replicas_of
 from ratchet_hooks.specs import CustomSpec, PostLocalSGDSpec
+from ratchet_service import unmanaged
 from ratchet_service.hook_probe import Probe
 from ratchet_service.machine import Machine
 from ratchet_service.preflight_report import Report
@@ -161,6 +162,8 @@ def check_other(spec: JobSpec, resolved: Resolved, machine: Machine, probe: Prob
     What else has become of the machine stays out of it."""
     report = Report()
     check(spec, resolved, report)
+    if (main_file := unmanaged.main_file(spec)) is not None:
+        report.problems += unmanaged.hook_problems(spec, main_file)
     if not report.problems:
         check_own(spec, machine, probe, report)
     return report

@@ -19,11 +19,11 @@ from sqlalchemy.orm import Session, aliased
 from ratchet_contract.phases import AttemptPhase, Cause, Desired, JobPhase
 from ratchet_service.clock import now_in
 from ratchet_service.decide import BEYOND
-from ratchet_service.ingest_effects import UNMANAGED
 from ratchet_service.models import Attempt, AttemptNode, Job
 from ratchet_service.queue_order import Queued, Share
 from ratchet_service.queue_preemption import Running
 from ratchet_service.slots import Grant, Need
+from ratchet_service.unmanaged import UNMANAGED
 
 LOOK: Final = 100
 """Queued jobs of one owner that are looked at in one round, in order; of those that cannot start as many again."""

@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 from ratchet_contract.messages import AttemptResult
 from ratchet_contract.outcome import EndSeen
 from ratchet_contract.phases import Cause
+from ratchet_service import unmanaged
 from ratchet_service.decide import MAX_BACKOFF
 from ratchet_service.models import Attempt
 
@@ -47,7 +48,7 @@ def repeated(seen: EndSeen, results: Iterable[AttemptResult], before: Attempt | 
 
 def _ran_unseen(before: Attempt) -> bool:
     """Did a script without a Session, of which no step is seen, run for longer than the start of one takes?"""
-    if before.begun_at is None or before.ended_at is None or (before.resume_report or {}).get("verdict") != "unmanaged":
+    if before.begun_at is None or before.ended_at is None or not unmanaged.reported(before.resume_report):
         return False
     return (before.ended_at - before.begun_at).total_seconds() >= MAX_BACKOFF
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
 
 from ratchet_contract.api import Warning_
-from ratchet_contract.errors import FieldProblem
-from ratchet_contract.scripts import SESSION_PACKAGE, is_unmanaged
+from ratchet_contract.errors import Conflict, FieldProblem
+from ratchet_contract.scripts import SESSION_PACKAGE, is_unmanaged, unapplied_hook
 from ratchet_contract.spec import JobSpec
 from ratchet_contract.spec_checkpoint import CheckpointSpec
-from ratchet_hooks.specs import AllreduceSpec
 
 WARNING: Final = "unmanaged-script"
-_NO_CHECKPOINT: Final = "checkpoint-needs-session"
+NO_CHECKPOINT: Final = "checkpoint-needs-session"
+UNMANAGED: Final = "unmanaged"
+"""The verdict of its resume reports."""
 
 
 def check(spec: JobSpec, main_file: bytes) -> tuple[list[Warning_], list[FieldProblem]]:
@@ -29,7 +32,7 @@ def check(spec: JobSpec, main_file: bytes) -> tuple[list[Warning_], list[FieldPr
     warnings = [Warning_(pointer="/script", code=WARNING, detail=text)]
     if spec.checkpoint.every_steps not in (None, CheckpointSpec().every_steps):  # a stored spec has the default, too
         text = f"no checkpoints are made for {name}: it has no Session of Ratchet. {elsewhere}"
-        warnings.append(Warning_(pointer="/checkpoint/every_steps", code=_NO_CHECKPOINT, detail=text))
+        warnings.append(Warning_(pointer="/checkpoint/every_steps", code=NO_CHECKPOINT, detail=text))
     problems = []
     if spec.trial is not None:
         text = (
@@ -37,10 +40,34 @@ def check(spec: JobSpec, main_file: bytes) -> tuple[list[Warning_], list[FieldPr
             f"Session or a Task (docs/adoption.md). {elsewhere}"
         )
         problems.append(FieldProblem(pointer="/script", code="trial-needs-session", detail=text))
-    if spec.hook == AllreduceSpec():
-        return warnings, problems
+    return warnings, [*problems, *hook_problems(spec, main_file)]
+
+
+def hook_problems(spec: JobSpec, main_file: bytes) -> list[FieldProblem]:
+    """Of the hook that a script without a Session would not apply."""
+    refusal = unapplied_hook(spec.script[0], spec.hook) if spec.script and is_unmanaged(main_file) else None
+    return [] if refusal is None else [FieldProblem(pointer="/hook", code="hook-needs-session", detail=refusal)]
+
+
+def main_file(spec: JobSpec) -> bytes | None:
+    """The script's own file, as ``code.path`` has it; None where there is none that can be read here."""
+    if spec.script is None or spec.own_code is None:
+        return None
+    try:
+        return (Path(spec.own_code.path) / spec.script[0]).read_bytes()
+    except OSError:
+        return None
+
+
+def reported(report: Mapping[str, Any] | None) -> bool:
+    """Does an attempt's resume report say that its script has made no Session (so far)?"""
+    return (report or {}).get("verdict") == UNMANAGED
+
+
+def refuse_request(script: str) -> Conflict:
+    """The answer to "save a checkpoint now"."""
     text = (
-        f"hook {spec.hook.name} would not be applied: {name} has no Session of Ratchet, whose wrap() applies it. Use a Session "
-        f"or a Task (docs/adoption.md), or register the hook in the script with ratchet_hooks and leave it out here. {elsewhere}"
+        f"{script} has made no Session of Ratchet: it saves by itself, and nothing of it can be saved on request. Use a Session "
+        "or a Task (docs/adoption.md)"
     )
-    return warnings, [*problems, FieldProblem(pointer="/hook", code="hook-needs-session", detail=text)]
+    return Conflict(text, code=NO_CHECKPOINT)

@@ -15,11 +15,11 @@ from ratchet_contract.messages import AttemptResult
 from ratchet_contract.outcome import EndSeen, combine
 from ratchet_contract.phases import Cause, Desired, Outcome
 from ratchet_contract.resume import Base
+from ratchet_service import unmanaged
 from ratchet_service.decide import decide
 from ratchet_service.decision import AttemptEnd, Decision, Limits
 from ratchet_service.decision_rows import view_of
 from ratchet_service.found_attempt import FOUND
-from ratchet_service.ingest_effects import UNMANAGED
 from ratchet_service.leases import NO_LEASE
 from ratchet_service.models import Attempt, Checkpoint, Job
 from ratchet_service.repeated_error import repeated
@@ -118,7 +118,7 @@ def verdict(
         committed_step=facts.own(attempt.number),
         begun=attempt.begun_at is not None,
         finished=facts.newest is not None and facts.newest.finished,
-        unmanaged=(attempt.resume_report or {}).get("verdict") == UNMANAGED,
+        unmanaged=unmanaged.reported(attempt.resume_report),
         seconds=seconds,
         message=cause.message,
         exit_code=cause.exit_code,

@@ -21,7 +21,7 @@ from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Cause
 from ratchet_contract.spec import JobSpec
 from ratchet_contract.version import PROTOCOL_VERSION
-from ratchet_service import leases, marks, removal, steady, watch_rules
+from ratchet_service import leases, marks, removal, steady, unmanaged, watch_rules
 from ratchet_service.background import MOST, Background
 from ratchet_service.bounds import DEFAULT_BOUNDS, Bounds
 from ratchet_service.database import Database
@@ -29,7 +29,6 @@ from ratchet_service.decision import Decision, Limits
 from ratchet_service.decision_rows import limits_of, view_of
 from ratchet_service.ending import LOG_TAIL, settle
 from ratchet_service.health import ROUND_SECONDS
-from ratchet_service.ingest_effects import UNMANAGED
 from ratchet_service.launchers import files
 from ratchet_service.launchers.base import (
     AttemptRef,
@@ -137,7 +136,7 @@ class Watcher:
                 said=(job.reason, job.message or "") if job.reason in _OVER else None,
                 said_under=job.desired,
                 protocol=attempt.launch.get("launch_file", {}).get("protocol", PROTOCOL_VERSION),
-                unmanaged=(attempt.resume_report or {}).get("verdict") == UNMANAGED,
+                unmanaged=unmanaged.reported(attempt.resume_report),
                 trouble=job.message if job.reason == RECONCILE_ERROR else None,
             )
             remember(session, watch, now)

@@ -180,12 +180,20 @@ def test_an_unchanged_script_is_started_again_after_every_end_and_goes_on_from_i
     assert not server.paths.job(job_id).root.exists()
 
 
-def test_a_stop_is_given_to_the_scripts_own_handler_and_its_end_is_that_stop(server: Server, project: Path) -> None:
+def test_a_stop_is_given_to_the_scripts_own_handler_and_its_end_is_that_stop(
+    server: Server, project: Path, tmp_path: Path
+) -> None:
     job_id = submit(server, project, "--hold", "2", "--handler", checkpoint={"every_steps": 10})
     work = server.paths.job(job_id).work
     held(server, job_id, 1)
-    server.call("POST", f"/v1/jobs/{job_id}/checkpoint")  # there is nothing to save; a later stop is heard all the same
-    wait_for(lambda: "note.checkpoint-not-needed" in [e["type"] for e in server.events(job_id)], "the note", 30)
+    cli = Cli(server.home, tmp_path)
+    refused = cli("checkpoint", job_id, expect=4)
+    assert "train.py has made no Session of Ratchet: it saves by itself" in refused.errors
+    answer = server.call("POST", f"/v1/jobs/{job_id}/checkpoint", expect=409)
+    assert answer.json()["code"] == "checkpoint-needs-session"
+    for command in (("checkpoints", "ls"), ("hook",), ("metrics",)):
+        told = cli(*command, job_id)
+        assert "train.py has no Session of Ratchet" in told.text + told.errors and "ratchet checkpoint" not in told.text
     server.call("POST", f"/v1/jobs/{job_id}/suspend")
     job = server.wait_phase(job_id, "SUSPENDED")
     assert {w["code"] for w in job["warnings"]} >= {"unmanaged-script", "checkpoint-needs-session"}
@@ -194,6 +202,16 @@ def test_a_stop_is_given_to_the_scripts_own_handler_and_its_end_is_that_stop(ser
     assert "ended by itself" in attempt["message"]
     for rank in range(2):
         assert f"handler {rank}" in server.paths.job(job_id).attempt(1).log(rank).read_text()
+
+    for options in (
+        ("--hook", "powerSGD"),
+        ("--set", "hook.name=powerSGD"),
+        ("--hook", "powerSGD", "--code", str(project)),
+    ):
+        refused = cli("resume", job_id, *options, expect=5)
+        assert "hook powerSGD would not be applied: train.py has no Session of Ratchet" in refused.errors
+    assert server.job(job_id)["phase"] == "SUSPENDED" and server.job(job_id)["hook"] == "allreduce"
+    assert "no Session of Ratchet" in cli("prove", job_id, expect=4).errors
 
     # A handler that ends the process in the middle of its work, at the cost of the other's collective, is the same stop.
     (work / "impatient").touch()

@@ -90,8 +90,9 @@ class Home:
             (self.code / name).write_text(text)
         self.jobs: list[Job] = []
 
-    def launch(self, script: str) -> Attempt:
-        spec = {"script": [script], "code": {"path": str(self.code)}, "world": {"ranks_per_node": 1, "device": "cpu"}}
+    def launch(self, script: str, **more: str) -> Attempt:
+        world = {"ranks_per_node": 1, "device": "cpu"}
+        spec = {"script": [script], "code": {"path": str(self.code)}, "world": world, **more}
         self.jobs.append(Job(self.path, spec, self.code, job_id=script.removesuffix(".py")))
         return self.jobs[-1].launch()
 
@@ -129,7 +130,8 @@ def test_what_a_script_does_with_its_group_and_its_session(home: Home) -> None:
 
 def test_what_no_retry_heals_is_told_with_its_cure_and_what_was_not_done_is_said(home: Home) -> None:
     missing, before, none, phases, epochs = (
-        home.launch(f"{name}.py") for name in ("missing", "before", "none", "phases", "epochs")
+        home.launch(f"{name}.py", hook="powerSGD" if name == "none" else "allreduce")
+        for name in ("missing", "before", "none", "phases", "epochs")
     )
     result = missing.wait()
     assert (result.cause, result.exit_code) == (Cause.USER_ERROR, EXIT_USER_ERROR), missing.logs()

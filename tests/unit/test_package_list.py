@@ -25,7 +25,11 @@ def test_the_first_of_a_name_counts_and_what_is_no_package_is_left_out(tmp_path:
     (second / "old.egg-info" / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: old.name\nVersion: 0.3\n")
     (second / "bad-4-py3.11.egg-info").mkdir()
     (second / "module.py").write_text("")
-    for leftover in ("~ip-23.0.dist-info", "foo bar.egg-info", "-.dist-info"):  # of pip, while it replaces one; of nobody
+    for leftover in (
+        "~ip-23.0.dist-info",
+        "foo bar.egg-info",
+        "-.dist-info",
+    ):  # of pip, while it replaces one; of nobody
         (second / leftover).mkdir()
     found = installed([str(first), str(second), str(tmp_path / "absent"), str(second / "module.py")])
     assert found == ["bad==4-py3.11", "lib-a==1.0+cpu", "old-name==0.3"]

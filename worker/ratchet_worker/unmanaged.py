@@ -12,6 +12,7 @@ from typing import Final
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.phases import Cause
 from ratchet_contract.resume import Base, ResumeReport
+from ratchet_contract.scripts import unapplied_hook
 from ratchet_worker.counter import Stage, StepCounter
 from ratchet_worker.listener import Listener
 from ratchet_worker.reporter import Reporter
@@ -41,7 +42,10 @@ class Unmanaged:
         self.active = True
         self._counter.stage(Stage.UNMANAGED)
         if self._rank == 0:
-            notes = [_FIRST_LINE, _NO_DEADLINE]
+            spec = self._launch.spec
+            refusal = unapplied_hook(spec.script[0], spec.hook) if spec.script is not None else None
+            # Of code that lies on the nodes, which nobody has looked at before.
+            notes = [_FIRST_LINE, _NO_DEADLINE, *([refusal] if refusal is not None else [])]
             report = ResumeReport(
                 verdict="unmanaged", base=Base(), world_size=self._launch.world_size, components=[], notes=notes
             )

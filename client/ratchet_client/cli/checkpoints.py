@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ratchet_client.cli import complete, output
-from ratchet_client.cli.common import SAVED, JobId, JobOrPath, JsonFlag, ReadJobId, is_path, open_client
+from ratchet_client.cli.common import SAVED, JobId, JobOrPath, JsonFlag, ReadJobId, absent, is_path, open_client
 from ratchet_client.cli.exits import Exit
 from ratchet_client.cli.processes import become
 from ratchet_client.cli.signals import interruptible
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 ExportFormat = Literal["safetensors", "torch", "dcp"]
 _VERIFY_SECONDS = 3600.0
 """For one checkpoint: every byte is read from the disk before the answer comes."""
+
+_ON_REQUEST = "; while the job trains, `ratchet checkpoint {job}` saves one"
 
 _ID = typer.Argument(
     metavar="CHECKPOINT", help="Checkpoint id, as `checkpoints ls` shows it.", autocompletion=complete.checkpoints
@@ -44,6 +46,7 @@ def list_checkpoints(ctx: typer.Context, job: ReadJobId, as_json: JsonFlag = Fal
     """List what is stored of a job, newest step first."""
     with open_client(ctx) as client:
         found = list(client.checkpoints(job))
+        none = absent(client.view(job), "no checkpoint", _ON_REQUEST.format(job=job)) if not found else ""
     if as_json:
         output.emit(found)
         return
@@ -55,7 +58,7 @@ def list_checkpoints(ctx: typer.Context, job: ReadJobId, as_json: JsonFlag = Fal
         [_row(c) for c in found],
         right=["STEP", "ATTEMPT", "HOOK ITER", "SIZE", "STALL", "TOOK", "METRIC", "AGE"],
         drop=["DIGEST", "REASON", "STALL", "TOOK", "STEP", "ATTEMPT", "AGE", "HOOK ITER", "SIZE", "VERIFIED", "METRIC", "MARKS"],
-        empty=f"no checkpoint; while the job trains, `ratchet checkpoint {job}` saves one",
+        empty=none,
     )  # fmt: skip
 
 
@@ -139,7 +142,7 @@ def _verify_all(client: RatchetClient, job: str, as_json: bool) -> Iterator[api.
 
     wanted = [c for c in client.checkpoints(job) if c.state == "committed"]
     if not wanted:
-        output.note(f"no committed checkpoint to verify; while the job trains, `ratchet checkpoint {job}` saves one")
+        output.note(absent(client.view(job), "no committed checkpoint to verify", _ON_REQUEST.format(job=job)))
     with output.progress(sum(c.size for c in wanted), counted(len(wanted), "checkpoint")) as advance:
         for view in wanted:
             try:
@@ -197,14 +200,15 @@ def _committed(client: RatchetClient, job: str, step: int | None) -> str:
     """The newest checkpoint, or the one of ``step``. Raises ``NotFound``, and ``typer.BadParameter`` where there are several."""
     from ratchet_contract.errors import NotFound
 
-    newest = client.view(job).last_checkpoint if step is None else None
+    view = client.view(job)
+    newest = view.last_checkpoint if step is None else None
     if newest is not None:
         return newest
     found = [c.id for c in client.checkpoints(job) if c.state == "committed" and c.step == step]
     if len(found) > 1:
         raise typer.BadParameter(f"{len(found)} attempts saved step {step}: give --checkpoint {' or '.join(found)}")
     if not found:
-        what = "has no checkpoint yet" if step is None else f"has no checkpoint of step {step}"
+        what = absent(view, "has no checkpoint") if step is None else f"has no checkpoint of step {step}"
         raise NotFound(
             f"job {job} {what}; `ratchet checkpoints ls {job}` shows what there is", code="checkpoint-not-found"
         )

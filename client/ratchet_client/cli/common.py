@@ -218,6 +218,13 @@ def why(job: JobView) -> str:
     return job.message or job.reason or ""
 
 
+def absent(job: JobView, what: str, running: str = " yet") -> str:
+    """Why a job has nothing of what a Session reports or saves: ``what``, then ``running`` where it may still come."""
+    if any(warning.code == "unmanaged-script" for warning in job.warnings):
+        return f"{what}: {job.spec['script'][0]} has no Session of Ratchet (docs/adoption.md)"
+    return f"{what}: the job has ended" if job.phase.terminal else f"{what}{running}"
+
+
 def place_words(job: JobView) -> str:
     """``position 12 in the queue``; empty where it has none, or the service does not tell."""
     if job.position is not None:

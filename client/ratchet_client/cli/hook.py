@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ratchet_client.cli import output
-from ratchet_client.cli.common import LOOK, JsonFlag, ReadJobId, open_client, steps
+from ratchet_client.cli.common import LOOK, JsonFlag, ReadJobId, absent, open_client, steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ratchet_contract import api
 
 _EVERY = 0.5
+_NONE = "the hook has reported nothing"
 _SOURCES = {"live": "the running attempt", "checkpoint": "the checkpoint that the next attempt starts from"}
 _COLUMNS = ["RANK", "PHASE", "ITER", "RATE", "RESIDUAL", "MEMORY", "STEP"]
 _NARROW = ["STEP", "MEMORY", "PHASE"]
@@ -41,6 +42,7 @@ def hook(
         return
     with open_client(ctx) as client:
         view = client.hook(job)
+        none = absent(client.view(job), _NONE) if view.phase is None else None
     if as_json:
         output.emit(view)
         return
@@ -60,8 +62,8 @@ def hook(
         ]
         + [(f"residual norm, rank {rank}", _norm(norm)) for rank, norm in sorted(view.residual_norm.items())]
     )  # fmt: skip
-    if view.phase is None:
-        output.note("the hook has not reported yet")
+    if none is not None:
+        output.note(none)
 
 
 def _from_to(before: int | None, after: int | None, words: Callable[[int], str]) -> str | None:
@@ -122,7 +124,7 @@ def _drawn(job: api.JobView, view: api.HookView) -> RenderableType:
     right = [column for column in _COLUMNS if column != "PHASE"]
     table, _ = output.drawn_table(_COLUMNS, rows, right, _NARROW, output.console().width)
     title = Text.assemble((view.name, "bold"), f"  {job.name}  ", (str(job.phase), output.style_of(job.phase)))
-    return Group(title, table if rows else Text("the hook has not reported yet", style="dim"))
+    return Group(title, table if rows else Text(absent(job, _NONE), style="dim"))
 
 
 def _change(view: api.HookView) -> str:

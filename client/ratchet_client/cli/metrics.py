@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ratchet_client.cli import output
-from ratchet_client.cli.common import LOOK, JsonFlag, ReadJobId, open_client
+from ratchet_client.cli.common import LOOK, JsonFlag, ReadJobId, absent, open_client
 from ratchet_client.cli.figures import sparkline
 
 if TYPE_CHECKING:
@@ -36,12 +36,13 @@ def metrics(
     with open_client(ctx) as client:
         names = () if name is None else (name,)
         found = client.metrics(job, name=names, max_points=_POINTS if name is None and not as_json else _CURVE)
+        series = [one for one in found.series if one.points]
+        none = absent(client.view(job), "nothing is logged") if not series else ""
     if as_json:
         output.emit(found)
         return
-    series = [one for one in found.series if one.points]
-    none = "nothing is logged yet" if name is None else f"no value of {name}; `ratchet metrics {job}` lists the names"
     if name is not None:
+        none = f"no value of {name}; `ratchet metrics {job}` lists the names"
         rows = [[str(point.step), str(point.attempt), f"{point.value:.6g}"] for one in series for point in one.points]
         output.table(["STEP", "ATTEMPT", "VALUE"], rows, right=["STEP", "ATTEMPT", "VALUE"], empty=none)
         return

@@ -13,9 +13,9 @@ from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Event
 from ratchet_contract.plural import counted
 from ratchet_contract.spec import JobSpec, Resolved
-from ratchet_service import quotas
+from ratchet_service import quotas, unmanaged
 from ratchet_service.database import Database
-from ratchet_service.models import Job
+from ratchet_service.models import Attempt, Job
 from ratchet_service.ports import SubmissionPorts
 from ratchet_service.transitions import add_event, apply, check
 from ratchet_service.usecases import worlds
@@ -31,11 +31,23 @@ def act(session: Session, job_id: str, event: Event) -> Job:
 
 
 def request_checkpoint(session: Session, job_id: str) -> Job:
-    """The running group saves at its next agreed step. Raises ``Conflict`` where no group runs."""
+    """The running group saves at its next agreed step. Raises ``Conflict`` where no group runs, and for a script without a
+    Session (``checkpoint-needs-session``)."""
     job = hold_job(session, job_id)
+    check(job, Event.CHECKPOINT)
+    attempt, script = session.get(Attempt, (job.id, job.epoch)), job.spec.get("script")
+    if script and attempt is not None and _makes_no_session(job, attempt):
+        raise unmanaged.refuse_request(script[0])
     number = job.checkpoint_request + 1
     values, data = {"checkpoint_request": number}, {"request": number}
     return apply(session, job_id, Event.CHECKPOINT, message="a checkpoint was asked for", values=values, data=data)
+
+
+def _makes_no_session(job: Job, attempt: Attempt) -> bool:
+    """Of a script that may make one in a module that it imports, the attempt reports nothing until then."""
+    if attempt.resume_report is None:
+        return unmanaged.WARNING in {warning["code"] for warning in job.warnings}
+    return unmanaged.reported(attempt.resume_report)
 
 
 @dataclass(frozen=True)

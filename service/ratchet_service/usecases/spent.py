@@ -13,8 +13,8 @@ from ratchet_contract.api import GoodputView
 from ratchet_service import goodput
 from ratchet_service.clock import now_in
 from ratchet_service.goodput import Parts, Span
-from ratchet_service.ingest_effects import UNMANAGED
 from ratchet_service.models import Attempt, Checkpoint, Job
+from ratchet_service.unmanaged import UNMANAGED
 
 
 class Saves(NamedTuple):

@@ -7,11 +7,12 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel
 
+from ratchet_client.cli.common import absent
 from ratchet_client.cli.compare import MOST_LINES
 from ratchet_client.cli.prove.exercise import Exercise, exercises
 from ratchet_client.cli.prove.fault_plan import REDONE, Fault, fault_plan
 from ratchet_client.cli.prove.trials import EVERY, LABEL, TRACKERS_OFF, Run, TrialFailed, Trials, trial_spec
-from ratchet_contract.api import AttemptView, CheckpointView, ComparisonView
+from ratchet_contract.api import AttemptView, CheckpointView, ComparisonView, JobView
 from ratchet_contract.api_requests import ForkRequest
 from ratchet_contract.errors import Conflict, Refused
 from ratchet_contract.phases import Cause
@@ -92,6 +93,17 @@ def prove_spec(trials: Trials, spec: Mapping[str, Any], steps: int | None, uploa
     )
 
 
+def _too_few(job: JobView, stored: int) -> str:
+    if not stored:
+        found = absent(job, f"job {job.id} has no checkpoint")
+    else:
+        found = f"job {job.id} has {counted(stored, 'checkpoint')} stored"
+    text = f"{found}; two of different steps are needed, to train from one to the other. "
+    if job.phase.terminal:
+        return text + "`ratchet prove SPEC`, with the spec that it was submitted with, needs none"
+    return text + "Let it train on, or keep more (checkpoint.keep_last)"
+
+
 def prove_job(trials: Trials, job_id: str) -> Proof:
     """The steps between the job's last two checkpoints, done again by a fork. Raises ``Conflict`` (``too-few-checkpoints``) and
     ``TrialFailed``."""
@@ -100,11 +112,7 @@ def prove_job(trials: Trials, job_id: str) -> Proof:
     stored = [c for c in client.checkpoints(job_id) if c.state == "committed" and c.lineage == "current"]
     older = [c for c in stored[1:] if c.step < stored[0].step]
     if not older:
-        raise Conflict(
-            f"job {job_id} has {counted(len(stored), 'checkpoint')} stored: two of different steps are needed, to "
-            "train from one to the other. Let it train on, or keep more (checkpoint.keep_last)",
-            code="too-few-checkpoints",
-        )
+        raise Conflict(_too_few(job, len(stored)), code="too-few-checkpoints")
     newest, before = stored[0], older[0]
     _pin(trials, newest)
     changes = {
