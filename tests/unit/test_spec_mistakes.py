@@ -190,7 +190,7 @@ def test_mistakes_of_two_entries_of_one_mapping_are_told_at_once(
         ({"feedback_of_errors": False, "warm_start": False}, ["/hook/feedback_of_errors unknown-key"]),
         (
             {"feedback_of_errors": False, "warm_start": True, "use_error_feedback": False},
-            ["/hook/feedback_of_errors unknown-key", "/hook value-error"],
+            ["/hook value-error", "/hook/feedback_of_errors unknown-key"],
         ),
     ],
 )
