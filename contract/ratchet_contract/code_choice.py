@@ -51,7 +51,10 @@ class Choice:
         out = []
         if self.left_out:
             text = f"the snapshot of the code leaves out what {' and '.join(IGNORE_FILES)} name: {_some(self.left_out)}"
-            out.append(("code-left-out", f"{text}. code.include brings a file or directory back"))
+            text += ". code.include brings a file or directory back"
+            if any(name.endswith("/") for name in self.left_out):
+                text += "; a directory that the job writes to is not there when it starts: have the code make it (os.makedirs)"
+            out.append(("code-left-out", text))
         large = sorted((e for e in self.entries if e.size >= LARGE), key=lambda e: -e.size)
         if large:
             named = _some([f"{e.path} ({e.size >> 20} MiB)" for e in large])

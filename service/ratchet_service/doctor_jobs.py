@@ -61,7 +61,7 @@ def user(home: HomePaths) -> Finding:
         name,
         "root",
         detail="the code of every local job runs as root",
-        cure="start the service with --run-as USER (docs/security.md), or as another user than root",
+        cure="start the service with --run-as USER --auth token (docs/security.md), or as another user than root",
     )
 
 
@@ -100,7 +100,7 @@ def clock(there: datetime) -> Finding:
             "database clock",
             f"{seconds:+.1f} s",
             detail="against this machine: times in events and back-offs are off by as much",
-            cure="timedatectl set-ntp true, on both machines",
+            cure="timedatectl set-ntp true, on both machines (of a container: on its host)",
         )
     return ok("database clock", "agrees", f"{seconds:+.1f} s against this machine")
 

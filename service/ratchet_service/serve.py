@@ -206,8 +206,8 @@ def _say_as_whom(settings: Settings, launchers: Launchers) -> None:
         )
     elif os.geteuid() == 0 and any(launcher.slots and launcher.same_files for launcher in launchers.values()):
         log.warning(
-            "the service runs as root, and so does the code of every job of the local launcher: --run-as USER gives it a user of "
-            "its own"
+            "the service runs as root, and so does the code of every job of the local launcher: --run-as USER --auth token gives "
+            "it a user of its own"
         )
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import grp
 import os
 import pwd
+import shlex
 import stat
 import subprocess
 import sys
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -145,6 +147,28 @@ def _shut(paths: HomePaths, database: Path | None) -> None:
         folder.chmod(0o711)
 
 
+def closed_to(user: User, path: Path) -> Path | None:
+    """The first directory on the way to ``path``, through every link, whose mode does not let ``user`` pass."""
+    ways, seen = [path], set[Path]()
+    while ways:
+        way = ways.pop(0)
+        for part in [*reversed(way.parents), way]:
+            if part in seen:
+                continue
+            seen.add(part)
+            try:
+                found = part.stat()
+            except OSError:
+                continue
+            if part.is_symlink():
+                ways.append(part.parent / part.readlink())
+            own, group = found.st_uid == user.uid, found.st_gid in user.groups
+            bit = stat.S_IXUSR if own else stat.S_IXGRP if group else stat.S_IXOTH
+            if stat.S_ISDIR(found.st_mode) and not found.st_mode & bit:
+                return part.resolve()
+    return None
+
+
 def _try(paths: HomePaths, user: User) -> None:
     """Can the user run the agent and reach the jobs? Does the kernel count its processes? Can they be seen, by which an attempt
     is proved dead? Without the user's limits: a job of before that has used them up must not keep the service from starting."""
@@ -178,9 +202,17 @@ def _try(paths: HomePaths, user: User) -> None:
         )
     if told != b"here":
         last = (said.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
+        package = find_spec("ratchet_worker")
+        needed = [Path(sys.executable), *map(Path, (package and package.submodule_search_locations) or ()), paths.jobs]
+        closed = next((folder for path in needed if (folder := closed_to(user, path)) is not None), None)
+        cure = (
+            "All directories above both must let others through (mode o+x)"
+            if closed is None
+            else f"{closed} lets others not through: chmod o+x {shlex.quote(str(closed))}, or install Ratchet elsewhere"
+        )
         raise StartError(
             f"--run-as {user.name}: that user cannot run {sys.executable} with ratchet_worker, or cannot reach {paths.jobs}: "
-            f"{last}. All directories above both must let others through (mode o+x)"
+            f"{last}. {cure}"
         )
     if not seen:
         raise StartError(

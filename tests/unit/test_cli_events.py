@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ratchet_client.cli.streams import EventFold
+from ratchet_client.cli.streams import EventFold, event_line
 from ratchet_contract.api import EventView
 
 KILLED = "rank-killed: rank 0 was killed by SIGKILL after step 314"
@@ -107,3 +107,14 @@ def test_who_follows_sees_a_checkpoint_when_it_comes_and_the_run_of_them_at_its_
         [],
     ]
     assert [e.message.partition(",")[0] for e in fold.rest()] == ["2 checkpoints from step 5 on"]
+
+
+def test_an_end_has_one_mark_behind_each_sentence_and_digests_are_short() -> None:
+    error = "exception: TypeError: unsupported operand for batch (train.py line 3)."
+    first, second = (event("attempt-ended", f"attempt {n} ended: {error}", n) for n in (1, 2))
+    again = event("end-requeue", f"The last attempt ended with {error}  Tried again at once.  Mend it.", to="QUEUED")
+    one, two = folded([first, again, second, again])
+    assert one.message == f"attempt 1 ended: {error[:-1]}; the job is QUEUED: Tried again at once. Mend it."
+    assert two.message == "attempt 2 ended: exception: (as above); the job is QUEUED: Tried again at once. Mend it."
+    line = event_line(event("code-changed", f"code: {'a' * 64} -> {'b' * 64}"))
+    assert line.endswith("code: aaaaaaaaaaaa… -> bbbbbbbbbbbb…")

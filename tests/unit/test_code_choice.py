@@ -115,6 +115,10 @@ def test_ratchetignore_has_the_last_word_and_both_are_named(tmp_path: Path) -> N
     assert taken(root) == set(FILES) - {"runs/a/log.txt", "pkg/best.pt", "data/x.bin", "data/keep/y.bin"}
     ((code, text),) = choose(root).notes()
     assert code == "code-left-out" and "data/, pkg/best.pt, runs/" in text and "code.include" in text
+    assert "not there when it starts: have the code make it (os.makedirs)" in text
+    (root / ".ratchetignore").write_text("x.bin\n")
+    (root / ".gitignore").write_text("best.pt\n")
+    assert "makedirs" not in choose(root).notes()[0][1], "files alone, no directory"
     (root / ".gitignore").unlink()
     (root / ".gitignore").symlink_to(".ratchetignore")  # git follows none either
     assert "runs/a/log.txt" in taken(root)

@@ -344,7 +344,7 @@ class RankProcess:
     def _leave_as_told(self, cause: Cause, error: BaseException | None) -> int:
         """The script ended after its own handler was given the stop: however it ended, it is that stop. An exception may come
         from a collective with a rank that has left already."""
-        message = f"{cause}: the script was given SIGTERM and ended by itself"
+        message = "the script was given SIGTERM and ended by itself"
         if error is not None and not isinstance(error, SystemExit):
             message += f", with {type(error).__name__}: {error}"
             print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
@@ -370,9 +370,9 @@ class RankProcess:
         self._take_way_out()
         message = f"stopped before the first step ({cause})"
         if self._unmanaged.told is not None:
-            message = f"{cause}: the script was given SIGTERM and did not end within policy.stop_grace"
+            message = "the script was given SIGTERM and did not end within policy.stop_grace"
         elif self._unmanaged.active:
-            message = f"{cause}: the script handles no SIGTERM and was ended"
+            message = "the script handles no SIGTERM and was ended"
             self._part(self._launch.spec.policy.stop_grace)  # other ranks' handlers may be at work
         self._write_result(cause, message, None)
         self._reporter.close()

@@ -9,6 +9,7 @@ is told. All ranks compare the same steps: those whose fingerprints every rank h
 from __future__ import annotations
 
 import json
+import textwrap
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -206,7 +207,9 @@ def _inexact(report: ResumeReport) -> str:
         more = f" and {len(report.differences) - _NAMED} more" if len(report.differences) > _NAMED else ""
         return sentence(report.differences[:_NAMED]) + more
     part = next(c for c in report.components if c.status != "exact")
-    return f"{part.component} of rank {part.rank}: {part.status} ({part.reason})"[:300]
+    return textwrap.shorten(
+        f"{part.component} of rank {part.rank}: {part.status} ({part.reason})", 300, placeholder=" ..."
+    )
 
 
 def _agree(told: list[dict[str, Any]], base: int) -> Redone:

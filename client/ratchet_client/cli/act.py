@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -220,10 +221,16 @@ def delete(
     if as_json:
         output.emit(result)
         return
-    gone = ["its logs"] + (["its checkpoints"] if not result.checkpoints else []) + (["its outputs"] if outputs else [])
+    gone = ["its logs"] + (["its checkpoints"] if not keep_checkpoints else []) + (["its outputs"] if outputs else [])
     output.line(f"{job} is deleted, with {', '.join(gone[:-1])}{' and ' if gone[1:] else ''}{gone[-1]}")
     if result.checkpoints is not None:
+        kept = shlex.quote(result.checkpoints)
         output.line(f"its checkpoints stay in {result.checkpoints}")
+        output.note(
+            f"on the service's machine, check them: ratchet checkpoints verify {kept}; remove them: rm -r {kept}"
+        )
+    elif keep_checkpoints:
+        output.line("it had no checkpoints")
     if result.outputs is not None:
         output.line(f"its outputs stay in {result.outputs}")
         output.note(f"fetch them: ratchet cp {job}: DIR; remove them: ratchet delete {job} --outputs")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -100,26 +101,28 @@ def _plain(data: Any) -> Any:
 def table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = (), drop: Sequence[str] = (),
     cut: str | None = None, empty: str = "",
-) -> None:  # fmt: skip
+) -> list[str]:  # fmt: skip
     """A table with a header; the columns named in ``right`` are numbers. ``empty`` is said on stderr when there is no row.
     On a terminal that is too narrow the columns of ``drop`` are left out, the first one first, and named below. ``cut``: each row
-    is one line there, and what has no room ends in an ellipsis; elsewhere this column of running text has ``_CUT`` characters."""
+    is one line there, and what has no room ends in an ellipsis; elsewhere this column of running text has ``_CUT`` characters.
+    Returns the columns that were left out."""
     body = [[" ".join(cell.split()) if "\n" in cell else cell for cell in row] for row in rows]
     if not body and empty:
         note(empty)
-        return
+        return []
     if on_terminal():
         screen = console()
         shown, missing = drawn_table(columns, body, right, drop, screen.width, cut is not None)
         screen.print(shown)
         if missing:
             screen.print(f"too narrow for: {', '.join(missing)}", style="dim")
-        return
+        return missing
     body = _shortened(columns, body, cut)
     widths = [max(len(c), *(len(r[i]) for r in body)) if body else len(c) for i, c in enumerate(columns)]
     for row in [list(columns), *body]:
         cells = (v.rjust(w) if c in right else v.ljust(w) for v, w, c in zip(row, widths, columns, strict=True))
         line("  ".join(cells).rstrip())
+    return []
 
 
 def _shortened(columns: Sequence[str], rows: Sequence[Sequence[str]], cut: str | None) -> list[list[str]]:
@@ -199,6 +202,11 @@ def fields(*groups: Iterable[tuple[str, object]]) -> None:
                 console().print(Text.assemble((name.ljust(width) + "  ", "bold"), (value, style_of(value))))
             else:
                 line(f"{name.ljust(width)}  {value}")
+
+
+def short_digests(text: str) -> str:
+    """``text`` with only the beginning of each SHA-256: enough to tell two apart."""
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1…", text)
 
 
 def age(moment: datetime | None, now: datetime | None = None) -> str:

@@ -28,12 +28,19 @@ from ratchet_contract.access import LOCAL_OWNER
 from ratchet_contract.plural import counted
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ratchet_contract import api
 
 _PARTS: Final = {
     "useful": "useful", "queued": "queued", "launching": "launching", "lost": "lost", "stall": "saving",
     "stopping": "stopping", "unseen": "unaccounted",
 }  # fmt: skip
+
+_STEPS: Final = {
+    "BASE": "started from", "LAST": "last one", "DONE": "by this attempt", "LOST": "in no checkpoint and done again",
+}  # fmt: skip
+"""Columns of ``attempts``."""
 
 
 def register(app: typer.Typer) -> None:
@@ -183,42 +190,53 @@ def attempts(ctx: typer.Context, job: ReadJobId, as_json: JsonFlag = False) -> N
     if as_json:
         output.emit(found)
         return
-    output.table(
+    missing = output.table(
         ["ATTEMPT", "PHASE", "OUTCOME", "CAUSE", "BASE", "LAST", "DONE", "LOST", "RESUMED", "TIME", "MESSAGE"],
         [_attempt_row(a) for a in found],
         right=["ATTEMPT", "BASE", "LAST", "DONE", "LOST"],
-        drop=["PHASE", "DONE", "BASE", "LAST", "OUTCOME", "TIME", "MESSAGE", "LOST"], empty="no attempt yet",
+        drop=["MESSAGE", "PHASE", "OUTCOME", "TIME", "DONE", "BASE", "LAST", "LOST"], empty="no attempt yet",
     )  # fmt: skip
-    if found:
-        output.note(
-            "steps: BASE started from, LAST last one, DONE by this attempt, LOST in no checkpoint and done again"
-        )
-    noted: dict[str, list[str]] = {}
+    meanings = [f"{column} {meaning}" for column, meaning in _STEPS.items() if column not in missing]
+    if found and meanings:
+        output.note(f"steps: {', '.join(meanings)}")
+    told: dict[str, list[int]] = {}
     for attempt in found:
-        for note in attempt.resume_report.notes if attempt.resume_report is not None else ():
-            noted.setdefault(note, []).append(str(attempt.number))
-        if attempt.notice_used is not None and attempt.notice_seconds is not None:
-            given, used = (output.duration(s) for s in (attempt.notice_seconds, attempt.notice_used))
-            output.note(f"attempt {attempt.number} stopped with {used} of its {given} of notice used")
-        redone = attempt.redone
-        if redone.reason is not None:
-            output.note(
-                f"attempt {attempt.number}: {redone.compared} of {counted(redone.steps, 'redone step')} compared: {redone.reason}"
-            )
-        if attempt.metrics_differ:
-            names = ", ".join(attempt.metrics_differ)
-            output.note(f"attempt {attempt.number}: logged values that differ in redone steps that are equal: {names}")
-        report = attempt.resume_report
-        if report is None or report.verdict != "not-exact":
-            continue
-        output.note(f"attempt {attempt.number} did not resume exactly:")
-        for part in report.components:
-            if part.status != "exact":
-                output.note(f"  {part.component}, rank {part.rank}: {part.status}: {part.reason}")
-        for fact in report.differences:
-            output.note(f"  {fact.key}: was {fact.recorded!r}, is {fact.current!r}")
-    for note, numbers in noted.items():
-        output.note(f"attempt {', '.join(numbers)}: {note}")
+        for text in [*([attempt.message or ""] if "MESSAGE" in missing else []), *_remarks(attempt)]:
+            told.setdefault(output.short_digests(text), []).append(attempt.number)
+    for text, numbers in told.items():
+        if text:
+            output.note(output.broken(f"{_named(numbers)}: {text}"))
+
+
+def _named(numbers: list[int]) -> str:
+    """``attempt 3``, ``attempts 2, 3``."""
+    return f"attempt{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+
+
+def _remarks(attempt: api.AttemptView) -> Iterator[str]:
+    """What the table does not say of an attempt, in sentences that other attempts may have, too."""
+    report, redone = attempt.resume_report, attempt.redone
+    yield from report.notes if report is not None else ()
+    if attempt.notice_used is not None and attempt.notice_seconds is not None:
+        given, used = (output.duration(s) for s in (attempt.notice_seconds, attempt.notice_used))
+        yield f"stopped {used} after it was asked to, of the {given} that it had"
+    inexact = report is not None and report.verdict == "not-exact"
+    if redone.reason is not None:
+        why = "" if inexact and redone.reason.startswith("the resume is not exact") else f": {redone.reason}"
+        yield f"{redone.compared} of {counted(redone.steps, 'redone step')} compared{why}"
+    if attempt.metrics_differ:
+        yield f"logged values that differ in redone steps that are equal: {', '.join(attempt.metrics_differ)}"
+    if report is None or not inexact:
+        return
+    parts: dict[str, list[int]] = {}
+    for part in report.components:
+        if part.status != "exact":
+            parts.setdefault(f"{part.component}: {part.status}: {part.reason}", []).append(part.rank)
+    for text, ranks in parts.items():
+        of = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        yield f"did not resume exactly: {of}: {text}"
+    for fact in report.differences:
+        yield f"did not resume exactly: {fact.key} was {fact.recorded!r}, is {fact.current!r}"
 
 
 def _resumed(a: api.AttemptView) -> str | None:

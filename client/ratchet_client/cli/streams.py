@@ -9,11 +9,12 @@ import typer
 
 from ratchet_client.cli import output
 from ratchet_client.cli.common import LOOK, PATIENCE, RETRY_FOR, JsonFlag, ReadJobId, open_client
+from ratchet_contract.plural import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ratchet_client.client import WhichAttempt
+    from ratchet_client.client import RatchetClient, WhichAttempt
     from ratchet_contract import api
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")]
@@ -47,6 +48,8 @@ def logs(
     """Print the ranks' output, each line with attempt and rank before it. Logs stay when service and worker are gone."""
     which, begin = _which(attempt), None if since is None else moment_of(since)
     with open_client(ctx, PATIENCE if follow else RETRY_FOR) as client:
+        if rank and which is None:
+            _check_rank(client, job, rank)
         lines: Iterable[api.LogLine]
         if follow:
             lines = client.follow_logs(job, rank=rank, attempt=which, tail=tail, grep=grep, since=begin, on_gap=say_gap)
@@ -69,6 +72,15 @@ def logs(
             f"{nothing}; `ratchet attempts {job}` shows the attempts"
             + ("" if attempt else ", --attempt all takes the earlier ones too")
         )
+
+
+def _check_rank(client: RatchetClient, job: str, rank: int) -> None:
+    """Raises ``typer.BadParameter`` for one that neither the job nor any attempt of it has or had."""
+    view = client.view(job)
+    world = view.spec.get("world", {})
+    ranks = world.get("nodes", 1) * world.get("ranks_per_node", 1)
+    if rank >= ranks and next(client.logs(job, rank=rank, attempt="all", tail=1), None) is None:
+        raise typer.BadParameter(f"--rank {rank}: {job} has {counted(ranks, 'rank')}, from 0 on")
 
 
 def _which(attempt: str | None) -> WhichAttempt:
@@ -197,7 +209,8 @@ class EventFold:
         more = change.message.replace(f"The last attempt ended with {said}.", "").strip()
         if more in ended.message or more == f"{change.data.get('from')} -> {change.data.get('to')}":
             more = ""
-        words = f"{ended.message}; the job is {change.data.get('to')}" + (f": {more}" if more else "")
+        more = " ".join(more.split())
+        words = f"{ended.message.rstrip('.')}; the job is {change.data.get('to')}" + (f": {more}" if more else "")
         words = self.once(words, said.partition(": ")[2])
         return ended.model_copy(update={"message": words, "data": ended.data | change.data})
 
@@ -205,7 +218,7 @@ class EventFold:
 def event_line(event: api.EventView) -> str:
     attempt = f"attempt {event.attempt}"
     prefix = "" if event.attempt is None or event.message.startswith(attempt) else f"{attempt}: "
-    return f"{output.moment(event.at)}  {event.type:<20}  {prefix}{event.message}"
+    return f"{output.moment(event.at)}  {event.type:<20}  {prefix}{output.short_digests(event.message)}"
 
 
 def say_gap(detail: str) -> None:

@@ -248,7 +248,7 @@ def clock() -> list[Finding]:
                 "clock",
                 shown,
                 detail=f"this Ratchet is of {BUILD_YEAR}: the clock is wrong",
-                cure="timedatectl set-ntp true, or set it with date -s",
+                cure="timedatectl set-ntp true, or set it with date -s (of a container: on its host)",
             ),
             _synchronised(),
         ]
@@ -271,7 +271,8 @@ class _Timex(ctypes.Structure):
 
 def _synchronised() -> Finding:
     """The kernel's own word, from adjtimex(2) with no mode set, which only reads."""
-    name, cure = "clock synchronised", "timedatectl set-ntp true (systemd-timesyncd, chrony or ntpd keeps it right)"
+    name = "clock synchronised"
+    cure = "timedatectl set-ntp true (systemd-timesyncd, chrony or ntpd keeps it right; of a container: on its host)"
     try:
         libc, state = ctypes.CDLL(None, use_errno=True), _Timex()
         answer = libc.adjtimex(ctypes.byref(state))

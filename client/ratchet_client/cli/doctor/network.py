@@ -203,7 +203,7 @@ def _skew(header: str | None, now: datetime) -> Finding:
             name,
             f"{seconds:+.0f} s",
             detail="against this machine: ages and `logs --since` will be off by as much",
-            cure="timedatectl set-ntp true, on both machines",
+            cure="timedatectl set-ntp true, on both machines (of a container: on its host)",
         )
     # The header's time is up to a second old when it is written, and is cut to a whole one.
     return ok(name, "agrees" if abs(seconds) <= _EXACT else f"{seconds:+.0f} s", "against this machine")
