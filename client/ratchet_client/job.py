@@ -10,6 +10,7 @@ from ratchet_client.job_files import Fetched
 from ratchet_client.polling import TERMINAL, Series, Snapshot
 from ratchet_contract import api
 from ratchet_contract.phases import JobPhase
+from ratchet_contract.view_text import html_table
 
 if TYPE_CHECKING:
     from ratchet_client.client import RatchetClient
@@ -35,7 +36,16 @@ class Job:
         return f"<Job {self.id} {self.name!r} {self.phase}, step {self.progress.out_of()}, attempt {self.attempt}>"
 
     def _repr_html_(self) -> str:
-        return self.view._repr_html_()
+        """For notebooks: what one looks for first; ``view`` has all of it."""
+        view, step = self.view, self.progress.out_of()
+        rows = {
+            "id": view.id, "phase": view.phase, "reason": view.reason, "message": view.message, "step": step,
+            "last checkpoint": view.last_checkpoint, "attempt": view.attempt, "hook": view.hook,
+            "device": view.resolved.device, "labels": ", ".join(f"{k}={v}" for k, v in sorted(view.labels.items())),
+            "warnings": ", ".join(warning.code for warning in view.warnings), "created": view.created_at,
+            "started": view.started_at, "ended": view.ended_at,
+        }  # fmt: skip
+        return html_table(view.name, rows)
 
     @property
     def id(self) -> str:

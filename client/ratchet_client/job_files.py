@@ -135,7 +135,9 @@ def _named(temporary: Path, staged: list[str], folder: Path, force: bool) -> lis
     if taken:
         shown = ", ".join(repr(str(folder / name)) for name in taken[:_SHOWN])
         more = f" and {len(taken) - _SHOWN} more" if len(taken) > _SHOWN else ""
-        cure = "remove them first" if force else "name another directory, or give --force (force=True) to replace files"
+        cure = (
+            "remove them first" if force else "name another directory, or replace files: --force, in Python force=True"
+        )
         raise Refused(f"{shown}{more}: there already; {cure}. Nothing was written", code="output-exists")
     written: list[Path] = []
     try:

@@ -18,7 +18,8 @@ def _duration(value: Any) -> Any:
     if isinstance(value, str):
         match = _DURATION.fullmatch(value)
         if match is None:
-            raise ValueError("a duration is a number of seconds or a number with s, m, h or d, like 90, '30s' or '2h'")
+            text = "a duration is a number of seconds or a number with s, m, h or d, like 90, '30s' or '2h'"
+            raise ValueError(f"{text}, not {value[:40]!r}")
         return float(match[1]) * _UNITS[match[2]]
     return value
 

@@ -47,7 +47,12 @@ class CheckpointSpec(SpecModel):
         description="A checkpoint is due while the one before it is still being written. wait: training waits, so that none "
         "is left out; skip: this one is left out, and told.",
     )
-    keep_last: int = Field(3, ge=2, le=10_000, description="Newest checkpoints kept; never fewer than two.")
+    keep_last: int = Field(
+        3,
+        ge=2,
+        le=10_000,
+        description="Newest checkpoints kept; never fewer than two. Those of earlier attempts stay until the running one ends.",
+    )
     keep_every: int | None = Field(
         None, ge=1, description="Checkpoints of steps that are multiples of this are kept for good; null: none."
     )

@@ -40,9 +40,19 @@ _SHAPES = {
     "/hook": "hook: {name: powerSGD}",
     "/world": "world: {ranks_per_node: 2}",
     "/checkpoint": "checkpoint: {every_steps: 100}",
+    "/labels": "labels: {team: vision}",
+    "/env": "env: {NAME: value}",
 }
 """How the keys are written that are most often given as a bare value."""
 _NAME_RULE = "a name is 1 to 63 lower-case letters, digits and '-', begins with a letter and does not end with '-', like my-job-2"
+
+
+_WANTED = {
+    "string_type": "text", "int_type": "a whole number", "int_parsing": "a whole number", "int_from_float": "a whole number",
+    "float_type": "a number", "float_parsing": "a number", "bool_type": "true or false", "bool_parsing": "true or false",
+}  # fmt: skip
+"""By pydantic's kind of error."""
+_SYNONYMS = {"gpu": "cuda"}
 
 
 @dataclass(frozen=True)
@@ -315,8 +325,17 @@ def _cure(error: Any, model: type[BaseModel], detail: str) -> str:
         keys = _known_keys(model, loc) if shape is None and kind == "model_type" else []
         like = f": write {shape}" if shape else f": its keys are {', '.join(keys)}" if keys else ""
         return f"must be {wanted}, not {_short(error['input'])}{like}"
-    about = _description(model, loc)
-    return f"{detail}, not {_short(error['input'])}" + (f". {about}" if about else "")
+    given = error["input"]
+    if kind == "string_type" and isinstance(given, int | float):
+        return f'must be text, not {_short(given)}: write it in quotes, "{json.dumps(given)}"'
+    if kind in _WANTED:
+        detail = f"must be {_WANTED[kind]}"
+    if kind == "literal_error":
+        known = re.findall(r"'([^']+)'", error["ctx"]["expected"])
+        meant = nearest(_SYNONYMS.get(str(given).lower(), str(given)), known)
+        return f"must be {error['ctx']['expected']}, not {_short(given)}{meant}"
+    about = re.split(r"(?<=[.;:])\s", _description(model, loc), maxsplit=1)[0].rstrip(";:")
+    return f"{detail}, not {_short(given)}" + (f". {about}" if about else "")
 
 
 def _short(value: Any) -> str:

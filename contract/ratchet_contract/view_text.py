@@ -29,14 +29,19 @@ def shown(view: BaseModel, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def table(view: BaseModel) -> str:
-    """HTML with every field that has a value; all texts are escaped."""
+    """HTML with every field that has a value."""
+    return html_table(type(view).__name__, {name: getattr(view, name) for name in type(view).model_fields})
+
+
+def html_table(caption: str, fields: Mapping[str, Any]) -> str:
+    """HTML with those ``fields`` that have a value; all texts are escaped."""
     left = "style='text-align:left'"
     rows = [
         f"<tr><th {left}>{escape(name)}</th><td {left}>{escape(_cut(_text(value), _LONGEST_CELL))}</td></tr>"
-        for name in type(view).model_fields
-        if _is_there(value := getattr(view, name))
+        for name, value in fields.items()
+        if _is_there(value)
     ]
-    return f"<table><caption>{escape(type(view).__name__)}</caption>{''.join(rows)}</table>"
+    return f"<table><caption>{escape(caption)}</caption>{''.join(rows)}</table>"
 
 
 class _Plain(str):

@@ -200,8 +200,9 @@ def _check_script(spec: JobSpec, version: tuple[int, ...], report: Report) -> No
     script = Path(spec.code.path) / spec.script[0]
     if not snapshot.exists(script, directory=False):
         here = snapshot.names_in(spec.code.path)
-        text = f"there is no file {spec.script[0]!r} in {spec.code.path!r}{nearest(spec.script[0], here)}"
-        report.refuse("/script/0", "script-not-found", f"{text}; it holds: {', '.join(here[:20]) or 'nothing'}")
+        text = f"there is no file {spec.script[0]!r} in {spec.code.path!r}"
+        meant = nearest(spec.script[0], here) or f"; the directory holds: {', '.join(here[:20]) or 'nothing'}"
+        report.refuse("/script/0", "script-not-found", f"{text}{meant}")
         return
     try:
         source = script.read_bytes()

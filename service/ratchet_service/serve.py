@@ -66,7 +66,7 @@ def serve(options: ServeOptions) -> None:
     listen.check()
     _keep_jobs_out(settings, listen)
     tls = listen.tls()
-    settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_home(settings.home)
     with _alone(settings), listen.bound() as bound:
         settle_user(settings)
         database = open_database(settings)
@@ -111,6 +111,13 @@ def serve(options: ServeOptions) -> None:
     log.info("ended; agents that were running go on, and are found again at the next start")
 
 
+def make_home(home: Path) -> None:
+    """The run directory, which git leaves out of the project that it lies in."""
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with suppress(FileExistsError), (home / ".gitignore").open("x", encoding="utf-8") as file:
+        file.write("*\n")
+
+
 def reconcile(
     settings: Settings,
     cpu_slots: int | None,
@@ -119,7 +126,7 @@ def reconcile(
 ) -> None:
     """Run a reconciler alone until SIGTERM or SIGINT. Several may run side by side. ``metrics``: where it tells its own, and
     whether it is well. Raises ``StartError``."""
-    settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_home(settings.home)
     settle_user(settings)
     database = open_database(settings)
     try:

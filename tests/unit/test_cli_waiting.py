@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
 
 from typer.testing import CliRunner
 
+from ratchet_client import RatchetClient
+from ratchet_client.cli import watch
 from ratchet_client.cli.app import app
-from tests.support.scripted import JOB, Reply, ok, serving
+from tests.support.scripted import JOB, Reply, ok, problem, serving
 
 ID = str(JOB["id"])
 ERROR = "user-error: TypeError: unsupported operand type(s) for +=: NoneType and int at plain.py:2"
@@ -77,3 +82,58 @@ def test_a_deletion_tells_what_there_was_and_what_can_be_done_with_what_is_kept(
     )
     assert none == f"{ID} is deleted, with its logs\nit had no checkpoints\n"
     assert gone == f"{ID} is deleted, with its logs and its checkpoints\n"
+
+
+def test_a_failed_job_is_shown_with_the_logs_of_the_rank_that_failed() -> None:
+    def script(request: BaseHTTPRequestHandler, _: int) -> Reply:
+        if "attempts" in request.path:
+            attempt = {"job_id": ID, "number": 1, "phase": "ENDED", "created_at": JOB["created_at"], "rank": 1}
+            return ok(attempt if request.path.endswith("/1") else {"items": [attempt]})
+        if request.path == f"/v1/jobs/{ID}":
+            return ok(JOB | {"phase": "FAILED", "message": "NameError"})
+        return ok({"job_id": ID, "series": [], "items": []})
+
+    with serving(script) as server:
+        done = CliRunner().invoke(app, ["--server", server.url, "wait", ID])
+    assert f"see: ratchet attempts {ID}; ratchet logs {ID} --rank 1\n" in done.stderr
+
+
+def test_who_watches_a_resumed_job_sees_its_newest_attempt_alone() -> None:
+    types = [("submitted", None), ("launch", 1), ("attempt-ended", 1), ("resume", 1), ("launch", 2), ("resumed", 2)]
+    for seen, after in ((types, 4), (types[:3], None), (types[:1], None)):
+        events = [
+            {"id": i, "job_id": ID, "at": JOB["created_at"], "type": t, "attempt": n, "message": "m"}
+            for i, (t, n) in enumerate(seen, 1)
+        ]
+        job = JOB | {"attempt": max(n or 0 for _, n in seen)}
+
+        def script(
+            request: BaseHTTPRequestHandler, _: int, job: dict[str, Any] = job, events: list[dict[str, Any]] = events
+        ) -> Reply:
+            return ok(job if request.path == f"/v1/jobs/{ID}" else {"items": events})
+
+        with serving(script) as server, RatchetClient(server.url) as client:
+            assert watch._before_newest(client, ID) == after
+
+
+def test_an_act_tells_what_became_of_the_job() -> None:
+    ended = JOB | {"phase": "CANCELLED", "labels": {"team": "vision"}, "priority": 3}
+    with serving(lambda *_: ok(ended)) as server:
+
+        def told(*arguments: str) -> str:
+            return CliRunner().invoke(app, ["--server", server.url, *arguments]).stdout
+
+        assert told("cancel", ID) == f"{ID} is cancelled; CANCELLED, step 0\n"
+        assert told("suspend", ID) == f"{ID} will be suspended; CANCELLED, step 0\n"
+        assert told("label", ID, "team=vision").startswith(f"{ID} has priority 3 and labels team=vision;")
+
+
+def test_a_dry_run_of_a_wrong_spec_is_json_where_that_is_asked_for(tmp_path: Path) -> None:
+    spec = tmp_path / "job.yaml"
+    spec.write_text("name: n\n")
+    wrong = [{"pointer": f"/{key}", "code": "missing", "detail": "this key is required"} for key in ("task", "world")]
+    with serving(lambda *_: problem(422, "invalid-spec", errors=wrong)) as server:
+        command = ["--server", server.url, "submit", str(spec), "--dry-run"]
+        done, plain = CliRunner().invoke(app, [*command, "--json"]), CliRunner().invoke(app, command)
+    assert (done.exit_code, plain.exit_code, plain.stdout) == (5, 5, "")
+    assert json.loads(done.stdout)["errors"] == wrong and "/world: this key is required" in done.stderr

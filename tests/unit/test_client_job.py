@@ -105,3 +105,11 @@ def test_a_spec_error_says_every_mistake() -> None:
     assert str(SpecError("/name: this key is required", errors=wrong[:1])) == "/name: this key is required"
     said = str(SpecError("/name: this key is required (and 1 more)", errors=wrong))
     assert said == "2 mistakes:\n  /name: this key is required [missing]\n  /task: this key is required [missing]"
+
+
+def test_a_job_in_a_notebook_is_a_dozen_rows_of_what_one_looks_for() -> None:
+    with RatchetClient("http://127.0.0.1:9") as client:
+        view = JobView.model_validate(JOB | {"spec": {"task": {"entrypoint": "a:B"}}, "message": "<b>lost</b>"})
+        shown = Job(client, view)._repr_html_()
+    assert shown.startswith("<table><caption>n</caption>") and 5 < shown.count("<tr>") <= 14
+    assert ">RUNNING<" in shown and "&lt;b&gt;lost" in shown and "entrypoint" not in shown and "None" not in shown

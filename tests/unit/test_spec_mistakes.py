@@ -217,3 +217,19 @@ def test_nothing_is_read_that_a_mistake_forbids(
 def test_odd_mappings_are_refused_with_each_mistake_once(data: Any) -> None:
     problems = examine_spec(data).problems
     assert problems and len({(p.pointer, p.detail) for p in problems}) == len(problems)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"script": ["train.py", "--lr", 0.1]}, '/script/2: must be text, not 0.1: write it in quotes, "0.1"'),
+        ({"world": {"ranks_per_node": "high"}}, "/world/ranks_per_node: must be a whole number, not 'high'"),
+        ({"world": {"device": "gpu"}}, "not 'gpu'; did you mean 'cuda'?"),
+        ({"ttl": "soon"}, "like 90, '30s' or '2h', not 'soon'"),
+        ({"labels": ["a"]}, "/labels: must be a mapping, not ['a']: write labels: {team: vision}"),
+        ({"hook": {"name": "powerSGD", "use_error_feedback": "perhaps"}}, "must be true or false, not 'perhaps'"),
+    ],
+)
+def test_a_likely_mistake_is_told_with_what_was_given_and_what_is_right(changes: dict[str, Any], says: str) -> None:
+    (problem,) = examine_spec({**ENTANGLED, "code": {"path": "/x"}, **changes}).problems
+    assert says in f"{problem.pointer}: {problem.detail}" and len(problem.detail) < 250

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -121,7 +122,7 @@ def resume(
     )
     if code is not None or world is not None or changes:
         print_warnings(done.warnings)
-    by = "" if code is None else f" with the code of {code}"
+    by = "" if code is None else f" with the code of {Path(code).expanduser().resolve()}"
     _done(done, f"resumes{ranks}{by}" + (f" under {done.hook}" if changes else ""), as_json)
 
 
@@ -195,7 +196,9 @@ def label(
         raise typer.BadParameter("give labels (KEY=VALUE or KEY-) or --priority")
     given = ({"labels": changed} if changed else {}) | ({} if priority is None else {"priority": priority})
     with open_client(ctx) as client:
-        _done(client.patch(job, PatchRequest.model_validate(given)), "is changed", as_json)
+        done = client.patch(job, PatchRequest.model_validate(given))
+    labelled = ", ".join(f"{key}={value}" for key, value in sorted(done.labels.items()))
+    _done(done, f"has priority {done.priority} and {f'labels {labelled}' if labelled else 'no label'}", as_json)
 
 
 def delete(
@@ -269,4 +272,6 @@ def _done(job: api.JobView, what: str, as_json: bool) -> None:
     if as_json:
         output.emit(job)
     else:
+        became = {"will be cancelled": "CANCELLED", "will be suspended": "SUSPENDED"}.get(what)
+        what = f"is {became.lower()}" if became == job.phase else what
         output.line(f"{job.id} {what}; {job.phase}, {steps_words(job)}")

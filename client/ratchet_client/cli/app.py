@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,7 +34,7 @@ from ratchet_client.cli import (
     top,
 )
 from ratchet_client.cli.common import JOB_NAMED, Settings
-from ratchet_client.cli.exits import Exit, exit_of, help_epilog
+from ratchet_client.cli.exits import Exit, exit_of, help_lines
 from ratchet_client.cli.hints import hint
 from ratchet_contract.version import RATCHET_VERSION
 
@@ -42,7 +43,12 @@ if TYPE_CHECKING:
 
 
 class _Group(TyperGroup):
-    """Turns the errors of all commands into one message on stderr and an exit code."""
+    """Turns the errors of all commands into one message on stderr and an exit code; its help ends with the codes."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        for text in help_lines(shutil.get_terminal_size().columns):
+            typer.echo(text)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -107,7 +113,7 @@ def _root(
 
 
 app = typer.Typer(
-    name="ratchet", cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False, epilog=help_epilog(),
+    name="ratchet", cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 app.callback()(_root)

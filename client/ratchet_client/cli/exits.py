@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,9 @@ def exit_of(error: RatchetError) -> Exit:
     return next((code for kind, code in table if isinstance(error, kind)), Exit.FAULT)
 
 
-def help_epilog() -> str:
-    """The codes as paragraphs, for ``--help``."""
-    return "Exit codes:\n\n" + "\n\n".join(f"{code.value:>3}  {text}" for code, text in MEANINGS.items())
+def help_lines(width: int) -> list[str]:
+    """The codes for ``--help``, each with its text beside it."""
+    lines = [" Exit codes:"]
+    for code, text in MEANINGS.items():
+        lines += textwrap.wrap(text, width - 1, initial_indent=f" {code.value:>3}  ", subsequent_indent=" " * 6)
+    return lines

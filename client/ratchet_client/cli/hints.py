@@ -55,6 +55,8 @@ def hint(error: RatchetError, job: str | None) -> str | None:
     text = (_STRICT if "determinism is strict" in detail else _NEXT).get(error.code)
     if any(e.code == "not-a-directory" and e.pointer.endswith("/code/path") for e in error.errors):
         return "is it a directory of this machine, and the service on another one? `--upload` sends it"
+    if any(e.code == "no-snapshot" for e in error.errors):
+        return None  # it says what to do, and no key is wrong
     if error.code == "job-ended" and "(SUCCEEDED)" in detail:
         text = _TRAINED
     if text is None or "`ratchet " in detail:  # which names a command itself

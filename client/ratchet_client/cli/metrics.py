@@ -26,7 +26,9 @@ def register(app: typer.Typer) -> None:
 def metrics(
     ctx: typer.Context,
     job: ReadJobId,
-    name: Annotated[str | None, typer.Argument(help="One metric, all of whose values are printed.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="One metric, all of whose values are printed.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show what a job has logged: the last value of each metric and its course, or step by step one of them.

@@ -98,7 +98,7 @@ def get(ctx: typer.Context, job: ReadJobId, as_json: JsonFlag = False) -> None:
     if as_json:
         output.emit(found)
         return
-    budgets = found.budgets
+    budgets, unmanaged = found.budgets, steps(found) == "-"
     output.fields(
         [
             ("id", found.id), ("name", found.name), ("owner", found.owner if found.owner != LOCAL_OWNER else None),
@@ -113,12 +113,13 @@ def get(ctx: typer.Context, job: ReadJobId, as_json: JsonFlag = False) -> None:
         [
             ("step", steps(found)), ("last metrics", metrics),
             ("steps per second", _rate(found.progress.steps_per_second)), ("last checkpoint", found.last_checkpoint),
-            ("steps at risk", None if found.phase.terminal else found.progress.steps_at_risk),
+            ("steps at risk", None if found.phase.terminal or unmanaged else found.progress.steps_at_risk),
         ],
         [
             ("attempt", found.attempt), ("resumed", None if newest is None else _resumed(newest)),
             ("failures", _of(budgets.failures, budgets.max_failures)),
-            ("preemptions", _of(budgets.preemptions, budgets.max_preemptions)), ("goodput", _goodput(found.goodput)),
+            ("preemptions", _of(budgets.preemptions, budgets.max_preemptions)),
+            ("goodput", None if unmanaged else _goodput(found.goodput)),
         ],
         [
             ("hook", found.hook), ("device", found.resolved.device), ("backend", found.resolved.backend),

@@ -62,7 +62,7 @@ def submit(
         spec["start_from"] = {**(given if isinstance(given, dict) else {}), "path": str(start.expanduser().absolute())}
     with open_client(ctx, timeout=_COPY_SECONDS if spec.get("start_from") else 30.0) as client:
         if dry_run:
-            _show_plan(client.plan(spec, upload=upload, note=output.note), as_json)
+            _dry_run(client, spec, upload, as_json)
             return
         job = client.submit(spec, idempotency_key=key, upload=upload, note=output.note).view
         print_warnings(job.warnings)
@@ -118,6 +118,20 @@ def override(spec: dict[str, Any], sets: list[str], labels: dict[str, str]) -> N
         place[last] = json_value(load_spec_text(text), f"--set {dotted}")
     if labels:
         spec["labels"] = {**(spec.get("labels") or {}), **labels}
+
+
+def _dry_run(client: RatchetClient, spec: dict[str, Any], upload: bool | None, as_json: bool) -> None:
+    """Raises ``SpecError``, with ``--json`` after a document with its ``errors``."""
+    from ratchet_contract.errors import SpecError
+
+    try:
+        plan = client.plan(spec, upload=upload, note=output.note)
+    except SpecError as error:
+        if as_json:
+            errors = [wrong.model_dump() for wrong in error.errors]
+            output.emit({"code": error.code, "detail": error.detail, "errors": errors})
+        raise
+    _show_plan(plan, as_json)
 
 
 def _show_plan(plan: Any, as_json: bool) -> None:

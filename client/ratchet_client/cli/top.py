@@ -22,13 +22,13 @@ from ratchet_client.cli.common import (
     known_phases,
     open_client,
     pairs,
+    steps,
 )
 from ratchet_client.cli.figures import (
     Lookout,
     Snapshot,
     eta_words,
     facts,
-    progress_words,
     sparkline,
     waiting_words,
 )
@@ -157,13 +157,15 @@ def _document(seen: Sequence[Snapshot]) -> dict[str, Any]:
 def _row(now: Snapshot) -> list[str]:
     job, progress, hook = now.job, now.job.progress, now.hook
     rate = hook.compression_rate if hook is not None and hook.phase is not None else None
+    shown = steps(job)
     return [
-        job.id, job.name, str(job.phase), progress_words(job),
+        job.id, job.name, str(job.phase), shown,
         f"{100 * progress.step // progress.total_steps}%" if progress.total_steps else "-", eta_words(now) or "-",
         "-" if not progress.steps_per_second else f"{progress.steps_per_second:.3g}",
         "-" if now.loss is None else f"{now.loss:.4f}", sparkline(now.losses),
         job.hook if hook is None or hook.phase is None else f"{job.hook} {hook.phase}",
-        "-" if rate is None else f"{rate:.3g}x", output.age(now.checkpoint_at), str(progress.steps_at_risk), str(job.attempt),
+        "-" if rate is None else f"{rate:.3g}x", output.age(now.checkpoint_at),
+        "-" if shown == "-" else str(progress.steps_at_risk), str(job.attempt),
     ]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import typer
@@ -80,9 +81,10 @@ def wait(ctx: typer.Context, job_id: str, *, until: Collection[JobPhase] = (), d
         job = client.wait(job_id, until or TERMINAL, deadline, on_change=tell)
         if job.phase.terminal and not as_json:
             _tell_end(client, job)
+        rank = _failed_rank(client, job)
     if as_json:
         output.emit(job)
-    _end(job, until)
+    _end(job, rank, until)
 
 
 def _tell_end(client: RatchetClient, job: JobView) -> None:
@@ -96,11 +98,21 @@ def _tell_end(client: RatchetClient, job: JobView) -> None:
     files.tell(client, job)
 
 
-def _end(job: JobView, until: Collection[JobPhase] = ()) -> None:
+def _failed_rank(client: RatchetClient, job: JobView) -> int | None:
+    """The rank that ended the last attempt of a job that failed: what the others say in their logs follows from it."""
+    from ratchet_contract.errors import RatchetError
+
+    with suppress(RatchetError):
+        return client.attempt(job.id).rank if job.phase == "FAILED" and job.attempt else None
+    return None
+
+
+def _end(job: JobView, rank: int | None, until: Collection[JobPhase] = ()) -> None:
     if until and job.phase not in until:
         output.note(f"{job.id} ended as {job.phase} and will not be {', '.join(sorted(until))}")
     if job.phase not in (until or ("SUCCEEDED",)):
-        output.note(f"see: ratchet attempts {job.id}; ratchet logs {job.id}")
+        of_rank = "" if rank is None else f" --rank {rank}"
+        output.note(f"see: ratchet attempts {job.id}; ratchet logs {job.id}{of_rank}")
         if job.phase in ("FAILED", "CANCELLED") and "`ratchet " not in (job.message or ""):  # it names a command itself
             output.note(_go_on(job))
         raise typer.Exit(Exit.JOB_FAILED)
@@ -118,18 +130,24 @@ def _go_on(job: JobView) -> str:
 
 
 def follow(ctx: typer.Context, job_id: str, *, as_json: bool = False) -> None:
-    """Watch until the job has ended. Ctrl-C detaches: the job goes on, the exit code is 130."""
-    fold = EventFold(follow=True)
+    """Watch until the job has ended. Ctrl-C detaches: the job goes on, the exit code is 130. The history of earlier attempts is
+    left out, but for ``as_json``."""
+    fold, after = EventFold(follow=True), None
+    if not as_json:
+        with open_client(ctx) as client:
+            after = _before_newest(client, job_id)
+        if after is not None:
+            output.note(f"from the newest attempt on; what was before it: ratchet events {job_id}")
     try:
         if not as_json and output.on_terminal():
             from ratchet_client.cli.live import LiveView
 
             with LiveView() as live:
-                job = pump(ctx, job_id, live, fold)
+                job = pump(ctx, job_id, live, fold, after=after)
         elif as_json:
             job = pump(ctx, job_id, _JsonView(), None)
         else:
-            job = pump(ctx, job_id, PlainView(_print), fold)
+            job = pump(ctx, job_id, PlainView(_print), fold, after=after)
     except KeyboardInterrupt:
         output.note(f"\ndetached; job {job_id} goes on. Watch it again: ratchet wait {job_id} --follow")
         raise typer.Exit(Exit.INTERRUPTED) from None
@@ -139,7 +157,19 @@ def follow(ctx: typer.Context, job_id: str, *, as_json: bool = False) -> None:
         output.line(f"{job.id} {job.phase}, {steps_words(job)}" + (f": {why(job)}" if why(job) else ""))
         with open_client(ctx) as client:
             _tell_end(client, job)
-    _end(job)
+    with open_client(ctx) as client:
+        rank = _failed_rank(client, job)
+    _end(job, rank)
+
+
+def _before_newest(client: RatchetClient, job_id: str) -> int | None:
+    """Id of the event before the first one of the newest attempt; None where no attempt was before it."""
+    if client.view(job_id).attempt < 2:
+        return None
+    seen = list(client.events(job_id))
+    newest = max((event.attempt for event in seen if event.attempt is not None), default=0)
+    first = next((i for i, event in enumerate(seen) if event.attempt == newest), 0)
+    return seen[first - 1].id if newest > 1 and first else None
 
 
 def pump(

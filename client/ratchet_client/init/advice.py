@@ -120,7 +120,7 @@ def _saves(facts: Facts, way: Way) -> Iterator[Note]:
         if way == "unmanaged":
             text = f"it saves to {target} ({save}); whether a restart goes on from there is the script's own affair"
         else:
-            text = f"it saves to {target} by itself ({save}): not needed for the resume any more"
+            text = f"it saves to {target} ({save}); the job goes on from Ratchet's checkpoints, not from this file"
         yield Note("saves", text)
     if way == "unmanaged" and not facts.saves:
         yield Note(
