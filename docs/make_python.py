@@ -48,9 +48,9 @@ COMMON: Final = {
 """Arguments that several methods of the client have."""
 FIRST: Final[dict[str, tuple[str, ...]]] = {
     "Session": ("__init__", "wrap", "register", "ignore", "restore", "batches", "steps", "log", "checkpoint", "evaluation"),
-    "Client": ("__init__", "submit", "plan", "job", "jobs", "view", "wait", "poll", "series", "metrics", "logs", "events"),
+    "RatchetClient": ("__init__", "submit", "plan", "job", "jobs", "view", "wait", "poll", "series", "metrics", "logs", "events"),
 }  # fmt: skip
-"""The order in which a script calls them; others follow as they are written."""
+"""By class: the order in which a script calls them; others follow as they are written."""
 SOURCES: Final = {
     "Session": ("train.py", "session"), "TrainLoader": ("loader.py", "data", "again", "alone"), "Client": ("client.py", "client"),
     "Job": ("client.py", "job"),
