@@ -43,7 +43,7 @@ def test_every_argument_and_attribute_is_explained(made: Any, title: str) -> Non
 
 @pytest.mark.parametrize("title", ["Session", "Client"])
 def test_what_a_script_calls_first_stands_first(made: Any, title: str) -> None:
-    assert [name for name, _ in made.public(getattr(ratchet, title))][0] == "__init__"
+    assert next(name for name, _ in made.public(getattr(ratchet, title))) == "__init__"
 
 
 def test_no_argument_is_explained_that_no_method_has(made: Any) -> None:
