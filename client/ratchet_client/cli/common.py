@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,8 +61,7 @@ def _say_which(ctx: typer.Context, given: Settings) -> None:
     target = find_target(given.server, given.home)
     if target.home.source == RUNNING and not ctx.resilient_parsing and not ctx.meta.get(_SAID_WHICH):
         ctx.meta[_SAID_WHICH] = True
-        home = target.home.value
-        output.note(f"using the service of {home} (export RATCHET_HOME={shlex.quote(home)} has this said no more)")
+        output.note(f"using the service of {target.home.value} (where RATCHET_HOME names it, this is not said)")
 
 
 def job_id_of(ctx: typer.Context, value: str) -> str:
