@@ -19,7 +19,7 @@ SHORT = (
     "--set",
     "checkpoint.every_steps=5",
     "--set",
-    "task.args.steps=14",
+    "task.args.steps=150",
     "--set",
     "task.args.width=8",
     "--set",
@@ -37,13 +37,13 @@ def test_the_example_comes_back_with_every_ranks_residual(server: Server, tmp_pa
     _, paths = server.wait_step(cut, 7, saved=True)
     os.kill(rank_pid(paths, 1), signal.SIGKILL)
     ended = [server.wait_phase(job, "SUCCEEDED") for job in (whole, cut)]
-    assert [job["progress"]["step"] for job in ended] == [14, 14]
+    assert [job["progress"]["step"] for job in ended] == [150, 150]
     first, second = server.attempts(cut)
-    assert (first["cause"], second["base"]["step"]) == ("rank-killed", 5)
+    assert first["cause"] == "rank-killed" and second["base"]["step"] in range(5, 150, 5)
     assert second["resume_report"]["verdict"] == "exact"
     newest = [max((server.paths.job(job).checkpoints).iterdir()) for job in (whole, cut)]
     comparison = compare(*newest)
     assert comparison.identical and any("custom/residuals" in t.name for t in comparison.tensors), render(comparison)
     view: Any = cli("hook", cut, "--json").data
-    assert (view["name"], view["iteration"], view["bytes_after"]) == ("custom", 14, None)
+    assert (view["name"], view["iteration"], view["bytes_after"]) == ("custom", 150, None)
     assert view["compression_rate"] > 4 and view["parameters"]["hook"] == "my_hooks:top_k_hook"

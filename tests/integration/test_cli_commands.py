@@ -169,7 +169,6 @@ def test_a_wait_ends_at_its_deadline_and_says_that_the_job_goes_on(cli: Cli) -> 
     [
         (("get", "job-none"), 3, "ratchet list"),
         (("get", NO_JOB), 3, "ratchet list"),
-        (("get", "digits-oen"), 3, "digits-one"),
         (("submit", "missing.yaml"), 3, "missing.yaml"),
         (("submit", "spec.yaml", "--set", "hook.matrix_aproximation_rank=2"), 5, "matrix_approximation_rank"),
         (("submit", "spec.yaml", "--set", "hook.start_powerSGD_iter=1"), 5, "must be > 1"),
@@ -199,6 +198,11 @@ def test_errors_go_to_standard_error_with_a_code_of_their_own(
 ) -> None:
     result = cli(*arguments, expect=code)
     assert says in result.errors and result.text == "" and "Traceback" not in result.errors
+
+
+def test_a_misspelt_name_is_answered_with_the_one_that_there_is(cli: Cli) -> None:
+    cli("submit", "spec.yaml", "--name", "misspelt-one")
+    assert "misspelt-one" in cli("get", "misspelt-oen", expect=3).errors
 
 
 def test_wrong_yaml_is_refused_with_its_line(cli: Cli, tmp_path: Path) -> None:

@@ -121,17 +121,21 @@ JOB: dict[str, Any] = {
 def test_a_browser_with_a_token_sees_jobs_why_one_waits_and_the_curve_over_two_attempts(guarded_server: Server) -> None:
     server = guarded_server
     job_id = server.submit(JOB)
-    waiting = server.submit(JOB | {"name": "second", "resources": {"cpus_per_rank": 1}})
     token = str(server.token)
     page = shown(server, "wants a token")
     assert page["requests"] == ["v1/jobs?limit=50"] and page["stored"] == {}
     assert "ratchet token create --role viewer" in page["text"] and "`ratchet" not in page["text"]
     page = shown(server, "check which one is sent", token=f"rt_wrong\u2028{token}")
     assert "wants a token" in page["text"] and page["stored"] == {"ratchet.token": f"rt_wrong{token}"}
+    server.wait_phase(job_id, "SUCCEEDED")
+    endless = server.submit(JOB | {"name": "endless", "task": JOB["task"] | {"args": {"epochs": 9999}}, "trial": {}})
+    waiting = server.submit(JOB | {"name": "second"})
     page = shown(server, "waits for CPU slots", token=token)
     assert page["stored"] == {"ratchet.token": token} and {"curve", "second"} <= {tag["text"] for tag in page["tags"]}
     assert f"#{waiting}" in {tag["attributes"].get("href") for tag in page["tags"]}
-    server.wait_phase(job_id, "SUCCEEDED")
+    for job in (waiting, endless):
+        server.call("POST", f"/v1/jobs/{job}/cancel")
+        server.wait_phase(job, "CANCELLED")
 
     page = shown(server, "Attempts", f"#{job_id}", token)
     assert "step 60" in page["text"] and "rank-killed" in page["text"] and page["trouble"] == ""

@@ -33,11 +33,14 @@ def whole(goodput: dict[str, float]) -> float:
 
 def test_a_jobs_time_its_notice_its_pace_and_its_exit_codes(plane: Plane) -> None:
     plane.reconcile()
-    faults = {"1": {"at": 14, "do": "exit-44"}, "2": {"at": 25, "do": "exit-42"}, "4": {"at": 95, "do": "exit-43"}}
+    faults = {
+        "1": {"at": 14, "do": "exit-44"}, "2": {"at": 25, "do": "exit-42"}, "3": {"at": 35, "do": "wait"},
+        "4": {"at": 95, "do": "exit-43"},
+    }  # fmt: skip
     job_id = plane.submit(
         {"steps": 120, "pause": 0.02, "epochs": faults}, policy={"exit_codes": RULES, "max_failures": 1}
     )
-    plane.wait_job(job_id, lambda job: job.epoch == 3 and job.step >= 25, "in its third attempt")
+    plane.wait_job(job_id, lambda job: job.epoch == 3 and job.step >= 35, "in its third attempt")
     plane.post(f"/v1/jobs/{job_id}/suspend")
     plane.wait(job_id, JobPhase.SUSPENDED)
     plane.post(f"/v1/jobs/{job_id}/resume")
@@ -70,8 +73,10 @@ def test_a_jobs_time_its_notice_its_pace_and_its_exit_codes(plane: Plane) -> Non
     assert 0 <= stopped["notice_used"] <= stopped["goodput"]["stopping_seconds"] + 0.01
     assert [a["notice_used"] for a in (attempts[0], attempts[1])] == [None, None]
 
-    first, second = (_pace(plane, job_id, number) for number in (1, 2))
-    assert first is None and second is not None and 0 < (second.startup or 0) < 60
+    first, last = (
+        _pace(plane, job_id, number) for number in (1, 4)
+    )  # the third stayed until its agent had seen a step of it
+    assert first is None and last is not None and 0 < (last.startup or 0) < 60
 
 
 def _pace(plane: Plane, job_id: str, number: int) -> Any:

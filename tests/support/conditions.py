@@ -51,9 +51,11 @@ def plain() -> Iterator[Setting]:
 @contextmanager
 def boot() -> Iterator[Setting]:
     """The machine was booted a minute ago: its monotonic clocks are small."""
-    with open("/proc/uptime") as file:
-        ago = max(int(float(file.read().split()[0])) - _UPTIME, 0)
-    before = ["unshare", "--time", "--boottime", f"-{ago}", "--monotonic", f"-{ago}", "--"]
+    ago = max(int(float(Path("/proc/uptime").read_text().split()[0])) - _UPTIME, 0)
+    # Offsets count from the machine's own clocks, also where this process runs under such a condition itself.
+    _, here = Path("/proc/self/timens_offsets").read_text().splitlines()
+    offset = f"{int(here.split()[1]) - ago}"
+    before = ["unshare", "--time", "--boottime", offset, "--monotonic", offset, "--"]
     if subprocess.run([*before, "true"], capture_output=True, check=False).returncode:
         raise NotHere("no time namespace; this takes root and Linux 5.6")
     yield Setting(before)

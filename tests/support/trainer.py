@@ -3,7 +3,7 @@
 ``python trainer.py agent LAUNCH_FILE [--node K]`` is the agent, ``python trainer.py rank`` the rank it starts. What the rank
 does is in the spec's env, TRAINER (JSON): steps, every (steps between checkpoints), pause (seconds per step), pauses (those of
 single ranks), redone (true: it tells of steps done again), keep (true: it deletes as a worker does, by
-checkpoint.keep_last), chain (see ``Rank._follow``); per epoch under "epochs": at (step) and do: kill
+checkpoint.keep_last), chain (see ``Rank._follow``); per epoch under "epochs": at (step) and do: wait (until it is to stop), kill
 (itself), kill-agent, raise, user-error, exit-N, mute (checkpoints are committed but not reported), deaf (stops are ignored),
 child (a sleeping process in a session of its own, then kill-agent).
 """
@@ -155,7 +155,10 @@ class Rank:
     def _misbehave(self, what: str, step: int) -> None:
         if what == "child":
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
-        if what == "kill":
+        if what == "wait":
+            while self._wanted_stop() is None:
+                time.sleep(0.01)
+        elif what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif what in ("kill-agent", "child", "mute"):
             os.kill(int(os.environ["RATCHET_AGENT_PID"]), signal.SIGKILL)

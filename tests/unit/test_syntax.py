@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
@@ -40,3 +43,26 @@ def test_four_threads_read_sources_at_the_same_time(threads_take_turns: None) ->
     with ThreadPoolExecutor(4) as pool:
         trees = list(pool.map(lambda _: syntax.parse(SOURCE.encode()), range(160)))
     assert [len(tree.body) for tree in trees] == [20] * 160
+
+
+def test_sources_are_read_while_tracebacks_are_formatted(threads_take_turns: None) -> None:
+    """Formatting makes trees, too, of the lines with an error, and takes no part in the lock."""
+    done = threading.Event()
+
+    def others() -> None:
+        while not done.is_set():
+            with suppress(SystemError):
+                ast.parse(SOURCE)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(others)
+        try:
+            trees = [_from_a_depth(40) for _ in range(300)]
+        finally:
+            done.set()
+    assert [len(tree.body) for tree in trees] == [20] * 300
+
+
+def _from_a_depth(calls: int) -> ast.Module:
+    """The count goes wrong between threads of different depths."""
+    return _from_a_depth(calls - 1) if calls else syntax.parse(SOURCE.encode())
