@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ratchet_client.cli import output
 from ratchet_contract.code_choice import choose
 from ratchet_contract.code_tree import UNLIMITED, Entry, TreeError, digest, entries
+from ratchet_contract.errors import Conflict
 from ratchet_contract.paths import MANIFEST_NAME, HomePaths, JobPaths, parse_checkpoint_dir_name
 from ratchet_contract.phases import JobPhase
 
@@ -74,7 +75,11 @@ def _go_on(client: RatchetClient, home: HomePaths, job: JobView) -> Begun:
             output.note(f"the code has changed: {job.id} is stopped first")
             client.suspend(job.id)
             client.wait(job.id, until=(JobPhase.SUSPENDED,))
-        client.resume(job.id, code=changed, note=output.note)
+        try:
+            client.resume(job.id, code=changed, note=output.note)
+        except Conflict as error:  # strict determinism
+            detail = f"{error.detail}; `ratchet run --new ...` starts another job, with the code as it is now"
+            raise Conflict(detail, code=error.code) from None
         words = ", with the code as it is now: not exact, code changed"
     else:
         client.resume(job.id)
