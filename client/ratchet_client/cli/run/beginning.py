@@ -71,7 +71,9 @@ def _go_on(client: RatchetClient, home: HomePaths, job: JobView) -> Begun:
     changed = _changed_code(home, job)
     words = ""
     if changed is not None:
-        if not job.phase.terminal:  # code is exchanged while no attempt may be alive
+        if (
+            not job.phase.terminal and job.phase is not JobPhase.SUSPENDED
+        ):  # code is exchanged while no attempt may be alive
             output.note(f"the code has changed: {job.id} is stopped first")
             client.suspend(job.id)
             client.wait(job.id, until=(JobPhase.SUSPENDED,))
