@@ -78,7 +78,7 @@ def run(
 
     if settings(ctx).server is not None:
         raise typer.BadParameter(
-            "--server: run trains on this machine; `ratchet submit --follow` uses another's service"
+            "--server: run trains on this machine; `ratchet submit FILE --follow` uses another's service"
         )
     shown = _ranks(ranks)
     spec = _spec(words, nproc, name, sets)
