@@ -15,6 +15,7 @@ from ratchet_contract.errors import UserError
 from ratchet_contract.paths import FINISHED_NAME, JobPaths
 from ratchet_contract.resume import Base
 from ratchet_contract.spec_checkpoint import CheckpointSpec
+from ratchet_hooks.summary import HookSummary
 from ratchet_store.commit import read_manifest
 from ratchet_worker.checkpointer import Checkpointer
 from ratchet_worker.exchange import Exchange
@@ -49,7 +50,10 @@ def test_a_save_that_is_the_end_for_some_ranks_alone_is_refused_on_all(tmp_path:
         checkpointer = Checkpointer(
             _launch(tmp_path), exchange, saving, SILENT, SILENT, Base(step=0), torch.device("cpu"), NEVER
         )
-        summary = SimpleNamespace(model_copy=lambda **_: SimpleNamespace(model_dump_json=lambda: "{}"))
+        summary = HookSummary(
+            name="allreduce", rank=rank, step=3, phase="steady", iteration=3, compression_rate=1.0, elements_before=1,
+            elements_after=1, bytes_before=4, bytes_after=4,
+        )  # fmt: skip
         content: Any = SimpleNamespace(snapshot=Snapshot(), summary=summary, parts=0, norm_of=lambda _: None)
         with pytest.raises(UserError) as caught:
             checkpointer.save(3, "schedule", rank == 1, lambda: content)
