@@ -143,6 +143,11 @@ class LaunchFile(Grown):
     )
 
     @property
+    def standalone(self) -> bool:
+        """No service knows of this run: its script was started by its user."""
+        return not self.service_file
+
+    @property
     def deadlines(self) -> Deadlines:
         """How long this attempt's ranks may go without progress."""
         return deadlines(self.spec.policy, self.pace)

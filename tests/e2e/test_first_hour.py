@@ -171,12 +171,6 @@ def test_cuda_on_a_machine_without_a_gpu_is_refused(cli: Cli) -> None:
     assert "use backend gloo (or auto)" in nccl
 
 
-def test_a_session_script_run_by_hand_says_how_to_submit_it(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("from ratchet_worker.session import Session\nSession()\n")
-    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1 and "ratchet init" in done.stderr and "ratchet submit" in done.stderr
-
-
 def test_a_second_service_says_who_has_the_directory_or_the_port(server: Server, cli: Cli, tmp_path: Path) -> None:
     assert server.process is not None
     again = cli("serve", expect=2).errors

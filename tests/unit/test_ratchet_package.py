@@ -89,16 +89,6 @@ print(pydoc.render_doc(ratchet))
     assert "ratchet_client.client.RatchetClient" in told and "class Session" not in told
 
 
-@pytest.mark.parametrize(("arguments", "script"), [(["train.py"], "train.py"), (["-c"], "SCRIPT.py")])
-def test_a_session_without_a_job_says_what_to_type(tmp_path: Path, arguments: list[str], script: str) -> None:
-    text = "import ratchet\nratchet.Session()\n"
-    (tmp_path / "train.py").write_text(text)
-    command = [sys.executable, *arguments, *([text] if arguments == ["-c"] else [])]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1
-    assert f"here `ratchet init {script}`, for a spec" in done.stderr
-
-
 @pytest.mark.parametrize("use", ["from ratchet import Session", "import ratchet; ratchet.Session"])
 def test_a_users_own_module_of_that_name_is_named_by_the_rank(tmp_path: Path, use: str) -> None:
     (tmp_path / "ratchet.py").write_text("teeth = 12\n")

@@ -6,6 +6,7 @@ and LayerNorm gradients.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Literal
 
 import torch
@@ -17,11 +18,12 @@ def apply(mode: Mode, threads: int) -> None:
     """Fix ``threads`` intra-op threads (one inter-op) and, unless ``mode`` is off, deterministic algorithms.
 
     ``strict``: an operation without a deterministic implementation raises; ``warn``: it warns. Must run before torch has
-    done parallel work, because the number of inter-op threads can be set only once.
+    done parallel work, because the number of inter-op threads can be set only once; behind it that number stays.
     """
     torch.set_num_threads(threads)
     if torch.get_num_interop_threads() != 1:
-        torch.set_num_interop_threads(1)
+        with suppress(RuntimeError):  # too late in this process; the number is among the facts that a resume compares
+            torch.set_num_interop_threads(1)
     if mode == "off":
         return
     torch.use_deterministic_algorithms(True, warn_only=mode == "warn")

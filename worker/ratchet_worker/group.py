@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-from torch.distributed import init_process_group
+from torch.distributed import init_process_group, is_initialized
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
 from ratchet_contract import environment as names
 from ratchet_contract.errors import UserError
 from ratchet_contract.messages import LaunchFile
+from ratchet_worker.exchange import until_present
 
 
 @dataclass(frozen=True)
@@ -98,8 +101,20 @@ def _free_copy(fd: int | None) -> int | None:
     return copy
 
 
+def refuse_other_group() -> None:
+    """Raises ``UserError`` where the script has started a process group."""
+    if is_initialized():
+        raise UserError(
+            "the script called torch.distributed.init_process_group before it made its Session: remove that line, Session() "
+            "starts the group itself, with the back end of the spec (ddp.backend), and ends it",
+            code="group-exists",
+        )
+
+
 def join(launch: LaunchFile, identity: Identity, clients: Clients, device: torch.device, timeout: float) -> None:
-    """``init_process_group`` with the job's back end; ``timeout`` (seconds) bounds every collective."""
+    """``init_process_group`` with the job's back end; ``timeout`` (seconds) bounds every collective. Raises ``UserError`` where
+    the script has done it already."""
+    refuse_other_group()
     init_process_group(
         launch.resolved.backend,
         store=PrefixStore("group", clients.group),
@@ -108,3 +123,14 @@ def join(launch: LaunchFile, identity: Identity, clients: Clients, device: torch
         timeout=timedelta(seconds=timeout),
         device_id=device if launch.resolved.backend == "nccl" else None,
     )
+
+
+def farewell(store: Store, identity: Identity, seconds: float) -> None:
+    """The last use of the store by this rank; rank 0, which serves it, waits for the others' for up to ``seconds``."""
+    with suppress(RuntimeError):  # rank 0 has gone already
+        store.set(f"farewell/{identity.rank}", "1")
+        if identity.rank == 0:
+            end = time.monotonic() + seconds
+            for _ in until_present(store, [f"farewell/{rank}" for rank in range(identity.world_size)]):
+                if time.monotonic() > end:
+                    return

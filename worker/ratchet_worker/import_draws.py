@@ -31,8 +31,9 @@ def installed_folders() -> tuple[Path, ...]:
 
 
 def take_back_draws() -> None:
-    """From now on, for imports by the main thread. To be called once in a rank's process."""
-    sys.meta_path.insert(0, _Finder())
+    """From now on, for imports by the main thread."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(MetaPathFinder):

@@ -38,16 +38,16 @@ from ratchet_worker import (
     user_code,
 )
 from ratchet_worker.agreement import Agreement, Decision, Stopped, Wish
-from ratchet_worker.choice import choose
 from ratchet_worker.counter import StepCounter
 from ratchet_worker.endings import ScriptExit, cause_of, exit_code_of, leave_process, write_result
-from ratchet_worker.exchange import Abandoned, Exchange, until_present
+from ratchet_worker.exchange import Abandoned, Exchange
 from ratchet_worker.files import now, reserve
-from ratchet_worker.group import Clients, Identity, connect, device_of, join, named_device
+from ratchet_worker.group import Clients, Identity, connect, device_of, farewell, named_device
 from ratchet_worker.listener import Listener
 from ratchet_worker.reporter import Reporter
-from ratchet_worker.runtime import Runtime
+from ratchet_worker.runtime import Runtime, join
 from ratchet_worker.session import Session
+from ratchet_worker.session_arguments import SessionArguments
 from ratchet_worker.spool import Spool
 from ratchet_worker.thread_pools import at_work
 from ratchet_worker.unmanaged import Unmanaged
@@ -148,44 +148,27 @@ class RankProcess:
                 code="code-differs",
             )
 
-    def _open(self) -> Runtime:
+    def _open(self, arguments: SessionArguments = SessionArguments()) -> Runtime:
         """Join the process group and agree on what to start from: once, on every rank. Tasks do it first of all, a script when
         it makes its Session. Raises ``Stopped`` where a stop was told to the script before."""
         with self._opening:
             if self._runtime is None:
                 self._opener = threading.current_thread()
+                if (odd := arguments.differences(self._launch.spec)) and self._identity.rank == 0:
+                    text = f"the job's spec counts, and the script gives Session() other values: {', '.join(odd)}"
+                    self._reporter.note("session-arguments", text)
                 self._runtime = self._join()
             return self._runtime
 
     def _join(self) -> Runtime:
         assert self._clients is not None and self._agreement is not None
         launch, identity = self._launch, self._identity
-        if is_initialized():
-            raise UserError(
-                "the script called torch.distributed.init_process_group before it made its Session: remove that line, Session() "
-                "starts the group itself, with the back end of the spec (ddp.backend), and ends it",
-                code="group-exists",
-            )
         stop = self._unmanaged.become_managed()
         if stop is not None:
             raise Stopped(stop, f"stopped before the first step ({stop})")
-        device = device_of(launch, identity)
-        join(launch, identity, self._clients, device, self._timeout)
-        self._counter.tick()
-        exchange = self._exchange(self._clients.main)
-        chosen = choose(launch, exchange, self._reporter)
-        self._counter.tick()
-        saving = self._exchange(self._clients.saver)
-        return Runtime(
-            launch,
-            identity.local_rank,
-            device,
-            exchange,
-            saving,
-            self._agreement,
-            self._counter,
-            self._reporter,
-            chosen,
+        hold = self._listener.abort.hold
+        return join(
+            launch, identity, self._clients, self._timeout, hold, self._agreement, self._counter, self._reporter
         )
 
     @property
@@ -385,14 +368,7 @@ class RankProcess:
             return
         self._parted = True
         assert self._clients is not None
-        store, rank = self._clients.side, self._identity.rank
-        with suppress(RuntimeError):  # rank 0 has gone already
-            store.set(f"farewell/{rank}", "1")
-            if rank == 0:
-                end = time.monotonic() + seconds
-                for _ in until_present(store, [f"farewell/{r}" for r in range(self._identity.world_size)]):
-                    if time.monotonic() > end:
-                        return
+        farewell(self._clients.side, self._identity, seconds)
 
     def _write_result(self, cause: Cause, message: str | None, trace: str | None) -> None:
         self._listener.abort.hold()

@@ -67,7 +67,7 @@ class ReplayProof:
     ) -> None:
         self._fingerprints, self._ring, self._reporter, self._redone = fingerprints, ring, reporter, redone
         self._world_size, self._own_line = launch.world_size, _own_line(launch)
-        self._job_id, self._strict = launch.job_id, launch.spec.determinism == "strict"
+        self._cure, self._strict = _cure(launch), launch.spec.determinism == "strict"
         self._earlier = {step: earlier[step] for step in redone.compared}
         self._compared = self._equal = 0
         self._difference: StepDifference | None = None
@@ -122,9 +122,7 @@ class ReplayProof:
                 raise UserError(
                     f"determinism is strict, and {self._difference.sentence()}: something that training depends on is not in the "
                     "checkpoint, or computes with other bits each time. Register it (session.register, Parts.stateful) and "
-                    "submit the job again. To go on all the same, as a new job whose bits may differ: "
-                    f"`ratchet fork {self._job_id} --set determinism=warn`, or where there is no checkpoint yet, submit it again "
-                    "with that",
+                    f"{self._cure}",
                     code="replay-difference",
                 )
         self._equal += self._difference is None
@@ -190,7 +188,7 @@ def _earlier(launch: LaunchFile, rank: int, report: ResumeReport, header: RingHe
 def _incomparable(number: int, report: ResumeReport, found: RingHeader | None, mine: RingHeader) -> str | None:
     """Why attempt ``number`` is not compared; None: it is."""
     if report.verdict not in ("fresh", "exact"):
-        return f"the resume is not exact: {_inexact(report)}"
+        return f"the resume is not exact: {inexact(report)}"
     if found is None:
         return f"attempt {number} left no fingerprints that this version of Ratchet reads"
     differences = compare(found.facts, mine.facts)
@@ -202,7 +200,8 @@ def _incomparable(number: int, report: ResumeReport, found: RingHeader | None, m
     return None
 
 
-def _inexact(report: ResumeReport) -> str:
+def inexact(report: ResumeReport) -> str:
+    """What of a resume is not exact, in words."""
     if report.differences:
         more = f" and {len(report.differences) - _NAMED} more" if len(report.differences) > _NAMED else ""
         return sentence(report.differences[:_NAMED]) + more
@@ -238,6 +237,16 @@ def _line(runtime: Runtime, report: ResumeReport) -> str:
         if header is not None:
             return header.line
     return f"checkpoint {base.digest}"
+
+
+def _cure(launch: LaunchFile) -> str:
+    """What to do behind a step that differs, where the run is strict."""
+    if launch.standalone:
+        return 'start it in another directory. To go on all the same, with other bits: Session(determinism="warn")'
+    return (
+        "submit the job again. To go on all the same, as a new job whose bits may differ: "
+        f"`ratchet fork {launch.job_id} --set determinism=warn`, or where there is no checkpoint yet, submit it again with that"
+    )
 
 
 def _own_line(launch: LaunchFile) -> str:

@@ -107,8 +107,7 @@ def restore(runtime: Runtime) -> ResumeReport:
         if differences and launch.spec.determinism == "strict":
             raise UserError(
                 f"determinism is strict and this is not what was recorded: {environment_record.sentence(differences)}. Resume "
-                "it where it is the same, or go on as a new job, whose bits may differ: "
-                f"`ratchet fork {launch.job_id} --set determinism=warn`",
+                f"it where it is the same, or go on with other bits: {_with_other_bits(launch)}",
                 code="environment-differs",
             )
         _keep_total(runtime, chosen.manifest)
@@ -234,10 +233,17 @@ def _insist_if_strict(launch: LaunchFile, reports: list[ComponentReport]) -> Non
     lost = [f"{r.component} of rank {r.rank}: {r.status} ({r.reason})" for r in reports if r.status != "exact"]
     if lost and launch.spec.determinism == "strict":
         raise UserError(
-            f"determinism is strict and not everything comes back exactly: {'; '.join(lost)}. To go on all "
-            f"the same, as a new job: `ratchet fork {launch.job_id} --set determinism=warn`",
+            f"determinism is strict and not everything comes back exactly: {'; '.join(lost)}. To go on all the same: "
+            f"{_with_other_bits(launch)}",
             code="state-differs",
         )
+
+
+def _with_other_bits(launch: LaunchFile) -> str:
+    """What lets a run go on although it is strict and not exact."""
+    if launch.standalone:
+        return 'Session(determinism="warn")'
+    return f"as a new job, `ratchet fork {launch.job_id} --set determinism=warn`"
 
 
 def _announce(runtime: Runtime, report: ResumeReport) -> None:

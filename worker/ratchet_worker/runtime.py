@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -23,9 +23,10 @@ from ratchet_contract.paths import JobPaths
 from ratchet_contract.phases import Cause
 from ratchet_hooks.layout import ManagedDDP
 from ratchet_store.commit import mark_changed
-from ratchet_worker import environment_record, replay_proof, resume
+from ratchet_worker import environment_record, group, replay_proof, resume
 from ratchet_worker.agreement import FINISH, NOT_STARTED, STRIDE, Agreement, Decision, Stopped, position
 from ratchet_worker.checkpointer import Checkpointer
+from ratchet_worker.choice import choose
 from ratchet_worker.content import Content, Contents
 from ratchet_worker.counter import Stage, StepCounter
 from ratchet_worker.data.epochs import endless
@@ -33,6 +34,7 @@ from ratchet_worker.environment_record import Record
 from ratchet_worker.evaluation import Evaluation, undisturbed
 from ratchet_worker.exchange import Abandoned, Exchange
 from ratchet_worker.gather import Gatherer
+from ratchet_worker.group import Clients, Identity
 from ratchet_worker.job_state import JobState
 from ratchet_worker.late_changes import LateChanges, before_work, sentence
 from ratchet_worker.reporter import Reason, Reporter, metric
@@ -99,7 +101,10 @@ class Runtime:
         self._behind = False  # checkpoint() has ended the step, and the body of its loop goes on
         self._late: LateChanges | None = None  # there, where the step is saved
         self._counts: dict[str, list[int]] = {}  # of schedulers, at the last step boundary
-        self._stopped: Stopped | None = None  # raised already; a thread of the script's may have ended with it
+        self.stopped: Stopped | None = None  # raised already; a thread of the script's may have ended with it
+        self.left: Callable[[BaseException | None], None] | None = (
+            None  # without a service: who ends the run; the error, if any
+        )
         self.trainer: threading.Thread | None = None  # does the steps: the one that asked for the last, from restore on
         self._boundary = (
             threading.RLock()
@@ -331,7 +336,7 @@ class Runtime:
         trainer = self.trainer
         if trainer is None or trainer is threading.current_thread():
             return
-        while not (self.finished or self.done or self._stopped is not None):
+        while not (self.finished or self.done or self.stopped is not None):
             if not at_work(trainer):
                 raise RuntimeError(
                     f"the thread that does the steps ended after step {self.step}, before its loop had: that is no success. An "
@@ -341,8 +346,8 @@ class Runtime:
             trainer.join(0.05)
 
     def _finish(self) -> None:
-        if self._stopped is not None:
-            raise self._stopped
+        if self.stopped is not None:
+            raise self.stopped
         self.settle(last=True)
         self._end_body()
         manifest = self.chosen.manifest
@@ -480,8 +485,8 @@ class Runtime:
         self._stop(decision.stop, f"stopped after step {self.step} ({decision.stop}){tail}")
 
     def _stop(self, cause: Cause, message: str) -> NoReturn:
-        self._stopped = Stopped(cause, message)
-        raise self._stopped
+        self.stopped = Stopped(cause, message)
+        raise self.stopped
 
     def _left(self, cause: Cause) -> float:
         """Seconds until the processes of a stop are killed."""
@@ -527,6 +532,29 @@ class Runtime:
     def _report_hook(self) -> None:
         _, hook = self.state.hook_or_refuse()
         self.reporter.hook(hook.summary(rank=self.rank, step=self.step), hook.warnings())
+
+
+def join(
+    launch: LaunchFile,
+    identity: Identity,
+    clients: Clients,
+    timeout: float,
+    hold: Callable[[], None],
+    agreement: Agreement,
+    counter: StepCounter,
+    reporter: Reporter,
+) -> Runtime:
+    """Start the process group and agree on what to start from; on every rank. ``timeout``: seconds that a rank waits for others;
+    ``hold``: see ``GroupAbort.hold``. Raises ``UserError`` and ``CheckpointError``."""
+    device = group.device_of(launch, identity)
+    group.join(launch, identity, clients, device, timeout)
+    counter.tick()
+    main, saving = (
+        Exchange(c, identity.rank, identity.world_size, timeout, hold) for c in (clients.main, clients.saver)
+    )
+    chosen = choose(launch, main, reporter)
+    counter.tick()
+    return Runtime(launch, identity.local_rank, device, main, saving, agreement, counter, reporter, chosen)
 
 
 def _has_none(launch: LaunchFile, chosen: Chosen) -> bool:

@@ -68,9 +68,10 @@ their mean is evaluated.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from os import PathLike
+from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, overload
 
@@ -81,6 +82,8 @@ from torch.distributed import ProcessGroup
 from ratchet_contract.errors import UserError
 from ratchet_worker.evaluation import Evaluation
 from ratchet_worker.runtime import Runtime
+from ratchet_worker.session_arguments import DIRECTORY, SessionArguments
+from ratchet_worker.standalone import Standalone
 
 _OWN_NAMES = frozenset({"optimizer", "scheduler", "scaler", "data"})
 
@@ -89,21 +92,36 @@ class Session:
     """A script's hold on its job. The first one joins the job's process group: every rank makes it, in any thread; further ones
     are the same. An error that ends the thread that does the steps, or before the first one made it, ends the attempt.
 
-    Raises ``UserError`` where no agent started the process, and where the script has started a process group already.
+    Without a service (``python``, ``torchrun``, a debugger, a notebook, in a test) it is a run of its own, one per directory.
+    Leaving the block ends the run in this process; the next Session is another start.
+
+    Raises ``UserError`` where the script has started a process group already; without a service also where ``directory`` is in
+    use or holds something else, and in another thread than the main one.
     """
 
     # The process of a rank sets it before the script starts: threads inherit no context. Its first call is a collective.
-    _opener: ClassVar[Callable[[], Runtime] | None] = None
+    _opener: ClassVar[Callable[[SessionArguments], Runtime] | None] = None
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        directory: str | PathLike[str] = DIRECTORY,
+        *,
+        hook: str | dict[str, Any] | None = None,
+        seed: int | None = None,
+        checkpoint: dict[str, Any] | None = None,
+        ddp: dict[str, Any] | None = None,
+        determinism: str | None = None,
+        on_hook_mismatch: str | None = None,
+    ) -> None:
+        """Arguments are for a run without a service, which saves to ``directory`` and goes on from there; in a job its spec
+        counts, and an event tells what the script gives otherwise. They are keys of the spec with its defaults: ``hook``,
+        ``seed`` and ``determinism``, the mappings ``checkpoint`` and ``ddp``, and ``on_hook_mismatch`` of ``policy``."""
+        given = {"hook": hook, "seed": seed, "checkpoint": checkpoint, "ddp": ddp, "determinism": determinism}
+        given["on_hook_mismatch"] = on_hook_mismatch
         if Session._opener is None:
-            # A prompt and a notebook have no file.
-            script = sys.argv[0] if hasattr(sys.modules["__main__"], "__file__") else "SCRIPT.py"
-            raise UserError(
-                "there is no job here: a script with a Session is started by Ratchet, not by python or torchrun. Run `ratchet "
-                f"serve` in another terminal; here `ratchet init {script}`, for a spec; then `ratchet submit` with it"
-            )
-        self._runtime: Runtime = Session._opener()
+            Session._opener = Standalone().open
+        arguments = SessionArguments(Path(directory), {k: value for k, value in given.items() if value is not None})
+        self._runtime: Runtime = Session._opener(arguments)
 
     def __enter__(self) -> Session:
         return self
@@ -111,8 +129,15 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.finish()
+        try:
+            if kind is None:
+                self.finish()
+        except BaseException as found:
+            error = found
+            raise
+        finally:
+            if self._runtime.left is not None:
+                self._runtime.left(error)
 
     def finish(self) -> None:
         """The job is done, after the same step on every rank; the final checkpoint is made. The end of the block does it, where

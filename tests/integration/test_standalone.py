@@ -1,0 +1,252 @@
+"""A Session without a service: under python, torchrun, pdb and pytest, killed and started again, it ends in the same bits."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ratchet_contract.exit_codes import EXIT_PREEMPTED
+from ratchet_contract.phases import Cause
+from ratchet_store.commit import read_manifest
+from ratchet_store.compare import compare, render
+from tests.support.launch import Job
+from tests.support.server import wait_for
+
+STEPS = 24
+SCRIPT = '''
+import json, os, signal, sys, time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ratchet import Session, TrainLoader
+
+HOOK = {"name": "powerSGD", "matrix_approximation_rank": 2, "start_powerSGD_iter": 4}
+
+
+class Points(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        x = torch.randn(8, generator=torch.Generator().manual_seed(index))
+        return x, (x.sum() > 0).long()
+
+
+def act(step, rank):
+    """By start and rank: the step in whose body a signal comes, or that is held there."""
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    for when, who, at, what in json.loads(os.environ.get("PLAN", "[]")):
+        if (when, who, at) != (start, rank, step):
+            continue
+        if what != "hold":
+            os.kill(os.getpid(), getattr(signal, what))
+            continue
+        Path("held").touch()
+        while True:
+            time.sleep(0.01)
+
+
+def train(directory="ratchet-checkpoints", steps=24, fail_at=None):
+    with Session(directory, hook=HOOK, checkpoint={"every_steps": 5}, determinism="strict") as session:
+        data = TrainLoader(Points(), batch_size=4, seed=session.seed, rank=session.rank, world_size=session.world_size)
+        net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.ReLU(), nn.Linear(32, 2))
+        model = session.wrap(net)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        session.register(optimizer=optimizer, data=data)
+        batches = session.batches()
+        for step in session.steps(steps):
+            x, y = next(batches)
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            act(step, session.rank)
+            if step == fail_at:
+                raise ArithmeticError("wrong in the loop")
+        return session.step, session.resumed
+
+
+if __name__ == "__main__":
+    train()
+'''
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "train.py").write_text(SCRIPT)
+    yield project
+
+
+def _environ(plan: str = "[]") -> dict[str, str]:
+    return {**os.environ, "PLAN": plan, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+
+
+def _run(place: Path, *command: str, plan: str = "[]") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=place,
+        env=_environ(plan),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def _final(root: Path, step: int = STEPS) -> Path:
+    (found,) = (root / "checkpoints").glob(f"step-{step:012d}.*")
+    assert read_manifest(found).finished
+    return found
+
+
+def _assert_proved(told: str, done: int) -> None:
+    """The last resume that ``told`` speaks of was exact, and each step up to ``done`` that it did again was compared."""
+    base = int(re.findall(r"^ratchet: resumed exactly from step (\d+) of \./ratchet-checkpoints$", told, re.M)[-1])
+    redone = done - base
+    proved = re.findall(r"^ratchet: proved: (\d+) of (\d+) redone steps?$", told, re.M)
+    assert (redone == 0) or (int(proved[-1][0]), int(proved[-1][1])) == (redone, redone), told
+
+
+def test_ranks_killed_under_torchrun_end_in_the_bits_of_the_undisturbed_run_and_of_the_job(
+    place: Path, tmp_path: Path
+) -> None:
+    first, second = sorted(random.sample(range(3, STEPS - 1), 2))
+    rank = random.randrange(2)
+    plan = f'[["0", {rank}, {first}, "SIGKILL"], ["1", {1 - rank}, {second}, "SIGKILL"]]'
+
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    (whole / "train.py").write_text(SCRIPT)
+    undisturbed = _run(whole, *TORCHRUN, "train.py")
+    killed = _run(place, *TORCHRUN, "--max-restarts", "2", "train.py", plan=plan)
+
+    assert (undisturbed.returncode, killed.returncode) == (0, 0), f"{plan}\n{undisturbed.stderr}\n{killed.stderr}"
+    assert killed.stderr.count("resumed exactly from step") == 2, f"{plan}\n{killed.stderr}"
+    _assert_proved(killed.stderr, second)
+    same = compare(_final(whole / "ratchet-checkpoints"), _final(place / "ratchet-checkpoints"))
+    assert same.identical, f"{plan}\n{render(same)}"
+
+    job = Job(
+        tmp_path,
+        {
+            "script": ["train.py"],
+            "code": {"path": str(place)},
+            "hook": {"name": "powerSGD", "matrix_approximation_rank": 2, "start_powerSGD_iter": 4},
+            "checkpoint": {"every_steps": 10},
+            "determinism": "strict",
+        },
+        place,
+    )
+    try:
+        attempt = job.launch()
+        assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
+        (note,) = [m.message for m in attempt.messages(kind="note") if m.type == "session-arguments"]
+        assert note.endswith("checkpoint.every_steps (5 in the script, 10 in the job's spec)")
+        served = compare(job.newest(), _final(place / "ratchet-checkpoints"))
+        assert not served.different and served.tensors, render(served)
+    finally:
+        job.close()
+
+
+def test_a_script_held_interrupted_twice_stopped_and_debugged_ends_in_the_same_bits(
+    place: Path, tmp_path: Path
+) -> None:
+    whole = _run(tmp_path, str(place / "train.py"))  # another current directory
+    assert whole.returncode == 0, whole.stderr
+    assert whole.stderr.startswith("ratchet: begins at step 0: there is no checkpoint in ./ratchet-checkpoints\n")
+
+    held = subprocess.Popen(
+        [sys.executable, "train.py"],
+        cwd=place,
+        env=_environ('[["0", 0, 13, "hold"]]'),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_for(lambda: (place / "held").exists() or held.poll() is not None, "the script to be held")
+        other = _run(place, "train.py")
+        assert other.returncode == 1 and "another process trains with the checkpoints in" in other.stderr
+        held.send_signal(signal.SIGINT)
+        assert held.stderr is not None
+        assert any("once more ends at once" in line for line in held.stderr)
+        held.send_signal(signal.SIGINT)  # the end of the step never comes
+        told = held.communicate(timeout=60)[1]
+        assert (held.returncode, "interrupted twice" in told) == (128 + signal.SIGINT, True), told
+    finally:
+        held.kill()
+        held.communicate()
+
+    stopped = _run(place, "train.py", plan='[["0", 0, 17, "SIGTERM"]]')
+    assert stopped.returncode == EXIT_PREEMPTED, stopped.stderr
+    _assert_proved(stopped.stderr, 13)
+    (at,) = re.findall(
+        r"stopped after step (\d+): the next start goes on from step \1 of \./ratchet-checkpoints", stopped.stderr
+    )
+    assert int(at) in (18, 19)
+
+    debugged = _run(place, "-m", "pdb", "-c", "continue", "train.py")
+    assert f"ratchet: resumed exactly from step {at} of" in debugged.stderr, debugged.stderr
+    final = _final(place / "ratchet-checkpoints")
+    assert len([*(place / "ratchet-checkpoints" / "checkpoints").glob("step-*")]) == 3  # keep_last, over all starts
+    same = compare(_final(tmp_path / "ratchet-checkpoints"), final)
+    assert same.identical, render(same)
+
+    again = _run(place, "train.py")
+    assert again.returncode == 0, again.stderr
+    assert "has ended with step 24, so that nothing is left to do" in again.stderr
+    assert _final(place / "ratchet-checkpoints") == final
+
+
+IN_PYTEST = """
+import signal
+import pytest
+import torch.distributed as dist
+from ratchet import Session, UserError
+from train import train
+
+
+def test_one_after_the_other(tmp_path, monkeypatch):
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    assert train(tmp_path / "a", steps=8) == (8, False)
+    with pytest.raises(ArithmeticError):
+        train(tmp_path / "b", steps=8, fail_at=6)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
+    assert train(tmp_path / "b", steps=8) == (8, True)
+
+    (tmp_path / "c" / "checkpoints").mkdir(parents=True)
+    for arguments, said in (
+        ({"directory": tmp_path / "c"}, "is no directory of a run"),
+        ({"hook": "powersgdd"}, "/hook"),
+        ({"checkpoint": {"uri": "s3://bucket/prefix"}}, "checkpoint.uri"),
+    ):
+        with pytest.raises(UserError, match=said):
+            Session(**{"directory": tmp_path / "d", **arguments})
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with pytest.raises(UserError, match="remove that line"):
+        Session(tmp_path / "d")
+    assert dist.is_initialized()
+    dist.destroy_process_group()
+    monkeypatch.delenv("PYTHONHASHSEED")
+    with pytest.raises(UserError, match="PYTHONHASHSEED=0"):
+        Session(tmp_path / "d", determinism="strict")
+"""
+
+
+def test_two_runs_one_after_the_other_in_a_test_function(place: Path) -> None:
+    (place / "test_train.py").write_text(IN_PYTEST)
+    found = _run(place, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "test_train.py")
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "not looked at" in found.stderr and "and the main file" in found.stderr

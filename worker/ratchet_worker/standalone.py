@@ -1,0 +1,478 @@
+"""A Session without a service: under plain ``python``, ``torchrun``, a debugger or pytest, at a prompt, in a notebook.
+
+What agent and service do for a rank is done here in the script's own process: a launch file is made of the Session's arguments
+and of what the directory holds (``standalone_directory``), the ranks meet over torchrun's store or one of their own, and what a
+service would show is printed. The runtime, and all that it saves and proves, is the same.
+
+The process is the script's, or pytest's, or a notebook's: a run gives signals back when it is over, and ends the process only for
+a stop that the script itself cannot act on (``owns_process``).
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import signal
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.distributed import destroy_process_group, is_initialized
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
+
+from ratchet_contract import code_tree
+from ratchet_contract import environment as names
+from ratchet_contract.errors import RatchetError, UserError
+from ratchet_contract.exit_codes import EXIT_PREEMPTED
+from ratchet_contract.messages import LaunchFile, RankResult
+from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.phases import Cause
+from ratchet_contract.plural import counted
+from ratchet_contract.spec import JobSpec, Resolved
+from ratchet_hooks.build import close_group
+from ratchet_worker import allocator, determinism, import_draws, rng
+from ratchet_worker.agreement import Agreement, Decision, Stopped, Wish
+from ratchet_worker.console_report import ConsoleReport, say, shown
+from ratchet_worker.counter import StepCounter
+from ratchet_worker.endings import cause_of, leave_process, write_result
+from ratchet_worker.exchange import Exchange
+from ratchet_worker.files import now
+from ratchet_worker.group import Clients, Identity, farewell, refuse_other_group
+from ratchet_worker.import_draws import installed_folders
+from ratchet_worker.listener import Listener
+from ratchet_worker.object_walk import is_users_module
+from ratchet_worker.reporter import Reporter
+from ratchet_worker.runtime import Runtime, join
+from ratchet_worker.session_arguments import SessionArguments
+from ratchet_worker.standalone_directory import StandaloneDirectory
+
+_TIMEOUT: Final = 1800.0
+"""Seconds that a rank waits for others, which is torch's own: nobody watches over a hang, and a debugger may stop one of them."""
+_FAREWELL: Final = 3.0
+_EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process is among its ranks; ``served``: torchrun's agent serves their store. ``script``: the main file; None at
+    a prompt, in a notebook, and where an installed program (pytest) runs the script's code."""
+
+    identity: Identity
+    nodes: int
+    node: int
+    served: bool
+    script: Path | None
+
+    @classmethod
+    def here(cls) -> Place:
+        """Raises ``UserError`` where torchrun's variables are not complete."""
+        env = os.environ
+        if names.RANK not in env:
+            return cls(Identity(0, 0, 1, "127.0.0.1", 0, None), 1, 0, False, _main_file())
+        try:
+            identity = Identity.of({name: value for name, value in env.items() if name != names.STORE_FD})
+            per_node = int(env[names.LOCAL_WORLD_SIZE])
+        except (KeyError, ValueError) as error:
+            raise UserError(
+                f"RANK is set, and of the other variables that torchrun sets one is missing or no number ({error}): start the "
+                "script by torchrun, or by python without any of them",
+                code="torchrun-variables",
+            ) from None
+        served = env.get(names.TORCHELASTIC_USE_AGENT_STORE) == "True"
+        return cls(identity, identity.world_size // per_node, identity.rank // per_node, served, _main_file())
+
+    @property
+    def owns_process(self) -> bool:
+        return self.script is not None
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.identity.world_size // self.nodes
+
+
+class Standalone:
+    """The runs of this process, one after the other. A run ends when its Session's block is left, or with the process."""
+
+    def __init__(self) -> None:
+        self._run: _Run | None = None
+        self._stores: _Stores | None = None
+        self._runs = 0
+        self._arguments = SessionArguments()
+        self._pid = os.getpid()
+        atexit.register(self._at_exit)
+
+    def open(self, arguments: SessionArguments) -> Runtime:
+        """The run that is under way, or a new one: on every rank, on the main thread. Raises ``UserError`` and
+        ``CheckpointError``."""
+        run = self._run
+        if run is not None and run.runtime is not None and not run.over:
+            if arguments not in (self._arguments, SessionArguments()):
+                raise UserError(
+                    "another Session with other arguments is not over yet: leave its block first, or call finish()",
+                    code="session-open",
+                )
+            return run.runtime
+        _refuse_where_no_run_can_be()
+        if run is not None:
+            run.end(None)
+        place = Place.here()
+        self._stores = self._stores or _Stores(place)
+        self._runs, self._arguments = self._runs + 1, arguments
+        self._run = _Run(place, self._stores.clients(self._runs), arguments)
+        return self._run.open()
+
+    def _at_exit(self) -> None:
+        if self._run is not None and os.getpid() == self._pid:
+            self._run.end(None)
+
+
+class _Run:
+    """One rank's part in one start."""
+
+    def __init__(self, place: Place, clients: Clients, arguments: SessionArguments) -> None:
+        self._place, self._clients, self._arguments = place, clients, arguments
+        self._shown = shown(arguments.directory)
+        self._listener = Listener()
+        self._directory: StandaloneDirectory | None = None
+        self._agreement: Agreement | None = None
+        self._reporter: Reporter | None = None
+        self._paths: AttemptPaths | None = None
+        self._give_back: Callable[[], None] = lambda: None
+        self._settled = self._ended = self._own_group = False
+        self.runtime: Runtime | None = None
+
+    @property
+    def over(self) -> bool:
+        return self._settled or (self.runtime is not None and self.runtime.finished)
+
+    def open(self) -> Runtime:
+        try:
+            return self._open()
+        except BaseException as error:
+            self.end(error)
+            raise
+
+    def _open(self) -> Runtime:
+        place, identity = self._place, self._place.identity
+        refuse_other_group()
+        self._own_group = True
+        exchange = Exchange(self._clients.main, identity.rank, identity.world_size, _TIMEOUT)
+        launch = self._launch(exchange)
+        self._paths = AttemptPaths(Path(launch.attempt_dir))
+        counter = StepCounter.create(self._paths.counter(identity.rank))
+        spool = ConsoleReport(self._paths.spool(identity.rank), self._shown, self._proved)
+        self._reporter = Reporter(spool, identity.rank)
+        _prepare_process(launch, identity)
+        self._give_back = self._listener.take_signals()
+        self._reporter.started(launch.resolved.device, torch.__version__)
+        self._agreement = Agreement(
+            self._clients.side, identity.rank, identity.world_size, self._listen, self._decided_early
+        )
+        self._agreement.start()
+        hold = self._listener.abort.hold
+        runtime = join(launch, identity, self._clients, _TIMEOUT, hold, self._agreement, counter, self._reporter)
+        runtime.left = self.left
+        manifest = runtime.chosen.manifest
+        if manifest is not None and manifest.finished and identity.rank == 0:
+            say(
+                f"the run in {self._shown} has ended with step {manifest.step}, so that nothing is left to do. A new run is to "
+                "have another directory"
+            )
+        runtime.chosen.notes.extend(_caveats(launch, place))
+        self.runtime = runtime
+        return runtime
+
+    def _launch(self, exchange: Exchange) -> LaunchFile:
+        """Rank 0 makes it, and all agree on it. Raises ``UserError`` and ``CheckpointError`` on all ranks alike."""
+        told: dict[str, Any] = {}
+        spec = error = None
+        try:
+            spec = self._spec()
+            if exchange.rank == 0:
+                told = self._begin(spec)
+        except (RatchetError, OSError) as error_:
+            error = error_
+            told = {"error": str(error_), "code": getattr(error_, "code", None)}
+        told = exchange.broadcast("launch", told)
+        if error is not None:
+            raise error
+        if "error" in told:
+            raise UserError(f"rank 0: {told['error']}", code=told["code"])
+        launch = LaunchFile.model_validate(told["launch"]).of_node(self._place.node)
+        if spec != launch.spec:
+            raise UserError(
+                f"rank {exchange.rank} gives Session() other arguments than rank 0", code="session-arguments"
+            )
+        return launch
+
+    def _begin(self, spec: JobSpec) -> dict[str, Any]:
+        place = self._place
+        self._directory = StandaloneDirectory(self._arguments.directory.absolute())
+        facts = {
+            "world_size": place.identity.world_size,
+            "ranks": [*range(place.ranks_per_node)],
+            "spec": spec,
+            "resolved": _resolved(spec, place),
+            "code_dir": None if place.script is None else str(place.script.parent),
+            "workdir": str(Path.cwd()),
+        }
+        launch = self._directory.begin(facts)
+        self._tidy(spec)
+        return {"launch": launch.model_dump(mode="json")}
+
+    def _spec(self) -> JobSpec:
+        """Of the arguments, with the spec's defaults. Raises ``UserError``."""
+        place = self._place
+        script = ["session.py"] if place.script is None else [place.script.with_suffix(".py").name, *sys.argv[1:]]
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cuda" and place.ranks_per_node > torch.cuda.device_count():
+            raise UserError(
+                f"{counted(place.ranks_per_node, 'rank')} on CUDA, a GPU for each, and this machine has "
+                f"{torch.cuda.device_count()}: start fewer, or set CUDA_VISIBLE_DEVICES= (empty) for the CPU",
+                code="too-few-gpus",
+            )
+        spec = self._arguments.spec(
+            {
+                "name": "standalone",
+                "script": script,
+                "code": {"path": "."},
+                "world": {"nodes": place.nodes, "ranks_per_node": place.ranks_per_node, "device": device},
+            }
+        )
+        if spec.checkpoint.uri is not None:
+            raise UserError(
+                "checkpoint.uri: copies in an object store are made by Ratchet's agents, and this run has none: leave it out, or "
+                "submit the script as a job",
+                code="session-arguments",
+            )
+        if spec.determinism == "strict" and os.environ.get("PYTHONHASHSEED", "random") == "random":
+            raise UserError(
+                "determinism is strict, and PYTHONHASHSEED is not set: the order of a set of strings would be another in each "
+                f"start. Set it before Python starts: PYTHONHASHSEED={spec.seed % 2**32}",
+                code="hash-seed-random",
+            )
+        return spec
+
+    # --- stops ---------------------------------------------------------------------------------------------------------
+
+    def _listen(self, seconds: float) -> Wish:
+        before = self._listener.interrupts
+        cause, requests = self._listener.wait(seconds)
+        if before == 0 < self._listener.interrupts and self._place.identity.rank == 0:
+            say("interrupted: all ranks stop behind a step, and save; once more ends at once")
+        if self._listener.interrupts > 1 and not self._place.owns_process:
+            self._listener.pass_on_interrupt()
+        elif self._listener.interrupts > 1:  # the main thread may be in a collective
+            say("interrupted twice: ended at once")
+            leave_process(_EXIT_INTERRUPTED)
+        return Wish(cause, requests)
+
+    def _decided_early(self, decision: Decision) -> None:
+        """On the side thread: a stop before the first step. The main thread may be anywhere."""
+        if decision.stop is None:
+            return
+        text = f"stopped before the first step ({decision.stop})"
+        if not self._place.owns_process and self._listener.interrupts and self._listener.pass_on_interrupt():
+            return
+        self._write(decision.stop, text)
+        say(text)
+        farewell(self._clients.side, self._place.identity, _FAREWELL)
+        leave_process(EXIT_PREEMPTED)
+
+    def _proved(self) -> bool:
+        return self._clients.main.add("proved", 1) == self._place.identity.world_size
+
+    # --- ends ----------------------------------------------------------------------------------------------------------
+
+    def left(self, error: BaseException | None) -> None:
+        """The Session's block has been left. Behind the run's end the group stays, for what the script does with it."""
+        if error is None and self.runtime is not None and self.runtime.finished:
+            self._settle(Cause.COMPLETED, None)
+        else:
+            self.end(error)
+
+    def end(self, error: BaseException | None) -> None:
+        """The run is over on this rank, however it has come to that. Idempotent."""
+        if self._ended:
+            return
+        self._ended = True
+        if error is None and self.runtime is not None and not self.runtime.restored and self.runtime.rank == 0:
+            say("ended without a step: there is no new checkpoint")
+        cause, message = self._outcome(error)
+        together = cause is Cause.COMPLETED or isinstance(self._stopped(error), Stopped)
+        self._settle(cause, message)
+        if self._agreement is not None:
+            self._agreement.close()
+        if self._reporter is not None:
+            self._reporter.close()
+        with suppress(RuntimeError):  # another rank has gone already
+            if together:
+                close_group()
+                farewell(self._clients.side, self._place.identity, _FAREWELL)
+            elif self._own_group and is_initialized() and self._place.identity.world_size == 1:
+                destroy_process_group()  # else the others may wait in a collective, which ends with this process
+
+    def _stopped(self, error: BaseException | None) -> BaseException | None:
+        return error or (None if self.runtime is None else self.runtime.stopped)
+
+    def _outcome(self, error: BaseException | None) -> tuple[Cause, str | None]:
+        runtime, error = self.runtime, self._stopped(error)
+        if runtime is not None and runtime.restored and (runtime.finished or runtime.done) and error is None:
+            return Cause.COMPLETED, None
+        if isinstance(error, Stopped):
+            return error.cause, error.message
+        if error is not None:
+            return cause_of(error)
+        return Cause.EXCEPTION, "the process went on without the run's end: its Session's block was not left"
+
+    def _settle(self, cause: Cause, message: str | None) -> None:
+        """Signals and the directory are for others now."""
+        if self._settled:
+            return
+        self._settled = True
+        runtime = self.runtime
+        stopped = runtime is not None and runtime.stopped is not None
+        if not (
+            stopped and self._place.owns_process
+        ):  # torchrun sends another SIGTERM to ranks that are still on their way out
+            self._give_back()
+        self._write(cause, message)
+        if runtime is not None and runtime.restored and cause is not Cause.COMPLETED:
+            self._tell_next(runtime)
+        if self._directory is not None:
+            if runtime is not None and (stopped or cause is Cause.COMPLETED):
+                self._tidy(runtime.launch.spec)
+            self._directory.close()
+
+    def _tell_next(self, runtime: Runtime) -> None:
+        if runtime.stopped is not None:
+            text, at = f"stopped after step {runtime.step}", f"step {runtime.checkpointer.last.step} of"
+        else:
+            text, at = "not ended", "the newest checkpoint in"
+            if runtime.world_size == 1:  # this process may live on, and begin the next start; else others may be gone
+                with suppress(RatchetError):
+                    runtime.checkpointer.drain()
+        if runtime.rank == 0:
+            say(f"{text}: the next start goes on from {at} {self._shown}")
+
+    def _tidy(self, spec: JobSpec) -> None:
+        assert self._directory is not None
+        for note in self._directory.tidy(spec.checkpoint):
+            say(note)
+
+    def _write(self, cause: Cause, message: str | None) -> None:
+        if self._paths is not None:
+            step = 0 if self.runtime is None else self.runtime.step
+            rank = self._place.identity.rank
+            write_result(self._paths, RankResult(rank=rank, cause=cause, at=now(), last_step=step, message=message))
+
+
+class _Stores:
+    """The ranks' rendezvous store; torchrun's where it serves one, else rank 0's, for all runs of the process."""
+
+    def __init__(self, place: Place) -> None:
+        self._place, identity = place, place.identity
+        self._limit = timedelta(seconds=_TIMEOUT)
+        self._server: Store | None = None
+        self._port = identity.port
+        if identity.rank == 0 and not place.served:
+            server = TCPStore(identity.host, identity.port, is_master=True, timeout=self._limit, wait_for_workers=False)
+            self._server, self._port = server, server.port
+
+    def clients(self, number: int) -> Clients:
+        """Of the process's run ``number``. Behind a restart by torchrun the store has what was said before it."""
+        restarts = os.environ.get(names.TORCHELASTIC_RESTART_COUNT, "0")
+
+        def client() -> Store:
+            store = TCPStore(self._place.identity.host, self._port, is_master=False, timeout=self._limit)
+            return PrefixStore(f"ratchet/{restarts}/{number}", store)
+
+        return Clients(client(), client(), client(), client(), self._server)
+
+
+def _refuse_where_no_run_can_be() -> None:
+    if job := os.environ.get(names.JOB_ID):
+        raise UserError(
+            f"this process was started by a rank of job {job}, and is none itself: make the Session in the script that the job "
+            "names, and give this process what it needs",
+            code="not-a-rank",
+        )
+    if multiprocessing.parent_process() is not None:
+        raise UserError(
+            "Session() is called in a process that the script has started (a worker of a DataLoader imports the main file "
+            'again): call it below `if __name__ == "__main__":`',
+            code="not-a-rank",
+        )
+    if threading.current_thread() is not threading.main_thread():
+        raise UserError(
+            "without a service the Session is made on the main thread, where signals are handled; its steps may be another's",
+            code="not-the-main-thread",
+        )
+
+
+def _main_file() -> Path | None:
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    if file is None:
+        return None
+    path = Path(file).absolute()
+    programs = (*installed_folders(), Path(sysconfig.get_path("scripts")))
+    return None if any(path.is_relative_to(folder) for folder in programs) else path
+
+
+def _resolved(spec: JobSpec, place: Place) -> Resolved:
+    device = spec.world.device
+    backend = spec.ddp.backend
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    cores = len(os.sched_getaffinity(0))
+    return Resolved(
+        device="cuda" if device == "cuda" else "cpu",
+        backend=("nccl" if device == "cuda" else "gloo") if backend == "auto" else backend,
+        threads_per_rank=int(threads) if threads.isdigit() else max(1, cores // place.ranks_per_node),
+        python=sys.executable,
+        code_digest=code_digest(place.script),
+    )
+
+
+def code_digest(script: Path | None) -> str | None:
+    """Of the main file and the modules of the user's that are imported by now; None: there are none. What else lies beside them
+    may be written by the run itself."""
+    found = {"__main__": script} if script is not None else {}
+    for name, module in [*sys.modules.items()]:
+        file = getattr(module, "__file__", None)
+        if name != "__main__" and isinstance(file, str) and is_users_module(name) and Path(file).is_file():
+            found[name] = Path(file)
+    entries = [code_tree.Entry(name, path) for name, path in sorted(found.items())]
+    return code_tree.digest(entries) if entries else None
+
+
+def _caveats(launch: LaunchFile, place: Place) -> list[str]:
+    """What the verdict on a resume does not cover."""
+    unseen = "code that was not imported yet when Session() was called" + " and the main file" * (place.script is None)
+    out = [unseen if launch.resolved.code_digest is not None else "the code, which has no file"]
+    if os.environ.get("PYTHONHASHSEED", "random") == "random":
+        out.append("the order of sets of strings, since PYTHONHASHSEED is not set")
+    return [f"not looked at: {'; '.join(out)}"]
+
+
+def _prepare_process(launch: LaunchFile, identity: Identity) -> None:
+    """What an agent sets before a rank starts, and the rank itself, as far as a process that runs already allows; the rest is
+    among the facts that a resume compares."""
+    if launch.spec.world.nodes == 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if launch.spec.determinism != "off":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
+    determinism.apply(launch.spec.determinism, launch.resolved.threads_per_rank)
+    if launch.resolved.device == "cpu":
+        allocator.keep_freed()
+    rng.seed_all(launch.spec.seed, identity.rank)
+    import_draws.take_back_draws()
