@@ -187,6 +187,7 @@ def _exhausted(view: JobView, treated: Treatment, counters: Counters, end: Attem
         and counters.preemptions > limits.max_preemptions
     ):
         text = f"{counted(counters.preemptions, 'preemption')}, {limits.max_preemptions} allowed (policy.max_preemptions). {last}"
+        text += f" `ratchet resume {view.job_id}` goes on, and counts anew."
         return _over(view, Event.END_FAILED, treated, counters, "max-preemptions", text)
     if treated.budget is Budget.FAILURES and _fails_at_its_start(end):
         text = (

@@ -31,3 +31,35 @@ def test_the_same_error_is_tried_twice_and_its_text_is_shown_once(
     job = ended.text.split()[0]
     assert cli("get", job, "--json").data["reason"] == "same-error"
     assert len(cli("attempts", job, "--json").data) == 2
+
+
+def test_an_error_behind_the_first_backward_is_one_before_the_first_step_is_done(
+    server: Server, tmp_path: Path
+) -> None:
+    """Of rank 0 alone, as in what only it logs: the other one may have finished that step."""
+    cli = Cli(server.home, tmp_path)
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "train.py").write_text(
+        "import torch\nfrom ratchet_worker.session import Session\n"
+        "with Session() as s:\n"
+        "    model = s.wrap(torch.nn.Linear(2, 1))\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    s.register(optimizer=optimizer)\n"
+        "    for step in s.steps(8):\n"
+        "        model(torch.ones(1, 2)).sum().backward()\n"
+        "        optimizer.step()\n"
+        "        optimizer.zero_grad()\n"
+        "        if s.rank == 0:\n"
+        "            print({}['loss'])\n"
+    )
+    spec = {"name": "broken", "script": ["train.py"], "code": {"path": "code"}, "world": {"device": "cpu", "ranks_per_node": 2},
+            "resources": {"cpus_per_rank": 1}, "policy": {"backoff": 0.05}}  # fmt: skip
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(spec))
+    job = cli("submit", "job.yaml", "--wait", expect=1).text.split()[0]
+    told = cli("get", job, "--json").data
+    assert (
+        told["reason"] == "same-error"
+        and f"`ratchet resume {job}`" in told["message"]
+        and "--code DIR" in told["message"]
+    )
+    assert len(cli("attempts", job, "--json").data) == 2

@@ -175,6 +175,7 @@ def test_preemptions_have_their_own_budget(cause: Cause) -> None:
     assert end(cause, counters=Counters(preemptions=1), limits=Limits(max_preemptions=2)).event is Event.END_REQUEUE
     last = end(cause, counters=Counters(preemptions=2), limits=Limits(max_preemptions=2))
     assert (last.event, last.reason) == (Event.END_FAILED, "max-preemptions")
+    assert last.message is not None and "`ratchet resume job-1`" in last.message
 
 
 @pytest.mark.parametrize("cause", [c for c in Cause if expected_event(c, Desired.RUN) is Event.END_REQUEUE])

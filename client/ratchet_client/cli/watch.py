@@ -73,7 +73,7 @@ def wait(ctx: typer.Context, job_id: str, *, until: Collection[JobPhase] = (), d
 
     def tell(job: JobView) -> None:
         hint = f"; `ratchet resume {job.id}` lets it go on" if job.phase == "SUSPENDED" else ""
-        told = next((a.message for a in reversed(client.attempts(job.id)) if a.message), None) if job.message else None
+        told = client.attempt(job.id, job.attempt).message if job.message and job.attempt else None
         reason = once(why(job), told)
         output.note(f"{job.phase}, {steps_words(job)}{hint}" + (f": {reason}" if reason else ""))
 
