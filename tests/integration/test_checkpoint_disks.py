@@ -41,7 +41,7 @@ def whole(place: Place) -> Path:
 def full(place: Place, attempt: Attempt) -> Callable[[], None]:
     filler = place.warm.seen(place.disk / "filler")
     with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
-        while True:
+        for _ in range(100 << 20 >> 12):  # more than the disk holds
             file.write(bytes(4096))
     return filler.unlink
 
@@ -152,7 +152,9 @@ def test_a_device_that_fails_ends_the_attempt_and_the_mended_one_has_what_was_ac
     place: Place, whole: Path
 ) -> None:
     """Behind its first MiB it reads and writes nothing any more, from the middle of the training on."""
-    disk = place.loop("ext4")
+    disk = place.loop(
+        "ext4", "device"
+    )  # of its own: on one with files ext4 says "Cannot allocate memory" of what it cannot read
     watched = place.job("device", [10], disk.at)
     attempt = watched.job.launch()
     watched.wait_at(attempt, 10)
@@ -262,15 +264,16 @@ def test_a_disk_that_does_not_answer_holds_up_no_step(place: Place, whole: Path)
 
 
 def test_a_mount_that_vanishes_leaves_what_was_acknowledged_since(place: Place) -> None:
-    """The names lead into the empty directory below it from then on. Last: the disk does not come back."""
-    watched = place.job("vanished", [10])
+    """The names lead into the empty directory below it from then on. The disk is its own: it does not come back."""
+    disk = place.loop("ext4", "vanished")
+    watched = place.job("vanished", [10], disk.at)
     attempt = watched.job.launch()
     watched.wait_at(attempt, 10)
     watched.told(attempt, "checkpoint", 4, 8)
     kept = os.open(watched.checkpoints, os.O_RDONLY)  # what was mounted, whatever its names
     try:
         before = watched.content()
-        place.warm.mount("umount", "-l", str(place.disk))
+        place.warm.mount("umount", "-l", str(disk.at))
         watched.go(10)
         result = attempt.wait()
         old = Path(f"/proc/self/fd/{kept}")

@@ -292,9 +292,11 @@ def test_the_watch_of_events_outlives_a_server_that_does_not_know_the_rights_yet
     site.cluster.jobs.quota = 0
     plan = site.plan()
     site.launcher.submit(plan)
-    waiting = site.launcher.poll(plan.ref).waiting or ""
+    waiting = wait_for(
+        lambda: w if "RBAC" in (w := site.launcher.poll(plan.ref).waiting or "") else None, "the refusal to be told", 30
+    )
     assert waiting.startswith("1 of 1 pod not made yet; why is not known here, since warning events cannot be read")
-    assert "RBAC: not yet" in waiting and f"`kubectl --namespace default describe job {plan.ref.name}`" in waiting
+    assert f"`kubectl --namespace default describe job {plan.ref.name}`" in waiting
     wait_for(lambda: site.asked().count(("list", "events")) > 2, "the events to be asked for again", 30)
     refusing.clear()
     wait_for(lambda: "exceeded quota" in (site.launcher.poll(plan.ref).waiting or ""), "the reason to be told", 30)

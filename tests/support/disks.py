@@ -34,7 +34,7 @@ class Place:
         self.root, self.disk, self.slow = root, root / "disk", root / "slow"
         self.disk.mkdir()
         self.warm = Warm(self.disk, "48m", self.slow)
-        self._loops: dict[str, Loop] = {}
+        self._loops: dict[tuple[str, str], Loop] = {}
         self._jobs: list[WarmJob] = []
 
     def close(self) -> None:
@@ -69,11 +69,11 @@ class Place:
         job.paths.checkpoints.symlink_to(disk / job_id)
         return Watched(job, gate, self.warm.seen(disk / job_id))
 
-    def loop(self, kind: str) -> Loop:
+    def loop(self, kind: str, name: str = "shared") -> Loop:
         """A file system of that kind on a loop device; skips the test where there can be none."""
-        if kind not in self._loops:
-            self._loops[kind] = Loop(self.warm, self.root, kind)
-        return self._loops[kind]
+        if (kind, name) not in self._loops:
+            self._loops[kind, name] = Loop(self.warm, self.root, kind, name)
+        return self._loops[kind, name]
 
 
 class Watched:
@@ -112,8 +112,8 @@ class Loop:
     """``at``: where it is mounted. The kernel lets go of the device when the mount goes (``autoclear``), which goes with the last
     process that sees it, however that ends."""
 
-    def __init__(self, warm: Warm, root: Path, kind: str) -> None:
-        self._warm, self.at, self.image = warm, root / kind, root / f"{kind}.img"
+    def __init__(self, warm: Warm, root: Path, kind: str, name: str) -> None:
+        self._warm, self.at, self.image = warm, root / f"{kind}-{name}", root / f"{kind}-{name}.img"
         make = shutil.which(f"mkfs.{kind}")
         if make is None:
             pytest.skip(f"needs mkfs.{kind} (packages: e2fsprogs, btrfs-progs)")
