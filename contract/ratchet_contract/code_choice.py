@@ -80,7 +80,7 @@ def choose(root: Path, include: Sequence[str] = (), limits: Limits = Limits(), a
             raise TreeError(
                 "include-not-found",
                 f"code.include names {name!r}, and a snapshot of {str(root)!r} has no such file: it is not there, or a "
-                "cache, version control or a virtual environment, which no snapshot has",
+                "cache, version control, a virtual environment or checkpoints, which no snapshot has",
             )
     return Choice(found, sorted(rules.left_out))
 

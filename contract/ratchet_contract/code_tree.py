@@ -2,7 +2,7 @@
 
 The digest is SHA-256 over the sorted relative paths with kind, mode and content. Of a file's mode only whether it can be executed
 counts, so that machines with other umasks, and read-only copies, agree. Left out: version control, caches, virtual environments
-(directories with a ``pyvenv.cfg``), empty directories.
+(directories with a ``pyvenv.cfg``), checkpoints of a Session without a service, empty directories.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ratchet_contract.paths import RUN_MARK_NAME
+
 IGNORED_NAMES: Final = frozenset(
     {".git", ".hg", ".svn", "__pycache__", ".venv", ".ratchet", ".mypy_cache", ".pytest_cache"}
 )
 IGNORED_SUFFIXES: Final = (".pyc", ".pyo")
+_NO_CODE: Final = ("pyvenv.cfg", RUN_MARK_NAME)
 MAX_BYTES: Final = 512 * 2**20
 MAX_FILES: Final = 20_000
 MAX_PATH: Final = 1024
@@ -137,7 +140,7 @@ def walk(root: Path, keeps: Callable[[str, bool], bool]) -> Iterator[Entry]:
                     if not keeps(Path(child.path).relative_to(root).as_posix(), is_dir):
                         continue
                     if is_dir:
-                        if not Path(child.path, "pyvenv.cfg").is_file():  # else a virtual environment
+                        if not any(Path(child.path, mark).is_file() for mark in _NO_CODE):
                             folders.append(Path(child.path))
                     else:
                         yield _entry(child, root)

@@ -33,6 +33,7 @@ PINNED_NAME: Final = "PINNED"  # empty file in a checkpoint's directory, made by
 VERIFIED_NAME: Final = (
     "VERIFIED"  # empty file beside it, made by the service: all bytes were right; the newest such one stays
 )
+RUN_MARK_NAME: Final = "ratchet-run.json"  # in the directory that a Session without a service saves to: the run's id
 _JOB_ID_RE = re.compile(r"job-[0-9a-z]{12}", re.ASCII)
 _CHECKPOINT_RE = re.compile(r"step-(\d{12})\.a(\d{4,})", re.ASCII)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ratchet_contract import code_tree
 from ratchet_contract.errors import UserError
 from ratchet_contract.messages import Metrics
 from ratchet_contract.resume import Base, Segment
@@ -123,12 +124,20 @@ def test_a_directory_is_held_until_its_process_is_dead_and_not_by_workers_that_i
 def test_a_directory_of_something_else_is_refused_and_left_as_it_is(root: Path, mark: str | None) -> None:
     (root / "checkpoints").mkdir(parents=True)
     if mark is not None:
-        (root / "run.json").write_text(mark)
+        (root / "ratchet-run.json").write_text(mark)
     for _ in range(2):  # the lock is given back
         with pytest.raises(UserError) as refused:
             StandaloneDirectory(root)
         assert refused.value.code == "directory-of-others"
-    assert names(root) == ["agent.lock", "checkpoints", *(["run.json"] if mark is not None else [])]
+    assert names(root) == ["agent.lock", "checkpoints", *(["ratchet-run.json"] if mark is not None else [])]
+
+
+def test_a_snapshot_of_the_code_beside_it_leaves_it_out(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print(1)")
+    directory = StandaloneDirectory(tmp_path / "my-run")
+    make_checkpoint(directory.paths.checkpoints, 10, 1, job_id=directory.id)
+    directory.close()
+    assert [entry.path for entry in code_tree.entries(tmp_path)] == ["train.py"]
 
 
 def test_arguments_are_keys_of_the_spec_and_what_a_job_has_otherwise_is_named() -> None:

@@ -1,7 +1,7 @@
 """The directory that a run without a service saves to, as rank 0 sees to it. It is laid out as the service lays out a job's own
 (``JobPaths``), under an id of the same form, so that a service can take it over::
 
-    ratchet-checkpoints/run.json             the run's id
+    ratchet-checkpoints/ratchet-run.json     the run's id
     ratchet-checkpoints/agent.lock           held while a start of the script is at work
     ratchet-checkpoints/checkpoints/step-000000000040.a0002/
     ratchet-checkpoints/quarantine/          damaged ones, moved here whole
@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from ratchet_contract.errors import CheckpointError, UserError
 from ratchet_contract.lineage import lineage
 from ratchet_contract.messages import LaunchFile
-from ratchet_contract.paths import MANIFEST_NAME, JobPaths, NodePaths, is_job_id
+from ratchet_contract.paths import MANIFEST_NAME, RUN_MARK_NAME, JobPaths, NodePaths, is_job_id
 from ratchet_contract.resume import Base
 from ratchet_contract.spec_checkpoint import BestSpec, CheckpointSpec
 from ratchet_store.commit import checkpoint_dirs, read_manifest
@@ -33,8 +33,6 @@ from ratchet_store.keeping import Id, Rules
 from ratchet_store.retain import delete_unless_pinned, sweep, whole
 from ratchet_worker.agent_files import lock
 from ratchet_worker.files import write_atomic
-
-_MARK = "run.json"
 
 
 class StandaloneDirectory:
@@ -93,7 +91,7 @@ class StandaloneDirectory:
         return launch
 
     def _identify(self) -> str:
-        mark = self.paths.root / _MARK
+        mark = self.paths.root / RUN_MARK_NAME
         try:
             found = json.loads(mark.read_bytes())["id"]
             if is_job_id(found):
