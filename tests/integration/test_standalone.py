@@ -250,3 +250,22 @@ def test_two_runs_one_after_the_other_in_a_test_function(place: Path) -> None:
     found = _run(place, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "test_train.py")
     assert found.returncode == 0, found.stdout + found.stderr
     assert "not looked at" in found.stderr and "and the main file" in found.stderr
+
+
+IN_A_THREAD = """
+import threading
+from ratchet import Session
+from train import HOOK, train
+
+session = Session(hook=HOOK, checkpoint={"every_steps": 5}, determinism="strict")
+thread = threading.Thread(target=train)
+thread.start()
+thread.join()
+"""
+
+
+def test_a_stop_ends_the_process_also_where_another_thread_does_the_steps(place: Path) -> None:
+    (place / "threaded.py").write_text(IN_A_THREAD)
+    stopped = _run(place, "threaded.py", plan='[["0", 0, 7, "SIGTERM"]]')
+    assert stopped.returncode == EXIT_PREEMPTED, stopped.stderr
+    assert "the next start goes on from step" in stopped.stderr

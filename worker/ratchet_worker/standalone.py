@@ -133,6 +133,7 @@ class Standalone:
     def _at_exit(self) -> None:
         if self._run is not None and os.getpid() == self._pid:
             self._run.end(None)
+            self._run.exit_if_stopped_in_thread()
 
 
 class _Run:
@@ -321,6 +322,14 @@ class _Run:
             elif self._own_group and is_initialized() and self._place.identity.world_size == 1:
                 destroy_process_group()  # else the others may wait in a collective, which ends with this process
 
+    def exit_if_stopped_in_thread(self) -> None:
+        """Python ignores the ``SystemExit`` of another thread than the main one."""
+        runtime = self.runtime
+        if runtime is None or runtime.stopped is None or runtime.trainer is threading.main_thread():
+            return
+        if self._place.owns_process:
+            leave_process(EXIT_PREEMPTED)
+
     def _stopped(self, error: BaseException | None) -> BaseException | None:
         return error or (None if self.runtime is None else self.runtime.stopped)
 
@@ -341,10 +350,10 @@ class _Run:
         self._settled = True
         runtime = self.runtime
         stopped = runtime is not None and runtime.stopped is not None
-        if not (
-            stopped and self._place.owns_process
-        ):  # torchrun sends another SIGTERM to ranks that are still on their way out
+        if threading.current_thread() is threading.main_thread():  # no other may
             self._give_back()
+            if stopped and self._place.owns_process:  # torchrun sends one to ranks that are still on their way out
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._write(cause, message)
         if runtime is not None and runtime.restored and cause is not Cause.COMPLETED:
             self._tell_next(runtime)
