@@ -15,7 +15,7 @@ import pytest
 
 from ratchet_contract.messages import ServiceFile
 from ratchet_contract.paths import JobPaths
-from tests.support.cli import EXECUTABLE
+from tests.support.cli import EXECUTABLE, Cli
 from tests.support.server import Server, processes_below, rank_pid, wait_for
 
 # Slow until the file `hurry` is beside the script, so that what interrupts it comes in time on any machine.
@@ -234,3 +234,14 @@ def test_a_service_that_runs_for_the_run_directory_is_used(server: Server, tmp_p
         assert running.process.wait(120) == 0, running.err.read_text()
     assert running.out.read_text() == "all is well\n"
     assert f"using the service of {server.home}" in running.err.read_text() and not running.home.exists()
+
+
+def test_what_is_no_job_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text("name: ../elsewhere\nscript: [train.py]\nworld: {ranks_per_node: none}\n")
+    cli = Cli(tmp_path / "home", tmp_path)
+    refused = cli("run", "spec.yaml", expect=5).errors
+    assert "/name" in refused and "/world/ranks_per_node" in refused
+    assert "a spec has its arguments in it: leave out --lr 1" in " ".join(
+        cli("run", "spec.yaml", "--lr", "1", expect=2).errors.split()
+    )
+    assert "looked in" in cli("run", "absent.py", expect=3).errors and not (tmp_path / "home").exists()

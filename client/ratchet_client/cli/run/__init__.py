@@ -105,7 +105,7 @@ def _spec(words: list[str], nproc: str | None, name: str | None, sets: list[str]
     from ratchet_client.init.command import count_ranks
     from ratchet_client.init.proposal import propose
     from ratchet_client.spec_file import read_spec
-    from ratchet_contract.errors import SpecError
+    from ratchet_contract.spec_parse import parse_spec
 
     given: dict[str, Any] = {}
     override(given, sets, {})
@@ -129,8 +129,7 @@ def _spec(words: list[str], nproc: str | None, name: str | None, sets: list[str]
         spec |= {} if made.python is None else {"python": str(made.python)}
     if name is not None:
         spec["name"] = name
-    if not isinstance(spec.get("name"), str):
-        raise SpecError("/name: a spec has a name: --name gives it one")
+    parse_spec(spec)  # before a directory is named after it, and a service started
     return spec
 
 
