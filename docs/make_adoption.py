@@ -7,14 +7,17 @@ import re
 from pathlib import Path
 
 PAGE = Path(__file__).with_name("adoption.md")
-LADDER = Path(__file__).parents[1] / "examples" / "adoption"
+EXAMPLES = Path(__file__).parents[1] / "examples"
 _BLOCK = re.compile(r"<!-- diff (\S+) (\S+) -->\n```diff\n.*?```\n", re.DOTALL)
 
 
 def diff(old: str, new: str) -> str:
-    """Unified, one line of context."""
-    names = [f"{rung}/train.py" for rung in (old, new)]
-    texts = [(LADDER / name).read_text().splitlines(keepends=True) for name in names]
+    """Of two rungs of the ladder, or two scripts of the examples (``DIRECTORY/NAME``). Unified, one line of context."""
+    names = [f"{one}.py" if "/" in one else f"{one}/train.py" for one in (old, new)]
+    texts = [
+        (EXAMPLES / ("" if "/" in one else "adoption") / name).read_text().splitlines(keepends=True)
+        for one, name in zip((old, new), names, strict=True)
+    ]
     return "".join(difflib.unified_diff(*texts, *names, n=1))
 
 

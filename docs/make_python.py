@@ -47,23 +47,36 @@ COMMON: Final = {
 }
 """Arguments that several methods of the client have."""
 FIRST: Final[dict[str, tuple[str, ...]]] = {
-    "Session": ("__init__", "wrap", "register", "ignore", "restore", "batches", "steps", "log", "checkpoint", "evaluation"),
+    "Session": (
+        "__init__", "prepare", "epochs", "enumerate", "wrap", "register", "ignore", "restore", "batches", "steps", "log",
+        "checkpoint", "evaluation",
+    ),
     "RatchetClient": ("__init__", "submit", "plan", "job", "jobs", "view", "wait", "poll", "series", "metrics", "logs", "events"),
 }  # fmt: skip
 """By class: the order in which a script calls them; others follow as they are written."""
 SOURCES: Final = {
-    "Session": ("train.py", "session"), "TrainLoader": ("loader.py", "data", "again", "alone"), "Client": ("client.py", "client"),
+    "Session": ("train.py epochs.py", "session"),
+    "TrainLoader": ("loader.py", "data", "again", "alone"), "Client": ("client.py", "client"),
     "Job": ("client.py", "job"),
 }  # fmt: skip
-"""File of ``EXAMPLES``, and what objects of the class are called there."""
+"""Files of ``EXAMPLES``, and what objects of the class are called there."""
+OR: Final = """\
+With steps that the script counts itself, and a `TrainLoader`:
+"""
 _LONG: Final = 12
 """Lines of an example; of a longer loop the head is shown."""
 
 
 def page() -> str:
     names = ", ".join(f"`{name}`" for name in PUBLIC)
-    parts = [HEAD.format(names=names), _class("Session"), _script("train.py"), _part_of(session, "The rules:")]
-    parts += _methods("Session")
+    parts = [
+        HEAD.format(names=names),
+        _class("Session"),
+        _script("epochs.py"),
+        OR,
+        _script("train.py"),
+    ]
+    parts += [_part_of(session, "The rules:"), *_methods("Session")]
     parts += [_class("TrainLoader"), *_methods("TrainLoader"), *_task()]
     rows = "".join(f"| `{name}` | {meaning} |\n" for name, meaning in COMMON.items())
     parts += [_class("Client"), f"Arguments that several methods take:\n\n| argument | meaning |\n|---|---|\n{rows}"]
@@ -167,15 +180,14 @@ def _example(title: str, name: str, said: str) -> str:
     """From the docstring, else where ``examples/reference`` calls it. Raises ``LookupError`` where neither has one."""
     if doctest := "\n\n".join(part for part in said.split("\n\n") if part.startswith(">>>")):
         return f"```pycon\n{doctest}\n```"
-    file, *variables = SOURCES[title]
+    files, *variables = SOURCES[title]
     wanted = {title} if name == "__init__" else {f"{variable}.{name}" for variable in variables}
-    source = (EXAMPLES / file).read_text()
-    calls = [s for s in _statements(ast.parse(source)) if any(_is_call(inner, wanted) for inner in _own(s))]
-    if not calls:
-        raise LookupError(
-            f"no example of {title}.{name}: call {' or '.join(sorted(wanted))} in examples/reference/{file}"
-        )
-    return _shown(file, source, calls[0])
+    for file in files.split():
+        source = (EXAMPLES / file).read_text()
+        for statement in _statements(ast.parse(source)):
+            if any(_is_call(inner, wanted) for inner in _own(statement)):
+                return _shown(file, source, statement)
+    raise LookupError(f"no example of {title}.{name}: call {' or '.join(sorted(wanted))} in examples/reference/{files}")
 
 
 def _statements(tree: ast.AST) -> Iterator[ast.stmt]:

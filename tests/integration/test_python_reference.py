@@ -20,7 +20,7 @@ def spec(name: str) -> dict[str, Any]:
 
 
 def test_every_example_of_the_reference_runs(server: Server) -> None:
-    trained = {server.submit(spec(name)): name for name in ("train.yaml", "classifier.yaml")}
+    trained = {server.submit(spec(name)): name for name in ("train.yaml", "epochs.yaml", "classifier.yaml")}
     variables = {**os.environ, "RATCHET_HOME": str(server.home), "RATCHET_CONFIG": str(server.home / "none.json")}
     for script in ("loader.py", "client.py"):
         command = [sys.executable, str(REFERENCE / script)]
@@ -31,6 +31,6 @@ def test_every_example_of_the_reference_runs(server: Server) -> None:
         series = {
             one["name"]: one["points"] for one in server.call("GET", f"/v1/jobs/{job_id}/metrics").json()["series"]
         }
-        metric = "accuracy" if name == "train.yaml" else "test_accuracy"
+        metric = "test_accuracy" if name == "classifier.yaml" else "accuracy"
         assert [point["step"] for point in series[metric]][-1] == 40, f"{name}: {sorted(series)}"
         assert len(series["loss"]) == 40

@@ -26,7 +26,13 @@ def maker() -> Any:
 def test_the_differences_on_the_page_are_those_of_the_files() -> None:
     assert maker().page(PAGE) == PAGE, "run: python docs/make_adoption.py"
     rungs = sorted(path.name for path in LADDER.iterdir() if path.is_dir())
-    assert re.findall(r"<!-- diff (\S+) (\S+) -->\n```diff\n---", PAGE) == list(pairwise(rungs)) and len(rungs) == 4
+    shown = re.findall(r"<!-- diff (\S+) (\S+) -->\n```diff\n---", PAGE)
+    assert shown == [("ordinary_loop/plain", "ordinary_loop/train"), *pairwise(rungs)] and len(rungs) == 4
+
+
+def test_an_ordinary_loop_takes_at_most_ten_changed_lines() -> None:
+    changed = maker().diff("ordinary_loop/plain", "ordinary_loop/train").splitlines()[2:]
+    assert max(sum(line.startswith(sign) for line in changed) for sign in "+-") <= 10
 
 
 def test_what_init_says_on_the_page_is_what_it_says() -> None:

@@ -25,7 +25,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 CLUSTER = EXAMPLES / "cluster"
-FILES = sorted(file for place in (".", "hooks", "cluster", "reference") for file in (EXAMPLES / place).glob("*.yaml"))
+FILES = sorted(
+    file
+    for place in (".", "hooks", "cluster", "ordinary_loop", "reference")
+    for file in (EXAMPLES / place).glob("*.yaml")
+)
 GPUS = Machine(tuple(range(8)), 32)
 
 

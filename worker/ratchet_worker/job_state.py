@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -35,8 +36,9 @@ from ratchet_worker import (
     state_names,
 )
 from ratchet_worker.data import own_generators
-from ratchet_worker.data.iterable import TrainStream
 from ratchet_worker.data.loader import TrainLoader
+from ratchet_worker.data.sampler_position import SamplerPosition
+from ratchet_worker.data.stream_position import StreamPosition
 from ratchet_worker.divergence import Start
 from ratchet_worker.equal_state import EqualState
 from ratchet_worker.hidden_state import HiddenState
@@ -99,7 +101,7 @@ class JobState:
             if not isinstance(item, TrainData):
                 raise UserError(
                     f"data of type {type(item).__name__} cannot give its position back; wrap it in "
-                    "ratchet.TrainLoader (map-style) or ratchet.TrainStream (iterable)"
+                    "ratchet.TrainLoader (map-style) or ratchet.TrainStream (iterable); a DataLoader: session.prepare(loader)"
                 )
             self.data = item
         elif item is self.ddp or (isinstance(item, DistributedDataParallel) and not isinstance(item, ManagedDDP)):
@@ -207,7 +209,7 @@ class JobState:
             "data": data,
             **{f"data:{p}": g for p, g in generators.find().items()},
         }
-        if isinstance(data, TrainLoader):
+        if isinstance(data, TrainLoader | SamplerPosition):
             own |= generators.roots
         else:
             registered |= generators.roots
@@ -367,8 +369,8 @@ class JobState:
         self._fits("data", lambda: load(data))
         if data.exact and generators is not None:
             self._fits("data", lambda: lost.extend(own_generators.of(data).load(generators)))
-        if isinstance(data, TrainStream):
-            self._fits("data", data.reach)
+        if (reach := getattr(data, "reach", None)) is not None:
+            self._fits("data", reach)
         if not data.exact:
             lost = [str(getattr(data, "inexact_reason", None) or "the data cannot give their position back"), *lost]
         return self._report("data", "not-exact" if lost else "exact", "; ".join(lost) or None)
@@ -377,9 +379,11 @@ class JobState:
         assert self.data is not None
         load: Any = getattr(self.data, "load_resized", None)
         if load is None:
-            return self._report(
-                "data", "reset", f"the group had {counted(ranks, 'rank')} and the data have no load_resized"
-            )
+            why = f"the group had {counted(ranks, 'rank')} and the data have no load_resized"
+            if isinstance(self.data, SamplerPosition | StreamPosition):
+                self.data.begin_again(states[0])
+                why += f"; epoch {self.data.epoch} begins again"
+            return self._report("data", "reset", why)
         report = self._restore_data(lambda _: load(states))
         size = batches(states[0], self.data.state_dict())
         reason = f"continued behind what {counted(ranks, 'rank')} had used up" + (f"; {size}" if size else "")
@@ -414,6 +418,25 @@ class JobState:
         group = self.of_the_group()
         return [c for c, item in self.stateful.items() if c not in group and not isinstance(item, rng.GeneratorState)]
 
+    def steering(self) -> dict[str, Any]:
+        """Copies of the schedulers' and the scaler's states, and of the optimizers' numbers: learning rates and the like."""
+        return {
+            **{component: copy.deepcopy(_state_of(self.stateful[component])) for component in self.of_the_group()},
+            **{component: copy.deepcopy(_numbers(optimizer)) for component, optimizer in self.optimizers.items()},
+        }
+
+    def put_steering(self, states: Mapping[str, Any]) -> None:
+        """Inverse of ``steering``."""
+        for component in self.of_the_group():
+            _load(self.stateful[component], states[component])
+        for component, optimizer in self.optimizers.items():
+            for group, numbers in zip(optimizer.param_groups, states[component], strict=True):
+                for name, value in numbers.items():
+                    if isinstance(value, torch.Tensor):
+                        group[name].copy_(value)
+                    else:
+                        group[name] = value
+
     @property
     def all_optimizers(self) -> list[Any]:
         """The registered ones, and what holds one and is none."""
@@ -432,6 +455,10 @@ class JobState:
 
     def _names(self) -> dict[int, str]:
         return {id(p): name for name, p in self.hook_or_refuse()[0].module.named_parameters()}
+
+
+def _numbers(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def _state_of(item: Stateful) -> Any:

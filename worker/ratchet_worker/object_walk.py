@@ -90,7 +90,7 @@ _LOOKED_INTO: Final = ("torch.utils.data", "torch.quasirandom", "torch.distribut
 _LOOKED_INTO_WHERE_REGISTERED: Final = (
     "lightning", "pytorch_lightning", "accelerate", "ratchet_worker.integrations"
 )  # fmt: skip
-_POSITIONS: Final = ("ratchet_worker.data.", "ratchet_worker.session")
+_POSITIONS: Final = ("ratchet_worker.data.", "ratchet_worker.session", "ratchet_worker.epoch_loop")
 """Whose positions are restored."""
 _USERS: Final = (SimpleNamespace, Namespace)
 """Classes of Python whose objects are as a user's."""

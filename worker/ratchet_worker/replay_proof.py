@@ -26,6 +26,8 @@ from ratchet_contract.resume import ResumeReport, StepDifference
 from ratchet_contract.step_ring import RING_ATTEMPTS, RingHeader, StepFingerprint, StepRing, read_header, read_ring
 from ratchet_worker.data.iterable import TrainStream
 from ratchet_worker.data.loader import TrainLoader
+from ratchet_worker.data.sampler_position import SamplerPosition
+from ratchet_worker.data.stream_position import StreamPosition
 from ratchet_worker.environment_record import Record, compare, sentence
 from ratchet_worker.reporter import Reporter
 from ratchet_worker.step_fingerprint import StepFingerprints
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 _SECONDS: Final = 2.0
 """Between two reports of how far the comparison has got."""
 _NAMED: Final = 3
+_PLACED: Final = (TrainLoader, TrainStream, SamplerPosition, StreamPosition)
+"""Data whose attribute ``position`` is the place in the epoch."""
 _DIGITS: Final = 16
 """Of digests, in headers and reasons."""
 
@@ -84,7 +88,7 @@ class ReplayProof:
 
     def moved(self, data: TrainData | None, taken: int) -> list[str]:
         """What has moved since ``boundary``, where ``taken`` batches were taken since."""
-        placed = isinstance(data, TrainLoader | TrainStream) and self._place not in (None, _position(data, taken))
+        placed = isinstance(data, _PLACED) and self._place not in (None, _position(data, taken))
         return [*(["data"] if taken or placed else []), *(["generators"] if self._fingerprints.has_drawn else [])]
 
     def finish(self) -> None:
@@ -280,7 +284,7 @@ def _ring(path: Path, header: RingHeader, reporter: Reporter) -> StepRing | None
 
 def _position(data: TrainData | None, taken: int) -> tuple[int, int]:
     """Epoch and place in it. Data of the user's own, whose attributes may mean anything: how many batches the step took."""
-    if isinstance(data, TrainLoader | TrainStream):
+    if isinstance(data, _PLACED):
         return data.epoch, data.position
     return 0 if data is None else int(data.epoch), taken
 

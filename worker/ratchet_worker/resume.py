@@ -217,6 +217,8 @@ def _caveats(runtime: Runtime, packages: list[str]) -> list[str]:
     for path, reason in sorted(runtime.state.hidden.ignored.items()):
         odd = "; nothing was found there when the checkpoint was made" if path in runtime.state.not_found else ""
         out.append(f"{path} is ignored: {reason}{odd}")
+    if runtime.chosen.manifest is not None and (told := getattr(runtime.state.data, "told", None)) is not None:
+        out.append(f"data: {told}")
     if runtime.state.data is None:
         out.append("no data are registered: their position is right only if batches are a function of the step")
     if runtime.chosen.manifest is not None and compiled(runtime.state.hook_or_refuse()[0].module):

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -42,6 +42,9 @@ from ratchet_worker.restore import Chosen
 from ratchet_worker.snapshot import Until
 from ratchet_worker.thread_pools import at_work
 from ratchet_worker.trial import Trial
+
+if TYPE_CHECKING:
+    from ratchet_worker.epoch_loop import EpochLoop
 
 Item = TypeVar("Item")
 
@@ -91,6 +94,8 @@ class Runtime:
         self.gatherer = Gatherer()
         self.trial = Trial(launch, exchange.rank)
         self.abandonable = False  # within an evaluation that a stop may cut short
+        self.epoch_loop: EpochLoop | None = None  # of the script's Sessions
+        self.by_epochs = False  # a step is a batch of its loader; ``total`` tells how many are expected
         self._unit = position(self.step)  # the last one begun
         self._ended = False  # the last step is done, the final checkpoint made
         self._open = False  # between begin_step and end_step
@@ -123,7 +128,9 @@ class Runtime:
         """Nothing is left to train: the checkpoint says so, or the last step is behind us."""
         manifest = self.chosen.manifest
         ended = manifest is not None and manifest.finished and manifest.job_id == self.launch.job_id
-        return (ended and self.step == self.chosen.base.step) or (self.total is not None and self.step >= self.total)
+        if self._ended or (ended and self.step == self.chosen.base.step):
+            return True
+        return self.total is not None and self.step >= self.total and not self.by_epochs
 
     @property
     def judged(self) -> bool:
@@ -191,8 +198,8 @@ class Runtime:
         if self._ended:
             raise UserError(
                 f"another step was asked for after step {self.step}, which was the last: a resume from the final checkpoint has "
-                "nothing left to do and would leave it out. Ask for all steps in one loop: steps(total of all phases, or epochs "
-                "times steps of an epoch)",
+                "nothing left to do and would leave it out. Ask for all steps in one loop: steps(total of all phases), or "
+                "epochs(all of them)",
                 code="after-the-end",
             )
 
@@ -215,7 +222,7 @@ class Runtime:
         self.exchange.hold()
         self._open = False
         self.step += 1
-        self._ended = last or self.step == self.total
+        self._ended = last or (self.step == self.total and not self.by_epochs)
         self._fingerprint()
         self.counter.finish_step(self.step)
         if self.trial.under_way:
@@ -238,9 +245,10 @@ class Runtime:
     def batches(self, data: Iterable[Item]) -> Iterator[Item]:
         """Batches of ``data``, epoch after epoch. Raises ``UserError`` for an epoch without batches, and for a batch that is
         taken where no step is open: the position in the data would belong to another step than the rest of the state."""
-        return endless(data, self._taken)
+        return endless(data, self.taken)
 
-    def _taken(self) -> None:
+    def taken(self) -> None:
+        """The open step has taken a batch. Raises ``UserError`` where none is open."""
         if not self._open:
             raise UserError(
                 "a batch of the training data was taken outside a step, so a checkpoint would count it to the wrong one: take "
@@ -265,6 +273,8 @@ class Runtime:
 
     @property
     def _worked(self) -> bool:
+        if self.by_epochs and self._batches:  # a step may be one of several batches that are accumulated
+            return self._open
         return self._open and self.state.hook_or_refuse()[1].iteration > self._iteration
 
     def checkpoint(self) -> bool:

@@ -68,23 +68,26 @@ their mean is evaluated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from ratchet_contract.errors import UserError
+from ratchet_worker.epoch_loop import EpochLoop
 from ratchet_worker.evaluation import Evaluation
 from ratchet_worker.runtime import Runtime
 from ratchet_worker.session_arguments import DIRECTORY, SessionArguments
 from ratchet_worker.standalone import Standalone
 
+Item = TypeVar("Item")
 _OWN_NAMES = frozenset({"optimizer", "scheduler", "scaler", "data"})
 
 
@@ -139,6 +142,12 @@ class Session:
             if self._runtime.left is not None:
                 self._runtime.left(error)
 
+    @property
+    def _epoch_loop(self) -> EpochLoop:
+        if self._runtime.epoch_loop is None:
+            self._runtime.epoch_loop = EpochLoop(self._runtime)
+        return self._runtime.epoch_loop
+
     def finish(self) -> None:
         """The job is done, after the same step on every rank; the final checkpoint is made. The end of the block does it, where
         no exception comes out of it. Another thread than that of the steps waits for the last of ``total``, and raises
@@ -190,6 +199,15 @@ class Session:
         return self._runtime.agreement.wish.stop is not None
 
     # --- before the first step -----------------------------------------------------------------------------------------
+
+    def prepare(self, *objects: Any) -> Any:
+        """``objects`` of an ordinary training loop, in any number and order, as the loop uses them: a list in the same order,
+        one alone by itself. Of the model ``wrap(model)``. Optimizers, schedulers, a scaler, modules that have nothing to train
+        (put onto this rank's device) and what else has ``state_dict`` are registered. Of the training's DataLoader one whose
+        batches are the steps of ``epochs``, with its ``len`` and attributes, and ``start``: the number of the first batch of this
+        epoch's pass. Raises ``UserError`` behind the first step, and for a second model or loader."""
+        found = self._epoch_loop.prepare(objects)
+        return found[0] if len(found) == 1 else found
 
     def wrap(self, module: nn.Module) -> nn.parallel.DistributedDataParallel:
         """``module`` on this rank's device, in DDP with the spec's settings and hook. Once, on every rank.
@@ -247,6 +265,19 @@ class Session:
             runtime.begin_step()
             yield runtime.step
             runtime.end_step()
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """Numbers of the epochs to do, from the restored one to ``total`` - 1. In each the prepared loader is gone over once; a
+        further pass over it is no training and belongs to the step that is open. The step of an epoch's last batch ends when the
+        next epoch's first is asked for, or behind the last epoch: what stands between two epochs belongs to it. Samplers are told
+        the epoch (``set_epoch``). ``break``, on all ranks, ends the job early. Raises as ``steps``."""
+        return self._epoch_loop.epochs(total, self.restore)
+
+    def enumerate(self, batches: Iterable[Item], start: int = 0) -> Iterator[tuple[int, Item]]:
+        """``batches``, the prepared loader or a progress bar around it, with their numbers in the epoch, counted from ``start``:
+        they go on behind a resume. (Those of Python's ``enumerate`` around the loader itself do, too.)"""
+        for offset, batch in zip(itertools.count(start), batches, strict=False):
+            yield self._epoch_loop.start + offset, batch
 
     def checkpoint(self) -> bool:
         """Save now, between two steps (after ``zero_grad``); every rank calls it. False: the save failed, which was told."""

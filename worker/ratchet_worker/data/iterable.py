@@ -82,6 +82,13 @@ class TrainStream:
         self._earlier: list[_Earlier] = []
         self._epochs: dict[str, int] = {}
         self._own: dict[str, Any] = {}
+        self.endless = True  # an ``iter()`` behind the last batch gives the next epoch
+        self.read_again: list[Any] = []  # by the last ``reach``: how many batches, and the last of them
+
+    @property
+    def way(self) -> str:
+        """``state``, ``skip`` or ``anew``: by which it comes back."""
+        return self._way
 
     @property
     def position(self) -> int:
@@ -135,12 +142,16 @@ class TrainStream:
             if run != self._run:
                 return
         was_at_the_end = self._taken == began_at > 0
+        self.end_epoch()
+        if was_at_the_end and self.endless:  # restored after the last batch of an epoch, which only now shows
+            yield from self._batches(run)
+
+    def end_epoch(self) -> None:
+        """The next ``iter()`` begins the next epoch, also where the stream has not ended."""
         self.epoch, self._taken, self._digests = self.epoch + 1, 0, None
         self._earlier = []
         self.own_generators.marks = {}
         self.own_generators.end()
-        if was_at_the_end:  # restored after the last batch of an epoch, which only now shows
-            yield from self._batches(run)
 
     def _from_position(self) -> Iterator[Any]:
         if self._taken and self._source is None:
@@ -254,9 +265,11 @@ class TrainStream:
             if self._way == "state" and earlier.taken < n == self._taken - 1:
                 self._earlier.append(_Earlier(n, self._stream_state(), last))
             try:
-                digests = self._with(digests, self._next(source, n))
+                batch = self._next(source, n)
             except StopIteration:
                 raise ValueError(self._ended_early(n)) from None
+            digests = self._with(digests, batch)
+            self.read_again = [n + 1 - earlier.taken, batch]
         if self._digests is None or digests is None:
             self._differs = (
                 "the checkpoint was made by an older version: it has no digest of these batches, so nothing shows whether the "

@@ -1,0 +1,148 @@
+"""Ordinary loops (``session.prepare``, ``session.epochs``), killed in an epoch, at its last batch and between two epochs: the
+bits of the same script under torch alone.
+
+Two kinds of loader by default; RATCHET_TEST_OPTIONS=all: all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ratchet_contract.phases import Cause
+from ratchet_store.commit import read_manifest
+from ratchet_store.compare import compare, render
+from tests.support.launch import Job
+from tests.support.object_stores import free_port
+
+CODE = Path(__file__).parents[1] / "support" / "loop_job"
+BATCHES: Final = {"distributed": 6, "weighted": 7, "buckets": 6, "workers": 7, "persistent": 7}
+"""Of an epoch, or the least of one."""
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ordinary_loop"
+
+
+def plain(*script: object) -> str:
+    """Under torch alone, as torchrun starts it; what rank 0 prints."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RATCHET")}
+    env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *map(str, script)]
+    ranks = [
+        subprocess.Popen(
+            command, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        printed = [rank.communicate(timeout=120)[0] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return printed[0]
+
+
+def weights(out: Path) -> list[dict[str, torch.Tensor]]:
+    return [load_file(out / f"{rank}.safetensors") for rank in range(2)]
+
+
+def job(tmp_path: Path, kind: str, places: list[str], **spec: Any) -> Job:
+    (tmp_path / "out").mkdir(exist_ok=True)
+    script = ["train.py", kind, str(tmp_path / "out"), *places]
+    return Job(tmp_path / "home", {"script": script, "code": {"path": str(CODE)}, **spec}, CODE)
+
+
+def places_of(kind: str) -> list[str]:
+    """In an epoch, at the last batch of one, between two."""
+    draw, last = random.Random(kind), BATCHES[kind] - 1
+    return [f"{draw.randrange(2)}.{draw.randrange(3, last)}", f"1.{last}", f"{draw.randrange(1, 3)}.end"]
+
+
+@pytest.mark.parametrize(
+    "kind", BATCHES if os.environ.get("RATCHET_TEST_OPTIONS") == "all" else ["weighted", "persistent"]
+)
+def test_a_killed_loop_ends_as_under_torch_alone(jobs: list[Job], tmp_path: Path, kind: str) -> None:
+    every = 1 if kind == "weighted" else 3
+    spec = {"checkpoint": {"every_steps": every, "first": "off"}, "determinism": "strict"}
+    places = places_of(kind)
+    jobs.append(job(tmp_path, kind, places, **spec))
+    causes = []
+    for _ in (*places, "end"):
+        attempt = jobs[0].launch()
+        causes.append(attempt.wait(120).cause)
+        assert causes[-1] in (Cause.RANK_KILLED, Cause.COMPLETED), attempt.logs()
+    assert causes == [Cause.RANK_KILLED] * len(places) + [Cause.COMPLETED]
+    reports = [attempt.report() for attempt in jobs[0].attempts[1:]]
+    assert [report.verdict for report in reports[1:]] == ["exact"] * len(reports[1:]), reports
+    assert all("data: position restored, 0 batches replayed" in report.notes for report in reports[1:])
+    (tmp_path / "plain").mkdir()
+    plain(CODE / "train.py", kind, tmp_path / "plain")
+    for mine, theirs in zip(weights(tmp_path / "out"), weights(tmp_path / "plain"), strict=True):
+        assert mine.keys() == theirs.keys()
+        assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
+
+
+def variant(tmp_path: Path, name: str, *arguments: str, determinism: str = "strict") -> Job:
+    spec = {
+        "script": ["variants.py", *arguments],
+        "code": {"path": str(CODE)},
+        "checkpoint": {"every_steps": 3, "first": "off"},
+        "determinism": determinism,
+    }
+    return Job(tmp_path / name, spec, CODE, job_id="job")
+
+
+def test_passes_that_are_broken_off_and_an_early_end_over_a_stream_that_is_skipped_through(
+    jobs: list[Job], tmp_path: Path
+) -> None:
+    jobs += [variant(tmp_path, "whole", "early"), variant(tmp_path, "killed", "early", "2.5")]
+    whole, killed = jobs
+    first = whole.launch(), killed.launch()
+    assert [one.wait(120).cause for one in first] == [Cause.COMPLETED, Cause.RANK_KILLED], killed.attempts[0].logs()
+    resumed = killed.launch()
+    assert resumed.wait(120).cause is Cause.COMPLETED, resumed.logs()
+    report = resumed.report()
+    # Of epochs of 5 batches, broken off, and 7: step 15 is the third of epoch 2.
+    assert (report.base.step, report.verdict) == (15, "exact"), report
+    assert "data: skipped 3 batches" in report.notes
+    comparison = compare(whole.newest(), killed.newest())
+    assert comparison.identical, render(comparison)
+    assert whole.newest().name.startswith("step-000000000026") and read_manifest(whole.newest()).finished
+    assert resumed.metrics()[16]["number"] == 3 and {**first[1].metrics(), **resumed.metrics()} == first[0].metrics()
+
+
+def test_an_enumerate_whose_number_cannot_go_on_is_named_and_refused_under_strict(
+    jobs: list[Job], tmp_path: Path
+) -> None:
+    jobs += [variant(tmp_path, "strict", "bar"), variant(tmp_path, "warn", "bar", "0.5", determinism="warn")]
+    strict, warn = (job.launch() for job in jobs)
+    assert strict.wait(120).cause is Cause.USER_ERROR
+    assert "write session.enumerate(...)" in strict.paths.log(0).read_text().lower()
+    assert warn.wait(120).cause is Cause.RANK_KILLED, warn.logs()
+    assert [m.type for m in warn.messages(kind="note")].count("batches-numbered-anew") == 1
+    resumed = jobs[1].launch()
+    assert resumed.wait(120).cause is Cause.COMPLETED, resumed.logs()
+    assert {c.component for c in resumed.report().components if c.status != "exact"} == {"data"}
+
+
+@pytest.mark.skipif(find_spec("sklearn") is None, reason="its data are scikit-learn's")
+def test_the_example_says_what_the_plain_script_says(jobs: list[Job], tmp_path: Path) -> None:
+    spec = {"script": ["train.py", "--epochs", "2"], "code": {"path": str(EXAMPLE)}}
+    jobs.append(Job(tmp_path, spec, EXAMPLE))
+    attempt = jobs[0].launch()
+    assert attempt.wait(120).cause is Cause.COMPLETED, attempt.logs()
+    printed = plain(EXAMPLE / "plain.py", "--epochs", "2")
+    said = [line for line in printed.splitlines() if line.startswith("epoch ")]
+    assert len(said) == 2 and [line for line in attempt.paths.log(0).read_text().splitlines() if line in said] == said
+    assert attempt.metrics().keys() == set(range(1, 2 * 23 + 1))

@@ -1,0 +1,214 @@
+"""A DataLoader's position: batches, and what is drawn around them, are a plain DataLoader's, wherever it was interrupted."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from ratchet_worker import rng
+from ratchet_worker.data import enumerated, sampler_position
+from ratchet_worker.data.sampler_position import SamplerPosition
+from ratchet_worker.data.stream_position import StreamPosition
+from tests.support.loaders import SAMPLERS, Drawn, Lines, Now
+
+CPU = torch.device("cpu")
+EPOCHS = 3
+Position = SamplerPosition | StreamPosition
+Make = Callable[[], DataLoader[Any]]
+
+
+@pytest.fixture(autouse=True)
+def _own_generators() -> Iterator[None]:
+    with rng.forked(CPU):
+        yield
+
+
+def _step(batch: Any) -> Any:
+    """What a training draws for itself, and at the end of an epoch (no batch)."""
+    return None if batch is None else batch.tolist(), torch.rand(2).tolist(), random.random(), np.random.random()
+
+
+def plain(make: Make) -> list[Any]:
+    rng.seed_all(0, 0)
+    loader, made = make(), list[Any]()
+    for _ in range(EPOCHS):
+        made += [*map(_step, loader), _step(None)]
+    return made
+
+
+class Run:
+    def __init__(self, make: Make, kind: type[Position]) -> None:
+        rng.seed_all(0, 0)
+        self.data: Position = kind(make())
+        self.made: list[Any] = []
+        self.epoch, self.at_the_end = 0, False
+
+    def go(self, count: int) -> None:
+        """Until ``count`` things are made: batches, and ends of epochs."""
+        data = self.data
+        while len(self.made) < count:
+            if data.epoch == self.epoch and not data.position:
+                data.begin(self.epoch)
+            if data.more():
+                self.made.append(_step(data.take()))
+                continue
+            if data.epoch == self.epoch:
+                data.end()
+            self.epoch += 1
+            self.made.append(_step(None))
+
+    def saved(self) -> Any:
+        """At the boundary before the next batch, which is there or not."""
+        if self.data.position:
+            self.data.more()
+        state, own = self.data.state_dict(), self.data.own_generators.states()
+        own |= {"passes": getattr(self.data.loader.batch_sampler, "passes", None)}  # a job's walk of attributes has it
+        return copy.deepcopy((state, own)), rng.capture(CPU), self.epoch, list(self.made)
+
+    def restore(self, saved: Any) -> None:
+        (state, own), generators, self.epoch, self.made = saved
+        if (passes := own.pop("passes")) is not None:
+            self.data.loader.batch_sampler.passes = passes
+        self.data.load_state_dict(state)
+        if self.data.exact:
+            self.data.own_generators.load(own)
+        self.data.reach()
+        rng.restore(generators, CPU)
+
+
+def differing(make: Make, stops: list[int], kind: type[Position] = SamplerPosition) -> list[str]:
+    """In words, what a run that is interrupted after each of ``stops`` makes otherwise than an undisturbed one."""
+    whole = plain(make) if kind is SamplerPosition else None
+    if whole is None:
+        run = Run(make, kind)
+        run.go(EPOCHS * 7)
+        whole = run.made
+    told: list[str] = []
+    for stop in stops:
+        run = Run(make, kind)
+        run.go(stop)
+        for count in (0, 1, len(whole) - stop - 1):  # interrupted again at once, and after another batch
+            saved = run.saved()
+            run = Run(make, kind)
+            run.restore(saved)
+            told += [f"after {stop}: {run.data.inexact_reason}"] if not run.data.exact else []
+            assert isinstance(run.data, StreamPosition) or run.data.loader.dataset.loaded == 0  # type: ignore[attr-defined]
+            run.go(len(run.made) + count)
+        told += [f"{stop}: {n}" for n, (one, other) in enumerate(zip(run.made, whole, strict=True)) if one != other]
+    return told
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_an_interrupted_loader_goes_on_as_the_plain_one_and_loads_nothing_again(kind: str) -> None:
+    assert differing(SAMPLERS[kind], [1, 3, 5, 6, 7, 9]) == []
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "passes"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_what_workers_draw_comes_back_too(kind: str, persistent: bool) -> None:
+    def make() -> DataLoader[Any]:
+        return SAMPLERS[kind](num_workers=2, persistent_workers=persistent)
+
+    assert differing(make, [1, 4, 7, 9]) == []
+
+
+def test_a_worker_without_its_generators_draws_other_numbers() -> None:
+    run = Run(lambda: SAMPLERS["shuffle"](num_workers=2), SamplerPosition)
+    run.go(3)
+    (state, own), *rest = run.saved()
+    assert all(one is not None for one in state["workers"])
+    run.go(4)
+    again = Run(lambda: SAMPLERS["shuffle"](num_workers=2), SamplerPosition)
+    again.restore(((state | {"workers": [None, None]}, own), *rest))
+    again.go(4)
+    assert again.made[-1] != run.made[-1]
+
+
+def test_a_sampler_that_draws_when_it_is_asked_is_named() -> None:
+    run = Run(lambda: DataLoader(Drawn(), 4, sampler=Now()), SamplerPosition)
+    run.go(3)
+    again = Run(lambda: DataLoader(Drawn(), 4, sampler=Now()), SamplerPosition)
+    again.restore(run.saved())
+    assert not again.data.exact
+    assert "gives other indices" in str(again.data.inexact_reason)
+
+
+def test_an_epoch_that_is_given_up_is_over() -> None:
+    run = Run(SAMPLERS["shuffle"], SamplerPosition)
+    run.go(3)
+    run.data.begin(1)
+    assert (run.data.epoch, run.data.position) == (1, 0)
+    run.go(5)
+    assert (run.data.epoch, run.data.position) == (1, 2)
+
+
+def test_an_iterable_data_set_is_skipped_through() -> None:
+    assert not sampler_position.fits(DataLoader(Lines(), 4))
+    assert differing(lambda: DataLoader(Lines(), 4), [1, 3, 6, 7, 9], StreamPosition) == []
+    run = Run(lambda: DataLoader(Lines(), 4), StreamPosition)
+    run.go(3)
+    again = Run(lambda: DataLoader(Lines(), 4), StreamPosition)
+    again.restore(run.saved())
+    assert again.data.told == "skipped 3 batches"
+
+
+class Resumed:
+    """Items 3, 4, 5, as if 0, 1 and 2 were used before."""
+
+    def __init__(self) -> None:
+        self.items, self.placeholders = iter(range(3, 6)), False
+        self.behind: bool | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.placeholders:
+            return None
+        if self.behind is None:
+            frame = inspect.currentframe()
+            assert frame is not None
+            self.behind = enumerated.behind_generators(frame.f_back)
+            self.placeholders = True
+            for reader in enumerated.readers(self):
+                enumerated.advance(reader, 3)
+            self.placeholders = False
+        return next(self.items)
+
+
+def bar(items: Any) -> Iterator[Any]:
+    yield from items
+
+
+def inner_loop(items: Any) -> Iterator[Any]:
+    for item in items:
+        yield int(item)
+
+
+def test_the_numbers_of_enumerate_go_on() -> None:
+    assert list(enumerate(Resumed())) == [(3, 3), (4, 4), (5, 5)]
+    assert list(enumerate(Resumed(), start=1)) == [(4, 3), (5, 4), (6, 5)]
+    assert list(bar(enumerate(Resumed()))) == [(3, 3), (4, 4), (5, 5)]
+    again = Resumed()
+    pairs = enumerate(again)
+    assert [next(pairs), next(pairs)] == [(3, 3), (4, 4)] and again.behind is False
+
+
+def test_an_enumerate_that_reads_a_generator_is_found() -> None:
+    for make, behind in (
+        (lambda items: enumerate(bar(items)), True),
+        (lambda items: enumerate(inner_loop(bar(items))), True),
+        (lambda items: bar(enumerate(items)), False),
+        (lambda items: zip(range(3), bar(items), strict=False), False),
+    ):
+        items = Resumed()
+        list(make(items))
+        assert items.behind is behind

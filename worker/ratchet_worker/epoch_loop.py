@@ -1,0 +1,259 @@
+"""Ordinary loops under a Session: ``for epoch in session.epochs(n): for batch in loader: ...``, a step for each batch.
+
+``session.prepare`` gives back what a script has made, in the same order: the model in DDP under the job's hook, everything with
+state registered, and the training ``DataLoader`` as one whose iteration marks the steps. Asking for the next batch ends the open
+step and begins another. The step of an epoch's last batch stays open until the next epoch's first batch is asked for, or there is
+no further epoch: an evaluation, ``scheduler.step()`` and whatever else stands between two epochs belongs to it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
+
+from ratchet_contract.errors import UserError
+from ratchet_worker import rng
+from ratchet_worker.data import enumerated, sampler_position
+from ratchet_worker.data.sampler_position import SamplerPosition
+from ratchet_worker.data.stream_position import StreamPosition
+
+if TYPE_CHECKING:
+    from ratchet_worker.runtime import Runtime
+
+
+class EpochLoop:
+    """One per rank. ``epoch``: the one that ``epochs`` has given out, None outside of them."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.epoch: int | None = None
+        self.start = 0  # number of the first batch of the epoch's pass
+        self.over = False  # all epochs are done
+        self.loader: Any = None  # the DataLoader itself
+        self._data: SamplerPosition | StreamPosition | None = None
+        self._pass: _Pass | None = None  # the first one over the loader in this epoch
+        self._restored: tuple[dict[str, Any], dict[str, Any]] | None = (
+            None  # generators, and what steers, within an epoch
+        )
+        self._looked = False  # for enumerate, in this attempt
+
+    # --- before the first step -----------------------------------------------------------------------------------------
+
+    def prepare(self, objects: tuple[Any, ...]) -> list[Any]:
+        """See ``Session.prepare``."""
+        if self.runtime.restored:
+            raise UserError("prepare before the first step: the state has been put back already")
+        return [self._prepared(item) for item in objects]
+
+    def _prepared(self, item: Any) -> Any:
+        state = self.runtime.state
+        if isinstance(item, DataLoader):
+            return self._prepared_loader(item)
+        if isinstance(item, Optimizer):
+            state.register(self._name("optimizer", state.optimizers), item)
+        elif isinstance(item, LRScheduler):
+            state.register(self._name("scheduler", state.stateful), item)
+        elif isinstance(item, torch.amp.GradScaler):
+            state.register(self._name("scaler", state.stateful), item)
+        elif isinstance(item, nn.parallel.DistributedDataParallel):
+            raise UserError("prepare puts the model into DDP, under the job's hook: give it the module without DDP")
+        elif _is_trained(item):
+            return self.runtime.wrap(item)
+        elif hasattr(item, "state_dict") or rng.is_generator(item):
+            if isinstance(item, nn.Module):
+                item.to(self.runtime.device)
+            state.register(self._name(f"user:{type(item).__name__.lower()}", state.stateful), item)
+        else:
+            raise UserError(
+                f"prepare takes models, optimizers, schedulers, scalers, one training DataLoader and what has state_dict and "
+                f"load_state_dict; a {type(item).__name__} is none of these. Data that are no DataLoader: "
+                "session.register(data=TrainStream(...)) and session.steps(...)"
+            )
+        return item
+
+    @staticmethod
+    def _name(kind: str, taken: Any) -> str:
+        """The second ``optimizer`` is ``user:optimizer_2``."""
+        if kind not in taken:
+            return kind
+        name = kind.removeprefix("user:")
+        return next(f"user:{name}_{n}" for n in range(2, len(taken) + 3) if f"user:{name}_{n}" not in taken)
+
+    def _prepared_loader(self, loader: Any) -> PreparedLoader:
+        if self._data is not None:
+            raise UserError(
+                "prepare takes one training DataLoader, whose batches are the job's steps. Loaders of an evaluation stay as they "
+                "are. Two for training: put both data sets into one, or use session.register(data=...) and session.steps(...)"
+            )
+        self.loader = loader
+        self._data = SamplerPosition(loader) if sampler_position.fits(loader) else StreamPosition(loader)
+        self.runtime.state.register("data", self._data)
+        return PreparedLoader(self, loader)
+
+    # --- epochs --------------------------------------------------------------------------------------------------------
+
+    def epochs(self, total: int, restore: Callable[[int | None], None]) -> Iterator[int]:
+        """See ``Session.epochs``. ``restore``: the Session's."""
+        runtime, data = self.runtime, self._data
+        if data is None:
+            raise UserError(
+                "epochs() goes over the loader that session.prepare(..., loader) was given: prepare it first"
+            )
+        if total < 1:
+            raise UserError(f"epochs must be at least 1, not {total}")
+        length = data.steps_per_epoch
+        steps = None if length is None else total * length
+        if not runtime.restored:
+            restore(steps)
+            if data.position:
+                self._restored = rng.capture(runtime.device), runtime.state.steering()
+        runtime.refuse_after_the_end()
+        runtime.total, runtime.by_epochs = steps, True
+        if runtime.done:
+            return
+        for epoch in range(data.epoch, total):
+            self.epoch, self.start, self._pass = epoch, data.position, None
+            sampler_position.set_epoch(self.loader, epoch)
+            yield epoch
+            self._end_pass()
+        self.epoch, self.over = None, True
+        runtime.end_step(last=True)
+
+    def iterate(self) -> Iterator[Any]:
+        """Raises ``UserError`` before the first epoch: nothing would be a step."""
+        if self.epoch is None and not (self.over or self.runtime.finished or self.runtime.done):
+            raise UserError(
+                "the prepared loader is iterated outside of an epoch: write `for epoch in session.epochs(n):` around it. For a "
+                "look at the data before the training take the DataLoader itself"
+            )
+        return _Pass(self)
+
+    def is_training(self, one: _Pass) -> bool:
+        """The first pass over the loader in an epoch is. Further ones, an evaluation on the training data say, belong to the step
+        that is open."""
+        if self._pass is None and self.epoch is not None:
+            self._pass = one
+        return self._pass is one
+
+    def next(self, one: _Pass) -> Any:
+        """The next batch: the open step ends, and another begins. Raises ``StopIteration`` at the end of the epoch, and what the
+        step boundary raises."""
+        runtime, data = self.runtime, self._data
+        assert data is not None and self.epoch is not None
+        if one.begun or self.start:
+            self._put_back()
+            if one.ended or not data.more():
+                self._end_pass()
+                raise StopIteration
+            runtime.end_step()
+            runtime.begin_step()
+        else:
+            runtime.end_step()
+            runtime.begin_step()
+            data.begin(self.epoch)
+            if not data.more():
+                raise UserError("the data gave no batch in a whole epoch: fewer samples than one batch needs?")
+        if not one.begun:
+            one.begun = True
+            self._number(one)
+        batch = data.take()
+        runtime.taken()
+        return batch
+
+    def _put_back(self) -> None:
+        """What an epoch draws and steps before its first batch, it drew and stepped before the kill, too."""
+        if self._restored is not None:
+            generators, steering = self._restored
+            self.runtime.state.put_steering(steering)
+            rng.restore(generators, self.runtime.device)
+            self._restored = None
+
+    def _end_pass(self) -> None:
+        """From here on the position is the beginning of the next epoch."""
+        assert self._data is not None
+        if self._pass is not None:
+            self._pass.ended = True
+        if self._data.epoch == self.epoch:
+            self._data.end()
+
+    # --- enumerate -----------------------------------------------------------------------------------------------------
+
+    def _number(self, one: _Pass) -> None:
+        """``enumerate`` goes on with the number of the batch; where it cannot, that is told."""
+        for reader in enumerated.readers(one) if self.start else ():
+            one.placeholders = True
+            enumerated.advance(reader, self.start)
+            one.placeholders = False
+        if self._looked:
+            return
+        self._looked = True
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code.co_filename == __file__:
+            frame = frame.f_back
+        if enumerated.behind_generators(frame):
+            self._tell_numbers()
+
+    def _tell_numbers(self) -> None:
+        runtime, data = self.runtime, self._data
+        assert data is not None
+        if runtime.launch.spec.determinism == "strict":
+            raise UserError(f"determinism is strict, and {enumerated.ANEW}", code="state-unsaved")
+        data.numbers = enumerated.ANEW
+        if runtime.rank == 0:
+            runtime.reporter.note("batches-numbered-anew", enumerated.ANEW)
+
+
+def _is_trained(item: Any) -> bool:
+    module = isinstance(item, nn.Module) and not isinstance(item, AveragedModel)
+    return module and any(p.requires_grad for p in item.parameters())
+
+
+class PreparedLoader:
+    """The training ``DataLoader`` as ``Session.prepare`` gives it back: its iteration marks the job's steps. ``len``, and all
+    attributes but ``start``, are the DataLoader's."""
+
+    def __init__(self, loop: EpochLoop, loader: Any) -> None:
+        self._loop, self._loader = loop, loader
+
+    @property
+    def start(self) -> int:
+        """Number of the first batch of this epoch's pass: 0, but behind a resume within the epoch."""
+        return self._loop.start
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._loop.iterate()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # of a copy that is being made
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+class _Pass:
+    """One pass over the loader."""
+
+    def __init__(self, loop: EpochLoop) -> None:
+        self._loop = loop
+        self.begun = self.ended = self.placeholders = False
+        self._plain: Iterator[Any] | None = None  # a pass that marks no steps
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.placeholders:
+            return None
+        if self._plain is None and not self._loop.is_training(self):
+            self._plain = iter(self._loop.loader)
+        return next(self._plain) if self._plain is not None else self._loop.next(self)
