@@ -164,7 +164,8 @@ def test_a_resume_with_other_code_says_what_its_submission_said(service: str, la
     cli = Cli(laptop / "home", laptop)
     with RatchetClient(service) as client:
         first = client.submit(spec).view
-        assert {w.code for w in first.warnings} == {"unmanaged-script", "code-left-out", "code-large-files"}
+        codes = {w.code for w in first.warnings} - {"file-system"}  # the tests' files may lie in memory
+        assert codes == {"unmanaged-script", "code-left-out", "code-large-files"}
         for upload_ in ((), ("--upload",)):
             client.cancel(first.id)
             (project / "plain.py").write_text(f"print(2, {upload_!r})\n")

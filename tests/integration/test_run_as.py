@@ -150,7 +150,7 @@ def test_a_user_that_cannot_reach_the_jobs_is_refused_at_the_start(tmp_path: Pat
     mask, groups = os.umask(0o022), os.getgroups()
     try:
         worker_user.own_process()
-        with pytest.raises(StartError, match=r"cannot reach .*mode o\+x"):
+        with pytest.raises(StartError, match=r"cannot reach .* lets others not through: chmod o\+x /"):
             worker_user.settle(HomePaths(tmp_path / "home"), USER, None)
     finally:
         os.umask(mask)

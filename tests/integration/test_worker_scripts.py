@@ -220,10 +220,10 @@ def test_state_that_changes_behind_checkpoint_in_the_same_body_marks_it(make: An
     assert result.cause is Cause.USER_ERROR and "call checkpoint() last" in str(result.message), attempts[0].logs()
     assert attempts[1].wait().cause is Cause.COMPLETED, attempts[1].logs()
     assert (attempts[1].report().verdict, attempts[1].report().base.step) == ("exact", 7)
-    assert not clean.attempts[0].messages(kind="note"), clean.attempts[0].messages(kind="note")
+    assert not clean.attempts[0].notes(), clean.attempts[0].notes()
 
     assert killed.wait().cause is Cause.RANK_KILLED
-    [told] = [m for rank in (0, 1) for m in killed.messages(rank, kind="note")]
+    [told] = [m for rank in (0, 1) for m in killed.notes(rank)]
     wanted = "scheduler changed behind checkpoint() in the same loop body"
     assert told.type == "changed-behind-checkpoint" and wanted in told.message
     source = read_manifest(warned.newest())
@@ -270,7 +270,7 @@ def test_a_stop_behind_checkpoint_waits_for_the_end_of_the_body(make: Any) -> No
         result = attempt.wait()
         assert (result.cause, result.last_step) == (Cause.API_SUSPEND, 7), attempt.logs()
         assert "loss" in attempt.metrics()[7]
-    notes = [m.type for job in (late, still) for rank in (0, 1) for m in job.attempts[0].messages(rank, kind="note")]
+    notes = [m.type for job in (late, still) for rank in (0, 1) for m in job.attempts[0].notes(rank)]
     assert notes == ["changed-behind-checkpoint"]
 
     again, exact = [job.launch() for job in (late, still)]

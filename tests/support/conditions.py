@@ -104,6 +104,7 @@ def home() -> Iterator[Setting]:
     if os.geteuid():
         raise NotHere("only root can mount a read-only HOME")
     with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o755)
         at, other = Path(place, "home"), Path(place, "tmp")
         at.mkdir()
         other.mkdir()

@@ -179,6 +179,10 @@ class Attempt:
         found = [_MESSAGE.validate_json(line) for line in lines]
         return [m for m in found if kind is None or m.kind == kind]
 
+    def notes(self, rank: int = 0) -> list[Any]:
+        """What a rank notes of the training; of the file system that the tests' files lie on there may be a note, too."""
+        return [note for note in self.messages(rank, kind="note") if note.type != "file-system"]
+
     def report(self) -> ResumeReport:
         (message,) = self.messages(kind="resumed")
         assert isinstance(message, Resumed)
