@@ -89,9 +89,8 @@ def _what_has_trained_to_its_end_goes_on_as_the_hint_says(cli: Cli, job_id: str)
     earlier = min(cli("checkpoints", "ls", job_id, "--json").data, key=lambda one: one["step"])["id"]
     fork = cli("fork", job_id, "--checkpoint", earlier).text.strip()
     assert "SUCCEEDED" in cli("wait", fork, "--follow", deadline=120).text
-    pointless = cli("fork", job_id).text.strip()
-    end = cli("wait", pointless, expect=1, deadline=120).errors
-    assert f"`ratchet fork {job_id} --checkpoint ID`" in end.replace("\n", " ") and "go on" not in end
+    pointless = cli("fork", job_id, expect=4).errors
+    assert "has all 44 steps" in pointless and f"`ratchet fork {job_id} --checkpoint {earlier}`" in pointless
 
 
 def _history_is_folded(cli: Cli, job_id: str) -> None:
