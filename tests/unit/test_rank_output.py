@@ -1,0 +1,35 @@
+"""What ``ratchet run`` shows of the ranks' logs: every byte once, attempt after attempt, to the last one."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from ratchet_client.cli.run.rank_output import RankOutput
+from ratchet_contract.paths import JobPaths
+
+
+def write(job: JobPaths, attempt: int, rank: int, data: bytes) -> None:
+    path = job.attempt(attempt).log(rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.write(data)
+
+
+def test_one_ranks_bytes_are_unchanged_and_what_was_shown_is_left_out(tmp_path: Path) -> None:
+    job, out = JobPaths(tmp_path), io.BytesIO()
+    write(job, 1, 0, b"shown before\n")
+    with RankOutput(job, {0}, 1, out):
+        write(job, 1, 0, b"\xff half a line")
+        write(job, 2, 0, b"10 %\r20 %\r")
+        write(job, 2, 1, b"of another rank\n")
+        write(job, 2, 0, b"the end")  # just before the block ends
+    assert out.getvalue() == b"\xff half a line\n10 %\r20 %\rthe end\n"
+
+
+def test_of_several_ranks_each_whole_line_has_its_rank_in_front(tmp_path: Path) -> None:
+    job, out = JobPaths(tmp_path), io.BytesIO()
+    with RankOutput(job, None, 0, out):
+        write(job, 1, 0, b"one\ntwo\n")
+        write(job, 1, 1, b"three\nfour")
+    assert out.getvalue() == b"1.0 | one\n1.0 | two\n1.1 | three\n1.1 | four\n"
