@@ -269,3 +269,20 @@ def test_a_stop_ends_the_process_also_where_another_thread_does_the_steps(place:
     stopped = _run(place, "threaded.py", plan='[["0", 0, 7, "SIGTERM"]]')
     assert stopped.returncode == EXIT_PREEMPTED, stopped.stderr
     assert "the next start goes on from step" in stopped.stderr
+
+
+def test_a_start_that_does_not_train_deletes_no_checkpoint(place: Path) -> None:
+    """Its own retention may be another: that of a script that evaluates, or the default."""
+    keeping = "Session(directory, hook=HOOK, checkpoint={'every_steps': 5, 'keep_last': 50}"
+    (place / "train.py").write_text(
+        SCRIPT.replace('Session(directory, hook=HOOK, checkpoint={"every_steps": 5}', keeping)
+    )
+    assert _run(place, "train.py").returncode == 0
+    root = place / "ratchet-checkpoints" / "checkpoints"
+    kept = sorted(path.name for path in root.iterdir())
+    assert len(kept) >= 5
+    (place / "train.py").write_text(SCRIPT)  # keep_last is 3
+    assert "has ended" in _run(place, "train.py").stderr
+    (place / "train.py").write_text(SCRIPT.replace('"powerSGD"', '"powerSGDD"'))
+    assert _run(place, "train.py").returncode != 0
+    assert sorted(path.name for path in root.iterdir()) == kept

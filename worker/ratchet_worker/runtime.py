@@ -107,9 +107,9 @@ class Runtime:
         self._late: LateChanges | None = None  # there, where the step is saved
         self._counts: dict[str, list[int]] = {}  # of schedulers, at the last step boundary
         self.stopped: Stopped | None = None  # raised already; a thread of the script's may have ended with it
-        self.left: Callable[[BaseException | None], None] | None = (
-            None  # without a service: who ends the run; the error, if any
-        )
+        # Without a service: called when the state is back and steps are left to do, and with the error when the block is left.
+        self.begins: Callable[[], None] | None = None
+        self.left: Callable[[BaseException | None], None] | None = None
         self.trainer: threading.Thread | None = None  # does the steps: the one that asked for the last, from restore on
         self._boundary = (
             threading.RLock()
@@ -167,6 +167,8 @@ class Runtime:
         self.counter.stage(Stage.TRAINING)
         self.trial.begins(self._data_epoch)
         self._report_hook()
+        if self.begins is not None and not self.done:
+            self.begins()
 
     def _set_gates(self) -> None:
         """What changes the state behind a boundary waits for the copy that is made of it."""

@@ -181,7 +181,7 @@ class _Run:
         self._agreement.start()
         hold = self._listener.abort.hold
         runtime = join(launch, identity, self._clients, _TIMEOUT, hold, self._agreement, counter, self._reporter)
-        runtime.left = self.left
+        runtime.begins, runtime.left = self._tidy, self.left
         manifest = runtime.chosen.manifest
         if manifest is not None and manifest.finished and identity.rank == 0:
             say(
@@ -227,7 +227,6 @@ class _Run:
             "workdir": str(Path.cwd()),
         }
         launch = self._directory.begin(facts)
-        self._tidy(spec)
         return {"launch": launch.model_dump(mode="json")}
 
     def _spec(self) -> JobSpec:
@@ -358,8 +357,12 @@ class _Run:
         if runtime is not None and runtime.restored and cause is not Cause.COMPLETED:
             self._tell_next(runtime)
         if self._directory is not None:
-            if runtime is not None and (stopped or cause is Cause.COMPLETED):
-                self._tidy(runtime.launch.spec)
+            if (
+                runtime is not None
+                and runtime.step > runtime.chosen.base.step
+                and (stopped or cause is Cause.COMPLETED)
+            ):
+                self._tidy()
             self._directory.close()
 
     def _tell_next(self, runtime: Runtime) -> None:
@@ -373,10 +376,11 @@ class _Run:
         if runtime.rank == 0:
             say(f"{text}: the next start goes on from {at} {self._shown}")
 
-    def _tidy(self, spec: JobSpec) -> None:
-        assert self._directory is not None
-        for note in self._directory.tidy(spec.checkpoint):
-            say(note)
+    def _tidy(self) -> None:
+        """On rank 0, of a start that trains: one that is refused, or has nothing left to do, deletes nothing."""
+        if self._directory is not None and self.runtime is not None:
+            for note in self._directory.tidy(self.runtime.launch.spec.checkpoint):
+                say(note)
 
     def _write(self, cause: Cause, message: str | None) -> None:
         if self._paths is not None:
