@@ -286,3 +286,13 @@ def test_a_start_that_does_not_train_deletes_no_checkpoint(place: Path) -> None:
     (place / "train.py").write_text(SCRIPT.replace('"powerSGD"', '"powerSGDD"'))
     assert _run(place, "train.py").returncode != 0
     assert sorted(path.name for path in root.iterdir()) == kept
+
+
+def test_an_error_behind_the_training_ends_all_ranks(place: Path) -> None:
+    """As of any script under torchrun, which ends the others: this rank does not wait for them."""
+    report = "if os.environ['RANK'] == '0':\n        raise ArithmeticError('in the report')\n    time.sleep(300)\n"
+    behind = f"    train()\n    {report}"
+    (place / "train.py").write_text(SCRIPT.replace("    train()\n", behind))
+    done = _run(place, *TORCHRUN, "train.py")  # waits less long than rank 1
+    assert done.returncode == 1 and "in the report" in done.stderr
+    _final(place / "ratchet-checkpoints")

@@ -132,7 +132,7 @@ class Standalone:
 
     def _at_exit(self) -> None:
         if self._run is not None and os.getpid() == self._pid:
-            self._run.end(None)
+            self._run.end(None, meet=not hasattr(sys, "last_value"))
             self._run.exit_if_stopped_in_thread()
 
 
@@ -300,8 +300,9 @@ class _Run:
         else:
             self.end(error)
 
-    def end(self, error: BaseException | None) -> None:
-        """The run is over on this rank, however it has come to that. Idempotent."""
+    def end(self, error: BaseException | None, *, meet: bool = True) -> None:
+        """The run is over on this rank, however it has come to that. Idempotent. Not ``meet``: an error behind the training ends
+        this process, and others may never come to their end: torchrun, which ends them, must hear of it."""
         if self._ended:
             return
         self._ended = True
@@ -316,7 +317,8 @@ class _Run:
             self._reporter.close()
         with suppress(RuntimeError):  # another rank has gone already
             if together:
-                close_group()
+                if meet:
+                    close_group()
                 farewell(self._clients.side, self._place.identity, _FAREWELL)
             elif self._own_group and is_initialized() and self._place.identity.world_size == 1:
                 destroy_process_group()  # else the others may wait in a collective, which ends with this process
