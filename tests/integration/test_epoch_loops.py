@@ -33,24 +33,31 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "ordinary_loop"
 
 
 def plain(*script: object) -> str:
-    """Under torch alone, as torchrun starts it; what rank 0 prints."""
+    """Under torch alone, as torchrun starts it; what rank 0 prints. Up to five times: at the end of a script on gloo a race in
+    torch between the threads of DDP's reducer hangs or aborts a process now and then."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("RATCHET")}
-    env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *map(str, script)]
-    ranks = [
-        subprocess.Popen(
-            command, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    try:
-        printed = [rank.communicate(timeout=120)[0] for rank in ranks]
-        assert [rank.returncode for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return printed[0]
+    for _ in range(5):
+        env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, *map(str, script)],
+                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            printed = [rank.communicate(timeout=60)[0] for rank in ranks]
+            if [rank.returncode for rank in ranks] == [0, 0]:
+                return printed[0]
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.communicate()
+    raise AssertionError("the plain script did not end well in five runs")
 
 
 def weights(out: Path) -> list[dict[str, torch.Tensor]]:
@@ -64,9 +71,9 @@ def job(tmp_path: Path, kind: str, places: list[str], **spec: Any) -> Job:
 
 
 def places_of(kind: str) -> list[str]:
-    """In an epoch, at the last batch of one, between two."""
+    """In an epoch, at the last batch of one, between two, at the first batch of one."""
     draw, last = random.Random(kind), BATCHES[kind] - 1
-    return [f"{draw.randrange(2)}.{draw.randrange(3, last)}", f"1.{last}", f"{draw.randrange(1, 3)}.end"]
+    return [f"{draw.randrange(2)}.{draw.randrange(3, last)}", f"1.{last}", "1.end", "2.0"]
 
 
 @pytest.mark.parametrize(

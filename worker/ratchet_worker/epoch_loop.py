@@ -2,8 +2,9 @@
 
 ``session.prepare`` gives back what a script has made, in the same order: the model in DDP under the job's hook, everything with
 state registered, and the training ``DataLoader`` as one whose iteration marks the steps. Asking for the next batch ends the open
-step and begins another. The step of an epoch's last batch stays open until the next epoch's first batch is asked for, or there is
-no further epoch: an evaluation, ``scheduler.step()`` and whatever else stands between two epochs belongs to it.
+step and begins another. The step of an epoch's last batch stays open until the next epoch is asked for: an evaluation,
+``scheduler.step()`` and whatever else stands behind the loop over batches belongs to it; what stands before that loop belongs to
+the step of the epoch's first batch.
 """
 
 from __future__ import annotations
@@ -121,6 +122,11 @@ class EpochLoop:
             return
         for epoch in range(data.epoch, total):
             self.epoch, self.start, self._pass = epoch, data.position, None
+            if (
+                not self.start
+            ):  # what stands before the epoch's first batch belongs to its step: a save here is before both
+                runtime.end_step()
+                runtime.begin_step()
             sampler_position.set_epoch(self.loader, epoch)
             yield epoch
             self._end_pass()
@@ -156,8 +162,6 @@ class EpochLoop:
             runtime.end_step()
             runtime.begin_step()
         else:
-            runtime.end_step()
-            runtime.begin_step()
             data.begin(self.epoch)
             if not data.more():
                 raise UserError("the data gave no batch in a whole epoch: fewer samples than one batch needs?")
