@@ -26,7 +26,7 @@ def test_the_same_error_is_tried_twice_and_its_text_is_shown_once(
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(spec))
     ended = cli("submit", "job.yaml", watching, expect=1)
     told = ended.text + ended.errors
-    assert told.count("unsupported operand type") == 1
+    assert told.count("unsupported operand type") == 1, told
     assert "same error at the same line" in told
     job = ended.text.split()[0]
     assert cli("get", job, "--json").data["reason"] == "same-error"

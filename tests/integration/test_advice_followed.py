@@ -142,7 +142,9 @@ def test_a_source_that_a_fork_needs_is_deleted_as_the_refusal_says(plane: Plane,
     plane.wait(source, JobPhase.SUCCEEDED)
     reconciler.stop()  # so that the fork waits
     plane.reconcilers[0][1].join(60)
-    fork = told.cli("fork", source, "--set", "priority=-5", "--set", "policy.max_preemptions=null").text.strip()
+    fork = told.cli(
+        "fork", source, "--set", "priority=-5", "--set", "env.AGAIN=1", "--set", "policy.max_preemptions=null"
+    ).text.strip()
     assert plane.job(fork).spec["policy"]["max_preemptions"] is None, "as docs/troubleshooting.md says"
     refused = told.cli("delete", source, expect=4)
     assert "keep the checkpoints" in refused.errors

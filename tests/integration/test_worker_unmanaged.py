@@ -148,7 +148,7 @@ def test_what_no_retry_heals_is_told_with_its_cure_and_what_was_not_done_is_said
 
     result = epochs.wait()
     assert result.cause is Cause.USER_ERROR and "after step 2" in (result.message or ""), epochs.logs()
-    assert "epochs times steps of an epoch" in (result.message or "")
+    assert "or epochs(all of them)" in (result.message or "")
 
 
 FORKING = """

@@ -38,7 +38,7 @@ def test_the_text_of_an_error_is_printed_once_by_wait() -> None:
     def script(request: BaseHTTPRequestHandler, _: int) -> Reply:
         if "attempts" in request.path:
             attempt = {"job_id": ID, "number": 1, "phase": "ENDED", "created_at": JOB["created_at"], "message": ERROR}
-            return ok({"items": [attempt]})
+            return ok({"items": [attempt]} if request.path.partition("?")[0].endswith("attempts") else attempt)
         if request.path == f"/v1/jobs/{ID}":
             return ok(JOB | next(left, looks[-1]))
         return ok({"job_id": ID, "series": [], "items": []})

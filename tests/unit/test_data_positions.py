@@ -132,10 +132,12 @@ def test_a_worker_without_its_generators_draws_other_numbers() -> None:
     assert again.made[-1] != run.made[-1]
 
 
-def test_a_sampler_that_draws_when_it_is_asked_is_named() -> None:
-    run = Run(lambda: DataLoader(Drawn(), 4, sampler=Now()), SamplerPosition)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_that_draws_when_it_is_asked_is_named(workers: int) -> None:
+    """Also where it has not been used yet what it drew: workers have it already."""
+    run = Run(lambda: DataLoader(Drawn(), 4, sampler=Now(), num_workers=workers), SamplerPosition)
     run.go(3)
-    again = Run(lambda: DataLoader(Drawn(), 4, sampler=Now()), SamplerPosition)
+    again = Run(lambda: DataLoader(Drawn(), 4, sampler=Now(), num_workers=workers), SamplerPosition)
     again.restore(run.saved())
     assert not again.data.exact
     assert "gives other indices" in str(again.data.inexact_reason)

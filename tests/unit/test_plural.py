@@ -18,6 +18,8 @@ NEVER_ONE = {
     "len(found)", "len(error.errors)", "len(run)",  # told where there are several
     "len(ids)", "len(matching)", "there", "most", "limits.max_files", "self.limits.entries", "self._bounds.series",
     "_count(self.ahead)",  # of jobs
+    "home",  # a path
+    "nodes",  # told where there are several
 }  # fmt: skip
 
 

@@ -131,7 +131,7 @@ class EpochLoop:
             yield epoch
             self._end_pass()
         self.epoch, self.over = None, True
-        runtime.end_step(last=True)
+        runtime.finish()  # also where checkpoint() has ended the last step
 
     def iterate(self) -> Iterator[Any]:
         """Raises ``UserError`` before the first epoch: nothing would be a step."""

@@ -154,7 +154,7 @@ def follow(ctx: typer.Context, job_id: str, *, as_json: bool = False) -> None:
     if as_json:
         output.emit_line({"job": job})
     else:
-        output.line(f"{job.id} {job.phase}, {steps_words(job)}" + (f": {why(job)}" if why(job) else ""))
+        output.line(f"{job.id} {job.phase}, {steps_words(job)}" + (f": {fold.once(why(job))}" if why(job) else ""))
         with open_client(ctx) as client:
             _tell_end(client, job)
     with open_client(ctx) as client:

@@ -13,6 +13,7 @@ from ratchet_contract.errors import Conflict, FieldProblem, NotFound, SpecError
 from ratchet_contract.messages import ForkSource
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Event
+from ratchet_contract.plural import counted
 from ratchet_contract.spec import JobSpec, StartSpec
 from ratchet_service import object_store
 from ratchet_service.database import Database
@@ -92,7 +93,8 @@ def _pointless(origin: Job, source: Checkpoint, earlier: list[str]) -> Conflict:
         if earlier
         else ""
     )
-    text = f"checkpoint {source.name} has all {source.step} steps, and a fork of it would have no others: {more}{other}"
+    all_ = counted(source.step, "step")
+    text = f"checkpoint {source.name} has all {all_}, and a fork of it would have no others: {more}{other}"
     return Conflict(text, code="nothing-left")
 
 

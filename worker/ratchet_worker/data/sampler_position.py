@@ -205,10 +205,12 @@ class SamplerPosition:
         self._indices.drop()
         while self._indices.pulled < recorded["pulled"] and self._indices.pull():
             pass
-        if self._indices.used_until(self.position) != recorded["used"]:
+        found = self._indices.used_until(self.position), self._indices.digest(recorded["pulled"])
+        if found != (recorded["used"], recorded["ahead"]):
             name = type(self._indices.sampler).__name__
             self._differs = (
-                f"{name}, asked again for the {self.position} batches of epoch {self.epoch} that were used, gives other indices: "
+                f"{name}, asked again for the {recorded['pulled']} batches of epoch {self.epoch} that were asked for, of which "
+                f"{self.position} were used, gives other indices: "
                 "they must depend on nothing but generators, and on plain attributes, that stand as they did when the epoch "
                 "began; give them to it as a list at the beginning of an epoch"
             )
@@ -227,7 +229,8 @@ class SamplerPosition:
         if self.position:
             indices = self._indices
             state |= {"point": self._start["point"].state(), "samplers": self._start["samplers"]}
-            state |= {"pulled": indices.pulled, "used": indices.used_until(self.position)}
+            used, ahead = indices.used_until(self.position), indices.digest(indices.pulled)
+            state |= {"pulled": indices.pulled, "used": used, "ahead": ahead}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -295,6 +298,10 @@ class _Indices:
         while len(self._digests) > self.pulled - position + 1:
             self._digests.popleft()
         return self._digests[0]
+
+    def digest(self, number: int) -> str | None:
+        """Of the first ``number`` batches of indices, at least as many as ``used_until`` was asked for; None: there are fewer."""
+        return None if number > self.pulled else self._digests[number - self.pulled - 1]
 
     def _give(self) -> Iterator[Any]:
         yield from ([] for _ in range(self.idle))
