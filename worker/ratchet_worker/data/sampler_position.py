@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from ratchet_worker.data import points, workers
 from ratchet_worker.data.batch_digest import BatchDigest
 from ratchet_worker.data.digest import dataset_digest
+from ratchet_worker.data.loader_position import LoaderPosition
 from ratchet_worker.data.own_generators import OwnGenerators
 from ratchet_worker.data.worker_generators import WorkerGenerators
 
@@ -37,7 +38,7 @@ def fits(loader: DataLoader[Any]) -> bool:
     return plain and not isinstance(loader.dataset, torch.utils.data.IterableDataset) and not alone
 
 
-class SamplerPosition:
+class SamplerPosition(LoaderPosition):
     """This rank's batches of ``loader``; fits ``TrainData``. ``position``: batches of the epoch that were handed out.
 
     ``begin`` an epoch; as long as there are ``more`` batches ``take`` one; ``end`` it, or ``begin`` another. Behind
@@ -45,7 +46,7 @@ class SamplerPosition:
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self.loader = loader
+        super().__init__(loader)
         self.epoch = self.position = 0
         roots = {
             name: getattr(loader, name) for name in ("dataset", "collate_fn", "sampler", "batch_sampler", "generator")
@@ -58,20 +59,6 @@ class SamplerPosition:
         self._start: dict[str, Any] = {}  # of the epoch, for the next resume
         self._recorded: dict[str, Any] | None = None  # until it is reached
         self._differs: str | None = None
-        self._told: str | None = None
-        self.numbers: str | None = None  # what is wrong with the loop's own numbers of batches behind a resume
-
-    @property
-    def steps_per_epoch(self) -> int | None:
-        """Batches of an epoch; None where the sampler does not know."""
-        try:
-            return len(self.loader)
-        except (TypeError, NotImplementedError):
-            return None
-
-    @property
-    def exact(self) -> bool:
-        return self.inexact_reason is None
 
     @property
     def inexact_reason(self) -> str | None:
@@ -79,11 +66,6 @@ class SamplerPosition:
         if self.loader.num_workers and not self.loader.in_order:
             return "in_order=False: workers hand batches over in another order each time; leave it out"
         return self._differs
-
-    @property
-    def told(self) -> str | None:
-        """How the last resume came to its position."""
-        return self._told
 
     def data_digest(self) -> str | None:
         """Names the samples, if the data set can (``dataset.digest()``)."""

@@ -11,23 +11,22 @@ from itertools import islice
 from typing import Any
 
 from ratchet_worker.data.iterable import TrainStream
+from ratchet_worker.data.loader_position import LoaderPosition
 
 
-class StreamPosition:
+class StreamPosition(LoaderPosition):
     """Of ``loader``; fits ``TrainData``, and has the methods of ``SamplerPosition``. ``loader``: with ``state_dict`` and
     ``load_state_dict`` exact by these, else by skipping what was used, if it then gives the same."""
 
     def __init__(self, loader: Any) -> None:
-        self.loader = loader
+        super().__init__(loader)
         self.stream = TrainStream(loader, repeatable=not hasattr(loader, "state_dict"))
         self.stream.endless = False
         self.own_generators = self.stream.own_generators
         self._source: Iterator[Any] = iter(())
         self._ahead: list[Any] = []
         self._ahead_recorded = False
-        self.numbers: str | None = None  # what is wrong with the loop's own numbers of batches behind a resume
         self._numbered = False
-        self._told: str | None = None
 
     @property
     def epoch(self) -> int:
@@ -39,26 +38,9 @@ class StreamPosition:
         return self.stream.position - len(self._ahead)
 
     @property
-    def steps_per_epoch(self) -> int | None:
-        """Batches of an epoch; None where the loader does not know."""
-        try:
-            return len(self.loader)
-        except (TypeError, NotImplementedError):
-            return None
-
-    @property
-    def exact(self) -> bool:
-        return self.inexact_reason is None
-
-    @property
     def inexact_reason(self) -> str | None:
         """A sentence for the resume report."""
         return self.stream.inexact_reason or (self.numbers if self._numbered else None)
-
-    @property
-    def told(self) -> str | None:
-        """How the last resume came to its position."""
-        return self._told
 
     def data_digest(self) -> str | None:
         return self.stream.data_digest()
