@@ -108,8 +108,16 @@ def _pids() -> list[int]:
 def started_below(pid: int, root: Path) -> bool:
     """Whether a process was started for an attempt below ``root``, by its environment: a zombie's is empty, another user's
     may not be read."""
-    needle = os.fsencode(f"{environment.ATTEMPT_DIR}={root}/")
     try:
-        return any(pair.startswith(needle) for pair in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+        return (variable_of(pid, environment.ATTEMPT_DIR) or "").startswith(f"{root}/")
     except OSError:
         return False
+
+
+def variable_of(pid: int, name: str) -> str | None:
+    """What ``name`` was set to when that process was started. Raises ``OSError`` where that may not be read."""
+    needle = os.fsencode(f"{name}=")
+    for pair in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+        if pair.startswith(needle):
+            return os.fsdecode(pair[len(needle) :])
+    return None

@@ -151,13 +151,12 @@ def follow(ctx: typer.Context, job_id: str, *, as_json: bool = False) -> None:
     except KeyboardInterrupt:
         output.note(f"\ndetached; job {job_id} goes on. Watch it again: ratchet wait {job_id} --follow")
         raise typer.Exit(Exit.INTERRUPTED) from None
-    if as_json:
-        output.emit_line({"job": job})
-    else:
-        output.line(f"{job.id} {job.phase}, {steps_words(job)}" + (f": {fold.once(why(job))}" if why(job) else ""))
-        with open_client(ctx) as client:
-            _tell_end(client, job)
     with open_client(ctx) as client:
+        if as_json:
+            output.emit_line({"job": job})
+        else:
+            output.line(f"{job.id} {job.phase}, {steps_words(job)}" + (f": {fold.once(why(job))}" if why(job) else ""))
+            _tell_end(client, job)
         rank = _failed_rank(client, job)
     _end(job, rank)
 

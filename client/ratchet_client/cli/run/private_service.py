@@ -15,6 +15,7 @@ from ratchet_client.cli.service_process import (
     service_file,
     start_service,
     sweep,
+    variable_of,
     wait_for,
     wait_ready,
     without_ratchets,
@@ -124,11 +125,7 @@ def _owner(paths: HomePaths) -> str | None:
     if found is None or start_time(found.pid) is None:
         return None
     with suppress(OSError):
-        needle = os.fsencode(f"{environment.ENDS_WITH}=")
-        for pair in Path(f"/proc/{found.pid}/environ").read_bytes().split(b"\0"):
-            if pair.startswith(needle):
-                return os.fsdecode(pair[len(needle) :])
-        return ""
+        return variable_of(found.pid, environment.ENDS_WITH) or ""
     return None
 
 
