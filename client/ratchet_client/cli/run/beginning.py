@@ -93,7 +93,7 @@ def _go_on(client: RatchetClient, home: HomePaths, job: JobView) -> Begun:
 
 
 def _newest_step(paths: JobPaths, job: JobView) -> int:
-    """The highest step of its checkpoints on disk: the service may lack the last reports of an attempt that was killed with it."""
+    """The highest step of its checkpoints: the service may lack the last reports of an attempt that was killed with it."""
     names = [path.parent.name for path in paths.checkpoints.glob(f"*/{MANIFEST_NAME}")] + [job.last_checkpoint or ""]
     return max((found[0] for name in names if (found := parse_checkpoint_dir_name(name)) is not None), default=0)
 
